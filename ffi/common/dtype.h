@@ -1,0 +1,122 @@
+// Element types, the accumulation dtype, and the one runtime -> compile-time dtype dispatch.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define GRADOPS_HOST_DEVICE __host__ __device__
+#else
+#define GRADOPS_HOST_DEVICE
+#endif
+
+namespace gradops {
+
+namespace ffi = ::xla::ffi;
+
+#if defined(__CUDACC__)
+using BFloat16 = __nv_bfloat16;
+using Half = __half;
+#else
+// Storage only: arithmetic happens in float. The conversions have no branches and no table, so that
+// compilers vectorise them; both round to nearest even and keep NaN a NaN.
+struct BFloat16 {
+  std::uint16_t bits;
+  BFloat16() = default;
+  explicit BFloat16(float value) {
+    const auto u = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t rounded = u + 0x7fffu + ((u >> 16) & 1u);
+    const std::uint32_t quiet_nan = u | 0x00400000u;
+    bits = static_cast<std::uint16_t>((value != value ? quiet_nan : rounded) >> 16);
+  }
+  explicit operator float() const { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
+};
+
+struct Half {
+  std::uint16_t bits;
+  Half() = default;
+  explicit Half(float value) {
+    const auto u = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t sign = (u >> 16) & 0x8000u;
+    const std::uint32_t magnitude = u & 0x7fffffffu;
+    // Normal results: rebias the exponent (127 -> 15) and round the 13 bits that fall away.
+    const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Subnormal results: adding 0.5 puts the unit of the sum at 2^-24, so the FPU rounds.
+    const std::uint32_t subnormal =
+        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+    std::uint32_t result = magnitude < 0x38800000u ? subnormal : normal;
+    result = magnitude >= 0x47800000u ? 0x7c00u : result;  // 2^16 and above, and inf
+    result = magnitude > 0x7f800000u ? 0x7e00u : result;   // NaN
+    bits = static_cast<std::uint16_t>(sign | result);
+  }
+  explicit operator float() const {
+    const std::uint32_t sign = std::uint32_t{bits & 0x8000u} << 16;
+    const std::uint32_t magnitude = bits & 0x7fffu;
+    const std::uint32_t normal = (magnitude << 13) + 0x38000000u;
+    const std::uint32_t special = (magnitude << 13) | 0x7f800000u;
+    const auto subnormal = std::bit_cast<std::uint32_t>(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f);
+    std::uint32_t result = magnitude < 0x0400u ? subnormal : normal;
+    result = magnitude >= 0x7c00u ? special : result;
+    return std::bit_cast<float>(sign | result);
+  }
+};
+#endif
+
+template <typename T>
+inline constexpr ffi::DataType kDtype = ffi::DataType::INVALID;
+template <>
+inline constexpr ffi::DataType kDtype<float> = ffi::F32;
+template <>
+inline constexpr ffi::DataType kDtype<double> = ffi::F64;
+template <>
+inline constexpr ffi::DataType kDtype<Half> = ffi::F16;
+template <>
+inline constexpr ffi::DataType kDtype<BFloat16> = ffi::BF16;
+
+// Sums, statistics and parameters use Accum<T>. Mirrors `accum_dtype` in jax_gradops/_core.py.
+template <typename T>
+using Accum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename... Ts>
+struct TypeList {};
+using FloatTypes = TypeList<float, double, Half, BFloat16>;
+
+inline bool IsFloat(ffi::DataType dtype) {
+  return dtype == ffi::F32 || dtype == ffi::F64 || dtype == ffi::F16 || dtype == ffi::BF16;
+}
+
+inline ffi::DataType AccumDtype(ffi::DataType dtype) {
+  return dtype == ffi::F64 ? ffi::F64 : ffi::F32;
+}
+
+inline std::int64_t ByteWidthOf(ffi::DataType dtype) {
+  return static_cast<std::int64_t>(ffi::ByteWidth(dtype));
+}
+
+inline std::string Name(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F16: return "float16";
+    case ffi::BF16: return "bfloat16";
+    case ffi::F32: return "float32";
+    case ffi::F64: return "float64";
+    default: return "dtype number " + std::to_string(static_cast<int>(dtype));
+  }
+}
+
+// Calls `fn.operator()<T>()` for the T in the list whose dtype is `dtype`.
+template <typename... Ts, typename Fn>
+ffi::Error DispatchDtype(TypeList<Ts...>, std::string_view op, ffi::DataType dtype, Fn&& fn) {
+  ffi::Error result = ffi::Error::InvalidArgument(std::string(op) + ": unsupported " + Name(dtype));
+  static_cast<void>(
+      ((dtype == kDtype<Ts> && (result = fn.template operator()<Ts>(), true)) || ...));
+  return result;
+}
+
+}  // namespace gradops

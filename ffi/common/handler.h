@@ -1,0 +1,37 @@
+// Execution contexts, and the adapter from a typed C++ function to the symbol that XLA calls.
+#pragma once
+
+#include <type_traits>
+
+#include "xla/ffi/api/ffi.h"
+
+struct CUstream_st;  // so that this header needs no CUDA installation
+
+namespace gradops {
+
+namespace ffi = ::xla::ffi;
+
+using CpuContext = ffi::ThreadPool;
+using CudaContext = CUstream_st*;  // cudaStream_t
+
+using In = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+template <class Context>
+auto Bind() {
+  if constexpr (std::is_same_v<Context, CudaContext>) {
+    return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CudaContext>>();
+  } else {
+    return ffi::Ffi::Bind().Ctx<Context>();
+  }
+}
+
+// Every handler only launches on the given stream: no allocation, no synchronisation, no branch on
+// device data. So XLA may record it into a CUDA graph.
+template <auto MakeBinding, auto Impl>
+XLA_FFI_Error* Handler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = MakeBinding().To(Impl, {ffi::Traits::kCmdBufferCompatible}).release();
+  return handler->Call(frame);
+}
+
+}  // namespace gradops

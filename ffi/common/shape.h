@@ -1,0 +1,170 @@
+// How row-wise ops see their arrays, and the checks that every handler makes of every operand.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "common/dtype.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace gradops {
+
+// x is [groups, rows, features]: vmapped axes, row axes, feature axis.
+struct RowShape {
+  std::int64_t groups, rows, features;
+  std::int64_t all_rows() const { return groups * rows; }
+  std::int64_t elements() const { return groups * rows * features; }
+};
+
+// A parameter along the feature axis, in the accumulation dtype; null where the op has none.
+// Group g reads data + g * group_stride; the stride is 0 where all groups share the parameter.
+struct Param {
+  const void* data = nullptr;
+  std::int64_t group_stride = 0;
+};
+
+// The number of elements; -1 for a negative dimension or more than 2^62 elements.
+inline std::int64_t Product(ffi::Span<const std::int64_t> dims) {
+  std::int64_t n = 1;
+  bool empty = false, too_large = false;
+  for (const std::int64_t d : dims) {
+    if (d < 0) return -1;
+    if (d == 0) {
+      empty = true;
+    } else if (n > (std::int64_t{1} << 62) / d) {
+      too_large = true;
+    } else {
+      n *= d;
+    }
+  }
+  return empty ? 0 : too_large ? -1 : n;
+}
+
+inline std::string Describe(const ffi::AnyBuffer& buffer) {
+  std::string text = Name(buffer.element_type()) + "[";
+  const auto dims = buffer.dimensions();
+  for (std::size_t i = 0; i < dims.size(); ++i) {
+    if (i > 0) text += ',';
+    text += std::to_string(dims[i]);
+  }
+  text += ']';
+  return text;
+}
+
+// Checks operands against x and remembers the first mistake. Reads like the op's contract:
+//   RowChecker check("layer_norm_fwd", x, group_rank);
+//   check.Rows("y", *y).Stat("mean", *mean);
+//   const Param scale = check.OptionalParam("scale", s);
+//   if (!check.ok()) return check.error();
+class RowChecker {
+ public:
+  RowChecker(std::string_view op, const ffi::AnyBuffer& x, std::int64_t group_rank)
+      : op_(op), x_(x) {
+    const auto dims = x.dimensions();
+    if (!IsFloat(x.element_type())) {
+      Fail("x", "float16, bfloat16, float32 or float64", x);
+    } else if (group_rank < 0 || static_cast<std::size_t>(group_rank) >= dims.size()) {
+      message_ = op_ + ": attribute group_rank must be in [0, rank of x), got " +
+                 std::to_string(group_rank) + " for x " + Describe(x);
+    } else if (Product(dims) < 0) {
+      Fail("x", "dimensions of at least 0 and at most 2^62 elements", x);
+    } else if (Product(dims) > 0 && x.untyped_data() == nullptr) {
+      Fail("x", "data", x);
+    } else {
+      group_rank_ = static_cast<std::size_t>(group_rank);
+      shape_ = {Product(dims.first(group_rank_)),
+                Product(Dims(dims.begin() + group_rank, dims.size() - 1 - group_rank_)), dims.back()};
+      // A product of some of the dimensions can exceed 2^62 where another dimension is 0.
+      if (shape_.groups < 0 || shape_.rows < 0) shape_ = {0, 0, dims.back()};
+    }
+  }
+
+  // Same dimensions and dtype as x.
+  RowChecker& Rows(std::string_view name, const ffi::AnyBuffer& buffer) {
+    Check(name, buffer, x_.element_type(), x_.dimensions(), "x's shape and dtype");
+    return *this;
+  }
+
+  // One value per row, in the accumulation dtype.
+  RowChecker& Stat(std::string_view name, const ffi::AnyBuffer& buffer) {
+    const auto dims = x_.dimensions();
+    if (ok()) Check(name, buffer, accum_dtype(), dims.first(dims.size() - 1), "x's shape without the last axis, in the accumulation dtype");
+    return *this;
+  }
+
+  // [features] or [groups..., features] in the accumulation dtype; absent if it has no elements.
+  Param OptionalParam(std::string_view name, const ffi::AnyBuffer& buffer) {
+    if (!ok() || Product(buffer.dimensions()) == 0) return {};
+    const bool shared = buffer.dimensions().size() == 1;
+    CheckParam(name, buffer, shared);
+    return {buffer.untyped_data(), shared ? 0 : shape_.features};
+  }
+
+  // [groups..., features] in the accumulation dtype; null if it has no elements.
+  void* OptionalParamGrad(std::string_view name, const ffi::AnyBuffer& buffer) {
+    if (!ok() || Product(buffer.dimensions()) == 0) return nullptr;
+    CheckParam(name, buffer, /*shared=*/false);
+    return buffer.untyped_data();
+  }
+
+  // Scratch for column sums, [groups, partial rows, sums, features] in the accumulation dtype, as
+  // `column_sum_workspace` in jax_gradops/_core.py declares it. Returns the number of partial rows.
+  std::int64_t PartialRows(std::string_view name, const ffi::AnyBuffer& buffer, std::int64_t sums) {
+    if (!ok() || sums == 0 || shape_.elements() == 0) return 0;
+    const auto dims = buffer.dimensions();
+    const bool matches = dims.size() == 4 && dims[0] == shape_.groups && dims[1] > 0 &&
+                         dims[2] == sums && dims[3] == shape_.features &&
+                         buffer.element_type() == accum_dtype() && buffer.untyped_data() != nullptr;
+    if (!matches) {
+      Fail(name, "shape [groups, partial rows, " + std::to_string(sums) + ", features] in " + Name(accum_dtype()), buffer);
+      return 0;
+    }
+    return dims[1];
+  }
+
+  bool ok() const { return message_.empty(); }
+  ffi::Error error() const { return ffi::Error::InvalidArgument(message_); }
+  const RowShape& shape() const { return shape_; }
+  ffi::DataType dtype() const { return x_.element_type(); }
+  ffi::DataType accum_dtype() const { return AccumDtype(x_.element_type()); }
+
+ private:
+  using Dims = ffi::Span<const std::int64_t>;
+
+  void CheckParam(std::string_view name, const ffi::AnyBuffer& buffer, bool shared) {
+    const auto x_dims = x_.dimensions();
+    const auto dims = buffer.dimensions();
+    const std::size_t groups = shared ? 0 : group_rank_;
+    bool matches = dims.size() == groups + 1 && dims.back() == x_dims.back();
+    for (std::size_t i = 0; matches && i < groups; ++i) matches = dims[i] == x_dims[i];
+    if (!matches || buffer.element_type() != accum_dtype() || buffer.untyped_data() == nullptr) {
+      Fail(name, "x's group axes and last axis, in the accumulation dtype " + Name(accum_dtype()), buffer);
+    }
+  }
+
+  void Check(std::string_view name, const ffi::AnyBuffer& buffer, ffi::DataType dtype, Dims expected,
+             std::string_view what) {
+    if (!ok()) return;
+    const auto dims = buffer.dimensions();
+    bool matches = dims.size() == expected.size() && buffer.element_type() == dtype;
+    for (std::size_t i = 0; matches && i < dims.size(); ++i) matches = dims[i] == expected[i];
+    if (matches && Product(dims) > 0 && buffer.untyped_data() == nullptr) matches = false;
+    if (!matches) Fail(name, what, buffer);
+  }
+
+  void Fail(std::string_view name, std::string_view expected, const ffi::AnyBuffer& got) {
+    if (!ok()) return;
+    message_ = op_ + ": " + std::string(name) + " must have " + std::string(expected) + "; got " +
+               Describe(got) + (got.untyped_data() == nullptr ? " without data" : "") + " with x " +
+               Describe(x_);
+  }
+
+  std::string op_;
+  const ffi::AnyBuffer& x_;
+  std::size_t group_rank_ = 0;
+  RowShape shape_{0, 0, 0};
+  std::string message_;
+};
+
+}  // namespace gradops

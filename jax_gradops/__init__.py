@@ -1,0 +1,21 @@
+"""Fused CUDA and CPU kernels for the backward passes of normalisation, GELU and gradient clipping."""
+
+from importlib import metadata as _metadata
+
+from jax_gradops._core import ImplementationInUse as ImplementationInUse
+from jax_gradops._core import use_implementation as use_implementation
+from jax_gradops._ops.bias_gelu import bias_gelu as bias_gelu
+from jax_gradops._ops.bias_gelu import gelu as gelu
+from jax_gradops._ops.global_norm import ClipByGlobalNormState as ClipByGlobalNormState
+from jax_gradops._ops.global_norm import clip_by_global_norm as clip_by_global_norm
+from jax_gradops._ops.global_norm import clip_tree_by_global_norm as clip_tree_by_global_norm
+from jax_gradops._ops.global_norm import global_norm as global_norm
+from jax_gradops._ops.layer_norm import layer_norm as layer_norm
+from jax_gradops._ops.layer_norm import rms_norm as rms_norm
+from jax_gradops._status import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
+from jax_gradops._status import implementation_in_use as implementation_in_use
+
+try:
+    __version__ = _metadata.version("jax_gradops")
+except _metadata.PackageNotFoundError:  # a source folder
+    __version__ = "0+unknown"

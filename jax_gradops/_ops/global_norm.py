@@ -1,0 +1,312 @@
+"""Global norm and clip-by-global-norm over a whole tree of arrays."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_gradops import _checks
+from jax_gradops._core import (
+    Arrays,
+    Implementation,
+    Kernel,
+    Result,
+    accum_dtype,
+    match_vma,
+    resolve_implementation,
+)
+
+if TYPE_CHECKING:
+    import optax
+
+Nonfinite: TypeAlias = Literal["propagate", "zero"]
+
+# --- Reference: the meaning of the kernel in jax.numpy -------------------------------------------
+
+
+def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
+    """The sum of squares in three ranges, as ffi/ops/global_norm.h defines them.
+
+    Squares of float32 reach from 2^-298 to 2^256: elements from 2^48 on are scaled by 2^-96 before
+    they are squared, those under 2^-48 by 2^96. After J. L. Blue, A Portable Fortran Program to Find
+    the Euclidean Norm of a Vector, https://doi.org/10.1145/355769.355771.
+    """
+    dtype = accum_dtype(*(leaf.dtype for leaf in leaves))
+    huge = normal = tiny = jnp.zeros((), dtype)
+    for leaf in leaves:
+        x = leaf.astype(dtype)
+        if dtype == jnp.float32:
+            magnitude = jnp.abs(x)
+            is_huge, is_tiny = magnitude >= 2.0**48, magnitude < 2.0**-48
+            huge += jnp.sum(jnp.square(jnp.where(is_huge, x * 2.0**-96, 0)))
+            tiny += jnp.sum(jnp.square(jnp.where(is_tiny, x * 2.0**96, 0)))
+            x = jnp.where(is_huge | is_tiny, 0, x)
+        normal += jnp.sum(jnp.square(x))
+    return huge, normal, tiny
+
+
+# --- Kernel --------------------------------------------------------------------------------------
+
+SUM_OF_SQUARES = Kernel(
+    name="sum_of_squares",
+    operands={"leaves": "n"},
+    results={"huge": Result(""), "normal": Result(""), "tiny": Result("")},
+    reference=_sum_of_squares_reference,
+    variadic=True,
+    # 2,048 partial sums in double for each group, of which JAX may not know the dtype.
+    workspace=lambda groups, rows, features, sums: (groups, 2048, 2),
+)
+
+
+# --- Differentiation -----------------------------------------------------------------------------
+
+
+def _norm_of(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
+    huge, normal, tiny = SUM_OF_SQUARES(*leaves, implementation=implementation)
+    assert huge is not None and normal is not None and tiny is not None
+    parts = jnp.stack([jnp.sqrt(huge) * 2.0**96, jnp.sqrt(normal), jnp.sqrt(tiny) * 2.0**-96])
+    largest = jnp.max(parts)
+    scalable = (largest > 0) & (largest < jnp.inf)
+    ratio = parts / jnp.where(scalable, largest, 1)
+    return jnp.where(scalable, largest * jnp.sqrt(jnp.sum(jnp.square(ratio))), largest)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _norm_xla(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
+    return _norm_of(leaves, implementation)
+
+
+@_norm_xla.defjvp
+def _norm_xla_jvp(implementation: Implementation, primals: Any, tangents: Any) -> Any:
+    (leaves,), (dleaves,) = primals, tangents
+    norm = _norm_xla(leaves, implementation)
+    directions = _directions(leaves, norm)
+    return norm, sum(jnp.sum(u * d.astype(norm.dtype)) for u, d in zip(directions, dleaves, strict=True))
+
+
+def _directions(leaves: tuple[jax.Array, ...], norm: jax.Array) -> list[jax.Array]:
+    """leaf / norm, the gradient of the norm; 0 where the norm is 0."""
+    safe = jnp.where(norm == 0, 1, norm)
+    return [leaf.astype(norm.dtype) / safe for leaf in leaves]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _norm_ffi(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
+    return _norm_of(leaves, implementation)
+
+
+def _norm_fwd(leaves: tuple[jax.Array, ...], implementation: Implementation) -> Any:
+    # The op itself, not its body: then the second derivative goes through this rule again.
+    norm = _norm_ffi(leaves, implementation)
+    return norm, (leaves, norm)
+
+
+def _norm_bwd(implementation: Implementation, residuals: Any, dnorm: jax.Array) -> Any:
+    leaves, norm = residuals
+    directions = _directions(leaves, norm)
+    return (tuple((dnorm * u).astype(x.dtype) for u, x in zip(directions, leaves, strict=True)),)
+
+
+_norm_ffi.defvjp(_norm_fwd, _norm_bwd)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _norm(leaves: tuple[jax.Array, ...], *, implementation: Implementation) -> jax.Array:
+    leaves = match_vma(*leaves)  # type: ignore[assignment]
+    return (_norm_xla if implementation == "xla" else _norm_ffi)(leaves, implementation)
+
+
+# --- Public functions ----------------------------------------------------------------------------
+
+
+def _leaves(op: str, tree: Any) -> list[jax.Array]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [_checks.array(op, f"tree{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths]
+
+
+def _norm_of_all(leaves: list[jax.Array], implementation: Implementation) -> jax.Array:
+    with_elements = tuple(leaf for leaf in leaves if leaf.size)
+    if not with_elements:
+        return jnp.zeros((), accum_dtype(*(leaf.dtype for leaf in leaves)))
+    return _norm(with_elements, implementation=implementation)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    r"""L2 norm over all elements of all leaves, in one multi-tensor operation.
+
+    .. math:: \sqrt{\textstyle\sum_i \sum_j x_{ij}^2}
+
+    Args:
+      tree: any pytree of float16, bfloat16, float32 or float64 arrays, in any mixture. None and
+        empty leaves are passed over.
+
+    Returns:
+      A float32 scalar (float64 if any leaf is float64); 0 for a tree without elements.
+
+    Raises:
+      TypeError: for a leaf of another dtype; the message names its place in the tree.
+
+    The whole dynamic range of float32 is respected: leaves of 1e20 or of 1e-25 give the right norm.
+    The kernel accumulates in float64 in a fixed order: results are bitwise the same from run to
+    run. The gradient at norm 0 is 0.
+
+    >>> import jax.numpy as jnp, jax_gradops
+    >>> float(jax_gradops.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0])}))
+    5.0
+    """
+    return _norm_of_all(_leaves("global_norm", tree), resolve_implementation(None, "global_norm"))
+
+
+def _check_max_norm(op: str, max_norm: Any) -> ArrayLike:
+    """A number that is known now is checked now; a traced one is checked for its kind only."""
+    if isinstance(max_norm, jax.core.Tracer):
+        if max_norm.shape != () or not jnp.issubdtype(max_norm.dtype, jnp.number):
+            raise ValueError(f"{op}: max_norm must be a real scalar, got {jax.typeof(max_norm)}")
+        return max_norm
+    if isinstance(max_norm, jax.Array) and max_norm.shape == ():
+        return max_norm  # a look at its value would wait for the device
+    return _checks.number(op, "max_norm", max_norm, minimum=0, finite=False)
+
+
+def _check_nonfinite(op: str, nonfinite: Any) -> Nonfinite:
+    if nonfinite not in ("propagate", "zero"):
+        raise ValueError(f"{op}: nonfinite must be 'propagate' or 'zero', got {nonfinite!r}")
+    return nonfinite
+
+
+def clip_tree_by_global_norm(
+    tree: Any,
+    max_norm: ArrayLike,
+    *,
+    nonfinite: Nonfinite = "propagate",
+    implementation: Implementation = None,
+) -> tuple[Any, jax.Array]:
+    r"""Scales all leaves so that their global norm is at most `max_norm`.
+
+    .. math:: g \cdot \frac{\text{max\_norm}}{\text{norm}} \quad\text{where norm}
+              \ge \text{max\_norm}, \text{ else } g
+
+    The norm is one native operation over the whole tree; the scaling is left to XLA, which fuses it
+    with what follows, such as an optimizer's update.
+
+    Args:
+      tree: any pytree of float16, bfloat16, float32 or float64 arrays, in any mixture. None,
+        `optax.MaskedNode` and empty leaves pass through.
+      max_norm: a number, or a scalar array, which may be traced; at least 0.
+      nonfinite: what to do when the norm is infinite or NaN. ``"propagate"``, as Optax: a NaN norm
+        makes all leaves NaN, an infinite one makes them ``g * 0``. ``"zero"``: all leaves become 0.
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`, None for the kernel
+        where there is one.
+
+    Returns:
+      The clipped tree, each leaf in its dtype, and the norm before clipping: a float32 scalar
+      (float64 if any leaf is float64).
+
+    Raises:
+      TypeError: for a leaf of another dtype, or a `max_norm` that is no number.
+      ValueError: for a `max_norm` that is negative or NaN, an unknown `nonfinite`, or
+        ``implementation="ffi"`` where there is no kernel.
+
+    Where nothing is clipped (norm < max_norm, or norm == 0) leaves come back bitwise unchanged.
+    Otherwise each element is multiplied in the accumulation dtype and rounded once.
+
+    References:
+      Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks,
+      https://arxiv.org/abs/1211.5063
+
+    >>> import jax.numpy as jnp, jax_gradops
+    >>> clipped, norm = jax_gradops.clip_tree_by_global_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
+    >>> clipped["w"].round(3).tolist(), float(norm)
+    ([0.6, 0.8], 5.0)
+    """
+    op = "clip_tree_by_global_norm"
+    limit = _check_max_norm(op, max_norm)
+    nonfinite = _check_nonfinite(op, nonfinite)
+    implementation = resolve_implementation(implementation, op)
+    leaves = _leaves(op, tree)
+    norm = _norm_of_all(leaves, implementation)
+    clipped = _scale(tuple(leaves), norm, limit, nonfinite=nonfinite)
+    return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm
+
+
+@functools.partial(jax.jit, static_argnames="nonfinite")
+def _scale(
+    leaves: tuple[jax.Array, ...], norm: jax.Array, max_norm: ArrayLike, *, nonfinite: Nonfinite
+) -> tuple[jax.Array, ...]:
+    max_norm = jnp.asarray(max_norm, norm.dtype)
+    keep = (norm < max_norm) | (norm == 0)
+    factor = max_norm / jnp.where(keep, 1, norm)
+    drop = ~jnp.isfinite(norm) if nonfinite == "zero" else None
+
+    def scaled(x: jax.Array) -> jax.Array:
+        dtype = accum_dtype(x.dtype, norm.dtype)
+        # A choice rather than a factor of 1: that would flush subnormals where the hardware does.
+        y = jnp.where(keep, x, (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype))
+        return y if drop is None else jnp.where(drop, jnp.zeros_like(y), y)
+
+    return tuple(map(scaled, leaves))
+
+
+class ClipByGlobalNormState(NamedTuple):
+    """State of `clip_by_global_norm`.
+
+    Attributes:
+      global_norm: the norm of the last updates before clipping; 0 before the first.
+    """
+
+    global_norm: jax.Array
+
+
+def clip_by_global_norm(
+    max_norm: ArrayLike,
+    *,
+    nonfinite: Nonfinite = "propagate",
+    implementation: Implementation = None,
+) -> optax.GradientTransformation:
+    """Clip-by-global-norm as an Optax `GradientTransformation`, for `optax.chain`.
+
+    Args:
+      max_norm: as in `clip_tree_by_global_norm`; may be traced (`optax.inject_hyperparams`).
+      nonfinite: as in `clip_tree_by_global_norm`.
+      implementation: as in `clip_tree_by_global_norm`.
+
+    Returns:
+      An `optax.GradientTransformation` whose state is a `ClipByGlobalNormState`: it holds the norm
+      of the last updates, so that a training loop can show it at no cost.
+
+    Raises:
+      ImportError: if Optax is not installed (``pip install optax``).
+      TypeError, ValueError: as `clip_tree_by_global_norm`.
+
+    >>> import jax.numpy as jnp, jax_gradops, optax
+    >>> optimizer = optax.chain(jax_gradops.clip_by_global_norm(1.0), optax.sgd(0.1))
+    >>> params = {"w": jnp.array([3.0, 4.0])}
+    >>> updates, state = optimizer.update(params, optimizer.init(params))
+    >>> float(state[0].global_norm)
+    5.0
+    """
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError("clip_by_global_norm needs Optax: pip install optax") from error
+    op = "clip_by_global_norm"
+    _check_max_norm(op, max_norm)
+    _check_nonfinite(op, nonfinite)
+    resolve_implementation(implementation, op)
+
+    def init(params: Any) -> ClipByGlobalNormState:
+        dtypes = (leaf.dtype for leaf in _leaves(op, params))
+        return ClipByGlobalNormState(jnp.zeros((), accum_dtype(*dtypes)))
+
+    def update(updates: Any, state: ClipByGlobalNormState, params: Any = None) -> Any:
+        del params
+        clipped, norm = clip_tree_by_global_norm(
+            updates, max_norm, nonfinite=nonfinite, implementation=implementation
+        )
+        return clipped, ClipByGlobalNormState(norm.astype(state.global_norm.dtype))
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,352 @@
+"""Layer norm and RMS norm with fused backward passes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from jax_gradops import _checks
+from jax_gradops._core import (
+    Arrays,
+    Implementation,
+    Kernel,
+    Result,
+    accum_dtype,
+    column_sum_workspace,
+    match_vma,
+    resolve_implementation,
+)
+
+# --- References: the meaning of the kernels in jax.numpy -----------------------------------------
+
+
+def _row_mean(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, -1, keepdims=True) / max(1, x.shape[-1])
+
+
+def _affine(x_hat: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    y = x_hat if scale is None else x_hat * scale
+    return y if bias is None else y + bias
+
+
+def _layer_norm_fwd_reference(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, epsilon: float
+) -> Arrays:
+    a = accum_dtype(x.dtype)
+    # Differences from the row's first element: exact for a constant row, and small for a row with a
+    # large mean. y does not depend on the shift, so neither does the gradient.
+    shift = jax.lax.stop_gradient(x[..., :1]).astype(a)
+    shifted = x.astype(a) - shift
+    offset = _row_mean(shifted)
+    centered = shifted - offset
+    rstd = jax.lax.rsqrt(_row_mean(jnp.square(centered)) + float(epsilon))
+    y = _affine(centered * rstd, scale, bias).astype(x.dtype)
+    return y, (jnp.sum(shift, -1, keepdims=True) + offset)[..., 0], rstd[..., 0]
+
+
+def _layer_norm_bwd_reference(
+    dy: jax.Array, x: jax.Array, scale: jax.Array | None, mean: jax.Array, rstd: jax.Array
+) -> Arrays:
+    shifted = x.astype(mean.dtype) - mean[..., None]
+    # Rounding the saved mean leaves |mean| * 2^-24, which is large beside a small deviation.
+    x_hat = (shifted - _row_mean(shifted)) * rstd[..., None]
+    return _norm_bwd_reference(dy, x_hat, scale, rstd, centered=True)
+
+
+def _rms_norm_fwd_reference(x: jax.Array, scale: jax.Array | None, *, epsilon: float) -> Arrays:
+    wide = x.astype(accum_dtype(x.dtype))
+    rstd = jax.lax.rsqrt(_row_mean(jnp.square(wide)) + float(epsilon))
+    return _affine(wide * rstd, scale, None).astype(x.dtype), rstd[..., 0]
+
+
+def _rms_norm_bwd_reference(
+    dy: jax.Array, x: jax.Array, scale: jax.Array | None, rstd: jax.Array
+) -> Arrays:
+    x_hat = x.astype(rstd.dtype) * rstd[..., None]
+    return _norm_bwd_reference(dy, x_hat, scale, rstd, centered=False)[:2]
+
+
+def _norm_bwd_reference(
+    dy: jax.Array, x_hat: jax.Array, scale: jax.Array | None, rstd: jax.Array, *, centered: bool
+) -> Arrays:
+    rows = tuple(range(dy.ndim - 1))
+    wide = dy.astype(x_hat.dtype)
+    wdy = wide if scale is None else wide * scale
+    dx = wdy - x_hat * _row_mean(wdy * x_hat)
+    if centered:
+        dx = dx - _row_mean(wdy)
+    return (dx * rstd[..., None]).astype(dy.dtype), jnp.sum(wide * x_hat, rows), jnp.sum(wide, rows)
+
+
+# --- Kernels -------------------------------------------------------------------------------------
+
+LAYER_NORM_FWD = Kernel(
+    name="layer_norm_fwd",
+    operands={"x": "nd", "scale": "d", "bias": "d"},
+    results={"y": Result("nd", "x"), "mean": Result("n"), "rstd": Result("n")},
+    reference=_layer_norm_fwd_reference,
+    whole="d",
+)
+LAYER_NORM_BWD = Kernel(
+    name="layer_norm_bwd",
+    operands={"dy": "nd", "x": "nd", "scale": "d", "mean": "n", "rstd": "n"},
+    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dbias": Result("d")},
+    reference=_layer_norm_bwd_reference,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+RMS_NORM_FWD = Kernel(
+    name="rms_norm_fwd",
+    operands={"x": "nd", "scale": "d"},
+    results={"y": Result("nd", "x"), "rstd": Result("n")},
+    reference=_rms_norm_fwd_reference,
+    whole="d",
+)
+RMS_NORM_BWD = Kernel(
+    name="rms_norm_bwd",
+    operands={"dy": "nd", "x": "nd", "scale": "d", "rstd": "n"},
+    results={"dx": Result("nd", "x"), "dscale": Result("d")},
+    reference=_rms_norm_bwd_reference,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+
+
+# --- Differentiation -----------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    epsilon: float,
+    implementation: Implementation,
+) -> jax.Array:
+    return _layer_norm_fwd(x, scale, bias, epsilon, implementation)[0]
+
+
+def _layer_norm_fwd(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    epsilon: float,
+    implementation: Implementation,
+) -> Any:
+    y, mean, rstd = LAYER_NORM_FWD(
+        x, scale, bias, epsilon=np.float64(epsilon), implementation=implementation
+    )
+    mean = checkpoint_name(mean, "layer_norm_mean")
+    rstd = checkpoint_name(rstd, "layer_norm_rstd")
+    return y, (x, scale, bias, mean, rstd)
+
+
+def _layer_norm_bwd(epsilon: float, implementation: Implementation, residuals: Any, dy: jax.Array) -> Arrays:
+    x, scale, bias, mean, rstd = residuals
+    skip = [name for name, p in (("dscale", scale), ("dbias", bias)) if p is None]
+    return LAYER_NORM_BWD(dy, x, scale, mean, rstd, skip=skip, implementation=implementation)
+
+
+_layer_norm.defvjp(_layer_norm_fwd, _layer_norm_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rms_norm(
+    x: jax.Array, scale: jax.Array | None, epsilon: float, implementation: Implementation
+) -> jax.Array:
+    return _rms_norm_fwd(x, scale, epsilon, implementation)[0]
+
+
+def _rms_norm_fwd(
+    x: jax.Array, scale: jax.Array | None, epsilon: float, implementation: Implementation
+) -> Any:
+    y, rstd = RMS_NORM_FWD(x, scale, epsilon=np.float64(epsilon), implementation=implementation)
+    rstd = checkpoint_name(rstd, "rms_norm_rstd")
+    return y, (x, scale, rstd)
+
+
+def _rms_norm_bwd(epsilon: float, implementation: Implementation, residuals: Any, dy: jax.Array) -> Arrays:
+    x, scale, rstd = residuals
+    skip = [] if scale is not None else ["dscale"]
+    return RMS_NORM_BWD(dy, x, scale, rstd, skip=skip, implementation=implementation)
+
+
+_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+
+
+# --- Public functions ----------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("op", "epsilon", "scale_offset", "implementation"))
+def _normalize(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    op: str,
+    epsilon: float,
+    scale_offset: float,
+    implementation: Implementation,
+) -> jax.Array:
+    """The part that is traced: x is [..., *normalized_shape flattened], parameters are flat."""
+    a = accum_dtype(x.dtype)
+    if scale is not None:
+        scale = scale.astype(a) + scale_offset
+    if bias is not None:
+        bias = bias.astype(a)
+    x, scale, bias = match_vma(x, scale, bias)
+    assert x is not None
+    # implementation="xla" is differentiated by JAX itself, so that forward mode works.
+    if op == "rms_norm":
+        if implementation == "xla":
+            return RMS_NORM_FWD(x, scale, epsilon=np.float64(epsilon), implementation="xla")[0]  # type: ignore[return-value]
+        return _rms_norm(x, scale, epsilon, implementation)
+    if implementation == "xla":
+        return LAYER_NORM_FWD(x, scale, bias, epsilon=np.float64(epsilon), implementation="xla")[0]  # type: ignore[return-value]
+    return _layer_norm(x, scale, bias, epsilon, implementation)
+
+
+def _parameter(op: str, name: str, value: ArrayLike | None, normalized_shape: tuple[int, ...]) -> jax.Array | None:
+    """A parameter of shape `normalized_shape`, or of its last axis alone, flattened."""
+    if value is None:
+        return None
+    parameter = _checks.array(op, name, value)
+    per_channel = normalized_shape[-1:]
+    if parameter.shape not in (normalized_shape, per_channel):
+        expected = f"x.shape[begin_norm_axis:] = {normalized_shape}"
+        if per_channel != normalized_shape:
+            expected += f" or (x.shape[-1],) = {per_channel}"
+        raise ValueError(f"{op}: {name} must have shape {expected}, got {parameter.shape}")
+    return jnp.broadcast_to(parameter, normalized_shape).reshape(-1)
+
+
+def _norm(
+    op: str,
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    begin_norm_axis: int,
+    epsilon: float,
+    scale_offset: float,
+    implementation: Implementation,
+) -> jax.Array:
+    x = _checks.array(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
+    begin = _checks.axis(op, "begin_norm_axis", begin_norm_axis, x.ndim)
+    normalized_shape = x.shape[begin:]
+    flat = x if begin == x.ndim - 1 else x.reshape(*x.shape[:begin], math.prod(normalized_shape))
+    y = _normalize(
+        flat,
+        _parameter(op, "scale", scale, normalized_shape),
+        _parameter(op, "bias", bias, normalized_shape),
+        op=op,
+        epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
+        scale_offset=_checks.number(op, "scale_offset", scale_offset),
+        implementation=resolve_implementation(implementation, op),
+    )
+    return y.reshape(x.shape)
+
+
+def layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    begin_norm_axis: int = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: Implementation = None,
+) -> jax.Array:
+    r"""Layer normalisation with a fused backward pass.
+
+    .. math:: y = \hat x (\text{scale} + \text{scale\_offset}) + \text{bias}, \qquad
+              \hat x = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
+
+    Mean and (biased) variance are taken over the axes from `begin_norm_axis` on.
+
+    Args:
+      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
+      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
+      bias: as `scale`. None: no bias.
+      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance; finite, at least 0.
+      scale_offset: a number added to `scale` (1.0 for parameters stored as ``scale - 1``).
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`, None for the kernel
+        where there is one.
+
+    Returns:
+      An array of x's shape and dtype.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
+        there is no kernel.
+
+    All arithmetic is in float32 (float64 for float64), with one rounding at the end. The variance
+    is computed in two passes over data held on chip, never as E[x²] − E[x]²; a constant row gives
+    exactly `bias`. Results are bitwise the same from run to run, and a row's result does not depend
+    on the other rows: NaN or infinity in a row makes that row NaN, and no other. The derivative
+    with respect to x, scale and bias is one fused operation; derivatives of derivatives work too.
+    Forward mode (`jax.jvp`) needs ``implementation="xla"``.
+
+    References:
+      Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
+
+    >>> import jax, jax.numpy as jnp, jax_gradops
+    >>> x = jnp.arange(6.0).reshape(2, 3)
+    >>> jax_gradops.layer_norm(x, scale=jnp.ones(3), bias=jnp.zeros(3)).round(3).tolist()
+    [[-1.225, 0.0, 1.225], [-1.225, 0.0, 1.225]]
+    """
+    return _norm("layer_norm", x, scale, bias, begin_norm_axis, epsilon, scale_offset, implementation)
+
+
+def rms_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    *,
+    begin_norm_axis: int = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: Implementation = None,
+) -> jax.Array:
+    r"""Root-mean-square normalisation with a fused backward pass.
+
+    .. math:: y = \frac{x}{\sqrt{\text{mean}(x^2) + \text{epsilon}}} (\text{scale} + \text{scale\_offset})
+
+    Args:
+      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
+      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
+      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the mean square; finite, at least 0.
+      scale_offset: a number added to `scale` (Gemma stores ``scale - 1``: pass 1.0).
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`, None for the kernel
+        where there is one.
+
+    Returns:
+      An array of x's shape and dtype.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
+        there is no kernel.
+
+    Numerics, determinism and differentiation are as in `layer_norm`.
+
+    References:
+      Zhang, Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467
+
+    >>> import jax.numpy as jnp, jax_gradops
+    >>> jax_gradops.rms_norm(jnp.array([[3.0, 4.0]])).round(3).tolist()
+    [[0.849, 1.131]]
+    """
+    return _norm("rms_norm", x, scale, None, begin_norm_axis, epsilon, scale_offset, implementation)

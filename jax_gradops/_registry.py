@@ -1,0 +1,98 @@
+"""Loads the native modules, checks that they fit the installed jaxlib, and registers their handlers."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import jax
+
+TARGET_PREFIX = "jax_gradops."
+
+# XLA's name of the platform, and the module that carries its kernels. The keys are the names that
+# `jax.lax.platform_dependent` takes.
+_BACKENDS = {"cpu": ("cpu", "_cpu"), "cuda": ("CUDA", "_cuda")}
+
+
+def runtime_ffi_version() -> tuple[int, int]:
+    """The FFI API version (major, minor) of the installed jaxlib, from its own header."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    found = [re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(match.group(1)) for match in found if match)
+    return major, minor
+
+
+def mismatch(compiled: tuple[int, int], runtime: tuple[int, int]) -> str | None:
+    """Why handlers compiled against `compiled` cannot run on `runtime`; None if they can.
+
+    Registering a handler that is too new succeeds, and then every JAX call of the process fails
+    ("Unable to initialize backend"), so this is asked first.
+    """
+    if compiled[0] == runtime[0] and compiled[1] <= runtime[1]:
+        return None
+    return (
+        f"it was built for XLA FFI API {compiled[0]}.{compiled[1]}, the installed jaxlib has "
+        f"{runtime[0]}.{runtime[1]}: install a newer jaxlib, or build jax_gradops against this one"
+    )
+
+
+def _load(platform: str) -> tuple[ModuleType | None, str]:
+    """Loads and registers one backend. Returns its module, or None and the reason."""
+    xla_platform, name = _BACKENDS[platform]
+    try:
+        module = importlib.import_module(f"jax_gradops.{name}")
+    except ModuleNotFoundError:
+        if platform != "cpu":
+            return None, f"jax_gradops was built without {platform.upper()}"
+        # The CPU module is always built, so this is a source folder that hides the installed one.
+        reason = f"no native module in {Path(__file__).parent}"
+        warnings.warn(
+            f"jax_gradops: {reason}: this is a source folder, not an installation. Install it "
+            "(`pip install -e .`), or start Python elsewhere. Using XLA's own operations.",
+            stacklevel=2,
+        )
+        return None, reason
+    except ImportError as error:
+        reason = f"jax_gradops.{name} cannot be loaded: {error}"
+        warnings.warn(f"{reason}. Using XLA's own operations.", stacklevel=2)
+        return None, reason
+    reason = mismatch(tuple(module.ffi_api_version), runtime_ffi_version())
+    if reason is not None:
+        warnings.warn(
+            f"jax_gradops: the native {platform} library does not fit: {reason}. "
+            "Using XLA's own operations.",
+            stacklevel=2,
+        )
+        return None, reason
+    for handler_name, handler in module.registrations().items():
+        jax.ffi.register_ffi_target(TARGET_PREFIX + handler_name, handler, platform=xla_platform)
+    return module, ""
+
+
+_loaded = {platform: _load(platform) for platform in _BACKENDS}
+
+#: The loaded native modules by platform.
+MODULES: dict[str, ModuleType] = {p: module for p, (module, _) in _loaded.items() if module}
+#: Platforms that have kernels here.
+PLATFORMS: tuple[str, ...] = tuple(MODULES)
+
+
+def canonical_platform(platform: str) -> str:
+    """JAX's names of platforms ("gpu", "CUDA", …) to `platform_dependent`'s."""
+    platform = platform.lower()
+    if platform == "gpu":
+        return "rocm" if any("rocm" in d.client.platform_version for d in jax.devices("gpu")) else "cuda"
+    return platform
+
+
+def why_unavailable(platform: str) -> str | None:
+    """None if `platform` has kernels here, else the reason why not."""
+    platform = canonical_platform(platform)
+    if platform in MODULES:
+        return None
+    if platform in _loaded:
+        return _loaded[platform][1]
+    return f"jax_gradops has no kernels for platform {platform!r}"

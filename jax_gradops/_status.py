@@ -1,0 +1,54 @@
+"""Which implementation an op uses, and what `jax.export` needs to know of the kernels."""
+
+from __future__ import annotations
+
+from jax import export
+
+from jax_gradops import _core, _registry
+from jax_gradops._ops import bias_gelu, global_norm, layer_norm
+
+#: The kernels of each public op.
+OPS: dict[str, tuple[_core.Kernel, ...]] = {
+    "layer_norm": (layer_norm.LAYER_NORM_FWD, layer_norm.LAYER_NORM_BWD),
+    "rms_norm": (layer_norm.RMS_NORM_FWD, layer_norm.RMS_NORM_BWD),
+    "gelu": (bias_gelu.FWD, bias_gelu.BWD),
+    "bias_gelu": (bias_gelu.FWD, bias_gelu.BWD),
+    "global_norm": (global_norm.SUM_OF_SQUARES,),
+    "clip_tree_by_global_norm": (global_norm.SUM_OF_SQUARES,),
+    "clip_by_global_norm": (global_norm.SUM_OF_SQUARES,),
+}
+
+#: Pass to ``jax.export.export(..., disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS)``: JAX does not
+#: promise for custom calls, as it does for its own, that later versions load them.
+EXPORT_DISABLED_CHECKS: tuple[export.DisabledSafetyCheck, ...] = tuple(
+    export.DisabledSafetyCheck.custom_call(target)
+    for target in sorted({_registry.TARGET_PREFIX + k.name for kernels in OPS.values() for k in kernels})
+)
+
+
+def implementation_in_use(op_name: str, platform: str | None = None) -> _core.ImplementationInUse:
+    """Which implementation an op runs with ``implementation=None``, and why.
+
+    Args:
+      op_name: the name of a public function, such as ``"layer_norm"``.
+      platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"tpu"``, …; None for JAX's default.
+
+    Returns:
+      ``(implementation, reason)`` with ``"ffi"`` (the native kernel) or ``"xla"``.
+
+    Raises:
+      ValueError: for an unknown op; the message lists the known ones.
+
+    >>> import jax_gradops
+    >>> jax_gradops.implementation_in_use("layer_norm", "tpu").implementation
+    'xla'
+    """
+    if op_name not in OPS:
+        raise ValueError(f"implementation_in_use: unknown op {op_name!r}; known are {', '.join(OPS)}")
+    platform = _core.default_platform() if platform is None else platform
+    if _core.resolve_implementation(None, op_name) == "xla":
+        return _core.ImplementationInUse("xla", "use_implementation('xla') is in force")
+    reason = _registry.why_unavailable(platform)
+    if reason is not None:
+        return _core.ImplementationInUse("xla", reason)
+    return _core.ImplementationInUse("ffi", f"native {_registry.canonical_platform(platform)} kernels are loaded")
