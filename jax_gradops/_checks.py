@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -30,23 +31,38 @@ def array(op: str, name: str, value: Any) -> jax.Array:
     return lax.convert_element_type(x, x.dtype)
 
 
-def number(op: str, name: str, value: Any, *, minimum: float | None = None, finite: bool = True) -> float:
+def number(
+    op: str, name: str, value: Any, *, minimum: float | None = None, finite: bool = True
+) -> float:
     """`value` as a Python float: a static real number, not a bool, not NaN."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(
             f"{op}: {name} must be a static number, got a traced {jax.typeof(value)}. Pass a Python "
             "number, or mark the argument in static_argnames"
         )
     if isinstance(value, bool | np.bool_) or not (
         isinstance(value, int | float | np.integer | np.floating)
-        or (isinstance(value, jax.Array | np.ndarray) and value.ndim == 0 and jnp.issubdtype(value.dtype, np.number))
+        or (
+            isinstance(value, jax.Array | np.ndarray)
+            and value.ndim == 0
+            and jnp.issubdtype(value.dtype, np.number)
+        )
     ):
-        got = f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(value)
+        shape = getattr(value, "shape", None)
+        got = repr(value) if shape is None else f"an array of shape {shape}"
         raise TypeError(f"{op}: {name} must be a number, got {got}")
     result = float(value)
-    if math.isnan(result) or (finite and math.isinf(result)) or (minimum is not None and result < minimum):
-        condition = ("finite and " if finite else "") + (f">= {minimum:g}" if minimum is not None else "not NaN")
-        raise ValueError(f"{op}: {name} must be {condition.removesuffix(' and not NaN')}, got {result}")
+    if (
+        math.isnan(result)
+        or (finite and math.isinf(result))
+        or (minimum is not None and result < minimum)
+    ):
+        condition = ("finite and " if finite else "") + (
+            f">= {minimum:g}" if minimum is not None else "not NaN"
+        )
+        raise ValueError(
+            f"{op}: {name} must be {condition.removesuffix(' and not NaN')}, got {result}"
+        )
     return result
 
 
@@ -66,5 +82,7 @@ def axis(op: str, name: str, value: Any, ndim: int) -> int:
     except TypeError:
         raise TypeError(f"{op}: {name} must be an integer, got {value!r}") from None
     if not -ndim <= result < ndim:
-        raise ValueError(f"{op}: {name} must be in [{-ndim}, {ndim}) for x with {ndim} axes, got {result}")
+        raise ValueError(
+            f"{op}: {name} must be in [{-ndim}, {ndim}) for x with {ndim} axes, got {result}"
+        )
     return result % ndim

@@ -36,7 +36,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_gradops import _registry
 
 Implementation: TypeAlias = Literal["ffi", "xla"] | None
-Arrays: TypeAlias = tuple[jax.Array | None, ...]
+Arrays: TypeAlias = tuple[jax.Array, ...]
+OptionalArrays: TypeAlias = tuple[jax.Array | None, ...]
 
 # --- Choosing the implementation --------------------------------------------------------------
 
@@ -80,7 +81,7 @@ def check_implementation(implementation: object, op: str) -> Implementation:
 
 def default_platform() -> str:
     """The platform that JAX computes on unless told otherwise."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform
@@ -111,7 +112,7 @@ class ImplementationInUse(NamedTuple):
 
 def accum_dtype(*dtypes: Any) -> jnp.dtype:
     """The dtype of sums, statistics and parameters: float32, or float64 if one of `dtypes` is."""
-    return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
+    return jnp.dtype(jnp.float64 if any(d == jnp.float64 for d in dtypes) else jnp.float32)
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
@@ -119,12 +120,8 @@ def _varying(x: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def match_vma(*arrays: jax.Array | None) -> Arrays:
-    """Inside `shard_map`, makes all arrays vary over the same mesh axes.
-
-    A parameter that is replicated over an axis over which x varies becomes varying; the transpose
-    of that cast is the `psum` of the parameter's gradient. Outside `shard_map` nothing changes.
-    """
+def _match_vma(*arrays: jax.Array | None) -> OptionalArrays:
+    """Inside `shard_map`, makes all arrays vary over the same mesh axes."""
     axes = frozenset().union(*(_varying(a) for a in arrays if a is not None))
 
     def cast(a: jax.Array | None) -> jax.Array | None:
@@ -139,7 +136,10 @@ def _result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
     type_ = jax.typeof(like)
     spec = PartitionSpec(*[None] * len(shape))
     return type_.update(
-        shape=tuple(shape), dtype=jnp.dtype(dtype), sharding=type_.sharding.update(spec=spec), weak_type=False
+        shape=tuple(shape),
+        dtype=jnp.dtype(dtype),
+        sharding=type_.sharding.update(spec=spec),
+        weak_type=False,
     )
 
 
@@ -198,7 +198,7 @@ class Kernel:
         implementation: Implementation = None,
         skip: Sequence[str] = (),
         **attributes: Any,
-    ) -> Arrays:
+    ) -> Any:
         """Runs the kernel, or its reference.
 
         Args:
@@ -218,6 +218,30 @@ class Kernel:
         wanted = iter(results)
         return tuple(None if name in call.skip else next(wanted) for name in self.results)
 
+    def prepare(self, *operands: jax.Array | None) -> Any:
+        """Gives operands the types that belong together; for the op to call before its custom_vjp.
+
+        Inside `shard_map`, a parameter that is replicated over a mesh axis over which x varies
+        becomes varying; on an Explicit mesh, parameters are sharded as x's axes are, and axes that
+        must be whole are. JAX transposes these casts: that gives the parameters' gradients their
+        `psum` and their sharding. Elsewhere nothing changes.
+        """
+        kinds = _mesh_kinds()
+        if AxisType.Manual in kinds:
+            return _match_vma(*operands)
+        if kinds != {AxisType.Explicit} or self.variadic:
+            return operands
+        call = _Call(self, tuple(a is not None for a in operands), (), frozenset())
+        arrays = iter(_reshard_operands(call, 0, [a for a in operands if a is not None])[0])
+        return tuple(None if a is None else next(arrays) for a in operands)
+
+
+def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
+    """On an Explicit mesh, shards y as x is, which `Kernel.prepare` may have changed."""
+    if _mesh_kinds() != {AxisType.Explicit}:
+        return y
+    return jax.sharding.reshard(y, jax.typeof(x).sharding.spec)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -233,7 +257,9 @@ class _Call:
         """Axes of the operands that are there; for a variadic kernel, of each."""
         if self.kernel.variadic:
             return tuple(self.kernel.operands.values()) * len(self.present)
-        return tuple(d for d, p in zip(self.kernel.operands.values(), self.present, strict=True) if p)
+        return tuple(
+            d for d, p in zip(self.kernel.operands.values(), self.present, strict=True) if p
+        )
 
     @functools.cached_property
     def wanted(self) -> tuple[Result, ...]:
@@ -259,6 +285,15 @@ def _differentiable(call: _Call, implementation: Implementation) -> Callable[...
 
     @jax.custom_vjp
     def op(*arrays: jax.Array) -> Arrays:
+        if len(_mesh_kinds()) > 1:
+            # What custom_partitioning is told there (jax 0.10 to 0.12) does not say how the
+            # operands are sharded over the axes that are not manual.
+            if implementation == "ffi":
+                raise ValueError(
+                    f"{call.kernel.name}: implementation='ffi' is not available on a mesh that mixes "
+                    f"kinds of axes: {jax.sharding.get_abstract_mesh()}"
+                )
+            return call.reference(*arrays)
         ffi = _vmappable(call, 0)
         branches = {p: ffi for p in _registry.PLATFORMS}
         if implementation == "ffi":
@@ -290,7 +325,9 @@ def _vmappable(call: _Call, groups: int) -> Callable[..., Arrays]:
         return _sharded(call, groups)(*arrays)
 
     @op.def_vmap
-    def rule(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
+    def rule(
+        size: int, batched: Sequence[bool], *arrays: jax.Array
+    ) -> tuple[Arrays, tuple[bool, ...]]:
         def shared(a: jax.Array, dims: str) -> bool:
             return "n" not in dims and a.ndim == len(dims)
 
@@ -302,12 +339,16 @@ def _vmappable(call: _Call, groups: int) -> Callable[..., Arrays]:
             and not any(b for _, b, dims in operands if "n" not in dims)
         )
         mapped = [
-            a if b or ("n" not in dims and (more_rows or shared(a, dims))) else jnp.broadcast_to(a, (size, *a.shape))
+            a
+            if b or ("n" not in dims and (more_rows or shared(a, dims)))
+            else jnp.broadcast_to(a, (size, *a.shape))
             for a, b, dims in operands
         ]
         # A parameter that was shared so far and is mapped now needs all group axes.
         if not more_rows:
-            lead = next(a.shape[: groups + 1] for a, d in zip(mapped, call.in_dims, strict=True) if "n" in d)
+            lead = next(
+                a.shape[: groups + 1] for a, d in zip(mapped, call.in_dims, strict=True) if "n" in d
+            )
             mapped = [
                 jnp.broadcast_to(a.reshape(size, *[1] * groups, a.shape[-1]), (*lead, a.shape[-1]))
                 if b and "n" not in dims and a.ndim == 1 + len(dims) and groups
@@ -323,6 +364,11 @@ def _vmappable(call: _Call, groups: int) -> Callable[..., Arrays]:
 # --- Sharding -----------------------------------------------------------------------------------
 
 _MeshAxes: TypeAlias = tuple[str, ...]
+
+
+def _mesh_kinds() -> set[AxisType]:
+    """The kinds of the context's mesh axes; empty without a mesh."""
+    return set(jax.sharding.get_abstract_mesh().axis_types)
 
 
 class _Layout(NamedTuple):
@@ -342,12 +388,15 @@ def _padded(spec: Sequence[Any], ndim: int) -> tuple[Any, ...]:
     return (*spec, *[None] * (ndim - len(spec)))
 
 
-def _layout(call: _Call, groups: int, specs: Sequence[Sequence[Any]], ndims: Sequence[int]) -> _Layout:
+def _layout(
+    call: _Call, groups: int, specs: Sequence[Sequence[Any]], ndims: Sequence[int]
+) -> _Layout:
     """The shardings that the kernel can work with, nearest to those its operands have."""
     if call.kernel.variadic:
         # Every array stays as it is.
         operands = tuple(
-            PartitionSpec(*[None] * groups, *_padded(s, n)[groups:]) for s, n in zip(specs, ndims, strict=True)
+            PartitionSpec(*[None] * groups, *_padded(s, n)[groups:])
+            for s, n in zip(specs, ndims, strict=True)
         )
         rows = tuple(tuple(a for e in spec for a in _as_axes(e)) for spec in operands)
         return _Layout(operands, tuple(PartitionSpec(*[None] * groups) for _ in call.wanted), rows)
@@ -369,17 +418,23 @@ def _layout(call: _Call, groups: int, specs: Sequence[Sequence[Any]], ndims: Seq
         for dims, ndim in zip(call.in_dims, ndims, strict=True)
     )
     row_axes = tuple(a for e in letters["n"] for a in _as_axes(e))
-    return _Layout(operands, tuple(spec(r.dims, lead) for r in call.wanted), (row_axes,) * len(operands))
+    return _Layout(
+        operands, tuple(spec(r.dims, lead) for r in call.wanted), (row_axes,) * len(operands)
+    )
 
 
-def _local(call: _Call, groups: int, row_axes: Sequence[_MeshAxes] | None = None) -> Callable[..., Arrays]:
+def _local(
+    call: _Call, groups: int, row_axes: Sequence[_MeshAxes] | None = None
+) -> Callable[..., Arrays]:
     """The computation of one device; sums over rows are completed over `row_axes`."""
     if call.kernel.variadic and row_axes is not None:
         # Arrays that are spread over the same mesh axes are summed together; a replicated one once.
         def local(*arrays: jax.Array) -> Arrays:
             totals = None
             for axes in dict.fromkeys(row_axes):
-                part = _ffi_call(call, groups, *(a for a, r in zip(arrays, row_axes, strict=True) if r == axes))
+                part = _ffi_call(
+                    call, groups, *(a for a, r in zip(arrays, row_axes, strict=True) if r == axes)
+                )
                 part = lax.psum(part, axes) if axes else part
                 totals = part if totals is None else tuple(map(jnp.add, totals, part))
             assert totals is not None
@@ -392,36 +447,46 @@ def _local(call: _Call, groups: int, row_axes: Sequence[_MeshAxes] | None = None
         axes = row_axes[0] if row_axes else ()
         if not axes:
             return results
-        sums = lax.psum([r for r, t in zip(results, call.wanted, strict=True) if "n" not in t.dims], axes)
+        sums = lax.psum(
+            [r for r, t in zip(results, call.wanted, strict=True) if "n" not in t.dims], axes
+        )
         completed = iter(sums)
-        return tuple(next(completed) if "n" not in t.dims else r for r, t in zip(results, call.wanted, strict=True))
+        return tuple(
+            next(completed) if "n" not in t.dims else r
+            for r, t in zip(results, call.wanted, strict=True)
+        )
 
     return local
 
 
 def _sharded(call: _Call, groups: int) -> Callable[..., Arrays]:
     """The kernel on arrays that may be sharded, by the kind of mesh in the context."""
-    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
-    if kinds == {AxisType.Manual}:  # inside shard_map: arrays are one device's already
+    kinds = _mesh_kinds()
+    if AxisType.Manual in kinds:  # inside shard_map: arrays are one device's already
         return _local(call, groups)
     if AxisType.Explicit in kinds:
         return _explicit(call, groups)
     return _auto(call, groups)
 
 
+def _reshard_operands(
+    call: _Call, groups: int, arrays: Sequence[jax.Array]
+) -> tuple[list[jax.Array], _Layout]:
+    """On an Explicit mesh: the operands sharded as the kernel can work with them, and the layout."""
+    types = [jax.typeof(a) for a in arrays]
+    layout = _layout(call, groups, [t.sharding.spec for t in types], [t.ndim for t in types])
+    return [
+        jax.sharding.reshard(a, s) for a, s in zip(arrays, layout.operands, strict=True)
+    ], layout
+
+
 def _explicit(call: _Call, groups: int) -> Callable[..., Arrays]:
     def op(*arrays: jax.Array) -> Arrays:
-        types = [jax.typeof(a) for a in arrays]
-        layout = _layout(call, groups, [t.sharding.spec for t in types], [t.ndim for t in types])
-        arrays = tuple(jax.sharding.reshard(a, s) for a, s in zip(arrays, layout.operands, strict=True))
+        operands, layout = _reshard_operands(call, groups, arrays)
         local = _local(call, groups, layout.row_axes)
-        results = jax.shard_map(local, in_specs=layout.operands, out_specs=layout.results, check_vma=False)(*arrays)
-        if groups == 0:  # the types that jax.numpy gives, as the branches of platform_dependent must agree
-            expected = jax.eval_shape(call.reference, *arrays)
-            results = tuple(
-                jax.sharding.reshard(r, e.sharding.spec) for r, e in zip(results, expected, strict=True)
-            )
-        return results
+        return jax.shard_map(
+            local, in_specs=layout.operands, out_specs=layout.results, check_vma=False
+        )(*operands)
 
     return op
 
@@ -431,7 +496,9 @@ def _auto(call: _Call, groups: int) -> Callable[..., Arrays]:
     op = custom_partitioning(_local(call, groups))
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        layout = _layout(call, groups, [o.sharding.spec for o in operands], [len(o.shape) for o in operands])
+        layout = _layout(
+            call, groups, [o.sharding.spec for o in operands], [len(o.shape) for o in operands]
+        )
         shardings = [tuple(NamedSharding(mesh, s) for s in specs) for specs in layout[:2]]
         return mesh, _local(call, groups, layout.row_axes), shardings[1], shardings[0]
 
@@ -451,7 +518,9 @@ def _auto(call: _Call, groups: int) -> Callable[..., Arrays]:
         left = map(term, call.in_dims, ndims, prefixes)
         right = (term(r.dims, len(t.shape)) for r, t in zip(call.wanted, results, strict=True))
         whole = tuple(call.kernel.whole)
-        return f"{', '.join(left)} -> {', '.join(right)}", {"need_replication_factors": whole} if whole else {}
+        return f"{', '.join(left)} -> {', '.join(right)}", {
+            "need_replication_factors": whole
+        } if whole else {}
 
     op.def_partition(partition=partition, sharding_rule=sharding_rule)
     return op
@@ -471,7 +540,10 @@ def _ffi_call(call: _Call, groups: int, *arrays: jax.Array) -> Arrays:
     x = arrays[0]
     lead, rows, features = x.shape[:groups], x.shape[groups:-1], x.shape[-1:]
     axes = {"n": rows, "d": features}
-    dtypes = {"x": x.dtype, "accum": accum_dtype(*(a.dtype for a in (arrays if kernel.variadic else (x,))))}
+    dtypes = {
+        "x": x.dtype,
+        "accum": accum_dtype(*(a.dtype for a in (arrays if kernel.variadic else (x,)))),
+    }
 
     def type_of(result: Result) -> Any:
         shape = (*lead, *(size for letter in result.dims for size in axes[letter]))
@@ -486,7 +558,7 @@ def _ffi_call(call: _Call, groups: int, *arrays: jax.Array) -> Arrays:
 
     # An absent operand is an array without elements, so that handlers have a fixed signature.
     given = iter(arrays)
-    nothing = match_vma(x, jnp.zeros((0,), dtypes["accum"]))[1]
+    nothing = _match_vma(x, jnp.zeros((0,), dtypes["accum"]))[1]
     operands = arrays if kernel.variadic else [next(given) if p else nothing for p in call.present]
     target = _registry.TARGET_PREFIX + kernel.name
     attributes = {"group_rank": np.int64(groups), **dict(call.attributes)}

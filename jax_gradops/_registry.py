@@ -1,4 +1,4 @@
-"""Loads the native modules, checks that they fit the installed jaxlib, and registers their handlers."""
+"""Loads the native modules that fit the installed jaxlib, and registers their handlers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _BACKENDS = {"cpu": ("cpu", "_cpu"), "cuda": ("CUDA", "_cuda")}
 def runtime_ffi_version() -> tuple[int, int]:
     """The FFI API version (major, minor) of the installed jaxlib, from its own header."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-    found = [re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR")]
+    found = [
+        re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR")
+    ]
     major, minor = (int(match.group(1)) for match in found if match)
     return major, minor
 
@@ -84,7 +86,11 @@ def canonical_platform(platform: str) -> str:
     """JAX's names of platforms ("gpu", "CUDA", …) to `platform_dependent`'s."""
     platform = platform.lower()
     if platform == "gpu":
-        return "rocm" if any("rocm" in d.client.platform_version for d in jax.devices("gpu")) else "cuda"
+        return (
+            "rocm"
+            if any("rocm" in d.client.platform_version for d in jax.devices("gpu"))
+            else "cuda"
+        )
     return platform
 
 

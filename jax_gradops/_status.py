@@ -18,11 +18,13 @@ OPS: dict[str, tuple[_core.Kernel, ...]] = {
     "clip_by_global_norm": (global_norm.SUM_OF_SQUARES,),
 }
 
-#: Pass to ``jax.export.export(..., disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS)``: JAX does not
-#: promise for custom calls, as it does for its own, that later versions load them.
+#: Pass to ``jax.export.export(..., disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS)``: JAX does
+#: not promise for custom calls, as it does for its own, that later versions load them.
 EXPORT_DISABLED_CHECKS: tuple[export.DisabledSafetyCheck, ...] = tuple(
     export.DisabledSafetyCheck.custom_call(target)
-    for target in sorted({_registry.TARGET_PREFIX + k.name for kernels in OPS.values() for k in kernels})
+    for target in sorted(
+        {_registry.TARGET_PREFIX + k.name for kernels in OPS.values() for k in kernels}
+    )
 )
 
 
@@ -44,11 +46,15 @@ def implementation_in_use(op_name: str, platform: str | None = None) -> _core.Im
     'xla'
     """
     if op_name not in OPS:
-        raise ValueError(f"implementation_in_use: unknown op {op_name!r}; known are {', '.join(OPS)}")
+        raise ValueError(
+            f"implementation_in_use: unknown op {op_name!r}; known are {', '.join(OPS)}"
+        )
     platform = _core.default_platform() if platform is None else platform
     if _core.resolve_implementation(None, op_name) == "xla":
         return _core.ImplementationInUse("xla", "use_implementation('xla') is in force")
     reason = _registry.why_unavailable(platform)
     if reason is not None:
         return _core.ImplementationInUse("xla", reason)
-    return _core.ImplementationInUse("ffi", f"native {_registry.canonical_platform(platform)} kernels are loaded")
+    return _core.ImplementationInUse(
+        "ffi", f"native {_registry.canonical_platform(platform)} kernels are loaded"
+    )

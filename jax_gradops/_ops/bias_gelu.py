@@ -18,7 +18,7 @@ from jax_gradops._core import (
     Result,
     accum_dtype,
     column_sum_workspace,
-    match_vma,
+    reshard_like,
     resolve_implementation,
 )
 
@@ -68,7 +68,9 @@ def _fwd_reference(x: jax.Array, bias: jax.Array | None, *, approximate: bool) -
     return (_gelu(_biased(x, bias), approximate).astype(x.dtype),)
 
 
-def _bwd_reference(dy: jax.Array, x: jax.Array, bias: jax.Array | None, *, approximate: bool) -> Arrays:
+def _bwd_reference(
+    dy: jax.Array, x: jax.Array, bias: jax.Array | None, *, approximate: bool
+) -> Arrays:
     z = _biased(x, bias)
     dz = dy.astype(z.dtype) * _gelu_derivative(z, approximate)
     return dz.astype(x.dtype), jnp.sum(dz, tuple(range(x.ndim - 1)))
@@ -108,7 +110,9 @@ def _bias_gelu_fwd(
     return y, (x, bias)
 
 
-def _bias_gelu_bwd(approximate: bool, implementation: Implementation, residuals: Any, dy: jax.Array) -> Arrays:
+def _bias_gelu_bwd(
+    approximate: bool, implementation: Implementation, residuals: Any, dy: jax.Array
+) -> Arrays:
     x, bias = residuals
     skip = [] if bias is not None else ["dbias"]
     return BWD(dy, x, bias, skip=skip, approximate=approximate, implementation=implementation)
@@ -126,10 +130,13 @@ def _apply(
 ) -> jax.Array:
     if bias is not None:
         bias = bias.astype(accum_dtype(x.dtype))
-    x, bias = match_vma(x, bias)  # type: ignore[assignment]
+    spread_x, bias = FWD.prepare(x, bias)
+    y: Any
     if implementation == "xla":  # differentiated by JAX itself, so that forward mode works
-        return FWD(x, bias, approximate=approximate, implementation="xla")[0]  # type: ignore[return-value]
-    return _bias_gelu(x, bias, approximate, implementation)
+        y = _bias_gelu_fwd(spread_x, bias, approximate, "xla")[0]
+    else:
+        y = _bias_gelu(spread_x, bias, approximate, implementation)
+    return reshard_like(y, x)
 
 
 def gelu(
@@ -143,7 +150,7 @@ def gelu(
     Args:
       x: float16, bfloat16, float32 or float64, any shape.
       approximate: True for the tanh form (the second), False for the exact one.
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`, None for the kernel
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
         where there is one.
 
     Returns:
@@ -189,7 +196,7 @@ def bias_gelu(
       x: float16, bfloat16, float32 or float64, any shape with at least one axis.
       bias: shape ``(x.shape[-1],)``; any of the four dtypes, independent of x's.
       approximate: True for the tanh form, False for the exact one.
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`, None for the kernel
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
         where there is one.
 
     Returns:
@@ -212,7 +219,9 @@ def bias_gelu(
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have at least one axis, got a scalar")
     if bias.shape != x.shape[-1:]:
-        raise ValueError(f"{op}: bias must have shape (x.shape[-1],) = {x.shape[-1:]}, got {bias.shape}")
+        raise ValueError(
+            f"{op}: bias must have shape (x.shape[-1],) = {x.shape[-1:]}, got {bias.shape}"
+        )
     return _apply(
         x,
         bias,

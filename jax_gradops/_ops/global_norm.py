@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
@@ -16,7 +17,6 @@ from jax_gradops._core import (
     Kernel,
     Result,
     accum_dtype,
-    match_vma,
     resolve_implementation,
 )
 
@@ -32,8 +32,8 @@ def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
     """The sum of squares in three ranges, as ffi/ops/global_norm.h defines them.
 
     Squares of float32 reach from 2^-298 to 2^256: elements from 2^48 on are scaled by 2^-96 before
-    they are squared, those under 2^-48 by 2^96. After J. L. Blue, A Portable Fortran Program to Find
-    the Euclidean Norm of a Vector, https://doi.org/10.1145/355769.355771.
+    they are squared, those under 2^-48 by 2^96. After J. L. Blue, A Portable Fortran Program to
+    Find the Euclidean Norm of a Vector, https://doi.org/10.1145/355769.355771.
     """
     dtype = accum_dtype(*(leaf.dtype for leaf in leaves))
     huge = normal = tiny = jnp.zeros((), dtype)
@@ -67,7 +67,6 @@ SUM_OF_SQUARES = Kernel(
 
 def _norm_of(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
     huge, normal, tiny = SUM_OF_SQUARES(*leaves, implementation=implementation)
-    assert huge is not None and normal is not None and tiny is not None
     parts = jnp.stack([jnp.sqrt(huge) * 2.0**96, jnp.sqrt(normal), jnp.sqrt(tiny) * 2.0**-96])
     largest = jnp.max(parts)
     scalable = (largest > 0) & (largest < jnp.inf)
@@ -75,49 +74,25 @@ def _norm_of(leaves: tuple[jax.Array, ...], implementation: Implementation) -> j
     return jnp.where(scalable, largest * jnp.sqrt(jnp.sum(jnp.square(ratio))), largest)
 
 
+# The rule does not differentiate the kernel, so it serves every implementation, order and mode.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _norm_xla(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
+def _norm(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
     return _norm_of(leaves, implementation)
 
 
-@_norm_xla.defjvp
-def _norm_xla_jvp(implementation: Implementation, primals: Any, tangents: Any) -> Any:
+@_norm.defjvp
+def _norm_jvp(implementation: Implementation, primals: Any, tangents: Any) -> Any:
     (leaves,), (dleaves,) = primals, tangents
-    norm = _norm_xla(leaves, implementation)
-    directions = _directions(leaves, norm)
-    return norm, sum(jnp.sum(u * d.astype(norm.dtype)) for u, d in zip(directions, dleaves, strict=True))
-
-
-def _directions(leaves: tuple[jax.Array, ...], norm: jax.Array) -> list[jax.Array]:
-    """leaf / norm, the gradient of the norm; 0 where the norm is 0."""
-    safe = jnp.where(norm == 0, 1, norm)
-    return [leaf.astype(norm.dtype) / safe for leaf in leaves]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _norm_ffi(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
-    return _norm_of(leaves, implementation)
-
-
-def _norm_fwd(leaves: tuple[jax.Array, ...], implementation: Implementation) -> Any:
-    # The op itself, not its body: then the second derivative goes through this rule again.
-    norm = _norm_ffi(leaves, implementation)
-    return norm, (leaves, norm)
-
-
-def _norm_bwd(implementation: Implementation, residuals: Any, dnorm: jax.Array) -> Any:
-    leaves, norm = residuals
-    directions = _directions(leaves, norm)
-    return (tuple((dnorm * u).astype(x.dtype) for u, x in zip(directions, leaves, strict=True)),)
-
-
-_norm_ffi.defvjp(_norm_fwd, _norm_bwd)
+    norm = _norm(leaves, implementation)
+    safe = jnp.where(norm == 0, 1, norm)  # the gradient at norm 0 is 0
+    pairs = zip(leaves, dleaves, strict=True)
+    return norm, sum(jnp.sum(x.astype(norm.dtype) / safe * d.astype(norm.dtype)) for x, d in pairs)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
-def _norm(leaves: tuple[jax.Array, ...], *, implementation: Implementation) -> jax.Array:
-    leaves = match_vma(*leaves)  # type: ignore[assignment]
-    return (_norm_xla if implementation == "xla" else _norm_ffi)(leaves, implementation)
+def _traced_norm(leaves: tuple[jax.Array, ...], *, implementation: Implementation) -> jax.Array:
+    norm: Any = _norm(SUM_OF_SQUARES.prepare(*leaves), implementation)
+    return norm
 
 
 # --- Public functions ----------------------------------------------------------------------------
@@ -132,7 +107,7 @@ def _norm_of_all(leaves: list[jax.Array], implementation: Implementation) -> jax
     with_elements = tuple(leaf for leaf in leaves if leaf.size)
     if not with_elements:
         return jnp.zeros((), accum_dtype(*(leaf.dtype for leaf in leaves)))
-    return _norm(with_elements, implementation=implementation)
+    return _traced_norm(with_elements, implementation=implementation)
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -163,7 +138,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 def _check_max_norm(op: str, max_norm: Any) -> ArrayLike:
     """A number that is known now is checked now; a traced one is checked for its kind only."""
-    if isinstance(max_norm, jax.core.Tracer):
+    if isinstance(max_norm, Tracer):
         if max_norm.shape != () or not jnp.issubdtype(max_norm.dtype, jnp.number):
             raise ValueError(f"{op}: max_norm must be a real scalar, got {jax.typeof(max_norm)}")
         return max_norm
@@ -199,7 +174,7 @@ def clip_tree_by_global_norm(
       max_norm: a number, or a scalar array, which may be traced; at least 0.
       nonfinite: what to do when the norm is infinite or NaN. ``"propagate"``, as Optax: a NaN norm
         makes all leaves NaN, an infinite one makes them ``g * 0``. ``"zero"``: all leaves become 0.
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`, None for the kernel
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
         where there is one.
 
     Returns:
@@ -302,7 +277,7 @@ def clip_by_global_norm(
         dtypes = (leaf.dtype for leaf in _leaves(op, params))
         return ClipByGlobalNormState(jnp.zeros((), accum_dtype(*dtypes)))
 
-    def update(updates: Any, state: ClipByGlobalNormState, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
         clipped, norm = clip_tree_by_global_norm(
             updates, max_norm, nonfinite=nonfinite, implementation=implementation

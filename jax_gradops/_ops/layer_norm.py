@@ -20,7 +20,7 @@ from jax_gradops._core import (
     Result,
     accum_dtype,
     column_sum_workspace,
-    match_vma,
+    reshard_like,
     resolve_implementation,
 )
 
@@ -148,7 +148,9 @@ def _layer_norm_fwd(
     return y, (x, scale, bias, mean, rstd)
 
 
-def _layer_norm_bwd(epsilon: float, implementation: Implementation, residuals: Any, dy: jax.Array) -> Arrays:
+def _layer_norm_bwd(
+    epsilon: float, implementation: Implementation, residuals: Any, dy: jax.Array
+) -> Arrays:
     x, scale, bias, mean, rstd = residuals
     skip = [name for name, p in (("dscale", scale), ("dbias", bias)) if p is None]
     return LAYER_NORM_BWD(dy, x, scale, mean, rstd, skip=skip, implementation=implementation)
@@ -172,7 +174,9 @@ def _rms_norm_fwd(
     return y, (x, scale, rstd)
 
 
-def _rms_norm_bwd(epsilon: float, implementation: Implementation, residuals: Any, dy: jax.Array) -> Arrays:
+def _rms_norm_bwd(
+    epsilon: float, implementation: Implementation, residuals: Any, dy: jax.Array
+) -> Arrays:
     x, scale, rstd = residuals
     skip = [] if scale is not None else ["dscale"]
     return RMS_NORM_BWD(dy, x, scale, rstd, skip=skip, implementation=implementation)
@@ -201,19 +205,20 @@ def _normalize(
         scale = scale.astype(a) + scale_offset
     if bias is not None:
         bias = bias.astype(a)
-    x, scale, bias = match_vma(x, scale, bias)
-    assert x is not None
+    whole_x, scale, bias = LAYER_NORM_FWD.prepare(x, scale, bias)
     # implementation="xla" is differentiated by JAX itself, so that forward mode works.
+    xla = implementation == "xla"
+    y: Any
     if op == "rms_norm":
-        if implementation == "xla":
-            return RMS_NORM_FWD(x, scale, epsilon=np.float64(epsilon), implementation="xla")[0]  # type: ignore[return-value]
-        return _rms_norm(x, scale, epsilon, implementation)
-    if implementation == "xla":
-        return LAYER_NORM_FWD(x, scale, bias, epsilon=np.float64(epsilon), implementation="xla")[0]  # type: ignore[return-value]
-    return _layer_norm(x, scale, bias, epsilon, implementation)
+        y = (_rms_norm_fwd if xla else _rms_norm)(whole_x, scale, epsilon, implementation)
+    else:
+        y = (_layer_norm_fwd if xla else _layer_norm)(whole_x, scale, bias, epsilon, implementation)
+    return reshard_like(y[0] if xla else y, x)
 
 
-def _parameter(op: str, name: str, value: ArrayLike | None, normalized_shape: tuple[int, ...]) -> jax.Array | None:
+def _parameter(
+    op: str, name: str, value: ArrayLike | None, normalized_shape: tuple[int, ...]
+) -> jax.Array | None:
     """A parameter of shape `normalized_shape`, or of its last axis alone, flattened."""
     if value is None:
         return None
@@ -280,7 +285,7 @@ def layer_norm(
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the variance; finite, at least 0.
       scale_offset: a number added to `scale` (1.0 for parameters stored as ``scale - 1``).
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`, None for the kernel
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
         where there is one.
 
     Returns:
@@ -306,7 +311,9 @@ def layer_norm(
     >>> jax_gradops.layer_norm(x, scale=jnp.ones(3), bias=jnp.zeros(3)).round(3).tolist()
     [[-1.225, 0.0, 1.225], [-1.225, 0.0, 1.225]]
     """
-    return _norm("layer_norm", x, scale, bias, begin_norm_axis, epsilon, scale_offset, implementation)
+    return _norm(
+        "layer_norm", x, scale, bias, begin_norm_axis, epsilon, scale_offset, implementation
+    )
 
 
 def rms_norm(
@@ -320,7 +327,8 @@ def rms_norm(
 ) -> jax.Array:
     r"""Root-mean-square normalisation with a fused backward pass.
 
-    .. math:: y = \frac{x}{\sqrt{\text{mean}(x^2) + \text{epsilon}}} (\text{scale} + \text{scale\_offset})
+    .. math:: y = \frac{x}{\sqrt{\text{mean}(x^2) + \text{epsilon}}}
+              (\text{scale} + \text{scale\_offset})
 
     Args:
       x: float16, bfloat16, float32 or float64, any shape with at least one axis.
@@ -329,7 +337,7 @@ def rms_norm(
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the mean square; finite, at least 0.
       scale_offset: a number added to `scale` (Gemma stores ``scale - 1``: pass 1.0).
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`, None for the kernel
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
         where there is one.
 
     Returns:
