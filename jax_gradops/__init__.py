@@ -1,9 +1,9 @@
-"""Fused CUDA and CPU kernels for the backward passes of normalisation, GELU and gradient clipping."""
+"""Fused CUDA and CPU kernels for normalisation, GELU and gradient clipping in JAX."""
 
 from importlib import metadata as _metadata
 
-from jax_gradops._core import ImplementationInUse as ImplementationInUse
-from jax_gradops._core import use_implementation as use_implementation
+from jax_gradops._implementation import ImplementationInUse as ImplementationInUse
+from jax_gradops._implementation import use_implementation as use_implementation
 from jax_gradops._ops.bias_gelu import bias_gelu as bias_gelu
 from jax_gradops._ops.bias_gelu import gelu as gelu
 from jax_gradops._ops.global_norm import ClipByGlobalNormState as ClipByGlobalNormState

@@ -25,8 +25,8 @@ def array(op: str, name: str, value: Any) -> jax.Array:
     x = jnp.asarray(value)
     if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
-            f"{op}: {name} must have dtype {', '.join(FLOAT_DTYPES[:-1])} or {FLOAT_DTYPES[-1]}, got "
-            f"{x.dtype.name}. Cast it first: {name}.astype(jnp.float32)"
+            f"{op}: {name} must have dtype {', '.join(FLOAT_DTYPES[:-1])} or {FLOAT_DTYPES[-1]}, "
+            f"got {x.dtype.name}. Cast it first: {name}.astype(jnp.float32)"
         )
     return lax.convert_element_type(x, x.dtype)
 
@@ -37,8 +37,8 @@ def number(
     """`value` as a Python float: a static real number, not a bool, not NaN."""
     if isinstance(value, Tracer):
         raise TypeError(
-            f"{op}: {name} must be a static number, got a traced {jax.typeof(value)}. Pass a Python "
-            "number, or mark the argument in static_argnames"
+            f"{op}: {name} must be a static number, got a traced {jax.typeof(value)}. Pass a "
+            "Python number, or mark the argument in static_argnames"
         )
     if isinstance(value, bool | np.bool_) or not (
         isinstance(value, int | float | np.integer | np.floating)

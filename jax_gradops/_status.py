@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from jax import export
 
-from jax_gradops import _core, _registry
+from jax_gradops import _implementation, _registry
+from jax_gradops._core import Kernel
 from jax_gradops._ops import bias_gelu, global_norm, layer_norm
 
 #: The kernels of each public op.
-OPS: dict[str, tuple[_core.Kernel, ...]] = {
+OPS: dict[str, tuple[Kernel, ...]] = {
     "layer_norm": (layer_norm.LAYER_NORM_FWD, layer_norm.LAYER_NORM_BWD),
     "rms_norm": (layer_norm.RMS_NORM_FWD, layer_norm.RMS_NORM_BWD),
     "gelu": (bias_gelu.FWD, bias_gelu.BWD),
@@ -28,7 +29,9 @@ EXPORT_DISABLED_CHECKS: tuple[export.DisabledSafetyCheck, ...] = tuple(
 )
 
 
-def implementation_in_use(op_name: str, platform: str | None = None) -> _core.ImplementationInUse:
+def implementation_in_use(
+    op_name: str, platform: str | None = None
+) -> _implementation.ImplementationInUse:
     """Which implementation an op runs with ``implementation=None``, and why.
 
     Args:
@@ -49,12 +52,12 @@ def implementation_in_use(op_name: str, platform: str | None = None) -> _core.Im
         raise ValueError(
             f"implementation_in_use: unknown op {op_name!r}; known are {', '.join(OPS)}"
         )
-    platform = _core.default_platform() if platform is None else platform
-    if _core.resolve_implementation(None, op_name) == "xla":
-        return _core.ImplementationInUse("xla", "use_implementation('xla') is in force")
+    platform = _implementation.default_platform() if platform is None else platform
+    if _implementation.resolve_implementation(None, op_name) == "xla":
+        return _implementation.ImplementationInUse("xla", "use_implementation('xla') is in force")
     reason = _registry.why_unavailable(platform)
     if reason is not None:
-        return _core.ImplementationInUse("xla", reason)
-    return _core.ImplementationInUse(
+        return _implementation.ImplementationInUse("xla", reason)
+    return _implementation.ImplementationInUse(
         "ffi", f"native {_registry.canonical_platform(platform)} kernels are loaded"
     )

@@ -68,7 +68,7 @@ class WideRow {
   [[no_unique_address]] std::conditional_t<std::is_same_v<T, A>, Empty, A[kBlock]> block_;
 };
 
-// Calls fn(i, out[i]) for each i < n, where out is in the accumulation type, and stores out.
+// row[i] = fn(i) for each i < n <= kBlock, where fn computes in the accumulation type.
 template <typename T, typename Fn>
 void StoreEach(T* __restrict__ row, std::int64_t n, const Fn& fn) {
   using A = Accum<T>;
@@ -81,7 +81,7 @@ void StoreEach(T* __restrict__ row, std::int64_t n, const Fn& fn) {
   }
 }
 
-// Sums over i < n of the kSums terms that add(i, add_to) passes to add_to(sum, term).
+// The sums over i < n of terms(i), which returns an array of kSums values.
 template <typename A, int kSums, typename Terms>
 std::array<A, kSums> LaneSums(std::int64_t n, const Terms& terms) {
   A lanes[kSums][kLanes] = {};
@@ -132,14 +132,14 @@ template <typename T, bool kCentered>
 void ForwardRow(const LayerNormFwdArgs& args, std::int64_t row) {
   using A = Accum<T>;
   const std::int64_t features = args.shape.features;
-  const auto n = static_cast<A>(features);
+  const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
   const T* const x_row = static_cast<const T*>(args.x) + row * features;
   T* const y = static_cast<T*>(args.y) + row * features;
   WideRow<T> x_blocks(x_row, features);
 
   A shift = 0, offset = 0;
   if constexpr (kCentered) {
-    shift = static_cast<A>(x_row[0]);
+    if (features > 0) shift = static_cast<A>(x_row[0]);
     ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
       const A* const x = x_blocks(start);
       offset += LaneSums<A, 1>(count, [&](std::int64_t i) { return std::array{x[i] - shift}; })[0];
@@ -176,7 +176,7 @@ void BackwardRow(const LayerNormBwdArgs& args, std::int64_t row, Accum<T>* dscal
                  Accum<T>* dbias) {
   using A = Accum<T>;
   const std::int64_t features = args.shape.features;
-  const auto n = static_cast<A>(features);
+  const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
   const A mean = kCentered ? static_cast<const A*>(args.mean)[row] : A{0};
   const A rstd = static_cast<const A*>(args.rstd)[row];
   WideRow<T> x_blocks(static_cast<const T*>(args.x) + row * features, features);
@@ -244,12 +244,10 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
 template <typename A>
 void SumSlices(const A* __restrict__ partial, std::int64_t slices, std::int64_t pitch,
                std::int64_t columns, A* __restrict__ sums) {
-  ForBlocks(columns, [&](std::int64_t start, std::int64_t count) {
-    std::copy_n(partial + start, count, sums + start);
-    for (std::int64_t s = 1; s < slices; ++s) {
-      for (std::int64_t i = 0; i < count; ++i) sums[start + i] += partial[s * pitch + start + i];
-    }
-  });
+  std::copy_n(partial, columns, sums);
+  for (std::int64_t s = 1; s < slices; ++s) {
+    for (std::int64_t i = 0; i < columns; ++i) sums[i] += partial[s * pitch + i];
+  }
 }
 
 template <typename T, bool kCentered>
@@ -294,11 +292,18 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   if (slices == 1 || sums == 0) return ffi::Error::Success();
 
   const std::int64_t tiles = (features + kBlock - 1) / kBlock;
-  ParallelFor(pool, groups * sums * tiles, [&](std::int64_t item) {
-    const std::int64_t start = item % tiles * kBlock;
-    const std::int64_t sum = item / tiles % sums, group = item / tiles / sums;
-    SumSlices(slice_sums(group, 0, sum) + start, slices, sums * features,
-              std::min(kBlock, features - start), results[sum] + group * features + start);
+  const std::int64_t items = groups * sums * tiles;
+  const std::int64_t bytes_per_item =
+      slices * std::min(kBlock, features) * static_cast<std::int64_t>(sizeof(A));
+  const std::int64_t chunk_items = RowsPerChunk(items, bytes_per_item, kMaxChunks);
+  ParallelFor(pool, (items + chunk_items - 1) / chunk_items, [&](std::int64_t chunk) {
+    const std::int64_t end = std::min(items, (chunk + 1) * chunk_items);
+    for (std::int64_t item = chunk * chunk_items; item < end; ++item) {
+      const std::int64_t start = item % tiles * kBlock;
+      const std::int64_t sum = item / tiles % sums, group = item / tiles / sums;
+      SumSlices(slice_sums(group, 0, sum) + start, slices, sums * features,
+                std::min(kBlock, features - start), results[sum] + group * features + start);
+    }
   });
   return ffi::Error::Success();
 }
@@ -306,8 +311,6 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
 }  // namespace
 
 ffi::Error LayerNormFwd(CpuContext pool, const LayerNormFwdArgs& args) {
-  if (args.shape.elements() == 0) {
-  }
   return DispatchDtype(FloatTypes{}, "layer_norm_fwd", args.dtype, [&]<typename T>() {
     return args.centered ? Forward<T, true>(pool, args) : Forward<T, false>(pool, args);
   });

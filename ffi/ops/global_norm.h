@@ -1,7 +1,10 @@
 // Sum of squares over many arrays: arguments, launchers, checks and bindings shared by all backends.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "common/handler.h"
@@ -40,16 +43,45 @@ struct Leaf {
 
 struct SumOfSquaresArgs {
   std::int64_t groups;
-  std::vector<Leaf> leaves;  // those with elements
-  ffi::DataType dtype;       // of the results: float32, or float64 if any leaf is
+  std::vector<Leaf> leaves;    // those with elements; without any, the results are zeros
+  ffi::DataType dtype;         // of the results: float32, or float64 if any leaf is
   void *huge, *normal, *tiny;  // [groups]
-  // Scratch of workspace_doubles doubles: [groups, workspace_doubles / groups].
+  // Scratch for partial sums, at least one double for each group where there are leaves.
   void* workspace;
   std::int64_t workspace_doubles;
 };
 
+// More partial sums per group than this gain nothing. The workspace that
+// jax_gradops/_ops/global_norm.py declares holds as many.
+inline constexpr std::int64_t kMaxPartialSums = 2048;
+
+// Squares of 16-bit floats are exact in float32, and a few of them may be summed there before they
+// are added to a double, which is several times faster. float16 cannot leave float32's range that
+// way; bfloat16 can, but not where the sum of the few is within these bounds.
+inline constexpr float kSafeSumMin = 0x1p-60f, kSafeSumMax = 0x1p100f;
+
 ffi::Error SumOfSquares(CpuContext, const SumOfSquaresArgs&);   // cpu/global_norm.cc
 ffi::Error SumOfSquares(CudaContext, const SumOfSquaresArgs&);  // cuda/global_norm.cu
+
+// Adds `buffer`, which must be [groups..., elements...], to args.leaves if it has elements. Returns
+// what is wrong with it, or nothing.
+inline std::string AddLeaf(SumOfSquaresArgs& args, ffi::Span<const std::int64_t> group_dims,
+                           const ffi::AnyBuffer& buffer) {
+  if (!IsFloat(buffer.element_type())) return "must be float16, bfloat16, float32 or float64";
+  const auto dims = buffer.dimensions();
+  if (dims.size() < group_dims.size() ||
+      !std::equal(group_dims.begin(), group_dims.end(), dims.begin())) {
+    return "must start with the axes of the results";
+  }
+  const std::int64_t elements = Product(dims);
+  if (elements < 0) return "has a negative dimension or more than 2^62 elements";
+  if (elements > 0 && buffer.untyped_data() == nullptr) return "has no data";
+  if (buffer.element_type() == ffi::F64) args.dtype = ffi::F64;
+  if (elements > 0) {
+    args.leaves.push_back({buffer.untyped_data(), elements / args.groups, buffer.element_type()});
+  }
+  return "";
+}
 
 template <class Context>
 struct GlobalNorm {
@@ -72,46 +104,41 @@ struct GlobalNorm {
                           .workspace = workspace->untyped_data(),
                           .workspace_doubles = 0};
     if (args.groups < 0) return fail("too many groups: " + Describe(*huge));
+
     args.leaves.reserve(leaves.size());
     for (std::size_t i = 0; i < leaves.size(); ++i) {
-      const auto decoded = leaves.template get<ffi::AnyBuffer>(i);
-      if (decoded.has_error()) return decoded.error();
-      const ffi::AnyBuffer& leaf = *decoded;
-      const auto dims = leaf.dimensions();
-      const std::string name = "leaf " + std::to_string(i);
-      if (!IsFloat(leaf.element_type())) {
-        return fail(name + " must be float16, bfloat16, float32 or float64; got " + Describe(leaf));
-      }
-      bool grouped = dims.size() >= group_dims.size();
-      for (std::size_t k = 0; grouped && k < group_dims.size(); ++k) {
-        grouped = dims[k] == group_dims[k];
-      }
-      if (!grouped) {
-        return fail(name + " must start with the axes of the results " + Describe(*huge) + "; got " +
-                    Describe(leaf));
-      }
-      const std::int64_t elements = Product(dims);
-      if (elements < 0) return fail(name + " has a negative dimension or too many elements: " + Describe(leaf));
-      if (elements > 0 && leaf.untyped_data() == nullptr) return fail(name + " has no data");
-      if (leaf.element_type() == ffi::F64) args.dtype = ffi::F64;
-      if (elements > 0) {
-        args.leaves.push_back({leaf.untyped_data(), elements / args.groups, leaf.element_type()});
+      const auto leaf = leaves.template get<ffi::AnyBuffer>(i);
+      if (leaf.has_error()) return leaf.error();
+      const std::string mistake = AddLeaf(args, group_dims, *leaf);
+      if (!mistake.empty()) {
+        return fail("leaf " + std::to_string(i) + " " + mistake + "; got " + Describe(*leaf) +
+                    " with results " + Describe(*huge));
       }
     }
+
     for (const ffi::AnyBuffer* result : {&*huge, &*normal, &*tiny}) {
       const auto dims = result->dimensions();
-      bool matches = dims.size() == group_dims.size() && result->element_type() == args.dtype;
-      for (std::size_t k = 0; matches && k < dims.size(); ++k) matches = dims[k] == group_dims[k];
-      if (!matches) return fail("results must all be alike, in " + Name(args.dtype) + "; got " + Describe(*result));
+      if (result->element_type() != args.dtype || dims.size() != group_dims.size() ||
+          !std::equal(dims.begin(), dims.end(), group_dims.begin()) ||
+          (args.groups > 0 && result->untyped_data() == nullptr)) {
+        return fail("results must all have one shape, data, and dtype " + Name(args.dtype) +
+                    "; got " + Describe(*result) + " beside " + Describe(*huge));
+      }
     }
-    const std::int64_t bytes = Product(workspace->dimensions()) * ByteWidthOf(workspace->element_type());
-    if (bytes < 0 || (bytes > 0 && workspace->untyped_data() == nullptr)) return fail("workspace has no data");
-    args.workspace_doubles = bytes / 8;
-    if (args.groups > 0 && !args.leaves.empty() && args.workspace_doubles < args.groups) {
+
+    const std::int64_t scratch = Product(workspace->dimensions());
+    if (workspace->element_type() != args.dtype || scratch < 0 ||
+        (scratch > 0 && args.workspace == nullptr)) {
+      return fail("workspace must have data and dtype " + Name(args.dtype) + "; got " +
+                  Describe(*workspace));
+    }
+    args.workspace_doubles = args.dtype == ffi::F64 ? scratch : scratch / 2;
+    if (!args.leaves.empty() && args.workspace_doubles < args.groups) {
       return fail("workspace must hold at least one double per group; got " + Describe(*workspace));
     }
     return SumOfSquares(ctx, args);
   }
+
   static auto Bind() {
     return gradops::Bind<Context>()
         .template Attr<std::int64_t>("group_rank")

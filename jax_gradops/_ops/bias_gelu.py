@@ -11,16 +11,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
-from jax_gradops._core import (
-    Arrays,
-    Implementation,
-    Kernel,
-    Result,
-    accum_dtype,
-    column_sum_workspace,
-    reshard_like,
-    resolve_implementation,
-)
+from jax_gradops._core import Kernel, Result, column_sum_workspace
+from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._sharding import Arrays, accum_dtype, reshard_like
 
 # --- References: the meaning of the kernels in jax.numpy -----------------------------------------
 

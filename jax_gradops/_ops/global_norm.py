@@ -11,14 +11,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
-from jax_gradops._core import (
-    Arrays,
-    Implementation,
-    Kernel,
-    Result,
-    accum_dtype,
-    resolve_implementation,
-)
+from jax_gradops._core import Kernel, Result
+from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._sharding import Arrays, accum_dtype
 
 if TYPE_CHECKING:
     import optax

@@ -1,0 +1,1 @@
+class DemoError(Exception): pass

@@ -1,0 +1,79 @@
+"""Which implementation an op takes: the native kernel, or the reference in jax.numpy."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+
+from jax_gradops import _registry
+
+Implementation: TypeAlias = Literal["ffi", "xla"] | None
+
+_default_implementation: contextvars.ContextVar[Implementation] = contextvars.ContextVar(
+    "jax_gradops_implementation", default=None
+)
+
+
+@contextlib.contextmanager
+def use_implementation(implementation: Implementation) -> Iterator[None]:
+    """Sets what ``implementation=None`` means inside the ``with`` block, for every op.
+
+    It is read when an op is traced: a function that was jitted and called before keeps its choice.
+
+    Args:
+      implementation: ``"ffi"`` (the native kernels), ``"xla"`` (the reference in `jax.numpy`), or
+        None (the kernel where there is one).
+
+    Raises:
+      ValueError: if `implementation` is none of these.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops
+    >>> with jax_gradops.use_implementation("xla"):
+    ...     text = jax.jit(jax_gradops.layer_norm).lower(jnp.ones((2, 8))).as_text()
+    >>> "jax_gradops.layer_norm_fwd" in text
+    False
+    """
+    token = _default_implementation.set(check_implementation(implementation, "use_implementation"))
+    try:
+        yield
+    finally:
+        _default_implementation.reset(token)
+
+
+def check_implementation(implementation: object, op: str) -> Implementation:
+    """Returns `implementation`, or raises ValueError if it is none of the three."""
+    if implementation is None or implementation == "ffi" or implementation == "xla":
+        return implementation  # type: ignore[return-value]
+    raise ValueError(f"{op}: implementation must be 'ffi', 'xla' or None, got {implementation!r}")
+
+
+def default_platform() -> str:
+    """The platform that JAX computes on unless told otherwise."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
+
+
+def resolve_implementation(implementation: Implementation, op: str) -> Implementation:
+    """Applies `use_implementation`'s default; ``"ffi"`` insists on a kernel."""
+    implementation = check_implementation(implementation, op)
+    if implementation is None:
+        implementation = _default_implementation.get()
+    if implementation == "ffi" and (reason := _registry.why_unavailable(default_platform())):
+        raise ValueError(
+            f"{op}: implementation='ffi' is not available: {reason}. Use implementation=None, "
+            "which takes XLA's operations where there is no kernel"
+        )
+    return implementation
+
+
+class ImplementationInUse(NamedTuple):
+    """What an op runs on a platform, and why."""
+
+    implementation: Literal["ffi", "xla"]
+    reason: str
