@@ -1,0 +1,48 @@
+# Thin: every target says the command it runs. Set-up goes into .venv, once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# On a machine with an NVIDIA GPU, JAX's CUDA libraries come along.
+EXTRAS ?= test$(if $(shell command -v nvidia-smi),$(comma)cuda13)
+comma := ,
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard ffi/*.* ffi/*/*)
+
+.PHONY: demo test test-gpu lint format clean
+
+demo: $(VENV)/.installed ## train a small GPT on real text with this library's ops
+	$(BIN)/python -m jax_gradops demo $(ARGS)
+
+test: $(VENV)/.installed ## the whole test suite; what needs a GPU skips where there is none
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+# Everything that needs a GPU, in one go, with the packages that are there: nothing is downloaded.
+# Builds, checks memory and races with compute-sanitizer, runs the suite and the doctor, benchmarks.
+# OUT: where logs and tables go.
+OUT ?= gpu_output
+test-gpu:
+	PYTHON=$(PYTHON) OUT=$(OUT) tests/gpu/run.sh
+
+lint: $(VENV)/.dev ## formatting, lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/clang-format --dry-run -Werror $(wildcard ffi/*.cc ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(wildcard ffi/*.cc ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh)
+
+clean:
+	rm -rf build dist $(VENV)
+
+$(VENV)/.installed: $(SOURCES)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)$(comma)dev]"
+	touch $@
