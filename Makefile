@@ -17,10 +17,10 @@ test: $(VENV)/.installed ## the whole test suite; what needs a GPU skips where t
 
 # Everything that needs a GPU, in one go, with the packages that are there: nothing is downloaded.
 # Builds, checks memory and races with compute-sanitizer, runs the suite and the doctor, benchmarks.
-# OUT: where logs and tables go.
+# OUT: where logs and tables go. STEPS: some of build, sanitize, test, doctor, bench, demo.
 OUT ?= gpu_output
 test-gpu:
-	PYTHON=$(PYTHON) OUT=$(OUT) tests/gpu/run.sh
+	PYTHON=$(PYTHON) OUT=$(OUT) tests/gpu/run.sh $(STEPS)
 
 lint: $(VENV)/.dev ## formatting, lint and types
 	$(BIN)/ruff check .
@@ -43,6 +43,8 @@ $(VENV)/.installed: $(SOURCES)
 	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)]"
 	touch $@
 
+# The tools of the `dev` extra, without building the library once more.
 $(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)$(comma)dev]"
+	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*(d for d in extras["dev"] if "jax_gradops" not in d))' \
+	  | xargs $(BIN)/python -m pip install --quiet
 	touch $@

@@ -1,0 +1,157 @@
+"""Times every op against XLA and against a plain copy on one GPU: the table of README.md.
+
+    python -P tests/gpu/benchmark.py [--rows 32768] [--features 4096] [--json FILE]
+
+Each figure is the median over rounds, and the rounds of all competitors are interleaved. A round
+times a series of asynchronous calls over rotating inputs, several times the L2 cache, so that host
+dispatch hides behind the device's work. `fraction of copy` is the op's minimum traffic (each input
+read once, each output written once) over its time, against the rate of `jnp.copy` in the same run.
+Results are compared with float64 (on a slice of rows) before anything is timed.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import jax_gradops
+import numpy as np
+import optax
+from jax_gradops._ops import bias_gelu, layer_norm
+
+IMPLEMENTATIONS = ("ffi", "xla")
+
+
+def norm_cases(rows, features, dtype):
+    """Layer and RMS norm: name -> (function of implementation and inputs, inputs, traffic)."""
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+    activations = lambda: jax.random.normal(next(keys), (rows, features), jnp.float32).astype(dtype)  # noqa: E731
+    size = rows * features * jnp.dtype(dtype).itemsize
+    scale = jax.random.normal(next(keys), (features,)) * 0.1 + 1
+    bias = jax.random.normal(next(keys), (features,))
+    xs = [(activations(), activations()) for _ in range(3)]
+    mean_rstd = [
+        layer_norm.LAYER_NORM_FWD(x, None, None, epsilon=np.float64(1e-6), implementation="xla")[1:]
+        for x, _ in xs
+    ]
+    rms = [
+        layer_norm.RMS_NORM_FWD(x, None, epsilon=np.float64(1e-6), implementation="xla")[1]
+        for x, _ in xs
+    ]
+    fwd = [(x, scale, bias) for x, _ in xs]
+    return {
+        "layer_norm fwd": (
+            lambda i, x, s, b: jax_gradops.layer_norm(x, s, b, implementation=i), fwd, 2 * size),
+        "layer_norm bwd": (
+            lambda i, *a: layer_norm.LAYER_NORM_BWD(*a, implementation=i),
+            [(dy, x, scale, *stats) for (x, dy), stats in zip(xs, mean_rstd, strict=True)],
+            3 * size),
+        "rms_norm fwd": (
+            lambda i, x, s: jax_gradops.rms_norm(x, s, implementation=i),
+            [(x, scale) for x, _ in xs], 2 * size),
+        "rms_norm bwd": (
+            lambda i, *a: layer_norm.RMS_NORM_BWD(*a, implementation=i),
+            [(dy, x, scale, r) for (x, dy), r in zip(xs, rms, strict=True)], 3 * size),
+        **{
+            f"bias_gelu {name} {direction}": case
+            for name, approximate in (("tanh", True), ("exact", False))
+            for direction, case in {
+                "fwd": (
+                    lambda i, x, b, approximate=approximate: bias_gelu.FWD(
+                        x, b, approximate=approximate, implementation=i),
+                    [(x, bias) for x, _ in xs], 2 * size),
+                "bwd": (
+                    lambda i, dy, x, b, approximate=approximate: bias_gelu.BWD(
+                        dy, x, b, approximate=approximate, implementation=i),
+                    [(dy, x, bias) for x, dy in xs], 3 * size),
+            }.items()
+        },
+        # Here XLA's side is what JAX users have: Optax.
+        "global_norm": (
+            lambda i, x: jax_gradops.clip_tree_by_global_norm(x, 1.0)[1] if i == "ffi"
+            else optax.global_norm(x), [(x,) for x, _ in xs], size),
+        "clip (clipping)": (
+            lambda i, x: jax_gradops.clip_tree_by_global_norm(x, 1.0)[0] if i == "ffi"
+            else optax.clip_by_global_norm(1.0).update(x, optax.EmptyState())[0],
+            [(x,) for x, _ in xs], 3 * size),
+        "copy": (lambda i, x: jnp.copy(x), [(x,) for x, _ in xs], 2 * size),
+    }  # fmt: skip
+
+
+def round_seconds(function, inputs, calls):
+    """Seconds per call of one round."""
+    start = time.perf_counter()
+    for k in range(calls):
+        result = function(*inputs[k % len(inputs)])
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def relative_error(outputs, references):
+    """The largest error of an output, as a fraction of its reference's norm."""
+    errors = []
+    for out, ref in zip(jax.tree.leaves(outputs), jax.tree.leaves(references), strict=True):
+        out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+        errors.append(np.linalg.norm(out - ref) / max(np.linalg.norm(ref), 1e-300))
+    return max(errors)
+
+
+def main():
+    """Prints the table, and writes it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=32768)
+    parser.add_argument("--features", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=12)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--json")
+    args = parser.parse_args()
+
+    rows = []
+    for dtype in args.dtypes:
+        functions = {}
+        for name, (function, inputs, traffic) in norm_cases(
+            args.rows, args.features, dtype
+        ).items():
+            for implementation in IMPLEMENTATIONS if name != "copy" else ("xla",):
+                jitted = jax.jit(lambda *a, f=function, i=implementation: f(i, *a))
+                functions[name, implementation] = (jitted, inputs, traffic)
+            if name != "copy":
+                ours, xla = (functions[name, i][0](*inputs[0]) for i in IMPLEMENTATIONS)
+                error = relative_error(ours, xla)
+                limit = 2e-2 if dtype in ("bfloat16", "float16") else 1e-4
+                assert error < limit, f"{name} {dtype}: differs from XLA by {error}"
+        samples = {key: [] for key in functions}
+        for key, (jitted, inputs, _) in functions.items():
+            round_seconds(jitted, inputs, args.calls)  # warm up
+        for _ in range(args.rounds):
+            for key, (jitted, inputs, _) in functions.items():
+                samples[key].append(round_seconds(jitted, inputs, args.calls))
+        copy = functions["copy", "xla"][2] / statistics.median(samples["copy", "xla"])
+        print(f"{dtype} [{args.rows}, {args.features}], copy {copy / 1e12:.2f} TB/s, "
+              f"jax {jax.__version__}, {jax.devices()[0].device_kind}")  # fmt: skip
+        print(f"{'op':24} {'ours µs':>20} {'XLA µs':>20} {'speed-up':>8} {'of copy':>8} {'XLA':>6}")
+        for name in dict.fromkeys(name for name, _ in functions if name != "copy"):
+            row = {"op": name, "dtype": dtype, "rows": args.rows, "features": args.features}
+            for implementation in IMPLEMENTATIONS:
+                times = sorted(samples[name, implementation])
+                traffic = functions[name, implementation][2]
+                low, mid, high = (times[int(q * (len(times) - 1))] for q in (0.2, 0.5, 0.8))
+                row[implementation] = {"us": mid * 1e6, "p20": low * 1e6, "p80": high * 1e6,
+                                       "fraction_of_copy": traffic / mid / copy}  # fmt: skip
+            ours, xla = row["ffi"], row["xla"]
+            spread = [f"{r['us']:7.1f} ({r['p20']:.0f}–{r['p80']:.0f})" for r in (ours, xla)]
+            print(f"{name:24} {spread[0]:>20} {spread[1]:>20} {xla['us'] / ours['us']:7.2f}× "
+                  f"{ours['fraction_of_copy']:8.2f} {xla['fraction_of_copy']:6.2f}")  # fmt: skip
+            rows.append(row)
+        print(flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"jax": jax.__version__, "device": jax.devices()[0].device_kind,
+                       "results": rows}, file, indent=1)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

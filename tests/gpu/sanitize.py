@@ -1,0 +1,42 @@
+"""Runs every kernel on small awkward shapes, for compute-sanitizer to watch (see run.sh)."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import jax_gradops
+
+jax.config.update("jax_enable_x64", True)
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float64)
+# Around the widths at which a kernel changes its configuration; odd ones start rows unaligned.
+WIDTHS = (1, 7, 64, 257, 1000, 2049, 4096, 8200, 16385, 40000)
+ROWS = (1, 5, 67)
+
+
+def main() -> None:
+    """Every op, forward and backward, kernel only."""
+    with jax_gradops.use_implementation("ffi"):
+        for dtype, width, rows in itertools.product(DTYPES, WIDTHS, ROWS):
+            if dtype != jnp.float32 and rows == 5:
+                continue
+            keys = jax.random.split(jax.random.key(width * rows), 4)
+            x, dy = (jax.random.normal(k, (rows, width)).astype(dtype) for k in keys[:2])
+            scale, bias = (jax.random.normal(k, (width,), jnp.float32) for k in keys[2:])
+            outputs = [
+                jax.vjp(jax_gradops.layer_norm, x, scale, bias)[1](dy),
+                jax.vjp(jax_gradops.rms_norm, x, scale)[1](dy),
+                jax.vjp(jax_gradops.layer_norm, x)[1](dy),
+                jax.vjp(jax_gradops.bias_gelu, x, bias)[1](dy),
+                jax.vjp(lambda v: jax_gradops.gelu(v, False), x)[1](dy),
+                jax_gradops.clip_tree_by_global_norm([x, scale, bias[:0], dy], 0.5),
+                jax.vmap(lambda v, s: jax.vjp(jax_gradops.layer_norm, v, s)[1](v))(
+                    x[:, None], jnp.broadcast_to(scale, (rows, width))
+                ),
+            ]
+            jax.block_until_ready(outputs)
+    print("ran every kernel on", jax.devices()[0].device_kind)
+
+
+if __name__ == "__main__":
+    main()
