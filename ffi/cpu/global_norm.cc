@@ -18,59 +18,58 @@ namespace {
 constexpr int kLanes = 16;
 constexpr std::int64_t kMinPartElements = kMinChunkBytes / static_cast<std::int64_t>(sizeof(float));
 
-constexpr std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-template <typename T>
-auto Widen(T value) {
-  if constexpr (sizeof(T) == 2) {
-    return static_cast<float>(value);
-  } else {
-    return static_cast<double>(value);
-  }
+constexpr std::int64_t CeilDiv(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
 }
 
+template <typename T>
+using Wide = std::conditional_t<sizeof(T) == 2, float, T>;  // in which a T is exact
+
 // Adds the squares of x[0, n) to the lanes; n is a multiple of kLanes.
-template <typename A, typename T>
-inline void AddSquares(const T* x, std::int64_t n, A (&lanes)[kLanes]) {
+template <typename A, typename W>
+inline void AddSquares(const W* x, std::int64_t n, A (&lanes)[kLanes]) {
   for (std::int64_t i = 0; i < n; i += kLanes) {
     for (int k = 0; k < kLanes; ++k) {
-      const auto value = static_cast<A>(Widen(x[i + k]));
+      const auto value = static_cast<A>(x[i + k]);
       lanes[k] += value * value;
     }
   }
 }
 
-// The same through sums of 8 squares in float, which is as good; see kSafeSumMin.
+// The same for 16-bit floats, in blocks that are widened first: 8 squares are summed in float; see
+// MaxFloatSum. n is a multiple of kBlock.
+constexpr std::int64_t kBlock = 8 * kLanes;
 template <typename T>
-inline void AddSquaresOf16Bit(const T* x, std::int64_t n, double (&lanes)[kLanes]) {
-  constexpr std::int64_t kBlock = 8 * kLanes;
-  std::int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
+inline void AddSquaresOf16Bit(const T* x, std::int64_t n, float max_float_sum,
+                              double (&lanes)[kLanes]) {
+  for (std::int64_t i = 0; i < n; i += kBlock) {
+    float block[kBlock];
+    for (int k = 0; k < kBlock; ++k) block[k] = static_cast<float>(x[i + k]);
     float sums[kLanes] = {};
-    AddSquares(x + i, kBlock, sums);
+    AddSquares(block, kBlock, sums);
     float all = 0;
     for (const float sum : sums) all += sum;
-    if (all >= kSafeSumMin && all <= kSafeSumMax) {
+    if (all >= kMinFloatSum && all <= max_float_sum) {
       for (int k = 0; k < kLanes; ++k) lanes[k] += static_cast<double>(sums[k]);
     } else {
-      AddSquares(x + i, kBlock, lanes);
+      AddSquares(block, kBlock, lanes);
     }
   }
-  AddSquares(x + i, n - i, lanes);
 }
 
 template <typename T>
-double SumOfSquaresOf(const T* x, std::int64_t n) {
+double SumOfSquaresOf(const T* x, std::int64_t n, float max_float_sum) {
   double lanes[kLanes] = {};
-  const std::int64_t whole = n / kLanes * kLanes;
+  constexpr std::int64_t kStep = sizeof(T) == 2 ? kBlock : kLanes;
+  const std::int64_t whole = n / kStep * kStep;
   if constexpr (sizeof(T) == 2) {
-    AddSquaresOf16Bit(x, whole, lanes);
+    AddSquaresOf16Bit(x, whole, max_float_sum, lanes);
   } else {
     AddSquares(x, whole, lanes);
   }
   for (std::int64_t i = whole; i < n; ++i) {
-    const auto value = static_cast<double>(Widen(x[i]));
-    lanes[i - whole] += value * value;
+    const auto value = static_cast<double>(static_cast<Wide<T>>(x[i]));
+    lanes[(i - whole) % kLanes] += value * value;
   }
   double sum = 0;
   for (const double lane : lanes) sum += lane;
@@ -80,9 +79,10 @@ double SumOfSquaresOf(const T* x, std::int64_t n) {
 // The leaves of a group as one array.
 class Concatenation {
  public:
-  explicit Concatenation(const std::vector<Leaf>& leaves) : leaves_(leaves) {
-    ends_.reserve(leaves.size());
-    for (const Leaf& leaf : leaves) ends_.push_back(size() + leaf.count);
+  explicit Concatenation(const SumOfSquaresArgs& args)
+      : leaves_(args.leaves), max_float_sum_(MaxFloatSum(args.dtype)) {
+    ends_.reserve(leaves_.size());
+    for (const Leaf& leaf : leaves_) ends_.push_back(size() + leaf.count);
   }
 
   std::int64_t size() const { return ends_.empty() ? 0 : ends_.back(); }
@@ -90,13 +90,15 @@ class Concatenation {
   // The sum of squares of the group's elements [begin, end).
   double SumOfSquares(std::int64_t group, std::int64_t begin, std::int64_t end) const {
     double sum = 0;
-    auto i = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
+    auto i = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) -
+                                      ends_.begin());
     for (; begin < end; ++i) {
       const Leaf& leaf = leaves_[i];
       const std::int64_t here = std::min(end, ends_[i]);
       const std::int64_t offset = group * leaf.count + begin - (ends_[i] - leaf.count);
       const auto add = [&]<typename T>() {
-        sum += SumOfSquaresOf(static_cast<const T*>(leaf.data) + offset, here - begin);
+        sum +=
+            SumOfSquaresOf(static_cast<const T*>(leaf.data) + offset, here - begin, max_float_sum_);
         return ffi::Error::Success();
       };
       // The handler has checked the dtype.
@@ -108,6 +110,7 @@ class Concatenation {
 
  private:
   const std::vector<Leaf>& leaves_;
+  const float max_float_sum_;
   std::vector<std::int64_t> ends_;
 };
 
@@ -128,7 +131,7 @@ void Finalize(const SumOfSquaresArgs& args, const double* partials, std::int64_t
 
 ffi::Error SumOfSquares(CpuContext pool, const SumOfSquaresArgs& args) {
   if (args.groups == 0) return ffi::Error::Success();
-  const Concatenation elements(args.leaves);
+  const Concatenation elements(args);
   auto* const partials = static_cast<double*>(args.workspace);
   std::int64_t parts = 0;
   if (elements.size() > 0) {

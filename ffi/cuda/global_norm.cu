@@ -4,21 +4,22 @@
 //   1. Partial sums. A table of leaves travels in the kernel's parameters (up to 32,764 bytes since
 //      CUDA 12.1); what does not fit takes further launches, which add to the same partial sums.
 //      Leaves are cut into chunks of 16 KB, and each block sums a contiguous run of chunks, over as
-//      many leaves as it spans: a large leaf is streamed by many blocks, and one block works through
-//      many small leaves. One double per block goes to the workspace.
+//      many leaves as it spans: a large leaf is streamed by many blocks, and one block works
+//      through many small leaves. One double per block goes to the workspace.
 //   2. Each group's partial sums are summed in a fixed order and split into ranges.
-// How the work is cut depends on sizes alone, so results are the same from run to run. Memory traffic:
-// one read of every leaf, and 16 KB of partial sums per group.
+// How the work is cut depends on the sizes and the device alone, so results are the same from run
+// to run. Memory traffic: one read of every leaf, and at most 16 KB of partial sums per group.
 //
-// There are at most kMaxPartialSums blocks per group, about two waves on a large GPU: few enough to
-// finalize fast, enough to even out multiprocessors that run ahead. Eight blocks per multiprocessor
-// with four 16-byte loads per thread under way hold up to 128 KB of loads in flight; 32 KB saturate
-// an H200, so the last, incomplete wave does as well.
+// The grid is a whole number of waves, as many as kMaxPartialSums allows: several, so that
+// multiprocessors that run ahead take more; whole, because the few blocks of a last, partial wave
+// could not saturate memory. Five blocks per multiprocessor, each thread with four 16-byte loads
+// under way, have up to 80 KB of loads in flight; an H200 needs about 32 KB.
 #include <cub/block/block_reduce.cuh>
 
 #include <cstdint>
 #include <limits>
-#include <type_traits>
+#include <string>
+#include <vector>
 
 #include "common/dtype.h"
 #include "cuda/launch.cuh"
@@ -30,7 +31,7 @@ namespace {
 
 constexpr const char* kOp = "sum_of_squares";
 constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 6;
+constexpr int kBlocksPerMultiprocessor = 5;
 constexpr int kLoads = 4;  // 16-byte loads that a thread has under way
 constexpr int kChunkBytes = kThreads * kLoads * kVecBytes;
 
@@ -56,7 +57,8 @@ struct LeafTable {
   std::int64_t groups;
   std::int32_t slots;
   std::int32_t leaves;
-  bool accumulate;  // add to the partial sums rather than write them
+  float max_float_sum;  // see MaxFloatSum
+  bool accumulate;      // add to the partial sums rather than write them
   TableEntry entries[kCapacity];
 };
 static_assert(sizeof(LeafTable<kSmallTable>) <= 4096 && sizeof(LeafTable<kLargeTable>) <= 32764);
@@ -75,18 +77,15 @@ __device__ __forceinline__ double Square(T value) {
 }
 
 template <typename T>
-__device__ __forceinline__ double SumOfSquaresOf(const Vec<T>& vec) {
+__device__ __forceinline__ double SumOfSquaresOf(const Vec<T>& vec, float max_float_sum) {
   if constexpr (sizeof(T) == 2) {
-    // The double unit is the bottleneck where it is narrow; see kSafeSumMin.
     float sum = 0;
 #pragma unroll
     for (int k = 0; k < kVec<T>; ++k) {
       const float x = static_cast<float>(vec.v[k]);
       sum = fmaf(x, x, sum);
     }
-    if (std::is_same_v<T, Half> || (sum >= kSafeSumMin && sum <= kSafeSumMax)) {
-      return static_cast<double>(sum);
-    }
+    if (sum >= kMinFloatSum && sum <= max_float_sum) return static_cast<double>(sum);
   }
   double sum = 0;
 #pragma unroll
@@ -96,43 +95,47 @@ __device__ __forceinline__ double SumOfSquaresOf(const Vec<T>& vec) {
 
 // This thread's share of the sum over x[0, count), which may start at any element.
 template <typename T>
-__device__ __forceinline__ double ShareOf(const T* __restrict__ x, std::int64_t count) {
+__device__ __forceinline__ double ShareOf(const T* __restrict__ x, std::int64_t count,
+                                          float max_float_sum) {
   const std::int64_t thread = threadIdx.x;
   // The body starts at the first 16-byte boundary; head and tail are shorter than one vector.
   const int misalignment = Misalignment(x);
-  const std::int64_t head = min(static_cast<std::int64_t>(misalignment == 0 ? 0 : kVec<T> - misalignment), count);
+  const std::int64_t head =
+      min(static_cast<std::int64_t>(misalignment == 0 ? 0 : kVec<T> - misalignment), count);
   const std::int64_t vectors = (count - head) / kVec<T>;
   const std::int64_t tail = head + vectors * kVec<T> + thread;
-  double edges = 0;
-  if (thread < head) edges = Square(x[thread]);
-  if (tail < count) edges += Square(x[tail]);
+  double sum = 0;
+  if (thread < head) sum = Square(x[thread]);
+  if (tail < count) sum += Square(x[tail]);
 
   const uint4* __restrict__ body = reinterpret_cast<const uint4*>(x + head);
-  double sums[kLoads] = {};
   for (std::int64_t first = thread; first < vectors; first += kLoads * kThreads) {
     // All loads before the first use, so that they are under way together.
     Vec<T> vecs[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const bool inside = first + k * kThreads < vectors;
-      *reinterpret_cast<uint4*>(&vecs[k]) = inside ? __ldg(body + first + k * kThreads) : uint4{0, 0, 0, 0};
+      *reinterpret_cast<uint4*>(&vecs[k]) =
+          inside ? __ldg(body + first + k * kThreads) : uint4{0, 0, 0, 0};
     }
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      if (first + k * kThreads < vectors) sums[k] += SumOfSquaresOf(vecs[k]);
+      if (first + k * kThreads < vectors) sum += SumOfSquaresOf(vecs[k], max_float_sum);
     }
   }
-  return edges + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  return sum;
 }
 
 // This thread's share of chunks [begin, end) of the leaf in one group.
 template <typename T>
 __device__ __forceinline__ double ShareOf(const TableEntry& leaf, std::int64_t leaf_chunks,
-                                          std::int64_t group, std::int64_t begin, std::int64_t end) {
+                                          std::int64_t group, std::int64_t begin, std::int64_t end,
+                                          float max_float_sum) {
   constexpr std::int64_t kChunk = kChunkBytes / static_cast<int>(sizeof(T));
   const std::int64_t count = (leaf_chunks - 1) * kChunk + leaf.last;
   const std::int64_t stop = end == leaf_chunks ? count : end * kChunk;
-  return ShareOf(static_cast<const T*>(leaf.data) + group * count + begin * kChunk, stop - begin * kChunk);
+  const T* const data = static_cast<const T*>(leaf.data) + group * count;
+  return ShareOf(data + begin * kChunk, stop - begin * kChunk, max_float_sum);
 }
 
 // This thread's share of the slot's run of chunks, over all leaves that the run spans.
@@ -158,7 +161,8 @@ __device__ __forceinline__ double ShareOf(const LeafTable<kCapacity>& table, std
     const std::int64_t leaf_begin = i == 0 ? 0 : table.entries[i - 1].chunks_end;
     const std::int64_t end = min(chunks_end, static_cast<std::int64_t>(leaf.chunks_end));
     const auto add = [&]<typename T>() {
-      sum += ShareOf<T>(leaf, leaf.chunks_end - leaf_begin, group, chunk - leaf_begin, end - leaf_begin);
+      sum += ShareOf<T>(leaf, leaf.chunks_end - leaf_begin, group, chunk - leaf_begin,
+                        end - leaf_begin, table.max_float_sum);
     };
     switch (static_cast<ElementType>(leaf.type)) {  // the same for the whole block
       case ElementType::kFloat: add.template operator()<float>(); break;
@@ -183,7 +187,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const double share = ShareOf(table, item / table.slots, item % table.slots);
     const double sum = Reduce(storage).Sum(share);
-    if (threadIdx.x == 0) table.partials[item] = table.accumulate ? table.partials[item] + sum : sum;
+    if (threadIdx.x == 0)
+      table.partials[item] = table.accumulate ? table.partials[item] + sum : sum;
     __syncthreads();  // `storage` is free for the next item
   }
 }
@@ -199,7 +204,8 @@ __global__ void __launch_bounds__(kFinalizeThreads)
     const double* mine = partials + group * slots;
     double share = 0;
 #pragma unroll 8
-    for (std::int32_t slot = static_cast<std::int32_t>(threadIdx.x); slot < slots; slot += kFinalizeThreads) {
+    for (std::int32_t slot = static_cast<std::int32_t>(threadIdx.x); slot < slots;
+         slot += kFinalizeThreads) {
       share += mine[slot];
     }
     const double sum = Reduce(storage).Sum(share);
@@ -224,33 +230,43 @@ ElementType TypeOf(ffi::DataType dtype) {
   }
 }
 
-std::int64_t ChunkElements(const Leaf& leaf) { return kChunkBytes / ByteWidthOf(leaf.dtype); }
-std::int64_t Chunks(const Leaf& leaf) { return CeilDiv(leaf.count, ChunkElements(leaf)); }
+std::int64_t ChunkElements(const Leaf& leaf) {
+  return kChunkBytes / ByteWidthOf(leaf.dtype);
+}
+std::int64_t Chunks(const Leaf& leaf) {
+  return CeilDiv(leaf.count, ChunkElements(leaf));
+}
 
 // Chunks of the leaves from `first` on that go into one table.
-std::int64_t ChunksOfTable(const std::vector<Leaf>& leaves, std::size_t first, std::size_t capacity) {
+std::int64_t ChunksOfTable(const std::vector<Leaf>& leaves, std::size_t first,
+                           std::size_t capacity) {
   std::int64_t chunks = 0;
-  for (std::size_t i = first; i < std::min(first + capacity, leaves.size()); ++i) chunks += Chunks(leaves[i]);
+  for (std::size_t i = first; i < std::min(first + capacity, leaves.size()); ++i)
+    chunks += Chunks(leaves[i]);
   return chunks;
 }
 
-// Partial sums per group: as many as the largest table has chunks, within the workspace, and no more
-// than keep the device busy with all groups together.
+// Partial sums per group: as many as the largest table has chunks, within the workspace, and no
+// more than fill the device's waves with all groups together.
 std::int64_t SlotsFor(const SumOfSquaresArgs& args, std::size_t capacity) {
   std::int64_t most_chunks = 0;
   for (std::size_t first = 0; first < args.leaves.size(); first += capacity) {
     most_chunks = std::max(most_chunks, ChunksOfTable(args.leaves, first, capacity));
   }
-  const std::int64_t room = args.workspace_doubles / args.groups;
-  return std::min({most_chunks, room, CeilDiv(kMaxPartialSums, args.groups)});
+  const std::int64_t wave = std::int64_t{kBlocksPerMultiprocessor} * MultiprocessorCount();
+  const std::int64_t blocks = wave * std::max<std::int64_t>(1, kMaxPartialSums / wave);
+  return std::min(
+      {most_chunks, args.workspace_doubles / args.groups, CeilDiv(blocks, args.groups)});
 }
 
 template <int kCapacity>
-ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args, std::int64_t slots) {
+ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args,
+                             std::int64_t slots) {
   LeafTable<kCapacity> table;
   table.partials = static_cast<double*>(args.workspace);
   table.groups = args.groups;
   table.slots = static_cast<std::int32_t>(slots);
+  table.max_float_sum = MaxFloatSum(args.dtype);
   for (std::size_t first = 0; first < args.leaves.size(); first += kCapacity) {
     if (ChunksOfTable(args.leaves, first, kCapacity) > std::numeric_limits<std::uint32_t>::max()) {
       return ffi::Error::InvalidArgument(std::string(kOp) + ": leaves of more than 64 TiB");
@@ -263,13 +279,15 @@ ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args, 
       TableEntry& entry = table.entries[i];
       entry.data = leaf.data;
       entry.chunks_end = static_cast<std::uint32_t>(chunks_end);
-      entry.last = static_cast<std::uint32_t>(leaf.count - (Chunks(leaf) - 1) * ChunkElements(leaf));
+      entry.last =
+          static_cast<std::uint32_t>(leaf.count - (Chunks(leaf) - 1) * ChunkElements(leaf));
       entry.type = static_cast<std::uint32_t>(TypeOf(leaf.dtype));
     }
     table.leaves = static_cast<std::int32_t>(leaves);
     table.accumulate = first > 0;
     PartialSumKernel<kCapacity><<<GridBlocks(args.groups * slots), kThreads, 0, stream>>>(table);
-    if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) return ToError(kOp, status);
+    if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess)
+      return ToError(kOp, status);
   }
   return ffi::Error::Success();
 }

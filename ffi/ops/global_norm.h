@@ -1,4 +1,5 @@
-// Sum of squares over many arrays: arguments, launchers, checks and bindings shared by all backends.
+// Sum of squares over many arrays: arguments, launchers, checks and bindings shared by all
+// backends.
 #pragma once
 
 #include <algorithm>
@@ -55,10 +56,14 @@ struct SumOfSquaresArgs {
 // jax_gradops/_ops/global_norm.py declares holds as many.
 inline constexpr std::int64_t kMaxPartialSums = 2048;
 
-// Squares of 16-bit floats are exact in float32, and a few of them may be summed there before they
-// are added to a double, which is several times faster. float16 cannot leave float32's range that
-// way; bfloat16 can, but not where the sum of the few is within these bounds.
-inline constexpr float kSafeSumMin = 0x1p-60f, kSafeSumMax = 0x1p100f;
+// Squares of 16-bit floats are exact in float32. For a float32 result, a few of them may be summed
+// there before they are added to a double, which is several times faster where the double unit is
+// narrow: if the sum of the few lies in [kMinFloatSum, MaxFloatSum], none of them has left
+// float32's range to any effect.
+inline constexpr float kMinFloatSum = 0x1p-60f;
+inline float MaxFloatSum(ffi::DataType result) {
+  return result == ffi::F64 ? -1.0f : 0x1p100f;
+}
 
 ffi::Error SumOfSquares(CpuContext, const SumOfSquaresArgs&);   // cpu/global_norm.cc
 ffi::Error SumOfSquares(CudaContext, const SumOfSquaresArgs&);  // cuda/global_norm.cu

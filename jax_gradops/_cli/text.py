@@ -13,6 +13,8 @@ import numpy as np
 from jax_gradops._cli.settings import DemoError
 
 VALIDATION_FRACTION = 0.1
+# Enough for a loss to three digits, and quickly read by the model.
+VALIDATION_LIMIT = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +26,6 @@ class Corpus:
     train: np.ndarray
     validation: np.ndarray
     digest: str
-
-    @property
-    def size(self) -> int:
-        """Number of characters."""
-        return len(self.train) + len(self.validation)
 
     def decode(self, tokens: np.ndarray) -> str:
         """Tokens to text."""
@@ -45,7 +42,9 @@ def load_corpus(path: str | None, context: int) -> Corpus:
     Raises:
       DemoError: if the text cannot be read, or is too short.
     """
-    name, text = ("the Python language reference", _python_reference()) if path is None else _read(path)
+    name, text = (
+        ("the Python language reference", _python_reference()) if path is None else _read(path)
+    )
     shortest = round((context + 1) / VALIDATION_FRACTION)
     if len(text) < shortest:
         has = f"has {len(text):,} characters" if text else "is empty"
@@ -58,7 +57,7 @@ def load_corpus(path: str | None, context: int) -> Corpus:
         name,
         "".join(map(chr, codes.tolist())),
         tokens[:split],
-        tokens[split:],
+        tokens[split:][:VALIDATION_LIMIT],
         hashlib.sha256(data).hexdigest(),
     )
 
@@ -75,7 +74,9 @@ def _read(path: str) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         raise DemoError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise DemoError(f"cannot read {path!r}: {getattr(error, 'strerror', None) or error}") from None
+        raise DemoError(
+            f"cannot read {path!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def bigram_entropy(tokens: np.ndarray) -> float:

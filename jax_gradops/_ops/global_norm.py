@@ -62,11 +62,13 @@ SUM_OF_SQUARES = Kernel(
 
 def _norm_of(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
     huge, normal, tiny = SUM_OF_SQUARES(*leaves, implementation=implementation)
-    parts = jnp.stack([jnp.sqrt(huge) * 2.0**96, jnp.sqrt(normal), jnp.sqrt(tiny) * 2.0**-96])
-    largest = jnp.max(parts)
+    # The root of each part has float32's range; scalars only, so that XLA makes one small kernel.
+    parts = (jnp.sqrt(huge) * 2.0**96, jnp.sqrt(normal), jnp.sqrt(tiny) * 2.0**-96)
+    largest = functools.reduce(jnp.maximum, parts)
     scalable = (largest > 0) & (largest < jnp.inf)
-    ratio = parts / jnp.where(scalable, largest, 1)
-    return jnp.where(scalable, largest * jnp.sqrt(jnp.sum(jnp.square(ratio))), largest)
+    divisor = jnp.where(scalable, largest, 1)
+    total = sum(jnp.square(part / divisor) for part in parts)
+    return jnp.where(scalable, largest * jnp.sqrt(total), largest)
 
 
 # The rule does not differentiate the kernel, so it serves every implementation, order and mode.

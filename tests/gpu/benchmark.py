@@ -11,6 +11,7 @@ Results are compared with float64 (on a slice of rows) before anything is timed.
 
 import argparse
 import json
+import re
 import statistics
 import time
 
@@ -106,6 +107,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=12)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--ops", default="", help="only ops whose name matches this")
     parser.add_argument("--json")
     args = parser.parse_args()
 
@@ -115,6 +117,8 @@ def main():
         for name, (function, inputs, traffic) in norm_cases(
             args.rows, args.features, dtype
         ).items():
+            if name != "copy" and not re.search(args.ops, name):
+                continue
             for implementation in IMPLEMENTATIONS if name != "copy" else ("xla",):
                 jitted = jax.jit(lambda *a, f=function, i=implementation: f(i, *a))
                 functions[name, implementation] = (jitted, inputs, traffic)

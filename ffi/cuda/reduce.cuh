@@ -1,0 +1,75 @@
+// Sums over a team of threads: part of a warp, a warp, several warps of a block, or a block.
+#pragma once
+
+#include "common/dtype.h"
+
+namespace gradops {
+
+inline constexpr int kWarp = 32;
+
+// Every thread of each aligned run of kWidth lanes gets the run's sum. The whole warp must call it.
+// The order of additions is fixed and all lanes get the same bits, as a + b == b + a.
+template <int kWidth, typename A>
+__device__ __forceinline__ A WarpSum(A value) {
+#pragma unroll
+  for (int distance = kWidth / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+
+// Sums up to kMaxValues values at a time over teams of kTeam consecutive threads in a block of
+// kThreads; both are powers of two. All threads of a team must call it, and all of a warp.
+template <typename A, int kThreads, int kTeam, int kMaxValues>
+class TeamSum {
+  static constexpr int kWarps = kTeam / kWarp;  // of a team; 0 for a part of a warp
+
+ public:
+  struct Storage {
+    A values[2][kMaxValues][kThreads / kWarp];
+  };
+
+  __device__ explicit TeamSum(Storage& shared) : shared_(shared) {}
+
+  // Replaces each value by its sum over the team.
+  template <int kValues>
+  __device__ __forceinline__ void operator()(A (&values)[kValues]) {
+    static_assert(kValues <= kMaxValues);
+#pragma unroll
+    for (A& value : values) value = WarpSum<kTeam < kWarp ? kTeam : kWarp>(value);
+    if constexpr (kWarps > 1) {
+      const int lane = static_cast<int>(threadIdx.x) % kWarp;
+      const int warp = static_cast<int>(threadIdx.x) / kWarp;
+      if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) shared_.values[buffer_][i][warp] = values[i];
+      }
+      // Every warp's sum is written before it is read. No barrier is needed after the reads: the
+      // next call writes the other buffer, and before the call after that writes this one, all
+      // threads have passed the next call's barrier and so have finished these reads.
+      Barrier();
+      const int first_warp = warp / kWarps * kWarps;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        values[i] = WarpSum<kWarps>(shared_.values[buffer_][i][first_warp + lane % kWarps]);
+      }
+      buffer_ ^= 1;
+    }
+  }
+
+ private:
+  // Of the team alone. Barrier 0 is __syncthreads.
+  __device__ __forceinline__ static void Barrier() {
+    if constexpr (kTeam == kThreads) {
+      __syncthreads();
+    } else {
+      const int id = 1 + static_cast<int>(threadIdx.x) / kTeam;
+      asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kTeam) : "memory");
+    }
+  }
+
+  Storage& shared_;
+  int buffer_ = 0;
+};
+
+}  // namespace gradops

@@ -1,0 +1,53 @@
+"""``python -m jax_gradops``: information, a self-test, and a demo."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import jax_gradops
+
+#: Each command: the module in `jax_gradops._cli` that carries it, and its line in the help.
+COMMANDS = {
+    "info": "print versions, platforms, devices, and what each op runs",
+    "doctor": "run every op on every device, check the results, and say what is wrong",
+    "demo": "train a small language model with these ops",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: the arguments; None for those of the process.
+
+    Returns:
+      The exit status.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_gradops", description="Fused kernels for JAX, and what tests them."
+    )
+    parser.add_argument("--version", action="version", version=jax_gradops.__version__)
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    # Only the command that is wanted is imported: the others may need packages that are not there.
+    wanted = next((a for a in arguments if not a.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name, help=summary, description=f"{summary.capitalize()}."
+        )
+        if name == wanted:
+            module = importlib.import_module(f"jax_gradops._cli.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return 130  # as shells have it: 128 + SIGINT
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,252 @@
+"""What `doctor` runs: each public op on small inputs, and float64 NumPy that says what is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_gradops
+
+Tree: TypeAlias = Any
+DTYPES = ("float32", "bfloat16")
+# Odd widths, so that rows start at odd addresses; several blocks and less than one vector.
+SHAPES = ((37, 1000), (5, 33))
+EPSILON = 1e-6
+MAX_NORM = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One op.
+
+    Attributes:
+      title: the op's name, and which form of it.
+      op: the name of the public function.
+      inputs: makes float64 arguments from a generator of random numbers; a list of them, as one
+        program runs the op on several shapes.
+      wide: which arguments stay float32 whatever the dtype of the others.
+      function: the results from the arguments, gradients included.
+      oracle: the same in float64 NumPy.
+      rounds: how often a value is rounded to the dtype on its way to a result.
+    """
+
+    title: str
+    op: str
+    inputs: Callable[[np.random.Generator], list[tuple[Tree, ...]]]
+    wide: tuple[int, ...]
+    function: Callable[..., Tree]
+    oracle: Callable[..., Tree]
+    rounds: int = 1
+
+
+def with_gradients(op: Callable[..., Tree]) -> Callable[..., Tree]:
+    """`op`, followed by its gradients; takes the cotangent as its last argument."""
+
+    def function(*args: Tree) -> Tree:
+        y, vjp = jax.vjp(op, *args[:-1])
+        return (y, *vjp(args[-1]))
+
+    return function
+
+
+# --- Norms ----------------------------------------------------------------------------------------
+
+
+def _norm_inputs(rng: np.random.Generator, parameters: int) -> list[tuple[Tree, ...]]:
+    """x, parameters, dy."""
+    return [
+        (
+            3 * rng.standard_normal(shape) + 2,
+            *(1 + 0.5 * rng.standard_normal(shape[-1]) for _ in range(parameters)),
+            rng.standard_normal(shape),
+        )
+        for shape in SHAPES
+    ]
+
+
+def _norm_oracle(x: np.ndarray, scale: np.ndarray, dy: np.ndarray, centered: bool) -> Tree:
+    """y without a bias, dx, dscale and dbias."""
+    if centered:
+        x = x - x.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON)
+    x_hat = x * rstd
+    wdy = scale * dy
+    dx = wdy - x_hat * (wdy * x_hat).mean(-1, keepdims=True)
+    if centered:
+        dx = dx - wdy.mean(-1, keepdims=True)
+    return x_hat * scale, dx * rstd, (dy * x_hat).sum(0), dy.sum(0)
+
+
+def _layer_norm_oracle(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, dy: np.ndarray) -> Tree:
+    y, *gradients = _norm_oracle(x, scale, dy, centered=True)
+    return (y + bias, *gradients)
+
+
+def _rms_norm_oracle(x: np.ndarray, scale: np.ndarray, dy: np.ndarray) -> Tree:
+    return _norm_oracle(x, scale, dy, centered=False)[:3]
+
+
+# --- GELU -----------------------------------------------------------------------------------------
+
+
+def _gelu_inputs(rng: np.random.Generator, bias: bool) -> list[tuple[Tree, ...]]:
+    """x, the bias if wanted, dy."""
+    return [
+        (
+            3 * rng.standard_normal(shape),
+            *([rng.standard_normal(shape[-1])] if bias else []),
+            rng.standard_normal(shape),
+        )
+        for shape in SHAPES
+    ]
+
+
+def _gelu_oracle(x: np.ndarray, dy: np.ndarray, approximate: bool) -> Tree:
+    if approximate:
+        c = 2 * math.sqrt(2 / math.pi)
+        weight = 1 / (1 + np.exp(-c * (x + 0.044715 * x**3)))
+        slope = weight * (1 - weight) * c * (1 + 3 * 0.044715 * x**2)
+    else:
+        weight = 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2))
+        slope = np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return x * weight, dy * (weight + x * slope)
+
+
+def _bias_gelu_oracle(x: np.ndarray, bias: np.ndarray, dy: np.ndarray, approximate: bool) -> Tree:
+    y, dx = _gelu_oracle(x + bias, dy, approximate)
+    return y, dx, dx.sum(0)
+
+
+# --- Clipping -------------------------------------------------------------------------------------
+
+
+def _tree(rng: np.random.Generator) -> Tree:
+    return {"scalar": rng.standard_normal(()), **{str(s): rng.standard_normal(s) for s in SHAPES}}
+
+
+def _tree_inputs(rng: np.random.Generator) -> list[tuple[Tree, ...]]:
+    return [(_tree(rng), np.float64(1.25))]
+
+
+def _clip_inputs(rng: np.random.Generator) -> list[tuple[Tree, ...]]:
+    return [(_tree(rng), _tree(rng))]
+
+
+def _sum_of_products(a: Tree, b: Tree) -> float:
+    return sum(
+        float(np.sum(x * y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def _global_norm_oracle(tree: Tree, dnorm: float) -> Tree:
+    norm = math.sqrt(_sum_of_products(tree, tree))
+    return np.float64(norm), jax.tree.map(lambda x: dnorm * x / norm, tree)
+
+
+def _clip_oracle(tree: Tree, dy: Tree) -> Tree:
+    norm = math.sqrt(_sum_of_products(tree, tree))
+    factor = MAX_NORM / norm
+    along = _sum_of_products(tree, dy) / norm**2
+    gradient = jax.tree.map(lambda d, x: factor * (d - x * along), dy, tree)
+    return (jax.tree.map(lambda x: factor * x, tree), gradient)
+
+
+def _clip(tree: Tree) -> Tree:
+    return jax_gradops.clip_tree_by_global_norm(tree, MAX_NORM)[0]
+
+
+def _optax_clip(tree: Tree, dnorm: jax.Array) -> Tree:
+    del dnorm
+    transform = jax_gradops.clip_by_global_norm(MAX_NORM)
+    updates, state = transform.update(tree, transform.init(tree))
+    return jnp.asarray(getattr(state, "global_norm")), updates  # noqa: B009
+
+
+def _optax_clip_oracle(tree: Tree, dnorm: float) -> Tree:
+    del dnorm
+    norm = math.sqrt(_sum_of_products(tree, tree))
+    return np.float64(norm), jax.tree.map(lambda x: MAX_NORM / norm * x, tree)
+
+
+# --- All ------------------------------------------------------------------------------------------
+
+
+def all_cases() -> list[Case]:
+    """The cases of every public op; Optax's transformation only where Optax is installed."""
+    partial = functools.partial
+    cases = [
+        Case(
+            "layer_norm",
+            "layer_norm",
+            partial(_norm_inputs, parameters=2),
+            (1, 2),
+            with_gradients(partial(jax_gradops.layer_norm, epsilon=EPSILON)),
+            _layer_norm_oracle,
+        ),
+        Case(
+            "rms_norm",
+            "rms_norm",
+            partial(_norm_inputs, parameters=1),
+            (1,),
+            with_gradients(partial(jax_gradops.rms_norm, epsilon=EPSILON)),
+            _rms_norm_oracle,
+        ),
+    ]
+    for approximate, form in ((True, "tanh"), (False, "exact")):
+        cases += [
+            Case(
+                f"gelu ({form})",
+                "gelu",
+                partial(_gelu_inputs, bias=False),
+                (),
+                with_gradients(partial(jax_gradops.gelu, approximate=approximate)),
+                partial(_gelu_oracle, approximate=approximate),
+            ),
+            Case(
+                f"bias_gelu ({form})",
+                "bias_gelu",
+                partial(_gelu_inputs, bias=True),
+                (1,),
+                with_gradients(partial(jax_gradops.bias_gelu, approximate=approximate)),
+                partial(_bias_gelu_oracle, approximate=approximate),
+            ),
+        ]
+    cases += [
+        Case(
+            "global_norm",
+            "global_norm",
+            _tree_inputs,
+            (1,),
+            with_gradients(jax_gradops.global_norm),
+            _global_norm_oracle,
+        ),
+        Case(
+            "clip_tree_by_global_norm",
+            "clip_tree_by_global_norm",
+            _clip_inputs,
+            (),
+            with_gradients(_clip),
+            _clip_oracle,
+            rounds=3,
+        ),
+    ]
+    if importlib.util.find_spec("optax") is not None:
+        cases.append(
+            Case(
+                "clip_by_global_norm",
+                "clip_by_global_norm",
+                _tree_inputs,
+                (1,),
+                _optax_clip,
+                _optax_clip_oracle,
+            )
+        )
+    return cases

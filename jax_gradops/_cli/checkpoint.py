@@ -1,0 +1,65 @@
+"""Checkpoints by Orbax: the state of the training, and what is needed to go on from it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from jax_gradops._cli.settings import DemoError
+
+# Orbax reports what it does through absl.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def save(folder: Path, state: Any, about: dict[str, Any]) -> Path:
+    """Replaces the checkpoint in `folder`; until the new one is complete, the old one stays."""
+    path, new, old = (folder / f"checkpoint{suffix}" for suffix in ("", ".new", ".old"))
+    try:
+        for left_over in folder.glob("checkpoint.new*"):  # by a save that was killed
+            shutil.rmtree(left_over)
+        with _checkpointer() as checkpointer:
+            arguments = ocp.args.Composite(
+                state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
+                about=ocp.args.JsonSave(about),  # pyright: ignore[reportCallIssue]
+            )
+            checkpointer.save(new.absolute(), args=arguments)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+    except OSError as error:
+        raise DemoError(f"cannot write to {path}: {error.strerror or error}") from None
+    shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def load_about(folder: Path) -> dict[str, Any]:
+    """What was saved beside the state."""
+    return _restore(folder, about=ocp.args.JsonRestore())["about"]
+
+
+def load_state(folder: Path, like: Any) -> Any:
+    """The state, with `like`'s structure, types and devices."""
+    restore = ocp.args.StandardRestore(like)  # pyright: ignore[reportCallIssue]
+    return _restore(folder, state=restore)["state"]
+
+
+def _restore(folder: Path, **arguments: Any) -> Any:
+    path = folder / "checkpoint"
+    if not path.is_dir():
+        path = folder / "checkpoint.old"  # `save` was killed between its two renames
+    if not path.is_dir():
+        raise DemoError(f"nothing to resume: there is no checkpoint in {folder}")
+    try:
+        with _checkpointer() as checkpointer:
+            return checkpointer.restore(path.absolute(), args=ocp.args.Composite(**arguments))
+    except Exception as error:  # Orbax raises many kinds for a damaged checkpoint
+        raise DemoError(f"the checkpoint {path} cannot be read: {error}") from error
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())

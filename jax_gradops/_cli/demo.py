@@ -1,0 +1,140 @@
+"""``python -m jax_gradops demo``: trains a character-level GPT with this library's ops."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Literal
+
+from jax_gradops._cli.settings import (
+    DEFAULT_OUTPUT,
+    DEFAULTS,
+    INTERRUPTED,
+    DemoError,
+    given,
+    new_run,
+    resumed_run,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the demo's options."""
+    cpu, gpu = DEFAULTS["cpu"], DEFAULTS["gpu"]
+
+    def number(name: str, what: str) -> None:
+        default = f"{cpu[name]}"
+        if gpu[name] != cpu[name]:
+            default += f", on a GPU {gpu[name]}"
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: {default})")
+
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="train on this UTF-8 text (default: the Python language reference, of pydoc)",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        default=DEFAULT_OUTPUT,
+        help="folder for the checkpoint, plot, metrics and sample (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in the output folder; a larger --steps extends it",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="train with the native kernels, then with XLA's operations, from the same seed",
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=("ffi", "xla"),
+        help="the native kernels, or XLA's operations (default: kernels where there are)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "mixed"),
+        help="mixed: bfloat16 activations, float32 parameters (default: float32)",
+    )
+    number("steps", "training steps")
+    number("seed", "seed of the initial parameters and the order of the data")
+    number("width", "features of a token")
+    number("layers", "transformer blocks")
+    number("heads", "attention heads")
+    number("context", "characters in a window")
+    number("batch", "windows in a step")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the demo; returns the exit status."""
+    try:
+        return _run(args)
+    except DemoError as error:
+        message = " ".join(str(error).split())
+        print(f"jax_gradops demo: error: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("jax_gradops demo: aborted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Checks everything, then makes the output folder, then works."""
+    chosen = given(args)
+    if args.compare and (args.resume or args.implementation):
+        other = "--resume" if args.resume else "--implementation"
+        raise DemoError(f"--compare runs both implementations from the start: leave out {other}")
+    _import_extras()
+    from jax_gradops._cli import checkpoint, files, runs, text
+
+    platform = _platform()
+    for implementation in ("ffi", "xla") if args.compare else (args.implementation,):
+        _check_implementation(implementation)
+    saved = checkpoint.load_about(args.output) if args.resume else None
+    settings = resumed_run(chosen, saved, args.output) if saved else new_run(chosen, platform)
+    corpus = text.load_corpus(settings.text, settings.context)
+    if saved and saved["digest"] != corpus.digest:
+        raise DemoError(f"{corpus.name} has changed since the run in {args.output} began")
+    files.check_folder(args.output)
+    files.make_folder(args.output)
+    run = runs.Run(args.output, settings, corpus, platform)
+    return run.compare() if args.compare else run.train(args.implementation, saved)
+
+
+def _import_extras() -> None:
+    try:
+        import flax  # noqa: F401
+        import matplotlib  # noqa: F401
+        import optax  # noqa: F401
+        import orbax.checkpoint  # noqa: F401
+        import rich  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise DemoError(f"{error.name} is missing: pip install 'jax_gradops[demo]'") from None
+
+
+def _platform() -> str:
+    import jax
+
+    try:
+        return jax.default_backend()
+    except RuntimeError as error:
+        raise DemoError(f"JAX finds no device: {error}") from None
+
+
+def _check_implementation(implementation: Literal["ffi", "xla"] | None) -> None:
+    import jax_gradops
+
+    with jax_gradops.use_implementation(implementation):
+        try:
+            jax_gradops.implementation_in_use("layer_norm")
+        except ValueError as error:
+            raise DemoError(f"--implementation ffi is not available{_reason(error)}") from None
+
+
+def _reason(error: ValueError) -> str:
+    """Of "op: … is not available: reason. Use …", what a command line can use."""
+    return error.args[0].partition("is not available")[2].partition(". Use ")[0]

@@ -1,0 +1,255 @@
+"""``python -m jax_gradops doctor``: runs every op on every device and checks the results.
+
+Forward and backward are compared with float64 NumPy, and where a kernel should be in use, the
+compiled program must call it. It never crashes: what raises becomes a failure with its message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_gradops import _registry, _status, implementation_in_use
+from jax_gradops._cli import cases, info
+
+BUILD_CUDA = (
+    "to build the CUDA kernels, install from the source folder where nvcc 12.1 or newer is: "
+    'JAX_GRADOPS_CUDA=ON pip install --force-reinstall --no-deps ".[cuda13]"'
+)
+
+#: What is in the message of an error, and what is then likely.
+CAUSES = {
+    "no kernel image": "the CUDA kernels were built for another GPU architecture",
+    "invalid device function": "the CUDA kernels were built for another GPU architecture",
+    "unsupported toolchain": "the NVIDIA driver is older than the CUDA version of the build",
+    "driver version is insufficient": "the NVIDIA driver is older than the CUDA version needs",
+    "no registered implementation": "the native handlers were not registered with JAX",
+    "No FFI handler registered": "the native handlers were not registered with JAX",
+    "RESOURCE_EXHAUSTED": "the device is out of memory: another process may hold it",
+    "out of memory": "the device is out of memory: another process may hold it",
+    "Unable to initialize backend": "JAX cannot start a platform: check JAX_PLATFORMS, and that "
+    "the versions of jax, jaxlib and the CUDA plugin agree",
+}
+
+
+@dataclasses.dataclass
+class Check:
+    """One op on one device in one dtype.
+
+    Attributes:
+      error: the largest error of any result, as a fraction of that result's largest value; None if
+        there is none to give.
+      tolerance: the largest `error` that is right; of the result that is nearest to failing.
+      message: why it failed; empty if it did not.
+    """
+
+    device: str
+    title: str
+    dtype: str
+    implementation: str
+    error: float | None = None
+    tolerance: float | None = None
+    message: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the checks and prints them; returns 0 if all is right, else 1."""
+    environment = info.collect()
+    devices, _ = info.find_devices()
+    if not args.json:
+        print(info.describe(environment))
+    checks: list[Check] = []
+    for device in devices:
+        if not args.json:
+            print(f"\n{device} ({device.device_kind}): largest error / tolerance")
+        for case in cases.all_cases():
+            row = [check(case, dtype, device) for dtype in cases.DTYPES]
+            checks += row
+            if not args.json:
+                print(describe(row), flush=True)
+    failures = [*installation_failures(environment), *failed_checks(checks)]
+    warnings = installation_warnings(environment)
+    if args.json:
+        report = {
+            "ok": not failures,
+            "failures": failures,
+            "warnings": warnings,
+            "checks": [dataclasses.asdict(c) for c in checks],
+            "environment": environment,
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n" + verdict(failures, warnings))
+    return 1 if failures else 0
+
+
+# --- One check -----------------------------------------------------------------------------------
+
+
+def check(case: cases.Case, dtype: str, device: jax.Device) -> Check:
+    """Runs `case` on `device`; what goes wrong is in the result's `message`."""
+    result = Check(str(device), case.title, dtype, "unknown")
+    try:
+        result.implementation = implementation_in_use(case.op, device.platform).implementation
+        _run(case, dtype, device, result)
+    except Exception as error:  # whatever it is, the other checks go on
+        result.message = f"{type(error).__name__}: {error}".strip()
+    return result
+
+
+def _run(case: cases.Case, dtype: str, device: jax.Device, result: Check) -> None:
+    rng = np.random.default_rng(0)
+    inputs = [_rounded(case, dtype, args) for args in case.inputs(rng)]
+
+    def program(inputs: list[tuple[Any, ...]]) -> list[Any]:
+        return [case.function(*args) for args in inputs]
+
+    with jax.default_device(device):
+        compiled = jax.jit(program).lower(jax.device_put(inputs, device)).compile()
+        text = compiled.as_text() or ""
+        got = jax.device_get(compiled(jax.device_put(inputs, device)))
+    want = [case.oracle(*jax.tree.map(_widened, args)) for args in inputs]
+    ratios = list(_errors(got, want, case.rounds))
+    result.error, result.tolerance = max(
+        ratios, key=lambda r: math.inf if r[0] is None else r[0] / r[1]
+    )
+    missing = [
+        target
+        for kernel in _status.OPS[case.op]
+        if (target := _registry.TARGET_PREFIX + kernel.name) not in text
+    ]
+    if result.error is None:
+        result.message = "a result is not finite, or has the wrong shape"
+    elif result.error > result.tolerance:
+        result.message = f"error {result.error:.1e} exceeds the tolerance {result.tolerance:.1e}"
+    elif result.implementation == "ffi" and missing:
+        result.message = f"the compiled program does not call {' nor '.join(missing)}"
+
+
+def _rounded(case: cases.Case, dtype: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtypes = (jnp.float32 if i in case.wide else jnp.dtype(dtype) for i in range(len(args)))
+    return tuple(
+        jax.tree.map(lambda x, d=d: np.asarray(x).astype(d), arg)
+        for arg, d in zip(args, dtypes, strict=True)
+    )
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64)
+
+
+def _errors(got: Any, want: Any, rounds: int) -> Iterator[tuple[float | None, float]]:
+    """Error and tolerance of each result. Errors are fractions of the result's largest value."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # Sums of a few thousand terms in float32, and one rounding (half an epsilon) to the dtype.
+        tolerance = 32 * float(jnp.finfo(jnp.float32).eps)
+        if g.dtype != jnp.float32:
+            tolerance += rounds * float(jnp.finfo(g.dtype).eps) / 2
+        difference = np.max(np.abs(g.astype(np.float64) - w)) if g.shape == w.shape else np.nan
+        error = float(difference / max(np.max(np.abs(w)), 1e-30))
+        yield (error if math.isfinite(error) else None), tolerance
+
+
+# --- What it means -------------------------------------------------------------------------------
+
+
+def failed_checks(checks: list[Check]) -> list[str]:
+    """What failed, each followed by its likely causes."""
+    failures = []
+    for message in dict.fromkeys(c.message for c in checks if c.message):
+        where = [c for c in checks if c.message == message]
+        titles = ", ".join(dict.fromkeys(c.title for c in where))
+        devices = ", ".join(dict.fromkeys(c.device for c in where))
+        failures.append(f"{titles} on {devices}: {_first_line(message)}. {_cause(message, where)}")
+    return failures
+
+
+def _cause(message: str, where: list[Check]) -> str:
+    for part, cause in CAUSES.items():
+        if part.lower() in message.lower():
+            return f"Likely cause: {cause}" + (f"; {BUILD_CUDA}" if "built for" in cause else "")
+    if where[0].implementation == "ffi":
+        return 'implementation="xla" avoids the kernels; please report it with the output of --json'
+    return "The native kernels took no part: look at the installation of jax and its plugins"
+
+
+def installation_failures(environment: dict[str, Any]) -> list[str]:
+    """Why nothing, or nothing native, can run."""
+    failures = []
+    if environment["error"]:
+        message = environment["error"]
+        causes = [cause for part, cause in CAUSES.items() if part in message]
+        failures.append(f"JAX finds no device: {message}. {'; '.join(causes)}".strip())
+    if reason := environment["kernels"]["cpu"]["reason"]:
+        text = f"there are no CPU kernels: {reason}"
+        if "no native module" in reason:
+            text += (
+                ". This source folder hides the installed package, or nothing is installed: start "
+                "Python elsewhere, or run `pip install -e .` here"
+            )
+        failures.append(text)
+    reason = environment["kernels"]["cuda"]["reason"]
+    if reason and "built without" not in reason:  # there is a library, and it does not load
+        failures.append(f"there are no CUDA kernels: {reason}")
+    return failures
+
+
+def installation_warnings(environment: dict[str, Any]) -> list[str]:
+    """What works, but not as well as it could."""
+    warnings = []
+    gpus = [d for d in environment["devices"] if d["platform"] == "gpu"]
+    nvidia = [d for d in gpus if _registry.canonical_platform("gpu") == "cuda"]
+    reason = environment["kernels"]["cuda"]["reason"]
+    if nvidia and reason and "built without" in reason:
+        warnings.append(f"{nvidia[0]['kind']} runs XLA's own operations, as {reason}: {BUILD_CUDA}")
+    if not gpus and Path("/dev/nvidia0").exists() and not environment["error"]:
+        warnings.append(
+            "this machine has an NVIDIA GPU that JAX does not use: "
+            'pip install "jax[cuda13]" (or cuda12), and check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES'
+        )
+    return warnings
+
+
+# --- Text ----------------------------------------------------------------------------------------
+
+
+def describe(row: list[Check]) -> str:
+    """One line: an op on one device, in all dtypes."""
+    failed = [c for c in row if c.message]
+    implementation = {"ffi": "kernel", "xla": "XLA"}.get(row[0].implementation, "?")
+    columns = [f"{'FAIL' if failed else 'ok':<4}", f"{row[0].title:<24}", f"{implementation:<6}"]
+    for c in row:
+        numbers = "-" if c.error is None else f"{c.error:.1e} / {c.tolerance:.1e}"
+        columns.append(f"{c.dtype} {numbers:<17}")
+    if failed:
+        columns.append(_first_line(failed[0].message))
+    return "  ".join(columns).rstrip()
+
+
+def verdict(failures: list[str], warnings: list[str]) -> str:
+    """What the checks come to, in words."""
+    lines = [f"warning: {w}" for w in warnings] + [f"FAIL: {f}" for f in failures]
+    if failures:
+        lines.append(f"{len(failures)} problem{'s' if len(failures) > 1 else ''} found.")
+    else:
+        lines.append("All ops give right results on all devices.")
+    return "\n".join(lines)
+
+
+def _first_line(message: str) -> str:
+    line = message.splitlines()[0]
+    return line if len(line) <= 200 else line[:197] + "..."

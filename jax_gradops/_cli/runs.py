@@ -1,0 +1,150 @@
+"""A run of the demo from its settings to its results."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+
+from jax_gradops._cli import checkpoint, files, plots
+from jax_gradops._cli.program import Program, TrainState
+from jax_gradops._cli.progress import Reporter, StopOnInterrupt, say
+from jax_gradops._cli.settings import DEFAULT_OUTPUT, INTERRUPTED, Settings
+from jax_gradops._cli.text import Corpus, bigram_entropy
+from jax_gradops._cli.training import History, train
+
+Implementation: TypeAlias = Literal["ffi", "xla"] | None
+_CALL = 'custom_call_target="jax_gradops.'
+
+
+class Run:
+    """A run whose settings have been checked and whose folder is there."""
+
+    def __init__(self, folder: Path, settings: Settings, corpus: Corpus, platform: str) -> None:
+        self._folder, self._settings, self._corpus = folder, settings, corpus
+        self._entropy = bigram_entropy(corpus.validation)
+        self._title = f"{corpus.name}, on {platform}, {settings.precision}"
+
+    def train(self, implementation: Implementation, saved: dict[str, Any] | None) -> int:
+        """Trains, or goes on from the checkpoint that `saved` is of; returns the exit status."""
+        self._introduce()
+        program, state = self._compile(implementation)
+        history = History()
+        if saved:
+            history = History.from_json(saved["history"])
+            state = checkpoint.load_state(self._folder, state)
+            say(f"Resuming at step {len(history.losses)} of {self._settings.steps}")
+        with StopOnInterrupt() as interrupt:
+            with Reporter("Training", len(history.losses), self._settings.steps) as report:
+                state, speed = train(
+                    program, state, history, report=report, stop=lambda: interrupt.requested
+                )
+            path = checkpoint.save(self._folder, state, self._about(history))
+        if interrupt.requested:
+            where = "" if self._folder == DEFAULT_OUTPUT else f" --output {self._folder}"
+            say(f"Stopped at step {len(history.losses)} of {self._settings.steps}; saved {path}")
+            say(f"To go on: python -m jax_gradops demo --resume{where}")
+            return INTERRUPTED
+        if speed:
+            say(f"{speed:,.0f} tokens/s")
+        self._judge("validation loss", list(history.validation.values())[-1])
+        self._write_sample(program, state)
+        self._write("metrics.csv", _table({"": history}))
+        self._write("training.png", plots.plot({"": history}, self._entropy, self._title))
+        say(f"Wrote {path}")
+        return 0
+
+    def compare(self) -> int:
+        """Trains with both implementations from the same seed; returns the exit status."""
+        self._introduce()
+        implementations: tuple[Literal["ffi", "xla"], ...] = ("ffi", "xla")
+        histories: dict[str, History] = {}
+        speeds: dict[str, float] = {}
+        for name in implementations:
+            histories[name] = history = History()
+            program, state = self._compile(name)
+            with StopOnInterrupt() as interrupt:
+                with Reporter(name, 0, self._settings.steps) as report:
+                    _, speeds[name] = train(
+                        program, state, history, report=report, stop=lambda: interrupt.requested
+                    )
+            if interrupt.requested:
+                say("Stopped; a comparison is not saved")
+                return INTERRUPTED
+            say(f"{name}: {speeds[name]:,.0f} tokens/s")
+            self._judge(f"{name}: validation loss", list(history.validation.values())[-1])
+        ffi, xla = (np.array(history.losses) for history in histories.values())
+        difference = np.abs(ffi - xla)
+        say(
+            f"ffi has {speeds['ffi'] / speeds['xla']:.2f} times xla's tokens/s; their training "
+            f"losses differ by at most {difference.max():.2g} (mean {difference.mean():.2g})"
+        )
+        self._write("comparison.csv", _table(histories))
+        self._write("comparison.png", plots.plot(histories, self._entropy, self._title))
+        return 0
+
+    def _introduce(self) -> None:
+        corpus, s = self._corpus, self._settings
+        say(
+            f"Text: {corpus.name}, {len(corpus.train):,} characters to train on and "
+            f"{len(corpus.validation):,} for validation, {len(corpus.charset)} different ones"
+        )
+        say(
+            f"GPT: width {s.width}, {s.layers} layers, {s.heads} heads, context {s.context}; "
+            f"{s.steps} steps of {s.batch} windows, {s.precision}, seed {s.seed}"
+        )
+
+    def _compile(self, implementation: Implementation) -> tuple[Program, TrainState]:
+        say("Compiling …")
+        program = Program(self._settings, self._corpus, implementation)
+        state = program.initial_state()
+        parameters = sum(p.size for p in jax.tree.leaves(state.params))
+        calls = program.train_step_hlo().count(_CALL)
+        what = f"{calls} native kernel calls" if calls else "XLA's own operations only"
+        say(f"{parameters:,} parameters on {jax.devices()[0]}; the training step has {what}")
+        return program, state
+
+    def _about(self, history: History) -> dict[str, Any]:
+        return {
+            "settings": dataclasses.asdict(self._settings),
+            "history": history.to_json(),
+            "charset": self._corpus.charset,
+            "digest": self._corpus.digest,
+        }
+
+    def _judge(self, what: str, loss: float) -> None:
+        entropy, side = self._entropy, "below" if loss < self._entropy else "NOT below"
+        say(
+            f"{what}: {loss:.3f} nats per character, {side} the validation text's own bigram "
+            f"entropy H(next | current) of {entropy:.3f}"
+        )
+
+    def _write_sample(self, program: Program, state: TrainState) -> None:
+        start = self._corpus.charset.find("\n")
+        sample = self._corpus.decode(program.generate(state, max(0, start)))
+        say(f"\nA sample:\n{'-' * 80}\n{sample.strip()}\n{'-' * 80}")
+        self._write("sample.txt", sample)
+
+    def _write(self, name: str, data: str | bytes) -> None:
+        files.write(self._folder / name, data)
+        say(f"Wrote {self._folder / name}")
+
+
+def _table(runs: Mapping[str, History]) -> str:
+    """The curves as CSV, one line for each step."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    columns = ("loss", "gradient_norm", "validation_loss")
+    writer.writerow(["step", *(f"{name}_{c}" if name else c for name in runs for c in columns)])
+    for i in range(min(len(h.losses) for h in runs.values())):
+        row: list[Any] = [i + 1]
+        for h in runs.values():
+            row += [h.losses[i], h.gradient_norms[i], h.validation.get(i + 1, "")]
+        writer.writerow(row)
+    return buffer.getvalue()

@@ -1,0 +1,67 @@
+"""How far a result may be from its float64 reference: the one place that sets a tolerance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from oracles import Reference
+
+# Rounding errors of the accumulation dtype that a result may show, each relative to the magnitude
+# of the terms it is made of. On the CPU at most 2.6 of them are seen with the kernels (float64 RMS
+# norm), and 3.3 with XLA's operations.
+ROUNDINGS = 8.0
+
+
+def allowed_error(reference: Reference, dtype: Any, accum: Any) -> np.ndarray:
+    """The rounding of the result to `dtype`, and those of the sums in `accum` that led to it.
+
+    Errors of a long sum grow as the square root of its length, slowly at first, as kernels add up
+    in several lanes. Numbers under the smallest normal one may be flushed to zero.
+    """
+    final = 0.5 * float(jnp.finfo(dtype).eps) * np.abs(reference.value)
+    growth = 1 + np.sqrt(reference.reduced) / 16
+    sums = ROUNDINGS * float(jnp.finfo(accum).eps) * growth * reference.magnitude
+    smallest = (
+        jnp.finfo(dtype).smallest_subnormal if dtype == jnp.float16 else jnp.finfo(dtype).tiny
+    )
+    return final + sums + float(smallest)
+
+
+def assert_matches(actual: Any, reference: Reference, dtype: Any, accum: Any, what: str) -> None:
+    """Compares shape, dtype, which elements are infinite or NaN, and the rest within tolerance."""
+    assert actual.dtype == dtype, f"{what}: dtype {actual.dtype}, expected {jnp.dtype(dtype)}"
+    assert actual.shape == reference.value.shape, (
+        f"{what}: shape {actual.shape}, expected {reference.value.shape}"
+    )
+    actual = widen(actual)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = reference.value.astype(dtype).astype(np.float64)
+        special = ~np.isfinite(rounded)
+        wrong = np.where(
+            special,
+            ~((actual == rounded) | (np.isnan(actual) & np.isnan(rounded))),
+            ~(np.abs(actual - reference.value) <= allowed_error(reference, dtype, accum)),
+        )
+    if wrong.any():
+        excess = np.abs(actual - reference.value) / allowed_error(reference, dtype, accum)
+        worst = np.unravel_index(np.argmax(np.where(wrong, np.nan_to_num(excess), -1)), wrong.shape)
+        raise AssertionError(
+            f"{what}: {wrong.sum()} of {wrong.size} elements are wrong; the worst, at "
+            f"{tuple(map(int, worst))}, is {actual[worst]!r}, expected {reference.value[worst]!r}: "
+            f"{excess[worst]:.3g} times the allowed error"
+        )
+
+
+def widen(x: Any) -> np.ndarray:
+    """As float64; without loss."""
+    return np.asarray(x).astype(np.float64)
+
+
+def assert_bitwise_equal(actual: Any, expected: Any, what: str = "") -> None:
+    """The same bits, which NaN and -0 have too."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
+    same = np.frombuffer(actual.tobytes(), np.uint8) == np.frombuffer(expected.tobytes(), np.uint8)
+    assert same.all(), f"{what}: results differ: {actual} and {expected}"

@@ -1,0 +1,374 @@
+"""The suite that every op goes through: test files subclass `OpTests` and say what the op is."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparing import assert_bitwise_equal, assert_matches, widen
+from jax import lax
+from jax.test_util import check_grads
+from meshes import MeshTests
+from oracles import Reference, directional_derivative
+
+# Around the vector widths (2 to 16 elements), a warp, and the blocks of the kernels.
+FEATURES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 127, 128, 129, 1000, 1023, 1024, 1025, 4097)
+ROWS = (1, 2, 3, 5, 37)
+RANKS = ((7,), (3, 7), (2, 3, 7), (2, 1, 3, 7), (1, 2, 1, 3, 7))
+WIDE = (3, 70_000)
+EMPTY = ((0,), (0, 7), (3, 0), (0, 0), (0, 3, 7), (2, 0, 7), (2, 3, 0))
+
+Arrays = Sequence[Any]
+
+
+class OpTests(MeshTests):
+    """What every op must do. Its operands are x and parameters of x's last axis, all arrays."""
+
+    kernels: tuple[str, ...]  # names of the handlers, forward first
+    parameters: int = 0  # how many operands follow x
+
+    # --- What an op says of itself ---
+
+    def op(self, *operands: Any, implementation: str | None = None) -> Any:
+        raise NotImplementedError
+
+    def oracle(self, *operands: np.ndarray) -> Reference:
+        raise NotImplementedError
+
+    def oracle_vjp(self, dy: np.ndarray, *operands: np.ndarray) -> Sequence[Reference]:
+        raise NotImplementedError
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def output_dtype(self, *operands: Any) -> Any:
+        return operands[0].dtype
+
+    def accum_dtype(self, *operands: Any) -> Any:
+        return jnp.float64 if operands[0].dtype == jnp.float64 else jnp.float32
+
+    # --- Tools ---
+
+    def example(
+        self, rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, *parameter_dtypes: Any
+    ) -> list[np.ndarray]:
+        """dy, x and the parameters; none has mean 0 or equal columns (G3, G7)."""
+        dtypes = parameter_dtypes or (dtype,) * self.parameters
+        parameters = [1 + 0.5 * rng.standard_normal(shape[-1:]) for _ in range(self.parameters)]
+        x = 0.5 + 1.5 * rng.standard_normal(shape)
+        dy = 0.3 + rng.standard_normal(self.output_shape(shape))
+        operands = [
+            x.astype(dtype),
+            *(p.astype(d) for p, d in zip(parameters, dtypes, strict=True)),
+        ]
+        return [np.asarray(dy).astype(self.output_dtype(*operands)), *operands]
+
+    def value_and_vjp(self, implementation: str | None) -> Callable[..., tuple[Any, ...]]:
+        """(dy, *operands) -> (y, *gradients)."""
+
+        def f(dy: Any, *operands: Any) -> tuple[Any, ...]:
+            y, pull = jax.vjp(functools.partial(self.op, implementation=implementation), *operands)
+            return (y, *pull(dy))
+
+        return f
+
+    def expected(self, dy: Any, *operands: Any) -> list[Reference]:
+        wide = [widen(a) for a in operands]
+        with np.errstate(invalid="ignore", over="ignore"):
+            return [self.oracle(*wide), *self.oracle_vjp(widen(dy), *wide)]
+
+    def check(self, results: Arrays, example: Arrays, what: str = "") -> None:
+        """Compares y and the gradients with the oracle."""
+        _, *operands = example
+        dtypes = [self.output_dtype(*operands), *(a.dtype for a in operands)]
+        names = ["y", "dx", *(f"dparameter {i}" for i in range(self.parameters))]
+        what = what or f"x {operands[0].dtype}{list(operands[0].shape)}"
+        for name, actual, reference, dtype in zip(
+            names, results, self.expected(*example), dtypes, strict=True
+        ):
+            assert_matches(actual, reference, dtype, self.accum_dtype(*operands), f"{what}, {name}")
+
+    def check_all(self, examples: Sequence[Arrays], implementation: str | None) -> None:
+        """Runs all examples in one program, which compiles faster than one for each."""
+        f = self.value_and_vjp(implementation)
+        results = jax.jit(lambda examples: [f(*e) for e in examples])(examples)
+        for result, example in zip(results, examples, strict=True):
+            self.check(result, example)
+
+    # --- Values ---
+
+    def test_sizes(self, platform, implementation, dtype, rng):
+        if implementation == "ffi":
+            shapes = [*itertools.product(ROWS, FEATURES), *RANKS]
+        else:
+            shapes = [(5, 1), (5, 33), (2, 1, 3, 1025)]
+        shapes.append(WIDE)
+        self.check_all([self.example(rng, s, dtype) for s in shapes], implementation)
+
+    def test_empty(self, platform, implementation, rng):
+        """M8: results have the right shape, and parameters' gradients are exact zeros."""
+        examples = [self.example(rng, s, jnp.float32) for s in EMPTY]
+        self.check_all(examples, implementation)
+
+    def test_parameter_dtypes(self, platform, implementation, rng):
+        dtypes = list(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
+        shape = (5, 33)
+        examples = [
+            self.example(rng, shape, d, *(dtypes[(i + k + 1) % 4] for k in range(self.parameters)))
+            for d, i in itertools.product(dtypes, range(4 if implementation == "ffi" else 1))
+        ]
+        self.check_all(examples, implementation)
+
+    def test_runs_are_bitwise_equal(self, platform, implementation, dtype, rng):
+        """Of the same program, with another call between; eager calls give the same as well."""
+        f = jax.jit(self.value_and_vjp(implementation))
+        examples = [self.example(rng, (300, 129), dtype) for _ in range(2)]
+        first = [f(*e) for e in examples]
+        for result, example in zip(first, examples, strict=True):
+            self.check(result, example)
+        for _ in range(5):
+            for result, example in zip(first, examples, strict=True):
+                for a, b in zip(f(*example), result, strict=True):
+                    assert_bitwise_equal(a, b)
+        if implementation == "ffi":
+            eager = self.value_and_vjp(implementation)(*map(jnp.asarray, examples[0]))
+            for a, b in zip(eager, first[0], strict=True):
+                assert_bitwise_equal(a, b, "eager")
+
+    # --- Transformations ---
+
+    def test_vmap(self, platform, implementation, rng):
+        """vmap of the op and of its gradient = a loop, for every mixture of mapped operands."""
+        p = self.parameters
+        n, none = 2 + p, (None,) * p
+        last = 0 if self.output_shape((4, 9)) == () else -1
+        levels: list[tuple[Any, ...]] = [
+            ((0,) * n,),
+            ((0, 0, *none),),
+            ((None, 0, *none),),
+            ((0, None, *none),),
+            ((last, 1, *(1,) * p),),
+            ((last, -1, *(0,) * p),),
+            # nested, from the outside in
+            ((0,) * n, (0,) * n),
+            ((0, 0, *none), (0,) * n),
+            ((0,) * n, (0, 0, *none)),
+            ((0, 0, *none), (0, 0, *none)),
+        ]
+        if p:
+            levels += [
+                ((None, None, *(0,) * p),),
+                ((0, 0, 0, *none[1:]),),
+                ((0, 0, *none), (None, None, *(0,) * p)),
+                ((None, None, *(0,) * p), (0, 1, *none)),
+                ((0, 0, *none), (0, 0, *none), (None, 0, *(0,) * p)),
+            ]
+        if implementation == "xla":  # JAX's own rules, mostly
+            levels = levels[4::5]
+        examples = [self._mapped_example(rng, level) for level in levels]
+
+        def f(examples: Any) -> Any:
+            results = []
+            for level, example in zip(levels, examples, strict=True):
+                g = self.value_and_vjp(implementation)
+                for axes in reversed(level):
+                    g = jax.vmap(g, in_axes=axes)
+                results.append(g(*example))
+            return results
+
+        for level, example, results in zip(levels, examples, jax.jit(f)(examples), strict=True):
+            for index in itertools.product(range(3), repeat=len(level)):
+                slices = list(example)
+                for axes, i in zip(level, index, strict=True):
+                    slices = [
+                        a if axis is None else np.take(a, i, axis)
+                        for a, axis in zip(slices, axes, strict=True)
+                    ]
+                self.check([r[index] for r in results], slices, f"in_axes {level}, slice {index}")
+
+    def _mapped_example(self, rng: np.random.Generator, levels: Sequence[Sequence[Any]]) -> Arrays:
+        def build(operand: int, levels: Sequence[Sequence[Any]]) -> np.ndarray:
+            if not levels:
+                return self.example(rng, (4, 9), jnp.float32)[operand]
+            axis = levels[0][operand]
+            if axis is None:
+                return build(operand, levels[1:])
+            return np.stack([build(operand, levels[1:]) for _ in range(3)], axis)
+
+        return [build(i, levels) for i in range(2 + self.parameters)]
+
+    def test_scan_and_while(self, platform, implementation, rng):
+        steps = [self.example(rng, (5, 33), jnp.float32) for _ in range(3)]
+        parameters = steps[0][2:]
+        dys, xs = (np.stack([s[i] for s in steps]) for i in range(2))
+
+        def loss(xs: Any, *parameters: Any) -> Any:
+            def step(total: Any, operands: Any) -> Any:
+                dy, x = operands
+                y = self.op(x, *parameters, implementation=implementation)
+                return total + jnp.sum(dy * y), y
+
+            total, ys = lax.scan(step, jnp.float32(0), (dys, xs))
+            return total, ys
+
+        (dxs, *grads), ys = jax.jit(
+            jax.grad(loss, argnums=tuple(range(1 + self.parameters)), has_aux=True)
+        )(xs, *parameters)
+        totals = None
+        for dy, x, y, dx in zip(dys, xs, ys, dxs, strict=True):
+            ref_y, ref_dx, *refs = self.expected(dy, x, *parameters)
+            assert_matches(y, ref_y, jnp.float32, jnp.float32, "y in a scan")
+            assert_matches(dx, ref_dx, jnp.float32, jnp.float32, "dx in a scan")
+            totals = (
+                refs
+                if totals is None
+                else [
+                    Reference(a.value + b.value, a.magnitude + b.magnitude, a.reduced)
+                    for a, b in zip(totals, refs, strict=True)
+                ]
+            )
+        for grad, reference in zip(grads, totals or [], strict=True):
+            assert_matches(grad, reference, jnp.float32, jnp.float32, "a gradient summed in a scan")
+
+        y = jax.jit(
+            lambda x: lax.while_loop(
+                lambda c: c[0] < 2,
+                lambda c: (c[0] + 1, self.op(x, *parameters, implementation=implementation)),
+                (0, jnp.zeros(self.output_shape(x.shape), x.dtype)),
+            )[1]
+        )(xs[0])
+        assert_matches(y, self.oracle(*map(widen, steps[0][1:])), y.dtype, y.dtype, "while_loop")
+
+    def test_remat(self, platform, implementation, rng):
+        """Under any policy the gradients are the same."""
+        dy, *operands = example = self.example(rng, (5, 33), jnp.float32)
+        policies = [
+            None,
+            jax.checkpoint_policies.everything_saveable,
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            jax.checkpoint_policies.save_only_these_names("layer_norm_mean", "layer_norm_rstd"),
+        ]
+
+        def f(dy: Any, *operands: Any) -> Any:
+            results = []
+            for policy in policies:
+                op = functools.partial(self.op, implementation=implementation)
+                y, pull = jax.vjp(jax.checkpoint(op, policy=policy), *operands)
+                results.append((y, *pull(dy)))
+            return results
+
+        for results in jax.jit(f)(dy, *operands):
+            self.check(results, example, "remat")
+
+    def test_disable_jit(self, platform, implementation, rng):
+        dy, *operands = example = self.example(rng, (2, 5), jnp.float32)
+        with jax.disable_jit():
+            results = self.value_and_vjp(implementation)(dy, *map(jnp.asarray, operands))
+        self.check(results, example, "disable_jit")
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_hessian_vector_product(self, platform, implementation, dtype, rng):
+        """Reverse over reverse, against differences of the oracle's gradient."""
+        dtype = jnp.dtype(dtype)
+        dy, *operands = self.example(rng, (3, 9), dtype)
+        _, *direction = self.example(rng, (3, 9), dtype)
+
+        def f(dy: Any, *operands: Any) -> Any:
+            def along(dy: Any, *operands: Any) -> Any:
+                grads = self.value_and_vjp(implementation)(dy, *operands)[1:]
+                return sum(jnp.sum(g * v) for g, v in zip(grads, direction, strict=True))
+
+            return jax.grad(along, argnums=tuple(range(len(operands) + 1)))(dy, *operands)
+
+        through_dy, *actual = jax.jit(f)(dy, *operands)
+        wide, wide_direction = list(map(widen, operands)), list(map(widen, direction))
+
+        def gradient(*operands: np.ndarray) -> list[np.ndarray]:
+            return [r.value for r in self.oracle_vjp(widen(dy), *operands)]
+
+        def value(*operands: np.ndarray) -> list[np.ndarray]:
+            return [self.oracle(*operands).value]
+
+        expected = directional_derivative(gradient, wide, wide_direction)
+        expected += directional_derivative(value, wide, wide_direction)
+        tolerance = 1e-5 if dtype == jnp.float32 else 1e-8
+        for a, e in zip([*actual, through_dy], expected, strict=True):
+            np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance * (1 + np.abs(e).max()))
+
+    def test_check_grads(self, platform, implementation, rng):
+        _, *operands = self.example(rng, (2, 5), jnp.float64)
+        op = jax.jit(functools.partial(self.op, implementation=implementation))
+        check_grads(
+            op, tuple(map(jnp.asarray, operands)), order=2, modes=["rev"], atol=1e-5, rtol=1e-5
+        )
+
+    def test_forward_mode(self, platform, rng):
+        """<dy, J v> = <J^T dy, v> with "xla"; a TypeError that says why with the kernels."""
+        dy, *operands = self.example(rng, (3, 9), jnp.float64)
+        _, *direction = self.example(rng, (3, 9), jnp.float64)
+        op = functools.partial(self.op, implementation="xla")
+        _, tangent = jax.jvp(op, tuple(operands), tuple(direction))
+        expected = self.oracle_vjp(dy, *operands)
+        np.testing.assert_allclose(
+            np.sum(dy * tangent),
+            sum(np.sum(r.value * v) for r, v in zip(expected, direction, strict=True)),
+            rtol=1e-11,
+        )
+        with pytest.raises(TypeError, match="forward-mode|custom_vjp"):
+            jax.jvp(
+                functools.partial(self.op, implementation="ffi"), tuple(operands), tuple(direction)
+            )
+
+    @pytest.mark.parametrize("requested", [None, "ffi", "xla"])
+    def test_custom_call(self, platform, requested, rng):
+        """The kernels are in the compiled program, or they are not: forward, and backward."""
+        example = self.example(rng, (5, 33), jnp.float32)
+        op = functools.partial(self.op, implementation=requested)
+        forward = jax.jit(op).lower(*example[1:]).compile().as_text()
+        both = jax.jit(self.value_and_vjp(requested)).lower(*example).compile().as_text()
+        target = 'custom_call_target="jax_gradops.'
+        if requested == "xla":
+            assert target not in both
+            return
+        assert f'{target}{self.kernels[0]}"' in forward
+        assert all(f'{target}{k}"' not in forward for k in self.kernels[1:])
+        assert all(f'{target}{k}"' in both for k in self.kernels[1:])
+
+
+class RowOpTests(OpTests):
+    """What holds for ops whose rows have nothing to do with each other."""
+
+    def test_rows_are_independent(self, platform, dtype, rng):
+        """Bitwise: a row's y and dx depend neither on the number of rows nor on their order."""
+        dy, x, *parameters = self.example(rng, (300, 129), dtype)
+        order = rng.permutation(300)
+        picks = [slice(0, n) for n in (1, 2, 3, 5, 37)] + [slice(7, 9), order]
+        f = jax.jit(lambda rows: [self.value_and_vjp("ffi")(*r, *parameters)[:2] for r in rows])
+        whole, *parts = f([(dy, x), *((dy[p], x[p]) for p in picks)])
+        for part, pick in zip(parts, picks, strict=True):
+            for actual, all_rows in zip(part, whole, strict=True):
+                assert_bitwise_equal(actual, np.asarray(all_rows)[pick], str(pick))
+
+    def test_nonfinite(self, platform, implementation, dtype, rng):
+        """NaN or infinity spoils its row and, through the sums, columns; nothing else."""
+        clean = self.example(rng, (37, 129), dtype)
+        examples = []
+        for value, where in itertools.product((np.nan, np.inf, -np.inf), (0, 1)):
+            spoilt = [a.copy() for a in clean]
+            spoilt[where][11, 128] = value
+            examples.append(spoilt)
+        f = jax.jit(self.value_and_vjp(implementation))
+        expected = f(*clean)
+        others = np.arange(37) != 11
+        for spoilt in examples:
+            results = f(*spoilt)
+            for actual, unspoilt in zip(results[:2], expected[:2], strict=True):
+                assert_bitwise_equal(np.asarray(actual)[others], np.asarray(unspoilt)[others])
+            for actual, reference in zip(results, self.expected(*spoilt), strict=True):
+                np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(reference.value))

@@ -1,0 +1,82 @@
+"""Settings of every test run, and the platforms and implementations that tests run on."""
+
+from __future__ import annotations
+
+import os
+
+# Before JAX is imported: several CPU devices, for meshes, and the CPU beside any other platform.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+if os.environ.get("JAX_PLATFORMS") and "cpu" not in os.environ["JAX_PLATFORMS"].split(","):
+    os.environ["JAX_PLATFORMS"] += ",cpu"
+os.environ.setdefault(
+    "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+)  # pytest-xdist's workers share a GPU
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+import jax_gradops
+from jax_gradops import _registry
+
+pytest.register_assert_rewrite("conformance")
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hypothesis.settings.register_profile(
+    "jax_gradops", derandomize=True, deadline=None, max_examples=12, database=None
+)
+hypothesis.settings.load_profile("jax_gradops")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A suite that runs without the kernels would pass, and say nothing about them."""
+    if "cpu" not in _registry.MODULES:
+        raise pytest.UsageError(
+            f"the jax_gradops under test ({jax_gradops.__file__}) has no native CPU module: "
+            f"{_registry.why_unavailable('cpu')}. Install the package (`pip install -e .`); start "
+            "`pytest`, not `python -m pytest`, which puts the source folder first in the path"
+        )
+
+
+def pytest_report_header() -> list[str]:
+    devices = ", ".join(f"{len(jax.devices(p))} {p}" for p in ("cpu", "gpu") if _present(p))
+    modules = ", ".join(str(m.__file__) for m in _registry.MODULES.values())
+    return [f"jax {jax.__version__}: {devices}", f"jax_gradops: {modules}"]
+
+
+def _present(platform: str) -> bool:
+    try:
+        return bool(jax.devices(platform))
+    except RuntimeError:
+        return False
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def platform(request: pytest.FixtureRequest):
+    """Every platform in turn; the test's arrays are made and used there."""
+    if request.param == "cuda" and not _present("gpu"):
+        pytest.skip("no CUDA device")
+    with jax.default_device(jax.devices("gpu" if request.param == "cuda" else "cpu")[0]):
+        yield request.param
+
+
+@pytest.fixture(params=["ffi", "xla"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["float16", "bfloat16", "float32", "float64"])
+def dtype(request: pytest.FixtureRequest) -> np.dtype:
+    return jax.numpy.dtype(request.param)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Seeded by the test's name, so that tests do not depend on their order."""
+    return np.random.default_rng(list(request.node.nodeid.rpartition("::")[2].encode()))

@@ -1,0 +1,205 @@
+"""What the ops mean, in float64 NumPy: independent of the library, no JAX in here.
+
+An oracle takes float64 arrays (the rounded inputs, widened) and returns a `Reference` for each
+result: the value, and what the tolerance of a test has to know about how it came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import scipy.special
+
+
+class Reference(NamedTuple):
+    """A float64 result; `magnitude` is the sum of the absolute values of the terms it is made of.
+
+    One rounding error of the computation is eps * magnitude; `reduced` is the number of terms that
+    were added up one after the other.
+    """
+
+    value: np.ndarray
+    magnitude: np.ndarray
+    reduced: int = 1
+
+
+def _mean(x: np.ndarray) -> np.ndarray:
+    return np.sum(x, -1, keepdims=True) / max(1, x.shape[-1])
+
+
+def _columns(terms: np.ndarray, magnitudes: np.ndarray) -> Reference:
+    """The sum over all axes but the last."""
+    rows = tuple(range(terms.ndim - 1))
+    count = int(np.prod(terms.shape[:-1]))
+    return Reference(np.sum(terms, rows), np.sum(np.abs(magnitudes), rows), count)
+
+
+# --- Layer norm and RMS norm ---------------------------------------------------------------------
+
+
+def _x_hat(x: np.ndarray, epsilon: float, centered: bool) -> tuple[np.ndarray, np.ndarray]:
+    if centered:
+        x = x - _mean(x)
+        x = x - _mean(x)  # what the rounding of the first mean left
+    rstd = 1 / np.sqrt(_mean(x * x) + epsilon)
+    return x * rstd, rstd
+
+
+def norm(
+    x: np.ndarray,
+    scale: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    *,
+    epsilon: float,
+    centered: bool,
+    scale_offset: float = 0.0,
+) -> Reference:
+    """Layer norm (`centered`) or RMS norm over the last axis."""
+    x_hat, _ = _x_hat(x, epsilon, centered)
+    gamma = 1.0 if scale is None else scale + scale_offset
+    beta = 0.0 if bias is None else bias
+    spread = np.sqrt(_mean(x_hat * x_hat)) if centered else 0.0  # an error of the mean
+    magnitude = np.abs(gamma) * (np.abs(x_hat) + spread) + np.abs(beta)
+    return Reference(x_hat * gamma + beta, magnitude, x.shape[-1])
+
+
+def norm_vjp(
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray | None = None,
+    *,
+    epsilon: float,
+    centered: bool,
+    scale_offset: float = 0.0,
+) -> tuple[Reference, Reference, Reference]:
+    """Gradients with respect to x, scale and bias."""
+    x_hat, rstd = _x_hat(x, epsilon, centered)
+    wdy = dy if scale is None else dy * (scale + scale_offset)
+    along = _mean(wdy * x_hat)
+    dx = wdy - x_hat * along
+    spread = np.sqrt(_mean(x_hat * x_hat)) if centered else 0.0
+    size = np.abs(x_hat) + spread
+    magnitude = np.abs(wdy) + size * _mean(np.abs(wdy) * size)
+    if centered:
+        dx = dx - _mean(wdy)
+        magnitude = magnitude + _mean(np.abs(wdy))
+    return (
+        Reference(dx * rstd, magnitude * rstd, x.shape[-1]),
+        _columns(dy * x_hat, dy * size),
+        _columns(dy, dy),
+    )
+
+
+# --- GELU ----------------------------------------------------------------------------------------
+
+
+def _tanh_argument(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """2u and its derivative, for u = sqrt(2/pi) (z + 0.044715 z^3)."""
+    c = 2 * np.sqrt(2 / np.pi)
+    return c * (z + 0.044715 * z**3), c * (1 + 3 * 0.044715 * z**2)
+
+
+def gelu_value(z: np.ndarray, approximate: bool) -> np.ndarray:
+    """z Phi(z), or z sigmoid(2u); 0 at -inf."""
+    with np.errstate(all="ignore"):
+        weight = scipy.special.expit(_tanh_argument(z)[0]) if approximate else scipy.special.ndtr(z)
+        return np.where(z == -np.inf, 0.0, z * weight)
+
+
+def gelu_derivative(z: np.ndarray, approximate: bool) -> np.ndarray:
+    """The derivative of `gelu_value`."""
+    z = np.clip(z, -60, 60)  # beyond, it is 0 or 1 to the last bit
+    with np.errstate(under="ignore"):
+        if approximate:
+            argument, slope = _tanh_argument(z)
+            weight = scipy.special.expit(argument)
+            return weight + z * slope * weight * scipy.special.expit(-argument)
+        return scipy.special.ndtr(z) + z * np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
+
+
+def bias_gelu(x: np.ndarray, bias: np.ndarray | None = None, *, approximate: bool) -> Reference:
+    """gelu(x + bias)."""
+    z = x if bias is None else x + bias
+    y, slope = gelu_value(z, approximate), gelu_derivative(z, approximate)
+    with np.errstate(invalid="ignore"):
+        size = np.abs(x) + (0.0 if bias is None else np.abs(bias))
+        return Reference(y, np.abs(y) + size * np.abs(slope))
+
+
+def bias_gelu_vjp(
+    dy: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, approximate: bool
+) -> tuple[Reference, Reference]:
+    """Gradients with respect to x and bias."""
+    slope = gelu_derivative(x if bias is None else x + bias, approximate)
+    magnitude = np.abs(dy) * (np.abs(slope) + 1)
+    return Reference(dy * slope, magnitude), _columns(dy * slope, magnitude)
+
+
+# --- Global norm ---------------------------------------------------------------------------------
+
+
+def global_norm(*leaves: np.ndarray) -> Reference:
+    """The L2 norm over all elements; scaled, so that no square overflows or vanishes."""
+    largest = max((float(np.max(np.abs(leaf))) for leaf in leaves if leaf.size), default=0.0)
+    if not 0 < largest < np.inf:
+        value = np.asarray(np.nan if any(np.isnan(leaf).any() for leaf in leaves) else largest)
+    else:
+        total = sum(float(np.sum((leaf / largest) ** 2)) for leaf in leaves)
+        value = np.asarray(largest * np.sqrt(total))
+    return Reference(value, value, sum(leaf.size for leaf in leaves))
+
+
+def global_norm_vjp(dnorm: np.ndarray, *leaves: np.ndarray) -> tuple[Reference, ...]:
+    """dnorm * leaf / norm; 0 at norm 0."""
+    norm_ = float(global_norm(*leaves).value)
+    grads = [dnorm * (leaf / norm_ if norm_ else np.zeros_like(leaf)) for leaf in leaves]
+    return tuple(Reference(g, np.abs(g)) for g in grads)
+
+
+def clip(max_norm: float, *leaves: np.ndarray) -> tuple[Reference, ...]:
+    """leaf * max_norm / norm where norm >= max_norm > 0."""
+    norm_ = float(global_norm(*leaves).value)
+    factor = 1.0 if norm_ < max_norm or norm_ == 0 else max_norm / norm_
+    return tuple(Reference(leaf * factor, np.abs(leaf * factor)) for leaf in leaves)
+
+
+def clip_first_vjp(dy: np.ndarray, max_norm: float, *leaves: np.ndarray) -> tuple[Reference, ...]:
+    """Gradients, with respect to all leaves, of the first leaf after clipping."""
+    norm_ = float(global_norm(*leaves).value)
+    if norm_ < max_norm or norm_ == 0:
+        grads = [dy, *(np.zeros_like(leaf) for leaf in leaves[1:])]
+        return tuple(Reference(g, np.abs(g)) for g in grads)
+    factor, directions = max_norm / norm_, [leaf / norm_ for leaf in leaves]
+    along = factor * np.sum(dy * directions[0])
+    along_magnitude = factor * np.sum(np.abs(dy * directions[0]))
+    return tuple(
+        Reference(
+            factor * (dy if i == 0 else 0.0) - u * along,
+            factor * (np.abs(dy) if i == 0 else 0.0) + np.abs(u) * along_magnitude,
+            dy.size,
+        )
+        for i, u in enumerate(directions)
+    )
+
+
+# --- Derivatives of any function -----------------------------------------------------------------
+
+
+def directional_derivative(
+    function: Callable[..., Sequence[np.ndarray]],
+    at: Sequence[np.ndarray],
+    direction: Sequence[np.ndarray],
+    step: float = 1e-3,
+) -> list[np.ndarray]:
+    """Derivatives of all results of `function`, by central differences of fourth order."""
+
+    def moved(h: float) -> Sequence[np.ndarray]:
+        return function(*(a + h * d for a, d in zip(at, direction, strict=True)))
+
+    far, near = (
+        [(p - m) / (2 * h) for p, m in zip(moved(h), moved(-h), strict=True)]
+        for h in (2 * step, step)
+    )
+    return [(4 * n - f) / 3 for n, f in zip(near, far, strict=True)]

@@ -1,0 +1,223 @@
+"""GELU and bias + GELU: accuracy on all values of the small dtypes, and dense ones of float32."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from comparing import assert_matches, widen
+from conformance import RowOpTests
+
+import jax_gradops
+
+
+class TestBiasGelu(RowOpTests):
+    """With a bias, in the tanh form."""
+
+    kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
+    parameters = 1
+
+    def op(self, x, bias, *, implementation=None):
+        return jax_gradops.bias_gelu(x, bias, implementation=implementation)
+
+    def oracle(self, x, bias):
+        return oracles.bias_gelu(x, bias, approximate=True)
+
+    def oracle_vjp(self, dy, x, bias):
+        return oracles.bias_gelu_vjp(dy, x, bias, approximate=True)
+
+
+class TestGelu(RowOpTests):
+    """Without a bias, in the exact form."""
+
+    kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
+    row_collectives = {}
+
+    def op(self, x, *, implementation=None):
+        return jax_gradops.gelu(x, False, implementation=implementation)
+
+    def oracle(self, x):
+        return oracles.bias_gelu(x, approximate=False)
+
+    def oracle_vjp(self, dy, x):
+        return oracles.bias_gelu_vjp(dy, x, approximate=False)[:1]
+
+
+# --- Accuracy ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[True, False], ids=["tanh", "exact"])
+def approximate(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def value_and_derivative(x: Any, approximate: bool, implementation: str) -> tuple[Any, Any]:
+    """Of one program, as float64."""
+
+    @jax.jit
+    def f(x: Any) -> tuple[Any, Any]:
+        op = functools.partial(
+            jax_gradops.gelu, approximate=approximate, implementation=implementation
+        )
+        y, pull = jax.vjp(op, x)
+        return y, pull(jnp.ones_like(y))[0]
+
+    y, dy = f(x)
+    return widen(y), widen(dy)
+
+
+def spacing(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """One unit in the last place of the normal number next to x."""
+    info = jnp.finfo(dtype)
+    _, exponent = np.frexp(np.maximum(np.abs(x), float(info.tiny)))
+    return np.ldexp(float(info.eps), exponent - 1)
+
+
+def float32_sweep() -> np.ndarray:
+    rng = np.random.default_rng(0)
+    dense = np.linspace(-15, 15, 300_001)
+    powers = 2.0 ** rng.uniform(-126, 127, 50_000)
+    return np.concatenate([dense, powers, -powers]).astype(np.float32)
+
+
+def test_float32_value(platform, implementation, approximate):
+    x = float32_sweep()
+    y, _ = value_and_derivative(x, approximate, implementation)
+    expected = oracles.gelu_value(widen(x), approximate)
+    error = np.abs(y - expected)
+    near = x > -3
+    ulps = (error / spacing(expected, np.float32))[near]
+    assert ulps.max() <= (16 if approximate else 8), f"{ulps.max()} ulp at {x[near][ulps.argmax()]}"
+    tail = ~near
+    allowed = 1e-5 * np.abs(expected) + float(jnp.finfo(np.float32).tiny)
+    relative = (error / allowed)[tail]
+    assert relative.max() <= 1, (
+        f"{relative.max()} of the tail's tolerance at {x[tail][relative.argmax()]}"
+    )
+
+
+def test_float32_derivative(platform, implementation, approximate):
+    x = float32_sweep()
+    _, dx = value_and_derivative(x, approximate, implementation)
+    expected = oracles.gelu_derivative(widen(x), approximate)
+    ulps = np.abs(dx - expected) / spacing(np.maximum(np.abs(expected), 1 / 8), np.float32)
+    assert ulps.max() <= 8, f"{ulps.max()} ulp at {x[ulps.argmax()]}"
+
+
+def test_float64(platform, implementation, approximate):
+    x = np.concatenate([np.linspace(-30, 30, 20_001), np.logspace(-300, 300, 1000)])
+    y, dx = value_and_derivative(x, approximate, implementation)
+    expected = oracles.gelu_value(x, approximate), oracles.gelu_derivative(x, approximate)
+    np.testing.assert_allclose(y, expected[0], rtol=3e-13, atol=1e-300)
+    np.testing.assert_allclose(dx, expected[1], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_small_float(platform, implementation, approximate, dtype):
+    """All 2^16 of them, NaN and infinities too: within one unit in the last place."""
+    dtype = jnp.dtype(dtype)
+    x = np.arange(2**16, dtype=np.uint16).view(dtype)
+    y, dx = value_and_derivative(x, approximate, implementation)
+    with np.errstate(invalid="ignore"):
+        wide = widen(x)
+        expected = oracles.gelu_value(wide, approximate), oracles.gelu_derivative(wide, approximate)
+        for actual, exact, floor in ((y, expected[0], 0.0), (dx, expected[1], 1 / 8)):
+            assert_nan = np.isnan(actual) == np.isnan(exact)
+            assert assert_nan.all(), x[~assert_nan]
+            finite = np.isfinite(exact)
+            np.testing.assert_array_equal(actual[~finite], exact[~finite])
+            # In float16, subnormal results are to be right too.
+            smallest = float(jnp.finfo(dtype).smallest_subnormal)
+            ulp = spacing(np.maximum(np.abs(exact), floor), dtype)
+            if dtype == jnp.float16:
+                ulp = np.maximum(np.where(np.abs(exact) < 2**-14, smallest, ulp), smallest)
+            wrong = finite & ~(np.abs(actual - exact) <= ulp)
+            assert not wrong.any(), (x[wrong][:5], actual[wrong][:5], exact[wrong][:5])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_special_values(platform, implementation, approximate, dtype):
+    """Where `jax.nn.gelu` gives NaN: 0 and x, derivatives 0 and 1."""
+    x = np.array([-np.inf, -1e38, -1e20, -100, 100, 1e20, 1e38, np.inf], dtype)
+    y, dx = value_and_derivative(x, approximate, implementation)
+    np.testing.assert_array_equal(y, np.where(x < 0, 0, x))
+    np.testing.assert_array_equal(dx, np.where(x < 0, 0, 1))
+    y, dx = value_and_derivative(np.array([np.nan, 0, -0.0], dtype), approximate, implementation)
+    assert np.isnan([y[0], dx[0]]).all()
+    np.testing.assert_array_equal(y[1:], 0)
+    np.testing.assert_array_equal(dx[1:], 0.5)
+
+
+@hypothesis.given(
+    shape=st.sampled_from([(1, 1), (5, 2), (3, 64), (7, 129)]),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
+    approximate=st.booleans(),
+    log_size=st.floats(-4, 1),
+    seed=st.integers(0, 2**32),
+)
+def test_any_values(shape, dtype, approximate, log_size, seed):
+    """Both forms with a bias."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(dtype)
+    dy, x, bias = (
+        (10.0**log_size * rng.standard_normal(s)).astype(dtype) for s in (shape, shape, shape[1:])
+    )
+    op = functools.partial(jax_gradops.bias_gelu, approximate=approximate, implementation="ffi")
+    y, pull = jax.vjp(op, jnp.asarray(x), jnp.asarray(bias))
+    wide = widen(dy), widen(x), widen(bias)
+    references = [
+        oracles.bias_gelu(*wide[1:], approximate=approximate),
+        *oracles.bias_gelu_vjp(*wide, approximate=approximate),
+    ]
+    accum = jnp.promote_types(dtype, jnp.float32)
+    for name, actual, reference in zip(
+        "y dx dbias".split(), (y, *pull(dy)), references, strict=True
+    ):
+        assert_matches(actual, reference, dtype, accum, name)
+
+
+def test_scalar_and_defaults(platform):
+    """A scalar is an array too; the default is the tanh form, as in `jax.nn.gelu`."""
+    x = jnp.float32(0.7)
+    assert jax_gradops.gelu(x).shape == ()
+    assert (
+        jax_gradops.gelu(x) == jax_gradops.gelu(x, True) != jax_gradops.gelu(x, approximate=False)
+    )
+    np.testing.assert_allclose(jax_gradops.gelu(x), jax.nn.gelu(x), rtol=1e-6)
+    assert jax.grad(jax_gradops.gelu)(x).shape == ()
+
+
+# --- Errors --------------------------------------------------------------------------------------
+
+X = np.ones((2, 4), np.float32)
+B = np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "options", "exception", "message"),
+    [
+        ("gelu", (X.astype(int),), {}, TypeError, r"x must have dtype.*float64.*got int"),
+        ("gelu", ("x",), {}, TypeError, r"x must be an array.*str"),
+        ("gelu", (X,), {"approximate": "tanh"}, TypeError, r"approximate must be True or.*'tanh'"),
+        ("gelu", (X,), {"approximate": 1}, TypeError, r"approximate must be True or False.*1"),
+        ("gelu", (X,), {"implementation": "pallas"}, ValueError, r"implementation must.*'pallas'"),
+        ("bias_gelu", (X.astype(int), B), {}, TypeError, r"x must have dtype.*got int"),
+        ("bias_gelu", (X, B.astype(int)), {}, TypeError, r"bias must have dtype.*got int"),
+        ("bias_gelu", (X, None), {}, TypeError, r"bias must be an array.*NoneType"),
+        ("bias_gelu", (B[0], B), {}, ValueError, r"x must have at least one axis.*scalar"),
+        ("bias_gelu", (X, B[:3]), {}, ValueError, r"bias must have shape.*\(4,\).*got \(3,\)"),
+        ("bias_gelu", (X, X), {}, ValueError, r"bias must have shape.*\(4,\).*got \(2, 4\)"),
+        ("bias_gelu", (X, B[0]), {}, ValueError, r"bias must have shape.*\(4,\).*got \(\)"),
+        ("bias_gelu", (X, B), {"approximate": None}, TypeError, r"approximate must be True or.*None"),
+    ],
+)  # fmt: skip
+def test_errors(op, operands, options, exception, message):
+    with pytest.raises(exception, match=rf"^{op}: {message}"):
+        getattr(jax_gradops, op)(*operands, **options)

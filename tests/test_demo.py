@@ -1,0 +1,299 @@
+"""`python -m jax_gradops demo`: its results, what it leaves behind, and its errors."""
+
+import argparse
+import csv
+import functools
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_gradops._cli import checkpoint, demo, runs, settings, text
+from jax_gradops._cli.program import Program
+
+STEPS = 40
+SENTENCES = "".join(
+    f"{who} {does} the {what}.\n"
+    for who in ("Ann", "Bob", "Carla", "Dan", "Eve")
+    for does in ("sees", "takes", "likes", "gives back", "forgets")
+    for what in ("ball", "green book", "other half", "kettle", "ladder", "Übung")
+)
+SMALL = {"width": 16, "layers": 1, "heads": 2, "context": 16, "batch": 8}
+FILES = {"checkpoint", "metrics.csv", "sample.txt", "training.png"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_users_have_it():
+    """JAX's defaults instead of conftest's strictness, which Flax and Optax do not stand."""
+    ours = {
+        "jax_enable_x64": False,
+        "jax_numpy_dtype_promotion": "standard",
+        "jax_numpy_rank_promotion": "allow",
+        "jax_disable_most_optimizations": True,  # most of the time would be compilation
+    }
+    before = {name: jax.config.values[name] for name in ours}
+    for name, value in ours.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@functools.cache
+def program(given: settings.Settings, digest: str, implementation: str | None) -> Program:
+    """Compiled once for all tests."""
+    corpus = text.load_corpus(given.text, given.context)
+    assert corpus.digest == digest
+    return Program(given, corpus, implementation)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(as_users_have_it: None):
+    def get(given: settings.Settings, corpus: text.Corpus, implementation: str | None) -> Program:
+        return program(given, corpus.digest, implementation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "Program", get)
+        yield
+    program.cache_clear()
+
+
+def run(*options: object) -> int:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return demo.run(parser.parse_args([str(o) for o in options]))
+
+
+@pytest.fixture(scope="module")
+def corpus(as_users_have_it: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text(SENTENCES, encoding="utf-8")
+    return path
+
+
+def options(corpus: Path, folder: Path, **others: object) -> list[object]:
+    given = {"text": corpus, "output": folder, "steps": STEPS} | SMALL | others
+    return [part for name, value in given.items() for part in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without interruption."""
+    folder = tmp_path_factory.mktemp("straight") / "deeper" / "output"
+    assert run(*options(corpus, folder)) == 0
+    return folder
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_trains_and_writes_its_files(straight: Path):
+    assert {path.name for path in straight.iterdir()} == FILES
+    rows = table(straight / "metrics.csv")
+    losses = [float(row["loss"]) for row in rows]
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.3
+    assert all(float(row["gradient_norm"]) > 0 for row in rows)
+    assert float(rows[-1]["validation_loss"]) < losses[0]
+    assert (straight / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert set((straight / "sample.txt").read_text(encoding="utf-8")) <= set(SENTENCES)
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed"])
+def test_kernels_are_in_the_compiled_train_step(corpus: Path, precision: str):
+    given = {"steps": STEPS, "precision": precision, "text": str(corpus)} | SMALL
+    digest = text.load_corpus(str(corpus), SMALL["context"]).digest
+    compiled = program(settings.new_run(given, "cpu"), digest, None)
+    hlo = compiled.train_step_hlo()
+    for op in ("layer_norm", "bias_gelu"):
+        for direction in ("fwd", "bwd"):
+            assert f'custom_call_target="jax_gradops.{op}_{direction}"' in hlo
+    assert 'custom_call_target="jax_gradops.sum_of_squares"' in hlo
+    if precision == "mixed":
+        state, metrics = compiled.train_step(compiled.initial_state())
+        assert np.isfinite(float(metrics.loss))
+        assert str(metrics.loss.dtype) == "float32"
+        kinds = {str(p.dtype) for p in checkpoint_leaves(state.params)}
+        assert kinds == {"float32"}
+
+
+def checkpoint_leaves(state: object) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int, times: int = 1) -> None:
+    """A Ctrl-C in the middle of a step."""
+    train_step, done = Program.train_step, []
+
+    def interrupted(self: Program, state: object) -> object:
+        done.append(None)
+        if len(done) == steps:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return train_step(self, state)
+
+    monkeypatch.setattr(Program, "train_step", interrupted)
+
+
+def test_interrupted_and_resumed_equals_straight(
+    corpus: Path,
+    straight: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 5)
+        assert run(*options(corpus, tmp_path)) == 130
+    out = capsys.readouterr().out
+    assert f"Stopped at step 5 of {STEPS}" in out
+    assert f"demo --resume --output {tmp_path}" in out
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
+    assert run("--resume", "--output", tmp_path) == 0
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    for name in ("metrics.csv", "sample.txt"):
+        assert (tmp_path / name).read_text() == (straight / name).read_text()
+    states = [checkpoint.load_state(folder, None) for folder in (tmp_path, straight)]
+    for resumed, expected in zip(*map(checkpoint_leaves, states), strict=True):
+        np.testing.assert_array_equal(resumed, expected)
+
+
+def test_second_interrupt_aborts(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    before = signal.getsignal(signal.SIGINT)
+    interrupt_after(monkeypatch, 2, times=2)
+    assert run(*options(corpus, tmp_path)) == 130
+    assert capsys.readouterr().err == "jax_gradops demo: aborted\n"
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_compare(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert run("--compare", *options(corpus, tmp_path)) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"comparison.csv", "comparison.png"}
+    rows = table(tmp_path / "comparison.csv")
+    curves = [[float(row[f"{name}_loss"]) for row in rows] for name in ("ffi", "xla")]
+    np.testing.assert_allclose(*curves, rtol=1e-3)
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "native kernel calls" in out and "XLA's own operations only" in out
+    assert out.count(" tokens/s\n") == 2
+
+
+def one_error(capsys: pytest.CaptureFixture) -> str:
+    err = capsys.readouterr().err
+    assert err.startswith("jax_gradops demo: error: ") and err.endswith("\n")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--text", "nowhere.txt"], "No such file"),
+        (["--text", "."], "Is a directory"),
+        (["--text", "latin1.txt"], "not UTF-8 text"),
+        (["--text", "empty.txt"], "is empty"),
+        (["--text", "short.txt"], "has 5 characters; --context 64 needs at least 650"),
+        (["--output", "empty.txt"], "is not a folder"),
+        (["--output", "empty.txt/below"], "is not a folder"),
+        (["--output", "x" * 300], "File name too long"),
+        (["--resume"], "no checkpoint"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--batch", "-1"], "--batch must be at least 1, got -1"),
+        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--seed", str(2**32)], "--seed must be less than"),
+        (["--context", "1"], "--context must be at least 2"),
+        (["--width", "100", "--heads", "3"], "--heads must divide --width"),
+        (["--compare", "--resume"], "leave out --resume"),
+        (["--compare", "--implementation", "xla"], "leave out --implementation"),
+    ],
+)
+def test_mistake_is_one_line_and_nothing_is_written(
+    given: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("Hello")
+    Path("latin1.txt").write_bytes(b"caf\xe9\n" * 1000)
+    before = sorted(tmp_path.rglob("*"))
+    assert run(*given) == 2
+    assert message in one_error(capsys)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nobody can write")
+def test_unwritable_folder(corpus: Path, capsys: pytest.CaptureFixture):
+    assert run(*options(corpus, Path("/proc/demo/output"))) == 2
+    assert "cannot write to /proc/demo/output" in one_error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--seed", "1"], "has --seed 0, not 1"),
+        (["--width", "32"], "has --width 16, not 32"),
+        (["--text", "other.txt"], "has --text "),
+        (["--steps", "3"], f"is at step {STEPS}, beyond --steps 3"),
+    ],
+)
+def test_resume_with_other_settings(
+    straight: Path, given: list[str], message: str, capsys: pytest.CaptureFixture
+):
+    before = {path: path.stat().st_mtime_ns for path in straight.rglob("*")}
+    assert run("--resume", "--output", straight, *given) == 2
+    assert message in one_error(capsys)
+    assert {path: path.stat().st_mtime_ns for path in straight.rglob("*")} == before
+
+
+def test_resume_of_a_changed_text(corpus: Path, straight: Path, capsys: pytest.CaptureFixture):
+    corpus.write_text(SENTENCES + "!", encoding="utf-8")
+    try:
+        assert run("--resume", "--output", straight) == 2
+    finally:
+        corpus.write_text(SENTENCES, encoding="utf-8")
+    assert "has changed" in one_error(capsys)
+
+
+def test_resume_of_a_damaged_checkpoint(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    shutil.copytree(straight, tmp_path / "output")
+    for path in (tmp_path / "output" / "checkpoint" / "about").iterdir():
+        path.unlink()
+    assert run("--resume", "--output", tmp_path / "output") == 2
+    assert "cannot be read" in one_error(capsys)
+
+
+def test_failed_write_leaves_nothing(tmp_path: Path):
+    from jax_gradops._cli import files
+
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(settings.DemoError, match="cannot write to"):
+        files.write(tmp_path / "taken", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_bigram_entropy():
+    # After 0 comes 0 or 1, each half of the time; after 1 always 0: (2/3) ln 2 + (1/3) 0.
+    tokens = np.array([0, 0, 1] * 4000 + [0], np.uint8)
+    assert text.bigram_entropy(tokens) == pytest.approx(2 / 3 * np.log(2), abs=1e-9)
+
+
+def test_windows_predict_each_token_once():
+    windows = text.windows(np.arange(24, dtype=np.uint8), 5)
+    assert windows[:, 1:].ravel().tolist() == list(range(1, 21))
+    assert (windows[:, 1:] == windows[:, :-1] + 1).all()
