@@ -29,7 +29,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hypothesis.settings.register_profile(
-    "jax_gradops", derandomize=True, deadline=None, max_examples=12, database=None
+    "jax_gradops",
+    derandomize=True,
+    deadline=None,
+    max_examples=12,
+    database=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # each example is compiled
 )
 hypothesis.settings.load_profile("jax_gradops")
 

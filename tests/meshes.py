@@ -119,7 +119,7 @@ class MeshTests:
 
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_gradient_inside_shard_map(self, platform, implementation, check_vma, rng):
-        """With check_vma a replicated parameter's gradient is summed; without, it is each device's own."""
+        """With check_vma, a replicated parameter's gradient is the sum over devices."""
         devices = mesh(platform, AxisType.Auto)
         if not self.output_shape((1,)):
             pytest.skip("the result is a sum over all devices; see test_global_norm.py")

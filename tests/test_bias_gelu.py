@@ -91,16 +91,14 @@ def test_float32_value(platform, implementation, approximate):
     x = float32_sweep()
     y, _ = value_and_derivative(x, approximate, implementation)
     expected = oracles.gelu_value(widen(x), approximate)
-    error = np.abs(y - expected)
+    # A result under the smallest normal number may be flushed to zero.
+    error = np.maximum(0, np.abs(y - expected) - float(jnp.finfo(np.float32).tiny))
     near = x > -3
     ulps = (error / spacing(expected, np.float32))[near]
     assert ulps.max() <= (16 if approximate else 8), f"{ulps.max()} ulp at {x[near][ulps.argmax()]}"
     tail = ~near
-    allowed = 1e-5 * np.abs(expected) + float(jnp.finfo(np.float32).tiny)
-    relative = (error / allowed)[tail]
-    assert relative.max() <= 1, (
-        f"{relative.max()} of the tail's tolerance at {x[tail][relative.argmax()]}"
-    )
+    relative = (error / np.maximum(np.abs(expected), 1e-300))[tail]
+    assert relative.max() <= 1e-5, f"{relative.max()} at {x[tail][relative.argmax()]}"
 
 
 def test_float32_derivative(platform, implementation, approximate):
@@ -133,12 +131,10 @@ def test_every_small_float(platform, implementation, approximate, dtype):
             assert assert_nan.all(), x[~assert_nan]
             finite = np.isfinite(exact)
             np.testing.assert_array_equal(actual[~finite], exact[~finite])
-            # In float16, subnormal results are to be right too.
-            smallest = float(jnp.finfo(dtype).smallest_subnormal)
-            ulp = spacing(np.maximum(np.abs(exact), floor), dtype)
-            if dtype == jnp.float16:
-                ulp = np.maximum(np.where(np.abs(exact) < 2**-14, smallest, ulp), smallest)
-            wrong = finite & ~(np.abs(actual - exact) <= ulp)
+            allowed = spacing(np.maximum(np.abs(exact), floor), dtype)
+            if dtype == jnp.bfloat16:  # as in float32, a result may be flushed to zero
+                allowed = np.where(np.abs(exact) < 2.0**-125, 2.0**-125, allowed)
+            wrong = finite & ~(np.abs(actual - exact) <= allowed)
             assert not wrong.any(), (x[wrong][:5], actual[wrong][:5], exact[wrong][:5])
 
 
@@ -176,7 +172,7 @@ def test_any_values(shape, dtype, approximate, log_size, seed):
         oracles.bias_gelu(*wide[1:], approximate=approximate),
         *oracles.bias_gelu_vjp(*wide, approximate=approximate),
     ]
-    accum = jnp.promote_types(dtype, jnp.float32)
+    accum = np.float64 if dtype == np.float64 else np.float32
     for name, actual, reference in zip(
         "y dx dbias".split(), (y, *pull(dy)), references, strict=True
     ):

@@ -118,14 +118,27 @@ class TileBias {
   const A* data_ = repeated_;
 };
 
-template <typename T>
-void AddBias(const T* x, const Accum<T>* bias, std::int64_t n, Accum<T>* z) {
-  for (std::int64_t i = 0; i < n; ++i) z[i] = static_cast<Accum<T>>(x[i]) + bias[i];
-}
-
-template <typename T>
-void Round(const Accum<T>* values, std::int64_t n, T* out) {
-  for (std::int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(values[i]);
+// One block: out = gelu(x + bias), or with dy out = dy gelu'(x + bias), which may overwrite dy and is
+// also added to sums unless that is null. Short loops over the stack, as those are vectorised, for
+// each of three instruction sets; the first call chooses.
+template <typename T, bool kApproximate, bool kBackward>
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+[[gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
+#endif
+[[gnu::flatten]] void ComputeBlock(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T* out,
+                  Accum<T>* sums) {
+  using A = Accum<T>;
+  A z[kBlock], result[kBlock];
+  for (std::int64_t i = 0; i < n; ++i) z[i] = static_cast<A>(x[i]) + bias[i];
+  if constexpr (kBackward) {
+    for (std::int64_t i = 0; i < n; ++i) result[i] = static_cast<A>(dy[i]);
+    for (std::int64_t i = 0; i < n; ++i) result[i] *= GeluDerivative<T, kApproximate>(z[i]);
+  } else {
+    for (std::int64_t i = 0; i < n; ++i) result[i] = Gelu<T, kApproximate>(z[i]);
+  }
+  for (std::int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(result[i]);
+  if (sums == nullptr) return;
+  for (std::int64_t i = 0; i < n; ++i) sums[i] += result[i];
 }
 
 // The same arrays with as few groups and as long rows as may be, where rows are not summed.
@@ -146,10 +159,8 @@ void Forward(const CpuContext& pool, const BiasGeluFwdArgs& args) {
   ForEachTile(pool, t, 2 * sizeof(T), [&](const Tile& tile) {
     const TileBias<A> bias(args.bias, shape.features, tile);
     ForEachBlock(t, tile, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
-      A z[kBlock], values[kBlock];
-      AddBias(x + offset, bias.data() + start, n, z);
-      for (std::int64_t i = 0; i < n; ++i) values[i] = Gelu<T, kApproximate>(z[i]);
-      Round(values, n, y + offset);
+      ComputeBlock<T, kApproximate, false>(x + offset, bias.data() + start, nullptr, n, y + offset,
+                                           nullptr);
     });
   });
 }
@@ -181,13 +192,8 @@ void Backward(const CpuContext& pool, const BiasGeluBwdArgs& args) {
     A sums[kTileColumns];
     if (wants_sums) std::fill_n(sums, tile.columns, A{0});
     ForEachBlock(t, tile, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
-      A z[kBlock], dz[kBlock];
-      AddBias(x + offset, bias.data() + start, n, z);
-      for (std::int64_t i = 0; i < n; ++i) dz[i] = static_cast<A>(dy[offset + i]);
-      for (std::int64_t i = 0; i < n; ++i) dz[i] *= GeluDerivative<T, kApproximate>(z[i]);
-      Round(dz, n, dx + offset);  // may be dy's buffer: its block has been read
-      if (!wants_sums) return;
-      for (std::int64_t i = 0; i < n; ++i) sums[start + i] += dz[i];
+      ComputeBlock<T, kApproximate, true>(x + offset, bias.data() + start, dy + offset, n,
+                                          dx + offset, wants_sums ? sums + start : nullptr);
     });
     if (!wants_sums) return;
     A* const rows = t.row_chunks == 1

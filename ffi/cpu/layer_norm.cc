@@ -111,8 +111,9 @@ template <typename A, int kAbsent>
 class ParamRow {
  public:
   ParamRow(const Param& param, std::int64_t group)
-      : row_(param.data == nullptr ? nullptr
-                                   : static_cast<const A*>(param.data) + group * param.group_stride) {}
+      : row_(param.data == nullptr
+                 ? nullptr
+                 : static_cast<const A*>(param.data) + group * param.group_stride) {}
   const A* operator()(std::int64_t start) const {
     return row_ == nullptr ? kConstantBlock<A, kAbsent>.data() : row_ + start;
   }
@@ -150,9 +151,8 @@ void ForwardRow(const LayerNormFwdArgs& args, std::int64_t row) {
   A sum_squares = 0;
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
     const A* const x = x_blocks(start);
-    sum_squares += LaneSums<A, 1>(count, [&](std::int64_t i) {
-      return std::array{centered(x[i]) * centered(x[i])};
-    })[0];
+    sum_squares += LaneSums<A, 1>(
+        count, [&](std::int64_t i) { return std::array{centered(x[i]) * centered(x[i])}; })[0];
   });
   const A rstd = 1 / std::sqrt(sum_squares / n + static_cast<A>(args.epsilon));
 
@@ -280,7 +280,8 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
     const std::int64_t end = std::min(groups * slices, (chunk + 1) * chunk_slices);
     for (std::int64_t i = chunk * chunk_slices; i < end; ++i) {
       const std::int64_t group = i / slices, slice = i % slices;
-      for (std::int64_t s = 0; s < sums; ++s) std::fill_n(slice_sums(group, slice, s), features, A{0});
+      for (std::int64_t s = 0; s < sums; ++s)
+        std::fill_n(slice_sums(group, slice, s), features, A{0});
       A* const dscale = has_dscale ? slice_sums(group, slice, 0) : nullptr;
       A* const dbias = has_dbias ? slice_sums(group, slice, sums - 1) : nullptr;
       const std::int64_t rows_end = std::min(rows, (slice + 1) * slice_rows);

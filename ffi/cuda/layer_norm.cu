@@ -1,7 +1,7 @@
 // Layer norm and RMS norm, CUDA.
 //
-// A row belongs to a team of threads: part of a warp, a warp, some warps, or a whole block. Thread t
-// of a team of n holds columns [(i n + t) W, (i n + t + 1) W) for i = 0, 1, ... in registers. W
+// A row belongs to a team of threads: part of a warp, a warp, some warps, or a whole block. Thread
+// t of a team of n holds columns [(i n + t) W, (i n + t + 1) W) for i = 0, 1, ... in registers. W
 // elements are 16 bytes where all rows start at 16-byte boundaries. Else W is 1: the team's threads
 // access neighbouring elements, which coalesce whatever the alignment, and a thread's columns stay
 // the same from row to row, so that parameters and column sums stay in registers. (Peeling 16-byte
@@ -11,11 +11,12 @@
 // Forward: one pass over registers for the mean, one for the variance of what is left, one for y.
 // Traffic: x read, y written.
 //
-// Backward (formulas: common/math.h): persistent blocks, each with a slot in a group: a share of the
-// group's rows, and one partial row of column sums. The next rows are on their way to shared memory
-// (cp.async) while one is worked on; every thread copies what it will itself read, so the ring needs
-// no barriers. Column sums stay in registers; then teams, and then slots (column_sum.cuh), are added
-// in a fixed order. Traffic: dy and x read, dx written, and a partial row per block.
+// Backward (formulas: common/math.h): persistent blocks, each with a slot in a group: a share of
+// the group's rows, and one partial row of column sums. The next rows are on their way to shared
+// memory (cp.async) while one is worked on; every thread copies what it will itself read, so the
+// ring needs no barriers. Column sums stay in registers; then teams, and then slots
+// (column_sum.cuh), are added in a fixed order. Traffic: dy and x read, dx written, and a partial
+// row per block.
 #include <cuda_pipeline.h>
 
 #include <array>
@@ -57,7 +58,8 @@ template <typename T, int V = kVec<T>, int P = kElements<T> / kVec<T>>
 using BackwardTiles = TypeList<Tile<V, 8, 1>, Tile<V, 8, P>, Tile<V, 32, P>, Tile<V, 64, P>,
                                Tile<V, 128, P>, Tile<V, 256, P>, Tile<V, 512, P>>;
 template <typename T, int P = kElements<T>>
-using BackwardElementTiles = TypeList<Tile<1, 8, 4>, Tile<1, 64, 8>, Tile<1, 256, 8>, Tile<1, 512, P>>;
+using BackwardElementTiles =
+    TypeList<Tile<1, 8, 4>, Tile<1, 64, 8>, Tile<1, 256, 8>, Tile<1, 512, P>>;
 
 constexpr int kStreamThreads = 1024;
 
@@ -65,8 +67,9 @@ template <typename Tile>
 constexpr int kForwardThreads = Tile::kTeam < 128 ? 128 : Tile::kTeam;
 template <typename Tile>
 constexpr int kBackwardThreads = Tile::kTeam < 256 ? 256 : Tile::kTeam;
-// Blocks per multiprocessor, asked of the compiler: forward 1,024 threads of 64 registers, each with
-// up to 64 bytes under way (768 where a thread has many addresses), backward 512 threads of 128.
+// Blocks per multiprocessor, asked of the compiler: forward 1,024 threads of 64 registers, each
+// with up to 64 bytes under way (768 where a thread has many addresses), backward 512 threads of
+// 128.
 template <typename Tile>
 constexpr int kForwardBlocks = (Tile::kWidth == 1 ? 768 : 1024) / kForwardThreads<Tile>;
 template <typename Tile>
@@ -112,8 +115,8 @@ __device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
   return pack;
 }
 
-// Makes the compiler convert 16-bit elements anew in every pass over them: converted ones would take
-// twice the registers.
+// Makes the compiler convert 16-bit elements anew in every pass over them: converted ones would
+// take twice the registers.
 template <typename T, int W>
 __device__ __forceinline__ void KeepPacked(Pack<T, W>& pack) {
   if constexpr (sizeof(T) == 2 && W > 1) {
@@ -171,8 +174,12 @@ __device__ __forceinline__ std::int64_t ParamGroup(const LayerNormFwdArgs& args,
   return args.scale.group_stride == 0 && args.bias.group_stride == 0 ? 0 : row / args.shape.rows;
 }
 
-__device__ __forceinline__ float Rsqrt(float value) { return rsqrtf(value); }
-__device__ __forceinline__ double Rsqrt(double value) { return rsqrt(value); }
+__device__ __forceinline__ float Rsqrt(float value) {
+  return rsqrtf(value);
+}
+__device__ __forceinline__ double Rsqrt(double value) {
+  return rsqrt(value);
+}
 
 // --- Forward -------------------------------------------------------------------------------------
 
@@ -419,7 +426,8 @@ __global__ void __launch_bounds__(kBackwardThreads<Tile>, kBackwardBlocks<Tile>)
     const std::int64_t group = item / sums.slots, slot = item % sums.slots;
     const T* const x_group = static_cast<const T*>(args.x) + group * rows * features;
     const T* const dy_group = static_cast<const T*>(args.dy) + group * rows * features;
-    const A* const mean_group = kCentered ? static_cast<const A*>(args.mean) + group * rows : nullptr;
+    const A* const mean_group =
+        kCentered ? static_cast<const A*>(args.mean) + group * rows : nullptr;
     const A* const rstd_group = static_cast<const A*>(args.rstd) + group * rows;
     const A* const scale_group = GroupRow<A>(args.scale, group);
     A scale[kPacks][W], dscale[kPacks][W] = {}, dbias[kPacks][W] = {};
@@ -588,7 +596,8 @@ __device__ __forceinline__ void AddTo(A* p, const A (&values)[W]) {
 // the partial row itself; either way each thread owns its columns, which needs no barrier.
 template <typename T, int W>
 __global__ void __launch_bounds__(kStreamThreads)
-    BackwardStreamKernel(const LayerNormBwdArgs args, const SlotSums<Accum<T>> sums, bool sums_in_shared) {
+    BackwardStreamKernel(const LayerNormBwdArgs args, const SlotSums<Accum<T>> sums,
+                         bool sums_in_shared) {
   using A = Accum<T>;
   constexpr std::int64_t kStep = kStreamThreads * W;
   using Sum = TeamSum<A, kStreamThreads, kStreamThreads, 3>;
@@ -609,7 +618,8 @@ __global__ void __launch_bounds__(kStreamThreads)
     if (sums_in_shared) {
       A* const shared = reinterpret_cast<A*>(dynamic_shared);
       if (slot_sums[0] != nullptr) block_sums[0] = shared;
-      if (slot_sums[1] != nullptr) block_sums[1] = slot_sums[0] == nullptr ? shared : shared + features;
+      if (slot_sums[1] != nullptr)
+        block_sums[1] = slot_sums[0] == nullptr ? shared : shared + features;
     }
     const A zeros[W] = {};
     for (std::int64_t i = 0; i < turns; ++i) {
@@ -659,7 +669,8 @@ __global__ void __launch_bounds__(kStreamThreads)
           dy[j] = static_cast<A>(dy_pack.v[j]);
           const A x_hat = ((static_cast<A>(x.v[j]) - mean) - delta) * rstd;
           dy_x_hat[j] = dy[j] * x_hat;
-          out.v[j] = static_cast<T>(NormInputGrad(dy[j] * scale[j], x_hat, mean_wdy, mean_wdy_x_hat, rstd));
+          out.v[j] = static_cast<T>(
+              NormInputGrad(dy[j] * scale[j], x_hat, mean_wdy, mean_wdy_x_hat, rstd));
         }
         StorePack(dx_row + column, out);
         if (block_sums[0] != nullptr) AddTo(block_sums[0] + column, dy_x_hat);
@@ -732,7 +743,8 @@ cudaError_t FindResidency(Residency& residency) {
     int of_block = 0, of_multiprocessor = 0, blocks = 0;
     status = cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (status != cudaSuccess) return status;
-    status = cudaDeviceGetAttribute(&of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    status = cudaDeviceGetAttribute(&of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+                                    device);
     if (status != cudaSuccess) return status;
     // CUDA keeps 1 KB of each block; the kernel's static shared memory is less than another.
     const int budget = std::min(of_block, of_multiprocessor / kBackwardBlocks<Tile> - 1024) - 1024;
@@ -765,7 +777,8 @@ ColumnSums<A> WantedSums(const LayerNormBwdArgs& args) {
 template <typename A>
 SlotSums<A> CutIntoSlots(const LayerNormBwdArgs& args, std::int64_t blocks, int rows_per_block) {
   const auto [groups, rows, features] = args.shape;
-  std::int64_t slots = std::min(CeilDiv(rows, rows_per_block), std::max<std::int64_t>(1, blocks / groups));
+  std::int64_t slots =
+      std::min(CeilDiv(rows, rows_per_block), std::max<std::int64_t>(1, blocks / groups));
   const int count = WantedSums<A>(args).count;
   if (count > 0) slots = std::min(slots, args.partial_rows);
   if (slots == 1) {
@@ -778,7 +791,8 @@ SlotSums<A> CutIntoSlots(const LayerNormBwdArgs& args, std::int64_t blocks, int 
 }
 
 template <typename T, int W>
-cudaError_t LaunchStream(cudaStream_t stream, const LayerNormBwdArgs& args, const SlotSums<Accum<T>>& sums) {
+cudaError_t LaunchStream(cudaStream_t stream, const LayerNormBwdArgs& args,
+                         const SlotSums<Accum<T>>& sums) {
   int device = 0, of_block = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status != cudaSuccess) return status;
@@ -789,7 +803,8 @@ cudaError_t LaunchStream(cudaStream_t stream, const LayerNormBwdArgs& args, cons
   const bool in_shared = bytes <= of_block - 2048;
   const int shared_bytes = in_shared ? static_cast<int>(bytes) : 0;
   auto* const kernel = &BackwardStreamKernel<T, W>;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, of_block - 2048);
+  status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, of_block - 2048);
   if (status != cudaSuccess) return status;
   kernel<<<GridBlocks(args.shape.groups * sums.slots), kStreamThreads,
            static_cast<std::size_t>(shared_bytes), stream>>>(args, sums, in_shared);
@@ -825,7 +840,8 @@ ffi::Error Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
                                 : DispatchTile(BackwardElementTiles<T>{}, features, launch);
   if (!launched) {
     sums = CutIntoSlots<A>(args, MultiprocessorCount(), 1);
-    status = aligned ? LaunchStream<T, kVec<T>>(stream, args, sums) : LaunchStream<T, 1>(stream, args, sums);
+    status = aligned ? LaunchStream<T, kVec<T>>(stream, args, sums)
+                     : LaunchStream<T, 1>(stream, args, sums);
   }
   if (status != cudaSuccess) return ToError(kOp, status);
   if (sums.slots > 1) {

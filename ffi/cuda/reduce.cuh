@@ -36,7 +36,7 @@ class TeamSum {
   __device__ __forceinline__ void operator()(A (&values)[kValues]) {
     static_assert(kValues <= kMaxValues);
 #pragma unroll
-    for (A& value : values) value = WarpSum<kTeam < kWarp ? kTeam : kWarp>(value);
+    for (A& value : values) value = WarpSum < kTeam<kWarp ? kTeam : kWarp>(value);
     if constexpr (kWarps > 1) {
       const int lane = static_cast<int>(threadIdx.x) % kWarp;
       const int warp = static_cast<int>(threadIdx.x) / kWarp;

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jax_gradops
@@ -73,7 +72,7 @@ def _norm_inputs(rng: np.random.Generator, parameters: int) -> list[tuple[Tree, 
 
 
 def _norm_oracle(x: np.ndarray, scale: np.ndarray, dy: np.ndarray, centered: bool) -> Tree:
-    """y without a bias, dx, dscale and dbias."""
+    """The output without a bias, dx, dscale and dbias."""
     if centered:
         x = x - x.mean(-1, keepdims=True)
     rstd = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON)
@@ -167,7 +166,7 @@ def _optax_clip(tree: Tree, dnorm: jax.Array) -> Tree:
     del dnorm
     transform = jax_gradops.clip_by_global_norm(MAX_NORM)
     updates, state = transform.update(tree, transform.init(tree))
-    return jnp.asarray(getattr(state, "global_norm")), updates  # noqa: B009
+    return state.global_norm, updates  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _optax_clip_oracle(tree: Tree, dnorm: float) -> Tree:

@@ -36,8 +36,6 @@ CAUSES = {
     "No FFI handler registered": "the native handlers were not registered with JAX",
     "RESOURCE_EXHAUSTED": "the device is out of memory: another process may hold it",
     "out of memory": "the device is out of memory: another process may hold it",
-    "Unable to initialize backend": "JAX cannot start a platform: check JAX_PLATFORMS, and that "
-    "the versions of jax, jaxlib and the CUDA plugin agree",
 }
 
 
@@ -100,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 # --- One check -----------------------------------------------------------------------------------
 
 
-def check(case: cases.Case, dtype: str, device: jax.Device) -> Check:
+def check(case: cases.Case, dtype: str, device: info.Device) -> Check:
     """Runs `case` on `device`; what goes wrong is in the result's `message`."""
     result = Check(str(device), case.title, dtype, "unknown")
     try:
@@ -111,7 +109,7 @@ def check(case: cases.Case, dtype: str, device: jax.Device) -> Check:
     return result
 
 
-def _run(case: cases.Case, dtype: str, device: jax.Device, result: Check) -> None:
+def _run(case: cases.Case, dtype: str, device: info.Device, result: Check) -> None:
     rng = np.random.default_rng(0)
     inputs = [_rounded(case, dtype, args) for args in case.inputs(rng)]
 
@@ -191,9 +189,10 @@ def installation_failures(environment: dict[str, Any]) -> list[str]:
     """Why nothing, or nothing native, can run."""
     failures = []
     if environment["error"]:
-        message = environment["error"]
-        causes = [cause for part, cause in CAUSES.items() if part in message]
-        failures.append(f"JAX finds no device: {message}. {'; '.join(causes)}".strip())
+        failures.append(
+            f"JAX finds no device: {environment['error']}. Check JAX_PLATFORMS, and that the "
+            "versions of jax, jaxlib and the CUDA plugin agree"
+        )
     if reason := environment["kernels"]["cpu"]["reason"]:
         text = f"there are no CPU kernels: {reason}"
         if "no native module" in reason:
@@ -219,7 +218,8 @@ def installation_warnings(environment: dict[str, Any]) -> list[str]:
     if not gpus and Path("/dev/nvidia0").exists() and not environment["error"]:
         warnings.append(
             "this machine has an NVIDIA GPU that JAX does not use: "
-            'pip install "jax[cuda13]" (or cuda12), and check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES'
+            'pip install "jax[cuda13]" (or cuda12), and check JAX_PLATFORMS and '
+            "CUDA_VISIBLE_DEVICES"
         )
     return warnings
 

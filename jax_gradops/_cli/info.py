@@ -8,13 +8,14 @@ import os
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 import jax_gradops
 from jax_gradops import _registry, _status
 
+Device: TypeAlias = Any  # jax.Device, which is no type to pyright
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 
 
@@ -58,12 +59,12 @@ def collect() -> dict[str, Any]:
     }
 
 
-def find_devices() -> tuple[list[jax.Device], str | None]:
+def find_devices() -> tuple[list[Device], str | None]:
     """All devices, the CPU beside an accelerator included, or why JAX finds none."""
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        return [], str(error)
+    except Exception as error:  # plugins raise what they like
+        return [], f"{type(error).__name__}: {error}".removesuffix(": ")
     if all(device.platform != "cpu" for device in devices):
         try:
             devices = [*devices, *jax.devices("cpu")]
@@ -118,7 +119,7 @@ def _kernels(name: str) -> dict[str, str | None]:
     }
 
 
-def _device(device: jax.Device) -> dict[str, Any]:
+def _device(device: Device) -> dict[str, Any]:
     return {
         "name": str(device),
         "platform": device.platform,
