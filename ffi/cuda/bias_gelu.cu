@@ -22,9 +22,8 @@ namespace gradops {
 namespace {
 
 constexpr int kThreads = 256;
-// Packs of x (backward: and of dy) that a thread has under way: 64 bytes either way.
-template <bool kBackward>
-constexpr int kRows = kBackward ? 2 : 4;
+// Packs of x (backward: and of dy) that a thread works on, while as many more are under way.
+constexpr int kBatch = 2;
 // Asked of the compiler, which then has 128 registers a thread and does not spill.
 constexpr int kBlocks = 2;
 // Enough blocks that multiprocessors run out of work together; backward each leaves a partial row.
@@ -79,8 +78,45 @@ __device__ __forceinline__ Pack<T, W> Apply(const Pack<T, W>& x, const Pack<T, W
   return out;
 }
 
-// --- Flat arrays
-// -----------------------------------------------------------------------------------
+// A thread's packs: `count` of them, `stride` elements apart.
+template <typename T, bool kApproximate, bool kBackward, int W>
+__device__ __forceinline__ void ApplyEach(const T* dy, const T* x, T* out, std::int64_t stride,
+                                          std::int64_t count, const Accum<T> (&bias)[W],
+                                          Accum<T> (&sums)[W]) {
+  struct Batch {
+    Pack<T, W> x[kBatch], dy[kBatch];
+  };
+  const auto load = [&](Batch& batch, std::int64_t first) {
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (first + k < count) {
+        batch.x[k] = Load<W>(x + (first + k) * stride);
+        if constexpr (kBackward) batch.dy[k] = Load<W>(dy + (first + k) * stride);
+      }
+    }
+  };
+  Batch batch, next;
+  load(batch, 0);
+  for (std::int64_t first = 0; first < count; first += kBatch) {
+    load(next, first + kBatch);
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (first + k < count) {
+        Store(out + (first + k) * stride,
+              Apply<T, kApproximate, kBackward>(batch.x[k], batch.dy[k], bias, sums));
+      }
+    }
+    batch = next;
+  }
+}
+
+// How many of start, start + step, ... lie below end.
+__device__ __forceinline__ std::int64_t StepsBelow(std::int64_t end, std::int64_t start,
+                                                   std::int64_t step) {
+  return start < end ? (end - start + step - 1) / step : 0;
+}
+
+// --- Flat arrays ---------------------------------------------------------------------------------
 
 // Elements [0, count), of which those after the last whole pack go one by one.
 template <typename T, bool kApproximate, bool kBackward, int W>
@@ -91,23 +127,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const std::int64_t packs = count / W;
   const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
   const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  for (std::int64_t first = thread; first < packs; first += kRows<kBackward> * step) {
-    Pack<T, W> xs[kRows<kBackward>], dys[kRows<kBackward>];
-#pragma unroll
-    for (int k = 0; k < kRows<kBackward>; ++k) {
-      if (first + k * step < packs) {
-        xs[k] = Load<W>(x + (first + k * step) * W);
-        if constexpr (kBackward) dys[k] = Load<W>(dy + (first + k * step) * W);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kRows<kBackward>; ++k) {
-      if (first + k * step < packs) {
-        Store(out + (first + k * step) * W,
-              Apply<T, kApproximate, kBackward>(xs[k], dys[k], no_bias, no_sums));
-      }
-    }
-  }
+  ApplyEach<T, kApproximate, kBackward>(kBackward ? dy + thread * W : nullptr, x + thread * W,
+                                        out + thread * W, step * W, StepsBelow(packs, thread, step),
+                                        no_bias, no_sums);
   if constexpr (W > 1) {
     const std::int64_t rest = packs * W + thread;
     if (rest < count) {
@@ -121,8 +143,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// --- Rows with a bias
-// ------------------------------------------------------------------------------
+// --- Rows with a bias ----------------------------------------------------------------------------
 
 // How rows are cut: a block has `lanes` packs of columns, and kThreads / lanes rows at a time.
 struct Cut {
@@ -162,27 +183,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
         for (int j = 0; j < W; ++j) bias[j] = __ldg(p + column + j);
       }
-      const std::int64_t base = group * shape.rows * shape.features + column;
-      for (std::int64_t first = slice * rows_at_once + row_in_block; first < shape.rows;
-           first += kRows<kBackward> * step) {
-        Pack<T, W> xs[kRows<kBackward>], dys[kRows<kBackward>];
-#pragma unroll
-        for (int k = 0; k < kRows<kBackward>; ++k) {
-          const std::int64_t row = first + k * step;
-          if (row < shape.rows) {
-            xs[k] = Load<W>(x + base + row * shape.features);
-            if constexpr (kBackward) dys[k] = Load<W>(dy + base + row * shape.features);
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < kRows<kBackward>; ++k) {
-          const std::int64_t row = first + k * step;
-          if (row < shape.rows) {
-            Store(out + base + row * shape.features,
-                  Apply<T, kApproximate, kBackward>(xs[k], dys[k], bias, sums));
-          }
-        }
-      }
+      const std::int64_t first_row = slice * rows_at_once + row_in_block;
+      const std::int64_t base = (group * shape.rows + first_row) * shape.features + column;
+      ApplyEach<T, kApproximate, kBackward>(kBackward ? dy + base : nullptr, x + base, out + base,
+                                            step * shape.features,
+                                            StepsBelow(shape.rows, first_row, step), bias, sums);
     }
     if constexpr (kBackward) {
       if (slice_sums.sums == nullptr) continue;  // the same for all threads
@@ -208,8 +213,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// --- Launchers
-// -------------------------------------------------------------------------------------
+// --- Launchers -----------------------------------------------------------------------------------
 
 template <typename... Pointers>
 bool Aligned(const Pointers*... pointers) {
@@ -232,7 +236,9 @@ Cut CutRows(const RowShape& shape, int width, int blocks_per_multiprocessor,
 
 template <typename T, bool kApproximate, bool kBackward, int W>
 void LaunchFlat(cudaStream_t stream, const void* dy, const void* x, void* out, std::int64_t count) {
-  const std::int64_t blocks = CeilDiv(CeilDiv(count, W), kThreads * kRows<kBackward>);
+  const std::int64_t blocks =
+      std::min(CeilDiv(CeilDiv(count, W), kThreads * kBatch),
+               std::int64_t{kForwardBlocksPerMultiprocessor} * MultiprocessorCount());
   FlatKernel<T, kApproximate, kBackward, W><<<GridBlocks(blocks), kThreads, 0, stream>>>(
       static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<T*>(out), count);
 }

@@ -121,8 +121,10 @@ def _platform() -> str:
 
     try:
         return jax.default_backend()
-    except RuntimeError as error:
-        raise DemoError(f"JAX finds no device: {error}") from None
+    except (RuntimeError, AssertionError) as error:  # AssertionError: jax 0.10, JAX_PLATFORMS=cuda
+        asked = jax.config.values["jax_platforms"]
+        reason = str(error) or f"JAX_PLATFORMS={asked} is not there"
+        raise DemoError(f"JAX finds no device: {reason}") from None
 
 
 def _check_implementation(implementation: Literal["ffi", "xla"] | None) -> None:

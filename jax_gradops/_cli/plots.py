@@ -69,6 +69,5 @@ def _curve(axes: Axes, values: list[float], color: str, style: object, label: st
     if len(values) >= width:
         sums = np.cumsum(np.concatenate([np.zeros(1), values]))
         means = (sums[width:] - sums[:-width]) / width
-        axes.plot(
-            steps[width - 1 :], means, color=color, linestyle=style, linewidth=1.6, label=label
-        )  # pyright: ignore[reportArgumentType]
+        middle = steps[width // 2 :][: len(means)]
+        axes.plot(middle, means, color=color, linestyle=style, linewidth=1.6, label=label)  # pyright: ignore[reportArgumentType]

@@ -36,13 +36,14 @@ class Reporter:
     """A progress bar on a terminal, else a line now and then."""
 
     def __init__(self, label: str, begin: int, steps: int) -> None:
-        self._label, self._steps, self._begin = label, steps, begin
+        self._label = f"{label}  " if label else ""
+        self._steps, self._begin = steps, begin
         self._started = self._shown = time.perf_counter()
         self._validated = 0
         self._bar: Progress | None = None
         if sys.stdout.isatty():
             columns: list[ProgressColumn] = [
-                TextColumn("{task.description}"),
+                *([TextColumn(label)] if label else []),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
@@ -62,11 +63,10 @@ class Reporter:
 
     def __call__(self, step: int, history: History, speed: float) -> None:
         """Shows a step; as `jax_gradops._cli.training.train` calls it."""
-        numbers = f"loss {history.losses[-1]:.3f}"
-        if history.validation:
-            numbers += f"  validation {list(history.validation.values())[-1]:.3f}"
-        numbers += f"  gradient norm {history.gradient_norms[-1]:.2f}  {speed:,.0f} tokens/s"
-        if self._bar:
+        loss, norm = history.losses[-1], history.gradient_norms[-1]
+        validation = f"{list(history.validation.values())[-1]:.3f}" if history.validation else "-"
+        if self._bar:  # in 80 columns
+            numbers = f"loss {loss:.3f}  val {validation}  norm {norm:.2f}  {speed:,.0f} tokens/s"
             self._bar.update(self._task, completed=step, numbers=numbers)
             return
         now = time.perf_counter()
@@ -75,7 +75,10 @@ class Reporter:
             self._shown, self._validated = now, len(history.validation)
             done = max(1, step - self._begin)
             left = (now - self._started) / done * (self._steps - step)
-            say(f"{self._label}  step {step}/{self._steps}  {numbers}  {left:.0f} s left")
+            say(
+                f"{self._label}step {step}/{self._steps}  loss {loss:.3f}  validation "
+                f"{validation}  gradient norm {norm:.2f}  {speed:,.0f} tokens/s  {left:.0f} s left"
+            )
 
 
 class StopOnInterrupt:

@@ -41,7 +41,7 @@ class Run:
             state = checkpoint.load_state(self._folder, state)
             say(f"Resuming at step {len(history.losses)} of {self._settings.steps}")
         with StopOnInterrupt() as interrupt:
-            with Reporter("Training", len(history.losses), self._settings.steps) as report:
+            with Reporter("", len(history.losses), self._settings.steps) as report:
                 state, speed = train(
                     program, state, history, report=report, stop=lambda: interrupt.requested
                 )

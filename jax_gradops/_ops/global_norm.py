@@ -26,21 +26,23 @@ Nonfinite: TypeAlias = Literal["propagate", "zero"]
 def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
     """The sum of squares in three ranges, as ffi/ops/global_norm.h defines them.
 
-    Squares of float32 reach from 2^-298 to 2^256: elements from 2^48 on are scaled by 2^-96 before
-    they are squared, those under 2^-48 by 2^96. After J. L. Blue, A Portable Fortran Program to
-    Find the Euclidean Norm of a Vector, https://doi.org/10.1145/355769.355771.
+    Squares of float32 reach from 2^-298 to 2^256, so a leaf is scaled by a power of two according to
+    its largest element before it is squared.
     """
     dtype = accum_dtype(*(leaf.dtype for leaf in leaves))
     huge = normal = tiny = jnp.zeros((), dtype)
     for leaf in leaves:
         x = leaf.astype(dtype)
-        if dtype == jnp.float32:
-            magnitude = jnp.abs(x)
-            is_huge, is_tiny = magnitude >= 2.0**48, magnitude < 2.0**-48
-            huge += jnp.sum(jnp.square(jnp.where(is_huge, x * 2.0**-96, 0)))
-            tiny += jnp.sum(jnp.square(jnp.where(is_tiny, x * 2.0**96, 0)))
-            x = jnp.where(is_huge | is_tiny, 0, x)
-        normal += jnp.sum(jnp.square(x))
+        if dtype == jnp.float64 or leaf.dtype == jnp.float16:
+            normal += jnp.sum(jnp.square(x))
+            continue
+        largest = jnp.max(jnp.abs(x))
+        is_huge, is_tiny = largest >= 2.0**48, largest < 2.0**-48
+        factor = jnp.where(is_huge, 2.0**-96, jnp.where(is_tiny, 2.0**96, 1.0)).astype(dtype)
+        total = jnp.sum(jnp.square(x * factor))
+        huge += jnp.where(is_huge, total, 0)
+        tiny += jnp.where(is_tiny, total, 0)
+        normal += jnp.where(is_huge | is_tiny, 0, total)
     return huge, normal, tiny
 
 

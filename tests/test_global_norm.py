@@ -1,0 +1,448 @@
+"""Global norm and clip-by-global-norm. Rows such as C1 are those of the catalogue of bugs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+from comparing import assert_bitwise_equal, assert_matches, widen
+from conformance import OpTests
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import collectives, mesh
+
+import jax_gradops
+from jax_gradops import clip_tree_by_global_norm
+
+LIMIT = 0.5
+
+
+class TestGlobalNorm(OpTests):
+    """Of a tree of two leaves."""
+
+    kernels = ("sum_of_squares",)
+    parameters = 1
+
+    def op(self, x, p, *, implementation=None):
+        with jax_gradops.use_implementation(implementation):
+            return jax_gradops.global_norm({"x": x, "p": [p, None]})
+
+    def oracle(self, x, p):
+        return oracles.global_norm(x, p)
+
+    def oracle_vjp(self, dy, x, p):
+        return oracles.global_norm_vjp(dy, x, p)
+
+    def output_shape(self, shape):
+        return ()
+
+    def output_dtype(self, *operands):
+        return self.accum_dtype(*operands)
+
+    def accum_dtype(self, *operands):
+        return jnp.dtype("float64" if "float64" in {a.dtype.name for a in operands} else "float32")
+
+
+class TestClip(TestGlobalNorm):
+    """The first leaf after clipping; the second one takes part through the norm."""
+
+    # One for the norm; one for the inner product of dy and the direction of x.
+    row_collectives = {"all-reduce": 2}
+
+    def op(self, x, p, *, implementation=None):
+        clipped, _ = clip_tree_by_global_norm((x, p), LIMIT, implementation=implementation)
+        return clipped[0]
+
+    def oracle(self, x, p):
+        return oracles.clip(LIMIT, x, p)[0]
+
+    def oracle_vjp(self, dy, x, p):
+        return oracles.clip_first_vjp(dy, LIMIT, x, p)
+
+    def output_shape(self, shape):
+        return shape
+
+    def output_dtype(self, *operands):
+        return operands[0].dtype
+
+
+@pytest.fixture
+def clip(implementation):
+    """clip_tree_by_global_norm with the implementation in turn."""
+    return functools.partial(clip_tree_by_global_norm, implementation=implementation)
+
+
+def check_norm(norm: Any, *leaves: Any) -> None:
+    float64 = any(leaf.dtype == np.float64 for leaf in leaves)
+    dtype = np.dtype("float64" if float64 else "float32")
+    assert_matches(norm, oracles.global_norm(*map(widen, leaves)), dtype, dtype, "norm")
+
+
+# --- The norm ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(17.0, "float16"), (6e4, "float16"), (6e-8, "float16"), (1e20, "float32"), (1e-25, "float32"),
+     (1e35, "float32"), (1e-36, "float32"), (1e15, "bfloat16"), (1e-30, "bfloat16"), (1e150, "float64")],
+)  # fmt: skip
+def test_range(platform, clip, value, dtype):
+    """C2, C3, C8: squares that the leaves' dtype, or float32, cannot hold."""
+    leaf = np.full((300, 100), value).astype(jnp.dtype(dtype))
+    (clipped,), norm = clip([leaf], 1.0)
+    check_norm(norm, leaf)
+    np.testing.assert_allclose(widen(clipped), 30_000**-0.5 if norm >= 1 else value, rtol=1e-2)
+
+
+def test_range_in_one_tree(platform, clip):
+    """Leaves of all magnitudes; each may be the one that counts."""
+    sizes = [1e-36, 1e-20, 1.0, 1e20, 1e35]
+    for n in range(1, len(sizes) + 1):
+        leaves = [np.full(7, s, np.float32) for s in sizes[:n]]
+        check_norm(clip(leaves, 1.0)[1], *leaves)
+
+
+def test_grouping(platform, clip, rng):
+    """C4: the norm does not depend on how elements are spread over leaves."""
+    x = rng.standard_normal(30_000).astype(jnp.bfloat16)
+    norms = [float(clip(np.split(x, n), 1.0)[1]) for n in (1, 10, 300)]
+    np.testing.assert_allclose(norms, norms[0], rtol=1e-6)
+
+
+def test_exact(platform, implementation):
+    with jax_gradops.use_implementation(implementation):
+        for dtype in ("float16", "bfloat16", "float32", "float64"):
+            tree = {"a": jnp.full((3, 3), 2, dtype), "b": jnp.full(7, -4, dtype), "c": 1}
+            tree["c"] = jnp.array(-4.0, dtype)  # 36 + 112 + 16 = 164
+            norm = jax_gradops.global_norm(tree | {"d": jnp.full(5, 1, dtype)})
+            assert norm == 13 and norm.dtype == ("float64" if dtype == "float64" else "float32")
+
+
+def test_many_leaves(platform, clip):
+    """3,000 leaves in one call: of all dtypes and sizes, some without elements."""
+    dtypes = [jnp.dtype(d) for d in ("float32", "bfloat16", "float16")]
+    leaves = [np.full(i % 5, 1 + i % 3).astype(dtypes[i % 3]) for i in range(3000)]
+    clipped, norm = jax.jit(lambda leaves: clip(leaves, 1.0))(leaves)
+    check_norm(norm, *leaves)
+    reference = oracles.clip(1.0, *map(widen, leaves))
+    for leaf, actual, expected in zip(leaves, clipped, reference, strict=True):
+        assert_matches(actual, expected, leaf.dtype, np.float32, "leaf")
+
+
+def test_large_leaves(platform, clip, rng):
+    """Larger than what one thread or block takes; odd sizes."""
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        leaves = [
+            rng.standard_normal(s).astype(jnp.dtype(dtype)) for s in (300_007, (1001, 999), 3)
+        ]
+        check_norm(clip(leaves, 1.0)[1], *leaves)
+
+
+# --- What passes through, and what is not clipped ------------------------------------------------
+
+
+def test_mixed_dtypes(platform, clip, rng):
+    """C7: each leaf comes back in its dtype, and the norm is float64 if one of them is."""
+    names = ("float16", "bfloat16", "float32")
+    for dtypes in (names, (*names, "float64")):
+        leaves = [rng.standard_normal((5, 7)).astype(jnp.dtype(d)) for d in dtypes]
+        clipped, norm = clip(leaves, 1.0)
+        check_norm(norm, *leaves)
+        accum = norm.dtype
+        for leaf, actual, reference in zip(
+            leaves, clipped, oracles.clip(1.0, *map(widen, leaves)), strict=True
+        ):
+            assert_matches(actual, reference, leaf.dtype, accum, leaf.dtype.name)
+
+
+def test_structure(platform, clip):
+    """None, MaskedNode, scalars and leaves without elements pass through."""
+    tree = {
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "empty": jnp.zeros((3, 0), jnp.bfloat16),
+        "nested": [jnp.float32(3), (np.float32(4), {})],
+    }
+    clipped, norm = clip(tree, 1.0)
+    assert jax.tree.structure(clipped) == jax.tree.structure(tree)
+    assert (clipped["empty"].shape, clipped["empty"].dtype) == ((3, 0), jnp.bfloat16)
+    assert norm == 5
+    np.testing.assert_allclose(clipped["nested"][0], 0.6, rtol=1e-6)
+    assert clipped["nested"][0].shape == ()
+
+
+@pytest.mark.parametrize(
+    "tree", [{}, None, [None], [jnp.zeros((0, 3))], optax.MaskedNode()], ids=str
+)
+def test_empty_tree(platform, clip, tree):
+    for max_norm in (0.0, 1.0):
+        clipped, norm = clip(tree, max_norm)
+        assert jax.tree.structure(clipped) == jax.tree.structure(tree)
+        assert norm == 0 and norm.shape == ()
+
+
+def test_not_clipped_is_bitwise_unchanged(platform, clip, dtype):
+    """Subnormals and -0 too."""
+    tiny = jnp.finfo(dtype).smallest_subnormal
+    leaf = np.array([0.25, -0.0, 0.0, tiny, -tiny, 1 / 3], dtype)
+    clipped, norm = clip({"w": leaf}, 1.0)
+    assert 0 < norm < 1
+    assert_bitwise_equal(clipped["w"], leaf)
+    assert_bitwise_equal(clip({"w": leaf}, np.inf)[0]["w"], leaf)
+
+
+def test_zero_norm(platform, clip):
+    """C1: never 0/0."""
+    leaf = np.array([0.0, -0.0], np.float32)
+    for max_norm in (0.0, 1.0):
+        (clipped,), norm = clip([leaf], max_norm)
+        assert norm == 0
+        assert_bitwise_equal(clipped, leaf)
+
+
+def test_limits(platform, clip, rng):
+    """max_norm 0 makes everything 0; tiny norms are clipped with the true quotient."""
+    leaf = rng.standard_normal(100).astype(np.float32)
+    assert not clip([leaf], 0.0)[0][0].any()
+    norm = np.linalg.norm(widen(leaf))
+    small = leaf * np.float32(1e-10 / norm)
+    np.testing.assert_allclose(clip([small], 1e-12)[0][0], small * 1e-2, rtol=1e-5)
+    for limit in (norm * 0.99, norm * 1e-3, norm * 1e-6):
+        clipped, _ = clip([leaf], limit)
+        assert np.linalg.norm(widen(clipped[0])) <= limit * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_nonfinite(platform, clip, value, dtype):
+    """C5: as Optax, or all leaves 0."""
+    tree = {"a": np.array([1, value, -2]), "b": np.array([[3.0, 0.0]])}
+    tree = {k: v.astype(jnp.dtype(dtype)) for k, v in tree.items()}
+    clipped, norm = clip(tree, 1.0)
+    with np.errstate(invalid="ignore"):
+        expected, _ = optax.clip_by_global_norm(1.0).update(
+            jax.tree.map(lambda x: x.astype(np.float64), tree), optax.EmptyState()
+        )
+    jax.tree.map(lambda a, e: np.testing.assert_array_equal(widen(a), e), clipped, expected)
+    assert np.isnan(norm) if np.isnan(value) else norm == np.inf
+    zeros, _ = clip(tree, 1.0, nonfinite="zero")
+    assert not any(map(jnp.any, jax.tree.leaves(zeros)))
+    assert jax.tree.map(jnp.dtype, zeros) == jax.tree.map(jnp.dtype, tree)
+
+
+def test_as_optax(platform, clip, rng):
+    for size in (1e-3, 1.0, 1e3):
+        tree = {k: size * rng.standard_normal((5, 7)).astype(np.float32) for k in "abc"}
+        expected, _ = optax.clip_by_global_norm(1.0).update(tree, optax.EmptyState())
+        clipped, norm = clip(tree, 1.0)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), clipped, expected)
+        np.testing.assert_allclose(norm, optax.tree.norm(tree), rtol=1e-6)
+
+
+# --- Transformations -----------------------------------------------------------------------------
+
+
+def test_gradients_at_the_edges(platform, clip):
+    """C6: finite at 0 (where the derivative of the norm is taken as 0) and at norm == max_norm."""
+    weights = np.array([1, 2, 3], np.float32)
+
+    def loss(x: Any, limit: Any) -> Any:
+        return jnp.sum(clip([x], limit)[0][0] * weights)
+
+    zero = np.zeros(3, np.float32)
+    for limit in (0.0, 1.0):
+        np.testing.assert_array_equal(jax.grad(loss)(zero, limit), weights)
+    x = np.array([3, 0, 4], np.float32)  # norm 5
+    for limit in (4.0, 5.0, 6.0):
+        (expected,) = oracles.clip_first_vjp(widen(weights), limit, widen(x))
+        assert_matches(jax.grad(loss)(x, limit), expected, np.float32, np.float32, f"limit {limit}")
+    for power in (1, 2):
+        norm_gradient = jax.grad(lambda x, p=power: jax_gradops.global_norm([x]) ** p)
+        np.testing.assert_array_equal(norm_gradient(zero), zero)
+
+
+def test_gradient_to_max_norm(platform, clip):
+    x = np.array([3, 4], np.float32)
+    gradient = jax.grad(lambda limit: clip([x], limit)[0][0].sum())
+    np.testing.assert_allclose([gradient(1.0), gradient(9.0)], [7 / 5, 0], rtol=1e-6)
+
+
+def test_traced_max_norm(platform, clip):
+    tree = {"w": np.array([3, 4], np.float32)}
+    f = jax.jit(lambda tree, limit: clip(tree, limit)[0]["w"])
+    for limit in (1, 2.5, np.float64(2.5), jnp.float32(2.5), np.array(2), jnp.array(10.0)):
+        expected = np.minimum(1, float(limit) / 5) * tree["w"]
+        np.testing.assert_allclose(f(tree, limit), expected, rtol=1e-6)
+        np.testing.assert_allclose(clip(tree, limit)[0]["w"], expected, rtol=1e-6)
+
+
+def test_per_example(platform, clip, rng):
+    """vmap clips each example by its own norm; one leaf is shared by all."""
+    tree = {"x": rng.standard_normal((5, 3, 4)), "y": rng.standard_normal((2, 5))}
+    tree = {k: v.astype(np.float32) for k, v in tree.items()}
+    shared = rng.standard_normal(3).astype(np.float32)
+
+    def f(tree: Any) -> Any:
+        return clip(tree | {"shared": shared}, 1.0)
+
+    clipped, norms = jax.jit(jax.vmap(f, in_axes=({"x": 0, "y": 1},)))(tree)
+    for i in range(5):
+        leaves = tree["x"][i], tree["y"][:, i], shared
+        check_norm(norms[i], *leaves)
+        reference = oracles.clip(1.0, *map(widen, leaves))
+        for name, expected in zip(("x", "y", "shared"), reference, strict=True):
+            assert_matches(clipped[name][i], expected, np.float32, np.float32, name)
+
+
+SPECS = {
+    "a": P("data"),
+    "b": P(None, "model"),
+    "c": P(),
+    "d": P(("data", "model")),
+    "e": P("model", "data"),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_tree(platform, clip, implementation, kind, rng):
+    """Leaves laid out in different ways; a replicated one counts once. Only scalars travel."""
+    devices = mesh(platform, kind)
+    tree = {k: rng.standard_normal((16, 8)).astype(np.float32) for k in SPECS}
+    with jax.set_mesh(devices):
+        arrays = {k: jax.device_put(v, NamedSharding(devices, SPECS[k])) for k, v in tree.items()}
+        compiled = jax.jit(lambda tree: clip(tree, 1.0)).lower(arrays).compile()
+        clipped, norm = compiled(arrays)
+    check_norm(norm, *tree.values())
+    for k, reference in zip(SPECS, oracles.clip(1.0, *map(widen, tree.values())), strict=True):
+        assert_matches(clipped[k], reference, np.float32, np.float32, k)
+        assert clipped[k].sharding.is_equivalent_to(arrays[k].sharding, 2)
+    if implementation == "ffi":
+        text = compiled.as_text()
+        assert set(collectives(text)) <= {"all-reduce"}
+        reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
+        assert reduced and all(set(re.findall(r"\[(.*?)\]", r)) == {""} for r in reduced), reduced
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(platform, clip, check_vma, rng):
+    """There, an op sees one device's part of the tree and clips that."""
+    devices = mesh(platform, AxisType.Auto)
+    n = devices.shape["data"]
+    x = rng.standard_normal((8, 4)).astype(np.float32)
+    shared = rng.standard_normal(3).astype(np.float32)
+
+    def local(x: Any, shared: Any) -> Any:
+        (clipped, _), norm = clip((x, shared), 1.0)
+        return clipped, norm[None]
+
+    mapped = jax.shard_map(
+        local, mesh=devices, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma
+    )
+    clipped, norms = jax.jit(mapped)(x, shared)
+    for i, part in enumerate(np.split(x, n)):
+        check_norm(norms[i], part, shared)
+        reference, _ = oracles.clip(1.0, widen(part), widen(shared))
+        assert_matches(np.split(clipped, n)[i], reference, np.float32, np.float32, f"device {i}")
+
+
+# --- Optax ---------------------------------------------------------------------------------------
+
+
+def test_chain(platform, implementation, rng):
+    """The same training as with Optax's own; the state holds the norm before clipping."""
+
+    def train(clip: Any) -> Any:
+        optimizer = optax.chain(clip, optax.adam(1e-2))
+        params = {"w": jnp.full((4, 3), 0.5, jnp.float32), "b": jnp.zeros(3, jnp.float32)}
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params: Any, state: Any, x: Any) -> Any:
+            grads = jax.grad(lambda p: jnp.sum(jnp.sin(x @ p["w"]) * 30 + p["b"][None]))(params)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
+
+        state = optimizer.init(params)
+        for x in data:
+            params, state, norm = step(params, state, x)
+        return params, state, norm
+
+    data = rng.standard_normal((5, 8, 4)).astype(np.float32)
+    ours, state, norm = train(jax_gradops.clip_by_global_norm(1.0, implementation=implementation))
+    expected, _, _ = train(optax.clip_by_global_norm(1.0))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, expected
+    )
+    assert isinstance(state[0], jax_gradops.ClipByGlobalNormState)
+    np.testing.assert_allclose(state[0].global_norm, norm, rtol=1e-6)
+    assert state[0].global_norm.dtype == jnp.float32 and norm > 1
+
+
+def test_inject_hyperparams(platform):
+    """max_norm as a value that changes from step to step."""
+    schedule = optax.linear_schedule(1.0, 0.5, 1)
+    clip = optax.inject_hyperparams(jax_gradops.clip_by_global_norm)(max_norm=schedule)
+    grads = {"w": jnp.array([3.0, 4.0], jnp.float32)}
+    state = clip.init(grads)
+    update = jax.jit(clip.update)
+    for expected in (1.0, 0.5, 0.5):
+        clipped, state = update(grads, state)
+        np.testing.assert_allclose(np.linalg.norm(clipped["w"]), expected, rtol=1e-6)
+        assert state.inner_state.global_norm == 5
+
+
+def test_initial_state():
+    init = jax_gradops.clip_by_global_norm(1.0).init
+    assert init({"w": jnp.ones(3, jnp.bfloat16)}).global_norm.dtype == jnp.float32
+    assert init({"w": jnp.ones(3, jnp.float64)}).global_norm.dtype == jnp.float64
+    assert init({}).global_norm == 0
+
+
+# --- Errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["clip_tree_by_global_norm", "clip_by_global_norm"])
+@pytest.mark.parametrize(
+    ("max_norm", "options", "exception", "message"),
+    [
+        (-1.0, {}, ValueError, r"max_norm must be >= 0.*-1"),
+        (np.nan, {}, ValueError, r"max_norm must be >= 0.*nan"),
+        (np.float32(-1), {}, ValueError, r"max_norm must be >= 0.*-1"),
+        ("1", {}, TypeError, r"max_norm must be a number.*'1'"),
+        (None, {}, TypeError, r"max_norm must be a number.*None"),
+        (True, {}, TypeError, r"max_norm must be a number.*True"),
+        (np.ones(2), {}, TypeError, r"max_norm must be a number.*\(2,\)"),
+        (jnp.ones(2), {}, TypeError, r"max_norm must be a number.*\(2,\)"),
+        (1.0, {"nonfinite": "raise"}, ValueError, r"nonfinite must be 'propagate' or 'zero'.*'raise'"),
+        (1.0, {"implementation": "gpu"}, ValueError, r"implementation must be.*'gpu'"),
+    ],
+)  # fmt: skip
+def test_errors(op, max_norm, options, exception, message):
+    tree = ({"w": jnp.ones(3, jnp.float32)},) if op == "clip_tree_by_global_norm" else ()
+    with pytest.raises(exception, match=rf"^{op}: {message}"):
+        getattr(jax_gradops, op)(*tree, max_norm, **options)
+
+
+def test_errors_in_the_tree():
+    """The message says where in the tree."""
+    tree = {"layers": [jnp.ones(3, jnp.float32), {"step": jnp.array(1)}]}
+    place = re.escape("tree['layers'][1]['step']")
+    for op in (jax_gradops.global_norm, functools.partial(clip_tree_by_global_norm, max_norm=1.0)):
+        with pytest.raises(TypeError, match=rf"norm: {place} must have dtype.*got int"):
+            op(tree)
+        with pytest.raises(TypeError, match=r"norm: tree\['a'\] must be an array.*str"):
+            op({"a": "text"})
+
+
+def test_errors_of_a_traced_max_norm():
+    for wrong in (np.ones(2), np.array(True), np.array(1j)):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"max_norm must be a (real scalar|number)"
+        ):
+            jax.jit(lambda limit: clip_tree_by_global_norm([np.ones(2)], limit))(wrong)
