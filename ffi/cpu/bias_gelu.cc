@@ -19,7 +19,7 @@
 namespace gradops {
 namespace {
 
-constexpr std::int64_t kBlock = 512;        // elements that go through the stack at a time
+constexpr std::int64_t kBlock = 512;         // elements that go through the stack at a time
 constexpr std::int64_t kTileColumns = 2048;  // so that a tile's row and its sums stay in L1
 constexpr std::int64_t kShortRow = 256;      // shorter rows are joined
 constexpr std::int64_t kMaxChunks = 64;      // of rows, per group
@@ -118,15 +118,15 @@ class TileBias {
   const A* data_ = repeated_;
 };
 
-// One block: out = gelu(x + bias), or with dy out = dy gelu'(x + bias), which may overwrite dy and is
-// also added to sums unless that is null. Short loops over the stack, as those are vectorised, for
-// each of three instruction sets; the first call chooses.
+// One block: out = gelu(x + bias), or with dy out = dy gelu'(x + bias), which may overwrite dy and
+// is also added to sums unless that is null. Short loops over the stack, as those are vectorised,
+// for each of three instruction sets; the first call chooses.
 template <typename T, bool kApproximate, bool kBackward>
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 [[gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
 #endif
-[[gnu::flatten]] void ComputeBlock(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T* out,
-                  Accum<T>* sums) {
+[[gnu::flatten]] void ComputeBlock(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n,
+                                   T* out, Accum<T>* sums) {
   using A = Accum<T>;
   A z[kBlock], result[kBlock];
   for (std::int64_t i = 0; i < n; ++i) z[i] = static_cast<A>(x[i]) + bias[i];
@@ -196,9 +196,9 @@ void Backward(const CpuContext& pool, const BiasGeluBwdArgs& args) {
                                           dx + offset, wants_sums ? sums + start : nullptr);
     });
     if (!wants_sums) return;
-    A* const rows = t.row_chunks == 1
-                        ? dbias + tile.group * shape.features
-                        : workspace + (tile.group * args.partial_rows + tile.chunk) * shape.features;
+    A* const rows = t.row_chunks == 1 ? dbias + tile.group * shape.features
+                                      : workspace + (tile.group * args.partial_rows + tile.chunk) *
+                                                        shape.features;
     StoreSums(sums, shape.features, tile, rows);
   });
   if (!wants_sums || t.row_chunks == 1) return;
@@ -227,7 +227,8 @@ ffi::Error BiasGeluBwd(CpuContext pool, const BiasGeluBwdArgs& args) {
   if (args.shape.elements() == 0) {
     if (args.dbias != nullptr) {
       const std::int64_t sums = args.shape.groups * args.shape.features;
-      std::memset(args.dbias, 0, static_cast<std::size_t>(sums * ByteWidthOf(AccumDtype(args.dtype))));
+      std::memset(args.dbias, 0,
+                  static_cast<std::size_t>(sums * ByteWidthOf(AccumDtype(args.dtype))));
     }
     return ffi::Error::Success();
   }

@@ -276,8 +276,7 @@ __global__ void __launch_bounds__(kForwardThreads<Tile>, kForwardBlocks<Tile>)
 // A row per block, read twice. Each thread keeps count, mean and centered sum of squares of what it
 // has seen and merges it with that of the next few packs: Chan, Golub, LeVeque (1983).
 template <typename T, int W>
-__global__ void __launch_bounds__(kStreamThreads, 1)
-    ForwardStreamKernel(const LayerNormFwdArgs args) {
+__global__ void __launch_bounds__(kStreamThreads) ForwardStreamKernel(const LayerNormFwdArgs args) {
   using A = Accum<T>;
   constexpr int kPacks = W == 1 ? 8 : W == 2 ? 2 : 4;
   constexpr std::int64_t kStep = kStreamThreads * W;

@@ -301,8 +301,9 @@ def layer_norm(
 
     >>> import jax, jax.numpy as jnp, jax_gradops
     >>> x = jnp.arange(6.0).reshape(2, 3)
-    >>> jax_gradops.layer_norm(x, scale=jnp.ones(3), bias=jnp.zeros(3)).round(3).tolist()
-    [[-1.225, 0.0, 1.225], [-1.225, 0.0, 1.225]]
+    >>> print(jax_gradops.layer_norm(x, scale=jnp.ones(3), bias=jnp.zeros(3)).round(3))
+    [[-1.225  0.     1.225]
+     [-1.225  0.     1.225]]
     """
     return _norm(
         "layer_norm", x, scale, bias, begin_norm_axis, epsilon, scale_offset, implementation
@@ -347,7 +348,7 @@ def rms_norm(
       Zhang, Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467
 
     >>> import jax.numpy as jnp, jax_gradops
-    >>> jax_gradops.rms_norm(jnp.array([[3.0, 4.0]])).round(3).tolist()
-    [[0.849, 1.131]]
+    >>> print(jax_gradops.rms_norm(jnp.array([[3.0, 4.0]])).round(3))
+    [[0.849 1.131]]
     """
     return _norm("rms_norm", x, scale, None, begin_norm_axis, epsilon, scale_offset, implementation)

@@ -1,0 +1,63 @@
+"""Runs what the documentation shows: Python blocks of README.md, and examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import jax_gradops
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCKS = [
+    (README.read_text()[: match.start()].count("\n") + 2, match[1])
+    for match in re.finditer(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+]
+FUNCTIONS = {
+    name: value
+    for name, value in vars(jax_gradops).items()
+    if inspect.isfunction(value) and not name.startswith("_")
+}
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """JAX's own defaults, not this suite's stricter ones."""
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+def test_readme_has_examples():
+    assert len(BLOCKS) >= 1
+
+
+@pytest.mark.parametrize(("line", "code"), BLOCKS, ids=[f"line {line}" for line, _ in BLOCKS])
+def test_readme(line, code):
+    """Each block stands alone."""
+    if ">>> " in code:
+        run_doctest(doctest.DocTestParser().get_doctest(code, {}, f"README:{line}", None, line))
+    else:
+        # The line numbers of a traceback are then those of the file.
+        exec(compile("\n" * (line - 1) + code, README, "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring(name):
+    tests = doctest.DocTestFinder(recurse=False).find(FUNCTIONS[name], name, globs={})
+    assert any(test.examples for test in tests), f"{name} has no example"
+    for test in tests:
+        run_doctest(test)
+
+
+def run_doctest(test: doctest.DocTest) -> None:
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=report.append)
+    assert not report, "".join(report)

@@ -1,0 +1,98 @@
+"""The package as a whole: names that must agree, docstrings, what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import jax_gradops
+from jax_gradops import _core, _registry, _status
+
+PACKAGE = Path(jax_gradops.__file__).parent
+PUBLIC = {n: v for n, v in vars(jax_gradops).items() if not n.startswith("_")}
+FUNCTIONS = {n: v for n, v in PUBLIC.items() if inspect.isfunction(v)}
+
+
+def test_public_names():
+    """Those of the issue and of contracts.md; a name more or less is a decision."""
+    modules = {n for n, v in PUBLIC.items() if inspect.ismodule(v)}
+    assert modules <= {"backward", "linen", "nnx"}
+    assert PUBLIC.keys() - modules >= {
+        "layer_norm",
+        "rms_norm",
+        "gelu",
+        "bias_gelu",
+        "global_norm",
+        "clip_tree_by_global_norm",
+        "clip_by_global_norm",
+        "ClipByGlobalNormState",
+        "use_implementation",
+        "implementation_in_use",
+        "ImplementationInUse",
+        "EXPORT_DISABLED_CHECKS",
+    }
+
+
+@pytest.mark.parametrize("name", sorted(n for n, v in PUBLIC.items() if callable(v)))
+def test_docstrings(name):
+    """Args, Returns and an example for each function; nothing is undocumented or unannotated."""
+    value = PUBLIC[name]
+    doc = inspect.getdoc(value)
+    assert doc and doc.splitlines()[0].endswith((".", "pass.", ","))
+    if not inspect.isfunction(value):
+        return
+    signature = inspect.signature(inspect.unwrap(value))
+    for parameter in signature.parameters.values():
+        assert re.search(rf"^ +{parameter.name}: ", doc, re.MULTILINE), parameter.name
+        assert parameter.annotation is not parameter.empty, parameter.name
+    assert signature.return_annotation is not signature.empty
+    assert "Raises:" in doc and ">>> " in doc
+
+
+def test_version_and_typing():
+    assert jax_gradops.__version__ == importlib.metadata.version("jax_gradops")
+    assert re.match(r"\d+\.\d+", jax_gradops.__version__)
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_no_private_jax():
+    """Nothing of `jax._src`, `jaxlib` or `jax.interpreters`: they change without notice."""
+    for path in PACKAGE.rglob("*.py"):
+        found = re.findall(r"jax\._src|jaxlib\.\w+|jax\.interpreters", path.read_text())
+        assert not found, f"{path}: {found}"
+
+
+@pytest.mark.parametrize("platform", _registry.MODULES)
+def test_handlers_are_kernels(platform):
+    """Each backend has a handler for each kernel that Python declares, and no other."""
+    kernels = [k for kernels in _status.OPS.values() for k in kernels]
+    assert set(_registry.MODULES[platform].registrations()) == {k.name for k in kernels}
+
+
+def test_every_kernel_belongs_to_an_op():
+    """Else `implementation_in_use` and EXPORT_DISABLED_CHECKS would not know of it."""
+    declared = {k for k in _all_kernels()}
+    assert declared == {k for kernels in _status.OPS.values() for k in kernels}
+    assert _status.OPS.keys() <= FUNCTIONS.keys()
+    assert len(jax_gradops.EXPORT_DISABLED_CHECKS) == len(declared)
+
+
+def _all_kernels() -> set[_core.Kernel]:
+    modules = [v for v in vars(_status).values() if inspect.ismodule(v)]
+    return {k for m in modules for k in vars(m).values() if isinstance(k, _core.Kernel)}
+
+
+def test_column_sum_workspace():
+    """Never larger than its bound, never empty where there is something to sum."""
+    for groups in (1, 3, 600, 100_000):
+        for rows in (1, 511, 10**6):
+            for features in (1, 1000, 2**24):
+                shape = _core.column_sum_workspace(groups, rows, features, 2)
+                assert (shape[0], *shape[2:]) == (groups, 2, features)
+                assert 1 <= shape[1] <= min(rows, 512)
+    for nothing in [(1, 0, 8, 2), (1, 8, 0, 2), (0, 8, 8, 2), (1, 8, 8, 0)]:
+        assert _core.column_sum_workspace(*nothing) == (0,)
