@@ -26,8 +26,8 @@ Nonfinite: TypeAlias = Literal["propagate", "zero"]
 def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
     """The sum of squares in three ranges, as ffi/ops/global_norm.h defines them.
 
-    Squares of float32 reach from 2^-298 to 2^256, so a leaf is scaled by a power of two according to
-    its largest element before it is squared.
+    Squares of float32 reach from 2^-298 to 2^256, so a leaf is scaled by a power of two, according
+    to its largest element, before it is squared.
     """
     dtype = accum_dtype(*(leaf.dtype for leaf in leaves))
     huge = normal = tiny = jnp.zeros((), dtype)

@@ -17,9 +17,10 @@ import time
 
 import jax
 import jax.numpy as jnp
-import jax_gradops
 import numpy as np
 import optax
+
+import jax_gradops
 from jax_gradops._ops import bias_gelu, layer_norm
 
 IMPLEMENTATIONS = ("ffi", "xla")

@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+
 import jax_gradops
 
 jax.config.update("jax_enable_x64", True)
