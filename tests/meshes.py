@@ -62,7 +62,7 @@ class MeshTests:
         compiled = jax.jit(self.value_and_vjp(implementation)).lower(*arrays).compile()
         self.check(results := compiled(*arrays), example, str(spec))
         if implementation == "ffi" and devices.shape["model"] > 1:
-            assert collectives(compiled.as_text()) == self.row_collectives
+            assert collectives(compiled.as_text()) == self.row_collectives, spec
             if self.output_shape((1,)):
                 assert results[0].sharding.is_equivalent_to(arrays[1].sharding, 3)
             assert results[1].sharding.is_equivalent_to(arrays[1].sharding, 3)
@@ -94,6 +94,28 @@ class MeshTests:
         for i in range(8):
             self.check([r[i] for r in results], [dy[i], x[i], *parameters], f"slice {i}")
 
+    @pytest.mark.parametrize("spec", [P("data"), P("data", "model")], ids=str)
+    def test_explicit_mesh(self, platform, implementation, spec, rng):
+        devices = mesh(platform, AxisType.Explicit)
+        example = self.example(rng, self.mesh_shape, jnp.float32)
+        with jax.set_mesh(devices):
+            arrays = self.placed(devices, spec, example)
+            results = jax.jit(self.value_and_vjp(implementation))(*arrays)
+            forward = jax.jit(functools.partial(self.op, implementation=implementation))(
+                *arrays[1:]
+            )
+        self.check(results, example, f"explicit {spec}")
+        assert_matches(
+            forward, self.expected(*example)[0], forward.dtype, jnp.float32, "forward alone"
+        )
+        if self.output_shape((1,)):
+            padded = P(*spec, *[None] * (3 - len(spec)))
+            assert forward.sharding.is_equivalent_to(NamedSharding(devices, padded), 3)
+
+
+class RowMeshTests:
+    """Mixed into `RowOpTests`: inside shard_map, each device has rows of its own."""
+
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_shard_map(self, platform, implementation, check_vma, rng):
         """The gradient of a shard_map: of rows spread, parameters replicated."""
@@ -101,8 +123,6 @@ class MeshTests:
         example = self.example(rng, self.mesh_shape, jnp.float32)
         spec = P("data", "model")
         op = functools.partial(self.op, implementation=implementation)
-        if not self.output_shape((1,)):
-            pytest.skip("the result is a sum over all devices; see test_global_norm.py")
         mapped = jax.shard_map(
             op,
             mesh=devices,
@@ -121,8 +141,6 @@ class MeshTests:
     def test_gradient_inside_shard_map(self, platform, implementation, check_vma, rng):
         """With check_vma, a replicated parameter's gradient is the sum over devices."""
         devices = mesh(platform, AxisType.Auto)
-        if not self.output_shape((1,)):
-            pytest.skip("the result is a sum over all devices; see test_global_norm.py")
         example = self.example(rng, self.mesh_shape, jnp.float32)
         spec = P("data", "model")
 
@@ -140,21 +158,3 @@ class MeshTests:
             check_vma=check_vma,
         )
         self.check(jax.jit(mapped)(*example), example, "inside shard_map")
-
-    @pytest.mark.parametrize("spec", [P("data"), P("data", "model")], ids=str)
-    def test_explicit_mesh(self, platform, implementation, spec, rng):
-        devices = mesh(platform, AxisType.Explicit)
-        example = self.example(rng, self.mesh_shape, jnp.float32)
-        with jax.set_mesh(devices):
-            arrays = self.placed(devices, spec, example)
-            results = jax.jit(self.value_and_vjp(implementation))(*arrays)
-            forward = jax.jit(functools.partial(self.op, implementation=implementation))(
-                *arrays[1:]
-            )
-        self.check(results, example, f"explicit {spec}")
-        assert_matches(
-            forward, self.expected(*example)[0], forward.dtype, jnp.float32, "forward alone"
-        )
-        if self.output_shape((1,)):
-            padded = P(*spec, *[None] * (3 - len(spec)))
-            assert forward.sharding.is_equivalent_to(NamedSharding(devices, padded), 3)

@@ -165,7 +165,7 @@ print(json.dumps({{
     ("failure", "message"),
     [
         (
-            "return types.SimpleNamespace(ffi_api_version=(0, 99), registrations=1 / 2)",
+            "return types.SimpleNamespace(ffi_api_version=(0, 99), registrations=None)",
             r"was built for XLA FFI API 0\.99.*installed jaxlib has 0\.\d+: install a newer jaxlib",
         ),
         ("raise ModuleNotFoundError(name)", r"no native module in .*pip install"),
@@ -219,6 +219,7 @@ def test_export(batch):
             f, platforms=["cpu"], disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS
         )(*types)
         assert "jax_gradops.layer_norm_bwd" in exported.mlir_module()
+        pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
         loaded = export.deserialize(exported.serialize())
         scale = np.linspace(0.5, 2, 4, dtype=np.float32)
         for actual, expected in zip(
@@ -337,7 +338,6 @@ SCRATCH = shaped(2048, 2)
         ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), NORM_FWD, GROUPS | {"epsilon": np.float64("nan")}, "epsilon"),
         ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), NORM_FWD, NORM_ATTRIBUTES | {"group_rank": np.int64(3)}, "group_rank"),
         ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), NORM_FWD, NORM_ATTRIBUTES | {"group_rank": np.int64(-1)}, "group_rank"),
-        ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), NORM_FWD, GROUPS | {"epsilon": F32(0)}, "epsilon"),
         ("layer_norm_bwd", (ones(3, 5), ROWS, NOTHING, STAT, STAT), [shaped(3, 4), shaped(4), shaped(4), shaped(1, 1, 2, 4)], GROUPS, "dy"),
         ("layer_norm_bwd", (ROWS, ROWS, NOTHING, ones(2), STAT), [shaped(3, 4), shaped(4), shaped(4), shaped(1, 1, 2, 4)], GROUPS, "mean"),
         ("layer_norm_bwd", (ROWS, ROWS, NOTHING, STAT, STAT), [shaped(3, 4), shaped(5), shaped(4), shaped(1, 1, 2, 4)], GROUPS, "dscale"),

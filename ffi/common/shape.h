@@ -74,7 +74,8 @@ class RowChecker {
     } else {
       group_rank_ = static_cast<std::size_t>(group_rank);
       shape_ = {Product(dims.first(group_rank_)),
-                Product(Dims(dims.begin() + group_rank, dims.size() - 1 - group_rank_)), dims.back()};
+                Product(Dims(dims.begin() + group_rank, dims.size() - 1 - group_rank_)),
+                dims.back()};
       // A product of some of the dimensions can exceed 2^62 where another dimension is 0.
       if (shape_.groups < 0 || shape_.rows < 0) shape_ = {0, 0, dims.back()};
     }
@@ -89,7 +90,9 @@ class RowChecker {
   // One value per row, in the accumulation dtype.
   RowChecker& Stat(std::string_view name, const ffi::AnyBuffer& buffer) {
     const auto dims = x_.dimensions();
-    if (ok()) Check(name, buffer, accum_dtype(), dims.first(dims.size() - 1), "x's shape without the last axis, in the accumulation dtype");
+    if (ok())
+      Check(name, buffer, accum_dtype(), dims.first(dims.size() - 1),
+            "x's shape without the last axis, in the accumulation dtype");
     return *this;
   }
 
@@ -117,7 +120,10 @@ class RowChecker {
                          dims[2] == sums && dims[3] == shape_.features &&
                          buffer.element_type() == accum_dtype() && buffer.untyped_data() != nullptr;
     if (!matches) {
-      Fail(name, "shape [groups, partial rows, " + std::to_string(sums) + ", features] in " + Name(accum_dtype()), buffer);
+      Fail(name,
+           "shape [groups, partial rows, " + std::to_string(sums) + ", features] in " +
+               Name(accum_dtype()),
+           buffer);
       return 0;
     }
     return dims[1];
@@ -139,12 +145,13 @@ class RowChecker {
     bool matches = dims.size() == groups + 1 && dims.back() == x_dims.back();
     for (std::size_t i = 0; matches && i < groups; ++i) matches = dims[i] == x_dims[i];
     if (!matches || buffer.element_type() != accum_dtype() || buffer.untyped_data() == nullptr) {
-      Fail(name, "x's group axes and last axis, in the accumulation dtype " + Name(accum_dtype()), buffer);
+      Fail(name, "x's group axes and last axis, in the accumulation dtype " + Name(accum_dtype()),
+           buffer);
     }
   }
 
-  void Check(std::string_view name, const ffi::AnyBuffer& buffer, ffi::DataType dtype, Dims expected,
-             std::string_view what) {
+  void Check(std::string_view name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
+             Dims expected, std::string_view what) {
     if (!ok()) return;
     const auto dims = buffer.dimensions();
     bool matches = dims.size() == expected.size() && buffer.element_type() == dtype;

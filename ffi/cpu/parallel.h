@@ -17,11 +17,11 @@ namespace gradops {
 // all are done. Chunks must be cut by the size of the problem, never by the number of threads: then
 // results do not depend on who ran what.
 //
-// Waiting in a handler for scheduled tasks deadlocks ordinary graphs: handlers run on the pool's own
-// threads, so all of them may wait while nobody works. Hence the caller takes part: chunks are
+// Waiting in a handler for scheduled tasks deadlocks ordinary graphs: handlers run on the pool's
+// own threads, so all of them may wait while nobody works. Hence the caller takes part: chunks are
 // claimed from a counter, helpers are scheduled as best effort, the caller claims until none is
-// left, and then waits only for chunks that a live thread already runs. A helper that comes too late
-// touches nothing but the shared state.
+// left, and then waits only for chunks that a live thread already runs. A helper that comes too
+// late touches nothing but the shared state.
 template <typename Body>
 void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) {
   const std::int64_t helpers = std::min(pool.num_threads(), chunks) - 1;
@@ -49,7 +49,8 @@ void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) 
     state->done += finished;
     if (state->done == chunks) state->all_done.notify_one();
   };
-  for (std::int64_t i = 0; i < helpers; ++i) const_cast<CpuContext&>(pool).Schedule(std::function<void()>(work));
+  for (std::int64_t i = 0; i < helpers; ++i)
+    const_cast<CpuContext&>(pool).Schedule(std::function<void()>(work));
   work();
   std::unique_lock lock(state->mutex);
   state->all_done.wait(lock, [&] { return state->done == chunks; });
@@ -59,8 +60,10 @@ void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) 
 inline constexpr std::int64_t kMinChunkBytes = 64 << 10;
 
 // How many rows a chunk has, at most `max_chunks` chunks in all. Depends on the shape alone.
-inline std::int64_t RowsPerChunk(std::int64_t rows, std::int64_t bytes_per_row, std::int64_t max_chunks) {
-  const std::int64_t by_size = std::max<std::int64_t>(1, kMinChunkBytes / std::max<std::int64_t>(1, bytes_per_row));
+inline std::int64_t RowsPerChunk(std::int64_t rows, std::int64_t bytes_per_row,
+                                 std::int64_t max_chunks) {
+  const std::int64_t by_size =
+      std::max<std::int64_t>(1, kMinChunkBytes / std::max<std::int64_t>(1, bytes_per_row));
   const std::int64_t by_count = (rows + max_chunks - 1) / std::max<std::int64_t>(1, max_chunks);
   return std::max({std::int64_t{1}, by_size, by_count});
 }

@@ -30,34 +30,6 @@ constexpr int kBlocks = 2;
 constexpr int kForwardBlocksPerMultiprocessor = 16;
 constexpr int kBackwardBlocksPerMultiprocessor = 4;
 
-// W elements, one access. Read once, so kept out of the way of what is read again; not through the
-// non-coherent path, as dx may be written where dy is read.
-template <typename T, int W>
-struct alignas(W * sizeof(T)) Pack {
-  static_assert(W == 1 || W == kVec<T>);
-  T v[W];
-};
-
-template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> Load(const T* p) {
-  Pack<T, W> pack;
-  if constexpr (W == 1) {
-    pack.v[0] = __ldcs(p);
-  } else {
-    *reinterpret_cast<uint4*>(&pack) = __ldcs(reinterpret_cast<const uint4*>(p));
-  }
-  return pack;
-}
-
-template <int W, typename T>
-__device__ __forceinline__ void Store(T* p, const Pack<T, W>& pack) {
-  if constexpr (W == 1) {
-    *p = pack.v[0];
-  } else {
-    *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
-  }
-}
-
 // y, or dx where kBackward, for one pack; adds dx before rounding to `sums`.
 template <typename T, bool kApproximate, bool kBackward, int W>
 __device__ __forceinline__ Pack<T, W> Apply(const Pack<T, W>& x, const Pack<T, W>& dy,
@@ -90,8 +62,8 @@ __device__ __forceinline__ void ApplyEach(const T* dy, const T* x, T* out, std::
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       if (first + k < count) {
-        batch.x[k] = Load<W>(x + (first + k) * stride);
-        if constexpr (kBackward) batch.dy[k] = Load<W>(dy + (first + k) * stride);
+        batch.x[k] = LoadPackOnce<W>(x + (first + k) * stride);
+        if constexpr (kBackward) batch.dy[k] = LoadPackOnce<W>(dy + (first + k) * stride);
       }
     }
   };
@@ -102,8 +74,8 @@ __device__ __forceinline__ void ApplyEach(const T* dy, const T* x, T* out, std::
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       if (first + k < count) {
-        Store(out + (first + k) * stride,
-              Apply<T, kApproximate, kBackward>(batch.x[k], batch.dy[k], bias, sums));
+        StorePack(out + (first + k) * stride,
+                  Apply<T, kApproximate, kBackward>(batch.x[k], batch.dy[k], bias, sums));
       }
     }
     batch = next;
@@ -136,9 +108,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       const Accum<T> zero[1] = {};
       Accum<T> unused[1] = {};
       Pack<T, 1> dy_rest{};
-      if constexpr (kBackward) dy_rest = Load<1>(dy + rest);
-      Store(out + rest,
-            Apply<T, kApproximate, kBackward>(Load<1>(x + rest), dy_rest, zero, unused));
+      if constexpr (kBackward) dy_rest = LoadPackOnce<1>(dy + rest);
+      StorePack(out + rest, Apply<T, kApproximate, kBackward>(LoadPackOnce<1>(x + rest), dy_rest,
+                                                              zero, unused));
     }
   }
 }

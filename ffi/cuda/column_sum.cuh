@@ -17,8 +17,8 @@ struct ColumnSums {
 inline constexpr int kColumnTile = 32;
 inline constexpr int kColumnSlices = 16;
 
-// workspace: [groups, stride, sums.count, features], of which the first `partial_rows` of each group
-// are summed. One block per (group, sum, tile of 32 columns).
+// workspace: [groups, stride, sums.count, features], of which the first `partial_rows` of each
+// group are summed. One block per (group, sum, tile of 32 columns).
 template <typename A>
 __global__ void __launch_bounds__(kColumnTile* kColumnSlices)
     ColumnSumKernel(const A* __restrict__ workspace, ColumnSums<A> sums, std::int64_t stride,
@@ -46,8 +46,9 @@ __global__ void __launch_bounds__(kColumnTile* kColumnSlices)
 }
 
 template <typename A>
-void LaunchColumnSum(cudaStream_t stream, const A* workspace, const ColumnSums<A>& sums, std::int64_t groups,
-                     std::int64_t stride, std::int64_t partial_rows, std::int64_t features) {
+void LaunchColumnSum(cudaStream_t stream, const A* workspace, const ColumnSums<A>& sums,
+                     std::int64_t groups, std::int64_t stride, std::int64_t partial_rows,
+                     std::int64_t features) {
   const std::int64_t blocks = groups * sums.count * CeilDiv(features, kColumnTile);
   if (blocks == 0) return;
   ColumnSumKernel<A><<<GridBlocks(blocks), dim3(kColumnTile, kColumnSlices), 0, stream>>>(

@@ -20,7 +20,9 @@ inline ffi::Error ToError(const char* op, cudaError_t status) {
 }
 
 // The error of the launches just made, so that it is reported by the call that caused it.
-inline ffi::Error LastError(const char* op) { return ToError(op, cudaGetLastError()); }
+inline ffi::Error LastError(const char* op) {
+  return ToError(op, cudaGetLastError());
+}
 
 // Multiprocessors of the current device, which is the one of the stream that XLA gives.
 inline int MultiprocessorCount() {
@@ -29,15 +31,19 @@ inline int MultiprocessorCount() {
   if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 1;
   int count = counts[static_cast<std::size_t>(device)].load(std::memory_order_relaxed);
   if (count == 0) {
-    if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 1;
+    if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+      return 1;
     counts[static_cast<std::size_t>(device)].store(count, std::memory_order_relaxed);
   }
   return count;
 }
 
-inline std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+inline std::int64_t CeilDiv(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
 
-// Blocks of a one-dimensional grid for `items`, at most what CUDA allows: kernels stride over the rest.
+// Blocks of a one-dimensional grid for `items`, at most what CUDA allows: kernels stride over the
+// rest.
 inline unsigned GridBlocks(std::int64_t items) {
   return static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, std::numeric_limits<int>::max()));
 }

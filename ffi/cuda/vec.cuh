@@ -1,4 +1,4 @@
-// 16-byte accesses to rows that may start anywhere and have any length.
+// Accesses of 16 bytes, or of one element where rows do not start at 16-byte boundaries.
 #pragma once
 
 #include <cstdint>
@@ -24,44 +24,54 @@ __device__ __forceinline__ int Misalignment(const T* p) {
   return static_cast<int>(reinterpret_cast<std::uintptr_t>(p) % kVecBytes / sizeof(T));
 }
 
-// A row is cut at 16-byte boundaries of memory, so vector i of a row with misalignment m holds
-// columns [i * kVec - m, (i + 1) * kVec - m). The first and the last may hang over the row's ends:
-// those go element by element.
-template <typename T>
-__device__ __forceinline__ std::int64_t VecCount(int misalignment, std::int64_t columns) {
-  return (columns + misalignment + kVec<T> - 1) / kVec<T>;
-}
+// What one access moves: 16 bytes or one element.
+template <typename T, int W>
+struct alignas(W * sizeof(T)) Pack {
+  static_assert(W == 1 || W == kVec<T>);
+  T v[W];
+};
 
-// Loads columns [start, start + kVec) of the row; those outside [0, columns) become `fill`.
-// row + start must be a 16-byte boundary.
-template <typename T>
-__device__ __forceinline__ Vec<T> LoadVec(const T* __restrict__ row, std::int64_t start,
-                                          std::int64_t columns, T fill) {
-  Vec<T> vec;
-  if (start >= 0 && start + kVec<T> <= columns) {
-    *reinterpret_cast<uint4*>(&vec) = __ldg(reinterpret_cast<const uint4*>(row + start));
+// Loads what no thread writes; p is aligned to the pack.
+template <int W, typename T>
+__device__ __forceinline__ Pack<T, W> LoadPack(const T* p) {
+  Pack<T, W> pack;
+  if constexpr (W == 1) {
+    pack.v[0] = __ldg(p);
   } else {
-#pragma unroll
-    for (int k = 0; k < kVec<T>; ++k) {
-      const std::int64_t c = start + k;
-      vec.v[k] = c >= 0 && c < columns ? row[c] : fill;
-    }
+    *reinterpret_cast<uint4*>(&pack) = __ldg(reinterpret_cast<const uint4*>(p));
   }
-  return vec;
+  return pack;
 }
 
-// Stores columns [start, start + kVec) of the row, those inside [0, columns).
-template <typename T>
-__device__ __forceinline__ void StoreVec(T* __restrict__ row, std::int64_t start, std::int64_t columns,
-                                         const Vec<T>& vec) {
-  if (start >= 0 && start + kVec<T> <= columns) {
-    *reinterpret_cast<uint4*>(row + start) = *reinterpret_cast<const uint4*>(&vec);
+// The same for what is read once: it shall not push parameters out of the L1 cache. Not by the
+// non-coherent path, so the thread that reads p may write there later (dx may be dy's buffer).
+template <int W, typename T>
+__device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
+  Pack<T, W> pack;
+  if constexpr (W == 1) {
+    pack.v[0] = __ldcs(p);
   } else {
-#pragma unroll
-    for (int k = 0; k < kVec<T>; ++k) {
-      const std::int64_t c = start + k;
-      if (c >= 0 && c < columns) row[c] = vec.v[k];
-    }
+    *reinterpret_cast<uint4*>(&pack) = __ldcs(reinterpret_cast<const uint4*>(p));
+  }
+  return pack;
+}
+
+// Makes the compiler convert 16-bit elements anew in every pass over them: converted ones would
+// take twice the registers.
+template <typename T, int W>
+__device__ __forceinline__ void KeepPacked(Pack<T, W>& pack) {
+  if constexpr (sizeof(T) == 2 && W > 1) {
+    auto& words = *reinterpret_cast<uint4*>(&pack);
+    asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+  }
+}
+
+template <int W, typename T>
+__device__ __forceinline__ void StorePack(T* p, const Pack<T, W>& pack) {
+  if constexpr (W == 1) {
+    *p = pack.v[0];
+  } else {
+    *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
   }
 }
 

@@ -37,7 +37,8 @@ ffi::Error BiasGeluBwd(CudaContext, const BiasGeluBwdArgs&);  // cuda/bias_gelu.
 
 template <class Context>
 struct BiasGelu {
-  static ffi::Error Fwd(Context ctx, std::int64_t group_rank, bool approximate, In x, In bias, Out y) {
+  static ffi::Error Fwd(Context ctx, std::int64_t group_rank, bool approximate, In x, In bias,
+                        Out y) {
     RowChecker check("bias_gelu_fwd", x, group_rank);
     check.Rows("y", *y);
     const Param bias_param = check.OptionalParam("bias", bias);
@@ -58,8 +59,8 @@ struct BiasGelu {
         .template Ret<ffi::AnyBuffer>();  // y
   }
 
-  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, bool approximate, In dy, In x, In bias,
-                        Out dx, Out dbias, Out workspace) {
+  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, bool approximate, In dy, In x,
+                        In bias, Out dx, Out dbias, Out workspace) {
     RowChecker check("bias_gelu_bwd", x, group_rank);
     check.Rows("dy", dy).Rows("dx", *dx);
     const Param bias_param = check.OptionalParam("bias", bias);

@@ -47,8 +47,8 @@ ffi::Error LayerNormBwd(CudaContext, const LayerNormBwdArgs&);  // cuda/layer_no
 
 template <class Context>
 struct LayerNorm {
-  static ffi::Error Fwd(Context ctx, std::int64_t group_rank, double epsilon, In x, In scale, In bias,
-                        Out y, Out mean, Out rstd) {
+  static ffi::Error Fwd(Context ctx, std::int64_t group_rank, double epsilon, In x, In scale,
+                        In bias, Out y, Out mean, Out rstd) {
     return RunFwd("layer_norm_fwd", ctx, group_rank, epsilon, x, scale, &bias, y, &mean, rstd);
   }
   static auto BindFwd() {
@@ -63,8 +63,8 @@ struct LayerNorm {
         .template Ret<ffi::AnyBuffer>();  // rstd
   }
 
-  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, In dy, In x, In scale, In mean, In rstd,
-                        Out dx, Out dscale, Out dbias, Out workspace) {
+  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, In dy, In x, In scale, In mean,
+                        In rstd, Out dx, Out dscale, Out dbias, Out workspace) {
     return RunBwd("layer_norm_bwd", ctx, group_rank, dy, x, scale, &mean, rstd, dx, dscale, &dbias,
                   workspace);
   }
@@ -83,8 +83,8 @@ struct LayerNorm {
   }
 
   // RMS norm: the same without mean and bias.
-  static ffi::Error RmsFwd(Context ctx, std::int64_t group_rank, double epsilon, In x, In scale, Out y,
-                           Out rstd) {
+  static ffi::Error RmsFwd(Context ctx, std::int64_t group_rank, double epsilon, In x, In scale,
+                           Out y, Out rstd) {
     return RunFwd("rms_norm_fwd", ctx, group_rank, epsilon, x, scale, nullptr, y, nullptr, rstd);
   }
   static auto BindRmsFwd() {
@@ -97,8 +97,8 @@ struct LayerNorm {
         .template Ret<ffi::AnyBuffer>();  // rstd
   }
 
-  static ffi::Error RmsBwd(Context ctx, std::int64_t group_rank, In dy, In x, In scale, In rstd, Out dx,
-                           Out dscale, Out workspace) {
+  static ffi::Error RmsBwd(Context ctx, std::int64_t group_rank, In dy, In x, In scale, In rstd,
+                           Out dx, Out dscale, Out workspace) {
     return RunBwd("rms_norm_bwd", ctx, group_rank, dy, x, scale, nullptr, rstd, dx, dscale, nullptr,
                   workspace);
   }
@@ -115,8 +115,9 @@ struct LayerNorm {
   }
 
  private:
-  static ffi::Error RunFwd(std::string_view op, Context ctx, std::int64_t group_rank, double epsilon,
-                           const In& x, const In& scale, const In* bias, Out y, Out* mean, Out rstd) {
+  static ffi::Error RunFwd(std::string_view op, Context ctx, std::int64_t group_rank,
+                           double epsilon, const In& x, const In& scale, const In* bias, Out y,
+                           Out* mean, Out rstd) {
     RowChecker check(op, x, group_rank);
     check.Rows("y", *y).Stat("rstd", *rstd);
     if (mean != nullptr) check.Stat("mean", **mean);
@@ -124,8 +125,8 @@ struct LayerNorm {
     const Param bias_param = bias != nullptr ? check.OptionalParam("bias", *bias) : Param{};
     if (!check.ok()) return check.error();
     if (!(epsilon >= 0) || !std::isfinite(epsilon)) {
-      return ffi::Error::InvalidArgument(std::string(op) + ": epsilon must be finite and >= 0, got " +
-                                         std::to_string(epsilon));
+      return ffi::Error::InvalidArgument(
+          std::string(op) + ": epsilon must be finite and >= 0, got " + std::to_string(epsilon));
     }
     return LayerNormFwd(ctx, {.shape = check.shape(),
                               .dtype = check.dtype(),
