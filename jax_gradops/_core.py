@@ -43,6 +43,11 @@ class Result:
     dtype: Literal["x", "accum"] = "accum"
 
 
+def along_features(parameter: jax.Array, x: jax.Array) -> jax.Array:
+    """`parameter` with x's rank: for references, as JAX can be told to refuse rank promotion."""
+    return jnp.expand_dims(parameter, tuple(range(x.ndim - 1)))
+
+
 def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tuple[int, ...]:
     """Shape of the scratch for partial column sums: [groups, partial rows, sums, features].
 

@@ -196,6 +196,21 @@ class OpTests(MeshTests):
                     ]
                 self.check([r[index] for r in results], slices, f"in_axes {level}, slice {index}")
 
+    @pytest.mark.parametrize(("groups", "shape"), [(3, (300, 129)), (600, (40, 33))], ids=str)
+    def test_vmap_of_many_rows(self, platform, groups, shape, rng):
+        """Each group's sums have partial sums of their own, in one workspace."""
+        examples = [self.example(rng, shape, jnp.float32) for _ in range(groups)]
+        mapped = list(map(np.stack, zip(*examples, strict=True)))
+        shared = mapped[:2] + examples[0][2:]
+        f = self.value_and_vjp("ffi")
+        in_axes = (0, 0, *[None] * self.parameters)
+        both = jax.jit(lambda a, b: (jax.vmap(f)(*a), jax.vmap(f, in_axes=in_axes)(*b)))
+        results, results_shared = both(mapped, shared)
+        for i, example in enumerate(examples):
+            self.check([r[i] for r in results], example, f"group {i}")
+            example = example[:2] + examples[0][2:]
+            self.check([r[i] for r in results_shared], example, f"group {i}, shared parameters")
+
     def _mapped_example(self, rng: np.random.Generator, levels: Sequence[Sequence[Any]]) -> Arrays:
         def build(operand: int, levels: Sequence[Sequence[Any]]) -> np.ndarray:
             if not levels:

@@ -44,8 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "cpu" not in _registry.MODULES:
         raise pytest.UsageError(
             f"the jax_gradops under test ({jax_gradops.__file__}) has no native CPU module: "
-            f"{_registry.why_unavailable('cpu')}. Install the package (`pip install -e .`); start "
-            "`pytest`, not `python -m pytest`, which puts the source folder first in the path"
+            f"{_registry.why_unavailable('cpu')}. Install the package first: `pip install -e .`"
         )
 
 

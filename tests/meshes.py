@@ -38,9 +38,9 @@ class MeshTests:
 
     # The shape of x in these tests: divisible by every mesh, rows and features.
     mesh_shape: tuple[int, ...] = (8, 4, 32)
-    # Collectives of forward and backward together when only rows are spread: at most one, for all
-    # gradients of parameters; it adds up partial sums.
-    row_collectives: dict[str, int] = {"all-reduce": 1}
+    # How many all-reduces there may be, in forward and backward together, when only rows are
+    # spread: one, for all gradients of parameters. There is no other collective.
+    all_reduces: tuple[int, ...] = (1,)
 
     def placed(self, mesh: Any, spec: Any, example: Any) -> list[Any]:
         """dy and x laid out by `spec`, parameters on every device."""
@@ -62,7 +62,8 @@ class MeshTests:
         compiled = jax.jit(self.value_and_vjp(implementation)).lower(*arrays).compile()
         self.check(results := compiled(*arrays), example, str(spec))
         if implementation == "ffi" and devices.shape["model"] > 1:
-            assert collectives(compiled.as_text()) == self.row_collectives, spec
+            found = collectives(compiled.as_text())
+            assert found.pop("all-reduce", 0) in self.all_reduces and not found
             if self.output_shape((1,)):
                 assert results[0].sharding.is_equivalent_to(arrays[1].sharding, 3)
             assert results[1].sharding.is_equivalent_to(arrays[1].sharding, 3)

@@ -38,7 +38,7 @@ class TestGelu(RowOpTests):
     """Without a bias, in the exact form."""
 
     kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
-    row_collectives = {}
+    all_reduces = (0,)
 
     def op(self, x, *, implementation=None):
         return jax_gradops.gelu(x, False, implementation=implementation)
@@ -81,7 +81,7 @@ def spacing(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def flushed(implementation: str) -> float:
-    """What underflow in float32 or bfloat16 may cost: the result, or XLA's factor of x, becomes 0."""
+    """What underflow may cost: that the result, or with XLA a factor of x, becomes 0."""
     return float(jnp.finfo(np.float32).tiny) * (2 if implementation == "ffi" else 16)
 
 
@@ -104,7 +104,8 @@ def test_float32_value(platform, implementation, approximate):
     assert ulps.max() <= limit, f"{ulps.max()} ulp at {x[near][ulps.argmax()]}"
     tail = ~near
     relative = (error / np.maximum(np.abs(expected), 1e-300))[tail]
-    assert relative.max() <= 1e-5, f"{relative.max()} at {x[tail][relative.argmax()]}"
+    limit = 1e-5 if implementation == "ffi" else 2e-5
+    assert relative.max() <= limit, f"{relative.max()} at {x[tail][relative.argmax()]}"
 
 
 def test_float32_derivative(platform, implementation, approximate):

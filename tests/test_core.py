@@ -1,4 +1,4 @@
-"""The layer under the ops: choice of the implementation, loading, export, threads, native checks."""
+"""The layer under the ops: choice of the implementation, loading, export, threads."""
 
 from __future__ import annotations
 
@@ -300,65 +300,6 @@ def test_python_threads(platform):
             for result in results:
                 for a, b in zip(result, reference, strict=True):
                     assert_bitwise_equal(a, b)
-
-
-# --- The native checks: what Python does not let through, handlers refuse as well -----------------
-
-F32 = np.float32
-
-
-def shaped(*shape: int, dtype: Any = F32) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def ones(*shape: int, dtype: Any = F32) -> Any:
-    return np.ones(shape, dtype)
-
-
-ROWS, PARAMETER, NOTHING, STAT = ones(3, 4), ones(4), ones(0), ones(3)
-NORM_FWD = [shaped(3, 4), shaped(3), shaped(3)]
-NORM_ATTRIBUTES = {"group_rank": np.int64(0), "epsilon": np.float64(1e-6)}
-GROUPS = {"group_rank": np.int64(0)}
-SCALARS = [shaped()] * 3
-SCRATCH = shaped(2048, 2)
-
-
-@pytest.mark.parametrize(
-    ("target", "operands", "results", "attributes", "message"),
-    [
-        ("layer_norm_fwd", (ROWS, ones(3), NOTHING), NORM_FWD, NORM_ATTRIBUTES, "scale"),
-        ("layer_norm_fwd", (ROWS, PARAMETER, ones(5)), NORM_FWD, NORM_ATTRIBUTES, "bias"),
-        ("layer_norm_fwd", (ROWS, PARAMETER, ones(4, dtype=np.float64)), NORM_FWD, NORM_ATTRIBUTES, "bias"),
-        ("layer_norm_fwd", (ones(3, 4, dtype=np.int32), NOTHING, NOTHING), NORM_FWD, NORM_ATTRIBUTES, "x"),
-        ("layer_norm_fwd", (ones(), NOTHING, NOTHING), NORM_FWD, NORM_ATTRIBUTES, "x"),
-        ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), [shaped(3, 5), *NORM_FWD[1:]], NORM_ATTRIBUTES, "y"),
-        ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), [shaped(3, 4), shaped(2), shaped(3)], NORM_ATTRIBUTES, "mean"),
-        ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), [shaped(3, 4), shaped(3), shaped(4)], NORM_ATTRIBUTES, "rstd"),
-        ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), NORM_FWD, GROUPS | {"epsilon": np.float64(-1)}, "epsilon"),
-        ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), NORM_FWD, GROUPS | {"epsilon": np.float64("nan")}, "epsilon"),
-        ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), NORM_FWD, NORM_ATTRIBUTES | {"group_rank": np.int64(3)}, "group_rank"),
-        ("layer_norm_fwd", (ROWS, NOTHING, NOTHING), NORM_FWD, NORM_ATTRIBUTES | {"group_rank": np.int64(-1)}, "group_rank"),
-        ("layer_norm_bwd", (ones(3, 5), ROWS, NOTHING, STAT, STAT), [shaped(3, 4), shaped(4), shaped(4), shaped(1, 1, 2, 4)], GROUPS, "dy"),
-        ("layer_norm_bwd", (ROWS, ROWS, NOTHING, ones(2), STAT), [shaped(3, 4), shaped(4), shaped(4), shaped(1, 1, 2, 4)], GROUPS, "mean"),
-        ("layer_norm_bwd", (ROWS, ROWS, NOTHING, STAT, STAT), [shaped(3, 4), shaped(5), shaped(4), shaped(1, 1, 2, 4)], GROUPS, "dscale"),
-        ("layer_norm_bwd", (ROWS, ROWS, NOTHING, STAT, STAT), [shaped(3, 4), shaped(4), shaped(4), shaped(0)], GROUPS, "workspace"),
-        ("rms_norm_bwd", (ROWS, ROWS, NOTHING, ones(4)), [shaped(3, 4), shaped(4), shaped(1, 1, 1, 4)], GROUPS, "rstd"),
-        ("bias_gelu_fwd", (ROWS, ones(3)), [shaped(3, 4)], GROUPS | {"approximate": True}, "bias"),
-        ("bias_gelu_fwd", (ROWS, PARAMETER), [shaped(3, 4, dtype=np.float64)], GROUPS | {"approximate": True}, "y"),
-        ("bias_gelu_bwd", (ROWS, ROWS, PARAMETER), [shaped(2, 4), shaped(4), shaped(1, 1, 1, 4)], GROUPS | {"approximate": False}, "dx"),
-        ("sum_of_squares", (ones(3, dtype=np.int32),), [*SCALARS, SCRATCH], GROUPS, "leaf 0"),
-        ("sum_of_squares", (ones(3, dtype=np.float64),), [*SCALARS, SCRATCH], GROUPS, "float64"),
-        ("sum_of_squares", (ones(3),), [*SCALARS, shaped(0)], GROUPS, "workspace"),
-        ("sum_of_squares", (ones(3),), [shaped(2), *SCALARS[1:], SCRATCH], GROUPS, "group_rank|results"),
-        ("sum_of_squares", (ones(3),), [*SCALARS, SCRATCH], {"group_rank": np.int64(1)}, "group_rank"),
-    ],
-)  # fmt: skip
-def test_malformed_native_calls(platform, target, operands, results, attributes, message):
-    """An error that names the op and the operand, and no crash (M9, M10)."""
-    call = jax.ffi.ffi_call(f"jax_gradops.{target}", results)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message) as error:
-        jax.block_until_ready(jax.jit(lambda *operands: call(*operands, **attributes))(*operands))
-    assert target in str(error.value)
 
 
 def test_digest_of_results_is_stable_within_a_process(platform):

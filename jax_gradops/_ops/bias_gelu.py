@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
-from jax_gradops._core import Kernel, Result, column_sum_workspace
+from jax_gradops._core import Kernel, Result, along_features, column_sum_workspace
 from jax_gradops._implementation import Implementation, resolve_implementation
 from jax_gradops._sharding import Arrays, accum_dtype, reshard_like
 
@@ -54,7 +54,7 @@ def _gelu_jvp(approximate: bool, primals: Any, tangents: Any) -> Any:
 
 def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     wide = x.astype(accum_dtype(x.dtype))
-    return wide if bias is None else wide + bias
+    return wide if bias is None else wide + along_features(bias, wide)
 
 
 def _fwd_reference(x: jax.Array, bias: jax.Array | None, *, approximate: bool) -> Arrays:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_gradops import _checks
 from jax_gradops._core import Kernel, Result
 from jax_gradops._implementation import Implementation, resolve_implementation
-from jax_gradops._sharding import Arrays, accum_dtype
+from jax_gradops._sharding import Arrays, accum_dtype, match_vma
 
 if TYPE_CHECKING:
     import optax
@@ -26,24 +26,32 @@ Nonfinite: TypeAlias = Literal["propagate", "zero"]
 def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
     """The sum of squares in three ranges, as ffi/ops/global_norm.h defines them.
 
-    Squares of float32 reach from 2^-298 to 2^256, so a leaf is scaled by a power of two, according
-    to its largest element, before it is squared.
+    Squares of float32 reach from 2^-298 to 2^256: where their sum leaves float32's range, the
+    leaves are scaled by a power of two before they are squared.
     """
     dtype = accum_dtype(*(leaf.dtype for leaf in leaves))
-    huge = normal = tiny = jnp.zeros((), dtype)
-    for leaf in leaves:
-        x = leaf.astype(dtype)
-        if dtype == jnp.float64 or leaf.dtype == jnp.float16:
-            normal += jnp.sum(jnp.square(x))
-            continue
-        largest = jnp.max(jnp.abs(x))
-        is_huge, is_tiny = largest >= 2.0**48, largest < 2.0**-48
-        factor = jnp.where(is_huge, 2.0**-96, jnp.where(is_tiny, 2.0**96, 1.0)).astype(dtype)
-        total = jnp.sum(jnp.square(x * factor))
-        huge += jnp.where(is_huge, total, 0)
-        tiny += jnp.where(is_tiny, total, 0)
-        normal += jnp.where(is_huge | is_tiny, 0, total)
-    return huge, normal, tiny
+
+    def sum_of_squares(factor: float) -> jax.Array:
+        return functools.reduce(
+            jnp.add, (jnp.sum(jnp.square(leaf.astype(dtype) * factor)) for leaf in leaves)
+        )
+
+    normal = sum_of_squares(1)
+    _, zero = match_vma(normal, jnp.zeros((), dtype))
+    assert zero is not None
+    if dtype == jnp.float64:
+        return zero, normal, zero
+    is_huge, is_tiny = normal == jnp.inf, normal < 2.0**-96
+    huge, tiny = jax.lax.cond(
+        is_huge | is_tiny,
+        lambda: (sum_of_squares(2.0**-96), sum_of_squares(2.0**96)),
+        lambda: (zero, zero),
+    )
+    return (
+        jnp.where(is_huge, huge, 0),
+        jnp.where(is_huge | is_tiny, 0, normal),
+        jnp.where(is_tiny, tiny, 0),
+    )
 
 
 # --- Kernel --------------------------------------------------------------------------------------

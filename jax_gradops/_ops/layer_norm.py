@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
-from jax_gradops._core import Kernel, Result, column_sum_workspace
+from jax_gradops._core import Kernel, Result, along_features, column_sum_workspace
 from jax_gradops._implementation import Implementation, resolve_implementation
 from jax_gradops._sharding import Arrays, accum_dtype, reshard_like
 
@@ -25,8 +25,8 @@ def _row_mean(x: jax.Array) -> jax.Array:
 
 
 def _affine(x_hat: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-    y = x_hat if scale is None else x_hat * scale
-    return y if bias is None else y + bias
+    y = x_hat if scale is None else x_hat * along_features(scale, x_hat)
+    return y if bias is None else y + along_features(bias, y)
 
 
 def _layer_norm_fwd_reference(
@@ -71,7 +71,7 @@ def _norm_bwd_reference(
 ) -> Arrays:
     rows = tuple(range(dy.ndim - 1))
     wide = dy.astype(x_hat.dtype)
-    wdy = wide if scale is None else wide * scale
+    wdy = wide if scale is None else wide * along_features(scale, wide)
     dx = wdy - x_hat * _row_mean(wdy * x_hat)
     if centered:
         dx = dx - _row_mean(wdy)

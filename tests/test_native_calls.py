@@ -1,0 +1,131 @@
+"""What Python does not let through, the handlers refuse as well, with the name of the operand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_gradops import _registry
+
+
+def full(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+ROWS, PARAMETER, STAT, NOTHING = full(3, 4), full(4), full(3), full(0)
+GROUPS = {"group_rank": np.int64(0)}
+
+# A good call of each handler: its operands, its results (of which only the types count), and its
+# attributes.
+GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "layer_norm_fwd": (
+        {"x": ROWS, "scale": PARAMETER, "bias": NOTHING},
+        {"y": ROWS, "mean": STAT, "rstd": STAT},
+        GROUPS | {"epsilon": np.float64(1e-6)},
+    ),
+    "layer_norm_bwd": (
+        {"dy": ROWS, "x": ROWS, "scale": NOTHING, "mean": STAT, "rstd": STAT},
+        {"dx": ROWS, "dscale": PARAMETER, "dbias": PARAMETER, "workspace": full(1, 1, 2, 4)},
+        GROUPS,
+    ),
+    "rms_norm_fwd": (
+        {"x": ROWS, "scale": PARAMETER},
+        {"y": ROWS, "rstd": STAT},
+        GROUPS | {"epsilon": np.float64(1e-6)},
+    ),
+    "rms_norm_bwd": (
+        {"dy": ROWS, "x": ROWS, "scale": PARAMETER, "rstd": STAT},
+        {"dx": ROWS, "dscale": PARAMETER, "workspace": full(1, 1, 1, 4)},
+        GROUPS,
+    ),
+    "bias_gelu_fwd": (
+        {"x": ROWS, "bias": PARAMETER},
+        {"y": ROWS},
+        GROUPS | {"approximate": True},
+    ),
+    "bias_gelu_bwd": (
+        {"dy": ROWS, "x": ROWS, "bias": NOTHING},
+        {"dx": ROWS, "dbias": PARAMETER, "workspace": full(1, 1, 1, 4)},
+        GROUPS | {"approximate": False},
+    ),
+    "sum_of_squares": (
+        {"leaf 0": full(3), "leaf 1": full(2, 2)},
+        {"huge": full(), "normal": full(), "tiny": full(), "workspace": full(2048, 2)},
+        GROUPS,
+    ),
+}
+
+
+def call(target: str, **changes: Any) -> Any:
+    """Runs a handler; an operand, result or attribute that is named is replaced."""
+    operands, results, attributes = (
+        {name: changes.pop(name.replace(" ", "_"), value) for name, value in values.items()}
+        for values in GOOD[target]
+    )
+    assert not changes, "a name that the handler does not have"
+    types = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results.values()]
+    function = jax.ffi.ffi_call(_registry.TARGET_PREFIX + target, types)
+    run = jax.jit(lambda *operands: function(*operands, **attributes))
+    return jax.block_until_ready(run(*operands.values()))
+
+
+@pytest.mark.parametrize("target", GOOD)
+def test_good(platform, target):
+    """Else the errors below would say nothing."""
+    assert GOOD.keys() == _registry.MODULES[platform].registrations().keys()
+    call(target)
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "message"),
+    [
+        ("layer_norm_fwd", {"x": full(3, 4, dtype=np.int32)}, "x"),
+        ("layer_norm_fwd", {"x": full()}, "x"),
+        ("layer_norm_fwd", {"scale": full(3)}, "scale"),
+        ("layer_norm_fwd", {"bias": full(5)}, "bias"),
+        ("layer_norm_fwd", {"bias": full(4, dtype=np.float64)}, "bias"),
+        ("layer_norm_fwd", {"y": full(3, 5)}, "y"),
+        ("layer_norm_fwd", {"y": full(3, 4, dtype=np.float64)}, "y"),
+        ("layer_norm_fwd", {"mean": full(2)}, "mean"),
+        ("layer_norm_fwd", {"rstd": full(4)}, "rstd"),
+        ("layer_norm_fwd", {"epsilon": np.float64(-1)}, "epsilon"),
+        ("layer_norm_fwd", {"epsilon": np.float64("nan")}, "epsilon"),
+        ("layer_norm_fwd", {"epsilon": np.float64("inf")}, "epsilon"),
+        ("layer_norm_fwd", {"group_rank": np.int64(3)}, "group_rank"),
+        ("layer_norm_fwd", {"group_rank": np.int64(-1)}, "group_rank"),
+        ("layer_norm_bwd", {"dy": full(3, 5)}, "dy"),
+        ("layer_norm_bwd", {"dy": full(3, 4, dtype=np.float64)}, "dy"),
+        ("layer_norm_bwd", {"mean": full(2)}, "mean"),
+        ("layer_norm_bwd", {"dx": full(2, 4)}, "dx"),
+        ("layer_norm_bwd", {"dscale": full(5)}, "dscale"),
+        ("layer_norm_bwd", {"workspace": full(0)}, "workspace"),
+        ("layer_norm_bwd", {"workspace": full(1, 1, 1, 4)}, "workspace"),
+        ("rms_norm_fwd", {"scale": full(8)}, "scale"),
+        ("rms_norm_bwd", {"rstd": full(4)}, "rstd"),
+        ("bias_gelu_fwd", {"bias": full(3)}, "bias"),
+        ("bias_gelu_fwd", {"y": full(4, 4)}, "y"),
+        ("bias_gelu_bwd", {"dx": full(2, 4)}, "dx"),
+        ("bias_gelu_bwd", {"dbias": full(3)}, "dbias"),
+        ("sum_of_squares", {"leaf_0": full(3, dtype=np.int32)}, "leaf 0"),
+        ("sum_of_squares", {"leaf_1": full(3, dtype=np.float64)}, "float64"),
+        ("sum_of_squares", {"workspace": full(0)}, "workspace"),
+        ("sum_of_squares", {"huge": full(2)}, "group_rank|results"),
+        ("sum_of_squares", {"tiny": full(dtype=np.float64)}, "results"),
+        ("sum_of_squares", {"group_rank": np.int64(1)}, "group_rank"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_malformed(platform, target, changes, message):
+    """M9, M10: an error, and no crash; the process goes on."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target}.*{message}"):
+        call(target, **changes)
+    call(target)
+
+
+def test_wrong_attribute_type(platform):
+    """XLA decodes strictly: that is why ops normalise what they pass."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="expected F64 but got F32"):
+        call("layer_norm_fwd", epsilon=np.float32(1e-6))
