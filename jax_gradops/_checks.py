@@ -31,6 +31,11 @@ def array(op: str, name: str, value: Any) -> jax.Array:
     return lax.convert_element_type(x, x.dtype)
 
 
+def is_real(value: jax.Array | np.ndarray) -> bool:
+    """Whether an array's dtype is an integer's or a floating-point number's."""
+    return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating))
+
+
 def number(
     op: str, name: str, value: Any, *, minimum: float | None = None, finite: bool = True
 ) -> float:
@@ -42,11 +47,7 @@ def number(
         )
     if isinstance(value, bool | np.bool_) or not (
         isinstance(value, int | float | np.integer | np.floating)
-        or (
-            isinstance(value, jax.Array | np.ndarray)
-            and value.ndim == 0
-            and jnp.issubdtype(value.dtype, np.number)
-        )
+        or (isinstance(value, jax.Array | np.ndarray) and value.ndim == 0 and is_real(value))
     ):
         shape = getattr(value, "shape", None)
         got = repr(value) if shape is None else f"an array of shape {shape}"

@@ -54,7 +54,11 @@ def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tu
     At most 512 partial rows (every multiprocessor of a large GPU gets a few), and at most 2^23
     elements for one sum, so that wide rows do not take hundreds of megabytes.
     """
-    if sums == 0 or groups * rows * features == 0:
+    if sums == 0:
+        return (0,)
+    if not all(isinstance(size, int) for size in (groups, rows, features)):
+        return (groups, 64, sums, features)  # symbolic dimensions of jax.export
+    if groups * rows * features == 0:
         return (0,)
     partial_rows = max(1, min(rows, 512 // groups, 2**23 // (features * groups)))
     return (groups, partial_rows, sums, features)

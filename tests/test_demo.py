@@ -32,6 +32,8 @@ def as_users_have_it():
         "jax_enable_x64": False,
         "jax_numpy_dtype_promotion": "standard",
         "jax_numpy_rank_promotion": "allow",
+        # Bitwise comparisons: XLA's scatter on GPUs adds in any order.
+        "jax_default_device": jax.devices("cpu")[0],
         "jax_disable_most_optimizations": True,  # most of the time would be compilation
     }
     before = {name: jax.config.values[name] for name in ours}

@@ -119,8 +119,10 @@ def _import_extras() -> None:
 def _platform() -> str:
     import jax
 
+    from jax_gradops._implementation import default_platform
+
     try:
-        return jax.default_backend()
+        return default_platform()
     except (RuntimeError, AssertionError) as error:  # AssertionError: jax 0.10, JAX_PLATFORMS=cuda
         asked = jax.config.values["jax_platforms"]
         reason = str(error) or f"JAX_PLATFORMS={asked} is not there"

@@ -29,6 +29,7 @@ class Run:
     def __init__(self, folder: Path, settings: Settings, corpus: Corpus, platform: str) -> None:
         self._folder, self._settings, self._corpus = folder, settings, corpus
         self._entropy = bigram_entropy(corpus.validation)
+        self._platform = platform
         self._title = f"{corpus.name}, on {platform}, {settings.precision}"
 
     def train(self, implementation: Implementation, saved: dict[str, Any] | None) -> int:
@@ -107,7 +108,7 @@ class Run:
         parameters = sum(p.size for p in jax.tree.leaves(state.params))
         calls = program.train_step_hlo().count(_CALL)
         what = f"{calls} native kernel calls" if calls else "XLA's own operations only"
-        say(f"{parameters:,} parameters on {jax.devices()[0]}; the training step has {what}")
+        say(f"{parameters:,} parameters on {self._platform}; the training step has {what}")
         return program, state
 
     def _about(self, history: History) -> dict[str, Any]:

@@ -162,8 +162,8 @@ def gelu(
     References:
       Hendrycks, Gimpel, Gaussian Error Linear Units, https://arxiv.org/abs/1606.08415
 
-    >>> import jax.numpy as jnp, jax_gradops
-    >>> print(jax_gradops.gelu(jnp.array([-1.0, 0.0, 2.0])).round(3))
+    >>> import jax.numpy as jnp, jax_gradops, numpy as np
+    >>> print(np.asarray(jax_gradops.gelu(jnp.array([-1.0, 0.0, 2.0]))).round(3))
     [-0.159  0.     1.955]
     """
     x = _checks.array("gelu", "x", x)
@@ -202,8 +202,9 @@ def bias_gelu(
     Formula, numerics and references are as in `gelu`; the sum ``x + bias`` is not rounded. The
     gradient of `bias` is summed in float32 (float64 for float64) in a fixed order.
 
-    >>> import jax.numpy as jnp, jax_gradops
-    >>> print(jax_gradops.bias_gelu(jnp.zeros((1, 2)), jnp.array([-1.0, 2.0])).round(3))
+    >>> import jax.numpy as jnp, jax_gradops, numpy as np
+    >>> y = jax_gradops.bias_gelu(jnp.zeros((1, 2)), jnp.array([-1.0, 2.0]))
+    >>> print(np.asarray(y).round(3))
     [[-0.159  1.955]]
     """
     op = "bias_gelu"

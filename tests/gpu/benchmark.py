@@ -129,7 +129,7 @@ def main():
                 limit = 2e-2 if dtype in ("bfloat16", "float16") else 1e-4
                 assert error < limit, f"{name} {dtype}: differs from XLA by {error}"
         samples = {key: [] for key in functions}
-        for key, (jitted, inputs, _) in functions.items():
+        for jitted, inputs, _ in functions.values():
             round_seconds(jitted, inputs, args.calls)  # warm up
         for _ in range(args.rounds):
             for key, (jitted, inputs, _) in functions.items():
