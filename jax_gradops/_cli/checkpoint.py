@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jax_gradops._cli.settings import DemoError
@@ -17,6 +19,7 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 
 def save(folder: Path, state: Any, about: dict[str, Any]) -> Path:
     """Replaces the checkpoint in `folder`; until the new one is complete, the old one stays."""
+    state = jax.device_get(state)  # so that a checkpoint is not bound to the devices it was made on
     path, new, old = (folder / f"checkpoint{suffix}" for suffix in ("", ".new", ".old"))
     try:
         for left_over in folder.glob("checkpoint.new*"):  # by a save that was killed
@@ -44,8 +47,10 @@ def load_about(folder: Path) -> dict[str, Any]:
 
 def load_state(folder: Path, like: Any) -> Any:
     """The state, with `like`'s structure, types and devices."""
-    restore = ocp.args.StandardRestore(like)  # pyright: ignore[reportCallIssue]
-    return _restore(folder, state=restore)["state"]
+    target = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), like)
+    restore = ocp.args.StandardRestore(target)  # pyright: ignore[reportCallIssue]
+    state = _restore(folder, state=restore)["state"]
+    return jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), state, like)
 
 
 def _restore(folder: Path, **arguments: Any) -> Any:
