@@ -12,8 +12,8 @@ import pytest
 
 import jax_gradops
 from jax_gradops import _status
-from jax_gradops._cli import info
 from jax_gradops.__main__ import main
+from jax_gradops._cli import info
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
