@@ -50,7 +50,10 @@ def load_state(folder: Path, like: Any) -> Any:
     target = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), like)
     restore = ocp.args.StandardRestore(target)  # pyright: ignore[reportCallIssue]
     state = _restore(folder, state=restore)["state"]
-    return jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), state, like)
+    # By leaves: what has none, such as None, may come back as another empty node.
+    leaves, structure = jax.tree.flatten(like)
+    pairs = zip(jax.tree.leaves(state), leaves, strict=True)
+    return jax.tree.unflatten(structure, [jax.device_put(a, b.sharding) for a, b in pairs])
 
 
 def _restore(folder: Path, **arguments: Any) -> Any:
