@@ -302,6 +302,18 @@ def test_python_threads(platform):
                     assert_bitwise_equal(a, b)
 
 
+def test_every_device(platform):
+    """R4: kernels run where their operands are."""
+    x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
+    f = jax.jit(lambda x: (jax_gradops.layer_norm(x), jax_gradops.global_norm(x)))
+    expected = f(x)
+    for device in reversed(jax.devices("gpu" if platform == "cuda" else "cpu")[:3]):
+        results = f(jax.device_put(x, device))
+        assert results[0].devices() == {device}
+        for a, b in zip(results, expected, strict=True):
+            assert_bitwise_equal(a, b)
+
+
 def test_digest_of_results_is_stable_within_a_process(platform):
     """R2: many runs in a row, bitwise."""
     x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
