@@ -25,7 +25,7 @@ test-gpu:
 lint: $(VENV)/.dev ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/clang-format --dry-run -Werror $(wildcard ffi/*.cc ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh)
 
 format: $(VENV)/.dev
