@@ -8,7 +8,7 @@ An op declares its kernels (`Kernel`) by the axes of their operands and results,
 A result without ``n`` must be a plain sum over the rows: then the sum over shards is a `psum`, and
 everything else follows from the letters too. The layers, from the outside in::
 
-    Kernel.__call__      custom_vjp: its derivative is that of the reference (for second order)
+    Kernel.__call__      custom_jvp: its derivative is that of the reference (for second order)
       platform_dependent   the reference where a platform has no kernel
         custom_vmap          mapped axes become leading group axes, or further row axes
           sharding             by the kind of mesh: custom_partitioning, shard_map, or a plain call
@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType
 
 from jax_gradops import _registry, _sharding
 from jax_gradops._implementation import Implementation
@@ -78,8 +77,9 @@ class Kernel:
       whole: letters of axes that every device must hold whole.
       variadic: there is one operand in `operands`, and any number of arrays may be passed for it,
         each with axes of its own; the results are sums over all of them.
-      workspace: shape of an extra scratch result (in the accumulation dtype) from the number of
-        groups, rows and features and the number of results that are sums over rows.
+      workspace: shape of an extra scratch result, whose elements are as wide as the accumulation
+        dtype's, from the number of groups, rows and features and the number of results that are
+        sums over rows.
     """
 
     name: str
@@ -124,15 +124,12 @@ class Kernel:
         must be whole are. JAX transposes these casts: that gives the parameters' gradients their
         `psum` and their sharding. Elsewhere nothing changes.
         """
-        kinds = _sharding.mesh_kinds()
-        if AxisType.Manual in kinds:
-            return _sharding.match_vma(*operands)
-        if kinds != {AxisType.Explicit} or self.variadic:
+        operands = _sharding.match_vma(*operands)
+        if self.variadic:
             return operands
         call = Call(self, tuple(a is not None for a in operands), (), frozenset())
-        arrays = iter(
-            _sharding.reshard_operands(call, 0, [a for a in operands if a is not None])[0]
-        )
+        present = [a for a in operands if a is not None]
+        arrays = iter(_sharding.reshard_operands(call, 0, present)[0])
         return tuple(None if a is None else next(arrays) for a in operands)
 
 
@@ -174,32 +171,20 @@ _cached = functools.lru_cache(maxsize=4096)
 
 @_cached
 def _differentiable(call: Call, implementation: Implementation) -> Callable[..., Arrays]:
-    """The kernel with the derivative of its reference."""
+    """The kernel with the derivative of its reference, in forward and in reverse mode."""
 
-    @jax.custom_vjp
+    @jax.custom_jvp
     def op(*arrays: jax.Array) -> Arrays:
-        if len(_sharding.mesh_kinds()) > 1:
-            # What custom_partitioning is told there (jax 0.10 to 0.12) does not say how the
-            # operands are sharded over the axes that are not manual.
-            if implementation == "ffi":
-                raise ValueError(
-                    f"{call.kernel.name}: implementation='ffi' is not available on a mesh that "
-                    f"mixes kinds of axes: {jax.sharding.get_abstract_mesh()}"
-                )
-            return call.reference(*arrays)
         ffi = _vmappable(call, 0)
         branches = {p: ffi for p in _registry.PLATFORMS}
         if implementation == "ffi":
             return lax.platform_dependent(*arrays, **branches)
         return lax.platform_dependent(*arrays, default=call.reference, **branches)
 
-    def forward(*arrays: jax.Array) -> tuple[Arrays, Arrays]:
-        return op(*arrays), arrays
+    @op.defjvp
+    def derivative(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
+        return op(*primals), jax.jvp(call.reference, primals, tangents)[1]
 
-    def backward(arrays: Arrays, cotangents: Arrays) -> Arrays:
-        return jax.vjp(call.reference, *arrays)[1](cotangents)
-
-    op.defvjp(forward, backward)
     return op
 
 
@@ -277,7 +262,9 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
     if kernel.workspace is not None:
         sums = sum("n" not in r.dims for r in call.wanted)
         shape = kernel.workspace(math.prod(lead), math.prod(rows), math.prod(features), sums)
-        types.append(_sharding.result_type(x, shape, dtypes["accum"]))
+        # Not floats: jax_debug_nans would look for NaN in what nobody has written.
+        scratch = jnp.uint64 if dtypes["accum"] == jnp.float64 else jnp.uint32
+        types.append(_sharding.result_type(x, shape, scratch))
 
     # An absent operand is an array without elements, so that handlers have a fixed signature.
     given = iter(arrays)

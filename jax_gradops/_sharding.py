@@ -1,11 +1,12 @@
 """How one kernel call runs on sharded arrays, by the kind of mesh.
 
-- Auto mesh, or no mesh in the context: `custom_partitioning` with a Shardy rule;
-- Explicit mesh: shardings are part of types, so the operands are resharded and `shard_map` runs the
-  call;
-- inside `shard_map`: a plain call, as arrays are one device's already.
+- Explicit axes: shardings are part of types, so the operands are resharded, and `shard_map` over
+  these axes runs what follows;
+- Auto axes, or no mesh in the context: `custom_partitioning` with a Shardy rule;
+- Manual axes only (inside `shard_map`): a plain call, as arrays are one device's already.
 
-A bare `ffi_call` would gather the whole batch to every device.
+A mesh may have axes of all three kinds. A bare `ffi_call` would gather the whole batch to every
+device.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
     from jax_gradops._core import Call
@@ -36,9 +38,14 @@ def accum_dtype(*dtypes: Any) -> jnp.dtype:
 MeshAxes: TypeAlias = tuple[str, ...]
 
 
-def mesh_kinds() -> set[AxisType]:
-    """The kinds of the context's mesh axes; empty without a mesh."""
-    return set(jax.sharding.get_abstract_mesh().axis_types)
+def _axes_of(kind: AxisType, mesh: AbstractMesh) -> dict[str, int]:
+    """Names and sizes of the mesh axes of one kind."""
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, k in axes if k == kind}
+
+
+def _explicit_axes() -> frozenset[str]:
+    return frozenset(_axes_of(AxisType.Explicit, jax.sharding.get_abstract_mesh()))
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
@@ -71,7 +78,7 @@ def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
 
 def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
     """On an Explicit mesh, shards y as x is, which `Kernel.prepare` may have changed."""
-    if mesh_kinds() != {AxisType.Explicit}:
+    if not _explicit_axes():
         return y
     return jax.sharding.reshard(y, jax.typeof(x).sharding.spec)
 
@@ -164,20 +171,31 @@ def _local(
     return local
 
 
+# --- The kinds of mesh --------------------------------------------------------------------------
+
+
 def sharded(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
-    """The kernel on arrays that may be sharded, by the kind of mesh in the context."""
-    kinds = mesh_kinds()
-    if AxisType.Manual in kinds:  # inside shard_map: arrays are one device's already
-        return _local(call, groups, compute)
-    if AxisType.Explicit in kinds:
-        return _explicit(call, groups, compute)
-    return _auto(call, groups, compute)
+    """The kernel on arrays that may be sharded, by the kinds of the context's mesh axes."""
+    return (_explicit if _explicit_axes() else _within_types)(call, groups, compute)
+
+
+def _within_types(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
+    """The kernel on arrays that are not spread by their types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or _axes_of(AxisType.Auto, mesh):
+        return _auto(call, groups, compute, mesh)
+    return _local(call, groups, compute)
+
+
+# --- Explicit axes ------------------------------------------------------------------------------
 
 
 def reshard_operands(
     call: Call, groups: int, arrays: Sequence[jax.Array]
-) -> tuple[list[jax.Array], Layout]:
+) -> tuple[list[jax.Array], Layout | None]:
     """On an Explicit mesh: operands sharded as the kernel can work with them, and the layout."""
+    if not _explicit_axes():
+        return list(arrays), None
     types = [jax.typeof(a) for a in arrays]
     layout = _layout(call, groups, [t.sharding.spec for t in types], [t.ndim for t in types])
     return [
@@ -186,25 +204,46 @@ def reshard_operands(
 
 
 def _explicit(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
+    def rest(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
+        return _within_types(call, groups, compute)(*match_vma(*arrays))
+
     def op(*arrays: jax.Array) -> Arrays:
         operands, layout = reshard_operands(call, groups, arrays)
-        local = _local(call, groups, compute, layout.row_axes)
+        assert layout is not None
+        axes = _explicit_axes()
+        everything = axes == frozenset(jax.sharding.get_abstract_mesh().axis_names)
         return jax.shard_map(
-            local, in_specs=layout.operands, out_specs=layout.results, check_vma=False
+            _local(call, groups, rest, layout.row_axes),
+            in_specs=layout.operands,
+            out_specs=layout.results,
+            # The default, all axes, leaves out one over which vmap's axis is spread.
+            axis_names=set() if everything else axes,
         )(*operands)
 
     return op
 
 
+# --- Auto axes ----------------------------------------------------------------------------------
+
+
 @functools.lru_cache(maxsize=4096)  # JAX's caches go by the identity of functions
-def _auto(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
+def _auto(
+    call: Call, groups: int, compute: Compute, context: AbstractMesh
+) -> Callable[..., Arrays]:
     op = custom_partitioning(_local(call, groups, compute))
+    # Inside a shard_map over other axes, XLA partitions over the Auto axes only.
+    inside = _axes_of(AxisType.Auto, context) if _axes_of(AxisType.Manual, context) else None
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        layout = _layout(
-            call, groups, [o.sharding.spec for o in operands], [len(o.shape) for o in operands]
-        )
-        shardings = [tuple(NamedSharding(mesh, s) for s in specs) for specs in layout[:2]]
+        if inside is None:
+            specs = [o.sharding.spec for o in operands]
+            spread = mesh
+        else:
+            specs = [_decoded(o.sharding, inside, len(o.shape)) for o in operands]
+            spread = AbstractMesh(tuple(inside.values()), tuple(inside))
+            mesh = AbstractMesh(context.axis_sizes, context.axis_names)  # of psum's names
+        layout = _layout(call, groups, specs, [len(o.shape) for o in operands])
+        shardings = [tuple(NamedSharding(spread, s) for s in specs) for specs in layout[:2]]
         return mesh, _local(call, groups, compute, layout.row_axes), shardings[1], shardings[0]
 
     def sharding_rule(mesh: Any, operands: Any, results: Any) -> Any:
@@ -227,8 +266,34 @@ def _auto(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
             "need_replication_factors": whole
         } if whole else {}
 
-    op.def_partition(partition=partition, sharding_rule=sharding_rule)
+    op.def_partition(
+        partition=partition, sharding_rule=sharding_rule, decode_shardings=inside is None
+    )
     return op
+
+
+def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> PartitionSpec:
+    """XLA's own description of a sharding over a mesh with these axes, in their names.
+
+    For what names cannot say (half of an axis, say): on every device.
+    """
+    tiling = sharding._to_xla_hlo_sharding(ndim)
+    if tiling.is_replicated():
+        return PartitionSpec(*[None] * ndim)
+    tiles = np.reshape(tiling.tile_assignment_devices(), tiling.tile_assignment_dimensions())
+    devices = np.arange(tiles.size).reshape(tuple(axes.values()))
+    position = np.empty((tiles.size, tiles.ndim), np.int64)
+    position[tiles.ravel()] = np.stack(np.unravel_index(np.arange(tiles.size), tiles.shape), -1)
+    # How far from tile to tile, in each of the array's axes, is one step along a mesh axis?
+    spec: list[list[tuple[int, str]]] = [[] for _ in range(tiles.ndim)]
+    for i, (name, size) in enumerate(axes.items()):
+        if size > 1:
+            step = position[devices.take(1, i).flat[0]] - position[devices.take(0, i).flat[0]]
+            spec[int(np.argmax(np.abs(step)))].append((int(np.max(step)), name))
+    named = PartitionSpec(*(tuple(n for _, n in sorted(e, reverse=True)) for e in spec[:ndim]))
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    same = NamedSharding(mesh, named)._to_xla_hlo_sharding(ndim) == tiling
+    return named if same else PartitionSpec(*[None] * ndim)
 
 
 def _letters(i: int) -> str:

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from comparing import assert_bitwise_equal, assert_matches, widen
 from jax import lax
-from jax.test_util import check_grads
 from meshes import MeshTests, RowMeshTests
-from oracles import Reference, directional_derivative
+from oracles import Reference
+from transformations import TransformationTests, vjp_of
 
 # Around the vector widths (2 to 16 elements), a warp, and the blocks of the kernels.
 FEATURES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 127, 128, 129, 1000, 1023, 1024, 1025, 4097)
@@ -33,12 +33,11 @@ EMPTY = ((0,), (0, 7), (3, 0), (0, 0), (0, 3, 7), (2, 0, 7), (2, 3, 0))
 Arrays = Sequence[Any]
 
 
-class OpTests(MeshTests):
+class OpTests(TransformationTests, MeshTests):
     """What every op must do. Its operands are x and parameters of x's last axis, all arrays."""
 
     kernels: tuple[str, ...]  # names of the handlers, forward first
     parameters: int = 0  # how many operands follow x
-    forward_mode_of_kernels = False
 
     # --- What an op says of itself ---
 
@@ -88,12 +87,7 @@ class OpTests(MeshTests):
 
     def value_and_vjp(self, implementation: str | None) -> Callable[..., tuple[Any, ...]]:
         """(dy, *operands) -> (y, *gradients)."""
-
-        def f(dy: Any, *operands: Any) -> tuple[Any, ...]:
-            y, pull = jax.vjp(functools.partial(self.op, implementation=implementation), *operands)
-            return (y, *pull(dy))
-
-        return f
+        return vjp_of(functools.partial(self.op, implementation=implementation))
 
     def expected(self, dy: Any, *operands: Any) -> list[Reference]:
         wide = [widen(a) for a in operands]
@@ -228,7 +222,8 @@ class OpTests(MeshTests):
 
         return [build(i, levels) for i in range(2 + self.parameters)]
 
-    def test_scan_and_while(self, platform, implementation, rng):
+    def test_scan_with_shared_parameters(self, platform, implementation, rng):
+        """Their gradients are summed over the steps."""
         steps = [self.example(rng, (5, 33), jnp.float32) for _ in range(3)]
         parameters = steps[0][2:]
         dys, xs = (np.stack([s[i] for s in steps]) for i in range(2))
@@ -260,106 +255,6 @@ class OpTests(MeshTests):
             )
         for grad, reference in zip(grads, totals or [], strict=True):
             assert_matches(grad, reference, jnp.float32, jnp.float32, "a gradient summed in a scan")
-
-        y = jax.jit(
-            lambda x: lax.while_loop(
-                lambda c: c[0] < 2,
-                lambda c: (c[0] + 1, self.op(x, *parameters, implementation=implementation)),
-                (0, jnp.zeros(self.output_shape(x.shape), x.dtype)),
-            )[1]
-        )(xs[0])
-        assert_matches(y, self.oracle(*map(widen, steps[0][1:])), y.dtype, y.dtype, "while_loop")
-
-    def test_remat(self, platform, implementation, rng):
-        """Under any policy the gradients are the same."""
-        dy, *operands = example = self.example(rng, (5, 33), jnp.float32)
-        policies = [
-            None,
-            jax.checkpoint_policies.everything_saveable,
-            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-            jax.checkpoint_policies.save_only_these_names("layer_norm_mean", "layer_norm_rstd"),
-        ]
-
-        def f(dy: Any, *operands: Any) -> Any:
-            results = []
-            for policy in policies:
-                op = functools.partial(self.op, implementation=implementation)
-                y, pull = jax.vjp(jax.checkpoint(op, policy=policy), *operands)
-                results.append((y, *pull(dy)))
-            return results
-
-        for results in jax.jit(f)(dy, *operands):
-            self.check(results, example, "remat")
-
-    def test_donation(self, platform, rng):
-        """The results may take over the operands' memory."""
-        example = self.example(rng, (300, 129), jnp.float32)
-        operands = list(map(jnp.array, example))
-        results = jax.jit(self.value_and_vjp("ffi"), donate_argnums=(0, 1))(*operands)
-        self.check(results, example)
-        assert operands[1].is_deleted()
-
-    def test_disable_jit(self, platform, implementation, rng):
-        dy, *operands = example = self.example(rng, (2, 5), jnp.float32)
-        with jax.disable_jit():
-            results = self.value_and_vjp(implementation)(dy, *map(jnp.asarray, operands))
-        self.check(results, example, "disable_jit")
-
-    @pytest.mark.parametrize("dtype", ["float32", "float64"])
-    def test_hessian_vector_product(self, platform, implementation, dtype, rng):
-        """Reverse over reverse, against differences of the oracle's gradient."""
-        dtype = jnp.dtype(dtype)
-        dy, *operands = self.example(rng, (3, 9), dtype)
-        _, *direction = self.example(rng, (3, 9), dtype)
-
-        def f(dy: Any, *operands: Any) -> Any:
-            def along(dy: Any, *operands: Any) -> Any:
-                grads = self.value_and_vjp(implementation)(dy, *operands)[1:]
-                return sum(jnp.sum(g * v) for g, v in zip(grads, direction, strict=True))
-
-            return jax.grad(along, argnums=tuple(range(len(operands) + 1)))(dy, *operands)
-
-        through_dy, *actual = jax.jit(f)(dy, *operands)
-        wide, wide_direction = list(map(widen, operands)), list(map(widen, direction))
-
-        def gradient(*operands: np.ndarray) -> list[np.ndarray]:
-            return [r.value for r in self.oracle_vjp(widen(dy), *operands)]
-
-        def value(*operands: np.ndarray) -> list[np.ndarray]:
-            return [self.oracle(*operands).value]
-
-        expected = directional_derivative(gradient, wide, wide_direction)
-        expected += directional_derivative(value, wide, wide_direction)
-        tolerance = 1e-5 if dtype == jnp.float32 else 1e-8
-        for a, e in zip([*actual, through_dy], expected, strict=True):
-            np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance * (1 + np.abs(e).max()))
-
-    def test_check_grads(self, platform, implementation, rng):
-        _, *operands = self.example(rng, (2, 5), jnp.float64)
-        op = jax.jit(functools.partial(self.op, implementation=implementation))
-        check_grads(
-            op, tuple(map(jnp.asarray, operands)), order=2, modes=["rev"], atol=1e-5, rtol=1e-5
-        )
-
-    def test_forward_mode(self, platform, rng):
-        """<dy, J v> = <J^T dy, v> with "xla"; a TypeError that says why with the kernels."""
-        dy, *operands = self.example(rng, (3, 9), jnp.float64)
-        _, *direction = self.example(rng, (3, 9), jnp.float64)
-        op = functools.partial(self.op, implementation="xla")
-        _, tangent = jax.jvp(op, tuple(operands), tuple(direction))
-        expected = self.oracle_vjp(dy, *operands)
-        np.testing.assert_allclose(
-            np.sum(dy * tangent),
-            sum(np.sum(r.value * v) for r, v in zip(expected, direction, strict=True)),
-            rtol=1e-11,
-        )
-        op = functools.partial(self.op, implementation="ffi")
-        if self.forward_mode_of_kernels:
-            same = jax.jvp(op, tuple(operands), tuple(direction))[1]
-            np.testing.assert_allclose(same, tangent, rtol=1e-11, atol=1e-13)
-        else:
-            with pytest.raises(TypeError, match="forward-mode|custom_vjp"):
-                jax.jvp(op, tuple(operands), tuple(direction))
 
     @pytest.mark.parametrize("requested", [None, "ffi", "xla"])
     def test_custom_call(self, platform, requested, rng):

@@ -22,7 +22,7 @@ import pytest
 import jax_gradops
 from jax_gradops import _registry
 
-pytest.register_assert_rewrite("comparing", "conformance", "meshes")
+pytest.register_assert_rewrite("comparing", "conformance", "meshes", "transformations")
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

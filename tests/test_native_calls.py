@@ -15,6 +15,10 @@ def full(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.ones(shape, dtype)
 
 
+def scratch(*shape: int) -> np.ndarray:
+    return full(*shape, dtype=np.uint32)
+
+
 ROWS, PARAMETER, STAT, NOTHING = full(3, 4), full(4), full(3), full(0)
 GROUPS = {"group_rank": np.int64(0)}
 
@@ -28,7 +32,7 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "layer_norm_bwd": (
         {"dy": ROWS, "x": ROWS, "scale": NOTHING, "mean": STAT, "rstd": STAT},
-        {"dx": ROWS, "dscale": PARAMETER, "dbias": PARAMETER, "workspace": full(1, 1, 2, 4)},
+        {"dx": ROWS, "dscale": PARAMETER, "dbias": PARAMETER, "workspace": scratch(1, 1, 2, 4)},
         GROUPS,
     ),
     "rms_norm_fwd": (
@@ -38,7 +42,7 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "rms_norm_bwd": (
         {"dy": ROWS, "x": ROWS, "scale": PARAMETER, "rstd": STAT},
-        {"dx": ROWS, "dscale": PARAMETER, "workspace": full(1, 1, 1, 4)},
+        {"dx": ROWS, "dscale": PARAMETER, "workspace": scratch(1, 1, 1, 4)},
         GROUPS,
     ),
     "bias_gelu_fwd": (
@@ -48,12 +52,12 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "bias_gelu_bwd": (
         {"dy": ROWS, "x": ROWS, "bias": NOTHING},
-        {"dx": ROWS, "dbias": PARAMETER, "workspace": full(1, 1, 1, 4)},
+        {"dx": ROWS, "dbias": PARAMETER, "workspace": scratch(1, 1, 1, 4)},
         GROUPS | {"approximate": False},
     ),
     "sum_of_squares": (
         {"leaf 0": full(3), "leaf 1": full(2, 2)},
-        {"huge": full(), "normal": full(), "tiny": full(), "workspace": full(2048, 2)},
+        {"huge": full(), "normal": full(), "tiny": full(), "workspace": scratch(2048, 2)},
         GROUPS,
     ),
 }
@@ -101,8 +105,9 @@ def test_good(platform, target):
         ("layer_norm_bwd", {"mean": full(2)}, "mean"),
         ("layer_norm_bwd", {"dx": full(2, 4)}, "dx"),
         ("layer_norm_bwd", {"dscale": full(5)}, "dscale"),
-        ("layer_norm_bwd", {"workspace": full(0)}, "workspace"),
-        ("layer_norm_bwd", {"workspace": full(1, 1, 1, 4)}, "workspace"),
+        ("layer_norm_bwd", {"workspace": scratch(0)}, "workspace"),
+        ("layer_norm_bwd", {"workspace": scratch(1, 1, 1, 4)}, "workspace"),
+        ("layer_norm_bwd", {"workspace": full(1, 1, 2, 4)}, "workspace.*uint32.*got float32"),
         ("rms_norm_fwd", {"scale": full(8)}, "scale"),
         ("rms_norm_bwd", {"rstd": full(4)}, "rstd"),
         ("bias_gelu_fwd", {"bias": full(3)}, "bias"),
@@ -111,7 +116,8 @@ def test_good(platform, target):
         ("bias_gelu_bwd", {"dbias": full(3)}, "dbias"),
         ("sum_of_squares", {"leaf_0": full(3, dtype=np.int32)}, "leaf 0"),
         ("sum_of_squares", {"leaf_1": full(3, dtype=np.float64)}, "float64"),
-        ("sum_of_squares", {"workspace": full(0)}, "workspace"),
+        ("sum_of_squares", {"workspace": scratch(0)}, "workspace"),
+        ("sum_of_squares", {"workspace": full(2048, 2)}, "workspace.*uint32.*got float32"),
         ("sum_of_squares", {"huge": full(2)}, "group_rank|results"),
         ("sum_of_squares", {"tiny": full(dtype=np.float64)}, "results"),
         ("sum_of_squares", {"group_rank": np.int64(1)}, "group_rank"),

@@ -102,6 +102,12 @@ inline ffi::DataType AccumDtype(ffi::DataType dtype) {
   return dtype == ffi::F64 ? ffi::F64 : ffi::F32;
 }
 
+// Scratch is declared as integers of the accumulation dtype's width: jax_debug_nans looks for NaN
+// in every float result, and scratch holds whatever was in memory before.
+inline ffi::DataType ScratchDtype(ffi::DataType dtype) {
+  return AccumDtype(dtype) == ffi::F64 ? ffi::U64 : ffi::U32;
+}
+
 inline std::int64_t ByteWidthOf(ffi::DataType dtype) {
   return static_cast<std::int64_t>(ffi::ByteWidth(dtype));
 }
@@ -112,6 +118,8 @@ inline std::string Name(ffi::DataType dtype) {
     case ffi::BF16: return "bfloat16";
     case ffi::F32: return "float32";
     case ffi::F64: return "float64";
+    case ffi::U32: return "uint32";
+    case ffi::U64: return "uint64";
     default: return "dtype number " + std::to_string(static_cast<int>(dtype));
   }
 }

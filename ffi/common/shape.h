@@ -111,18 +111,19 @@ class RowChecker {
     return buffer.untyped_data();
   }
 
-  // Scratch for column sums, [groups, partial rows, sums, features] in the accumulation dtype, as
+  // Scratch for column sums, [groups, partial rows, sums, features] in ScratchDtype, as
   // `column_sum_workspace` in jax_gradops/_core.py declares it. Returns the number of partial rows.
   std::int64_t PartialRows(std::string_view name, const ffi::AnyBuffer& buffer, std::int64_t sums) {
     if (!ok() || sums == 0 || shape_.elements() == 0) return 0;
     const auto dims = buffer.dimensions();
     const bool matches = dims.size() == 4 && dims[0] == shape_.groups && dims[1] > 0 &&
                          dims[2] == sums && dims[3] == shape_.features &&
-                         buffer.element_type() == accum_dtype() && buffer.untyped_data() != nullptr;
+                         buffer.element_type() == ScratchDtype(dtype()) &&
+                         buffer.untyped_data() != nullptr;
     if (!matches) {
       Fail(name,
            "shape [groups, partial rows, " + std::to_string(sums) + ", features] in " +
-               Name(accum_dtype()),
+               Name(ScratchDtype(dtype())),
            buffer);
       return 0;
     }

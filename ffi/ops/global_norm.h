@@ -132,10 +132,10 @@ struct GlobalNorm {
     }
 
     const std::int64_t scratch = Product(workspace->dimensions());
-    if (workspace->element_type() != args.dtype || scratch < 0 ||
+    if (workspace->element_type() != ScratchDtype(args.dtype) || scratch < 0 ||
         (scratch > 0 && args.workspace == nullptr)) {
-      return fail("workspace must have data and dtype " + Name(args.dtype) + "; got " +
-                  Describe(*workspace));
+      return fail("workspace must have data and dtype " + Name(ScratchDtype(args.dtype)) +
+                  "; got " + Describe(*workspace));
     }
     args.workspace_doubles = args.dtype == ffi::F64 ? scratch : scratch / 2;
     if (!args.leaves.empty() && args.workspace_doubles < args.groups) {

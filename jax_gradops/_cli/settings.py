@@ -44,7 +44,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": _COMMON
     | dict(steps=1500, width=96, layers=3, heads=3, context=64, batch=16, learning_rate=4e-3),
     "gpu": _COMMON
-    | dict(steps=500, width=384, layers=6, heads=6, context=256, batch=64, learning_rate=1e-3),
+    | dict(steps=400, width=384, layers=6, heads=6, context=256, batch=64, learning_rate=1e-3),
 }
 
 _AT_LEAST = {"seed": 0, "steps": 1, "width": 1, "layers": 1, "heads": 1, "context": 2, "batch": 1}
