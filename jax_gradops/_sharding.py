@@ -12,7 +12,8 @@ device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -76,6 +77,14 @@ def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
     )
 
 
+def gathered(x: jax.Array, begin: int) -> jax.Array:
+    """On an Explicit mesh, x with its axes from `begin` on whole: they can be merged by a reshape."""
+    spec = jax.typeof(x).sharding.spec
+    if not any(spec[begin:]):
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*spec[:begin], *[None] * (x.ndim - begin)))
+
+
 def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
     """On an Explicit mesh, shards y as x is, which `Kernel.prepare` may have changed."""
     if not _explicit_axes():
@@ -100,23 +109,29 @@ def _padded(spec: Sequence[Any], ndim: int) -> tuple[Any, ...]:
     return (*spec, *[None] * (ndim - len(spec)))
 
 
+def _count_axes(spec: Sequence[Any]) -> int:
+    return sum(len(_as_axes(e)) for e in spec)
+
+
 def _layout(
     call: Call, groups: int, specs: Sequence[Sequence[Any]], ndims: Sequence[int]
 ) -> Layout:
     """The shardings that the kernel can work with, nearest to those its operands have."""
+    padded = [_padded(s, n) for s, n in zip(specs, ndims, strict=True)]
     if call.kernel.variadic:
-        # Every array stays as it is.
-        operands = tuple(
-            PartitionSpec(*[None] * groups, *_padded(s, n)[groups:])
-            for s, n in zip(specs, ndims, strict=True)
-        )
-        rows = tuple(tuple(a for e in spec for a in _as_axes(e)) for spec in operands)
-        return Layout(operands, tuple(PartitionSpec(*[None] * groups) for _ in call.wanted), rows)
+        # Every array stays as it is, but for the group axes, which are the same for all.
+        lead = max((spec[:groups] for spec in padded), key=_count_axes)
+        taken = {a for e in lead for a in _as_axes(e)}
+        free = [
+            [e if taken.isdisjoint(_as_axes(e)) else None for e in spec[groups:]] for spec in padded
+        ]
+        operands = tuple(PartitionSpec(*lead, *spec) for spec in free)
+        rows = tuple(tuple(a for e in spec for a in _as_axes(e)) for spec in free)
+        return Layout(operands, tuple(PartitionSpec(*lead) for _ in call.wanted), rows)
     # The activation that is spread the most decides: a cotangent may come replicated.
-    candidates = [
-        _padded(s, n) for s, n, dims in zip(specs, ndims, call.in_dims, strict=True) if dims == "nd"
-    ]
-    first = max(candidates, key=lambda spec: sum(len(_as_axes(e)) for e in spec))
+    first = max(
+        (s for s, dims in zip(padded, call.in_dims, strict=True) if dims == "nd"), key=_count_axes
+    )
     lead = first[:groups]
     letters = {"n": first[groups:-1], "d": first[-1:]}
     for letter in call.kernel.whole:
@@ -242,6 +257,10 @@ def _auto(
             specs = [_decoded(o.sharding, inside, len(o.shape)) for o in operands]
             spread = AbstractMesh(tuple(inside.values()), tuple(inside))
             mesh = AbstractMesh(context.axis_sizes, context.axis_names)  # of psum's names
+        if any("n" not in r.dims for r in call.wanted):
+            # XLA fills up shards of unequal sizes, and sums must not have what is filled in.
+            sizes = inside or dict(mesh.shape)
+            specs = [_even(s, o.shape, sizes) for s, o in zip(specs, operands, strict=True)]
         layout = _layout(call, groups, specs, [len(o.shape) for o in operands])
         shardings = [tuple(NamedSharding(spread, s) for s in specs) for specs in layout[:2]]
         return mesh, _local(call, groups, compute, layout.row_axes), shardings[1], shardings[0]
@@ -270,6 +289,14 @@ def _auto(
         partition=partition, sharding_rule=sharding_rule, decode_shardings=inside is None
     )
     return op
+
+
+def _even(spec: Any, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """`spec` without the axes that cannot be spread in equal parts."""
+    entries = zip(_padded(spec, len(shape)), shape, strict=True)
+    return PartitionSpec(
+        *(None if n % math.prod(sizes[a] for a in _as_axes(e)) else e for e, n in entries)
+    )
 
 
 def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> PartitionSpec:

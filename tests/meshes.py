@@ -13,16 +13,20 @@ import pytest
 from comparing import assert_matches
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from transformations import vjp_of
 
 
-def mesh(platform: str, kind: AxisType) -> jax.sharding.Mesh:
+def mesh(platform: str, kind: AxisType, kind_of_model: AxisType | None = None) -> Any:
     """Of the axes "data" and "model" over all devices of the platform, up to eight."""
     devices = jax.devices("gpu" if platform == "cuda" else "cpu")
     if len(devices) < 2:
         pytest.skip(f"only one {platform} device")
     shape = {2: (2, 1), 4: (2, 2), 8: (4, 2)}[max(n for n in (2, 4, 8) if n <= len(devices))]
     return jax.make_mesh(
-        shape, ("data", "model"), axis_types=(kind,) * 2, devices=devices[: shape[0] * shape[1]]
+        shape,
+        ("data", "model"),
+        axis_types=(kind, kind_of_model or kind),
+        devices=devices[: shape[0] * shape[1]],
     )
 
 
@@ -31,6 +35,12 @@ def collectives(compiled: str) -> dict[str, int]:
     names = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
     counts = {n: len(re.findall(rf" {n}(?:-start)?\(", compiled)) for n in names}
     return {name: count for name, count in counts.items() if count}
+
+
+def largest_gather(compiled: str) -> int:
+    """Elements of the largest result of an all-gather."""
+    gathers = re.findall(r"= .*?\[([\d,]*)\]\S* all-gather(?:-start)?\(", compiled)
+    return max((int(np.prod([int(n) for n in g.split(",") if n])) for g in gathers), default=0)
 
 
 class MeshTests:
@@ -83,35 +93,114 @@ class MeshTests:
             arrays[0] = jax.device_put(example[0], NamedSharding(devices, P("model", "data")))
         self.check(jax.jit(self.value_and_vjp(implementation))(*arrays), example, "dy elsewhere")
 
-    def test_vmap_spread(self, platform, implementation, rng):
-        """vmap over an axis that is spread, parameters not mapped."""
+    @pytest.mark.parametrize(
+        "cut",
+        [lambda a: a[:, :-1], lambda a: a[:5], lambda a: np.pad(a, ((0, 1), (0, 0), (0, 0)))],
+        ids=["a column less", "five rows", "a row more"],
+    )
+    @pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P("data", "model")], ids=str)
+    def test_rows_spread_unequally(self, platform, implementation, spec, cut, rng):
+        """XLA fills up the last shards; sums must not have what is filled in."""
         devices = mesh(platform, AxisType.Auto)
+        example = self.example(rng, self.mesh_shape, jnp.float32)
+        f = self.value_and_vjp(implementation)
+        is_x = [np.ndim(a) == 3 for a in example]
+
+        def of_parts(*arrays: Any) -> Any:
+            return f(*(cut_here(a) if cut else a for a, cut in zip(arrays, is_x, strict=True)))
+
+        def cut_here(a: Any) -> Any:
+            if cut(np.zeros(self.mesh_shape)).shape[0] > self.mesh_shape[0]:
+                return jnp.pad(a, ((0, 1), (0, 0), (0, 0)))
+            return cut(a)
+
+        results = jax.jit(of_parts)(*self.placed(devices, spec, example))
+        cut_example = [cut(a) if c else a for a, c in zip(example, is_x, strict=True)]
+        self.check(results, cut_example, f"{spec}")
+
+    def test_parameters_spread(self, platform, implementation, rng):
+        """As in FSDP: parameters are gathered, x and dy are not."""
+        devices = mesh(platform, AxisType.Auto)
+        example = self.example(rng, self.mesh_shape, jnp.float32)
+        placed = self.placed(devices, P("data"), example)
+        spread = NamedSharding(devices, P("data"))
+        arrays = [*placed[:2], *(jax.device_put(a, spread) for a in placed[2:])]
+        f = self.value_and_vjp(implementation)
+
+        def with_spread_gradients(*arrays: Any) -> Any:
+            y, dx, *gradients = f(*arrays)
+            return y, dx, *(jax.lax.with_sharding_constraint(g, spread) for g in gradients)
+
+        compiled = jax.jit(with_spread_gradients).lower(*arrays).compile()
+        self.check(compiled(*arrays), example, "parameters spread")
+        assert largest_gather(compiled.as_text()) <= example[1].shape[-1]
+
+    @pytest.mark.parametrize(
+        ("kind", "options"),
+        [
+            (AxisType.Auto, {}),
+            (AxisType.Auto, {"spmd_axis_name": "data"}),
+            (AxisType.Explicit, {}),
+        ],
+        ids=str,
+    )
+    def test_vmap_spread(self, platform, implementation, kind, options, rng):
+        """vmap over an axis that is spread, parameters not mapped."""
+        devices = mesh(platform, kind)
         examples = [self.example(rng, (4, 32), jnp.float32) for _ in range(8)]
         parameters = examples[0][2:]
         dy, x = (np.stack([e[i] for e in examples]) for i in range(2))
-        arrays = self.placed(devices, P("data"), [dy, x, *parameters])
-        f = jax.vmap(self.value_and_vjp(implementation), in_axes=(0, 0, *[None] * len(parameters)))
-        results = jax.jit(f)(*arrays)
+        f = self.value_and_vjp(implementation)
+        f = jax.vmap(f, in_axes=(0, 0, *[None] * len(parameters)), **options)
+        with jax.set_mesh(devices):
+            arrays = [jax.device_put(a, NamedSharding(devices, P("data"))) for a in (dy, x)]
+            arrays += self.placed(devices, P(), parameters)
+            compiled = jax.jit(f).lower(*arrays).compile()
+            results = list(map(np.asarray, compiled(*arrays)))
         for i in range(8):
             self.check([r[i] for r in results], [dy[i], x[i], *parameters], f"slice {i}")
+        if implementation == "ffi":
+            assert not collectives(compiled.as_text())
 
-    @pytest.mark.parametrize("spec", [P("data"), P("data", "model")], ids=str)
-    def test_explicit_mesh(self, platform, implementation, spec, rng):
-        devices = mesh(platform, AxisType.Explicit)
+    @pytest.mark.parametrize(
+        "spec",
+        [P("data"), P("data", "model"), P(("data", "model")), P("data", None, "model")],
+        ids=str,
+    )
+    @pytest.mark.parametrize("model", [AxisType.Explicit, AxisType.Auto], ids=str)
+    def test_explicit_mesh(self, platform, implementation, spec, model, rng):
+        """Of Explicit axes, also beside an Auto one."""
+        devices = mesh(platform, AxisType.Explicit, model)
         example = self.example(rng, self.mesh_shape, jnp.float32)
         with jax.set_mesh(devices):
             arrays = self.placed(devices, spec, example)
             results = jax.jit(self.value_and_vjp(implementation))(*arrays)
-            forward = jax.jit(functools.partial(self.op, implementation=implementation))(
-                *arrays[1:]
-            )
+            op = functools.partial(self.op, implementation=implementation)
+            forward = jax.jit(op)(*arrays[1:])
         self.check(results, example, f"explicit {spec}")
         assert_matches(
             forward, self.expected(*example)[0], forward.dtype, jnp.float32, "forward alone"
         )
-        if self.output_shape((1,)):
+        if self.output_shape((1,)) and model == AxisType.Explicit:
             padded = P(*spec, *[None] * (3 - len(spec)))
             assert forward.sharding.is_equivalent_to(NamedSharding(devices, padded), 3)
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+    def test_second_order_spread(self, platform, kind, rng):
+        """A Hessian-vector product on a mesh is that of one device."""
+        devices = mesh(platform, kind)
+        example = self.example(rng, self.mesh_shape, jnp.float64)
+        direction = self.example(rng, self.mesh_shape, jnp.float64)
+
+        def product(example: Any, direction: Any) -> Any:
+            return jax.jvp(self.value_and_vjp("ffi"), tuple(example), tuple(direction))[1]
+
+        expected = jax.jit(product)(example, direction)
+        with jax.set_mesh(devices):
+            spread = [self.placed(devices, P("data", "model"), e) for e in (example, direction)]
+            results = jax.jit(product)(*spread)
+        for actual, reference in zip(results, expected, strict=True):
+            np.testing.assert_allclose(actual, reference, rtol=1e-9, atol=1e-9)
 
 
 class RowMeshTests:
@@ -159,3 +248,45 @@ class RowMeshTests:
             check_vma=check_vma,
         )
         self.check(jax.jit(mapped)(*example), example, "inside shard_map")
+
+    @pytest.mark.parametrize("inside", [False, True], ids=["grad outside", "grad inside"])
+    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+    def test_partial_manual(self, platform, implementation, kind, check_vma, inside, rng):
+        """shard_map over one axis of the mesh, rows spread over the other one too."""
+        devices = mesh(platform, kind)
+        example = self.example(rng, self.mesh_shape, jnp.float32)
+        f = self.value_and_vjp(implementation)
+        parameters = [P()] * self.parameters
+
+        def local(dy: Any, *operands: Any) -> Any:
+            y, dx, *gradients = f(dy, *operands)
+            if not check_vma:
+                gradients = jax.lax.psum(gradients, "data") if gradients else gradients
+            return (y, dx, *gradients)
+
+        shard_map = functools.partial(
+            jax.shard_map, mesh=devices, axis_names={"data"}, check_vma=check_vma
+        )
+        op = functools.partial(self.op, implementation=implementation)
+        if inside:
+            both = (P("data"), P("data"), *parameters)
+            mapped = shard_map(local, in_specs=both, out_specs=both)
+        else:
+            mapped = vjp_of(shard_map(op, in_specs=(P("data"), *parameters), out_specs=P("data")))
+        with jax.set_mesh(devices):
+            arrays = self.placed(devices, P("data", "model"), example)
+            compiled = jax.jit(mapped).lower(*arrays).compile()
+            self.check(compiled(*arrays), example, "partial manual")
+        if implementation == "ffi":
+            assert 'custom_call_target="jax_gradops.' in compiled.as_text()
+            if kind == AxisType.Auto:  # on an Explicit mesh jax 0.10's shard_map gathers by itself
+                assert set(collectives(compiled.as_text())) <= {"all-reduce"}
+
+    def test_pmap(self, platform, rng):
+        devices = mesh(platform, AxisType.Auto).devices.ravel()
+        examples = [self.example(rng, (4, 9), jnp.float32) for _ in devices]
+        stacked = list(map(np.stack, zip(*examples, strict=True)))
+        results = jax.pmap(self.value_and_vjp("ffi"), devices=list(devices))(*stacked)
+        for i, example in enumerate(examples):
+            self.check([r[i] for r in results], example, f"device {i}")

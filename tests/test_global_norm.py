@@ -266,6 +266,8 @@ def test_gradients_at_the_edges(platform, clip):
     zero = np.zeros(3, np.float32)
     for limit in (0.0, 1.0):
         np.testing.assert_array_equal(jax.grad(loss)(zero, limit), weights)
+    for limit in (np.inf, 1e300):
+        np.testing.assert_array_equal(jax.grad(loss)(weights, limit), weights)
     x = np.array([3, 0, 4], np.float32)  # norm 5
     for limit in (4.0, 5.0, 6.0):
         (expected,) = oracles.clip_first_vjp(widen(weights), limit, widen(x))
@@ -273,6 +275,33 @@ def test_gradients_at_the_edges(platform, clip):
     for power in (1, 2):
         norm_gradient = jax.grad(lambda x, p=power: jax_gradops.global_norm([x]) ** p)
         np.testing.assert_array_equal(norm_gradient(zero), zero)
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-25])
+def test_derivatives_far_from_one(platform, clip, size):
+    """Squares of the norm are not in float32's range; first and second derivatives are."""
+    x = np.array([3, 4], np.float32) * np.float32(size)
+    projection = np.array([[0.64, -0.48], [-0.48, 0.36]])  # on what is orthogonal to x
+    jacobian = jax.jacrev(lambda x: clip([x], size)[0][0])(x)
+    np.testing.assert_allclose(jacobian, projection / 5, rtol=1e-5)
+    hessian = jax.hessian(lambda x: jax_gradops.global_norm([x]))(x)
+    np.testing.assert_allclose(hessian, projection / (5 * np.float64(size)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("in_axes", [(None, 0), (0, None), (0, 0)], ids=str)
+def test_vmap_over_max_norm(platform, clip, in_axes, rng):
+    leaves = rng.standard_normal((5, 7)).astype(np.float32)
+    limits = np.linspace(0, 5, 5).astype(np.float32)
+    leaves, limits = (
+        a if axis == 0 else a[2] for a, axis in zip((leaves, limits), in_axes, strict=True)
+    )
+    clipped = jax.jit(jax.vmap(lambda x, limit: clip([x], limit)[0][0], in_axes))(leaves, limits)
+    for i, actual in enumerate(clipped):
+        x, limit = (
+            a[i] if axis == 0 else a for a, axis in zip((leaves, limits), in_axes, strict=True)
+        )
+        (expected,) = oracles.clip(float(limit), widen(x))
+        assert_matches(actual, expected, np.float32, np.float32, f"limit {limit}")
 
 
 def test_gradient_to_max_norm(platform, clip):

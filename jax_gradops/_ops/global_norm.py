@@ -37,7 +37,7 @@ def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
         )
 
     normal = sum_of_squares(1)
-    _, zero = match_vma(normal, jnp.zeros((), dtype))
+    _, zero = match_vma(normal, jnp.zeros_like(normal))
     assert zero is not None
     if dtype == jnp.float64:
         return zero, normal, zero
@@ -81,6 +81,19 @@ def _norm_of(leaves: tuple[jax.Array, ...], implementation: Implementation) -> j
     return jnp.where(scalable, largest * jnp.sqrt(total), largest)
 
 
+@jax.custom_jvp
+def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a / b, for a scalar b, whose derivative does not need b² (JAX's leaves float32's range)."""
+    return a / b
+
+
+@_quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> Any:
+    (a, b), (da, db) = primals, tangents
+    q = _quotient(a, b)
+    return q, _quotient(da, b) - q * _quotient(db, b)
+
+
 # The rule does not differentiate the kernel, so it serves every implementation, order and mode.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _norm(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
@@ -93,7 +106,9 @@ def _norm_jvp(implementation: Implementation, primals: Any, tangents: Any) -> An
     norm = _norm(leaves, implementation)
     safe = jnp.where(norm == 0, 1, norm)  # the gradient at norm 0 is 0
     pairs = zip(leaves, dleaves, strict=True)
-    return norm, sum(jnp.sum(x.astype(norm.dtype) / safe * d.astype(norm.dtype)) for x, d in pairs)
+    return norm, sum(
+        jnp.sum(_quotient(x.astype(norm.dtype), safe) * d.astype(norm.dtype)) for x, d in pairs
+    )
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
@@ -219,7 +234,8 @@ def _scale(
 ) -> tuple[jax.Array, ...]:
     max_norm = jnp.asarray(max_norm, norm.dtype)
     keep = (norm < max_norm) | (norm == 0)
-    factor = max_norm / jnp.where(keep, 1, norm)
+    # Where it is not used it is 1 / 1, so that no derivative is infinite times 0.
+    factor = _quotient(jnp.where(keep, 1, max_norm), jnp.where(keep, 1, norm))
     drop = ~jnp.isfinite(norm) if nonfinite == "zero" else None
 
     def scaled(x: jax.Array) -> jax.Array:

@@ -15,13 +15,18 @@ from jax.typing import ArrayLike
 from jax_gradops import _checks
 from jax_gradops._core import Kernel, Result, along_features, column_sum_workspace
 from jax_gradops._implementation import Implementation, resolve_implementation
-from jax_gradops._sharding import Arrays, accum_dtype, reshard_like
+from jax_gradops._sharding import Arrays, accum_dtype, gathered, reshard_like
 
 # --- References: the meaning of the kernels in jax.numpy -----------------------------------------
 
 
 def _row_mean(x: jax.Array) -> jax.Array:
-    return jnp.sum(x, -1, keepdims=True) / max(1, x.shape[-1])
+    n: Any = x.shape[-1]
+    if not isinstance(n, int):  # a symbolic dimension of jax.export
+        n = jax.core.dimension_as_value(n).astype(x.dtype)
+    elif n == 0:
+        n = 1
+    return jnp.sum(x, -1, keepdims=True) / n
 
 
 def _affine(x_hat: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
@@ -215,7 +220,7 @@ def _parameter(
     """A parameter of shape `normalized_shape`, or of its last axis alone, flattened."""
     if value is None:
         return None
-    parameter = _checks.array(op, name, value)
+    parameter = gathered(_checks.array(op, name, value), 0)
     per_channel = normalized_shape[-1:]
     if parameter.shape not in (normalized_shape, per_channel):
         expected = f"x.shape[begin_norm_axis:] = {normalized_shape}"
@@ -240,7 +245,9 @@ def _norm(
         raise ValueError(f"{op}: x must have at least one axis, got a scalar")
     begin = _checks.axis(op, "begin_norm_axis", begin_norm_axis, x.ndim)
     normalized_shape = x.shape[begin:]
-    flat = x if begin == x.ndim - 1 else x.reshape(*x.shape[:begin], math.prod(normalized_shape))
+    flat = x
+    if begin < x.ndim - 1:
+        flat = gathered(x, begin).reshape(*x.shape[:begin], math.prod(normalized_shape))
     y = _normalize(
         flat,
         _parameter(op, "scale", scale, normalized_shape),
@@ -250,7 +257,7 @@ def _norm(
         scale_offset=_checks.number(op, "scale_offset", scale_offset),
         implementation=resolve_implementation(implementation, op),
     )
-    return y.reshape(x.shape)
+    return y if flat is x else reshard_like(y.reshape(x.shape), x)
 
 
 def layer_norm(
