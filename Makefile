@@ -34,11 +34,12 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(wildcard ffi/*.cc ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh)
 
 clean:
-	rm -rf build dist $(VENV)
+	rm -rf build dist $(VENV) .venv-ci-*
 
+# A folder without pip was left by a venv that failed (Debian: apt install python3-venv): made again.
 $(VENV)/.installed: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)]"
 	touch $@
