@@ -10,6 +10,8 @@ mkdir -p "$out"
 # -P: this folder is no installation, it has no native modules.
 run_python() { "$python" -P "$@"; }
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
+# Without a GPU nothing here may pass on the CPU alone.
+export JAX_PLATFORMS=cuda,cpu
 failed=()
 
 step() {
@@ -28,21 +30,77 @@ build() {
     "$python" -m pip install --no-build-isolation --no-deps --no-index -v .
 }
 
+# Everything after the build needs both; the steps themselves are content with less.
+devices() {
+  run_python -c '
+import sys, jax
+from jax_gradops import _registry
+if "cuda" not in _registry.MODULES:
+    sys.exit("no CUDA kernels: " + _registry.why_unavailable("cuda"))
+print(f"jax {jax.__version__}:", *(d.device_kind for d in jax.devices("gpu")))'
+}
+
+# limited SECONDS COMMAND...: in a process group of its own, all of which is killed when the command
+# has ended, time is up or this script is gone: a tool's child may outlive its parent, and hang.
+limited() {
+  local seconds=$1 end=$((SECONDS + $1)) group status
+  shift
+  setsid "$@" &
+  group=$!
+  while kill -0 "$group" && kill -0 $$ && [ $SECONDS -lt $end ]; do sleep 0.5; done 2>/dev/null
+  kill -KILL -- "-$group" 2>/dev/null
+  wait "$group"
+  status=$?
+  [ $SECONDS -lt $end ] || echo "killed after $seconds s"
+  return $status
+}
+
 # XLA's allocator carves buffers out of one block, which hides overruns: one cudaMalloc a buffer here.
+# No CUDA graphs, in which compute-sanitizer has crashed.
+watched() {
+  XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
+    limited "${SANITIZE_SECONDS:-300}" compute-sanitizer --tool "$1" \
+    --kernel-name kernel_substring=gradops --error-exitcode 9 \
+    "$python" -P tests/gpu/sanitize.py "$2"
+}
+
 sanitize() {
-  local tool status=0
+  local tool dtype log code status=0
+  local -A running
   for tool in memcheck racecheck; do
-    echo "--- $tool"
-    XLA_PYTHON_CLIENT_ALLOCATOR=platform timeout 200 compute-sanitizer --tool "$tool" \
-      --kernel-name kernel_substring=gradops --error-exitcode 9 \
-      "$python" -P tests/gpu/sanitize.py || status=$?
+    for dtype in float32 bfloat16 float64; do
+      watched "$tool" "$dtype" >"$out/$tool-$dtype.log" 2>&1 </dev/null &
+      running[$dtype]=$!
+    done
+    for dtype in "${!running[@]}"; do
+      wait "${running[$dtype]}"
+      code=$?
+      log=$out/$tool-$dtype.log
+      [ $code = 0 ] && grep -q "^ran every kernel" "$log" || status=1
+      echo "--- $tool $dtype: exit status $code, $log: $(tail -n 1 "$log")"
+    done
   done
   return $status
 }
 
+finish() {
+  if [ ${#failed[@]} -gt 0 ]; then
+    echo "FAILED: ${failed[*]}"
+    exit 1
+  fi
+  echo "all of ${steps[*]} passed"
+  exit 0
+}
+
 steps=("$@")
 [ ${#steps[@]} -gt 0 ] || steps=(build sanitize test doctor bench demo)
+checked=
 for name in "${steps[@]}"; do
+  if [ "$name" != build ] && [ ! $checked ]; then
+    step devices devices
+    [ ${#failed[@]} = 0 ] || finish
+    checked=yes
+  fi
   case $name in
     build) step build build ;;
     sanitize) step sanitize sanitize ;;
@@ -53,8 +111,4 @@ for name in "${steps[@]}"; do
     *) echo "unknown step $name" >&2; exit 2 ;;
   esac
 done
-if [ ${#failed[@]} -gt 0 ]; then
-  echo "FAILED: ${failed[*]}"
-  exit 1
-fi
-echo "all of ${steps[*]} passed"
+finish
