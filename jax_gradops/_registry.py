@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,12 @@ def mismatch(compiled: tuple[int, int], runtime: tuple[int, int]) -> str | None:
     )
 
 
+def _built_without(platform: str) -> str:
+    """With the build's own reason, which the CPU module carries: pip does not show the build."""
+    reason = getattr(sys.modules.get("jax_gradops._cpu"), "cuda_skipped", "")
+    return f"jax_gradops was built without {platform.upper()}" + (f": {reason}" if reason else "")
+
+
 def _load(platform: str) -> tuple[ModuleType | None, str]:
     """Loads and registers one backend. Returns its module, or None and the reason."""
     xla_platform, name = _BACKENDS[platform]
@@ -48,7 +55,7 @@ def _load(platform: str) -> tuple[ModuleType | None, str]:
         module = importlib.import_module(f"jax_gradops.{name}")
     except ModuleNotFoundError:
         if platform != "cpu":
-            return None, f"jax_gradops was built without {platform.upper()}"
+            return None, _built_without(platform)
         # The CPU module is always built, so this is a source folder that hides the installed one.
         reason = f"no native module in {Path(__file__).parent}"
         warnings.warn(
@@ -85,13 +92,13 @@ PLATFORMS: tuple[str, ...] = tuple(MODULES)
 def canonical_platform(platform: str) -> str:
     """JAX's names of platforms ("gpu", "CUDA", …) to `platform_dependent`'s."""
     platform = platform.lower()
-    if platform == "gpu":
-        return (
-            "rocm"
-            if any("rocm" in d.client.platform_version for d in jax.devices("gpu"))
-            else "cuda"
-        )
-    return platform
+    if platform != "gpu":
+        return platform
+    try:
+        devices = jax.devices("gpu")
+    except (RuntimeError, AssertionError):  # AssertionError: jax 0.10, JAX_PLATFORMS=cuda
+        return "cuda"  # there is none here
+    return "rocm" if any("rocm" in d.client.platform_version for d in devices) else "cuda"
 
 
 def why_unavailable(platform: str) -> str | None:

@@ -6,14 +6,19 @@ import json
 import os
 import subprocess
 import sys
+import types
+from pathlib import Path
+from typing import Literal
 
 import jax
 import pytest
 
 import jax_gradops
-from jax_gradops import _status
+from jax_gradops import _registry, _status
 from jax_gradops.__main__ import main
-from jax_gradops._cli import info
+from jax_gradops._cli import cases, doctor, info
+
+V2 = f"fp {info.X86_LEVELS['x86-64-v2']}"
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -34,23 +39,137 @@ def test_info() -> None:
     text = json.dumps(json.loads(result.stdout))
     assert jax_gradops.__version__ in text
     assert all(op in text for op in _status.OPS)
-    assert "0.1.0" in run("--version").stdout
+    assert run("--version").stdout.strip() == jax_gradops.__version__
+
+
+def test_info_says_why_there_are_no_cuda_kernels() -> None:
+    """What the build said of it, which pip does not show."""
+    environment = info.collect()
+    reason = environment["kernels"]["cuda"]["reason"]
+    if "cuda" in _registry.MODULES:
+        assert reason is None
+        return
+    skipped = getattr(_registry.MODULES["cpu"], "cuda_skipped", "")
+    assert reason == "jax_gradops was built without CUDA" + (f": {skipped}" if skipped else "")
+    assert reason in info.describe(environment)
+    assert jax_gradops.implementation_in_use("gelu", "cuda") == ("xla", reason)
+
+
+def test_doctor_warns_of_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the build's reason, and how to build them."""
+    monkeypatch.setitem(
+        sys.modules, "jax_gradops._cpu", types.SimpleNamespace(cuda_skipped="no nvcc")
+    )
+    reason = _registry._built_without("cuda")
+    assert reason == "jax_gradops was built without CUDA: no nvcc"
+    environment = info.collect()
+    environment["kernels"]["cuda"] = {"build": None, "reason": reason}
+    assert doctor.installation_warnings(environment) == []
+    environment["devices"] = [{"name": "cuda:0", "platform": "gpu", "kind": "A GPU"}]
+    (warning,) = doctor.installation_warnings(environment)
+    assert reason in warning and "JAX_GRADOPS_CUDA=ON pip install" in warning
+    assert doctor.installation_failures(environment) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        (None, None),
+        ("", None),
+        ("fp asimd", None),
+        (V2, "x86-64-v2"),
+        (f"{V2} avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v2"),
+        (f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe avx512f", "x86-64-v3"),
+        (f"{V2} {info.X86_LEVELS['x86-64-v3']} {info.X86_LEVELS['x86-64-v4']}", "x86-64-v4"),
+    ],
+)
+def test_simd_level(flags: str | None, level: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    if flags is not None:
+        path.write_text(f"processor\t: 0\nvmx flags\t: vnmi\nflags\t\t: {flags}\n\nflags: x\n")
+    assert info.simd_level(path) == level
+
+
+def test_cases_cover_every_op() -> None:
+    """An op that `doctor` does not run is one that it says is right."""
+    assert {c.op for c in cases.all_cases()} == _status.OPS.keys()
 
 
 def test_doctor_is_content_with_this_installation() -> None:
     result = run("doctor")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "FAIL" not in result.stdout
-    assert result.stdout.count("kernel") >= 9  # the kernels ran, not XLA in their place
+    assert "FAIL" not in result.stdout and "All ops give right results" in result.stdout
 
 
-def test_doctor_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_doctor_runs_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Not XLA in their place: in each dtype, each case."""
+    assert doctor_in_process(monkeypatch) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] and report["failures"] == []
+    assert len(report["checks"]) == len(cases.all_cases()) * len(cases.DTYPES)
+    assert {c["implementation"] for c in report["checks"]} == {"ffi"}
+    assert all(c["error"] <= c["tolerance"] and not c["message"] for c in report["checks"])
+
+
+def test_doctor_finds_a_wrong_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     right = jax_gradops.rms_norm
-    monkeypatch.setattr(info, "find_devices", lambda: (jax.devices("cpu")[:1], None))
     monkeypatch.setattr(jax_gradops, "rms_norm", lambda *a, **k: right(*a, **k) * 1.001)
-    assert main(["doctor", "--json"]) == 1
-    output = json.loads(capsys.readouterr().out)
-    assert "rms_norm" in json.dumps(output) and "FAIL" in json.dumps(output).upper()
+    assert doctor_in_process(monkeypatch) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["ok"]
+    assert {c["title"] for c in report["checks"] if c["message"]} == {"rms_norm"}
+    (failure,) = report["failures"]  # float32's: bfloat16's tolerance is larger than that
+    assert failure.startswith("rms_norm on ") and "exceeds the tolerance" in failure
+
+
+def doctor_in_process(monkeypatch: pytest.MonkeyPatch) -> int:
+    """On one of the CPU devices, with JAX's own defaults; prints JSON."""
+    monkeypatch.setattr(info, "find_devices", lambda: (jax.devices("cpu")[:1], None))
+    with jax.enable_x64(False):
+        return main(["doctor", "--json"])
+
+
+@pytest.mark.parametrize(
+    ("python", "folder", "implementation", "command"),
+    [
+        ("{here}/.venv/bin/python", "demo_output", None, ".venv/bin/python -m {demo} --resume"),
+        (
+            "/opt/my venv/bin/python",
+            "demo_output",
+            None,
+            "'/opt/my venv/bin/python' -m {demo} --resume",
+        ),
+        ("{here}/python", "demo_output", None, "{here}/python -m {demo} --resume"),
+        ("", "a b", "xla", "python -m {demo} --resume --output 'a b' --implementation xla"),
+    ],
+)
+def test_resume_command(
+    python: str,
+    folder: str,
+    implementation: Literal["ffi", "xla"] | None,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """It runs as printed: with the Python that runs, and what is not in the checkpoint."""
+    runs = pytest.importorskip("jax_gradops._cli.runs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", python.format(here=tmp_path))
+    expected = command.format(here=tmp_path, demo="jax_gradops demo")
+    assert runs.resume_command(Path(folder), implementation) == expected
+
+
+def test_demo_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = pytest.importorskip("jax_gradops._cli.runs")
+    in_use = jax_gradops.ImplementationInUse("xla", "built without CUDA: no nvcc")
+    monkeypatch.setattr(jax_gradops, "implementation_in_use", lambda op: in_use)
+    assert runs.describe_calls(2 * runs._CALL, None) == "2 native kernel calls"
+    assert runs.describe_calls("", "xla") == "XLA's own operations only"
+    assert runs.describe_calls("", None) == f"XLA's own operations only: {in_use.reason}"
 
 
 @pytest.mark.parametrize("args", [["nonsense"], ["info", "--no-such-option"]])

@@ -214,7 +214,7 @@ def installation_warnings(environment: dict[str, Any]) -> list[str]:
     nvidia = [d for d in gpus if _registry.canonical_platform("gpu") == "cuda"]
     reason = environment["kernels"]["cuda"]["reason"]
     if nvidia and reason and "built without" in reason:
-        warnings.append(f"{nvidia[0]['kind']} runs XLA's own operations, as {reason}: {BUILD_CUDA}")
+        warnings.append(f"{nvidia[0]['kind']} runs XLA's own operations, as {reason}; {BUILD_CUDA}")
     if not gpus and Path("/dev/nvidia0").exists() and not environment["error"]:
         warnings.append(
             "this machine has an NVIDIA GPU that JAX does not use: "

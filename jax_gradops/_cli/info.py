@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +18,13 @@ from jax_gradops import _registry, _status
 
 Device: TypeAlias = Any  # jax.Device, which is no type to pyright
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
+
+# The instruction sets of the x86-64 psABI, each with those above it, by Linux's names.
+X86_LEVELS = {
+    "x86-64-v2": "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3",
+    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe",
+    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +63,7 @@ def collect() -> dict[str, Any]:
         "devices": [_device(device) for device in devices],
         "error": error,
         "threads": usable_cpus(),
+        "simd": simd_level(),
         "ops": {} if error else _implementations(sorted({d.platform for d in devices})),
     }
 
@@ -80,6 +89,24 @@ def usable_cpus() -> int:
     return os.cpu_count() or 1
 
 
+def simd_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """The processor's x86-64 level; None where that cannot be told.
+
+    Kernels are built for the baseline that their module names. GCC builds of the GELU kernels have
+    clones for x86-64-v3 and v4, of which the first call chooses.
+    """
+    try:
+        found = re.search(r"^flags\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        found = None
+    level, flags = None, set(found[1].split() if found else [])
+    for name, needed in X86_LEVELS.items():
+        if not flags.issuperset(needed.split()):
+            break
+        level = name
+    return level
+
+
 def describe(environment: dict[str, Any]) -> str:
     """What `collect` returned, as text."""
     versions = (f"{name} {v or 'not installed'}" for name, v in environment["versions"].items())
@@ -89,12 +116,14 @@ def describe(environment: dict[str, Any]) -> str:
         ("XLA FFI API", _describe_ffi(environment["ffi_api"])),
     ]
     for name, kernels in environment["kernels"].items():
-        text = kernels["reason"] or f"available ({kernels['build']})"
+        text = kernels["reason"] or f"available, built for {kernels['build']}"
         lines.append((f"{name} kernels", text))
     for device in environment["devices"]:
         lines.append(("device", f"{device['name']}: {device['kind']}"))
     if environment["error"]:
         lines.append(("devices", f"none: {environment['error']}"))
+    if environment["simd"]:
+        lines.append(("processor", f"{environment['simd']}, used by GELU kernels built by GCC"))
     lines.append(("CPU threads", str(environment["threads"])))
     for name, platforms in environment["ops"].items():
         in_use = (f"{p}: {use['implementation']}" for p, use in platforms.items())
@@ -111,7 +140,7 @@ def _version(package: str) -> str | None:
 
 
 def _kernels(name: str) -> dict[str, str | None]:
-    """The build is a SIMD level, or the CUDA architectures."""
+    """The build is the baseline's SIMD level, or the CUDA architectures."""
     module = _registry.MODULES.get(name)
     return {
         "build": None if module is None else module.build_info,

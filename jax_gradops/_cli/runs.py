@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -12,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
+import jax_gradops
 from jax_gradops._cli import checkpoint, files, plots
 from jax_gradops._cli.program import Program, TrainState
 from jax_gradops._cli.progress import Reporter, StopOnInterrupt, say
@@ -48,9 +51,8 @@ class Run:
                 )
             path = checkpoint.save(self._folder, state, self._about(history))
         if interrupt.requested:
-            where = "" if self._folder == DEFAULT_OUTPUT else f" --output {self._folder}"
             say(f"Stopped at step {len(history.losses)} of {self._settings.steps}; saved {path}")
-            say(f"To go on: python -m jax_gradops demo --resume{where}")
+            say(f"To go on: {resume_command(self._folder, implementation)}")
             return INTERRUPTED
         if speed:
             say(f"{speed:,.0f} tokens/s")
@@ -106,8 +108,7 @@ class Run:
         program = Program(self._settings, self._corpus, implementation)
         state = program.initial_state()
         parameters = sum(p.size for p in jax.tree.leaves(state.params))
-        calls = program.train_step_hlo().count(_CALL)
-        what = f"{calls} native kernel calls" if calls else "XLA's own operations only"
+        what = describe_calls(program.train_step_hlo(), implementation)
         say(f"{parameters:,} parameters on {self._platform}; the training step has {what}")
         return program, state
 
@@ -135,6 +136,30 @@ class Run:
     def _write(self, name: str, data: str | bytes) -> None:
         files.write(self._folder / name, data)
         say(f"Wrote {self._folder / name}")
+
+
+def describe_calls(hlo: str, implementation: Implementation) -> str:
+    """What runs in a compiled program, and if it is not the kernels that were expected, why."""
+    if calls := hlo.count(_CALL):
+        return f"{calls} native kernel calls"
+    reason = jax_gradops.implementation_in_use("layer_norm").reason
+    return "XLA's own operations only" + (f": {reason}" if implementation is None else "")
+
+
+def resume_command(folder: Path, implementation: Implementation) -> str:
+    """What goes on with the run in `folder`, for a shell where this process began.
+
+    With this process's Python, which need not be the shell's. Settings are in the checkpoint.
+    """
+    python = Path(sys.executable or "python")
+    if python.is_relative_to(Path.cwd()) and python.parent != Path.cwd():
+        python = python.relative_to(Path.cwd())
+    command = [str(python), "-m", "jax_gradops", "demo", "--resume"]
+    if folder != DEFAULT_OUTPUT:
+        command += ["--output", str(folder)]
+    if implementation is not None:
+        command += ["--implementation", implementation]
+    return shlex.join(command)
 
 
 def _table(runs: Mapping[str, History]) -> str:
