@@ -186,16 +186,23 @@ def test_unusable_native_module(failure, message, tmp_path):
 
 
 def test_import_is_light_and_silent(tmp_path):
-    """Neither Flax nor Optax, no warning, no backend started."""
+    """Neither Flax nor Optax, no warning, no backend started: it would be one that is not there."""
     code = """
 import json, sys, warnings
 import jax
 warnings.simplefilter("error")
 import jax_gradops
 loaded = {m.partition(".")[0] for m in sys.modules}
-print(json.dumps(sorted(loaded & {"flax", "optax", "orbax", "rich", "matplotlib"})))
+try:
+    jax.devices()
+    started = "it would not have been seen"
+except RuntimeError as error:
+    started = str(error)
+print(json.dumps([sorted(loaded & {"flax", "optax", "orbax", "rich", "matplotlib"}), started]))
 """
-    assert run_python(code, tmp_path) == []
+    loaded, started = run_python(code, tmp_path, JAX_PLATFORMS="nowhere")
+    assert loaded == []
+    assert "nowhere" in started
 
 
 # --- Export --------------------------------------------------------------------------------------
