@@ -6,14 +6,17 @@ Each figure is the median over rounds, and the rounds of all competitors are int
 times a series of asynchronous calls over rotating inputs, several times the L2 cache, so that host
 dispatch hides behind the device's work. `fraction of copy` is the op's minimum traffic (each input
 read once, each output written once) over its time, against the rate of `jnp.copy` in the same run.
-Results are compared with float64 (on a slice of rows) before anything is timed.
+`error` is the distance from float64 NumPy, as a fraction of the reference's norm, on 256 rows; on
+all rows, our results must agree with XLA's before anything is timed.
 """
 
 import argparse
 import json
 import re
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +26,17 @@ import optax
 import jax_gradops
 from jax_gradops._ops import bias_gelu, layer_norm
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import oracles  # noqa: E402
+
 IMPLEMENTATIONS = ("ffi", "xla")
+# Rows that are compared with float64.
+ORACLE_ROWS = 256
+EPSILON = np.float64(1e-6)
 
 
 def norm_cases(rows, features, dtype):
-    """Layer and RMS norm: name -> (function of implementation and inputs, inputs, traffic)."""
+    """By name: function of implementation and inputs, inputs, traffic, and the inputs' oracle."""
     keys = iter(jax.random.split(jax.random.key(0), 16))
     activations = lambda: jax.random.normal(next(keys), (rows, features), jnp.float32).astype(dtype)  # noqa: E731
     size = rows * features * jnp.dtype(dtype).itemsize
@@ -35,27 +44,31 @@ def norm_cases(rows, features, dtype):
     bias = jax.random.normal(next(keys), (features,))
     xs = [(activations(), activations()) for _ in range(3)]
     mean_rstd = [
-        layer_norm.LAYER_NORM_FWD(x, None, None, epsilon=np.float64(1e-6), implementation="xla")[1:]
+        layer_norm.LAYER_NORM_FWD(x, None, None, epsilon=EPSILON, implementation="xla")[1:]
         for x, _ in xs
     ]
     rms = [
-        layer_norm.RMS_NORM_FWD(x, None, epsilon=np.float64(1e-6), implementation="xla")[1]
-        for x, _ in xs
+        layer_norm.RMS_NORM_FWD(x, None, epsilon=EPSILON, implementation="xla")[1] for x, _ in xs
     ]
     fwd = [(x, scale, bias) for x, _ in xs]
+    centered = {"epsilon": EPSILON, "centered": True}
+    plain = {"epsilon": EPSILON, "centered": False}
     return {
         "layer_norm fwd": (
-            lambda i, x, s, b: jax_gradops.layer_norm(x, s, b, implementation=i), fwd, 2 * size),
+            lambda i, x, s, b: jax_gradops.layer_norm(x, s, b, implementation=i), fwd, 2 * size,
+            lambda x, s, b: [oracles.norm(x, s, b, **centered)]),
         "layer_norm bwd": (
             lambda i, *a: layer_norm.LAYER_NORM_BWD(*a, implementation=i),
             [(dy, x, scale, *stats) for (x, dy), stats in zip(xs, mean_rstd, strict=True)],
-            3 * size),
+            3 * size, lambda dy, x, s, *stats: oracles.norm_vjp(dy, x, s, **centered)),
         "rms_norm fwd": (
             lambda i, x, s: jax_gradops.rms_norm(x, s, implementation=i),
-            [(x, scale) for x, _ in xs], 2 * size),
+            [(x, scale) for x, _ in xs], 2 * size,
+            lambda x, s: [oracles.norm(x, s, **plain)]),
         "rms_norm bwd": (
             lambda i, *a: layer_norm.RMS_NORM_BWD(*a, implementation=i),
-            [(dy, x, scale, r) for (x, dy), r in zip(xs, rms, strict=True)], 3 * size),
+            [(dy, x, scale, r) for (x, dy), r in zip(xs, rms, strict=True)], 3 * size,
+            lambda dy, x, s, rstd: oracles.norm_vjp(dy, x, s, **plain)[:2]),
         **{
             f"bias_gelu {name} {direction}": case
             for name, approximate in (("tanh", True), ("exact", False))
@@ -63,22 +76,27 @@ def norm_cases(rows, features, dtype):
                 "fwd": (
                     lambda i, x, b, approximate=approximate: bias_gelu.FWD(
                         x, b, approximate=approximate, implementation=i),
-                    [(x, bias) for x, _ in xs], 2 * size),
+                    [(x, bias) for x, _ in xs], 2 * size,
+                    lambda x, b, approximate=approximate: [
+                        oracles.bias_gelu(x, b, approximate=approximate)]),
                 "bwd": (
                     lambda i, dy, x, b, approximate=approximate: bias_gelu.BWD(
                         dy, x, b, approximate=approximate, implementation=i),
-                    [(dy, x, bias) for x, dy in xs], 3 * size),
+                    [(dy, x, bias) for x, dy in xs], 3 * size,
+                    lambda dy, x, b, approximate=approximate: oracles.bias_gelu_vjp(
+                        dy, x, b, approximate=approximate)),
             }.items()
         },
         # Here XLA's side is what JAX users have: Optax.
         "global_norm": (
             lambda i, x: jax_gradops.clip_tree_by_global_norm(x, 1.0)[1] if i == "ffi"
-            else optax.global_norm(x), [(x,) for x, _ in xs], size),
+            else optax.global_norm(x), [(x,) for x, _ in xs], size,
+            lambda x: [oracles.global_norm(x)]),
         "clip (clipping)": (
             lambda i, x: jax_gradops.clip_tree_by_global_norm(x, 1.0)[0] if i == "ffi"
             else optax.clip_by_global_norm(1.0).update(x, optax.EmptyState())[0],
-            [(x,) for x, _ in xs], 3 * size),
-        "copy": (lambda i, x: jnp.copy(x), [(x,) for x, _ in xs], 2 * size),
+            [(x,) for x, _ in xs], 3 * size, lambda x: oracles.clip(1.0, x)),
+        "copy": (lambda i, x: jnp.copy(x), [(x,) for x, _ in xs], 2 * size, None),
     }  # fmt: skip
 
 
@@ -100,6 +118,19 @@ def relative_error(outputs, references):
     return max(errors)
 
 
+def oracle_errors(case, dtype, name):
+    """The distances of ours and of XLA's results from float64."""
+    function, (inputs, *_), _, oracle = case
+    expected = [r.value for r in oracle(*(np.asarray(a, np.float64) for a in inputs))]
+    errors = {
+        i: relative_error(jax.jit(lambda *a, i=i: function(i, *a))(*inputs), expected)
+        for i in IMPLEMENTATIONS
+    }
+    limit = 4e-3 if dtype in ("bfloat16", "float16") else 1e-5
+    assert errors["ffi"] < limit, f"{name} {dtype}: differs from float64 by {errors['ffi']}"
+    return errors
+
+
 def main():
     """Prints the table, and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -114,8 +145,11 @@ def main():
 
     rows = []
     for dtype in args.dtypes:
-        functions = {}
-        for name, (function, inputs, traffic) in norm_cases(
+        functions, errors = {}, {}
+        for name, case in norm_cases(ORACLE_ROWS, args.features, dtype).items():
+            if name != "copy" and re.search(args.ops, name):
+                errors[name] = oracle_errors(case, dtype, name)
+        for name, (function, inputs, traffic, _) in norm_cases(
             args.rows, args.features, dtype
         ).items():
             if name != "copy" and not re.search(args.ops, name):
@@ -137,7 +171,8 @@ def main():
         copy = functions["copy", "xla"][2] / statistics.median(samples["copy", "xla"])
         print(f"{dtype} [{args.rows}, {args.features}], copy {copy / 1e12:.2f} TB/s, "
               f"jax {jax.__version__}, {jax.devices()[0].device_kind}")  # fmt: skip
-        print(f"{'op':24} {'ours µs':>20} {'XLA µs':>20} {'speed-up':>8} {'of copy':>8} {'XLA':>6}")
+        print(f"{'op':24} {'ours µs':>20} {'XLA µs':>20} {'speed-up':>8} {'of copy':>8} {'XLA':>6} "
+              f"{'error':>8} {'XLA':>8}")  # fmt: skip
         for name in dict.fromkeys(name for name, _ in functions if name != "copy"):
             row = {"op": name, "dtype": dtype, "rows": args.rows, "features": args.features}
             for implementation in IMPLEMENTATIONS:
@@ -145,11 +180,13 @@ def main():
                 traffic = functions[name, implementation][2]
                 low, mid, high = (times[int(q * (len(times) - 1))] for q in (0.2, 0.5, 0.8))
                 row[implementation] = {"us": mid * 1e6, "p20": low * 1e6, "p80": high * 1e6,
-                                       "fraction_of_copy": traffic / mid / copy}  # fmt: skip
+                                       "fraction_of_copy": traffic / mid / copy,
+                                       "error": errors[name][implementation]}  # fmt: skip
             ours, xla = row["ffi"], row["xla"]
             spread = [f"{r['us']:7.1f} ({r['p20']:.0f}–{r['p80']:.0f})" for r in (ours, xla)]
             print(f"{name:24} {spread[0]:>20} {spread[1]:>20} {xla['us'] / ours['us']:7.2f}× "
-                  f"{ours['fraction_of_copy']:8.2f} {xla['fraction_of_copy']:6.2f}")  # fmt: skip
+                  f"{ours['fraction_of_copy']:8.2f} {xla['fraction_of_copy']:6.2f} "
+                  f"{ours['error']:8.1e} {xla['error']:8.1e}")  # fmt: skip
             rows.append(row)
         print(flush=True)
     if args.json:
