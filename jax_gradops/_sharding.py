@@ -263,7 +263,15 @@ def _auto(
             specs = [_even(s, o.shape, sizes) for s, o in zip(specs, operands, strict=True)]
         layout = _layout(call, groups, specs, [len(o.shape) for o in operands])
         shardings = [tuple(NamedSharding(spread, s) for s in specs) for specs in layout[:2]]
-        return mesh, _local(call, groups, compute, layout.row_axes), shardings[1], shardings[0]
+        local = _local(call, groups, compute, layout.row_axes)
+
+        def lowered(*arrays: jax.Array) -> Arrays:
+            # Without the caller's mesh: for its Explicit axes, JAX would annotate operations with
+            # shardings, which XLA no longer accepts here.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return local(*arrays)
+
+        return mesh, lowered, shardings[1], shardings[0]
 
     def sharding_rule(mesh: Any, operands: Any, results: Any) -> Any:
         # Shardy's notation, as in "n0 n1 d, d, d -> n0 n1 d, n0 n1, n0 n1".
