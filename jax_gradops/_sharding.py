@@ -78,7 +78,7 @@ def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
 
 
 def gathered(x: jax.Array, begin: int) -> jax.Array:
-    """On an Explicit mesh, x with its axes from `begin` on whole: they can be merged by a reshape."""
+    """On an Explicit mesh, x with its axes from `begin` on whole: a reshape can merge them."""
     spec = jax.typeof(x).sharding.spec
     if not any(spec[begin:]):
         return x

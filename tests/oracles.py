@@ -43,7 +43,8 @@ def _x_hat(x: np.ndarray, epsilon: float, centered: bool) -> tuple[np.ndarray, n
     if centered:
         x = x - _mean(x)
         x = x - _mean(x)  # what the rounding of the first mean left
-    rstd = 1 / np.sqrt(_mean(x * x) + epsilon)
+    square = _mean(x * x) + epsilon
+    rstd = 1 / np.sqrt(np.where(np.isinf(square), np.nan, square))  # not zeros for such a row
     return x * rstd, rstd
 
 

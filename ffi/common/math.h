@@ -1,9 +1,33 @@
 // Scalar formulas, one definition for host and device, float or double.
 #pragma once
 
+#include <cmath>
+
 #include "common/dtype.h"
 
 namespace gradops {
+
+// The variance (or mean square) of n terms from the sum of their squares and their mean, which is
+// what rounding left of it: so nothing cancels, and only rounding makes a negative value. A NaN
+// stays one.
+template <typename A>
+GRADOPS_HOST_DEVICE inline A VarianceOf(A mean_square, A mean) {
+  const A variance = mean_square - mean * mean;
+  return variance < 0 ? A{0} : variance;
+}
+
+// 1 / sqrt(variance + epsilon). NaN where that is infinite: 0 would turn an overflow, or a row with
+// an infinite element, into zeros that nobody notices.
+template <typename A>
+GRADOPS_HOST_DEVICE inline A InverseDeviation(A variance, A epsilon) {
+  const A square = variance + epsilon;
+  const A nan_if_infinite = square - square;
+#if defined(__CUDA_ARCH__)
+  return rsqrt(square) + nan_if_infinite;
+#else
+  return A{1} / std::sqrt(square) + nan_if_infinite;
+#endif
+}
 
 // d(loss)/dx of y = scale * x_hat + bias for one element, where wdy = scale * dy and mean_* are the
 // means over the row. Layer Normalization, https://arxiv.org/abs/1607.06450, supplementary

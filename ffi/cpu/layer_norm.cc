@@ -5,14 +5,15 @@
 // block by block to the stack. Sums run in kLanes independent lanes, which compilers vectorise
 // without -ffast-math, and are combined in a fixed order.
 //
-// Variance: the two-pass algorithm on differences from the row's first element, exact for constant
-// rows; Chan, Golub, LeVeque, Algorithms for computing the sample variance (1983).
+// Mean: from differences to the row's first element, which is exact for constant rows, then rounded;
+// y and the variance are of differences from that, corrected by what their own mean is off by. So
+// neither a large mean nor an outlier in the first column is lost to rounding. Chan, Golub, LeVeque,
+// Algorithms for computing the sample variance (1983).
 // Column sums: every slice of a group's rows has a partial row; these are then added in order.
 #include "ops/layer_norm.h"
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <type_traits>
 
 #include "common/math.h"
@@ -138,23 +139,34 @@ void ForwardRow(const LayerNormFwdArgs& args, std::int64_t row) {
   T* const y = static_cast<T*>(args.y) + row * features;
   WideRow<T> x_blocks(x_row, features);
 
-  A shift = 0, offset = 0;
+  A mean = 0, delta = 0, sum_squares = 0;  // delta: what the rounded mean is off by
   if constexpr (kCentered) {
-    if (features > 0) shift = static_cast<A>(x_row[0]);
+    const A shift = features > 0 ? static_cast<A>(x_row[0]) : A{0};
+    A sum_shifted = 0;
     ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
       const A* const x = x_blocks(start);
-      offset += LaneSums<A, 1>(count, [&](std::int64_t i) { return std::array{x[i] - shift}; })[0];
+      sum_shifted +=
+          LaneSums<A, 1>(count, [&](std::int64_t i) { return std::array{x[i] - shift}; })[0];
     });
-    offset /= n;
+    mean = shift + sum_shifted / n;
+    ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
+      const A* const x = x_blocks(start);
+      const auto sums = LaneSums<A, 2>(count, [&](std::int64_t i) {
+        const A centered = x[i] - mean;
+        return std::array{centered, centered * centered};
+      });
+      delta += sums[0], sum_squares += sums[1];
+    });
+    delta /= n;
+  } else {
+    ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
+      const A* const x = x_blocks(start);
+      sum_squares +=
+          LaneSums<A, 1>(count, [&](std::int64_t i) { return std::array{x[i] * x[i]}; })[0];
+    });
   }
-  const auto centered = [=](A x) { return kCentered ? (x - shift) - offset : x; };
-  A sum_squares = 0;
-  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-    const A* const x = x_blocks(start);
-    sum_squares += LaneSums<A, 1>(
-        count, [&](std::int64_t i) { return std::array{centered(x[i]) * centered(x[i])}; })[0];
-  });
-  const A rstd = 1 / std::sqrt(sum_squares / n + static_cast<A>(args.epsilon));
+  const A rstd =
+      InverseDeviation(VarianceOf(sum_squares / n, delta), static_cast<A>(args.epsilon));
 
   const std::int64_t group = row / args.shape.rows;
   const ParamRow<A, 1> scale_row(args.scale, group);
@@ -163,10 +175,12 @@ void ForwardRow(const LayerNormFwdArgs& args, std::int64_t row) {
     const A* const x = x_blocks(start);
     const A* const scale = scale_row(start);
     const A* const bias = bias_row(start);
-    StoreEach(y + start, count,
-              [&](std::int64_t i) { return centered(x[i]) * rstd * scale[i] + bias[i]; });
+    StoreEach(y + start, count, [&](std::int64_t i) {
+      const A centered = kCentered ? (x[i] - mean) - delta : x[i];
+      return centered * rstd * scale[i] + bias[i];
+    });
   });
-  if constexpr (kCentered) static_cast<A*>(args.mean)[row] = shift + offset;
+  if constexpr (kCentered) static_cast<A*>(args.mean)[row] = mean + delta;
   static_cast<A*>(args.rstd)[row] = rstd;
 }
 

@@ -8,8 +8,8 @@
 // pieces would shift the columns from row to row; reading scale and bias then costs more L1 cycles
 // than x and y together.) Wider rows are streamed, and read again from L2.
 //
-// Forward: one pass over registers for the mean, one for the variance of what is left, one for y.
-// Traffic: x read, y written.
+// Forward: one pass over registers for the mean, one for the variance and what the rounded mean is
+// off by (see cpu/layer_norm.cc), one for y. Traffic: x read, y written.
 //
 // Backward (formulas: common/math.h): persistent blocks, each with a slot in a group: a share of
 // the group's rows, and one partial row of column sums. The next rows are on their way to shared

@@ -3,16 +3,17 @@
 
 #include <cstdint>
 
+#include "common/math.h"
 #include "cuda/layer_norm_tiles.cuh"
 #include "cuda/reduce.cuh"
 
 namespace gradops {
 namespace {
 
-// y for one pack of columns. Without centering, shift and offset are 0.
+// y for one pack of columns. The row's mean is mean + delta; without centering, both are 0.
 template <typename T, int W>
 __device__ __forceinline__ void StoreOutput(const Pack<T, W>& x, T* y, const Accum<T>* scale,
-                                            const Accum<T>* bias, Accum<T> shift, Accum<T> offset,
+                                            const Accum<T>* bias, Accum<T> mean, Accum<T> delta,
                                             Accum<T> rstd, std::int64_t column) {
   using A = Accum<T>;
   A scales[W], biases[W];
@@ -21,7 +22,7 @@ __device__ __forceinline__ void StoreOutput(const Pack<T, W>& x, T* y, const Acc
   Pack<T, W> out;
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    const A x_hat = ((static_cast<A>(x.v[j]) - shift) - offset) * rstd;
+    const A x_hat = ((static_cast<A>(x.v[j]) - mean) - delta) * rstd;
     out.v[j] = static_cast<T>(x_hat * scales[j] + biases[j]);
   }
   StorePack(y + column, out);
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kForwardThreads<Tile>, kForwardBlocks<Tile>)
   using A = Accum<T>;
   constexpr int W = Tile::kWidth, kTeam = Tile::kTeam, kPacks = Tile::kPacks;
   constexpr int kThreads = kForwardThreads<Tile>, kTeams = kThreads / kTeam;
-  using Sum = TeamSum<A, kThreads, kTeam, 1>;
+  using Sum = TeamSum<A, kThreads, kTeam, 2>;
   __shared__ typename Sum::Storage storage;
   Sum sum(storage);
 
@@ -54,9 +55,9 @@ __global__ void __launch_bounds__(kForwardThreads<Tile>, kForwardBlocks<Tile>)
       if (column(i) < columns) x[i] = LoadPackOnce<W>(x_row + column(i));
     }
 
-    A shift = 0, offset = 0;
+    A mean = 0;
     if (args.centered) {
-      if (columns > 0) shift = static_cast<A>(x_row[0]);
+      const A shift = columns > 0 ? static_cast<A>(x_row[0]) : A{0};
       A total[1] = {0};
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
@@ -66,22 +67,25 @@ __global__ void __launch_bounds__(kForwardThreads<Tile>, kForwardBlocks<Tile>)
         }
       }
       sum(total);
-      offset = total[0] * inverse_n;
+      mean = shift + total[0] * inverse_n;
     }
-    A squares[1] = {0};
+    A sums[2] = {};  // of x - mean and its square
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       KeepPacked(x[i]);
       if (column(i) < columns) {
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-          const A centered = (static_cast<A>(x[i].v[j]) - shift) - offset;
-          squares[0] += centered * centered;
+          const A centered = static_cast<A>(x[i].v[j]) - mean;
+          sums[0] += centered;
+          sums[1] += centered * centered;
         }
       }
     }
-    sum(squares);
-    const A rstd = Rsqrt(squares[0] * inverse_n + static_cast<A>(args.epsilon));
+    sum(sums);
+    const A delta = args.centered ? sums[0] * inverse_n : A{0};
+    const A rstd =
+        InverseDeviation(VarianceOf(sums[1] * inverse_n, delta), static_cast<A>(args.epsilon));
 
     const std::int64_t group = ParamGroup(args, row);
     const A* const scale = GroupRow<A>(args.scale, group);
@@ -90,23 +94,26 @@ __global__ void __launch_bounds__(kForwardThreads<Tile>, kForwardBlocks<Tile>)
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       KeepPacked(x[i]);
-      if (column(i) < columns) StoreOutput(x[i], y, scale, bias, shift, offset, rstd, column(i));
+      if (column(i) < columns) StoreOutput(x[i], y, scale, bias, mean, delta, rstd, column(i));
     }
     if (lane == 0 && row < rows) {
-      if (args.centered) static_cast<A*>(args.mean)[row] = shift + offset;
+      if (args.centered) static_cast<A*>(args.mean)[row] = mean + delta;
       static_cast<A*>(args.rstd)[row] = rstd;
     }
   }
 }
 
 // A row per block, read twice. Each thread keeps count, mean and centered sum of squares of what it
-// has seen and merges it with that of the next few packs: Chan, Golub, LeVeque (1983).
+// has seen and merges it with that of the next few packs: Chan, Golub, LeVeque (1983). Means are of
+// differences from the thread's own first element, so that an outlier among those costs accuracy in
+// one thread's share alone; the shares' means then go through what elements do in a tile.
 template <typename T, int W>
 __global__ void __launch_bounds__(kStreamThreads) ForwardStreamKernel(const LayerNormFwdArgs args) {
   using A = Accum<T>;
   constexpr int kPacks = W == 1 ? 8 : W == 2 ? 2 : 4;
+  constexpr int kUnroll = W == 2 ? 1 : 4;  // of double, more would spill
   constexpr std::int64_t kStep = kStreamThreads * W;
-  using Sum = TeamSum<A, kStreamThreads, kStreamThreads, 1>;
+  using Sum = TeamSum<A, kStreamThreads, kStreamThreads, 2>;
   __shared__ typename Sum::Storage storage;
   Sum sum(storage);
 
@@ -114,8 +121,10 @@ __global__ void __launch_bounds__(kStreamThreads) ForwardStreamKernel(const Laye
   const A inverse_n = A{1} / static_cast<A>(features);
   for (std::int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const T* const x_row = static_cast<const T*>(args.x) + row * features;
-    const A shift = args.centered ? static_cast<A>(x_row[0]) : A{0};
-    A count = 0, mean = 0, squares = 0;  // of x - shift
+    const bool has_shift = args.centered && threadIdx.x * W < features;
+    const A shift = has_shift ? static_cast<A>(x_row[threadIdx.x * W]) : A{0};
+    int packs_seen = 0;
+    A share_mean = 0, squares = 0;  // of x - shift
     for (std::int64_t first = threadIdx.x * W; first < features; first += kPacks * kStep) {
       Pack<T, W> x[kPacks];
       A part_sum = 0, part_squares = 0;
@@ -132,8 +141,7 @@ __global__ void __launch_bounds__(kStreamThreads) ForwardStreamKernel(const Laye
           for (int j = 0; j < W; ++j) part_sum += static_cast<A>(x[i].v[j]) - shift;
         }
       }
-      const A part_count = static_cast<A>(packs * W);
-      const A part_mean = args.centered ? part_sum / part_count : A{0};
+      const A part_mean = args.centered ? part_sum / static_cast<A>(packs * W) : A{0};
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         KeepPacked(x[i]);
@@ -145,18 +153,27 @@ __global__ void __launch_bounds__(kStreamThreads) ForwardStreamKernel(const Laye
           }
         }
       }
-      const A delta = part_mean - mean;
-      const A fraction = part_count / (count + part_count);
-      squares += part_squares + delta * delta * count * fraction;
-      mean += delta * fraction;
-      count += part_count;
+      const A difference = part_mean - share_mean;
+      const A count = static_cast<A>(packs_seen * W);  // may be 0
+      packs_seen += packs;
+      const A fraction = static_cast<A>(packs) / static_cast<A>(packs_seen);
+      squares += part_squares + difference * (count * fraction * difference);
+      share_mean += difference * fraction;
     }
-    A total[1] = {mean * count};
-    sum(total);
-    const A offset = total[0] * inverse_n;
-    A total_squares[1] = {squares + count * (mean - offset) * (mean - offset)};
-    sum(total_squares);
-    const A rstd = Rsqrt(total_squares[0] * inverse_n + static_cast<A>(args.epsilon));
+    const A count = static_cast<A>(packs_seen * W);
+    A mean = 0;
+    if (args.centered) {
+      const A row_shift = static_cast<A>(x_row[0]);
+      A total[1] = {count * ((shift - row_shift) + share_mean)};
+      sum(total);
+      mean = row_shift + total[0] * inverse_n;
+    }
+    const A centered_mean = (shift - mean) + share_mean;
+    A sums[2] = {count * centered_mean, squares + count * centered_mean * centered_mean};
+    sum(sums);
+    const A delta = args.centered ? sums[0] * inverse_n : A{0};
+    const A rstd =
+        InverseDeviation(VarianceOf(sums[1] * inverse_n, delta), static_cast<A>(args.epsilon));
 
     const std::int64_t group = ParamGroup(args, row);
     const A* const scale = GroupRow<A>(args.scale, group);
@@ -164,16 +181,16 @@ __global__ void __launch_bounds__(kStreamThreads) ForwardStreamKernel(const Laye
     T* const y = static_cast<T*>(args.y) + row * features;
     // Backwards: what was read last is still in the caches.
     const std::int64_t vectors = (features / W - 1 - threadIdx.x) / kStreamThreads;
-#pragma unroll 4
+#pragma unroll kUnroll
     for (std::int64_t i = vectors; i >= 0; --i) {
       const std::int64_t column = i * kStep + threadIdx.x * W;
       if (column < features) {
         const auto x = LoadPack<W>(x_row + column);
-        StoreOutput(x, y, scale, bias, shift, offset, rstd, column);
+        StoreOutput(x, y, scale, bias, mean, delta, rstd, column);
       }
     }
     if (threadIdx.x == 0) {
-      if (args.centered) static_cast<A*>(args.mean)[row] = shift + offset;
+      if (args.centered) static_cast<A*>(args.mean)[row] = mean + delta;
       static_cast<A*>(args.rstd)[row] = rstd;
     }
   }

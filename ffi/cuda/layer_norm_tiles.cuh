@@ -96,12 +96,5 @@ __device__ __forceinline__ std::int64_t ParamGroup(const LayerNormFwdArgs& args,
   return args.scale.group_stride == 0 && args.bias.group_stride == 0 ? 0 : row / args.shape.rows;
 }
 
-__device__ __forceinline__ float Rsqrt(float value) {
-  return rsqrtf(value);
-}
-__device__ __forceinline__ double Rsqrt(double value) {
-  return rsqrt(value);
-}
-
 }  // namespace
 }  // namespace gradops

@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "mixed"),
         help="mixed: bfloat16 activations, float32 parameters (default: float32)",
     )
+    parser.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="train on several devices: data=N spreads the windows of a step, fsdp=N also "
+        "parameters and optimizer state, such as data=2,fsdp=4 (a CPU becomes as many devices)",
+    )
     number("steps", "training steps")
     number("seed", "seed of the initial parameters and the order of the data")
     number("width", "features of a token")
@@ -89,8 +95,11 @@ def _run(args: argparse.Namespace) -> int:
         other = "--resume" if args.resume else "--implementation"
         raise DemoError(f"--compare runs both implementations from the start: leave out {other}")
     _import_extras()
-    from jax_gradops._cli import checkpoint, files, runs, text
+    from jax_gradops._cli import checkpoint, files, meshes, runs, text
 
+    sizes = None if args.mesh is None else meshes.parse(args.mesh)
+    if sizes:
+        meshes.prepare_devices(sizes)
     platform = _platform()
     for implementation in ("ffi", "xla") if args.compare else (args.implementation,):
         _check_implementation(implementation)
@@ -99,9 +108,10 @@ def _run(args: argparse.Namespace) -> int:
     corpus = text.load_corpus(settings.text, settings.context)
     if saved and saved["digest"] != corpus.digest:
         raise DemoError(f"{corpus.name} has changed since the run in {args.output} began")
+    mesh = meshes.make_mesh(sizes, settings.batch) if sizes else None
     files.check_folder(args.output)
     files.make_folder(args.output)
-    run = runs.Run(args.output, settings, corpus, platform)
+    run = runs.Run(args.output, settings, corpus, platform, mesh)
     return run.compare() if args.compare else run.train(args.implementation, saved)
 
 

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import jax_gradops
-from jax_gradops._cli import text
+from jax_gradops._cli import meshes, text
 from jax_gradops._cli.gpt import GPT, GPTConfig
 from jax_gradops._cli.settings import Settings
 
@@ -52,12 +52,19 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 class Program:
-    """A model, compiled for one implementation of this library's ops."""
+    """A model, compiled for one implementation of this library's ops, and for a mesh or not."""
 
     def __init__(
-        self, settings: Settings, corpus: text.Corpus, implementation: Any, *, generated: int = 600
+        self,
+        settings: Settings,
+        corpus: text.Corpus,
+        implementation: Any,
+        *,
+        mesh: jax.sharding.Mesh | None = None,
+        generated: int = 600,
     ) -> None:
         self.settings = settings
+        self._mesh = mesh
         self._implementation = implementation
         self._optimizer = make_optimizer(settings)
         self._model = GPTConfig(
@@ -69,21 +76,35 @@ class Program:
             dtype=jnp.bfloat16 if settings.precision == "mixed" else jnp.float32,
         )
         self._graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(self._model, rngs=nnx.Rngs(0))))
-        self._train_tokens = jnp.asarray(corpus.train)
-        self._windows = _in_batches(
-            text.windows(corpus.validation, settings.context), settings.batch
+        self._train_tokens = self._on_all_devices(corpus.train)
+        self._windows = self._on_all_devices(
+            _in_batches(text.windows(corpus.validation, settings.context), settings.batch)
         )
         self._generated = generated
 
-        self._initialize = jax.jit(self._initial_state)
         state = jax.eval_shape(self._initial_state)
+        spread = None if mesh is None else meshes.of_state(mesh, state)
+        self._initialize = jax.jit(self._initial_state, out_shardings=spread)
+        if spread is not None:
+            state = jax.tree.map(
+                lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, spread
+            )
         # Compiled ahead, so that no time of compilation is in the tokens per second.
-        self._train_step = self._compile(self._step, state, self._train_tokens, donate_argnums=0)
+        self._train_step = self._compile(
+            self._step,
+            state,
+            self._train_tokens,
+            donate_argnums=0,
+            out_shardings=None if mesh is None else (spread, meshes.replicated(mesh)),
+        )
         self._loss = self._compile(self._validation_loss, state.params, self._windows)
 
     def _compile(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with jax_gradops.use_implementation(self._implementation):
             return jax.jit(function, **options).lower(*args).compile()
+
+    def _on_all_devices(self, arrays: Any) -> Any:
+        return jax.device_put(arrays, None if self._mesh is None else meshes.replicated(self._mesh))
 
     # --- Traced ---------------------------------------------------------------------------------
 
@@ -97,6 +118,10 @@ class Program:
 
     def _loss_of(self, params: Any, windows: jax.Array) -> jax.Array:
         """The loss of each window, of which the last token is predicted only."""
+        if self._mesh is not None:
+            # Parameters are whole where they are used; else XLA spreads activations as they are.
+            params = jax.lax.with_sharding_constraint(params, meshes.replicated(self._mesh))
+            windows = jax.lax.with_sharding_constraint(windows, meshes.of_windows(self._mesh))
         logits = self._logits(params, windows[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
         return jnp.mean(losses, axis=-1)
@@ -155,7 +180,10 @@ class Program:
     def generate(self, state: TrainState, first: int, temperature: float = 0.8) -> np.ndarray:
         """Text from the model, behind a first token."""
         key = jax.random.key(self.settings.seed)
-        arguments = (state.params, key, jnp.int32(first), jnp.float32(temperature))
+        arguments = (
+            state.params,
+            *self._on_all_devices((key, jnp.int32(first), jnp.float32(temperature))),
+        )
         return np.asarray(self._compile(self._generate, *arguments)(*arguments))
 
     def train_step_hlo(self) -> str:
@@ -163,13 +191,10 @@ class Program:
         return self._train_step.as_text()
 
 
-def _in_batches(windows: np.ndarray, batch: int) -> tuple[jax.Array, jax.Array]:
+def _in_batches(windows: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
     """Windows as [batches, batch, tokens], and weights that are 0 for those that fill up."""
     count = len(windows)
-    batch = min(batch, count)
     filling = -count % batch
     weights = np.pad(np.ones(count, np.float32), (0, filling))
     padded = np.pad(windows, ((0, filling), (0, 0)))
-    return jnp.asarray(padded.reshape(-1, batch, padded.shape[-1])), jnp.asarray(
-        weights.reshape(-1, batch)
-    )
+    return padded.reshape(-1, batch, padded.shape[-1]), weights.reshape(-1, batch)

@@ -29,8 +29,15 @@ _CALL = 'custom_call_target="jax_gradops.'
 class Run:
     """A run whose settings have been checked and whose folder is there."""
 
-    def __init__(self, folder: Path, settings: Settings, corpus: Corpus, platform: str) -> None:
-        self._folder, self._settings, self._corpus = folder, settings, corpus
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        corpus: Corpus,
+        platform: str,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> None:
+        self._folder, self._settings, self._corpus, self._mesh = folder, settings, corpus, mesh
         self._entropy = bigram_entropy(corpus.validation)
         self._platform = platform
         self._title = f"{corpus.name}, on {platform}, {settings.precision}"
@@ -105,11 +112,14 @@ class Run:
 
     def _compile(self, implementation: Implementation) -> tuple[Program, TrainState]:
         say("Compiling …")
-        program = Program(self._settings, self._corpus, implementation)
+        program = Program(self._settings, self._corpus, implementation, mesh=self._mesh)
         state = program.initial_state()
         parameters = sum(p.size for p in jax.tree.leaves(state.params))
         what = describe_calls(program.train_step_hlo(), implementation)
-        say(f"{parameters:,} parameters on {self._platform}; the training step has {what}")
+        where = self._platform
+        if self._mesh is not None:
+            where += " on a mesh of " + ", ".join(f"{n}={k}" for n, k in self._mesh.shape.items())
+        say(f"{parameters:,} parameters on {where}; the training step has {what}")
         return program, state
 
     def _about(self, history: History) -> dict[str, Any]:

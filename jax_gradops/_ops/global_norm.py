@@ -83,7 +83,7 @@ def _norm_of(leaves: tuple[jax.Array, ...], implementation: Implementation) -> j
 
 @jax.custom_jvp
 def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b, for a scalar b, whose derivative does not need b² (JAX's leaves float32's range)."""
+    """A / b, for a scalar b, whose derivative does not need b² (JAX's leaves float32's range)."""
     return a / b
 
 

@@ -34,19 +34,28 @@ def _affine(x_hat: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -
     return y if bias is None else y + along_features(bias, y)
 
 
+def _inverse_deviation(variance: jax.Array, epsilon: float) -> jax.Array:
+    """NaN where the variance is infinite: 0 would turn such a row into zeros nobody notices."""
+    square = variance + float(epsilon)
+    return jax.lax.rsqrt(jnp.where(jnp.isinf(square), -1, square))
+
+
 def _layer_norm_fwd_reference(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, epsilon: float
 ) -> Arrays:
     a = accum_dtype(x.dtype)
-    # Differences from the row's first element: exact for a constant row, and small for a row with a
-    # large mean. y does not depend on the shift, so neither does the gradient.
-    shift = jax.lax.stop_gradient(x[..., :1]).astype(a)
-    shifted = x.astype(a) - shift
-    offset = _row_mean(shifted)
-    centered = shifted - offset
-    rstd = jax.lax.rsqrt(_row_mean(jnp.square(centered)) + float(epsilon))
-    y = _affine(centered * rstd, scale, bias).astype(x.dtype)
-    return y, (jnp.sum(shift, -1, keepdims=True) + offset)[..., 0], rstd[..., 0]
+    wide = x.astype(a)
+    # The mean from differences to the row's first element, exact for a constant row; rounded, it is
+    # off by delta. y does not depend on what is taken off before, so neither does the gradient.
+    fixed = jax.lax.stop_gradient(wide)
+    shift = jnp.sum(fixed[..., :1], -1, keepdims=True)
+    mean = shift + _row_mean(fixed - shift)
+    shifted = wide - mean
+    delta = _row_mean(shifted)
+    variance = _row_mean(jnp.square(shifted)) - jnp.square(delta)  # delta is tiny
+    rstd = _inverse_deviation(jnp.where(variance < 0, 0, variance), epsilon)
+    y = _affine((shifted - delta) * rstd, scale, bias).astype(x.dtype)
+    return y, (mean + delta)[..., 0], rstd[..., 0]
 
 
 def _layer_norm_bwd_reference(
@@ -60,7 +69,7 @@ def _layer_norm_bwd_reference(
 
 def _rms_norm_fwd_reference(x: jax.Array, scale: jax.Array | None, *, epsilon: float) -> Arrays:
     wide = x.astype(accum_dtype(x.dtype))
-    rstd = jax.lax.rsqrt(_row_mean(jnp.square(wide)) + float(epsilon))
+    rstd = _inverse_deviation(_row_mean(jnp.square(wide)), epsilon)
     return _affine(wide * rstd, scale, None).astype(x.dtype), rstd[..., 0]
 
 
@@ -299,8 +308,8 @@ def layer_norm(
     All arithmetic is in float32 (float64 for float64), with one rounding at the end. The variance
     is computed in two passes over data held on chip, never as E[x²] − E[x]²; a constant row gives
     exactly `bias`. Results are bitwise the same from run to run, and a row's result does not depend
-    on the other rows: NaN or infinity in a row makes that row NaN, and no other. The derivative
-    with respect to x, scale and bias is one fused operation; derivatives of derivatives work too.
+    on the other rows: NaN, infinity, or a variance that overflows makes all of that row NaN (in y
+    and in the gradient), and no other. The derivative with respect to x, scale and bias is one fused operation; derivatives of derivatives work too.
     Forward mode (`jax.jvp`) needs ``implementation="xla"``.
 
     References:

@@ -1,0 +1,70 @@
+"""The demo on many devices: data parallelism, and parameters spread over devices as in FSDP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_gradops._cli.settings import DemoError
+
+#: Windows are spread over both axes, parameters and optimizer state over the second one.
+AXES = ("data", "fsdp")
+
+
+def parse(text: str) -> dict[str, int]:
+    """``data=4,fsdp=2`` as sizes of `AXES`; an axis that is left out has size 1."""
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or not size.isdecimal() or int(size) < 1:
+            raise DemoError(f"--mesh must be such as data=4, fsdp=2 or data=2,fsdp=4; got {text!r}")
+        sizes[name] = int(size)
+    return sizes
+
+
+def prepare_devices(sizes: dict[str, int]) -> None:
+    """Makes the CPU as many devices as are asked for; to be called before JAX has started."""
+    jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
+
+
+def make_mesh(sizes: dict[str, int], batch: int) -> Mesh:
+    """Over the first devices."""
+    needed, found = math.prod(sizes.values()), len(jax.devices())
+    if needed > found:
+        raise DemoError(f"--mesh needs {needed} devices, JAX finds {found}")
+    if batch % needed:
+        raise DemoError(f"--batch must be a multiple of the mesh's {needed} devices, got {batch}")
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+        devices=jax.devices()[:needed],
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same on every device."""
+    return NamedSharding(mesh, P())
+
+
+def of_windows(mesh: Mesh) -> NamedSharding:
+    """Of arrays whose first axis is that of the windows of a step."""
+    return NamedSharding(mesh, P(AXES))
+
+
+def of_state(mesh: Mesh, tree: Any) -> Any:
+    """Spreads each array over the ``fsdp`` axis by its longest axis that can be divided."""
+
+    def spread(array: Any) -> NamedSharding:
+        size = mesh.shape["fsdp"]
+        axes = [i for i, n in enumerate(array.shape) if n % size == 0 and n > 1]
+        if not axes or array.ndim < 2:  # vectors are small
+            return replicated(mesh)
+        longest = max(axes, key=lambda i: array.shape[i])
+        return NamedSharding(mesh, P(*[None] * longest, "fsdp"))
+
+    return jax.tree.map(spread, tree)
