@@ -5,11 +5,11 @@
 // block by block to the stack. Sums run in kLanes independent lanes, which compilers vectorise
 // without -ffast-math, and are combined in a fixed order.
 //
-// Mean: from differences to the row's first element, which is exact for constant rows, then rounded;
-// y and the variance are of differences from that, corrected by what their own mean is off by. So
-// neither a large mean nor an outlier in the first column is lost to rounding. Chan, Golub, LeVeque,
-// Algorithms for computing the sample variance (1983).
-// Column sums: every slice of a group's rows has a partial row; these are then added in order.
+// Mean: from differences to the row's first element, which is exact for constant rows, then
+// rounded; y and the variance are of differences from that, corrected by what their own mean is off
+// by. So neither a large mean nor an outlier in the first column is lost to rounding. Chan, Golub,
+// LeVeque, Algorithms for computing the sample variance (1983). Column sums: every slice of a
+// group's rows has a partial row; these are then added in order.
 #include "ops/layer_norm.h"
 
 #include <algorithm>
@@ -165,8 +165,7 @@ void ForwardRow(const LayerNormFwdArgs& args, std::int64_t row) {
           LaneSums<A, 1>(count, [&](std::int64_t i) { return std::array{x[i] * x[i]}; })[0];
     });
   }
-  const A rstd =
-      InverseDeviation(VarianceOf(sum_squares / n, delta), static_cast<A>(args.epsilon));
+  const A rstd = InverseDeviation(VarianceOf(sum_squares / n, delta), static_cast<A>(args.epsilon));
 
   const std::int64_t group = row / args.shape.rows;
   const ParamRow<A, 1> scale_row(args.scale, group);

@@ -309,8 +309,12 @@ def layer_norm(
     is computed in two passes over data held on chip, never as E[x²] − E[x]²; a constant row gives
     exactly `bias`. Results are bitwise the same from run to run, and a row's result does not depend
     on the other rows: NaN, infinity, or a variance that overflows makes all of that row NaN (in y
-    and in the gradient), and no other. The derivative with respect to x, scale and bias is one fused operation; derivatives of derivatives work too.
-    Forward mode (`jax.jvp`) needs ``implementation="xla"``.
+    and in the gradient), and no other.
+
+    The derivative with respect to x, scale and bias is one fused operation; `jax.hessian` and other
+    derivatives of it work too. Forward mode (`jax.jvp`) needs ``implementation="xla"``. The mean
+    and 1/sqrt(var + epsilon) of each row, which the derivative needs, are named "layer_norm_mean"
+    and "layer_norm_rstd" for `jax.checkpoint_policies.save_only_these_names`.
 
     References:
       Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
@@ -358,7 +362,8 @@ def rms_norm(
       ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
         there is no kernel.
 
-    Numerics, determinism and differentiation are as in `layer_norm`.
+    Numerics, determinism and differentiation are as in `layer_norm`. For checkpoint policies, the
+    only saved statistic, 1/sqrt(mean(x²) + epsilon) of each row, is named "rms_norm_rstd".
 
     References:
       Zhang, Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467
