@@ -161,6 +161,9 @@ def test_resume_command(
     monkeypatch.setattr(sys, "executable", python.format(here=tmp_path))
     expected = command.format(here=tmp_path, demo="jax_gradops demo")
     assert runs.resume_command(Path(folder), implementation) == expected
+    mesh = jax.make_mesh((2, 1), ("data", "fsdp"), devices=jax.devices("cpu")[:2])
+    with_mesh = runs.resume_command(Path(folder), implementation, mesh)
+    assert with_mesh == f"{expected} --mesh data=2,fsdp=1"
 
 
 def test_demo_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

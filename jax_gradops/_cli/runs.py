@@ -59,7 +59,7 @@ class Run:
             path = checkpoint.save(self._folder, state, self._about(history))
         if interrupt.requested:
             say(f"Stopped at step {len(history.losses)} of {self._settings.steps}; saved {path}")
-            say(f"To go on: {resume_command(self._folder, implementation)}")
+            say(f"To go on: {resume_command(self._folder, implementation, self._mesh)}")
             return INTERRUPTED
         if speed:
             say(f"{speed:,.0f} tokens/s")
@@ -118,7 +118,7 @@ class Run:
         what = describe_calls(program.train_step_hlo(), implementation)
         where = self._platform
         if self._mesh is not None:
-            where += " on a mesh of " + ", ".join(f"{n}={k}" for n, k in self._mesh.shape.items())
+            where += f" on a mesh of {_axes(self._mesh)}"
         say(f"{parameters:,} parameters on {where}; the training step has {what}")
         return program, state
 
@@ -148,6 +148,11 @@ class Run:
         say(f"Wrote {self._folder / name}")
 
 
+def _axes(mesh: jax.sharding.Mesh) -> str:
+    """As --mesh takes them."""
+    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
 def describe_calls(hlo: str, implementation: Implementation) -> str:
     """What runs in a compiled program, and if it is not the kernels that were expected, why."""
     if calls := hlo.count(_CALL):
@@ -156,7 +161,9 @@ def describe_calls(hlo: str, implementation: Implementation) -> str:
     return "XLA's own operations only" + (f": {reason}" if implementation is None else "")
 
 
-def resume_command(folder: Path, implementation: Implementation) -> str:
+def resume_command(
+    folder: Path, implementation: Implementation, mesh: jax.sharding.Mesh | None = None
+) -> str:
     """What goes on with the run in `folder`, for a shell where this process began.
 
     With this process's Python, which need not be the shell's. Settings are in the checkpoint.
@@ -169,6 +176,8 @@ def resume_command(folder: Path, implementation: Implementation) -> str:
         command += ["--output", str(folder)]
     if implementation is not None:
         command += ["--implementation", implementation]
+    if mesh is not None:
+        command += ["--mesh", _axes(mesh)]
     return shlex.join(command)
 
 
