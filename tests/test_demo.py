@@ -3,16 +3,18 @@
 import argparse
 import csv
 import functools
+import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jax_gradops._cli import checkpoint, demo, runs, settings, text
+from jax_gradops._cli import checkpoint, demo, meshes, runs, settings, text
 from jax_gradops._cli.program import Program
 
 STEPS = 40
@@ -46,17 +48,21 @@ def as_users_have_it():
 
 
 @functools.cache
-def program(given: settings.Settings, digest: str, implementation: str | None) -> Program:
+def program(
+    given: settings.Settings, digest: str, implementation: str | None, mesh: Any = None
+) -> Program:
     """Compiled once for all tests."""
     corpus = text.load_corpus(given.text, given.context)
     assert corpus.digest == digest
-    return Program(given, corpus, implementation)
+    return Program(given, corpus, implementation, mesh=mesh)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(as_users_have_it: None):
-    def get(given: settings.Settings, corpus: text.Corpus, implementation: str | None) -> Program:
-        return program(given, corpus.digest, implementation)
+    def get(
+        given: settings.Settings, corpus: text.Corpus, implementation: str | None, *, mesh: Any
+    ) -> Program:
+        return program(given, corpus.digest, implementation, mesh)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "Program", get)
@@ -105,6 +111,44 @@ def test_trains_and_writes_its_files(straight: Path):
     assert float(rows[-1]["validation_loss"]) < losses[0]
     assert (straight / "training.png").read_bytes().startswith(b"\x89PNG")
     assert set((straight / "sample.txt").read_text(encoding="utf-8")) <= set(SENTENCES)
+
+
+def test_mesh(corpus: Path, straight: Path, tmp_path: Path):
+    """On many devices the run is that of one, up to rounding; a checkpoint fits both."""
+    assert run(*options(corpus, tmp_path, mesh="data=2,fsdp=4")) == 0
+    for actual, expected in zip(
+        table(tmp_path / "metrics.csv"), table(straight / "metrics.csv"), strict=True
+    ):
+        for name in ("loss", "gradient_norm"):
+            assert float(actual[name]) == pytest.approx(float(expected[name]), rel=1e-3)
+    assert run(*options(corpus, tmp_path), "--resume") == 0
+
+
+def test_mesh_spreads_the_state(corpus: Path):
+    """Over the fsdp axis, as far as sizes allow; kernels get no more rows than are a device's."""
+    given = settings.new_run({"text": str(corpus)} | SMALL | {"steps": STEPS}, "cpu")
+    devices = meshes.make_mesh({"data": 2, "fsdp": 4}, given.batch, "cpu")
+    spread = program(given, text.load_corpus(given.text, given.context).digest, None, devices)
+    matrices = [a for a in jax.tree.leaves(spread.initial_state()) if a.ndim > 1]
+    assert matrices and all(a.addressable_shards[0].data.size * 4 == a.size for a in matrices)
+    rows = re.findall(r"= \(?f32\[(\d+),.*jax_gradops.layer_norm_fwd", spread.train_step_hlo())
+    assert set(rows) == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("model=2", "--mesh must be such as"),
+        ("data=0", "--mesh must be such as"),
+        ("", "--mesh must be such as"),
+        ("data=64", "--mesh needs 64 cpu devices"),
+        ("data=3", "--batch must be a multiple of the mesh's 3 devices, got 8"),
+    ],
+)
+def test_mesh_errors(mesh: str, message: str, corpus: Path, tmp_path: Path, capsys: Any):
+    folder = tmp_path / "output"
+    assert run(*options(corpus, folder, mesh=mesh)) == 2
+    assert message in capsys.readouterr().err and not folder.exists()
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed"])

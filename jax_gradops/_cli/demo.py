@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     corpus = text.load_corpus(settings.text, settings.context)
     if saved and saved["digest"] != corpus.digest:
         raise DemoError(f"{corpus.name} has changed since the run in {args.output} began")
-    mesh = meshes.make_mesh(sizes, settings.batch) if sizes else None
+    mesh = meshes.make_mesh(sizes, settings.batch, platform) if sizes else None
     files.check_folder(args.output)
     files.make_folder(args.output)
     run = runs.Run(args.output, settings, corpus, platform, mesh)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from typing import Any
 
 import jax
@@ -27,22 +29,25 @@ def parse(text: str) -> dict[str, int]:
 
 
 def prepare_devices(sizes: dict[str, int]) -> None:
-    """Makes the CPU as many devices as are asked for; to be called before JAX has started."""
-    jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
+    """Makes the CPU as many devices as are asked for, if JAX has not started yet."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
 
 
-def make_mesh(sizes: dict[str, int], batch: int) -> Mesh:
-    """Over the first devices."""
-    needed, found = math.prod(sizes.values()), len(jax.devices())
-    if needed > found:
-        raise DemoError(f"--mesh needs {needed} devices, JAX finds {found}")
+def make_mesh(sizes: dict[str, int], batch: int, platform: str) -> Mesh:
+    """Over the first devices of the platform."""
+    devices, needed = jax.devices(platform), math.prod(sizes.values())
+    if needed > len(devices):
+        raise DemoError(f"--mesh needs {needed} {platform} devices, JAX finds {len(devices)}")
     if batch % needed:
         raise DemoError(f"--batch must be a multiple of the mesh's {needed} devices, got {batch}")
     return jax.make_mesh(
         tuple(sizes.values()),
         AXES,
         axis_types=(AxisType.Auto,) * len(AXES),
-        devices=jax.devices()[:needed],
+        devices=devices[:needed],
     )
 
 
