@@ -186,6 +186,15 @@ def test_any_values(shape, dtype, approximate, log_size, seed):
         assert_matches(actual, reference, dtype, accum, name)
 
 
+def test_long_sums(platform):
+    """Rounding errors of the bias gradient do not grow with the number of rows."""
+    dy = np.full((60_000, 256), 0.1, np.float32)
+    x, bias = np.full(dy.shape, 20, np.float32), np.zeros(256, np.float32)  # the slope is 1
+    op = functools.partial(jax_gradops.bias_gelu, implementation="ffi")
+    (dbias,) = jax.jit(lambda dy, x: jax.vjp(functools.partial(op, x), bias)[1](dy))(dy, x)
+    np.testing.assert_allclose(dbias, len(dy) * float(np.float32(0.1)), rtol=5e-6)
+
+
 def test_scalar_and_defaults(platform):
     """A scalar is an array too; the default is the tanh form, as in `jax.nn.gelu`."""
     x = jnp.float32(0.7)

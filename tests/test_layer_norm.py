@@ -323,6 +323,18 @@ def test_exact_sums(platform, implementation, rng):
     assert_bitwise_equal(results["bias"], dy.sum(0))
 
 
+def test_long_sums(platform, op):
+    """Rounding errors of the parameters' gradients do not grow with the number of rows."""
+    dy = np.full((1_000_000, 4), 0.1, np.float32)
+    x = np.tile(np.array([1, -1, 1, -1], np.float32), (len(dy), 1))
+    scale, bias = np.ones(4, np.float32), np.zeros(4, np.float32)
+    (results,) = run([problem(op, dy, x, scale, bias, epsilon=0.0, implementation="ffi")])
+    expected = 1e6 * float(np.float32(0.1))
+    np.testing.assert_allclose(results["scale"], expected * x[0], rtol=1e-5)
+    if op == "layer_norm":
+        np.testing.assert_allclose(results["bias"], expected, rtol=1e-5)
+
+
 @hypothesis.given(
     shape=st.sampled_from([(1, 1), (5, 2), (3, 64), (7, 129)]),
     dtype=st.sampled_from(["float16", "bfloat16", "float32", "float64"]),

@@ -5,7 +5,7 @@
 // compilers vectorise. Formulas and source: common/gelu.h.
 //
 // Traffic: forward reads x and writes y. Backward reads dy and x and writes dx; each tile also sums
-// its rows' dz in a stack block, one partial row per chunk of rows, added up in order at the end.
+// its rows' dz on the stack, one partial row per chunk of rows; see cpu/column_sum.h.
 // Rows of few features are taken several at a time, as one long row with repeated bias.
 #include "ops/bias_gelu.h"
 
@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "common/gelu.h"
+#include "cpu/column_sum.h"
 #include "cpu/parallel.h"
 
 namespace gradops {
@@ -61,7 +62,7 @@ struct Tile {
 template <typename Body>
 void ForEachTile(const CpuContext& pool, const Tiling& t, std::int64_t element_bytes,
                  const Body& body) {
-  const std::int64_t tile_bytes = t.rows_per_chunk * t.tile * element_bytes;
+  const std::int64_t tile_bytes = std::min(t.rows_per_chunk, t.rows) * t.tile * element_bytes;
   const std::int64_t per_task = RowsPerChunk(t.tiles(), tile_bytes, t.tiles());
   ParallelFor(pool, (t.tiles() + per_task - 1) / per_task, [&](std::int64_t task) {
     const std::int64_t end = std::min((task + 1) * per_task, t.tiles());
@@ -167,12 +168,12 @@ void Forward(const CpuContext& pool, const BiasGeluFwdArgs& args) {
 
 // Sums of a tile's columns, stored for x's own rows: those joined are added in order.
 template <typename A>
-void StoreSums(const A* sums, std::int64_t features, const Tile& tile, A* out) {
+void StoreSums(double* totals, std::int64_t features, const Tile& tile, A* out) {
   const std::int64_t own = std::min(tile.columns, features - tile.column);
-  std::copy_n(sums, own, out + tile.column);
   for (std::int64_t c = own; c < tile.columns; c += own) {
-    for (std::int64_t i = 0; i < own; ++i) out[i] += sums[c + i];
+    for (std::int64_t i = 0; i < own; ++i) totals[i] += totals[c + i];
   }
+  for (std::int64_t i = 0; i < own; ++i) out[tile.column + i] = static_cast<A>(totals[i]);
 }
 
 template <typename T, bool kApproximate>
@@ -190,26 +191,30 @@ void Backward(const CpuContext& pool, const BiasGeluBwdArgs& args) {
   ForEachTile(pool, t, 3 * sizeof(T), [&](const Tile& tile) {
     const TileBias<A> bias(args.bias, shape.features, tile);
     A sums[kTileColumns];
-    if (wants_sums) std::fill_n(sums, tile.columns, A{0});
-    ForEachBlock(t, tile, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
-      ComputeBlock<T, kApproximate, true>(x + offset, bias.data() + start, dy + offset, n,
-                                          dx + offset, wants_sums ? sums + start : nullptr);
-    });
+    double totals[kTileColumns];
+    if (wants_sums) {
+      std::fill_n(sums, tile.columns, A{0});
+      std::fill_n(totals, tile.columns, 0.0);
+    }
+    Tile part = tile;
+    for (; part.row < tile.row + tile.rows; part.row += kRowsPerSum) {
+      part.rows = std::min(kRowsPerSum, tile.row + tile.rows - part.row);
+      ForEachBlock(t, part, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
+        ComputeBlock<T, kApproximate, true>(x + offset, bias.data() + start, dy + offset, n,
+                                            dx + offset, wants_sums ? sums + start : nullptr);
+      });
+      if (wants_sums) MoveSums(sums, tile.columns, totals);
+    }
     if (!wants_sums) return;
     A* const rows = t.row_chunks == 1 ? dbias + tile.group * shape.features
                                       : workspace + (tile.group * args.partial_rows + tile.chunk) *
                                                         shape.features;
-    StoreSums(sums, shape.features, tile, rows);
+    StoreSums(totals, shape.features, tile, rows);
   });
   if (!wants_sums || t.row_chunks == 1) return;
   for (std::int64_t group = 0; group < shape.groups; ++group) {
-    const A* partial = workspace + group * args.partial_rows * shape.features;
-    A* const out = dbias + group * shape.features;
-    std::copy_n(partial, shape.features, out);
-    for (std::int64_t chunk = 1; chunk < t.row_chunks; ++chunk) {
-      partial += shape.features;
-      for (std::int64_t c = 0; c < shape.features; ++c) out[c] += partial[c];
-    }
+    AddPartialRows(workspace + group * args.partial_rows * shape.features, t.row_chunks,
+                   shape.features, shape.features, dbias + group * shape.features);
   }
 }
 

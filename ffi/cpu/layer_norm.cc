@@ -8,15 +8,18 @@
 // Mean: from differences to the row's first element, which is exact for constant rows, then
 // rounded; y and the variance are of differences from that, corrected by what their own mean is off
 // by. So neither a large mean nor an outlier in the first column is lost to rounding. Chan, Golub,
-// LeVeque, Algorithms for computing the sample variance (1983). Column sums: every slice of a
-// group's rows has a partial row; these are then added in order.
+// LeVeque, Algorithms for computing the sample variance (1983).
+//
+// Column sums: every slice of a group's rows has a partial row; see cpu/column_sum.h.
 #include "ops/layer_norm.h"
 
 #include <algorithm>
 #include <array>
 #include <type_traits>
+#include <vector>
 
 #include "common/math.h"
+#include "cpu/column_sum.h"
 #include "cpu/parallel.h"
 
 namespace gradops {
@@ -253,13 +256,28 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   return ffi::Error::Success();
 }
 
-// sums[i] = sum over s < slices of partial[s * pitch + i], in order of s.
-template <typename A>
-void SumSlices(const A* __restrict__ partial, std::int64_t slices, std::int64_t pitch,
-               std::int64_t columns, A* __restrict__ sums) {
-  std::copy_n(partial, columns, sums);
-  for (std::int64_t s = 1; s < slices; ++s) {
-    for (std::int64_t i = 0; i < columns; ++i) sums[i] += partial[s * pitch + i];
+// Rows [first, end) of a group's, with their column sums in `sums`, where not null: dscale, dbias.
+template <typename T, bool kCentered>
+void BackwardSlice(const LayerNormBwdArgs& args, std::int64_t first, std::int64_t end,
+                   std::array<Accum<T>*, 2> sums) {
+  const std::int64_t features = args.shape.features;
+  const bool several_blocks = end - first > kRowsPerSum;
+  std::array<std::vector<double>, 2> totals;
+  for (std::size_t s = 0; s < 2; ++s) {
+    if (sums[s] == nullptr) continue;
+    std::fill_n(sums[s], features, Accum<T>{0});
+    if (several_blocks) totals[s].resize(static_cast<std::size_t>(features));
+  }
+  for (std::int64_t row = first; row < end;) {
+    const std::int64_t block_end = std::min(end, row + kRowsPerSum);
+    for (; row < block_end; ++row) BackwardRow<T, kCentered>(args, row, sums[0], sums[1]);
+    for (std::size_t s = 0; s < 2; ++s) {
+      if (!totals[s].empty()) MoveSums(sums[s], features, totals[s].data());
+    }
+  }
+  for (std::size_t s = 0; s < 2; ++s) {
+    std::transform(totals[s].begin(), totals[s].end(), sums[s],
+                   [](double total) { return static_cast<Accum<T>>(total); });
   }
 }
 
@@ -293,14 +311,11 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
     const std::int64_t end = std::min(groups * slices, (chunk + 1) * chunk_slices);
     for (std::int64_t i = chunk * chunk_slices; i < end; ++i) {
       const std::int64_t group = i / slices, slice = i % slices;
-      for (std::int64_t s = 0; s < sums; ++s)
-        std::fill_n(slice_sums(group, slice, s), features, A{0});
       A* const dscale = has_dscale ? slice_sums(group, slice, 0) : nullptr;
       A* const dbias = has_dbias ? slice_sums(group, slice, sums - 1) : nullptr;
-      const std::int64_t rows_end = std::min(rows, (slice + 1) * slice_rows);
-      for (std::int64_t row = slice * slice_rows; row < rows_end; ++row) {
-        BackwardRow<T, kCentered>(args, group * rows + row, dscale, dbias);
-      }
+      BackwardSlice<T, kCentered>(args, group * rows + slice * slice_rows,
+                                  group * rows + std::min(rows, (slice + 1) * slice_rows),
+                                  {dscale, dbias});
     }
   });
   if (slices == 1 || sums == 0) return ffi::Error::Success();
@@ -315,8 +330,8 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
     for (std::int64_t item = chunk * chunk_items; item < end; ++item) {
       const std::int64_t start = item % tiles * kBlock;
       const std::int64_t sum = item / tiles % sums, group = item / tiles / sums;
-      SumSlices(slice_sums(group, 0, sum) + start, slices, sums * features,
-                std::min(kBlock, features - start), results[sum] + group * features + start);
+      AddPartialRows(slice_sums(group, 0, sum) + start, slices, sums * features,
+                     std::min(kBlock, features - start), results[sum] + group * features + start);
     }
   });
   return ffi::Error::Success();
