@@ -310,15 +310,42 @@ def test_python_threads(platform):
 
 
 def test_every_device(platform):
-    """R4: kernels run where their operands are."""
+    """R4: kernels run where their operands are, on all devices at the same time."""
     x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
-    f = jax.jit(lambda x: (jax_gradops.layer_norm(x), jax_gradops.global_norm(x)))
+
+    @jax.jit
+    def f(x: Any) -> Any:
+        y, pull = jax.vjp(
+            lambda x, s: jax_gradops.bias_gelu(jax_gradops.layer_norm(x, s), s), x, x[0]
+        )
+        return y, *pull(x), jax_gradops.global_norm([x, y])
+
     expected = f(x)
-    for device in reversed(jax.devices("gpu" if platform == "cuda" else "cpu")[:3]):
-        results = f(jax.device_put(x, device))
+    devices = jax.devices("gpu" if platform == "cuda" else "cpu")[:4]
+    mixed = [*reversed(devices), *devices, *devices[::2]] * 3
+    arrays = [jax.device_put(x, device) for device in mixed]
+    for device, results in zip(mixed, list(map(f, arrays)), strict=True):
         assert results[0].devices() == {device}
         for a, b in zip(results, expected, strict=True):
             assert_bitwise_equal(a, b)
+
+
+def test_every_device_from_its_own_thread(platform):
+    """R4: a thread's current device is not that of the operands."""
+    x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
+    f = jax.jit(lambda x: (jax_gradops.rms_norm(x), jax_gradops.global_norm([x, x])))
+    expected = f(x)
+    devices = jax.devices("gpu" if platform == "cuda" else "cpu")[:4]
+
+    def run(i: int) -> list[Any]:
+        array = jax.device_put(x, devices[i % len(devices)])
+        return [jax.block_until_ready(f(array)) for _ in range(20)]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for results in pool.map(run, range(8)):
+            for result in results:
+                for a, b in zip(result, expected, strict=True):
+                    assert_bitwise_equal(a, b)
 
 
 def test_digest_of_results_is_stable_within_a_process(platform):
