@@ -197,7 +197,7 @@ def sharded(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
 def _within_types(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
     """The kernel on arrays that are not spread by their types."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or _axes_of(AxisType.Auto, mesh):
+    if mesh.empty or math.prod(_axes_of(AxisType.Auto, mesh).values()) > 1:
         return _auto(call, groups, compute, mesh)
     return _local(call, groups, compute)
 

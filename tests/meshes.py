@@ -16,12 +16,19 @@ from jax.sharding import PartitionSpec as P
 from transformations import vjp_of
 
 
-def mesh(platform: str, kind: AxisType, kind_of_model: AxisType | None = None) -> Any:
+def mesh(
+    platform: str,
+    kind: AxisType,
+    kind_of_model: AxisType | None = None,
+    shape: tuple[int, int] | None = None,
+) -> Any:
     """Of the axes "data" and "model" over all devices of the platform, up to eight."""
     devices = jax.devices("gpu" if platform == "cuda" else "cpu")
     if len(devices) < 2:
         pytest.skip(f"only one {platform} device")
-    shape = {2: (2, 1), 4: (2, 2), 8: (4, 2)}[max(n for n in (2, 4, 8) if n <= len(devices))]
+    shape = (
+        shape or {2: (2, 1), 4: (2, 2), 8: (4, 2)}[max(n for n in (2, 4, 8) if n <= len(devices))]
+    )
     return jax.make_mesh(
         shape,
         ("data", "model"),
@@ -248,6 +255,19 @@ class RowMeshTests:
             check_vma=check_vma,
         )
         self.check(jax.jit(mapped)(*example), example, "inside shard_map")
+
+    def test_partial_manual_beside_one_device(self, platform, rng):
+        """The axis that is not manual has size 1: there is nothing to partition."""
+        devices = mesh(platform, AxisType.Auto, shape=(2, 1))
+        example = self.example(rng, self.mesh_shape, jnp.float32)
+        mapped = jax.shard_map(
+            functools.partial(self.op, implementation="ffi"),
+            mesh=devices,
+            in_specs=(P("data"), *[P()] * self.parameters),
+            out_specs=P("data"),
+            axis_names={"data"},
+        )
+        self.check(jax.jit(vjp_of(mapped))(*example), example, "partial manual")
 
     @pytest.mark.parametrize("inside", [False, True], ids=["grad outside", "grad inside"])
     @pytest.mark.parametrize("check_vma", [True, False])

@@ -240,6 +240,51 @@ def test_export_needs_the_disabled_checks():
         export.export(jax.jit(jax_gradops.layer_norm), platforms=["cpu"])(X)
 
 
+# --- CUDA graphs ---------------------------------------------------------------------------------
+
+# Every kernel, in one program, run several times with other operands.
+GRAPH = """
+import hashlib, json
+import jax, jax.numpy as jnp, numpy as np
+import jax_gradops
+@jax.jit
+def f(x, scale):
+    def loss(x, scale):
+        y = jax_gradops.bias_gelu(jax_gradops.layer_norm(x, scale, scale), scale)
+        return jnp.sum(jax_gradops.rms_norm(y, scale) ** 2)
+    return jax_gradops.clip_tree_by_global_norm(jax.grad(loss, argnums=(0, 1))(x, scale), 1.0)
+digest = hashlib.sha256()
+for seed in range(4):
+    rng = np.random.default_rng(seed)
+    x, scale = rng.standard_normal((300, 1000)), rng.standard_normal(1000)
+    for leaf in jax.tree.leaves(f(x.astype(np.float32), scale.astype(np.float32))):
+        digest.update(np.asarray(leaf).tobytes())
+calls = f.lower(jnp.float32(x), jnp.float32(scale)).as_text().count("custom_call @jax_gradops.")
+print(json.dumps([digest.hexdigest(), calls]))
+"""
+
+
+@pytest.mark.gpu
+def test_cuda_graph(tmp_path):
+    """XLA captures every kernel into a CUDA graph, whose replays give what launches give."""
+    if not any(d.platform == "gpu" for d in jax.devices()):
+        pytest.skip("no CUDA device")
+
+    def run(name: str, flags: str) -> tuple[list[Any], str]:
+        flags += f" --xla_dump_to={tmp_path / name}"
+        result = run_python(GRAPH, tmp_path, JAX_PLATFORMS="cuda", XLA_FLAGS=flags)
+        dumps = sorted((tmp_path / name).glob("*jit_f*thunk_sequence*"))
+        return result, dumps[-1].read_text()  # the last one is after XLA's passes over thunks
+
+    (captured, calls), thunks = run("captured", "")
+    (launched, _), plain = run("launched", "--xla_gpu_enable_command_buffer=")
+    assert captured == launched
+    assert "kCommandBuffer" not in plain
+    # What is inside the graph is indented.
+    inside = re.findall(r"^ +\d+: kCustomCall", thunks, re.MULTILINE)
+    assert "kCommandBuffer" in thunks and len(inside) == calls >= 7
+
+
 # --- Threads -------------------------------------------------------------------------------------
 
 # 64 branches that do not depend on each other: XLA runs their handlers on its own pool's threads.

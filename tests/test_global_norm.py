@@ -363,7 +363,8 @@ def test_sharded_tree(platform, clip, implementation, kind, rng):
         text = compiled.as_text()
         assert set(collectives(text)) <= {"all-reduce"}
         reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
-        assert reduced and all(set(re.findall(r"\[(.*?)\]", r)) == {""} for r in reduced), reduced
+        # On GPUs, XLA makes arrays of the three sums.
+        assert reduced and all(set(re.findall(r"\[(.*?)\]", r)) <= {"", "3"} for r in reduced)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
