@@ -86,7 +86,7 @@ inline constexpr ffi::DataType kDtype<Half> = ffi::F16;
 template <>
 inline constexpr ffi::DataType kDtype<BFloat16> = ffi::BF16;
 
-// Sums, statistics and parameters use Accum<T>. Mirrors `accum_dtype` in jax_gradops/_core.py.
+// Sums, statistics and parameters use Accum<T>. Mirrors accum_dtype in jax_gradops/_sharding.py.
 template <typename T>
 using Accum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -127,10 +127,11 @@ inline std::string Name(ffi::DataType dtype) {
 // Calls `fn.operator()<T>()` for the T in the list whose dtype is `dtype`.
 template <typename... Ts, typename Fn>
 ffi::Error DispatchDtype(TypeList<Ts...>, std::string_view op, ffi::DataType dtype, Fn&& fn) {
-  ffi::Error result = ffi::Error::InvalidArgument(std::string(op) + ": unsupported " + Name(dtype));
-  static_cast<void>(
-      ((dtype == kDtype<Ts> && (result = fn.template operator()<Ts>(), true)) || ...));
-  return result;
+  ffi::Error result;
+  const bool matched =
+      ((dtype == kDtype<Ts> && (result = fn.template operator()<Ts>(), true)) || ...);
+  if (matched) return result;
+  return ffi::Error::InvalidArgument(std::string(op) + ": unsupported " + Name(dtype));
 }
 
 }  // namespace gradops

@@ -26,8 +26,8 @@ auto Bind() {
   }
 }
 
-// Every handler only launches on the given stream: no allocation, no synchronisation, no branch on
-// device data. So XLA may record it into a CUDA graph.
+// CUDA handlers only put work on the given stream: no allocation, no synchronisation, no branch on
+// device data. So XLA may record them into a CUDA graph, which the trait says; the CPU ignores it.
 template <auto MakeBinding, auto Impl>
 XLA_FFI_Error* Handler(XLA_FFI_CallFrame* frame) {
   static auto* handler = MakeBinding().To(Impl, {ffi::Traits::kCmdBufferCompatible}).release();

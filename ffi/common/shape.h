@@ -96,17 +96,17 @@ class RowChecker {
     return *this;
   }
 
-  // [features] or [groups..., features] in the accumulation dtype; absent if it has no elements.
+  // [features] or [groups..., features] in the accumulation dtype; absent if it is [0].
   Param OptionalParam(std::string_view name, const ffi::AnyBuffer& buffer) {
-    if (!ok() || Product(buffer.dimensions()) == 0) return {};
+    if (!ok() || IsAbsent(buffer)) return {};
     const bool shared = buffer.dimensions().size() == 1;
     CheckParam(name, buffer, shared);
     return {buffer.untyped_data(), shared ? 0 : shape_.features};
   }
 
-  // [groups..., features] in the accumulation dtype; null if it has no elements.
+  // [groups..., features] in the accumulation dtype; null if it is [0].
   void* OptionalParamGrad(std::string_view name, const ffi::AnyBuffer& buffer) {
-    if (!ok() || Product(buffer.dimensions()) == 0) return nullptr;
+    if (!ok() || IsAbsent(buffer)) return nullptr;
     CheckParam(name, buffer, /*shared=*/false);
     return buffer.untyped_data();
   }
@@ -139,13 +139,19 @@ class RowChecker {
  private:
   using Dims = ffi::Span<const std::int64_t>;
 
+  bool IsAbsent(const ffi::AnyBuffer& buffer) const {
+    const auto dims = buffer.dimensions();
+    return dims.size() == 1 && dims[0] == 0 && buffer.element_type() == accum_dtype();
+  }
+
   void CheckParam(std::string_view name, const ffi::AnyBuffer& buffer, bool shared) {
     const auto x_dims = x_.dimensions();
     const auto dims = buffer.dimensions();
     const std::size_t groups = shared ? 0 : group_rank_;
     bool matches = dims.size() == groups + 1 && dims.back() == x_dims.back();
     for (std::size_t i = 0; matches && i < groups; ++i) matches = dims[i] == x_dims[i];
-    if (!matches || buffer.element_type() != accum_dtype() || buffer.untyped_data() == nullptr) {
+    const bool has_data = Product(dims) == 0 || buffer.untyped_data() != nullptr;
+    if (!matches || !has_data || buffer.element_type() != accum_dtype()) {
       Fail(name, "x's group axes and last axis, in the accumulation dtype " + Name(accum_dtype()),
            buffer);
     }
