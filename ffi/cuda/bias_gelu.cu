@@ -26,6 +26,9 @@ constexpr int kThreads = 256;
 constexpr int kBatch = 2;
 // Asked of the compiler, which then has 128 registers a thread and does not spill.
 constexpr int kBlocks = 2;
+// Rows whose dz a thread adds up before it adds that to the sum, so that rounding errors hardly
+// grow with the number of rows.
+constexpr std::int64_t kRowsPerSum = 128;
 // Enough blocks that multiprocessors run out of work together; backward each leaves a partial row.
 constexpr int kForwardBlocksPerMultiprocessor = 16;
 constexpr int kBackwardBlocksPerMultiprocessor = 4;
@@ -157,9 +160,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       }
       const std::int64_t first_row = slice * rows_at_once + row_in_block;
       const std::int64_t base = (group * shape.rows + first_row) * shape.features + column;
-      ApplyEach<T, kApproximate, kBackward>(kBackward ? dy + base : nullptr, x + base, out + base,
-                                            step * shape.features,
-                                            StepsBelow(shape.rows, first_row, step), bias, sums);
+      const std::int64_t count = StepsBelow(shape.rows, first_row, step);
+      const std::int64_t stride = step * shape.features;
+      constexpr bool kCutSums = kBackward && !std::is_same_v<A, double>;
+      for (std::int64_t done = 0; done < count; done += kRowsPerSum) {
+        A part[W] = {};
+        const std::int64_t offset = base + done * stride;
+        ApplyEach<T, kApproximate, kBackward>(
+            kBackward ? dy + offset : nullptr, x + offset, out + offset, stride,
+            kCutSums ? min(count - done, kRowsPerSum) : count, bias, part);
+#pragma unroll
+        for (int j = 0; j < W; ++j) sums[j] += part[j];
+        if (!kCutSums) break;
+      }
     }
     if constexpr (kBackward) {
       if (slice_sums.sums == nullptr) continue;  // the same for all threads
@@ -186,11 +199,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 // --- Launchers -----------------------------------------------------------------------------------
-
-template <typename... Pointers>
-bool Aligned(const Pointers*... pointers) {
-  return ((reinterpret_cast<std::uintptr_t>(pointers) % kVecBytes == 0) && ...);
-}
 
 // max_slices: what the workspace holds, where dbias is wanted.
 Cut CutRows(const RowShape& shape, int width, int blocks_per_multiprocessor,
@@ -251,9 +259,9 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
   const auto [groups, rows, features] = args.shape;
   auto* const dbias = static_cast<A*>(args.dbias);
   const ColumnSums<A> wanted{{dbias, nullptr}, 1};
-  if (args.shape.elements() == 0) {  // sums over no rows: zeros
-    if (dbias != nullptr) LaunchColumnSum<A>(stream, nullptr, wanted, groups, 0, 0, features);
-    return LastError(kOp);
+  if (args.shape.elements() == 0) {
+    if (dbias == nullptr) return ffi::Error::Success();
+    return ToError(kOp, ZeroColumnSums(stream, wanted, groups, features));
   }
   const bool aligned = Aligned(args.dy, args.x, args.dx);
   if (args.bias.data == nullptr && dbias == nullptr) {

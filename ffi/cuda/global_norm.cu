@@ -77,19 +77,20 @@ __device__ __forceinline__ double Square(T value) {
 }
 
 template <typename T>
-__device__ __forceinline__ double SumOfSquaresOf(const Vec<T>& vec, float max_float_sum) {
+__device__ __forceinline__ double SumOfSquaresOf(const Pack<T, kVec<T>>& pack,
+                                                 float max_float_sum) {
   if constexpr (sizeof(T) == 2) {
     float sum = 0;
 #pragma unroll
     for (int k = 0; k < kVec<T>; ++k) {
-      const float x = static_cast<float>(vec.v[k]);
+      const float x = static_cast<float>(pack.v[k]);
       sum = fmaf(x, x, sum);
     }
     if (sum >= kMinFloatSum && sum <= max_float_sum) return static_cast<double>(sum);
   }
   double sum = 0;
 #pragma unroll
-  for (int k = 0; k < kVec<T>; ++k) sum += Square(vec.v[k]);
+  for (int k = 0; k < kVec<T>; ++k) sum += Square(pack.v[k]);
   return sum;
 }
 
@@ -111,16 +112,16 @@ __device__ __forceinline__ double ShareOf(const T* __restrict__ x, std::int64_t 
   const uint4* __restrict__ body = reinterpret_cast<const uint4*>(x + head);
   for (std::int64_t first = thread; first < vectors; first += kLoads * kThreads) {
     // All loads before the first use, so that they are under way together.
-    Vec<T> vecs[kLoads];
+    Pack<T, kVec<T>> packs[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const bool inside = first + k * kThreads < vectors;
-      *reinterpret_cast<uint4*>(&vecs[k]) =
+      *reinterpret_cast<uint4*>(&packs[k]) =
           inside ? __ldg(body + first + k * kThreads) : uint4{0, 0, 0, 0};
     }
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      if (first + k * kThreads < vectors) sum += SumOfSquaresOf(vecs[k], max_float_sum);
+      if (first + k * kThreads < vectors) sum += SumOfSquaresOf(packs[k], max_float_sum);
     }
   }
   return sum;

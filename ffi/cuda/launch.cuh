@@ -16,6 +16,7 @@ namespace ffi = ::xla::ffi;
 
 inline ffi::Error ToError(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // else the next launch, anyone's, would be told of this one's error
   return ffi::Error::Internal(std::string(op) + ": " + cudaGetErrorString(status));
 }
 
@@ -42,8 +43,8 @@ inline std::int64_t CeilDiv(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Blocks of a one-dimensional grid for `items`, at most what CUDA allows: kernels stride over the
-// rest.
+// Blocks of a one-dimensional grid: one for each of `items`, but no more than CUDA allows and at
+// least the one that it demands. So kernels loop over items, from blockIdx.x in steps of gridDim.x.
 inline unsigned GridBlocks(std::int64_t items) {
   return static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, std::numeric_limits<int>::max()));
 }

@@ -32,17 +32,12 @@
 namespace gradops {
 namespace {
 
-// Whether all rows start at 16-byte boundaries, in arrays of T as well as of Accum<T>.
-template <typename T, typename... Pointers>
-bool Aligned(std::int64_t features, const Pointers*... pointers) {
-  return features % kVec<T> == 0 &&
-         ((reinterpret_cast<std::uintptr_t>(pointers) % kVecBytes == 0) && ...);
-}
-
 template <typename T>
 ffi::Error Forward(cudaStream_t stream, const LayerNormFwdArgs& args) {
   const std::int64_t rows = args.shape.all_rows(), features = args.shape.features;
-  const bool aligned = Aligned<T>(features, args.x, args.y, args.scale.data, args.bias.data);
+  // Then all rows start at 16-byte boundaries, in arrays of T as well as of Accum<T>.
+  const bool aligned =
+      features % kVec<T> == 0 && Aligned(args.x, args.y, args.scale.data, args.bias.data);
   if (rows == 0) return ffi::Error::Success();
   const auto launch = [&]<typename Tile>() {
     constexpr int kThreads = kForwardThreads<Tile>;
@@ -156,12 +151,11 @@ ffi::Error Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   constexpr const char* kOp = kCentered ? "layer_norm_bwd" : "rms_norm_bwd";
   const auto [groups, rows, features] = args.shape;
   const ColumnSums<A> wanted = WantedSums<A>(args);
-  if (args.shape.elements() == 0) {  // sums over no rows: zeros
-    LaunchColumnSum<A>(stream, nullptr, wanted, groups, 0, 0, features);
-    return LastError(kOp);
+  if (args.shape.elements() == 0) {
+    return ToError(kOp, ZeroColumnSums(stream, wanted, groups, features));
   }
-  const bool aligned = Aligned<T>(features, args.dy, args.x, args.dx, args.scale.data, args.dscale,
-                                  args.dbias, args.workspace);
+  const bool aligned = features % kVec<T> == 0 && Aligned(args.dy, args.x, args.dx, args.scale.data,
+                                                          args.dscale, args.dbias, args.workspace);
   cudaError_t status = cudaSuccess;
   SlotSums<A> sums{};
   const auto launch = [&]<typename Tile>() {

@@ -57,6 +57,32 @@ __device__ __forceinline__ void WaitForOldest(int stages) {
   }
 }
 
+// How many rows a team adds to sums in registers before these are added to the slot's, so that
+// rounding errors hardly grow with the number of rows. Double needs no limit.
+constexpr std::int64_t kTurns = 128;
+
+// Adds to sums that this thread alone uses, in shared or global memory.
+template <int W, typename A>
+__device__ __forceinline__ void AddTo(A* p, const A (&values)[W]) {
+  constexpr int kStep = W == 1 ? 1 : kVec<A>;
+#pragma unroll
+  for (int j = 0; j < W; j += kStep) {
+    auto pack = *reinterpret_cast<const Pack<A, kStep>*>(p + j);
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) pack.v[k] += values[j + k];
+    StorePack(p + j, pack);
+  }
+}
+
+template <int W, typename A>
+__device__ __forceinline__ void StoreOrAdd(A* p, const A (&values)[W], bool store) {
+  if (store) {
+    StoreSums(p, values);
+  } else {
+    AddTo(p, values);
+  }
+}
+
 template <typename T, typename Tile, bool kCentered>
 __global__ void __launch_bounds__(kBackwardThreads<Tile>, kBackwardBlocks<Tile>)
     BackwardKernel(const LayerNormBwdArgs args, const SlotSums<Accum<T>> sums, int stages) {
@@ -66,6 +92,7 @@ __global__ void __launch_bounds__(kBackwardThreads<Tile>, kBackwardBlocks<Tile>)
   constexpr int kThreads = kBackwardThreads<Tile>, kTeams = kThreads / kTeam;
   constexpr bool kRing = kHasRing<T, Tile>;
   constexpr int kValues = kCentered ? 3 : 1;
+  constexpr bool kLimited = !std::is_same_v<A, double>;
   using Sum = TeamSum<A, kThreads, kTeam, kValues>;
   __shared__ typename Sum::Storage storage;
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
@@ -87,7 +114,7 @@ __global__ void __launch_bounds__(kBackwardThreads<Tile>, kBackwardBlocks<Tile>)
         kCentered ? static_cast<const A*>(args.mean) + group * rows : nullptr;
     const A* const rstd_group = static_cast<const A*>(args.rstd) + group * rows;
     const A* const scale_group = GroupRow<A>(args.scale, group);
-    A scale[kPacks][W], dscale[kPacks][W] = {}, dbias[kPacks][W] = {};
+    A scale[kPacks][W];
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (column(i) < features) {
@@ -95,157 +122,159 @@ __global__ void __launch_bounds__(kBackwardThreads<Tile>, kBackwardBlocks<Tile>)
       }
     }
 
-    const auto fetch = [&](int stage, std::int64_t row) {
-      if constexpr (kRing) {
-        if (row < rows) {
-#pragma unroll
-          for (int i = 0; i < kPacks; ++i) {
-            if (column(i) >= features) continue;
-            const std::int64_t offset = row * features + column(i);
-            __pipeline_memcpy_async(&ring[stage].x[i][thread], x_group + offset, W * sizeof(T));
-            __pipeline_memcpy_async(&ring[stage].dy[i][thread], dy_group + offset, W * sizeof(T));
-          }
-          if (kCentered) {
-            __pipeline_memcpy_async(&ring[stage].mean[thread], mean_group + row, sizeof(A));
-          }
-          __pipeline_memcpy_async(&ring[stage].rstd[thread], rstd_group + row, sizeof(A));
-        }
-        __pipeline_commit();  // also where there is nothing: groups are counted
-      }
-    };
-    std::int64_t first = slot * kTeams;  // row of the block's first team
-    std::int64_t next_row = first + team;
-    for (int stage = 0; stage < stages; ++stage, next_row += step) fetch(stage, next_row);
-
-    // All of the block's teams make the same number of turns, as a warp may be shared by several.
-    for (int stage = 0; first < rows; first += step) {
-      const std::int64_t row = first + team;
-      const bool active = row < rows;
-      const int columns = active ? features : 0;
-      Pack<T, W> x[kPacks], dy[kPacks];
-      A mean = 0, rstd = 0;
-      if constexpr (kRing) {
-        WaitForOldest(stages);  // a thread sees its own copies: no barrier
-        if (active) {
-          if (kCentered) mean = ring[stage].mean[thread];
-          rstd = ring[stage].rstd[thread];
-        }
-      } else if (active) {
-        if (kCentered) mean = __ldg(mean_group + row);
-        rstd = __ldg(rstd_group + row);
-      }
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (column(i) >= columns) continue;
+    for (std::int64_t begin = slot * kTeams; begin < rows; begin += step * kTurns) {
+      const std::int64_t end = kLimited ? min(rows, begin + step * kTurns) : rows;
+      const bool first_turns = !kLimited || begin == slot * kTeams;
+      A dscale[kPacks][W] = {}, dbias[kPacks][W] = {};
+      const auto fetch = [&](int stage, std::int64_t row) {
         if constexpr (kRing) {
-          x[i] = ring[stage].x[i][thread];
-          dy[i] = ring[stage].dy[i][thread];
-        } else {
-          x[i] = LoadPackOnce<W>(x_group + row * features + column(i));
-          dy[i] = LoadPackOnce<W>(dy_group + row * features + column(i));
+          if (row < end) {
+#pragma unroll
+            for (int i = 0; i < kPacks; ++i) {
+              if (column(i) >= features) continue;
+              const std::int64_t offset = row * features + column(i);
+              __pipeline_memcpy_async(&ring[stage].x[i][thread], x_group + offset, W * sizeof(T));
+              __pipeline_memcpy_async(&ring[stage].dy[i][thread], dy_group + offset, W * sizeof(T));
+            }
+            if (kCentered) {
+              __pipeline_memcpy_async(&ring[stage].mean[thread], mean_group + row, sizeof(A));
+            }
+            __pipeline_memcpy_async(&ring[stage].rstd[thread], rstd_group + row, sizeof(A));
+          }
+          __pipeline_commit();  // also where there is nothing: groups are counted
         }
-      }
+      };
+      std::int64_t first = begin;  // row of the block's first team
+      std::int64_t next_row = first + team;
+      for (int stage = 0; stage < stages; ++stage, next_row += step) fetch(stage, next_row);
 
-      A total[kValues] = {};  // of wdy * shifted, wdy, shifted
+      // All of the block's teams make the same number of turns, as a warp may be shared by several.
+      for (int stage = 0; first < end; first += step) {
+        const std::int64_t row = first + team;
+        const bool active = row < end;
+        const int columns = active ? features : 0;
+        Pack<T, W> x[kPacks], dy[kPacks];
+        A mean = 0, rstd = 0;
+        if constexpr (kRing) {
+          WaitForOldest(stages);  // a thread sees its own copies: no barrier
+          if (active) {
+            if (kCentered) mean = ring[stage].mean[thread];
+            rstd = ring[stage].rstd[thread];
+          }
+        } else if (active) {
+          if (kCentered) mean = __ldg(mean_group + row);
+          rstd = __ldg(rstd_group + row);
+        }
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (column(i) >= columns) continue;
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          const A shifted = static_cast<A>(x[i].v[j]) - mean;
-          const A wdy = static_cast<A>(dy[i].v[j]) * scale[i][j];
-          total[0] += wdy * shifted;
-          if constexpr (kCentered) {
-            total[1] += wdy;
-            total[2] += shifted;
+        for (int i = 0; i < kPacks; ++i) {
+          if (column(i) >= columns) continue;
+          if constexpr (kRing) {
+            x[i] = ring[stage].x[i][thread];
+            dy[i] = ring[stage].dy[i][thread];
+          } else {
+            x[i] = LoadPackOnce<W>(x_group + row * features + column(i));
+            dy[i] = LoadPackOnce<W>(dy_group + row * features + column(i));
           }
         }
-      }
-      sum(total);
-      // The sums depend on all that this thread read from the stage, so it is free now.
-      fetch(stage, next_row);
-      next_row += step;
-      stage = stage + 1 == stages ? 0 : stage + 1;
 
-      A delta = 0, mean_wdy = 0, sum_wdy_centered = total[0];
-      if constexpr (kCentered) {
-        // The saved mean is rounded: the mean of the differences from it is what it is off by.
-        delta = total[2] * inverse_n;
-        mean_wdy = total[1] * inverse_n;
-        sum_wdy_centered -= delta * total[1];
-      }
-      const A mean_wdy_x_hat = sum_wdy_centered * rstd * inverse_n;
-      T* const dx = static_cast<T*>(args.dx) + (group * rows + row) * features;
+        A total[kValues] = {};  // of wdy * shifted, wdy, shifted
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (column(i) >= columns) continue;
-        KeepPacked(x[i]);
-        KeepPacked(dy[i]);
-        Pack<T, W> out;
+        for (int i = 0; i < kPacks; ++i) {
+          if (column(i) >= columns) continue;
 #pragma unroll
-        for (int j = 0; j < W; ++j) {
-          const A dy_j = static_cast<A>(dy[i].v[j]);
-          const A x_hat = ((static_cast<A>(x[i].v[j]) - mean) - delta) * rstd;
-          dscale[i][j] += dy_j * x_hat;
-          if constexpr (kCentered) dbias[i][j] += dy_j;
-          out.v[j] = static_cast<T>(
-              NormInputGrad(dy_j * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd));
+          for (int j = 0; j < W; ++j) {
+            const A shifted = static_cast<A>(x[i].v[j]) - mean;
+            const A wdy = static_cast<A>(dy[i].v[j]) * scale[i][j];
+            total[0] += wdy * shifted;
+            if constexpr (kCentered) {
+              total[1] += wdy;
+              total[2] += shifted;
+            }
+          }
         }
-        StorePack(dx + column(i), out);
+        sum(total);
+        // The stage is free: this thread has read it, earlier in program order, and the compiler
+        // keeps that order, as the asm of cp.async clobbers memory.
+        fetch(stage, next_row);
+        next_row += step;
+        stage = stage + 1 == stages ? 0 : stage + 1;
+
+        A delta = 0, mean_wdy = 0, sum_wdy_centered = total[0];
+        if constexpr (kCentered) {
+          // The saved mean is rounded: the mean of the differences from it is what it is off by.
+          delta = total[2] * inverse_n;
+          mean_wdy = total[1] * inverse_n;
+          sum_wdy_centered -= delta * total[1];
+        }
+        const A mean_wdy_x_hat = sum_wdy_centered * rstd * inverse_n;
+        T* const dx = static_cast<T*>(args.dx) + (group * rows + row) * features;
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) {
+          if (column(i) >= columns) continue;
+          KeepPacked(x[i]);
+          KeepPacked(dy[i]);
+          Pack<T, W> out;
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            const A dy_j = static_cast<A>(dy[i].v[j]);
+            const A x_hat = ((static_cast<A>(x[i].v[j]) - mean) - delta) * rstd;
+            dscale[i][j] += dy_j * x_hat;
+            if constexpr (kCentered) dbias[i][j] += dy_j;
+            out.v[j] = static_cast<T>(
+                NormInputGrad(dy_j * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd));
+          }
+          StorePack(dx + column(i), out);
+        }
       }
+
+      const std::int64_t offset = sums.Offset(group, slot);
+      if constexpr (kTeams == 1) {
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) {
+          if (column(i) >= features) continue;
+          if (sums.dscale != nullptr) {
+            StoreOrAdd(sums.dscale + offset + column(i), dscale[i], first_turns);
+          }
+          if (sums.dbias != nullptr) {
+            StoreOrAdd(sums.dbias + offset + column(i), dbias[i], first_turns);
+          }
+        }
+      } else {
+        // [sum][team][element][lane], so that neighbouring threads access neighbouring words.
+        constexpr int kTeamElements = kPacks * W * kTeam, kBlockElements = kTeams * kTeamElements;
+        A* const shared = reinterpret_cast<A*>(dynamic_shared);
+        __syncthreads();  // no thread reads the ring any more, whose memory is used from here on
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) {
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            const int element = team * kTeamElements + (i * W + j) * kTeam + lane;
+            shared[element] = dscale[i][j];
+            shared[kBlockElements + element] = dbias[i][j];
+          }
+        }
+        __syncthreads();  // all teams' sums are written
+        for (int element = thread; element < kTeamElements; element += kThreads) {
+          const int index = element / kTeam;
+          const int feature = (index / W * kTeam + element % kTeam) * W + index % W;
+          if (feature >= features) continue;
+          A total_dscale[1] = {}, total_dbias[1] = {};
+#pragma unroll
+          for (int t = 0; t < kTeams; ++t) {
+            total_dscale[0] += shared[t * kTeamElements + element];
+            total_dbias[0] += shared[kBlockElements + t * kTeamElements + element];
+          }
+          if (sums.dscale != nullptr) {
+            StoreOrAdd(sums.dscale + offset + feature, total_dscale, first_turns);
+          }
+          if (sums.dbias != nullptr) {
+            StoreOrAdd(sums.dbias + offset + feature, total_dbias, first_turns);
+          }
+        }
+        __syncthreads();  // all sums are read before the next rows come into the ring
+      }
+      if (!kLimited) break;  // without a second turn, the loop takes no registers
     }
-
-    const std::int64_t offset = sums.Offset(group, slot);
-    if constexpr (kTeams == 1) {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (column(i) >= features) continue;
-        if (sums.dscale != nullptr) StoreSums(sums.dscale + offset + column(i), dscale[i]);
-        if (sums.dbias != nullptr) StoreSums(sums.dbias + offset + column(i), dbias[i]);
-      }
-    } else {
-      // [sum][team][element][lane], so that neighbouring threads access neighbouring words.
-      constexpr int kTeamElements = kPacks * W * kTeam, kBlockElements = kTeams * kTeamElements;
-      A* const shared = reinterpret_cast<A*>(dynamic_shared);
-      __syncthreads();  // no thread reads the ring any more, whose memory is used from here on
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          const int element = team * kTeamElements + (i * W + j) * kTeam + lane;
-          shared[element] = dscale[i][j];
-          shared[kBlockElements + element] = dbias[i][j];
-        }
-      }
-      __syncthreads();  // all teams' sums are written
-      for (int element = thread; element < kTeamElements; element += kThreads) {
-        const int index = element / kTeam;
-        const int feature = (index / W * kTeam + element % kTeam) * W + index % W;
-        if (feature >= features) continue;
-        A total_dscale = 0, total_dbias = 0;
-#pragma unroll
-        for (int t = 0; t < kTeams; ++t) {
-          total_dscale += shared[t * kTeamElements + element];
-          total_dbias += shared[kBlockElements + t * kTeamElements + element];
-        }
-        if (sums.dscale != nullptr) sums.dscale[offset + feature] = total_dscale;
-        if (sums.dbias != nullptr) sums.dbias[offset + feature] = total_dbias;
-      }
-      __syncthreads();  // all sums are read before the next item's rows come into the ring
-    }
-  }
-}
-
-// Adds to sums that this thread alone uses, in shared or global memory.
-template <int W, typename A>
-__device__ __forceinline__ void AddTo(A* p, const A (&values)[W]) {
-  constexpr int kStep = W == 1 ? 1 : kVec<A>;
-#pragma unroll
-  for (int j = 0; j < W; j += kStep) {
-    auto pack = *reinterpret_cast<const Pack<A, kStep>*>(p + j);
-#pragma unroll
-    for (int k = 0; k < kStep; ++k) pack.v[k] += values[j + k];
-    StorePack(p + j, pack);
   }
 }
 

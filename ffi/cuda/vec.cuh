@@ -13,10 +13,11 @@ inline constexpr int kVecBytes = 16;
 template <typename T>
 inline constexpr int kVec = kVecBytes / static_cast<int>(sizeof(T));
 
-template <typename T>
-struct alignas(kVecBytes) Vec {
-  T v[kVec<T>];
-};
+// Whether all are at 16-byte boundaries; null is.
+template <typename... Pointers>
+bool Aligned(const Pointers*... pointers) {
+  return ((reinterpret_cast<std::uintptr_t>(pointers) % kVecBytes == 0) && ...);
+}
 
 // How many elements before `p` the last 16-byte boundary lies: 0 if p is aligned.
 template <typename T>
