@@ -45,8 +45,10 @@ def _axes_of(kind: AxisType, mesh: AbstractMesh) -> dict[str, int]:
     return {name: size for name, size, k in axes if k == kind}
 
 
-def _explicit_axes() -> frozenset[str]:
-    return frozenset(_axes_of(AxisType.Explicit, jax.sharding.get_abstract_mesh()))
+def _mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh:
+    """The mesh in the types of arrays, which need not be set as the context's, or the context's."""
+    meshes = (jax.typeof(a).sharding.mesh for a in arrays)
+    return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
@@ -79,17 +81,17 @@ def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
 
 def gathered(x: jax.Array, begin: int) -> jax.Array:
     """On an Explicit mesh, x with its axes from `begin` on whole: a reshape can merge them."""
-    spec = jax.typeof(x).sharding.spec
-    if not any(spec[begin:]):
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec[begin:]):
         return x
-    return jax.sharding.reshard(x, PartitionSpec(*spec[:begin], *[None] * (x.ndim - begin)))
+    spec = PartitionSpec(*sharding.spec[:begin], *[None] * (x.ndim - begin))
+    return jax.sharding.reshard(x, sharding.update(spec=spec))
 
 
 def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
     """On an Explicit mesh, shards y as x is, which `Kernel.prepare` may have changed."""
-    if not _explicit_axes():
-        return y
-    return jax.sharding.reshard(y, jax.typeof(x).sharding.spec)
+    sharding = jax.typeof(x).sharding
+    return jax.sharding.reshard(y, sharding) if _axes_of(AxisType.Explicit, sharding.mesh) else y
 
 
 class Layout(NamedTuple):
@@ -190,8 +192,13 @@ def _local(
 
 
 def sharded(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
-    """The kernel on arrays that may be sharded, by the kinds of the context's mesh axes."""
-    return (_explicit if _explicit_axes() else _within_types)(call, groups, compute)
+    """The kernel on arrays that may be sharded, by the kinds of the mesh's axes."""
+
+    def op(*arrays: jax.Array) -> Arrays:
+        explicit = _axes_of(AxisType.Explicit, _mesh_of(arrays))
+        return (_explicit if explicit else _within_types)(call, groups, compute)(*arrays)
+
+    return op
 
 
 def _within_types(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
@@ -209,12 +216,14 @@ def reshard_operands(
     call: Call, groups: int, arrays: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], Layout | None]:
     """On an Explicit mesh: operands sharded as the kernel can work with them, and the layout."""
-    if not _explicit_axes():
+    mesh = _mesh_of(arrays)
+    if not _axes_of(AxisType.Explicit, mesh):
         return list(arrays), None
     types = [jax.typeof(a) for a in arrays]
     layout = _layout(call, groups, [t.sharding.spec for t in types], [t.ndim for t in types])
     return [
-        jax.sharding.reshard(a, s) for a, s in zip(arrays, layout.operands, strict=True)
+        jax.sharding.reshard(a, NamedSharding(mesh, s))
+        for a, s in zip(arrays, layout.operands, strict=True)
     ], layout
 
 
@@ -225,10 +234,12 @@ def _explicit(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays
     def op(*arrays: jax.Array) -> Arrays:
         operands, layout = reshard_operands(call, groups, arrays)
         assert layout is not None
-        axes = _explicit_axes()
-        everything = axes == frozenset(jax.sharding.get_abstract_mesh().axis_names)
+        mesh = _mesh_of(arrays)
+        axes = set(_axes_of(AxisType.Explicit, mesh))
+        everything = len(axes) == len(mesh.axis_names)
         return jax.shard_map(
             _local(call, groups, rest, layout.row_axes),
+            mesh=mesh,
             in_specs=layout.operands,
             out_specs=layout.results,
             # The default, all axes, leaves out one over which vmap's axis is spread.

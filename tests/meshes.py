@@ -192,6 +192,15 @@ class MeshTests:
             padded = P(*spec, *[None] * (3 - len(spec)))
             assert forward.sharding.is_equivalent_to(NamedSharding(devices, padded), 3)
 
+    def test_explicit_mesh_that_is_not_set(self, platform, implementation, rng):
+        """`jax.make_mesh` gives Explicit axes, and nothing says that the mesh must be set."""
+        devices = mesh(platform, AxisType.Explicit)
+        example = self.example(rng, self.mesh_shape, jnp.float32)
+        arrays = self.placed(devices, P("data", None, "model"), example)
+        f = self.value_and_vjp(implementation)
+        self.check(f(*arrays), example, "eager")
+        self.check(jax.jit(f)(*arrays), example, "jit")
+
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
     def test_second_order_spread(self, platform, kind, rng):
         """A Hessian-vector product on a mesh is that of one device."""

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -213,13 +214,11 @@ def model(x: Any, scale: Any) -> Any:
     return jax_gradops.rms_norm(y).sum(dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("batch", ["3", "b"])
-def test_export(batch):
-    """Serialised, read again, with its gradient; for any batch size too."""
-    types = [
-        jax.ShapeDtypeStruct(export.symbolic_shape(f"{batch}, 4"), X.dtype),
-        jax.ShapeDtypeStruct((4,), X.dtype),
-    ]
+@pytest.mark.parametrize("shape", ["3, 4", "b, 4", "b, d"])
+def test_export(shape):
+    """Serialised, read again, with its gradient; for any batch and feature size too."""
+    sizes = export.symbolic_shape(shape)
+    types = [jax.ShapeDtypeStruct(sizes, X.dtype), jax.ShapeDtypeStruct(sizes[1:], X.dtype)]
     f = jax.jit(jax.value_and_grad(model, argnums=(0, 1)))
     with jax.default_device(jax.devices("cpu")[0]):
         exported = export.export(
@@ -233,6 +232,20 @@ def test_export(batch):
             jax.tree.leaves(loaded.call(X, scale)), jax.tree.leaves(f(X, scale)), strict=True
         ):
             np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_statistics_have_names(capsys):
+    """`save_only_these_names` keeps them, and nothing else of an op."""
+    names = "layer_norm_mean", "layer_norm_rstd", "rms_norm_rstd"
+
+    def f(x: Any) -> Any:
+        return jax_gradops.rms_norm(jnp.sin(jax_gradops.layer_norm(jnp.sin(x)))).sum()
+
+    for kept in (names, *((name,) for name in names), ()):
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+        jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(f, policy=policy), X)
+        saved = capsys.readouterr().out.splitlines()
+        assert len([line for line in saved if "from the argument" not in line]) == len(kept), saved
 
 
 def test_export_needs_the_disabled_checks():

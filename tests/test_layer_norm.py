@@ -17,6 +17,9 @@ import oracles
 import pytest
 from comparing import assert_bitwise_equal, assert_matches, widen
 from conformance import RowOpTests
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh
 
 import jax_gradops
 
@@ -410,3 +413,25 @@ def test_numbers_of_any_type_are_the_same_option(platform, op):
     expected = f(epsilon=1.0)
     for one in (1, np.float64(1), np.float32(1), np.int64(1), jnp.float32(1), np.array(1.0)):
         assert_bitwise_equal(f(epsilon=one), expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [P("data", None, "model"), P("data", "model")], ids=str)
+def test_normalised_axes_spread(platform, op, implementation, kind, spec, rng):
+    """They are gathered, and y is spread as x is."""
+    devices = mesh(platform, kind)
+    dy, x, scale, _ = example(rng, (8, 4, 32), inner=(4, 32))
+    options = {"begin_norm_axis": 1, "implementation": implementation}
+
+    def f(dy: Any, x: Any, scale: Any) -> Any:
+        y, pull = jax.vjp(lambda x, s: getattr(jax_gradops, op)(x, s, **options), x, scale)
+        return y, *pull(dy)
+
+    expected = jax.jit(f)(dy, x, scale)
+    with jax.set_mesh(devices):
+        spread = NamedSharding(devices, spec)
+        arrays = [jax.device_put(dy, spread), jax.device_put(x, spread)]
+        inner = NamedSharding(devices, P(*spec[1:]))
+        results = jax.jit(f)(*arrays, jax.device_put(scale, inner))
+    for actual, reference in zip(results, expected, strict=True):
+        np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5)

@@ -23,7 +23,7 @@ from jax_gradops._sharding import Arrays, accum_dtype, gathered, reshard_like
 def _row_mean(x: jax.Array) -> jax.Array:
     n: Any = x.shape[-1]
     if not isinstance(n, int):  # a symbolic dimension of jax.export
-        n = jax.core.dimension_as_value(n).astype(x.dtype)
+        n = jnp.asarray(n).astype(x.dtype)
     elif n == 0:
         n = 1
     return jnp.sum(x, -1, keepdims=True) / n
