@@ -446,6 +446,15 @@ def test_initial_state():
 # --- Errors --------------------------------------------------------------------------------------
 
 
+def test_vmap_over_many_examples(platform, rng):
+    """Scratch memory does not grow with the number of examples: each needs one partial sum."""
+    x = rng.standard_normal((65_536, 3)).astype(np.float32)
+    norm = functools.partial(clip_tree_by_global_norm, max_norm=1.0, implementation="ffi")
+    norms = jax.jit(jax.vmap(lambda x: norm([x])[1])).lower(x).compile()
+    assert norms.memory_analysis().temp_size_in_bytes < 8e6
+    np.testing.assert_allclose(norms(x), np.linalg.norm(widen(x), axis=1), rtol=1e-6)
+
+
 @pytest.mark.parametrize("op", ["clip_tree_by_global_norm", "clip_by_global_norm"])
 @pytest.mark.parametrize(
     ("max_norm", "options", "exception", "message"),

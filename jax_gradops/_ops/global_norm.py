@@ -62,8 +62,12 @@ SUM_OF_SQUARES = Kernel(
     results={"huge": Result(""), "normal": Result(""), "tiny": Result("")},
     reference=_sum_of_squares_reference,
     variadic=True,
-    # 2,048 partial sums in double for each group, of which JAX may not know the dtype.
-    workspace=lambda groups, rows, features, sums: (groups, 2048, 2),
+    # 2,048 partial sums in double, a dtype that JAX may not know; at least one for each group.
+    workspace=lambda groups, rows, features, sums: (
+        groups,
+        -(-2048 // max(1, groups)) if isinstance(groups, int) else 2048,
+        2,
+    ),
 )
 
 
