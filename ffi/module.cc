@@ -38,5 +38,6 @@ nb::dict Registrations() {
 NB_MODULE(GRADOPS_MODULE, m) {
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("build_info") = gradops::kBuildInfo;
+  m.attr("cuda_skipped") = gradops::kCudaSkipped;
   m.def("registrations", &gradops::Registrations<gradops::GRADOPS_CONTEXT>);
 }

@@ -17,4 +17,11 @@ inline constexpr const char* kBuildInfo = "NEON";
 inline constexpr const char* kBuildInfo = "compiler's baseline";
 #endif
 
+// Why there is no CUDA module beside this one; empty where there is.
+#if defined(GRADOPS_CUDA_SKIPPED)
+inline constexpr const char* kCudaSkipped = GRADOPS_CUDA_SKIPPED;
+#else
+inline constexpr const char* kCudaSkipped = "";
+#endif
+
 }  // namespace gradops
