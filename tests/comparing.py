@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from oracles import Reference
@@ -52,6 +53,19 @@ def assert_matches(actual: Any, reference: Reference, dtype: Any, accum: Any, wh
             f"{tuple(map(int, worst))}, is {actual[worst]!r}, expected {reference.value[worst]!r}: "
             f"{excess[worst]:.3g} times the allowed error"
         )
+
+
+def small_integers(shape: tuple[int, int]) -> jax.Array:
+    """Rows of float32 -1 to 3, of which sums have no rounding errors; made on the device."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return ((row + 2 * column) % 5 - 1).astype(jnp.float32)
+
+
+def sums_of_small_integers(shape: tuple[int, int]) -> np.ndarray:
+    """The sums over the rows of `small_integers`, which repeat after 5."""
+    rows, features = shape
+    period = (np.arange(5)[:, None] + 2 * np.arange(features)) % 5 - 1
+    return (rows // 5 + (np.arange(5) < rows % 5)) @ period
 
 
 def widen(x: Any) -> np.ndarray:

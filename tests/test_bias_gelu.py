@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from comparing import assert_matches, widen
+from comparing import (
+    assert_bitwise_equal,
+    assert_matches,
+    small_integers,
+    sums_of_small_integers,
+    widen,
+)
 from conformance import RowOpTests
 
 import jax_gradops
@@ -193,6 +199,22 @@ def test_long_sums(platform):
     op = functools.partial(jax_gradops.bias_gelu, implementation="ffi")
     (dbias,) = jax.jit(lambda dy, x: jax.vjp(functools.partial(op, x), bias)[1](dy))(dy, x)
     np.testing.assert_allclose(dbias, len(dy) * float(np.float32(0.1)), rtol=5e-6)
+
+
+@pytest.mark.parametrize("shape", [(1_000_000, 17), (400_000, 256)], ids=str)
+def test_exact_sums(platform, shape):
+    """Of small integers; on a GPU, a thread has more rows than it adds up at a time."""
+    rows, features = shape
+    shape = (min(rows, 20_000_000 // features) if platform == "cpu" else rows, features)
+
+    @jax.jit
+    def dbias() -> Any:
+        dy = small_integers(shape)
+        x = jnp.full_like(dy, 20)  # where the slope is 1
+        f = functools.partial(jax_gradops.bias_gelu, x, implementation="ffi")
+        return jax.vjp(f, jnp.zeros(features, jnp.float32))[1](dy)[0]
+
+    assert_bitwise_equal(dbias(), sums_of_small_integers(shape).astype(np.float32))
 
 
 def test_scalar_and_defaults(platform):

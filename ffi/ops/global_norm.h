@@ -52,8 +52,8 @@ struct SumOfSquaresArgs {
   std::int64_t workspace_doubles;
 };
 
-// More partial sums than this gain nothing, of one group, or of all together where each has one. The
-// workspace that jax_gradops/_ops/global_norm.py declares holds as many.
+// More partial sums than this gain nothing, of one group, or of all together where each has one.
+// The workspace that jax_gradops/_ops/global_norm.py declares holds as many.
 inline constexpr std::int64_t kMaxPartialSums = 2048;
 
 // Squares of 16-bit floats are exact in float32. For a float32 result, a few of them may be summed
