@@ -64,6 +64,7 @@ def test_doctor_warns_of_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) 
     assert reason == "jax_gradops was built without CUDA: no nvcc"
     environment = info.collect()
     environment["kernels"]["cuda"] = {"build": None, "reason": reason}
+    environment["devices"] = []
     assert doctor.installation_warnings(environment) == []
     environment["devices"] = [{"name": "cuda:0", "platform": "gpu", "kind": "A GPU"}]
     (warning,) = doctor.installation_warnings(environment)

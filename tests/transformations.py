@@ -256,7 +256,7 @@ class TransformationTests:
             self.check(results, examples[i % 3], f"{transformation}, example {i % 3}")
 
     @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-    def test_transformation_of_reference(self, transformation, rng):
+    def test_transformation_of_reference(self, platform, transformation, rng):
         """With XLA's operations, once."""
         examples = [self.example(rng, (4, 9), jnp.float32) for _ in range(3)]
         op = functools.partial(self.op, implementation="xla")

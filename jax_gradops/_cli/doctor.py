@@ -22,7 +22,7 @@ from jax_gradops import _registry, _status, implementation_in_use
 from jax_gradops._cli import cases, info
 
 BUILD_CUDA = (
-    "to build the CUDA kernels, install from the source folder where nvcc 12.1 or newer is: "
+    "to build the CUDA kernels, install from the source folder where nvcc 12.8 or newer is: "
     'JAX_GRADOPS_CUDA=ON pip install --force-reinstall --no-deps ".[cuda13]"'
 )
 

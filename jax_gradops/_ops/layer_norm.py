@@ -52,9 +52,9 @@ def _layer_norm_fwd_reference(
     mean = shift + _row_mean(fixed - shift)
     shifted = wide - mean
     delta = _row_mean(shifted)
-    variance = _row_mean(jnp.square(shifted)) - jnp.square(delta)  # delta is tiny
-    rstd = _inverse_deviation(jnp.where(variance < 0, 0, variance), epsilon)
-    y = _affine((shifted - delta) * rstd, scale, bias).astype(x.dtype)
+    centered = shifted - delta
+    rstd = _inverse_deviation(_row_mean(jnp.square(centered)), epsilon)
+    y = _affine(centered * rstd, scale, bias).astype(x.dtype)
     return y, (mean + delta)[..., 0], rstd[..., 0]
 
 

@@ -24,19 +24,20 @@ def main(dtype: str) -> None:
             keys = jax.random.split(jax.random.key(width * rows), 4)
             x, dy = (jax.random.normal(k, (rows, width)).astype(dtype) for k in keys[:2])
             scale, bias = (jax.random.normal(k, (width,), jnp.float32) for k in keys[2:])
-            outputs = [
-                jax.vjp(jax_gradops.layer_norm, x, scale, bias)[1](dy),
-                jax.vjp(jax_gradops.rms_norm, x, scale)[1](dy),
-                jax.vjp(jax_gradops.layer_norm, x)[1](dy),
-                jax.vjp(jax_gradops.bias_gelu, x, bias)[1](dy),
-                jax.vjp(lambda v: jax_gradops.gelu(v, False), x)[1](dy),
-                jax_gradops.clip_tree_by_global_norm([x, scale, bias[:0], dy], 0.5),
-                jax.vmap(lambda v, s: jax.vjp(jax_gradops.layer_norm, v, s)[1](v))(
-                    x[:, None], jnp.broadcast_to(scale, (rows, width))
-                ),
-            ]
-            jax.block_until_ready(outputs)
-            print(dtype, width, rows, flush=True)
+            calls = {
+                "layer_norm": lambda: jax.vjp(jax_gradops.layer_norm, x, scale, bias)[1](dy),
+                "rms_norm": lambda: jax.vjp(jax_gradops.rms_norm, x, scale)[1](dy),
+                "without parameters": lambda: jax.vjp(jax_gradops.layer_norm, x)[1](dy),
+                "bias_gelu": lambda: jax.vjp(jax_gradops.bias_gelu, x, bias)[1](dy),
+                "gelu": lambda: jax.vjp(lambda v: jax_gradops.gelu(v, False), x)[1](dy),
+                "clip": lambda: jax_gradops.clip_tree_by_global_norm([x, scale, bias[:0], dy], 0.5),
+                "groups": lambda: jax.vmap(
+                    lambda v, s: jax.vjp(jax_gradops.layer_norm, v, s)[1](v)
+                )(x[:, None], jnp.broadcast_to(scale, (rows, width))),
+            }
+            for name, call in calls.items():
+                print(dtype, width, rows, name, flush=True)  # before: the tools crash at times
+                jax.block_until_ready(call())
     print("ran every kernel on", jax.devices()[0].device_kind)
 
 
