@@ -2,6 +2,8 @@
 
 import itertools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,19 @@ jax.config.update("jax_enable_x64", True)
 WIDTHS = (1, 7, 64, 257, 1000, 2049, 4096, 8200, 16385, 40000)
 ROWS = (1, 5, 67)
 
+# Each: (dy, x, scale, bias) -> results.
+OPS: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.layer_norm, x, s, b)[1](dy),
+    "rms_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.rms_norm, x, s)[1](dy),
+    "layer_norm of x alone": lambda dy, x, s, b: jax.vjp(jax_gradops.layer_norm, x)[1](dy),
+    "bias_gelu": lambda dy, x, s, b: jax.vjp(jax_gradops.bias_gelu, x, b)[1](dy),
+    "gelu": lambda dy, x, s, b: jax.vjp(lambda v: jax_gradops.gelu(v, False), x)[1](dy),
+    "clip": lambda dy, x, s, b: jax_gradops.clip_tree_by_global_norm([x, s, b[:0], dy], 0.5),
+    "layer_norm of groups": lambda dy, x, s, b: jax.vmap(
+        lambda x, s: jax.vjp(jax_gradops.layer_norm, x, s)[1](x)
+    )(x[:, None], jnp.broadcast_to(s, x.shape)),
+}
+
 
 def main(dtype: str) -> None:
     """Every op, forward and backward, kernel only."""
@@ -22,22 +37,11 @@ def main(dtype: str) -> None:
             if dtype != "float32" and rows == 5:
                 continue
             keys = jax.random.split(jax.random.key(width * rows), 4)
-            x, dy = (jax.random.normal(k, (rows, width)).astype(dtype) for k in keys[:2])
+            dy, x = (jax.random.normal(k, (rows, width)).astype(dtype) for k in keys[:2])
             scale, bias = (jax.random.normal(k, (width,), jnp.float32) for k in keys[2:])
-            calls = {
-                "layer_norm": lambda: jax.vjp(jax_gradops.layer_norm, x, scale, bias)[1](dy),
-                "rms_norm": lambda: jax.vjp(jax_gradops.rms_norm, x, scale)[1](dy),
-                "without parameters": lambda: jax.vjp(jax_gradops.layer_norm, x)[1](dy),
-                "bias_gelu": lambda: jax.vjp(jax_gradops.bias_gelu, x, bias)[1](dy),
-                "gelu": lambda: jax.vjp(lambda v: jax_gradops.gelu(v, False), x)[1](dy),
-                "clip": lambda: jax_gradops.clip_tree_by_global_norm([x, scale, bias[:0], dy], 0.5),
-                "groups": lambda: jax.vmap(
-                    lambda v, s: jax.vjp(jax_gradops.layer_norm, v, s)[1](v)
-                )(x[:, None], jnp.broadcast_to(scale, (rows, width))),
-            }
-            for name, call in calls.items():
-                print(dtype, width, rows, name, flush=True)  # before: the tools crash at times
-                jax.block_until_ready(call())
+            for name, op in OPS.items():
+                print(dtype, [rows, width], name, flush=True)  # before: the tools may crash
+                jax.block_until_ready(op(dy, x, scale, bias))
     print("ran every kernel on", jax.devices()[0].device_kind)
 
 
