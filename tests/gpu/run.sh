@@ -57,7 +57,19 @@ limited() {
 
 # XLA's allocator carves buffers out of one block, which hides overruns: one cudaMalloc a buffer here.
 # No CUDA graphs, in which compute-sanitizer has crashed.
+# Racecheck itself crashes at times, at another place in each run: then it runs again.
 watched() {
+  local attempt status
+  for attempt in 1 2 3; do
+    watched_once "$@" && return
+    status=$?
+    [ $status = 139 ] || return $status
+    echo "attempt $attempt: segmentation fault"
+  done
+  return $status
+}
+
+watched_once() {
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
     limited "${SANITIZE_SECONDS:-300}" compute-sanitizer --tool "$1" \
     --kernel-name kernel_substring=gradops --error-exitcode 9 \
