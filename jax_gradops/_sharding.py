@@ -310,7 +310,7 @@ def _auto(
     return op
 
 
-def _even(spec: Any, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+def _even(spec: Any, shape: Sequence[int], sizes: Mapping[str, int]) -> Any:
     """`spec` without the axes that cannot be spread in equal parts."""
     entries = zip(_padded(spec, len(shape)), shape, strict=True)
     return PartitionSpec(
@@ -318,7 +318,7 @@ def _even(spec: Any, shape: Sequence[int], sizes: Mapping[str, int]) -> Partitio
     )
 
 
-def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> PartitionSpec:
+def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> Any:
     """XLA's own description of a sharding over a mesh with these axes, in their names.
 
     For what names cannot say (half of an axis, say): on every device.

@@ -19,7 +19,7 @@ AXES = ("data", "fsdp")
 
 def parse(text: str) -> dict[str, int]:
     """``data=4,fsdp=2`` as sizes of `AXES`; an axis that is left out has size 1."""
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = {axis: 1 for axis in AXES}
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in AXES or not size.isdecimal() or int(size) < 1:
