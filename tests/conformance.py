@@ -54,7 +54,8 @@ class OpTests(TransformationTests, MeshTests):
         """Shapes of x: one of each kind for XLA's operations, which do not depend on them."""
         if implementation == "xla":
             return [(5, 1), (5, 33), (2, 1, 3, 1025), WIDE]
-        return [*itertools.product(ROWS, FEATURES), *RANKS, *MODELS, WIDE]
+        pairs = [(ROWS[(i + k) % 5], n) for i, n in enumerate(FEATURES) for k in (0, 2)]
+        return [*pairs, *RANKS, *MODELS, WIDE]
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
