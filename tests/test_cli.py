@@ -65,7 +65,7 @@ def test_doctor_warns_of_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) 
     environment = info.collect()
     environment["kernels"]["cuda"] = {"build": None, "reason": reason}
     environment["devices"] = []
-    assert doctor.installation_warnings(environment) == []
+    assert not any(reason in w for w in doctor.installation_warnings(environment))
     environment["devices"] = [{"name": "cuda:0", "platform": "gpu", "kind": "A GPU"}]
     (warning,) = doctor.installation_warnings(environment)
     assert reason in warning and "JAX_GRADOPS_CUDA=ON pip install" in warning
