@@ -242,6 +242,10 @@ TRANSFORMATIONS: dict[str, Callable[[Op, Sequence[Example]], Outcomes]] = {
 }  # fmt: skip
 
 
+# For XLA's operations, which are JAX's own: where they once went wrong.
+OF_REFERENCE = ("vmap_of_grad", "grad_of_scan", "remat", "disable_jit", "export, symbolic rows")
+
+
 class TransformationTests:
     """Mixed into `OpTests`."""
 
@@ -255,9 +259,8 @@ class TransformationTests:
         for i, results in enumerate(outcomes):
             self.check(results, examples[i % 3], f"{transformation}, example {i % 3}")
 
-    @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+    @pytest.mark.parametrize("transformation", OF_REFERENCE)
     def test_transformation_of_reference(self, platform, transformation, rng):
-        """With XLA's operations, once."""
         examples = [self.example(rng, (4, 9), jnp.float32) for _ in range(3)]
         op = functools.partial(self.op, implementation="xla")
         outcomes = TRANSFORMATIONS[transformation](op, examples)
