@@ -1,7 +1,7 @@
 """How one kernel call runs on sharded arrays, by the kind of mesh.
 
-- Explicit axes: shardings are part of types, so the operands are resharded, and `shard_map` over
-  these axes runs what follows;
+- Explicit axes: shardings are part of types, so the operands are resharded, the results' shardings
+  declared, and within the call these axes are Auto;
 - Auto axes, or no mesh in the context: `custom_partitioning` with a Shardy rule;
 - Manual axes only (inside `shard_map`): a plain call, as arrays are one device's already.
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
     from jax_gradops._core import Call
@@ -116,10 +116,17 @@ def _count_axes(spec: Sequence[Any]) -> int:
 
 
 def _layout(
-    call: Call, groups: int, specs: Sequence[Sequence[Any]], ndims: Sequence[int]
+    call: Call,
+    groups: int,
+    specs: Sequence[Any],
+    ndims: Sequence[int],
+    *,
+    rows_only: bool = False,
 ) -> Layout:
     """The shardings that the kernel can work with, nearest to those its operands have."""
     padded = [_padded(s, n) for s, n in zip(specs, ndims, strict=True)]
+    if rows_only:
+        padded = [(*[None] * groups, *spec[groups:]) for spec in padded]
     if call.kernel.variadic:
         # Every array stays as it is, but for the group axes, which are the same for all.
         lead = max((spec[:groups] for spec in padded), key=_count_axes)
@@ -131,12 +138,14 @@ def _layout(
         rows = tuple(tuple(a for e in spec for a in _as_axes(e)) for spec in free)
         return Layout(operands, tuple(PartitionSpec(*lead) for _ in call.wanted), rows)
     # The activation that is spread the most decides: a cotangent may come replicated.
+    kept = slice(None, -1) if "d" in call.kernel.whole else slice(None)
     first = max(
-        (s for s, dims in zip(padded, call.in_dims, strict=True) if dims == "nd"), key=_count_axes
+        (s for s, dims in zip(padded, call.in_dims, strict=True) if dims == "nd"),
+        key=lambda spec: _count_axes(spec[kept]),
     )
     lead = first[:groups]
     letters = {"n": first[groups:-1], "d": first[-1:]}
-    for letter in call.kernel.whole:
+    for letter in "d" if rows_only else call.kernel.whole:
         letters[letter] = tuple(None for _ in letters[letter])
 
     def spec(dims: str, lead: Sequence[Any]) -> PartitionSpec:
@@ -152,38 +161,45 @@ def _layout(
     )
 
 
-def _local(
-    call: Call, groups: int, compute: Compute, row_axes: Sequence[MeshAxes] | None = None
-) -> Callable[..., Arrays]:
-    """The computation of one device; sums over rows are completed over `row_axes`."""
-    if call.kernel.variadic and row_axes is not None:
-        # Arrays that are spread over the same mesh axes are summed together; a replicated one once.
-        def local(*arrays: jax.Array) -> Arrays:
-            totals = None
-            dtype = accum_dtype(*(a.dtype for a in arrays))
-            for axes in dict.fromkeys(row_axes):
-                group = [a for a, r in zip(arrays, row_axes, strict=True) if r == axes]
-                part = [r.astype(dtype) for r in compute(call, groups, *group)]
-                part = lax.psum(part, axes) if axes else part
-                totals = part if totals is None else list(map(jnp.add, totals, part))
-            assert totals is not None
-            return tuple(totals)
+#: Sums over all shards: (partial sums of one device, mesh axes over which their rows are spread).
+Total: TypeAlias = Callable[[list[jax.Array], MeshAxes], list[jax.Array]]
 
-        return local
+
+def _psum(parts: list[jax.Array], axes: MeshAxes) -> list[jax.Array]:
+    return lax.psum(parts, axes) if axes else parts
+
+
+def _local(
+    call: Call, groups: int, compute: Compute, layout: Layout, total: Total
+) -> Callable[..., Arrays]:
+    """The computation of one device; sums over rows are completed by `total`."""
+    if call.kernel.variadic:
+        return _local_variadic(call, groups, compute, layout, total)
 
     def local(*arrays: jax.Array) -> Arrays:
         results = compute(call, groups, *arrays)
-        axes = row_axes[0] if row_axes else ()
-        if not axes:
-            return results
-        sums = lax.psum(
-            [r for r, t in zip(results, call.wanted, strict=True) if "n" not in t.dims], axes
-        )
-        completed = iter(sums)
-        return tuple(
-            next(completed) if "n" not in t.dims else r
-            for r, t in zip(results, call.wanted, strict=True)
-        )
+        is_sum = ["n" not in t.dims for t in call.wanted]
+        parts = [r for r, summed in zip(results, is_sum, strict=True) if summed]
+        sums = iter(total(parts, layout.row_axes[0]) if parts else [])
+        return tuple(next(sums) if summed else r for r, summed in zip(results, is_sum, strict=True))
+
+    return local
+
+
+def _local_variadic(
+    call: Call, groups: int, compute: Compute, layout: Layout, total: Total
+) -> Callable[..., Arrays]:
+    """Arrays that are spread over the same mesh axes are summed together; a replicated one once."""
+
+    def local(*arrays: jax.Array) -> Arrays:
+        dtype = accum_dtype(*(a.dtype for a in arrays))
+        sums: list[jax.Array] = []
+        for axes in dict.fromkeys(layout.row_axes):
+            members = [a for a, r in zip(arrays, layout.row_axes, strict=True) if r == axes]
+            parts = [r.astype(dtype) for r in compute(call, groups, *members)]
+            parts = total(parts, axes)
+            sums = list(map(jnp.add, sums, parts)) if sums else parts
+        return tuple(sums)
 
     return local
 
@@ -206,7 +222,7 @@ def _within_types(call: Call, groups: int, compute: Compute) -> Callable[..., Ar
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(_axes_of(AxisType.Auto, mesh).values()) > 1:
         return _auto(call, groups, compute, mesh)
-    return _local(call, groups, compute)
+    return functools.partial(compute, call, groups)  # arrays are one device's already
 
 
 # --- Explicit axes ------------------------------------------------------------------------------
@@ -228,22 +244,14 @@ def reshard_operands(
 
 
 def _explicit(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
-    def rest(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
-        return _within_types(call, groups, compute)(*match_vma(*arrays))
-
     def op(*arrays: jax.Array) -> Arrays:
         operands, layout = reshard_operands(call, groups, arrays)
         assert layout is not None
         mesh = _mesh_of(arrays)
-        axes = set(_axes_of(AxisType.Explicit, mesh))
-        everything = len(axes) == len(mesh.axis_names)
-        return jax.shard_map(
-            _local(call, groups, rest, layout.row_axes),
-            mesh=mesh,
-            in_specs=layout.operands,
-            out_specs=layout.results,
-            # The default, all axes, leaves out one over which vmap's axis is spread.
-            axis_names=set() if everything else axes,
+        return jax.sharding.auto_axes(
+            lambda *a: _within_types(call, groups, compute)(*a),
+            axes=tuple(_axes_of(AxisType.Explicit, mesh)),
+            out_sharding=tuple(NamedSharding(mesh, s) for s in layout.results),
         )(*operands)
 
     return op
@@ -252,29 +260,80 @@ def _explicit(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays
 # --- Auto axes ----------------------------------------------------------------------------------
 
 
+class _Partitions(NamedTuple):
+    """What XLA spreads a call over."""
+
+    # Parts of mesh axes, as a reshape may spread an array over a part: data=4 is 2 x 2.
+    axes: dict[str, int]
+    # Of these axes, for shardings.
+    mesh: Mesh | AbstractMesh
+    # Whose axes `total` names.
+    lowering_mesh: Mesh | AbstractMesh
+    total: Total
+    # Whether nothing but rows may be spread where there are sums.
+    rows_only: bool
+
+
+def _of_whole_mesh(mesh: Mesh, sharding: Any) -> _Partitions:
+    """Without Manual axes: XLA numbers devices as they lie in the mesh."""
+    axes = _factors(dict(mesh.shape) or {"devices": sharding.num_devices})
+    devices = np.array(sharding._device_assignment).reshape(tuple(axes.values()))
+    fine = Mesh(devices, tuple(axes))
+    return _Partitions(axes, fine, fine, _psum, rows_only=False)
+
+
+def _beside_manual(context: AbstractMesh) -> _Partitions:
+    """Inside a shard_map over other axes: XLA partitions over the Auto axes only.
+
+    It numbers the devices of these axes in an order of its own, which it does not tell. So the
+    names that shardings get here need not be the true ones, and the only sum that is known to be
+    over the right devices is that over all of them, in which each partial sum has several copies.
+    """
+    auto = _axes_of(AxisType.Auto, context)
+    axes = _factors(auto)
+    everywhere = tuple(auto)
+
+    def total(parts: list[jax.Array], spread: MeshAxes) -> list[jax.Array]:
+        copies = math.prod(axes.values()) // math.prod(axes[a] for a in spread)
+        return lax.psum([part / copies for part in parts], everywhere)
+
+    names = AbstractMesh(context.axis_sizes, context.axis_names)
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    return _Partitions(axes, mesh, names, total, rows_only=True)
+
+
+def _factors(axes: Mapping[str, int]) -> dict[str, int]:
+    """Each mesh axis as axes of prime sizes."""
+    factors = {}
+    for name, size in axes.items():
+        prime = 2
+        while size > 1:
+            while size % prime:
+                prime += 1
+            size //= prime
+            factors[f"{name}.{len(factors)}"] = prime
+    return factors or {"one": 1}
+
+
 @functools.lru_cache(maxsize=4096)  # JAX's caches go by the identity of functions
 def _auto(
     call: Call, groups: int, compute: Compute, context: AbstractMesh
 ) -> Callable[..., Arrays]:
-    op = custom_partitioning(_local(call, groups, compute))
-    # Inside a shard_map over other axes, XLA partitions over the Auto axes only.
-    inside = _axes_of(AxisType.Auto, context) if _axes_of(AxisType.Manual, context) else None
+    op = custom_partitioning(functools.partial(compute, call, groups))
+    has_sums = any("n" not in r.dims for r in call.wanted)
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        if inside is None:
-            specs = [o.sharding.spec for o in operands]
-            spread = mesh
+        if _axes_of(AxisType.Manual, context):
+            over = _beside_manual(context)
         else:
-            specs = [_decoded(o.sharding, inside, len(o.shape)) for o in operands]
-            spread = AbstractMesh(tuple(inside.values()), tuple(inside))
-            mesh = AbstractMesh(context.axis_sizes, context.axis_names)  # of psum's names
-        if any("n" not in r.dims for r in call.wanted):
+            over = _of_whole_mesh(mesh, operands[0].sharding)
+        specs = [_decoded(o.sharding, over.axes, len(o.shape)) for o in operands]
+        if has_sums:
             # XLA fills up shards of unequal sizes, and sums must not have what is filled in.
-            sizes = inside or dict(mesh.shape)
-            specs = [_even(s, o.shape, sizes) for s, o in zip(specs, operands, strict=True)]
-        layout = _layout(call, groups, specs, [len(o.shape) for o in operands])
-        shardings = [tuple(NamedSharding(spread, s) for s in specs) for specs in layout[:2]]
-        local = _local(call, groups, compute, layout.row_axes)
+            specs = [_even(s, o.shape, over.axes) for s, o in zip(specs, operands, strict=True)]
+        ndims = [len(o.shape) for o in operands]
+        layout = _layout(call, groups, specs, ndims, rows_only=has_sums and over.rows_only)
+        local = _local(call, groups, compute, layout, over.total)
 
         def lowered(*arrays: jax.Array) -> Arrays:
             # Without the caller's mesh: for its Explicit axes, JAX would annotate operations with
@@ -282,7 +341,8 @@ def _auto(
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return local(*arrays)
 
-        return mesh, lowered, shardings[1], shardings[0]
+        shardings = [tuple(NamedSharding(over.mesh, s) for s in specs) for specs in layout[:2]]
+        return over.lowering_mesh, lowered, shardings[1], shardings[0]
 
     def sharding_rule(mesh: Any, operands: Any, results: Any) -> Any:
         # Shardy's notation, as in "n0 n1 d, d, d -> n0 n1 d, n0 n1, n0 n1".
@@ -304,9 +364,7 @@ def _auto(
             "need_replication_factors": whole
         } if whole else {}
 
-    op.def_partition(
-        partition=partition, sharding_rule=sharding_rule, decode_shardings=inside is None
-    )
+    op.def_partition(partition=partition, sharding_rule=sharding_rule, decode_shardings=False)
     return op
 
 

@@ -146,18 +146,37 @@ class MeshTests:
         self.check(compiled(*arrays), example, "parameters spread")
         assert largest_gather(compiled.as_text()) <= example[1].shape[-1]
 
+    def test_half_an_axis(self, platform, rng):
+        """Rows that a reshape spreads over a part of a mesh axis."""
+        devices = mesh(platform, AxisType.Auto)
+        example = self.example(rng, (2, 16, 32), jnp.float32)
+        flat = [a.reshape(32, 32) if np.ndim(a) == 3 else a for a in example]
+        specs = [P("data") if np.ndim(a) == 2 else P() for a in flat]
+        arrays = [
+            jax.device_put(a, NamedSharding(devices, s)) for a, s in zip(flat, specs, strict=True)
+        ]
+
+        def f(*arrays: Any) -> Any:
+            return self.value_and_vjp("ffi")(
+                *(a.reshape(2, 16, 32) if a.ndim == 2 else a for a in arrays)
+            )
+
+        self.check(jax.jit(f)(*arrays), example, "half an axis")
+
     @pytest.mark.parametrize(
         ("kind", "options"),
         [
             (AxisType.Auto, {}),
             (AxisType.Auto, {"spmd_axis_name": "data"}),
             (AxisType.Explicit, {}),
+            ((AxisType.Explicit, AxisType.Auto), {}),
         ],
         ids=str,
     )
+    @pytest.mark.parametrize("implementation", [None, "xla"])
     def test_vmap_spread(self, platform, implementation, kind, options, rng):
         """vmap over an axis that is spread, parameters not mapped."""
-        devices = mesh(platform, kind)
+        devices = mesh(platform, *(kind if isinstance(kind, tuple) else (kind,)))
         examples = [self.example(rng, (4, 32), jnp.float32) for _ in range(8)]
         parameters = examples[0][2:]
         dy, x = (np.stack([e[i] for e in examples]) for i in range(2))
@@ -170,8 +189,8 @@ class MeshTests:
             results = list(map(np.asarray, compiled(*arrays)))
         for i in range(8):
             self.check([r[i] for r in results], [dy[i], x[i], *parameters], f"slice {i}")
-        if implementation == "ffi":
-            assert not collectives(compiled.as_text())
+        if implementation is None:
+            assert "jax_gradops." in compiled.as_text() and not collectives(compiled.as_text())
 
     @pytest.mark.parametrize(
         "spec",
@@ -196,6 +215,7 @@ class MeshTests:
             padded = P(*spec, *[None] * (3 - len(spec)))
             assert forward.sharding.is_equivalent_to(NamedSharding(devices, padded), 3)
 
+    @pytest.mark.parametrize("implementation", [None, "xla"])
     def test_explicit_mesh_that_is_not_set(self, platform, implementation, rng):
         """`jax.make_mesh` gives Explicit axes, and nothing says that the mesh must be set."""
         devices = mesh(platform, AxisType.Explicit)
@@ -227,6 +247,7 @@ class RowMeshTests:
     """Mixed into `RowOpTests`: inside shard_map, each device has rows of its own."""
 
     @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("implementation", [None, "xla"])
     def test_shard_map(self, platform, implementation, check_vma, rng):
         """The gradient of a shard_map: of rows spread, parameters replicated."""
         devices = mesh(platform, AxisType.Auto)
@@ -268,6 +289,32 @@ class RowMeshTests:
             check_vma=check_vma,
         )
         self.check(jax.jit(mapped)(*example), example, "inside shard_map")
+
+    @pytest.mark.parametrize("manual", ["data", "model", "pipe"])
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+    def test_three_axes(self, platform, kind, manual, rng):
+        """One Manual, two Auto or Explicit ones, of which one or the other spreads rows."""
+        names = ("data", "model", "pipe")
+        devices = jax.devices("gpu" if platform == "cuda" else "cpu")[:8]
+        if len(devices) < 8:
+            pytest.skip(f"fewer than eight {platform} devices")
+        cube = jax.make_mesh((2, 2, 2), names, axis_types=(kind,) * 3, devices=devices)
+        example = self.example(rng, self.mesh_shape, jnp.float32)
+        mapped = jax.shard_map(
+            functools.partial(self.op, implementation=None),
+            mesh=cube,
+            in_specs=(P(manual), *[P()] * self.parameters),
+            out_specs=P(manual),
+            axis_names={manual},
+        )
+        with jax.set_mesh(cube):
+            for other in set(names) - {manual}:
+                specs = [P(manual, other), P((manual, other))]
+                if kind == AxisType.Auto:  # where dy need not be spread as y is
+                    specs.append(P(other, manual))
+                for spec in specs:
+                    arrays = self.placed(cube, spec, example)
+                    self.check(jax.jit(vjp_of(mapped))(*arrays), example, f"{manual} {spec}")
 
     def test_partial_manual_beside_one_device(self, platform, rng):
         """The axis that is not manual has size 1: there is nothing to partition."""
