@@ -248,11 +248,12 @@ def _explicit(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays
         operands, layout = reshard_operands(call, groups, arrays)
         assert layout is not None
         mesh = _mesh_of(arrays)
-        return jax.sharding.auto_axes(
+        within: Any = jax.sharding.auto_axes(
             lambda *a: _within_types(call, groups, compute)(*a),
             axes=tuple(_axes_of(AxisType.Explicit, mesh)),
             out_sharding=tuple(NamedSharding(mesh, s) for s in layout.results),
-        )(*operands)
+        )
+        return within(*operands)
 
     return op
 

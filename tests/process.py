@@ -7,7 +7,9 @@ other host: the processes talk over the loopback interface.
 from __future__ import annotations
 
 import functools
+import os
 import sys
+import traceback
 from typing import Any
 
 import jax
@@ -95,11 +97,20 @@ def check_training() -> None:
     np.testing.assert_allclose(losses(devices), losses(None), rtol=1e-5)
 
 
-for op_tests in (TestLayerNorm, TestRmsNorm, TestBiasGelu, TestGelu, TestGlobalNorm, TestClip):
-    for op_spec in SPECS:
-        check(op_tests(), AxisType.Auto, op_spec)
-    check(op_tests(), AxisType.Explicit, SPECS[0])
-for op_tests in (TestLayerNorm, TestRmsNorm, TestBiasGelu, TestGelu):
-    check_shard_map(op_tests())
-check_training()
-print("all passed")
+def main() -> None:
+    for op_tests in (TestLayerNorm, TestRmsNorm, TestBiasGelu, TestGelu, TestGlobalNorm, TestClip):
+        for op_spec in SPECS:
+            check(op_tests(), AxisType.Auto, op_spec)
+        check(op_tests(), AxisType.Explicit, SPECS[0])
+    for op_tests in (TestLayerNorm, TestRmsNorm, TestBiasGelu, TestGelu):
+        check_shard_map(op_tests())
+    check_training()
+    print("all passed", flush=True)
+
+
+try:
+    main()
+except BaseException:
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)  # at an ordinary exit, JAX would wait for the other processes

@@ -133,6 +133,12 @@ def test_mesh_spreads_the_state(corpus: Path):
     assert matrices and all(a.addressable_shards[0].data.size * 4 == a.size for a in matrices)
     rows = re.findall(r"= \(?f32\[(\d+),.*jax_gradops.layer_norm_fwd", spread.train_step_hlo())
     assert set(rows) == {"1"}
+    # The clip's norm is of shards of gradients.
+    norms = [x for x in spread.train_step_hlo().splitlines() if "jax_gradops.sum_of_squares" in x]
+    shapes = re.findall(r"f32\[([\d,]+)\]", " ".join(norms))
+    assert max(np.prod([int(n) for n in s.split(",")]) for s in shapes if s != "2048,2") == (
+        max(a.size for a in matrices) // 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,6 +146,7 @@ def test_mesh_spreads_the_state(corpus: Path):
     [
         ("model=2", "--mesh must be such as"),
         ("data=0", "--mesh must be such as"),
+        ("data=2,data=4", "--mesh must be such as"),
         ("", "--mesh must be such as"),
         ("data=64", "--mesh needs 64 cpu devices"),
         ("data=3", "--batch must be a multiple of the mesh's 3 devices, got 8"),

@@ -136,6 +136,12 @@ def test_exact(platform, implementation):
             assert norm == 13 and norm.dtype == ("float64" if dtype == "float64" else "float32")
 
 
+def test_python_scalars(platform):
+    clipped, norm = clip_tree_by_global_norm({"a": 3.0, "b": np.float32(4)}, 1)
+    assert norm == 5 and norm.dtype == jnp.float64
+    np.testing.assert_allclose(clipped["a"], 0.6)
+
+
 def test_many_leaves(platform):
     """3,000 in one call: of all dtypes and sizes, some without elements."""
     dtypes = [jnp.dtype(d) for d in ("float32", "bfloat16", "float16")]

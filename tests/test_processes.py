@@ -1,10 +1,10 @@
 """Several processes, each with some devices of one mesh, as on a cluster."""
 
-import contextlib
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PROCESSES, DEVICES, SECONDS = 2, 4, 300
@@ -16,29 +16,32 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def test_two_processes():
+def test_two_processes(tmp_path):
     """The program of all of them is process.py, which says what is checked."""
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    with contextlib.ExitStack() as stack:
-        arguments = [str(free_port()), str(PROCESSES)]
-        processes = []
-        for i in range(PROCESSES):
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    Path(__file__).with_name("process.py"),
-                    *arguments,
-                    str(i),
-                    str(DEVICES),
-                ],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)  # before the wait; does nothing to one that has ended
-            processes.append(process)
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0 and "all passed" in output, output[-4000:]
+    program = str(Path(__file__).with_name("process.py"))
+    port = free_port()
+    outputs = [tmp_path / f"{i}.txt" for i in range(PROCESSES)]
+    processes = []
+    try:
+        for i, path in enumerate(outputs):
+            with open(path, "w") as output:
+                command = [sys.executable, program, *map(str, (port, PROCESSES, i, DEVICES))]
+                processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdout=output, stderr=subprocess.STDOUT
+                    )
+                )
+        end = time.monotonic() + SECONDS
+        # When one has failed, the others would wait for it.
+        while time.monotonic() < end and not any(p.poll() for p in processes):
+            if all(p.poll() == 0 for p in processes):
+                break
+            time.sleep(0.2)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    texts = [path.read_text() for path in outputs]
+    said = "\n".join(f"--- process {i}\n{t[-3000:]}" for i, t in enumerate(texts))
+    assert all(p.returncode == 0 for p in processes) and all("all passed" in t for t in texts), said

@@ -20,9 +20,10 @@ AXES = ("data", "fsdp")
 def parse(text: str) -> dict[str, int]:
     """``data=4,fsdp=2`` as sizes of `AXES`; an axis that is left out has size 1."""
     sizes: dict[str, int] = {axis: 1 for axis in AXES}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in AXES or not size.isdecimal() or int(size) < 1:
+    parts = [part.partition("=") for part in text.split(",")]
+    for name, _, size in parts:
+        repeated = [n for n, _, _ in parts].count(name) > 1
+        if name not in AXES or repeated or not size.isdecimal() or int(size) < 1:
             raise DemoError(f"--mesh must be such as data=4, fsdp=2 or data=2,fsdp=4; got {text!r}")
         sizes[name] = int(size)
     return sizes

@@ -132,6 +132,10 @@ class Program:
         loss, gradients = jax.value_and_grad(lambda p: jnp.mean(self._loss_of(p, batch)))(
             state.params
         )
+        if self._mesh is not None:  # spread as the parameters are, not as where they are used
+            gradients = jax.lax.with_sharding_constraint(
+                gradients, meshes.of_state(self._mesh, gradients)
+            )
         opt_state: Any
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

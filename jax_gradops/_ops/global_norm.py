@@ -212,7 +212,8 @@ def clip_tree_by_global_norm(
         ``implementation="ffi"`` where there is no kernel.
 
     Where nothing is clipped (norm < max_norm, or norm == 0) leaves come back bitwise unchanged.
-    Otherwise each element is multiplied in the accumulation dtype and rounded once.
+    Otherwise each element is multiplied in the accumulation dtype and rounded once. The derivative
+    at a tree whose norm is not finite is NaN, also with ``nonfinite="zero"``.
 
     References:
       Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks,
