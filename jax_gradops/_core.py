@@ -11,7 +11,7 @@ everything else follows from the letters too. The layers, from the outside in::
     Kernel.__call__      custom_jvp: its derivative is that of the reference (for second order)
       platform_dependent   the reference where a platform has no kernel
         custom_vmap          mapped axes become leading group axes, or further row axes
-          sharding             by the kind of mesh: custom_partitioning, shard_map, or a plain call
+          sharding             by the kinds of the mesh's axes: custom_partitioning, or a plain call
             ffi_call
 """
 
