@@ -26,6 +26,10 @@ nb::dict Registrations() {
   handlers["layer_norm_bwd"] = Capsule<&LayerNorm::BindBwd, &LayerNorm::Bwd>();
   handlers["rms_norm_fwd"] = Capsule<&LayerNorm::BindRmsFwd, &LayerNorm::RmsFwd>();
   handlers["rms_norm_bwd"] = Capsule<&LayerNorm::BindRmsBwd, &LayerNorm::RmsBwd>();
+  handlers["layer_norm_bwd_from_output"] =
+      Capsule<&LayerNorm::BindBwdFromOutput, &LayerNorm::BwdFromOutput>();
+  handlers["rms_norm_bwd_from_output"] =
+      Capsule<&LayerNorm::BindRmsBwdFromOutput, &LayerNorm::RmsBwdFromOutput>();
   handlers["bias_gelu_fwd"] = Capsule<&BiasGelu::BindFwd, &BiasGelu::Fwd>();
   handlers["bias_gelu_bwd"] = Capsule<&BiasGelu::BindBwd, &BiasGelu::Bwd>();
   handlers["sum_of_squares"] = Capsule<&GlobalNorm::Bind, &GlobalNorm::Run>();

@@ -2,6 +2,7 @@
 
 from importlib import metadata as _metadata
 
+from jax_gradops import backward as backward
 from jax_gradops._implementation import ImplementationInUse as ImplementationInUse
 from jax_gradops._implementation import use_implementation as use_implementation
 from jax_gradops._ops.bias_gelu import bias_gelu as bias_gelu
@@ -10,6 +11,8 @@ from jax_gradops._ops.global_norm import ClipByGlobalNormState as ClipByGlobalNo
 from jax_gradops._ops.global_norm import clip_by_global_norm as clip_by_global_norm
 from jax_gradops._ops.global_norm import clip_tree_by_global_norm as clip_tree_by_global_norm
 from jax_gradops._ops.global_norm import global_norm as global_norm
+from jax_gradops._ops.layer_norm import add_layer_norm as add_layer_norm
+from jax_gradops._ops.layer_norm import add_rms_norm as add_rms_norm
 from jax_gradops._ops.layer_norm import layer_norm as layer_norm
 from jax_gradops._ops.layer_norm import rms_norm as rms_norm
 from jax_gradops._status import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS

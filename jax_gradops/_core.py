@@ -36,7 +36,10 @@ from jax_gradops._sharding import Arrays, accum_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result's axes, and its dtype: that of the first operand, or the accumulation dtype."""
+    """A result's axes, and its dtype: that of the first operand, or the accumulation dtype.
+
+    A call may want a sum over rows in another dtype: that of the parameter it is the gradient of.
+    """
 
     dims: str
     dtype: Literal["x", "accum"] = "accum"
@@ -70,7 +73,7 @@ class Kernel:
     Attributes:
       name: the handler's name; the custom call's target is ``jax_gradops.<name>``.
       operands: name and axes of each operand. The first one that has a letter decides how its axes
-        are sharded. None may be passed for an operand that has no ``n``.
+        are sharded. None may be passed for any but the first.
       results: name, axes and dtype of each result.
       reference: the same function in `jax.numpy`, for operands without group axes; takes the
         operands (None where absent) and the attributes, and returns all results.
@@ -95,6 +98,7 @@ class Kernel:
         *operands: jax.Array | None,
         implementation: Implementation = None,
         skip: Sequence[str] = (),
+        dtypes: Mapping[str, Any] | None = None,
         **attributes: Any,
     ) -> Any:
         """Runs the kernel, or its reference.
@@ -103,11 +107,14 @@ class Kernel:
           *operands: in the order of `self.operands`; None for one that is absent.
           implementation: as in the public functions, resolved.
           skip: results that are not wanted; None is returned in their place.
+          dtypes: of results that are sums over rows, where these are not the accumulation dtype.
+            They are rounded once: after the sum over shards.
           **attributes: static, each of one NumPy type (`numpy.float64`, `numpy.int64`, `bool`):
             handlers are strict about types, and JAX caches lowerings by equality.
         """
         present = tuple(a is not None for a in operands)
-        call = Call(self, present, tuple(attributes.items()), frozenset(skip))
+        names = {name: jnp.dtype(dtype).name for name, dtype in (dtypes or {}).items()}
+        call = Call(self, present, tuple(attributes.items()), frozenset(skip), tuple(names.items()))
         arrays = [a for a in operands if a is not None]
         if implementation == "xla":
             results = call.reference(*arrays)
@@ -120,14 +127,16 @@ class Kernel:
         """Gives operands the types that belong together; for the op to call before its custom_vjp.
 
         Inside `shard_map`, a parameter that is replicated over a mesh axis over which x varies
-        becomes varying; on an Explicit mesh, parameters are sharded as x's axes are, and axes that
-        must be whole are. JAX transposes these casts: that gives the parameters' gradients their
-        `psum` and their sharding. Elsewhere nothing changes.
+        becomes varying, and as wide as sums are; on an Explicit mesh, parameters are sharded as x's
+        axes are, and axes that must be whole are. JAX transposes these casts: that gives the
+        parameters' gradients their `psum` and their sharding. Elsewhere nothing changes.
         """
-        operands = _sharding.match_vma(*operands)
         if self.variadic:
-            return operands
-        call = Call(self, tuple(a is not None for a in operands), (), frozenset())
+            return _sharding.match_vma(*operands)
+        wide = accum_dtype(*(a.dtype for a in operands[:1] if a is not None))
+        sums = [wide if "n" not in dims else None for dims in self.operands.values()]
+        operands = _sharding.match_vma(*operands, sums=sums)
+        call = Call(self, tuple(a is not None for a in operands))
         present = [a for a in operands if a is not None]
         arrays = iter(_sharding.reshard_operands(call, 0, present)[0])
         return tuple(None if a is None else next(arrays) for a in operands)
@@ -135,12 +144,13 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A kernel with all that is static: which operands are there, attributes, unwanted results."""
+    """A kernel with all that is static: which operands are there, which results are wanted, how."""
 
     kernel: Kernel
     present: tuple[bool, ...]
-    attributes: tuple[tuple[str, Any], ...]
-    skip: frozenset[str]
+    attributes: tuple[tuple[str, Any], ...] = ()
+    skip: frozenset[str] = frozenset()
+    dtypes: tuple[tuple[str, str], ...] = ()
 
     @functools.cached_property
     def in_dims(self) -> tuple[str, ...]:
@@ -155,13 +165,25 @@ class Call:
     def wanted(self) -> tuple[Result, ...]:
         return tuple(r for name, r in self.kernel.results.items() if name not in self.skip)
 
+    def partial(self) -> Call:
+        """The same with sums in the accumulation dtype, as those of shards must be."""
+        return dataclasses.replace(self, dtypes=())
+
+    def rounded(self, results: Sequence[jax.Array]) -> Arrays:
+        """What `partial` returned, summed over shards, in the dtypes of this call."""
+        names = (name for name in self.kernel.results if name not in self.skip)
+        dtypes = dict(self.dtypes)
+        return tuple(
+            r.astype(dtypes.get(name, r.dtype)) for name, r in zip(names, results, strict=True)
+        )
+
     def reference(self, *arrays: jax.Array) -> Arrays:
         """The reference on the operands that are there, with the wanted results only."""
         given = iter(arrays)
         operands = [next(given) if p else None for p in self.present]
         results = self.kernel.reference(*operands, **dict(self.attributes))
         named = zip(self.kernel.results, results, strict=True)
-        return tuple(r for name, r in named if name not in self.skip)
+        return self.rounded([r for name, r in named if name not in self.skip])
 
 
 # Built once for each (call, ...): a new function each time would make JAX compile again on every
@@ -191,6 +213,18 @@ def _differentiable(call: Call, implementation: Implementation) -> Callable[...,
 # --- vmap ---------------------------------------------------------------------------------------
 
 
+def _lifted(a: jax.Array, batched: bool, dims: str, lead: tuple[int, ...]) -> jax.Array:
+    """An operand with a further group axis; `lead` are all of them, the new one first."""
+    shared = "n" not in dims and a.ndim == batched + len(dims)
+    if not batched:
+        return a if shared else jnp.broadcast_to(a, (lead[0], *a.shape))
+    if not shared:
+        return a
+    # All groups shared it so far: now those of each index of the new axis do.
+    features = a.shape[1:]
+    return jnp.broadcast_to(a.reshape(lead[0], *[1] * len(lead[1:]), *features), lead + features)
+
+
 @_cached
 def _vmappable(call: Call, groups: int) -> Callable[..., Arrays]:
     """The kernel for operands with `groups` leading group axes.
@@ -206,9 +240,6 @@ def _vmappable(call: Call, groups: int) -> Callable[..., Arrays]:
     def rule(
         size: int, batched: Sequence[bool], *arrays: jax.Array
     ) -> tuple[Arrays, tuple[bool, ...]]:
-        def shared(a: jax.Array, dims: str) -> bool:
-            return "n" not in dims and a.ndim == len(dims)
-
         operands = list(zip(arrays, batched, call.in_dims, strict=True))
         more_rows = (
             groups == 0
@@ -216,23 +247,9 @@ def _vmappable(call: Call, groups: int) -> Callable[..., Arrays]:
             and all("n" in r.dims for r in call.wanted)
             and not any(b for _, b, dims in operands if "n" not in dims)
         )
-        mapped = [
-            a
-            if b or ("n" not in dims and (more_rows or shared(a, dims)))
-            else jnp.broadcast_to(a, (size, *a.shape))
-            for a, b, dims in operands
-        ]
-        # A parameter that was shared so far and is mapped now needs all group axes.
-        if not more_rows:
-            lead = next(
-                a.shape[: groups + 1] for a, d in zip(mapped, call.in_dims, strict=True) if "n" in d
-            )
-            mapped = [
-                jnp.broadcast_to(a.reshape(size, *[1] * groups, a.shape[-1]), (*lead, a.shape[-1]))
-                if b and "n" not in dims and a.ndim == 1 + len(dims) and groups
-                else a
-                for a, (_, b, dims) in zip(mapped, operands, strict=True)
-            ]
+        x, x_batched, _ = operands[0]
+        lead = (size, *x.shape[x_batched : x_batched + groups])
+        mapped = [_lifted(a, b, dims, lead) for a, b, dims in operands]
         results = _vmappable(call, groups if more_rows else groups + 1)(*mapped)
         return results, (True,) * len(results)
 
@@ -248,27 +265,27 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
     x = arrays[0]
     lead, rows, features = x.shape[:groups], x.shape[groups:-1], x.shape[-1:]
     axes = {"n": rows, "d": features}
-    dtypes = {
-        "x": x.dtype,
-        "accum": accum_dtype(*(a.dtype for a in (arrays if kernel.variadic else (x,)))),
-    }
+    accum = accum_dtype(*(a.dtype for a in (arrays if kernel.variadic else (x,))))
+    dtypes = {name: x.dtype if r.dtype == "x" else accum for name, r in kernel.results.items()}
+    dtypes |= dict(call.dtypes)
 
-    def type_of(result: Result) -> Any:
+    def type_of(name: str, result: Result) -> Any:
+        if name in call.skip:
+            return _sharding.result_type(x, (0,), accum)
         shape = (*lead, *(size for letter in result.dims for size in axes[letter]))
-        return _sharding.result_type(x, shape, dtypes[result.dtype])
+        return _sharding.result_type(x, shape, dtypes[name])
 
-    absent = _sharding.result_type(x, (0,), dtypes["accum"])
-    types = [absent if name in call.skip else type_of(r) for name, r in kernel.results.items()]
+    types = [type_of(name, result) for name, result in kernel.results.items()]
     if kernel.workspace is not None:
         sums = sum("n" not in r.dims for r in call.wanted)
         shape = kernel.workspace(math.prod(lead), math.prod(rows), math.prod(features), sums)
         # Not floats: jax_debug_nans would look for NaN in what nobody has written.
-        scratch = jnp.uint64 if dtypes["accum"] == jnp.float64 else jnp.uint32
+        scratch = jnp.uint64 if accum == jnp.float64 else jnp.uint32
         types.append(_sharding.result_type(x, shape, scratch))
 
     # An absent operand is an array without elements, so that handlers have a fixed signature.
     given = iter(arrays)
-    nothing = _sharding.match_vma(x, jnp.zeros((0,), dtypes["accum"]))[1]
+    nothing = _sharding.match_vma(x, jnp.zeros((0,), accum))[1]
     operands = arrays if kernel.variadic else [next(given) if p else nothing for p in call.present]
     target = _registry.TARGET_PREFIX + kernel.name
     attributes = {"group_rank": np.int64(groups), **dict(call.attributes)}

@@ -56,15 +56,25 @@ def _varying(x: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def match_vma(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
-    """Inside `shard_map`, makes all arrays vary over the same mesh axes."""
+def match_vma(
+    *arrays: jax.Array | None, sums: Sequence[Any] | None = None
+) -> tuple[jax.Array | None, ...]:
+    """Inside `shard_map`, makes all arrays vary over the same mesh axes.
+
+    The transpose is a sum over these axes: `sums` has for each array the dtype in which it is to be
+    summed, if it is narrower, or None for its own.
+    """
     axes = frozenset().union(*(_varying(a) for a in arrays if a is not None))
 
-    def cast(a: jax.Array | None) -> jax.Array | None:
+    def cast(a: jax.Array | None, dtype: Any) -> jax.Array | None:
         missing = () if a is None else tuple(sorted(axes - _varying(a)))
-        return lax.pcast(a, missing, to="varying") if missing else a
+        if a is None or not missing:
+            return a
+        if dtype is not None and a.dtype.itemsize < dtype.itemsize:
+            a = a.astype(dtype)
+        return lax.pcast(a, missing, to="varying")
 
-    return tuple(map(cast, arrays))
+    return tuple(map(cast, arrays, sums or [None] * len(arrays)))
 
 
 def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
@@ -177,11 +187,12 @@ def _local(
         return _local_variadic(call, groups, compute, layout, total)
 
     def local(*arrays: jax.Array) -> Arrays:
-        results = compute(call, groups, *arrays)
+        results = compute(call.partial(), groups, *arrays)
         is_sum = ["n" not in t.dims for t in call.wanted]
         parts = [r for r, summed in zip(results, is_sum, strict=True) if summed]
         sums = iter(total(parts, layout.row_axes[0]) if parts else [])
-        return tuple(next(sums) if summed else r for r, summed in zip(results, is_sum, strict=True))
+        whole = [next(sums) if s else r for r, s in zip(results, is_sum, strict=True)]
+        return call.rounded(whole)
 
     return local
 

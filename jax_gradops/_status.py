@@ -6,12 +6,25 @@ from jax import export
 
 from jax_gradops import _implementation, _registry
 from jax_gradops._core import Kernel
-from jax_gradops._ops import bias_gelu, global_norm, layer_norm
+from jax_gradops._ops import bias_gelu, global_norm, norm_kernels
+
+_LAYER_NORM = (
+    norm_kernels.LAYER_NORM_FWD,
+    norm_kernels.LAYER_NORM_BWD,
+    norm_kernels.LAYER_NORM_BWD_FROM_OUTPUT,
+)
+_RMS_NORM = (
+    norm_kernels.RMS_NORM_FWD,
+    norm_kernels.RMS_NORM_BWD,
+    norm_kernels.RMS_NORM_BWD_FROM_OUTPUT,
+)
 
 #: The kernels of each public op.
 OPS: dict[str, tuple[Kernel, ...]] = {
-    "layer_norm": (layer_norm.LAYER_NORM_FWD, layer_norm.LAYER_NORM_BWD),
-    "rms_norm": (layer_norm.RMS_NORM_FWD, layer_norm.RMS_NORM_BWD),
+    "layer_norm": _LAYER_NORM,
+    "rms_norm": _RMS_NORM,
+    "add_layer_norm": _LAYER_NORM,
+    "add_rms_norm": _RMS_NORM,
     "gelu": (bias_gelu.FWD, bias_gelu.BWD),
     "bias_gelu": (bias_gelu.FWD, bias_gelu.BWD),
     "global_norm": (global_norm.SUM_OF_SQUARES,),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -23,6 +24,18 @@ auto Bind() {
     return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CudaContext>>();
   } else {
     return ffi::Ffi::Bind().Ctx<Context>();
+  }
+}
+
+// Adds operands and results, of which there is at least one, after contexts and attributes.
+template <int kOperands, int kResults, class Binding>
+auto Buffers(Binding binding) {
+  if constexpr (kOperands > 0) {
+    return Buffers<kOperands - 1, kResults>(std::move(binding).template Arg<ffi::AnyBuffer>());
+  } else if constexpr (kResults > 1) {
+    return Buffers<0, kResults - 1>(std::move(binding).template Ret<ffi::AnyBuffer>());
+  } else {
+    return std::move(binding).template Ret<ffi::AnyBuffer>();
   }
 }
 

@@ -1,6 +1,7 @@
 // How row-wise ops see their arrays, and the checks that every handler makes of every operand.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -17,11 +18,18 @@ struct RowShape {
   std::int64_t elements() const { return groups * rows * features; }
 };
 
-// A parameter along the feature axis, in the accumulation dtype; null where the op has none.
+// A parameter along the feature axis, of any float dtype; null where the op has none.
 // Group g reads data + g * group_stride; the stride is 0 where all groups share the parameter.
 struct Param {
   const void* data = nullptr;
   std::int64_t group_stride = 0;
+  ffi::DataType dtype = ffi::DataType::INVALID;
+};
+
+// A parameter's gradient, [groups, features], of any float dtype; null where it is not wanted.
+struct ParamGrad {
+  void* data = nullptr;
+  ffi::DataType dtype = ffi::DataType::INVALID;
 };
 
 // The number of elements; -1 for a negative dimension or more than 2^62 elements.
@@ -52,11 +60,15 @@ inline std::string Describe(const ffi::AnyBuffer& buffer) {
   return text;
 }
 
+// Which dtypes a parameter and its gradient may have.
+enum class ParamDtype { kAccum, kAnyFloat };
+
 // Checks operands against x and remembers the first mistake. Reads like the op's contract:
 //   RowChecker check("layer_norm_fwd", x, group_rank);
 //   check.Rows("y", *y).Stat("mean", *mean);
-//   const Param scale = check.OptionalParam("scale", s);
+//   const Param scale = check.OptionalParam("scale", s, ParamDtype::kAnyFloat);
 //   if (!check.ok()) return check.error();
+// An optional operand or result that is absent is [0] in the accumulation dtype.
 class RowChecker {
  public:
   RowChecker(std::string_view op, const ffi::AnyBuffer& x, std::int64_t group_rank)
@@ -96,19 +108,42 @@ class RowChecker {
     return *this;
   }
 
-  // [features] or [groups..., features] in the accumulation dtype; absent if it is [0].
-  Param OptionalParam(std::string_view name, const ffi::AnyBuffer& buffer) {
-    if (!ok() || IsAbsent(buffer)) return {};
-    const bool shared = buffer.dimensions().size() == 1;
-    CheckParam(name, buffer, shared);
-    return {buffer.untyped_data(), shared ? 0 : shape_.features};
+  // Like Rows, or absent: null.
+  void* OptionalRows(std::string_view name, const ffi::AnyBuffer& buffer) {
+    if (!ok() || IsAbsent(buffer)) return nullptr;
+    Rows(name, buffer);
+    return buffer.untyped_data();
   }
 
-  // [groups..., features] in the accumulation dtype; null if it is [0].
-  void* OptionalParamGrad(std::string_view name, const ffi::AnyBuffer& buffer) {
-    if (!ok() || IsAbsent(buffer)) return nullptr;
-    CheckParam(name, buffer, /*shared=*/false);
-    return buffer.untyped_data();
+  // An optional operand and an optional result that make sense together only.
+  void BothOrNone(const char* operand, const ffi::AnyBuffer& given, const char* result,
+                  const ffi::AnyBuffer& wanted) {
+    if (!ok() || IsAbsent(given) == IsAbsent(wanted)) return;
+    message_ = op_ + ": " + operand + " and " + result +
+               " must be both there or both absent, got " + Describe(given) + " and " +
+               Describe(wanted) + " with x " + Describe(x_);
+  }
+
+  // An attribute, which must be finite and what else the op says.
+  void Number(const char* name, double value, bool valid, const char* expected) {
+    if (!ok() || (valid && std::isfinite(value))) return;
+    message_ = op_ + ": " + name + " must be " + expected + ", got " + std::to_string(value);
+  }
+
+  // [features] or [groups..., features]; or absent.
+  Param OptionalParam(std::string_view name, const ffi::AnyBuffer& buffer, ParamDtype dtype) {
+    if (!ok() || IsAbsent(buffer)) return {};
+    const bool shared = buffer.dimensions().size() == 1;
+    CheckParam(name, buffer, shared, dtype);
+    return {buffer.untyped_data(), shared ? 0 : shape_.features, buffer.element_type()};
+  }
+
+  // [groups..., features]; or absent.
+  ParamGrad OptionalParamGrad(std::string_view name, const ffi::AnyBuffer& buffer,
+                              ParamDtype dtype) {
+    if (!ok() || IsAbsent(buffer)) return {};
+    CheckParam(name, buffer, /*shared=*/false, dtype);
+    return {buffer.untyped_data(), buffer.element_type()};
   }
 
   // Scratch for column sums, [groups, partial rows, sums, features] in ScratchDtype, as
@@ -144,15 +179,22 @@ class RowChecker {
     return dims.size() == 1 && dims[0] == 0 && buffer.element_type() == accum_dtype();
   }
 
-  void CheckParam(std::string_view name, const ffi::AnyBuffer& buffer, bool shared) {
+  void CheckParam(std::string_view name, const ffi::AnyBuffer& buffer, bool shared,
+                  ParamDtype dtype) {
     const auto x_dims = x_.dimensions();
     const auto dims = buffer.dimensions();
     const std::size_t groups = shared ? 0 : group_rank_;
     bool matches = dims.size() == groups + 1 && dims.back() == x_dims.back();
     for (std::size_t i = 0; matches && i < groups; ++i) matches = dims[i] == x_dims[i];
     const bool has_data = Product(dims) == 0 || buffer.untyped_data() != nullptr;
-    if (!matches || !has_data || buffer.element_type() != accum_dtype()) {
-      Fail(name, "x's group axes and last axis, in the accumulation dtype " + Name(accum_dtype()),
+    const bool any = dtype == ParamDtype::kAnyFloat;
+    const bool has_dtype =
+        any ? IsFloat(buffer.element_type()) : buffer.element_type() == accum_dtype();
+    if (!matches || !has_data || !has_dtype) {
+      Fail(name,
+           "x's group axes and last axis, in " +
+               (any ? std::string("float16, bfloat16, float32 or float64")
+                    : "the accumulation dtype " + Name(accum_dtype())),
            buffer);
     }
   }

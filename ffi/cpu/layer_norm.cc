@@ -1,9 +1,11 @@
 // Layer norm and RMS norm on CPU.
 //
 // Rows in parallel, each in two or three passes while it lies in the L1 or L2 cache: memory sees x
-// read and y written (forward), dy and x read and dx written (backward). 16-bit rows are widened
-// block by block to the stack. Sums run in kLanes independent lanes, which compilers vectorise
-// without -ffast-math, and are combined in a fixed order.
+// read and y written (forward), dy and x read and dx written (backward; dy and y, from the output);
+// a residual, its sum with x and the sum's cotangent are one array more each. 16-bit rows are
+// widened block by block to the stack; parameters, which all rows share, once in a call. Sums run
+// in kLanes independent lanes, which compilers vectorise without -ffast-math, and are combined in a
+// fixed order.
 //
 // Mean: from differences to the row's first element, which is exact for constant rows, then
 // rounded; y and the variance are of differences from that, corrected by what their own mean is off
@@ -15,132 +17,55 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
 #include "common/math.h"
 #include "cpu/column_sum.h"
 #include "cpu/parallel.h"
+#include "cpu/wide.h"
 
 namespace gradops {
 namespace {
-
-// Columns at a time. Adding up per block also keeps the rounding error of long sums small.
-constexpr std::int64_t kBlock = 1024;
-constexpr int kLanes = 16;
 
 // More slices of rows would add more traffic for partial sums than threads to use them.
 constexpr std::int64_t kMaxSlices = 64;
 constexpr std::int64_t kMaxChunks = 1024;
 
-// What stands for an absent scale or bias.
-template <typename A, int kValue>
-constexpr std::array<A, kBlock> kConstantBlock = [] {
-  std::array<A, kBlock> block{};
-  block.fill(kValue);
-  return block;
-}();
+// The parameters of a call, in the accumulation type.
+template <typename A>
+struct WideParams {
+  WideParam<A, 1> scale;
+  WideParam<A, 0> bias;
+  WideParam<A, 1> divisor{};  // scale, with infinity in the place of 0
+};
 
-// A row in the accumulation type, block by block.
+// What is normalised: x, or its sum with the residual, which is stored first.
 template <typename T>
-class WideRow {
- public:
+const T* RowToNormalise(const LayerNormFwdArgs& args, std::int64_t row) {
   using A = Accum<T>;
-  WideRow(const T* row, std::int64_t columns) : row_(row), columns_(columns) {}
-
-  // Columns [start, start + kBlock) of the row; valid until the next call.
-  const A* operator()(std::int64_t start) {
-    if constexpr (std::is_same_v<T, A>) {
-      return row_ + start;
-    } else {
-      if (start != start_) Widen(row_ + start, std::min(kBlock, columns_ - start), block_);
-      start_ = start;
-      return block_;
-    }
-  }
-
- private:
-  struct Empty {};
-
-  static void Widen(const T* __restrict__ row, std::int64_t n, A* __restrict__ block) {
-    for (std::int64_t i = 0; i < n; ++i) block[i] = static_cast<A>(row[i]);
-  }
-
-  const T* row_;
-  std::int64_t columns_;
-  std::int64_t start_ = -1;
-  [[no_unique_address]] std::conditional_t<std::is_same_v<T, A>, Empty, A[kBlock]> block_;
-};
-
-// row[i] = fn(i) for each i < n <= kBlock, where fn computes in the accumulation type.
-template <typename T, typename Fn>
-void StoreEach(T* __restrict__ row, std::int64_t n, const Fn& fn) {
-  using A = Accum<T>;
-  if constexpr (std::is_same_v<T, A>) {
-    for (std::int64_t i = 0; i < n; ++i) row[i] = fn(i);
-  } else {
-    A block[kBlock];
-    for (std::int64_t i = 0; i < n; ++i) block[i] = fn(i);
-    for (std::int64_t i = 0; i < n; ++i) row[i] = static_cast<T>(block[i]);
-  }
-}
-
-// The sums over i < n of terms(i), which returns an array of kSums values.
-template <typename A, int kSums, typename Terms>
-std::array<A, kSums> LaneSums(std::int64_t n, const Terms& terms) {
-  A lanes[kSums][kLanes] = {};
-  std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const std::array<A, kSums> term = terms(i + lane);
-      for (int s = 0; s < kSums; ++s) lanes[s][lane] += term[s];
-    }
-  }
-  for (int lane = 0; i + lane < n; ++lane) {
-    const std::array<A, kSums> term = terms(i + lane);
-    for (int s = 0; s < kSums; ++s) lanes[s][lane] += term[s];
-  }
-  std::array<A, kSums> sums;
-  for (int s = 0; s < kSums; ++s) {
-    for (int half = kLanes / 2; half > 0; half /= 2) {
-      for (int lane = 0; lane < half; ++lane) lanes[s][lane] += lanes[s][lane + half];
-    }
-    sums[s] = lanes[s][0];
-  }
-  return sums;
-}
-
-// A parameter's row for one group, with a constant where it is absent.
-template <typename A, int kAbsent>
-class ParamRow {
- public:
-  ParamRow(const Param& param, std::int64_t group)
-      : row_(param.data == nullptr
-                 ? nullptr
-                 : static_cast<const A*>(param.data) + group * param.group_stride) {}
-  const A* operator()(std::int64_t start) const {
-    return row_ == nullptr ? kConstantBlock<A, kAbsent>.data() : row_ + start;
-  }
-
- private:
-  const A* row_;
-};
-
-template <typename Fn>
-void ForBlocks(std::int64_t columns, const Fn& fn) {
-  for (std::int64_t start = 0; start < columns; start += kBlock) {
-    fn(start, std::min(kBlock, columns - start));
-  }
+  const std::int64_t features = args.shape.features;
+  if (args.residual == nullptr) return static_cast<const T*>(args.x) + row * features;
+  WideRow<T> x_blocks(args.x, row, features), residual_blocks(args.residual, row, features);
+  T* const sum = static_cast<T*>(args.sum) + row * features;
+  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
+    const A* const x = x_blocks(start);
+    const A* const residual = residual_blocks(start);
+    StoreEach(sum + start, count, [&](std::int64_t i) { return x[i] + residual[i]; });
+  });
+  return sum;
 }
 
 template <typename T, bool kCentered>
-void ForwardRow(const LayerNormFwdArgs& args, std::int64_t row) {
+void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
+                std::int64_t row) {
   using A = Accum<T>;
   const std::int64_t features = args.shape.features;
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
-  const T* const x_row = static_cast<const T*>(args.x) + row * features;
+  const T* const x_row = RowToNormalise<T>(args, row);
   T* const y = static_cast<T*>(args.y) + row * features;
-  WideRow<T> x_blocks(x_row, features);
+  WideRow<T> x_blocks(x_row, 0, features);
 
   A mean = 0, delta = 0, sum_squares = 0;  // delta: what the rounded mean is off by
   if constexpr (kCentered) {
@@ -171,12 +96,10 @@ void ForwardRow(const LayerNormFwdArgs& args, std::int64_t row) {
   const A rstd = InverseDeviation(VarianceOf(sum_squares / n, delta), static_cast<A>(args.epsilon));
 
   const std::int64_t group = row / args.shape.rows;
-  const ParamRow<A, 1> scale_row(args.scale, group);
-  const ParamRow<A, 0> bias_row(args.bias, group);
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
     const A* const x = x_blocks(start);
-    const A* const scale = scale_row(start);
-    const A* const bias = bias_row(start);
+    const A* const scale = params.scale(group, start);
+    const A* const bias = params.bias(group, start);
     StoreEach(y + start, count, [&](std::int64_t i) {
       const A centered = kCentered ? (x[i] - mean) - delta : x[i];
       return centered * rstd * scale[i] + bias[i];
@@ -186,50 +109,85 @@ void ForwardRow(const LayerNormFwdArgs& args, std::int64_t row) {
   static_cast<A*>(args.rstd)[row] = rstd;
 }
 
+// What a row's x_hat is made of, block by block: x_hat = (shifted - delta) * factor. From the
+// input, shifted is x - mean, and delta what the rounding of the saved mean left. From the output,
+// it is x_hat itself; where scale is 0, that is lost, and 0.
+template <typename T, bool kCentered, bool kFromOutput>
+class Shifted {
+ public:
+  using A = Accum<T>;
+  Shifted(const LayerNormBwdArgs& args, const WideParams<A>& params, std::int64_t row)
+      : blocks_(args.x, row, args.shape.features),
+        params_(params),
+        group_(row / args.shape.rows),
+        mean_(kCentered && !kFromOutput ? static_cast<const A*>(args.mean)[row] : A{0}) {}
+  // Of columns [start, start + kBlock): element i; valid until the next call.
+  auto operator()(std::int64_t start) {
+    const A* const x = blocks_(start);
+    if constexpr (kFromOutput) {
+      const A* const divisor = params_.divisor(group_, start);
+      const A* const bias = params_.bias(group_, start);
+      return [=](std::int64_t i) { return (x[i] - bias[i]) / divisor[i]; };
+    } else if constexpr (kCentered) {
+      return [x, mean = mean_](std::int64_t i) { return x[i] - mean; };
+    } else {
+      return [x](std::int64_t i) { return x[i]; };
+    }
+  }
+
+ private:
+  WideRow<T> blocks_;
+  const WideParams<A>& params_;
+  std::int64_t group_;
+  A mean_;
+};
+
 // Also adds the row's terms to dscale and dbias where these are not null.
-template <typename T, bool kCentered>
-void BackwardRow(const LayerNormBwdArgs& args, std::int64_t row, Accum<T>* dscale,
-                 Accum<T>* dbias) {
+template <typename T, bool kCentered, bool kFromOutput>
+void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params, std::int64_t row,
+                 Accum<T>* dscale, Accum<T>* dbias) {
   using A = Accum<T>;
   const std::int64_t features = args.shape.features;
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
-  const A mean = kCentered ? static_cast<const A*>(args.mean)[row] : A{0};
+  const std::int64_t group = row / args.shape.rows;
   const A rstd = static_cast<const A*>(args.rstd)[row];
-  WideRow<T> x_blocks(static_cast<const T*>(args.x) + row * features, features);
-  WideRow<T> dy_blocks(static_cast<const T*>(args.dy) + row * features, features);
-  const ParamRow<A, 1> scale_row(args.scale, row / args.shape.rows);
+  const A factor = kFromOutput ? A{1} : rstd;
+  Shifted<T, kCentered, kFromOutput> shifted_blocks(args, params, row);
+  WideRow<T> dy_blocks(args.dy, row, features), dsum_blocks(args.dsum, row, features);
   T* const dx = static_cast<T*>(args.dx) + row * features;
 
   A sum_shifted = 0, sum_wdy = 0, sum_wdy_shifted = 0;
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-    const A* const x = x_blocks(start);
+    const auto shifted = shifted_blocks(start);
     const A* const dy = dy_blocks(start);
-    const A* const scale = scale_row(start);
+    const A* const scale = params.scale(group, start);
     if constexpr (kCentered) {
-      const auto sums = LaneSums<A, 3>(count, [&](std::int64_t i) {
-        const A shifted = x[i] - mean, wdy = dy[i] * scale[i];
-        return std::array{wdy * shifted, wdy, shifted};
+      const auto sums = LaneSums<A, kFromOutput ? 2 : 3>(count, [&](std::int64_t i) {
+        const A wdy = dy[i] * scale[i], x = shifted(i);
+        if constexpr (kFromOutput)
+          return std::array{wdy * x, wdy};
+        else
+          return std::array{wdy * x, wdy, x};
       });
-      sum_wdy_shifted += sums[0], sum_wdy += sums[1], sum_shifted += sums[2];
+      sum_wdy_shifted += sums[0], sum_wdy += sums[1];
+      if constexpr (!kFromOutput) sum_shifted += sums[2];
     } else {
       sum_wdy_shifted += LaneSums<A, 1>(
-          count, [&](std::int64_t i) { return std::array{dy[i] * scale[i] * x[i]}; })[0];
+          count, [&](std::int64_t i) { return std::array{dy[i] * scale[i] * shifted(i)}; })[0];
     }
   });
-  // The saved mean is rounded: the mean of the differences from it is what it is off by.
   const A delta = sum_shifted / n;
   const A mean_wdy = sum_wdy / n;
-  const A mean_wdy_x_hat = (sum_wdy_shifted - delta * sum_wdy) * rstd / n;
+  const A mean_wdy_x_hat = (sum_wdy_shifted - delta * sum_wdy) * factor / n;
 
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-    const A* const x = x_blocks(start);
+    const auto shifted = shifted_blocks(start);
+    const auto x_hat = [&](std::int64_t i) { return (shifted(i) - delta) * factor; };
     const A* const dy = dy_blocks(start);
-    const A* const scale = scale_row(start);
-    const auto x_hat = [&](std::int64_t i) {
-      return (kCentered ? (x[i] - mean) - delta : x[i]) * rstd;
-    };
+    const A* const dsum = dsum_blocks(start);
+    const A* const scale = params.scale(group, start);
     StoreEach(dx + start, count, [&](std::int64_t i) {
-      return NormInputGrad(dy[i] * scale[i], x_hat(i), mean_wdy, mean_wdy_x_hat, rstd);
+      return NormInputGrad(dy[i] * scale[i], x_hat(i), mean_wdy, mean_wdy_x_hat, rstd) + dsum[i];
     });
     const auto add_to = [&](A* __restrict__ sums, const auto& term) {
       for (std::int64_t i = 0; i < count; ++i) sums[i] += term(i);
@@ -247,19 +205,21 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   const std::int64_t rows = shape.all_rows();
   const std::int64_t bytes_per_row = 2 * shape.features * ByteWidthOf(args.dtype);
   const std::int64_t chunk_rows = RowsPerChunk(rows, bytes_per_row, kMaxChunks);
+  const WideParams<Accum<T>> params{.scale = {pool, args.scale, shape, args.scale_offset},
+                                    .bias = {pool, args.bias, shape, 0}};
   ParallelFor(pool, (rows + chunk_rows - 1) / chunk_rows, [&](std::int64_t chunk) {
     const std::int64_t end = std::min(rows, (chunk + 1) * chunk_rows);
     for (std::int64_t row = chunk * chunk_rows; row < end; ++row) {
-      ForwardRow<T, kCentered>(args, row);
+      ForwardRow<T, kCentered>(args, params, row);
     }
   });
   return ffi::Error::Success();
 }
 
 // Rows [first, end) of a group's, with their column sums in `sums`, where not null: dscale, dbias.
-template <typename T, bool kCentered>
-void BackwardSlice(const LayerNormBwdArgs& args, std::int64_t first, std::int64_t end,
-                   std::array<Accum<T>*, 2> sums) {
+template <typename T, bool kCentered, bool kFromOutput>
+void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params,
+                   std::int64_t first, std::int64_t end, std::array<Accum<T>*, 2> sums) {
   const std::int64_t features = args.shape.features;
   const bool several_blocks = end - first > kRowsPerSum;
   std::array<std::vector<double>, 2> totals;
@@ -270,7 +230,9 @@ void BackwardSlice(const LayerNormBwdArgs& args, std::int64_t first, std::int64_
   }
   for (std::int64_t row = first; row < end;) {
     const std::int64_t block_end = std::min(end, row + kRowsPerSum);
-    for (; row < block_end; ++row) BackwardRow<T, kCentered>(args, row, sums[0], sums[1]);
+    for (; row < block_end; ++row) {
+      BackwardRow<T, kCentered, kFromOutput>(args, params, row, sums[0], sums[1]);
+    }
     for (std::size_t s = 0; s < 2; ++s) {
       if (!totals[s].empty()) MoveSums(sums[s], features, totals[s].data());
     }
@@ -281,16 +243,24 @@ void BackwardSlice(const LayerNormBwdArgs& args, std::int64_t first, std::int64_
   }
 }
 
-template <typename T, bool kCentered>
+template <typename T, bool kCentered, bool kFromOutput>
 ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   using A = Accum<T>;
   const auto [groups, rows, features] = args.shape;
+  WideParams<A> params{.scale = {pool, args.scale, args.shape, args.scale_offset},
+                       .bias = {pool, args.bias, args.shape, 0}};
+  if constexpr (kFromOutput) {
+    constexpr A kInfinity = std::numeric_limits<A>::infinity();
+    params.divisor = {pool, args.scale, args.shape, args.scale_offset, kInfinity};
+  }
+  const std::array<WideGrad<A>, 2> grads{WideGrad<A>(args.dscale, args.shape),
+                                         WideGrad<A>(args.dbias, args.shape)};
   std::array<A*, 2> results{};
   std::int64_t sums = 0;
-  for (void* const result : {args.dscale, args.dbias}) {
-    if (result != nullptr) results[sums++] = static_cast<A*>(result);
+  for (const WideGrad<A>& grad : grads) {
+    if (grad.data() != nullptr) results[sums++] = grad.data();
   }
-  const bool has_dscale = args.dscale != nullptr, has_dbias = args.dbias != nullptr;
+  const bool has_dscale = grads[0].data() != nullptr, has_dbias = grads[1].data() != nullptr;
 
   // A slice is a part of a group's rows with column sums of its own; a chunk is one slice, or
   // several small ones. A group of one slice adds up in the results themselves.
@@ -313,28 +283,29 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
       const std::int64_t group = i / slices, slice = i % slices;
       A* const dscale = has_dscale ? slice_sums(group, slice, 0) : nullptr;
       A* const dbias = has_dbias ? slice_sums(group, slice, sums - 1) : nullptr;
-      BackwardSlice<T, kCentered>(args, group * rows + slice * slice_rows,
-                                  group * rows + std::min(rows, (slice + 1) * slice_rows),
-                                  {dscale, dbias});
+      BackwardSlice<T, kCentered, kFromOutput>(
+          args, params, group * rows + slice * slice_rows,
+          group * rows + std::min(rows, (slice + 1) * slice_rows), {dscale, dbias});
     }
   });
-  if (slices == 1 || sums == 0) return ffi::Error::Success();
-
-  const std::int64_t tiles = (features + kBlock - 1) / kBlock;
-  const std::int64_t items = groups * sums * tiles;
-  const std::int64_t bytes_per_item =
-      slices * std::min(kBlock, features) * static_cast<std::int64_t>(sizeof(A));
-  const std::int64_t chunk_items = RowsPerChunk(items, bytes_per_item, kMaxChunks);
-  ParallelFor(pool, (items + chunk_items - 1) / chunk_items, [&](std::int64_t chunk) {
-    const std::int64_t end = std::min(items, (chunk + 1) * chunk_items);
-    for (std::int64_t item = chunk * chunk_items; item < end; ++item) {
-      const std::int64_t start = item % tiles * kBlock;
-      const std::int64_t sum = item / tiles % sums, group = item / tiles / sums;
-      AddPartialRows(slice_sums(group, 0, sum) + start, slices, sums * features,
-                     std::min(kBlock, features - start), results[sum] + group * features + start);
-    }
-  });
-  return ffi::Error::Success();
+  if (slices > 1 && sums > 0) {
+    const std::int64_t tiles = (features + kBlock - 1) / kBlock;
+    const std::int64_t items = groups * sums * tiles;
+    const std::int64_t bytes_per_item =
+        slices * std::min(kBlock, features) * static_cast<std::int64_t>(sizeof(A));
+    const std::int64_t chunk_items = RowsPerChunk(items, bytes_per_item, kMaxChunks);
+    ParallelFor(pool, (items + chunk_items - 1) / chunk_items, [&](std::int64_t chunk) {
+      const std::int64_t end = std::min(items, (chunk + 1) * chunk_items);
+      for (std::int64_t item = chunk * chunk_items; item < end; ++item) {
+        const std::int64_t start = item % tiles * kBlock;
+        const std::int64_t sum = item / tiles % sums, group = item / tiles / sums;
+        AddPartialRows(slice_sums(group, 0, sum) + start, slices, sums * features,
+                       std::min(kBlock, features - start), results[sum] + group * features + start);
+      }
+    });
+  }
+  const ffi::Error error = grads[0].Store(pool);
+  return error.failure() ? error : grads[1].Store(pool);
 }
 
 }  // namespace
@@ -347,7 +318,12 @@ ffi::Error LayerNormFwd(CpuContext pool, const LayerNormFwdArgs& args) {
 
 ffi::Error LayerNormBwd(CpuContext pool, const LayerNormBwdArgs& args) {
   return DispatchDtype(FloatTypes{}, "layer_norm_bwd", args.dtype, [&]<typename T>() {
-    return args.centered ? Backward<T, true>(pool, args) : Backward<T, false>(pool, args);
+    if (args.from_output) {
+      return args.centered ? Backward<T, true, true>(pool, args)
+                           : Backward<T, false, true>(pool, args);
+    }
+    return args.centered ? Backward<T, true, false>(pool, args)
+                         : Backward<T, false, false>(pool, args);
   });
 }
 

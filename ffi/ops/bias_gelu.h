@@ -41,7 +41,7 @@ struct BiasGelu {
                         Out y) {
     RowChecker check("bias_gelu_fwd", x, group_rank);
     check.Rows("y", *y);
-    const Param bias_param = check.OptionalParam("bias", bias);
+    const Param bias_param = check.OptionalParam("bias", bias, ParamDtype::kAccum);
     if (!check.ok()) return check.error();
     return BiasGeluFwd(ctx, {.shape = check.shape(),
                              .dtype = check.dtype(),
@@ -63,8 +63,8 @@ struct BiasGelu {
                         In bias, Out dx, Out dbias, Out workspace) {
     RowChecker check("bias_gelu_bwd", x, group_rank);
     check.Rows("dy", dy).Rows("dx", *dx);
-    const Param bias_param = check.OptionalParam("bias", bias);
-    void* const dbias_data = check.OptionalParamGrad("dbias", *dbias);
+    const Param bias_param = check.OptionalParam("bias", bias, ParamDtype::kAccum);
+    void* const dbias_data = check.OptionalParamGrad("dbias", *dbias, ParamDtype::kAccum).data;
     const std::int64_t partial_rows =
         check.PartialRows("workspace", *workspace, dbias_data != nullptr);
     if (!check.ok()) return check.error();

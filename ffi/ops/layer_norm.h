@@ -1,39 +1,47 @@
 // Layer norm and RMS norm: arguments, launchers, checks and bindings shared by all backends.
 #pragma once
 
-#include <cmath>
+#include <cstdint>
+#include <string_view>
 
 #include "common/handler.h"
 #include "common/shape.h"
 
 namespace gradops {
 
-// y = x_hat * scale + bias with x_hat = (x - mean) * rstd. RMS norm: not centered, mean is null.
+// y = x_hat * (scale + scale_offset) + bias with x_hat = (h - mean) * rstd, where h is x, or, with
+// a residual, x + residual rounded to x's dtype. RMS norm: not centered, mean is null.
 struct LayerNormFwdArgs {
   RowShape shape;
-  ffi::DataType dtype;  // of x and y; everything else is in its accumulation dtype
+  ffi::DataType dtype;  // of x, residual, y and sum
   bool centered;
-  double epsilon;
-  const void* x;  // [groups, rows, features]
-  Param scale;    // [features]
-  Param bias;     // [features]
-  void* y;        // [groups, rows, features]
-  void* mean;     // [groups, rows]
-  void* rstd;     // [groups, rows]: 1 / sqrt(var + epsilon)
+  double epsilon, scale_offset;
+  const void* x;         // [groups, rows, features]
+  const void* residual;  // [groups, rows, features], null: none
+  Param scale;           // [features]
+  Param bias;            // [features]
+  void* y;               // [groups, rows, features]
+  void* sum;             // [groups, rows, features]: x + residual; null without residual
+  void* mean;            // [groups, rows], in the accumulation dtype
+  void* rstd;            // [groups, rows], likewise: 1 / sqrt(var + epsilon)
 };
 
+// From the input: x_hat = (x - mean) * rstd. From the output: x is y and x_hat is
+// (y - bias) / (scale + scale_offset), or 0 where scale + scale_offset is 0.
 struct LayerNormBwdArgs {
   RowShape shape;
-  ffi::DataType dtype;
-  bool centered;
-  const void* dy;    // [groups, rows, features]
-  const void* x;     // [groups, rows, features]
-  Param scale;       // [features]
-  const void* mean;  // [groups, rows]
-  const void* rstd;  // [groups, rows]
-  void* dx;          // [groups, rows, features]
-  void* dscale;      // [groups, features], null if not wanted
-  void* dbias;       // [groups, features], null if not wanted
+  ffi::DataType dtype;  // of dy, x, dsum and dx
+  bool centered, from_output;
+  double scale_offset;
+  const void* dy;           // [groups, rows, features]
+  const void* x;            // [groups, rows, features]
+  const void* dsum;         // [groups, rows, features]: is added to dx; null: none
+  Param scale;              // [features]
+  Param bias;               // [features]; null unless from_output
+  const void* mean;         // [groups, rows]; null where not centered or from_output
+  const void* rstd;         // [groups, rows]
+  void* dx;                 // [groups, rows, features]
+  ParamGrad dscale, dbias;  // [groups, features]
   // Scratch in the accumulation dtype, [groups, partial_rows, number of wanted sums, features].
   // partial_rows is an upper bound: a launcher may use fewer. 0 if no sum is wanted.
   void* workspace;
@@ -45,125 +53,172 @@ ffi::Error LayerNormBwd(CpuContext, const LayerNormBwdArgs&);   // cpu/layer_nor
 ffi::Error LayerNormFwd(CudaContext, const LayerNormFwdArgs&);  // cuda/layer_norm.cu
 ffi::Error LayerNormBwd(CudaContext, const LayerNormBwdArgs&);  // cuda/layer_norm.cu
 
+// Handlers. Absent optional operands and results are [0], in the accumulation dtype.
 template <class Context>
 struct LayerNorm {
-  static ffi::Error Fwd(Context ctx, std::int64_t group_rank, double epsilon, In x, In scale,
-                        In bias, Out y, Out mean, Out rstd) {
-    return RunFwd("layer_norm_fwd", ctx, group_rank, epsilon, x, scale, &bias, y, &mean, rstd);
+  static ffi::Error Fwd(Context ctx, std::int64_t group_rank, double epsilon, double scale_offset,
+                        In x, In residual, In scale, In bias, Out y, Out sum, Out mean, Out rstd) {
+    return RunFwd("layer_norm_fwd", ctx, group_rank, epsilon, scale_offset,
+                  {.x = x, .residual = residual, .scale = scale, .bias = &bias},
+                  {.y = *y, .sum = *sum, .mean = &*mean, .rstd = *rstd});
   }
-  static auto BindFwd() {
-    return Bind<Context>()
-        .template Attr<std::int64_t>("group_rank")
-        .template Attr<double>("epsilon")
-        .template Arg<In>()               // x
-        .template Arg<In>()               // scale
-        .template Arg<In>()               // bias
-        .template Ret<ffi::AnyBuffer>()   // y
-        .template Ret<ffi::AnyBuffer>()   // mean
-        .template Ret<ffi::AnyBuffer>();  // rstd
-  }
+  static auto BindFwd() { return Buffers<4, 4>(FwdAttributes()); }
 
-  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, In dy, In x, In scale, In mean,
-                        In rstd, Out dx, Out dscale, Out dbias, Out workspace) {
-    return RunBwd("layer_norm_bwd", ctx, group_rank, dy, x, scale, &mean, rstd, dx, dscale, &dbias,
-                  workspace);
+  static ffi::Error RmsFwd(Context ctx, std::int64_t group_rank, double epsilon,
+                           double scale_offset, In x, In residual, In scale, Out y, Out sum,
+                           Out rstd) {
+    return RunFwd("rms_norm_fwd", ctx, group_rank, epsilon, scale_offset,
+                  {.x = x, .residual = residual, .scale = scale},
+                  {.y = *y, .sum = *sum, .rstd = *rstd});
   }
-  static auto BindBwd() {
-    return Bind<Context>()
-        .template Attr<std::int64_t>("group_rank")
-        .template Arg<In>()               // dy
-        .template Arg<In>()               // x
-        .template Arg<In>()               // scale
-        .template Arg<In>()               // mean
-        .template Arg<In>()               // rstd
-        .template Ret<ffi::AnyBuffer>()   // dx
-        .template Ret<ffi::AnyBuffer>()   // dscale
-        .template Ret<ffi::AnyBuffer>()   // dbias
-        .template Ret<ffi::AnyBuffer>();  // workspace
-  }
+  static auto BindRmsFwd() { return Buffers<3, 3>(FwdAttributes()); }
 
-  // RMS norm: the same without mean and bias.
-  static ffi::Error RmsFwd(Context ctx, std::int64_t group_rank, double epsilon, In x, In scale,
-                           Out y, Out rstd) {
-    return RunFwd("rms_norm_fwd", ctx, group_rank, epsilon, x, scale, nullptr, y, nullptr, rstd);
+  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, double scale_offset, In dy, In x,
+                        In dsum, In scale, In mean, In rstd, Out dx, Out dscale, Out dbias,
+                        Out workspace) {
+    return RunBwd({.op = "layer_norm_bwd", .centered = true}, ctx, group_rank, scale_offset,
+                  {.dy = dy, .x = x, .dsum = dsum, .scale = scale, .mean = &mean, .rstd = rstd},
+                  {.dx = *dx, .dscale = *dscale, .dbias = &*dbias, .workspace = *workspace});
   }
-  static auto BindRmsFwd() {
-    return Bind<Context>()
-        .template Attr<std::int64_t>("group_rank")
-        .template Attr<double>("epsilon")
-        .template Arg<In>()               // x
-        .template Arg<In>()               // scale
-        .template Ret<ffi::AnyBuffer>()   // y
-        .template Ret<ffi::AnyBuffer>();  // rstd
-  }
+  static auto BindBwd() { return Buffers<6, 4>(BwdAttributes()); }
 
-  static ffi::Error RmsBwd(Context ctx, std::int64_t group_rank, In dy, In x, In scale, In rstd,
-                           Out dx, Out dscale, Out workspace) {
-    return RunBwd("rms_norm_bwd", ctx, group_rank, dy, x, scale, nullptr, rstd, dx, dscale, nullptr,
-                  workspace);
+  static ffi::Error RmsBwd(Context ctx, std::int64_t group_rank, double scale_offset, In dy, In x,
+                           In dsum, In scale, In rstd, Out dx, Out dscale, Out workspace) {
+    return RunBwd({.op = "rms_norm_bwd"}, ctx, group_rank, scale_offset,
+                  {.dy = dy, .x = x, .dsum = dsum, .scale = scale, .rstd = rstd},
+                  {.dx = *dx, .dscale = *dscale, .workspace = *workspace});
   }
-  static auto BindRmsBwd() {
-    return Bind<Context>()
-        .template Attr<std::int64_t>("group_rank")
-        .template Arg<In>()               // dy
-        .template Arg<In>()               // x
-        .template Arg<In>()               // scale
-        .template Arg<In>()               // rstd
-        .template Ret<ffi::AnyBuffer>()   // dx
-        .template Ret<ffi::AnyBuffer>()   // dscale
-        .template Ret<ffi::AnyBuffer>();  // workspace
+  static auto BindRmsBwd() { return Buffers<5, 3>(BwdAttributes()); }
+
+  static ffi::Error BwdFromOutput(Context ctx, std::int64_t group_rank, double scale_offset, In dy,
+                                  In y, In dsum, In scale, In bias, In rstd, Out dx, Out dscale,
+                                  Out dbias, Out workspace) {
+    return RunBwd({.op = "layer_norm_bwd_from_output", .centered = true, .from_output = true}, ctx,
+                  group_rank, scale_offset,
+                  {.dy = dy, .x = y, .dsum = dsum, .scale = scale, .bias = &bias, .rstd = rstd},
+                  {.dx = *dx, .dscale = *dscale, .dbias = &*dbias, .workspace = *workspace});
   }
+  static auto BindBwdFromOutput() { return Buffers<6, 4>(BwdAttributes()); }
+
+  static ffi::Error RmsBwdFromOutput(Context ctx, std::int64_t group_rank, double scale_offset,
+                                     In dy, In y, In dsum, In scale, In rstd, Out dx, Out dscale,
+                                     Out workspace) {
+    return RunBwd({.op = "rms_norm_bwd_from_output", .from_output = true}, ctx, group_rank,
+                  scale_offset, {.dy = dy, .x = y, .dsum = dsum, .scale = scale, .rstd = rstd},
+                  {.dx = *dx, .dscale = *dscale, .workspace = *workspace});
+  }
+  static auto BindRmsBwdFromOutput() { return Buffers<5, 3>(BwdAttributes()); }
 
  private:
-  static ffi::Error RunFwd(std::string_view op, Context ctx, std::int64_t group_rank,
-                           double epsilon, const In& x, const In& scale, const In* bias, Out y,
-                           Out* mean, Out rstd) {
-    RowChecker check(op, x, group_rank);
-    check.Rows("y", *y).Stat("rstd", *rstd);
-    if (mean != nullptr) check.Stat("mean", **mean);
-    const Param scale_param = check.OptionalParam("scale", scale);
-    const Param bias_param = bias != nullptr ? check.OptionalParam("bias", *bias) : Param{};
-    if (!check.ok()) return check.error();
-    if (!(epsilon >= 0) || !std::isfinite(epsilon)) {
-      return ffi::Error::InvalidArgument(
-          std::string(op) + ": epsilon must be finite and >= 0, got " + std::to_string(epsilon));
-    }
-    return LayerNormFwd(ctx, {.shape = check.shape(),
-                              .dtype = check.dtype(),
-                              .centered = mean != nullptr,
-                              .epsilon = epsilon,
-                              .x = x.untyped_data(),
-                              .scale = scale_param,
-                              .bias = bias_param,
-                              .y = y->untyped_data(),
-                              .mean = mean != nullptr ? (*mean)->untyped_data() : nullptr,
-                              .rstd = rstd->untyped_data()});
+  // What a handler was given; null: it has no such operand or result.
+  struct FwdOperands {
+    const In& x;
+    const In& residual;
+    const In& scale;
+    const In* bias = nullptr;
+  };
+  struct FwdResults {
+    ffi::AnyBuffer& y;
+    ffi::AnyBuffer& sum;
+    ffi::AnyBuffer* mean = nullptr;
+    ffi::AnyBuffer& rstd;
+  };
+  struct BwdKind {
+    std::string_view op;
+    bool centered = false, from_output = false;
+  };
+  struct BwdOperands {
+    const In& dy;
+    const In& x;
+    const In& dsum;
+    const In& scale;
+    const In* bias = nullptr;
+    const In* mean = nullptr;
+    const In& rstd;
+  };
+  struct BwdResults {
+    ffi::AnyBuffer& dx;
+    ffi::AnyBuffer& dscale;
+    ffi::AnyBuffer* dbias = nullptr;
+    ffi::AnyBuffer& workspace;
+  };
+  static constexpr ParamDtype kAnyFloat = ParamDtype::kAnyFloat;
+
+  static auto FwdAttributes() {
+    return Bind<Context>()
+        .template Attr<std::int64_t>("group_rank")
+        .template Attr<double>("epsilon")
+        .template Attr<double>("scale_offset");
+  }
+  static auto BwdAttributes() {
+    return Bind<Context>()
+        .template Attr<std::int64_t>("group_rank")
+        .template Attr<double>("scale_offset");
   }
 
-  static ffi::Error RunBwd(std::string_view op, Context ctx, std::int64_t group_rank, const In& dy,
-                           const In& x, const In& scale, const In* mean, const In& rstd, Out dx,
-                           Out dscale, Out* dbias, Out workspace) {
-    RowChecker check(op, x, group_rank);
-    check.Rows("dy", dy).Rows("dx", *dx).Stat("rstd", rstd);
-    if (mean != nullptr) check.Stat("mean", *mean);
-    const Param scale_param = check.OptionalParam("scale", scale);
-    void* const dscale_data = check.OptionalParamGrad("dscale", *dscale);
-    void* const dbias_data = dbias != nullptr ? check.OptionalParamGrad("dbias", **dbias) : nullptr;
+  static ffi::Error RunFwd(std::string_view op, Context ctx, std::int64_t group_rank,
+                           double epsilon, double scale_offset, const FwdOperands& in,
+                           const FwdResults& out) {
+    RowChecker check(op, in.x, group_rank);
+    check.Rows("y", out.y).Stat("rstd", out.rstd);
+    if (out.mean != nullptr) check.Stat("mean", *out.mean);
+    const void* const residual = check.OptionalRows("residual", in.residual);
+    void* const sum = check.OptionalRows("sum", out.sum);
+    check.BothOrNone("residual", in.residual, "sum", out.sum);
+    const Param scale = check.OptionalParam("scale", in.scale, kAnyFloat);
+    const Param bias =
+        in.bias != nullptr ? check.OptionalParam("bias", *in.bias, kAnyFloat) : Param{};
+    check.Number("epsilon", epsilon, epsilon >= 0, "finite and >= 0");
+    check.Number("scale_offset", scale_offset, true, "finite");
+    if (!check.ok()) return check.error();
+    return LayerNormFwd(ctx, {.shape = check.shape(),
+                              .dtype = check.dtype(),
+                              .centered = out.mean != nullptr,
+                              .epsilon = epsilon,
+                              .scale_offset = scale_offset,
+                              .x = in.x.untyped_data(),
+                              .residual = residual,
+                              .scale = scale,
+                              .bias = bias,
+                              .y = out.y.untyped_data(),
+                              .sum = sum,
+                              .mean = out.mean != nullptr ? out.mean->untyped_data() : nullptr,
+                              .rstd = out.rstd.untyped_data()});
+  }
+
+  static ffi::Error RunBwd(const BwdKind& kind, Context ctx, std::int64_t group_rank,
+                           double scale_offset, const BwdOperands& in, const BwdResults& out) {
+    RowChecker check(kind.op, in.x, group_rank);
+    check.Rows("dy", in.dy).Rows("dx", out.dx).Stat("rstd", in.rstd);
+    if (in.mean != nullptr) check.Stat("mean", *in.mean);
+    const void* const dsum = check.OptionalRows("dsum", in.dsum);
+    const Param scale = check.OptionalParam("scale", in.scale, kAnyFloat);
+    const Param bias =
+        in.bias != nullptr ? check.OptionalParam("bias", *in.bias, kAnyFloat) : Param{};
+    const ParamGrad dscale = check.OptionalParamGrad("dscale", out.dscale, kAnyFloat);
+    const ParamGrad dbias = out.dbias != nullptr
+                                ? check.OptionalParamGrad("dbias", *out.dbias, kAnyFloat)
+                                : ParamGrad{};
     const std::int64_t partial_rows = check.PartialRows(
-        "workspace", *workspace, (dscale_data != nullptr) + (dbias_data != nullptr));
+        "workspace", out.workspace, (dscale.data != nullptr) + (dbias.data != nullptr));
+    check.Number("scale_offset", scale_offset, true, "finite");
     if (!check.ok()) return check.error();
     return LayerNormBwd(ctx, {.shape = check.shape(),
                               .dtype = check.dtype(),
-                              .centered = mean != nullptr,
-                              .dy = dy.untyped_data(),
-                              .x = x.untyped_data(),
-                              .scale = scale_param,
-                              .mean = mean != nullptr ? mean->untyped_data() : nullptr,
-                              .rstd = rstd.untyped_data(),
-                              .dx = dx->untyped_data(),
-                              .dscale = dscale_data,
-                              .dbias = dbias_data,
-                              .workspace = workspace->untyped_data(),
+                              .centered = kind.centered,
+                              .from_output = kind.from_output,
+                              .scale_offset = scale_offset,
+                              .dy = in.dy.untyped_data(),
+                              .x = in.x.untyped_data(),
+                              .dsum = dsum,
+                              .scale = scale,
+                              .bias = bias,
+                              .mean = in.mean != nullptr ? in.mean->untyped_data() : nullptr,
+                              .rstd = in.rstd.untyped_data(),
+                              .dx = out.dx.untyped_data(),
+                              .dscale = dscale,
+                              .dbias = dbias,
+                              .workspace = out.workspace.untyped_data(),
                               .partial_rows = partial_rows});
   }
 };

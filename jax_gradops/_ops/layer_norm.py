@@ -1,272 +1,48 @@
-"""Layer norm and RMS norm with fused backward passes."""
+"""Layer norm and RMS norm with fused backward passes, alone and after a residual's addition."""
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
-from jax_gradops._core import Kernel, Result, along_features, column_sum_workspace
 from jax_gradops._implementation import Implementation, resolve_implementation
-from jax_gradops._sharding import Arrays, accum_dtype, gathered, reshard_like
-
-# --- References: the meaning of the kernels in jax.numpy -----------------------------------------
-
-
-def _row_mean(x: jax.Array) -> jax.Array:
-    n: Any = x.shape[-1]
-    if not isinstance(n, int):  # a symbolic dimension of jax.export
-        n = jnp.asarray(n).astype(x.dtype)
-    elif n == 0:
-        n = 1
-    return jnp.sum(x, -1, keepdims=True) / n
-
-
-def _affine(x_hat: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-    y = x_hat if scale is None else x_hat * along_features(scale, x_hat)
-    return y if bias is None else y + along_features(bias, y)
-
-
-def _inverse_deviation(variance: jax.Array, epsilon: float) -> jax.Array:
-    """NaN where the variance is infinite: 0 would turn such a row into zeros nobody notices."""
-    square = variance + float(epsilon)
-    return jax.lax.rsqrt(jnp.where(jnp.isinf(square), -1, square))
-
-
-def _layer_norm_fwd_reference(
-    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, epsilon: float
-) -> Arrays:
-    a = accum_dtype(x.dtype)
-    wide = x.astype(a)
-    # The mean from differences to the row's first element, exact for a constant row; rounded, it is
-    # off by delta. y does not depend on what is taken off before, so neither does the gradient.
-    fixed = jax.lax.stop_gradient(wide)
-    shift = jnp.sum(fixed[..., :1], -1, keepdims=True)
-    mean = shift + _row_mean(fixed - shift)
-    shifted = wide - mean
-    delta = _row_mean(shifted)
-    centered = shifted - delta
-    rstd = _inverse_deviation(_row_mean(jnp.square(centered)), epsilon)
-    y = _affine(centered * rstd, scale, bias).astype(x.dtype)
-    return y, (mean + delta)[..., 0], rstd[..., 0]
-
-
-def _layer_norm_bwd_reference(
-    dy: jax.Array, x: jax.Array, scale: jax.Array | None, mean: jax.Array, rstd: jax.Array
-) -> Arrays:
-    shifted = x.astype(mean.dtype) - mean[..., None]
-    # Rounding the saved mean leaves |mean| * 2^-24, which is large beside a small deviation.
-    x_hat = (shifted - _row_mean(shifted)) * rstd[..., None]
-    return _norm_bwd_reference(dy, x_hat, scale, rstd, centered=True)
-
-
-def _rms_norm_fwd_reference(x: jax.Array, scale: jax.Array | None, *, epsilon: float) -> Arrays:
-    wide = x.astype(accum_dtype(x.dtype))
-    rstd = _inverse_deviation(_row_mean(jnp.square(wide)), epsilon)
-    return _affine(wide * rstd, scale, None).astype(x.dtype), rstd[..., 0]
-
-
-def _rms_norm_bwd_reference(
-    dy: jax.Array, x: jax.Array, scale: jax.Array | None, rstd: jax.Array
-) -> Arrays:
-    x_hat = x.astype(rstd.dtype) * rstd[..., None]
-    return _norm_bwd_reference(dy, x_hat, scale, rstd, centered=False)[:2]
-
-
-def _norm_bwd_reference(
-    dy: jax.Array, x_hat: jax.Array, scale: jax.Array | None, rstd: jax.Array, *, centered: bool
-) -> Arrays:
-    rows = tuple(range(dy.ndim - 1))
-    wide = dy.astype(x_hat.dtype)
-    wdy = wide if scale is None else wide * along_features(scale, wide)
-    dx = wdy - x_hat * _row_mean(wdy * x_hat)
-    if centered:
-        dx = dx - _row_mean(wdy)
-    return (dx * rstd[..., None]).astype(dy.dtype), jnp.sum(wide * x_hat, rows), jnp.sum(wide, rows)
-
-
-# --- Kernels -------------------------------------------------------------------------------------
-
-LAYER_NORM_FWD = Kernel(
-    name="layer_norm_fwd",
-    operands={"x": "nd", "scale": "d", "bias": "d"},
-    results={"y": Result("nd", "x"), "mean": Result("n"), "rstd": Result("n")},
-    reference=_layer_norm_fwd_reference,
-    whole="d",
-)
-LAYER_NORM_BWD = Kernel(
-    name="layer_norm_bwd",
-    operands={"dy": "nd", "x": "nd", "scale": "d", "mean": "n", "rstd": "n"},
-    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dbias": Result("d")},
-    reference=_layer_norm_bwd_reference,
-    whole="d",
-    workspace=column_sum_workspace,
-)
-RMS_NORM_FWD = Kernel(
-    name="rms_norm_fwd",
-    operands={"x": "nd", "scale": "d"},
-    results={"y": Result("nd", "x"), "rstd": Result("n")},
-    reference=_rms_norm_fwd_reference,
-    whole="d",
-)
-RMS_NORM_BWD = Kernel(
-    name="rms_norm_bwd",
-    operands={"dy": "nd", "x": "nd", "scale": "d", "rstd": "n"},
-    results={"dx": Result("nd", "x"), "dscale": Result("d")},
-    reference=_rms_norm_bwd_reference,
-    whole="d",
-    workspace=column_sum_workspace,
-)
-
-
-# --- Differentiation -----------------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _layer_norm(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    epsilon: float,
-    implementation: Implementation,
-) -> jax.Array:
-    return _layer_norm_fwd(x, scale, bias, epsilon, implementation)[0]
-
-
-def _layer_norm_fwd(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    epsilon: float,
-    implementation: Implementation,
-) -> Any:
-    y, mean, rstd = LAYER_NORM_FWD(
-        x, scale, bias, epsilon=np.float64(epsilon), implementation=implementation
-    )
-    mean = checkpoint_name(mean, "layer_norm_mean")
-    rstd = checkpoint_name(rstd, "layer_norm_rstd")
-    return y, (x, scale, bias, mean, rstd)
-
-
-def _layer_norm_bwd(
-    epsilon: float, implementation: Implementation, residuals: Any, dy: jax.Array
-) -> Arrays:
-    x, scale, bias, mean, rstd = residuals
-    skip = [name for name, p in (("dscale", scale), ("dbias", bias)) if p is None]
-    return LAYER_NORM_BWD(dy, x, scale, mean, rstd, skip=skip, implementation=implementation)
-
-
-_layer_norm.defvjp(_layer_norm_fwd, _layer_norm_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(
-    x: jax.Array, scale: jax.Array | None, epsilon: float, implementation: Implementation
-) -> jax.Array:
-    return _rms_norm_fwd(x, scale, epsilon, implementation)[0]
-
-
-def _rms_norm_fwd(
-    x: jax.Array, scale: jax.Array | None, epsilon: float, implementation: Implementation
-) -> Any:
-    y, rstd = RMS_NORM_FWD(x, scale, epsilon=np.float64(epsilon), implementation=implementation)
-    rstd = checkpoint_name(rstd, "rms_norm_rstd")
-    return y, (x, scale, rstd)
-
-
-def _rms_norm_bwd(
-    epsilon: float, implementation: Implementation, residuals: Any, dy: jax.Array
-) -> Arrays:
-    x, scale, rstd = residuals
-    skip = [] if scale is not None else ["dscale"]
-    return RMS_NORM_BWD(dy, x, scale, rstd, skip=skip, implementation=implementation)
-
-
-_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
-
-
-# --- Public functions ----------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnames=("op", "epsilon", "scale_offset", "implementation"))
-def _normalize(
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    *,
-    op: str,
-    epsilon: float,
-    scale_offset: float,
-    implementation: Implementation,
-) -> jax.Array:
-    """The part that is traced: x is [..., *normalized_shape flattened], parameters are flat."""
-    a = accum_dtype(x.dtype)
-    if scale is not None:
-        scale = scale.astype(a) + scale_offset
-    if bias is not None:
-        bias = bias.astype(a)
-    whole_x, scale, bias = LAYER_NORM_FWD.prepare(x, scale, bias)
-    # implementation="xla" is differentiated by JAX itself, so that forward mode works.
-    xla = implementation == "xla"
-    y: Any
-    if op == "rms_norm":
-        y = (_rms_norm_fwd if xla else _rms_norm)(whole_x, scale, epsilon, implementation)
-    else:
-        y = (_layer_norm_fwd if xla else _layer_norm)(whole_x, scale, bias, epsilon, implementation)
-    return reshard_like(y[0] if xla else y, x)
-
-
-def _parameter(
-    op: str, name: str, value: ArrayLike | None, normalized_shape: tuple[int, ...]
-) -> jax.Array | None:
-    """A parameter of shape `normalized_shape`, or of its last axis alone, flattened."""
-    if value is None:
-        return None
-    parameter = gathered(_checks.array(op, name, value), 0)
-    per_channel = normalized_shape[-1:]
-    if parameter.shape not in (normalized_shape, per_channel):
-        expected = f"x.shape[begin_norm_axis:] = {normalized_shape}"
-        if per_channel != normalized_shape:
-            expected += f" or (x.shape[-1],) = {per_channel}"
-        raise ValueError(f"{op}: {name} must have shape {expected}, got {parameter.shape}")
-    return jnp.broadcast_to(parameter, normalized_shape).reshape(-1)
+from jax_gradops._ops.norm_arguments import Arguments
+from jax_gradops._ops.norm_kernels import Norm, Residuals, normalize
 
 
 def _norm(
     op: str,
     x: ArrayLike,
+    residual: ArrayLike | None,
     scale: ArrayLike | None,
     bias: ArrayLike | None,
     begin_norm_axis: int,
     epsilon: float,
     scale_offset: float,
+    residuals: Residuals,
     implementation: Implementation,
-) -> jax.Array:
-    x = _checks.array(op, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
-    begin = _checks.axis(op, "begin_norm_axis", begin_norm_axis, x.ndim)
-    normalized_shape = x.shape[begin:]
-    flat = x
-    if begin < x.ndim - 1:
-        flat = gathered(x, begin).reshape(*x.shape[:begin], math.prod(normalized_shape))
-    y = _normalize(
-        flat,
-        _parameter(op, "scale", scale, normalized_shape),
-        _parameter(op, "bias", bias, normalized_shape),
-        op=op,
-        epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
-        scale_offset=_checks.number(op, "scale_offset", scale_offset),
-        implementation=resolve_implementation(implementation, op),
+) -> tuple[jax.Array, Any]:
+    arguments = Arguments.of(op, "x", x, begin_norm_axis)
+    adds = op.startswith("add_")
+    if residuals not in ("input", "output"):
+        raise ValueError(f"{op}: residuals must be 'input' or 'output', got {residuals!r}")
+    y, total = normalize(
+        arguments.flat(arguments.x),
+        arguments.like_x("residual", residual) if adds else None,
+        arguments.parameter("scale", scale),
+        arguments.parameter("bias", bias),
+        norm=Norm(
+            centered=op.endswith("layer_norm"),
+            epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
+            scale_offset=_checks.number(op, "scale_offset", scale_offset),
+            residuals=residuals,
+            implementation=resolve_implementation(implementation, op),
+        ),
     )
-    return y if flat is x else reshard_like(y.reshape(x.shape), x)
+    return arguments.whole(y), None if total is None else arguments.whole(total)
 
 
 def layer_norm(
@@ -277,6 +53,7 @@ def layer_norm(
     begin_norm_axis: int = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
+    residuals: Residuals = "input",
     implementation: Implementation = None,
 ) -> jax.Array:
     r"""Layer normalisation with a fused backward pass.
@@ -293,9 +70,14 @@ def layer_norm(
       bias: as `scale`. None: no bias.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the variance; finite, at least 0.
-      scale_offset: a number added to `scale` (1.0 for parameters stored as ``scale - 1``).
+      scale_offset: a number added to `scale`, if there is one (1.0 for parameters stored as
+        ``scale - 1``).
+      residuals: what is kept of each row for the derivative: ``"input"``, x; or ``"output"``, y,
+        from which :math:`\hat x` is computed again. That saves memory where y is kept anyway, by
+        the product that follows, and x by nothing else. It is less exact: see below.
       implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
-        where there is one.
+        where there is one. With ``"xla"`` JAX differentiates the formula, and `residuals` has no
+        effect.
 
     Returns:
       An array of x's shape and dtype.
@@ -316,6 +98,12 @@ def layer_norm(
     and 1/sqrt(var + epsilon) of each row, which the derivative needs, are named "layer_norm_mean"
     and "layer_norm_rstd" for `jax.checkpoint_policies.save_only_these_names`.
 
+    With ``residuals="output"``, the derivative sees :math:`\hat x` = (y − bias) / (scale +
+    scale_offset) of the rounded y: off by up to half a unit in the last place of y, over the scale.
+    ACCURACY
+    Where scale + scale_offset is 0, :math:`\hat x` is lost: it is taken for 0, which makes the
+    gradient of that element of `scale` 0 (not what it is), and leaves everything else right.
+
     References:
       Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
 
@@ -325,9 +113,8 @@ def layer_norm(
     [[-1.225  0.     1.225]
      [-1.225  0.     1.225]]
     """
-    return _norm(
-        "layer_norm", x, scale, bias, begin_norm_axis, epsilon, scale_offset, implementation
-    )
+    options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
+    return _norm("layer_norm", x, None, scale, bias, *options)[0]
 
 
 def rms_norm(
@@ -337,6 +124,7 @@ def rms_norm(
     begin_norm_axis: int = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
+    residuals: Residuals = "input",
     implementation: Implementation = None,
 ) -> jax.Array:
     r"""Root-mean-square normalisation with a fused backward pass.
@@ -350,7 +138,9 @@ def rms_norm(
         ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the mean square; finite, at least 0.
-      scale_offset: a number added to `scale` (Gemma stores ``scale - 1``: pass 1.0).
+      scale_offset: a number added to `scale`, if there is one (Gemma stores ``scale - 1``: pass
+        1.0).
+      residuals: what is kept of each row for the derivative, as in `layer_norm`.
       implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
         where there is one.
 
@@ -372,4 +162,101 @@ def rms_norm(
     >>> print(np.asarray(jax_gradops.rms_norm(jnp.array([[3.0, 4.0]]))).round(3))
     [[0.849 1.131]]
     """
-    return _norm("rms_norm", x, scale, None, begin_norm_axis, epsilon, scale_offset, implementation)
+    options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
+    return _norm("rms_norm", x, None, scale, None, *options)[0]
+
+
+def add_layer_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    begin_norm_axis: int = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    residuals: Residuals = "input",
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """``layer_norm(x + residual)`` and ``x + residual``, in one pass over memory.
+
+    As in a transformer's residual stream: the sum goes on, and its norm into the next layer. In the
+    backward pass, the cotangent of the sum is added to the norm's in the same pass.
+
+    Args:
+      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
+      residual: of x's shape and dtype.
+      scale: as in `layer_norm`.
+      bias: as in `layer_norm`.
+      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance; finite, at least 0.
+      scale_offset: a number added to `scale`, if there is one.
+      residuals: what is kept of each row for the derivative, as in `layer_norm`: ``"input"`` is
+        the sum here. (Not to be confused with `residual`.)
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
+        where there is one.
+
+    Returns:
+      ``(y, x + residual)``, both of x's shape and dtype. What is normalised is the sum that is
+      returned, after its rounding to x's dtype.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a shape, an axis or a number out of range, or a `residual` of another shape or
+        dtype than x; for ``implementation="ffi"`` where there is no kernel.
+
+    Numerics, determinism and differentiation are as in `layer_norm`; the gradient with respect to x
+    and residual is rounded once, after the addition of both cotangents.
+
+    >>> import jax.numpy as jnp, jax_gradops
+    >>> y, total = jax_gradops.add_layer_norm(jnp.ones((1, 2)), jnp.array([[1.0, 3.0]]))
+    >>> print(y.round(3), total)
+    [[-1.  1.]] [[2. 4.]]
+    """
+    options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
+    return _norm("add_layer_norm", x, residual, scale, bias, *options)
+
+
+def add_rms_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    scale: ArrayLike | None = None,
+    *,
+    begin_norm_axis: int = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    residuals: Residuals = "input",
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """``rms_norm(x + residual)`` and ``x + residual``, in one pass over memory.
+
+    Args:
+      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
+      residual: of x's shape and dtype.
+      scale: as in `rms_norm`.
+      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the mean square; finite, at least 0.
+      scale_offset: a number added to `scale`, if there is one.
+      residuals: what is kept of each row for the derivative, as in `layer_norm`: ``"input"`` is
+        the sum here. (Not to be confused with `residual`.)
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
+        where there is one.
+
+    Returns:
+      ``(y, x + residual)``, both of x's shape and dtype. What is normalised is the sum that is
+      returned, after its rounding to x's dtype.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a shape, an axis or a number out of range, or a `residual` of another shape or
+        dtype than x; for ``implementation="ffi"`` where there is no kernel.
+
+    Everything else is as in `add_layer_norm`.
+
+    >>> import jax.numpy as jnp, jax_gradops
+    >>> y, total = jax_gradops.add_rms_norm(jnp.ones((1, 2)), jnp.array([[2.0, 3.0]]))
+    >>> print(y.round(3), total)
+    [[0.849 1.131]] [[3. 4.]]
+    """
+    options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
+    return _norm("add_rms_norm", x, residual, scale, None, *options)

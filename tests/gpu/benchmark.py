@@ -25,7 +25,7 @@ import numpy as np
 import optax
 
 import jax_gradops
-from jax_gradops._ops import bias_gelu, layer_norm
+from jax_gradops._ops import bias_gelu, norm_kernels
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import oracles  # noqa: E402
@@ -34,6 +34,8 @@ IMPLEMENTATIONS = ("ffi", "xla")
 # Rows that are compared with float64.
 ORACLE_ROWS = 256
 EPSILON = np.float64(1e-6)
+BWD = {"scale_offset": np.float64(0)}
+FWD = BWD | {"epsilon": EPSILON}
 
 
 # --- What JAX users write ------------------------------------------------------------------------
@@ -89,12 +91,10 @@ def norm_cases(rows, features, dtype):
     bias = jax.random.normal(next(keys), (features,))
     xs = [(activations(), activations()) for _ in range(3)]
     mean_rstd = [
-        layer_norm.LAYER_NORM_FWD(x, None, None, epsilon=EPSILON, implementation="xla")[1:]
+        norm_kernels.LAYER_NORM_FWD(x, None, None, None, **FWD, implementation="xla")[2:]
         for x, _ in xs
     ]
-    rms = [
-        layer_norm.RMS_NORM_FWD(x, None, epsilon=EPSILON, implementation="xla")[1] for x, _ in xs
-    ]
+    rms = [norm_kernels.RMS_NORM_FWD(x, None, None, **FWD, implementation="xla")[2] for x, _ in xs]
     fwd = [(x, scale, bias) for x, _ in xs]
     centered = {"epsilon": EPSILON, "centered": True}
     plain = {"epsilon": EPSILON, "centered": False}
@@ -104,8 +104,9 @@ def norm_cases(rows, features, dtype):
             else stock_layer_norm(x, s, b), fwd, 2 * size,
             lambda x, s, b: [oracles.norm(x, s, b, **centered)]),
         "layer_norm bwd": (
-            lambda i, *a: layer_norm.LAYER_NORM_BWD(*a, implementation=i) if i == "ffi"
-            else stock_norm_vjp(*a),
+            lambda i, dy, x, *a: norm_kernels.LAYER_NORM_BWD(
+                dy, x, None, *a, **BWD, implementation=i
+            ) if i == "ffi" else stock_norm_vjp(dy, x, *a),
             [(dy, x, scale, *stats) for (x, dy), stats in zip(xs, mean_rstd, strict=True)],
             3 * size, lambda dy, x, s, *stats: oracles.norm_vjp(dy, x, s, **centered)),
         "rms_norm fwd": (
@@ -114,8 +115,9 @@ def norm_cases(rows, features, dtype):
             [(x, scale) for x, _ in xs], 2 * size,
             lambda x, s: [oracles.norm(x, s, **plain)]),
         "rms_norm bwd": (
-            lambda i, dy, x, s, r: layer_norm.RMS_NORM_BWD(dy, x, s, r, implementation=i)
-            if i == "ffi" else stock_norm_vjp(dy, x, s, None, r),
+            lambda i, dy, x, s, r: norm_kernels.RMS_NORM_BWD(
+                dy, x, None, s, r, **BWD, implementation=i
+            ) if i == "ffi" else stock_norm_vjp(dy, x, s, None, r),
             [(dy, x, scale, r) for (x, dy), r in zip(xs, rms, strict=True)], 3 * size,
             lambda dy, x, s, rstd: oracles.norm_vjp(dy, x, s, **plain)[:2]),
         **{

@@ -1,0 +1,225 @@
+"""The kernels of layer norm and RMS norm, and their differentiation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_gradops._core import Kernel, Result, column_sum_workspace
+from jax_gradops._implementation import Implementation
+from jax_gradops._ops import norm_reference as reference
+from jax_gradops._sharding import match_vma, reshard_like
+
+#: What the backward pass is given: the op's input and statistics, or its output and 1/deviation.
+Residuals: TypeAlias = Literal["input", "output"]
+
+LAYER_NORM_FWD = Kernel(
+    name="layer_norm_fwd",
+    operands={"x": "nd", "residual": "nd", "scale": "d", "bias": "d"},
+    results={
+        "y": Result("nd", "x"),
+        "sum": Result("nd", "x"),
+        "mean": Result("n"),
+        "rstd": Result("n"),
+    },
+    reference=reference.layer_norm_fwd,
+    whole="d",
+)
+LAYER_NORM_BWD = Kernel(
+    name="layer_norm_bwd",
+    operands={"dy": "nd", "x": "nd", "dsum": "nd", "scale": "d", "mean": "n", "rstd": "n"},
+    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dbias": Result("d")},
+    reference=reference.layer_norm_bwd,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
+    name="layer_norm_bwd_from_output",
+    operands={"dy": "nd", "y": "nd", "dsum": "nd", "scale": "d", "bias": "d", "rstd": "n"},
+    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dbias": Result("d")},
+    reference=reference.layer_norm_bwd_from_output,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+RMS_NORM_FWD = Kernel(
+    name="rms_norm_fwd",
+    operands={"x": "nd", "residual": "nd", "scale": "d"},
+    results={"y": Result("nd", "x"), "sum": Result("nd", "x"), "rstd": Result("n")},
+    reference=reference.rms_norm_fwd,
+    whole="d",
+)
+RMS_NORM_BWD = Kernel(
+    name="rms_norm_bwd",
+    operands={"dy": "nd", "x": "nd", "dsum": "nd", "scale": "d", "rstd": "n"},
+    results={"dx": Result("nd", "x"), "dscale": Result("d")},
+    reference=reference.rms_norm_bwd,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+RMS_NORM_BWD_FROM_OUTPUT = Kernel(
+    name="rms_norm_bwd_from_output",
+    operands={"dy": "nd", "y": "nd", "dsum": "nd", "scale": "d", "rstd": "n"},
+    results={"dx": Result("nd", "x"), "dscale": Result("d")},
+    reference=reference.rms_norm_bwd_from_output,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm with all that is static."""
+
+    centered: bool  # layer norm, else RMS norm
+    epsilon: float = 0.0
+    scale_offset: float = 0.0
+    residuals: Residuals = "input"
+    implementation: Implementation = None
+
+    def prepare(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+    ) -> tuple[Any, ...]:
+        """The operands of `forward`, with types that belong together."""
+        if self.centered:
+            return LAYER_NORM_FWD.prepare(x, residual, scale, bias)
+        return *RMS_NORM_FWD.prepare(x, residual, scale), None
+
+    def forward(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+    ) -> tuple[Any, ...]:
+        """y, x + residual or None, mean or None, rstd."""
+        options = {
+            "epsilon": np.float64(self.epsilon),
+            "scale_offset": np.float64(self.scale_offset),
+            "skip": ["sum"] if residual is None else [],
+            "implementation": self.implementation,
+        }
+        if self.centered:
+            return LAYER_NORM_FWD(x, residual, scale, bias, **options)
+        y, total, rstd = RMS_NORM_FWD(x, residual, scale, **options)
+        return y, total, None, rstd
+
+    def backward(
+        self,
+        dy: jax.Array,
+        dsum: jax.Array | None,
+        saved: jax.Array,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        mean: jax.Array | None,
+        rstd: jax.Array,
+        dtypes: Mapping[str, Any],
+    ) -> tuple[Any, ...]:
+        """dx, dscale, dbias; of the last two those that have an entry in `dtypes`, else None.
+
+        `saved` is what was normalised, or y.
+        """
+        sums = ["dscale", "dbias"] if self.centered else ["dscale"]
+        options = {
+            "scale_offset": np.float64(self.scale_offset),
+            "skip": [name for name in sums if name not in dtypes],
+            "dtypes": dtypes,
+            "implementation": self.implementation,
+        }
+        if self.centered and self.residuals == "input":
+            return LAYER_NORM_BWD(dy, saved, dsum, scale, mean, rstd, **options)
+        if self.centered:
+            return LAYER_NORM_BWD_FROM_OUTPUT(dy, saved, dsum, scale, bias, rstd, **options)
+        kernel = RMS_NORM_BWD if self.residuals == "input" else RMS_NORM_BWD_FROM_OUTPUT
+        return *kernel(dy, saved, dsum, scale, rstd, **options), None
+
+
+# --- Differentiation -----------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normalize(norm: Norm, *operands: Any) -> Any:
+    """(y, x + residual) of x, residual, scale and bias; None for the sum without a residual."""
+    return norm.forward(*operands)[:2]
+
+
+def _normalize_fwd(norm: Norm, *operands: Any) -> Any:
+    x, residual, scale, bias = operands
+    y, total, mean, rstd = norm.forward(x, residual, scale, bias)
+    name = "layer_norm" if norm.centered else "rms_norm"
+    rstd = checkpoint_name(rstd, f"{name}_rstd")
+    if norm.residuals == "output":
+        saved, mean = y, None
+    else:
+        saved = x if residual is None else total
+        mean = None if mean is None else checkpoint_name(mean, f"{name}_mean")
+    return (y, total), (saved, scale, bias, mean, rstd)
+
+
+def _normalize_bwd(norm: Norm, residuals: Any, cotangents: Any) -> Any:
+    (dy, dsum), (saved, scale, bias, mean, rstd) = cotangents, residuals
+    dtypes = {n: p.dtype for n, p in (("dscale", scale), ("dbias", bias)) if p is not None}
+    dx, dscale, dbias = norm.backward(dy, dsum, saved, scale, bias, mean, rstd, dtypes)
+    return dx, None if dsum is None else dx, dscale, dbias
+
+
+_normalize.defvjp(_normalize_fwd, _normalize_bwd)
+
+
+# --- What is traced: x is [..., *normalized_shape flattened], parameters are flat -----------------
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def normalize(
+    x: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    norm: Norm,
+) -> tuple[jax.Array, jax.Array | None]:
+    """y, and x + residual where there is one; differentiable."""
+    operands = norm.prepare(x, residual, scale, bias)
+    results: Any
+    if norm.implementation == "xla":  # differentiated by JAX itself, so that forward mode works
+        results = norm.forward(*operands)[:2]
+    else:
+        results = _normalize(norm, *operands)
+    y, total = results
+    return reshard_like(y, x), None if total is None else reshard_like(total, x)
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def forward(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, norm: Norm
+) -> tuple[Any, ...]:
+    """y, mean or None, rstd."""
+    y, _, mean, rstd = norm.forward(*norm.prepare(x, None, scale, bias))
+    return reshard_like(y, x), mean, rstd
+
+
+@functools.partial(jax.jit, static_argnames=("norm", "dtypes"))
+def differentiate(
+    dy: jax.Array,
+    saved: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    *,
+    norm: Norm,
+    dtypes: tuple[tuple[str, Any], ...],
+) -> tuple[Any, ...]:
+    """dx, dscale, dbias as `Norm.backward`."""
+    operands: list[Any] = list(match_vma(dy, saved, scale, bias, mean, rstd))
+    dx, dscale, dbias = norm.backward(operands[0], None, *operands[1:], dtypes=dict(dtypes))
+    return reshard_like(dx, saved), dscale, dbias

@@ -1,0 +1,184 @@
+"""What the kernels of layer norm and RMS norm mean, in `jax.numpy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_gradops._core import along_features
+from jax_gradops._sharding import Arrays, accum_dtype
+
+Array = jax.Array
+
+
+def _row_mean(x: Array) -> Array:
+    n: Any = x.shape[-1]
+    if not isinstance(n, int):  # a symbolic dimension of jax.export
+        n = jnp.asarray(n).astype(x.dtype)
+    elif n == 0:
+        n = 1
+    return jnp.sum(x, -1, keepdims=True) / n
+
+
+def _along(parameter: Array | None, like: Array, offset: float = 0.0) -> Array | None:
+    """A parameter plus `offset`, in the dtype and rank of `like`."""
+    if parameter is None:
+        return None
+    return along_features(parameter.astype(like.dtype) + float(offset), like)
+
+
+def _affine(x_hat: Array, scale: Array | None, bias: Array | None) -> Array:
+    y = x_hat if scale is None else x_hat * scale
+    return y if bias is None else y + bias
+
+
+def inverse_deviation(variance: Array, epsilon: float) -> Array:
+    """NaN where the variance is infinite: 0 would turn such a row into zeros nobody notices."""
+    square = variance + float(epsilon)
+    return lax.rsqrt(jnp.where(jnp.isinf(square), -1, square))
+
+
+def _to_normalize(x: Array, residual: Array | None) -> Array:
+    """x, or its sum with the residual rounded to x's dtype, in the accumulation dtype.
+
+    Not by two casts, which XLA takes out: it keeps what it computed more precisely.
+    """
+    wide = x.astype(accum_dtype(x.dtype))
+    if residual is None:
+        return wide
+    total = wide + residual.astype(wide.dtype)
+    if total.dtype == x.dtype:
+        return total
+    kept = jnp.finfo(x.dtype)
+    return lax.reduce_precision(total, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
+
+
+# --- Forward: y, the sum with the residual, statistics -------------------------------------------
+
+
+def layer_norm_fwd(
+    x: Array,
+    residual: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    *,
+    epsilon: float,
+    scale_offset: float,
+) -> Arrays:
+    wide = _to_normalize(x, residual)
+    # The mean from differences to the row's first element, exact for a constant row; rounded, it is
+    # off by delta. y does not depend on what is taken off before, so neither does the gradient.
+    fixed = lax.stop_gradient(wide)
+    shift = jnp.sum(fixed[..., :1], -1, keepdims=True)
+    mean = shift + _row_mean(fixed - shift)
+    shifted = wide - mean
+    delta = _row_mean(shifted)
+    centered = shifted - delta
+    rstd = inverse_deviation(_row_mean(jnp.square(centered)), epsilon)
+    y = _affine(centered * rstd, _along(scale, wide, scale_offset), _along(bias, wide))
+    return y.astype(x.dtype), wide.astype(x.dtype), (mean + delta)[..., 0], rstd[..., 0]
+
+
+def rms_norm_fwd(
+    x: Array,
+    residual: Array | None,
+    scale: Array | None,
+    *,
+    epsilon: float,
+    scale_offset: float,
+) -> Arrays:
+    wide = _to_normalize(x, residual)
+    rstd = inverse_deviation(_row_mean(jnp.square(wide)), epsilon)
+    y = _affine(wide * rstd, _along(scale, wide, scale_offset), None)
+    return y.astype(x.dtype), wide.astype(x.dtype), rstd[..., 0]
+
+
+# --- Backward: dx, dscale, dbias -----------------------------------------------------------------
+
+
+def layer_norm_bwd(
+    dy: Array,
+    x: Array,
+    dsum: Array | None,
+    scale: Array | None,
+    mean: Array,
+    rstd: Array,
+    *,
+    scale_offset: float,
+) -> Arrays:
+    shifted = x.astype(mean.dtype) - mean[..., None]
+    # Rounding the saved mean leaves |mean| * 2^-24, which is large beside a small deviation.
+    x_hat = (shifted - _row_mean(shifted)) * rstd[..., None]
+    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=True)
+
+
+def rms_norm_bwd(
+    dy: Array,
+    x: Array,
+    dsum: Array | None,
+    scale: Array | None,
+    rstd: Array,
+    *,
+    scale_offset: float,
+) -> Arrays:
+    x_hat = x.astype(rstd.dtype) * rstd[..., None]
+    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=False)[:2]
+
+
+def layer_norm_bwd_from_output(
+    dy: Array,
+    y: Array,
+    dsum: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    rstd: Array,
+    *,
+    scale_offset: float,
+) -> Arrays:
+    wide = y.astype(rstd.dtype)
+    gamma = _along(scale, wide, scale_offset)
+    return _bwd(dy, _x_hat_of(wide, gamma, _along(bias, wide)), dsum, gamma, rstd, centered=True)
+
+
+def rms_norm_bwd_from_output(
+    dy: Array,
+    y: Array,
+    dsum: Array | None,
+    scale: Array | None,
+    rstd: Array,
+    *,
+    scale_offset: float,
+) -> Arrays:
+    wide = y.astype(rstd.dtype)
+    gamma = _along(scale, wide, scale_offset)
+    return _bwd(dy, _x_hat_of(wide, gamma, None), dsum, gamma, rstd, centered=False)[:2]
+
+
+def _x_hat_of(y: Array, gamma: Array | None, beta: Array | None) -> Array:
+    """The inverse of `_affine`; 0 where gamma is, with finite derivatives there."""
+    centered = y if beta is None else y - beta
+    return centered if gamma is None else centered / jnp.where(gamma == 0, jnp.inf, gamma)
+
+
+def _bwd(
+    dy: Array,
+    x_hat: Array,
+    dsum: Array | None,
+    gamma: Array | None,
+    rstd: Array,
+    *,
+    centered: bool,
+) -> Arrays:
+    rows = tuple(range(dy.ndim - 1))
+    wide = dy.astype(x_hat.dtype)
+    wdy = wide if gamma is None else wide * gamma
+    dx = wdy - x_hat * _row_mean(wdy * x_hat)
+    if centered:
+        dx = dx - _row_mean(wdy)
+    dx = dx * rstd[..., None]
+    if dsum is not None:
+        dx = dx + dsum.astype(dx.dtype)
+    return dx.astype(dy.dtype), jnp.sum(wide * x_hat, rows), jnp.sum(wide, rows)
