@@ -3,6 +3,7 @@
 
 #include "common/build_info.h"
 #include "ops/bias_gelu.h"
+#include "ops/device_copy.h"
 #include "ops/global_norm.h"
 #include "ops/layer_norm.h"
 
@@ -33,6 +34,7 @@ nb::dict Registrations() {
   handlers["bias_gelu_fwd"] = Capsule<&BiasGelu::BindFwd, &BiasGelu::Fwd>();
   handlers["bias_gelu_bwd"] = Capsule<&BiasGelu::BindBwd, &BiasGelu::Bwd>();
   handlers["sum_of_squares"] = Capsule<&GlobalNorm::Bind, &GlobalNorm::Run>();
+  handlers["device_copy"] = Capsule<&DeviceCopy<Context>::Bind, &DeviceCopy<Context>::Run>();
   return handlers;
 }
 

@@ -1,4 +1,4 @@
-"""``python -m jax_gradops``: information, a self-test, and a demo."""
+"""``python -m jax_gradops``: information, a self-test, a benchmark, and a demo."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import jax_gradops
 COMMANDS = {
     "info": "print versions, platforms, devices, and what each op runs",
     "doctor": "run every op on every device, check the results, and say what is wrong",
+    "bench": "time the ops against XLA, PyTorch, others that are installed, and a plain copy",
     "demo": "train a small language model with these ops",
 }
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == wanted:
             module = importlib.import_module(f"jax_gradops._cli.{name}")
             module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run, command_line=arguments)
     args = parser.parse_args(arguments)
     try:
         return args.run(args)

@@ -55,6 +55,7 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"dx": ROWS, "dbias": PARAMETER, "workspace": scratch(1, 1, 1, 4)},
         GROUPS | {"approximate": False},
     ),
+    "device_copy": ({"x": ROWS}, {"y": ROWS}, {}),
     "sum_of_squares": (
         {"leaf 0": full(3), "leaf 1": full(2, 2)},
         {"huge": full(), "normal": full(), "tiny": full(), "workspace": scratch(2048, 2)},

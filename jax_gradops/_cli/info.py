@@ -49,7 +49,7 @@ def collect() -> dict[str, Any]:
         "versions": {
             "jax_gradops": jax_gradops.__version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in PACKAGES},
+            **{name: version(name) for name in PACKAGES},
         },
         "location": str(Path(jax_gradops.__file__).parent),
         "ffi_api": {
@@ -107,6 +107,15 @@ def simd_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     return level
 
 
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, or its architecture where that cannot be told."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        found = None
+    return found[1] if found else platform.machine()
+
+
 def describe(environment: dict[str, Any]) -> str:
     """What `collect` returned, as text."""
     versions = (f"{name} {v or 'not installed'}" for name, v in environment["versions"].items())
@@ -132,7 +141,8 @@ def describe(environment: dict[str, Any]) -> str:
     return "\n".join(f"{title:<{width}}  {text}" for title, text in lines)
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """An installed package's version."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,0 +1,44 @@
+// A plain copy, with which `python -m jax_gradops bench` compares what it times.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/handler.h"
+#include "common/shape.h"
+
+namespace gradops {
+
+struct DeviceCopyArgs {
+  const void* x;
+  void* y;
+  std::int64_t bytes;
+};
+
+ffi::Error CopyOnDevice(CpuContext, const DeviceCopyArgs&);   // cpu/device_copy.cc
+ffi::Error CopyOnDevice(CudaContext, const DeviceCopyArgs&);  // cuda/device_copy.cu
+
+template <class Context>
+struct DeviceCopy {
+  static ffi::Error Run(Context ctx, In x, Out y) {
+    const auto dims = x.dimensions(), result_dims = y->dimensions();
+    if (x.element_type() != y->element_type() || dims.size() != result_dims.size() ||
+        !std::equal(dims.begin(), dims.end(), result_dims.begin())) {
+      return ffi::Error::InvalidArgument("device_copy: y must have x's shape and dtype; got " +
+                                         Describe(*y) + " for x " + Describe(x));
+    }
+    const auto bytes = static_cast<std::int64_t>(x.size_bytes());
+    if (bytes > 0 && (x.untyped_data() == nullptr || y->untyped_data() == nullptr)) {
+      return ffi::Error::InvalidArgument("device_copy: x and y must have data");
+    }
+    return CopyOnDevice(ctx, {.x = x.untyped_data(), .y = y->untyped_data(), .bytes = bytes});
+  }
+
+  static auto Bind() {
+    return gradops::Bind<Context>()
+        .template Arg<In>()               // x
+        .template Ret<ffi::AnyBuffer>();  // y
+  }
+};
+
+}  // namespace gradops

@@ -1,0 +1,236 @@
+"""``python -m jax_gradops bench``: times the ops against XLA, PyTorch and others, and a copy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax_gradops
+from jax_gradops._cli import info
+from jax_gradops._cli.benchmark import cases, measuring, peers, report, timing
+
+#: What competitors are called on PyPI.
+PACKAGES = {
+    "torch": "torch",
+    "liger": "liger_kernel",
+    "quack": "quack_kernels",
+    "triton": "triton",
+}
+FORMATS = "ROWSxFEATURES, as in 32768x4096, or default, or all"
+NOTE = """
+A figure is the median over interleaved rounds of the device's time per call, in microseconds, with
+the 20th and the 80th percentile. "cold" goes through three times the cache or more, "warm" stays in
+it, "latency" is one call from Python to its results. "Of copy" is the rate of the least number of
+bytes that the op has to move, over that of a plain copy of as many in the same rounds. * marks
+figures that the host's dispatch is in. Every result is compared with float64 before it is timed.
+"""
+
+
+class BenchError(Exception):
+    """What the user asked for cannot be done; the message says why."""
+
+
+# --- Arguments -----------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = NOTE.strip()
+    short = {s: name for name, s in cases.SHORT_DTYPES.items()}
+
+    def add(name: str, values: Sequence[str], default: str, what: str, **aliases: str) -> None:
+        parser.add_argument(
+            f"--{name}",
+            type=_names(name, values, aliases),
+            metavar="NAME,…",
+            default=None if default != "all" else list(values),
+            help=f"{what}: {', '.join(values)} (default: {default})",
+        )
+
+    add("op", cases.OPS, "all", "ops")
+    add("direction", cases.DIRECTIONS, "all", "directions")
+    add("dtype", cases.DTYPES, "bfloat16,float32", "dtypes", **short)
+    add("against", measuring.COMPETITORS, "those that are installed", "competitors")
+    parser.add_argument(
+        "--shape",
+        type=_shapes,
+        default=["default"],
+        metavar="SHAPE,…",
+        help=f"{FORMATS}: rows of 64 to 65536 features, many and few",
+    )
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
+    parser.add_argument("--rounds", type=_positive(int), default=15, help="default: %(default)s")
+    parser.add_argument(
+        "--time-limit",
+        type=_positive(float),
+        metavar="SECONDS",
+        help="begin no case after this time; what was left out is said",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+
+
+def _names(what: str, values: Sequence[str], aliases: dict[str, str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = [aliases.get(n, n) for n in text.split(",") if n]
+        unknown = [n for n in names if n not in values]
+        if unknown or not names:
+            raise argparse.ArgumentTypeError(
+                f"unknown {what} {', '.join(map(repr, unknown)) or repr(text)}; "
+                f"known are {', '.join(values)}"
+            )
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
+def _shapes(text: str) -> list[cases.Shape | str]:
+    shapes: list[cases.Shape | str] = []
+    for part in text.split(","):
+        if part in ("default", "all"):
+            shapes.append(part)
+            continue
+        sizes = part.split("x")
+        if len(sizes) != 2 or not all(s.isascii() and s.isdigit() and int(s) for s in sizes):
+            raise argparse.ArgumentTypeError(f"unknown shape {part!r}; expected {FORMATS}")
+        shapes.append((int(sizes[0]), int(sizes[1])))
+    return shapes
+
+
+def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+        return value
+
+    return parse
+
+
+# --- Running -------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times what was asked for; returns 0, 1 if a result is wrong, or 2 if it cannot be done."""
+    # PyTorch needs memory beside JAX.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        device = _device(args.device)
+        competitors = _competitors(args.against, device)
+        return _run(args, device, competitors)
+    except BenchError as error:
+        print(f"jax_gradops bench: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _device(wanted: str | None) -> Any:
+    found, error = info.find_devices()
+    platform = wanted or ("gpu" if any(d.platform == "gpu" for d in found) else "cpu")
+    devices = [d for d in found if d.platform == platform]
+    if not devices:
+        reason = error or f"JAX has {', '.join(sorted({d.platform for d in found}))} devices only"
+        raise BenchError(f"there is no {platform.upper()} here: {reason}")
+    in_use = jax_gradops.implementation_in_use("layer_norm", platform)
+    if in_use.implementation != "ffi":
+        raise BenchError(f"there are no kernels to time: {in_use.reason}")
+    return devices[0]
+
+
+def _competitors(wanted: Sequence[str] | None, device: Any) -> list[str]:
+    platform = "cpu" if device.platform == "cpu" else "gpu"
+    reasons = {c: measuring.why_not_installed(c, platform) for c in measuring.COMPETITORS}
+    if wanted is None:
+        return [c for c, reason in reasons.items() if not reason]
+    for competitor in wanted:
+        if reasons[competitor]:
+            raise BenchError(f"cannot compare with {competitor}: {reasons[competitor]}")
+    return [c for c in measuring.COMPETITORS if c in wanted]
+
+
+def _run(args: argparse.Namespace, device: Any, competitors: Sequence[str]) -> int:
+    platform = "cpu" if device.platform == "cpu" else "gpu"
+    dtypes = args.dtype or ["bfloat16", "float32"]
+    chosen = cases.select(args.op, args.direction, dtypes, args.shape, platform)
+    if not chosen:
+        raise BenchError(f"{', '.join(args.op)} has no {', '.join(args.direction)} to time")
+    environment = _environment(device, platform, competitors)
+    print(_describe(environment), flush=True)
+    started, results = time.perf_counter(), []
+
+    def expired() -> bool:
+        return args.time_limit is not None and time.perf_counter() - started > args.time_limit
+
+    with peers.scope(device), report.Report(competitors, len(chosen)) as shown:
+        for result in measuring.run_all(chosen, device, competitors, args.rounds, expired):
+            results.append(result)
+            shown.add(result)
+            _write(args.json, environment, args, results, chosen)  # as far as it got
+    _write(args.json, environment, args, results, chosen)
+    left_out = chosen[len(results) :]
+    if left_out:
+        count = f"{len(left_out)} case{'s were' if len(left_out) > 1 else ' was'}"
+        print(f"{count} left out, as {args.time_limit:g} s had passed")
+    problems = [r.problem for r in results if r.problem]
+    for problem in problems:
+        print(f"jax_gradops bench: error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _environment(device: Any, platform: str, competitors: Sequence[str]) -> dict[str, Any]:
+    """Machine and versions; made of what JSON can hold."""
+    found = info.collect()
+    versions = {p: info.version(p) for c, p in PACKAGES.items() if c in competitors}
+    return {
+        "device": device.device_kind,
+        "processor": info.processor(),
+        "platform": platform,
+        "cache_bytes": timing.cache_bytes(device),
+        "copy": "device_copy" if peers.has_device_copy(platform) else "jax.numpy.copy",
+        "competitors": list(competitors),
+        "versions": found["versions"] | versions,
+        "kernels": found["kernels"],
+        "threads": found["threads"],
+        "simd": found["simd"],
+    }
+
+
+def _describe(environment: dict[str, Any]) -> str:
+    versions = (f"{name} {v}" for name, v in environment["versions"].items() if v)
+    processor = f"{environment['processor']}, {environment['threads']} threads"
+    device = processor if environment["platform"] == "cpu" else environment["device"]
+    text = f"{device}, {', '.join(versions)}"
+    if environment["copy"] != "device_copy":
+        text += "\nThis build has no native copy: the copy is jax.numpy's, which may be slower"
+    return text
+
+
+def _write(
+    path: Path | None,
+    environment: dict[str, Any],
+    args: argparse.Namespace,
+    results: Sequence[measuring.Result],
+    chosen: Sequence[cases.Case],
+) -> None:
+    if path is None:
+        return
+    content = {
+        "command": shlex.join(["python", "-m", "jax_gradops", *args.command_line]),
+        "rounds": args.rounds,
+        **environment,
+        "results": [report.as_json(r) for r in results],
+        "left_out": [str(case) for case in chosen[len(results) :]],
+    }
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise BenchError(f"cannot write to {path}: {error.strerror or error}") from None

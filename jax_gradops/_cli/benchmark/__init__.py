@@ -1,0 +1,6 @@
+"""The parts of ``python -m jax_gradops bench``.
+
+`formulas` and `cases` say what is run, `peers` and `torch_peers` who runs it, `timing` how it is
+timed, `gate` whether it is right, `measuring` takes one case through all of these, and `report`
+shows what came of it.
+"""

@@ -1,0 +1,138 @@
+"""Takes cases from what was asked for to figures."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax_gradops._cli import info
+from jax_gradops._cli.benchmark import gate, peers, timing, torch_functions, torch_peers
+from jax_gradops._cli.benchmark.cases import Case
+from jax_gradops._cli.benchmark.peers import Figure, Inputs, Peer, PeerError, Plan
+
+#: Who can be named as a competitor, in the order of the table.
+COMPETITORS = ("xla", *torch_functions.REQUIREMENTS)
+
+
+@dataclasses.dataclass
+class Result:
+    """One case.
+
+    Attributes:
+      timings: by figure, and then by peer: ``"ours"``, ``"copy"``, competitors.
+      errors: by peer, the largest error that the gate saw, as a fraction of a result's largest
+        value.
+      wrong: by peer, what the gate found; such a peer is not timed.
+      failed: by peer, why it did not run.
+    """
+
+    case: Case
+    plan: Plan
+    timings: dict[Figure, dict[str, timing.Timing]] = dataclasses.field(default_factory=dict)
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    wrong: dict[str, str] = dataclasses.field(default_factory=dict)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def problem(self) -> str:
+        """Why this library has no figures here; empty if it has."""
+        for what, found in (("wrong", self.wrong), ("failed", self.failed)):
+            if "ours" in found:
+                return f"{self.case}: ours is {what}: {found['ours']}"
+        return ""
+
+
+def why_not_installed(competitor: str, platform: str) -> str:
+    """Why a competitor cannot take part; empty if it can."""
+    if competitor == "xla":
+        return ""
+    packages, on_cpu = torch_functions.REQUIREMENTS[competitor]
+    missing = [p for p in packages if importlib.util.find_spec(p) is None]
+    if missing:
+        return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+    return "" if on_cpu or platform == "gpu" else "it runs on GPUs only"
+
+
+def make_peers(case: Case, plan: Plan, competitors: Sequence[str]) -> dict[str, Peer]:
+    """All that are timed on a case."""
+    made: dict[str, Peer] = {"ours": peers.ours(case, plan), "copy": peers.copy(case, plan)}
+    for name in competitors:
+        if name == "xla":
+            made[name] = peers.xla(case, plan)
+        elif torch_functions.covers(name, case):
+            made[name] = torch_peers.TorchPeer(name, case, plan)
+    return made
+
+
+def run_all(
+    cases: Sequence[Case],
+    device: Any,
+    competitors: Sequence[str],
+    rounds: int,
+    expired: Callable[[], bool],
+) -> Iterator[Result]:
+    """Results, case by case, until `expired`.
+
+    Programs are compiled some cases ahead in threads, none of which works while something is timed.
+    """
+    ahead = min(8, info.usable_cpus())
+    with concurrent.futures.ThreadPoolExecutor(ahead) as pool:
+        for first in range(0, len(cases), ahead):
+            batch, tasks = [], []
+            for case in cases[first : first + ahead]:
+                plan = peers.plan_for(case, device)
+                made = make_peers(case, plan, competitors)
+                compiled = {name: pool.submit(peer.compile) for name, peer in made.items()}
+                shared = (
+                    pool.submit(Inputs.compile, case, plan),
+                    pool.submit(gate.program, case, device),
+                )
+                batch.append((Result(case, plan), made, compiled))
+                tasks += [*shared, *compiled.values()]
+            concurrent.futures.wait(tasks)
+            while batch:
+                if expired():
+                    return
+                result, made, compiled = batch.pop(0)
+                for name, future in compiled.items():
+                    if error := future.exception():
+                        _fail(result, made, name, error)
+                run_case(result, made, rounds)
+                del made
+                yield result
+
+
+def _fail(result: Result, made: dict[str, Peer], name: str, error: BaseException) -> None:
+    text = str(error).strip().splitlines() or [""]
+    known = isinstance(error, PeerError)
+    result.failed[name] = text[0] if known else f"{type(error).__name__}: {text[0]}"[:200]
+    del made[name]
+
+
+def run_case(result: Result, made: dict[str, Peer], rounds: int) -> None:
+    """Starts the peers, checks their results, and times those that are right."""
+    inputs = Inputs.make(result.case, result.plan)
+    runners: dict[str, dict[Figure, timing.Runner]] = {}
+    for name, peer in list(made.items()):
+        try:
+            started = peer.start(inputs)
+            if name != "copy":
+                results = started[result.plan.figures[0]].results()
+                slack = 1.0 if name == "ours" else gate.SLACK_OF_OTHERS
+                mistake, result.errors[name] = gate.mistakes(
+                    result.case, result.plan.device, inputs, results, slack
+                )
+                if mistake:
+                    result.wrong[name] = mistake
+                    continue
+            runners[name] = started
+        except Exception as error:  # a competitor may raise what it likes
+            _fail(result, made, name, error)
+    if result.problem:
+        return
+    for figure in result.plan.figures:
+        ready = {name: started[figure] for name, started in runners.items()}
+        result.timings[figure] = timing.measure(ready, rounds, result.plan.platform)

@@ -1,0 +1,186 @@
+"""What `bench` shows and writes: the table, the progress, the JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from jax_gradops._cli.benchmark import peers
+from jax_gradops._cli.benchmark.measuring import Result
+from jax_gradops._cli.benchmark.timing import Timing
+
+
+def of_copy(result: Result, figure: peers.Figure, name: str) -> float | None:
+    """A peer's rate over the copy's, both for the case's minimum of bytes."""
+    timings = result.timings.get(figure, {})
+    if figure == "latency" or name not in timings or "copy" not in timings:
+        return None
+    # The copy moves two whole arrays of float32, at most 8 bytes less than the case.
+    return timings["copy"].us / timings[name].us
+
+
+def best_peer(result: Result, figure: peers.Figure) -> str | None:
+    """The fastest competitor."""
+    others = {n: t for n, t in result.timings.get(figure, {}).items() if n not in ("ours", "copy")}
+    return min(others, key=lambda n: others[n].us) if others else None
+
+
+def speed_up(result: Result, figure: peers.Figure) -> float | None:
+    """XLA's time over ours."""
+    timings = result.timings.get(figure, {})
+    return timings["xla"].us / timings["ours"].us if {"ours", "xla"} <= timings.keys() else None
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """One case."""
+    case = result.case
+    rows, features = case.shape
+    return {
+        "op": case.op,
+        "form": case.form,
+        "direction": case.direction,
+        "dtype": case.dtype,
+        "rows": rows,
+        "features": features,
+        "bytes": case.bytes,
+        "calls": {"cold": result.plan.calls, "warm": result.plan.warm_calls},
+        **{
+            figure: {
+                "peers": {name: _timing(result, figure, name, t) for name, t in timings.items()},
+                "best_peer": best_peer(result, figure),
+                "speed_up_over_xla": speed_up(result, figure),
+            }
+            for figure, timings in result.timings.items()
+        },
+        "errors": result.errors,
+        "wrong": result.wrong,
+        "failed": result.failed,
+    }
+
+
+def _timing(result: Result, figure: peers.Figure, name: str, timing: Timing) -> dict[str, Any]:
+    return {
+        "us": timing.us,
+        "p20": timing.p20,
+        "p80": timing.p80,
+        "gb_per_s": None if figure == "latency" else result.case.bytes / timing.us / 1e3,
+        "fraction_of_copy": of_copy(result, figure, name),
+        "host_bound": timing.host_bound,
+    }
+
+
+# --- Table ---------------------------------------------------------------------------------------
+
+
+class Report:
+    """Lines as they come; on a terminal with Rich a bar, and a table at the end."""
+
+    def __init__(self, competitors: Sequence[str], cases: int) -> None:
+        self._competitors, self._cases = competitors, cases
+        self._columns = [
+            "case", "figure", "ours µs", "of copy", "copy GB/s",
+            *(f"{c} µs" for c in competitors), "best peer of copy", "over XLA",
+        ]  # fmt: skip
+        self._widths = [40, 7, 18, 7, 9, *(18 for _ in competitors), 17, 8]
+        self._rows: list[list[str]] = []
+        self._started, self._done, self._bar = time.perf_counter(), 0, None
+        if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+            from rich.progress import Progress
+
+            self._bar = Progress(transient=True)
+            self._task = self._bar.add_task("compiling", total=cases)
+
+    def __enter__(self) -> Report:
+        if self._bar:
+            self._bar.start()
+        else:
+            self._print(self._columns)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            from rich.table import Table
+
+            self._bar.stop()
+            table = Table(*self._columns)
+            for row in self._rows:
+                table.add_row(*row)
+            self._bar.console.print(table)
+        elif sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+
+    def add(self, result: Result) -> None:
+        """Shows a case that is done."""
+        self._done += 1
+        notes = [result.problem] if result.problem else []
+        for what, found in (("is wrong", result.wrong), ("did not run", result.failed)):
+            others = ((name, why) for name, why in found.items() if name != "ours")
+            notes += [f"{result.case}: {name} {what}: {why}" for name, why in others]
+        for figure in result.timings:
+            self._add_row(self._row(result, figure))
+        for note in notes:
+            self._note(f"  {note}")
+        self._show_progress(str(result.case))
+
+    def _note(self, text: str) -> None:
+        if self._bar:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, flush=True)
+
+    def _row(self, result: Result, figure: peers.Figure) -> list[str]:
+        timings = result.timings[figure]
+        best = best_peer(result, figure)
+        best_share = None if best is None else of_copy(result, figure, best)
+        over_xla = speed_up(result, figure)
+        ours_share = of_copy(result, figure, "ours")
+        return [
+            str(result.case),
+            figure,
+            _spread(timings.get("ours")),
+            "" if ours_share is None else f"{ours_share:.2f}",
+            _copy_rate(result, figure),
+            *("wrong" if c in result.wrong else _spread(timings.get(c)) for c in self._competitors),
+            "" if best_share is None else f"{best_share:.2f} {best}",
+            "" if over_xla is None else f"{over_xla:.2f}×",
+        ]
+
+    def _add_row(self, row: list[str]) -> None:
+        self._rows.append(row)
+        if not self._bar:
+            self._print(row)
+
+    def _print(self, row: Sequence[str]) -> None:
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
+        first, *others = (f"{c:>{w}}" for c, w in zip(row, self._widths, strict=True))
+        print("  ".join([f"{first.strip():<{self._widths[0]}}", *others]), flush=True)
+
+    def _show_progress(self, text: str) -> None:
+        if self._bar:
+            self._bar.update(self._task, completed=self._done, description=text)
+        elif sys.stderr.isatty():
+            left = (time.perf_counter() - self._started) / self._done * (self._cases - self._done)
+            print(f"\r{self._done}/{self._cases}, {left:.0f} s left\033[K", end="", file=sys.stderr)
+
+
+def _copy_rate(result: Result, figure: peers.Figure) -> str:
+    copy = result.timings[figure].get("copy")
+    return "" if copy is None or figure == "latency" else f"{result.case.bytes / copy.us / 1e3:.0f}"
+
+
+def _spread(timing: Timing | None) -> str:
+    if timing is None:
+        return "-"
+    digits = 0 if timing.us >= 1000 else 1
+    mark = "*" if timing.host_bound else ""
+    return f"{timing.us:.{digits}f}{mark} ({timing.p20:.{digits}f}–{timing.p80:.{digits}f})"

@@ -1,0 +1,231 @@
+"""How programs are timed: interleaved samples, from which the host's dispatch is kept out.
+
+A program is a number of calls one after the other. Cold, each call has its own inputs and results,
+several times the cache in all, as in a model each layer has; warm, all calls have the same inputs,
+which stay in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import numpy as np
+
+Call: TypeAlias = Callable[..., list[Any]]
+
+# Seconds that a runner works before it is measured, and that one sample takes at least, unless
+# that needs more than MAX_RUNS runs (JAX has at most 32 under way on a GPU).
+WARM_UP = 0.03
+SAMPLE = {"gpu": 0.005, "cpu": 0.02}
+MAX_RUNS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of a call: the median and the 20th and 80th percentile.
+
+    Attributes:
+      host_bound: whether the host's dispatch was slower than the device, and is in the time.
+    """
+
+    us: float
+    p20: float
+    p80: float
+    host_bound: bool = False
+
+
+class Runner(Protocol):
+    """A program that is ready to run, of `calls` calls."""
+
+    calls: int
+
+    def results(self) -> list[jax.Array]:
+        """The first call's; valid until the next run."""
+        ...
+
+    def sample(self, runs: int) -> tuple[float, bool]:
+        """Seconds of one call in a series of runs, and whether the host's dispatch is in them."""
+        ...
+
+
+# --- Programs of JAX -----------------------------------------------------------------------------
+
+
+def cold_program(call: Call) -> Callable[[Sequence[Any]], list[Any]]:
+    """Calls one after the other, each on its own arguments; returns all results.
+
+    The barriers keep XLA from fusing or reordering calls.
+    """
+
+    def program(arguments: Sequence[Any]) -> list[Any]:
+        results: list[Any] = []
+        for args in arguments:
+            if results:
+                args, _ = jax.lax.optimization_barrier((args, results[-1]))
+            results.append(call(*args))
+        return results
+
+    return program
+
+
+def warm_program(call: Call, calls: int) -> Callable[[Sequence[Any]], list[Any]]:
+    """Calls one after the other on the same arguments; returns the last results.
+
+    By the barriers, every call needs the results of the one before, so that none can be dropped.
+    """
+
+    def program(arguments: Sequence[Any]) -> list[Any]:
+        (args,) = arguments
+        result = call(*args)
+        for _ in range(calls - 1):
+            args, _ = jax.lax.optimization_barrier((args, result))
+            result = call(*args)
+        return [result]
+
+    return program
+
+
+class QueuedProgram:
+    """On a device with a queue: the time from one run's end to a later one's, nothing waiting."""
+
+    _LEAD = 2  # runs at the head of a sample, while which the others are queued
+
+    def __init__(self, compiled: Any, arguments: Sequence[Any], calls: int) -> None:
+        self.calls = calls
+        self._compiled, self._arguments = compiled, arguments
+        self._host_bound = False
+
+    def _run(self, runs: int) -> Any:
+        last = None
+        for _ in range(runs):
+            last = self._compiled(self._arguments)
+        return last
+
+    def results(self) -> list[jax.Array]:
+        return jax.block_until_ready(self._run(1))[0]
+
+    def sample(self, runs: int) -> tuple[float, bool]:
+        if not self._host_bound:
+            lead = [self._compiled(self._arguments)[0] for _ in range(self._LEAD)][-1]
+            last = self._run(runs)
+            self._host_bound = lead[0].is_ready()  # too late to see it end
+            jax.block_until_ready(lead)
+            start = time.perf_counter()
+            jax.block_until_ready(last)
+            seconds = time.perf_counter() - start
+            if not self._host_bound:
+                return seconds / (runs * self.calls), False
+        start = time.perf_counter()
+        jax.block_until_ready(self._run(runs))
+        return (time.perf_counter() - start) / (runs * self.calls), True
+
+
+class BlockingProgram:
+    """On the CPU: run by run, each into the memory of the last one's results.
+
+    Else the operating system's work on fresh memory would be a good part of the time.
+    """
+
+    def __init__(self, compiled: Any, arguments: Sequence[Any], calls: int, spare: Any) -> None:
+        self.calls = calls
+        self._compiled, self._arguments, self._spare = compiled, arguments, spare
+
+    def _run(self) -> None:
+        self._spare = jax.block_until_ready(self._compiled(self._spare, self._arguments))
+
+    def results(self) -> list[jax.Array]:
+        self._run()
+        return self._spare[0]
+
+    def sample(self, runs: int) -> tuple[float, bool]:
+        start = time.perf_counter()
+        for _ in range(runs):
+            self._run()
+        return (time.perf_counter() - start) / (runs * self.calls), False
+
+
+class LatencyProgram:
+    """One call from Python to its results, host and device together."""
+
+    calls = 1
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def results(self) -> list[jax.Array]:
+        return self._function()
+
+    def sample(self, runs: int) -> tuple[float, bool]:
+        start = time.perf_counter()
+        for _ in range(runs):
+            self._function()
+        return (time.perf_counter() - start) / runs, False
+
+
+# --- Samples -------------------------------------------------------------------------------------
+
+
+def measure(runners: Mapping[str, Runner], rounds: int, device: str) -> dict[str, Timing]:
+    """Times all runners, in rounds that each of them has one sample of."""
+    runs = {name: _warm_up(runner, SAMPLE[device]) for name, runner in runners.items()}
+    samples: dict[str, list[tuple[float, bool]]] = {name: [] for name in runners}
+    for _ in range(rounds):
+        for name, runner in runners.items():
+            samples[name].append(runner.sample(runs[name]))
+    return {name: _timing(taken) for name, taken in samples.items()}
+
+
+def _warm_up(runner: Runner, target: float) -> int:
+    """Runs for a while; returns how many runs a sample should have."""
+    start = time.perf_counter()
+    runs = 1
+    while True:
+        seconds = runner.sample(runs)[0] * runner.calls
+        runs = max(1, min(MAX_RUNS, round(target / max(seconds, 1e-9))))
+        if time.perf_counter() - start > WARM_UP:
+            return runs
+
+
+def _timing(samples: Sequence[tuple[float, bool]]) -> Timing:
+    low, middle, high = np.quantile([1e6 * seconds for seconds, _ in samples], (0.2, 0.5, 0.8))
+    return Timing(float(middle), float(low), float(high), any(bound for _, bound in samples))
+
+
+# --- The device's memory -------------------------------------------------------------------------
+
+_L2_CACHE_SIZE = 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
+_UNKNOWN_CACHE = {"gpu": 128 << 20, "cpu": 64 << 20}  # as large as any of 2025 or most
+
+
+def cache_bytes(device: Any) -> int:
+    """The size of the last cache before memory; a large guess where it cannot be told."""
+    try:
+        if device.platform == "cpu":
+            return _largest_cpu_cache()
+        driver, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        status = driver.cuDeviceGetAttribute(
+            ctypes.byref(size), _L2_CACHE_SIZE, device.local_hardware_id or 0
+        )
+        if status == 0 and size.value > 0:
+            return size.value
+    except (OSError, ValueError):  # no such library or file
+        pass
+    return _UNKNOWN_CACHE["cpu" if device.platform == "cpu" else "gpu"]
+
+
+def _largest_cpu_cache() -> int:
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    units = {"K": 1 << 10, "M": 1 << 20}
+    return max(int(t[:-1]) * units[t[-1]] for t in (p.read_text().strip() for p in sizes))
+
+
+def memory_bytes(device: Any) -> int:
+    """How much memory programs may take; a small guess where it cannot be told."""
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0) if device.platform != "cpu" else 0
+    return limit or 8 << 30

@@ -1,0 +1,191 @@
+"""`python -m jax_gradops bench`, on tiny shapes: what it runs, finds wrong, writes and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_gradops import _registry
+from jax_gradops.__main__ import main
+from jax_gradops._cli import info
+from jax_gradops._cli.benchmark import cases, peers, timing
+
+TINY = ("--device", "cpu", "--shape", "5x33", "--rounds", "1", "--against", "xla")
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "WARM_UP", 0.0)
+    monkeypatch.setattr(timing, "SAMPLE", {"cpu": 0.0, "gpu": 0.0})
+
+
+def bench(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "bench.json"
+    status = main(["bench", *TINY, "--json", str(path), *args])
+    return status, json.loads(path.read_text())
+
+
+def test_every_op_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    status, report = bench(tmp_path, "--dtype", "f32")
+    assert status == 0 and report["left_out"] == []
+    assert report["command"].startswith("python -m jax_gradops bench --device cpu")
+    assert report["copy"] == "device_copy" and report["versions"]["jax"] == jax.__version__
+    timed = {(r["op"], r["form"], r["direction"]) for r in report["results"]}
+    assert timed == {(*key, d) for key, op in cases.OPERATIONS.items() for d in op.traffic}
+    for result in report["results"]:
+        assert result["wrong"] == result["failed"] == {}
+        assert result["errors"].keys() == {"ours", "xla"}
+        assert result["bytes"] >= 5 * 33 * 4
+        figure = result["warm"]
+        assert figure["best_peer"] == "xla" and figure["speed_up_over_xla"] > 0
+        assert figure["peers"].keys() == {"ours", "xla", "copy"}
+        for timed_peer in figure["peers"].values():
+            assert 0 < timed_peer["p20"] <= timed_peer["us"] <= timed_peer["p80"]
+            assert timed_peer["fraction_of_copy"] > 0 and timed_peer["gb_per_s"] > 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("layer_norm bwd f32 5x33 ") for line in lines)
+
+
+def test_a_wrong_competitor_is_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    formulas = cases.OPERATIONS["layer_norm", ""].xla
+    right = formulas["bwd"]
+
+    def wrong(*args: jax.Array) -> list[jax.Array]:
+        dx, dscale, dbias = right(*args)
+        return [dx, dscale.at[7].multiply(1.001), dbias]
+
+    monkeypatch.setitem(formulas, "bwd", wrong)
+    arguments = ("--op", "layer_norm", "--direction", "bwd", "--dtype", "float64")
+    status, report = bench(tmp_path, *arguments)
+    assert status == 0
+    (result,) = report["results"]
+    assert result["wrong"].keys() == {"xla"} and result["wrong"]["xla"].startswith("dscale is off")
+    assert result["warm"]["peers"].keys() == {"ours", "copy"}
+    out = capsys.readouterr().out
+    assert "layer_norm bwd f64 5x33: xla is wrong: dscale is off by" in out
+
+
+def test_being_wrong_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    right = cases.OPERATIONS["rms_norm", ""]
+    wrong = dataclasses.replace(right, ours=lambda *a: right.ours(*a) * jnp.float32(1.0001))
+    monkeypatch.setitem(cases.OPERATIONS, ("rms_norm", ""), wrong)
+    arguments = ("--op", "rms_norm", "--direction", "fwd", "--dtype", "float32")
+    status, report = bench(tmp_path, *arguments)
+    assert status == 1
+    assert report["results"][0]["wrong"].keys() == {"ours"} and "warm" not in report["results"][0]
+    assert "error: rms_norm fwd f32 5x33: ours is wrong: y is off by" in capsys.readouterr().err
+
+
+def test_calls_in_one_program_have_inputs_of_their_own() -> None:
+    """What is cold is calls enough for several times the cache, in one program, all returned."""
+    device = jax.devices("cpu")[0]
+    case = cases.Case("rms_norm", "", "bwd", "float32", (3, 8))
+    plan = peers.Plan("cpu", device, 5, 0)
+    inputs = peers.Inputs.make(case, plan)
+    assert len({np.asarray(a).tobytes() for call in inputs.calls for a in call}) == 10
+    with peers.scope(device):
+        peer = peers.ours(case, plan)
+        peer.compile()
+        runner = peer.start(inputs)["cold"]
+    assert runner.calls == 5
+    assert peer._compiled["cold"].as_text().count("jax_gradops.rms_norm_bwd") == 5
+    seconds, host_bound = runner.sample(2)
+    assert seconds > 0 and not host_bound
+
+
+def test_a_plan_goes_through_the_cache_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 20)
+    device = jax.devices("cpu")[0]
+
+    def plan(rows: int) -> peers.Plan:
+        return peers.plan_for(cases.Case("clip", "", "fwd", "float32", (rows, 1024)), device)
+
+    assert (plan(1).calls, plan(1).figures) == (0, ("warm",))  # 64 of 12 KB are less than 3 MB
+    assert (plan(8).calls, plan(8).figures) == (32, ("cold", "warm"))
+    assert (plan(1024).calls, plan(1024).figures) == (1, ("cold",))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("uint8", 0), ("uint8", 1_000_003), ("float64", 5)])
+def test_device_copy(platform: str, dtype: str, size: int) -> None:
+    x = jnp.asarray(np.arange(size) % 251, dtype)
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    copy = jax.ffi.ffi_call(f"{_registry.TARGET_PREFIX}device_copy", kind)
+    np.testing.assert_array_equal(jax.jit(copy)(x), x)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--op", "layer_norm,softmax"), "unknown op 'softmax'; known are layer_norm, rms_norm"),
+        (("--dtype", "int8"), "unknown dtype 'int8'; known are float16, bfloat16"),
+        (("--direction", "up"), "unknown direction 'up'; known are fwd, bwd"),
+        (("--against", "numpy"), "unknown against 'numpy'; known are xla, torch"),
+        (("--shape", "12"), "unknown shape '12'; expected ROWSxFEATURES"),
+        (("--shape", "0x3"), "unknown shape '0x3'"),
+        (("--rounds", "0"), "must be a number above 0, got '0'"),
+        (("--device", "tpu"), "invalid choice: 'tpu'"),
+    ],
+)
+def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["bench", *args])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--device", "gpu"), "there is no GPU here: JAX has cpu devices only"),
+        (("--against", "liger"), "cannot compare with liger: "),
+        (("--op", "clip", "--direction", "bwd"), "clip has no bwd to time"),
+        (("--op", "clip", *TINY, "--json", "/proc/x.json"), "cannot write to /proc/x.json"),
+    ],
+)
+def test_what_cannot_be_done(
+    args: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(info, "find_devices", lambda: (jax.devices("cpu")[:1], None))
+    assert main(["bench", *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jax_gradops bench: error: ") and message in err
+
+
+def test_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    status, report = bench(tmp_path, "--op", "clip", "--dtype", "f32", "--time-limit", "1e-9")
+    assert status == 0
+    assert report["results"] == [] and report["left_out"] == ["clip fwd f32 5x33"]
+    assert "1 case was left out" in capsys.readouterr().out
+
+
+def test_against_torch(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    path = tmp_path / "bench.json"
+    options = ("--device", "cpu", "--shape", "5x33", "--rounds", "1", "--dtype", "f32")
+    subprocess.run(
+        [sys.executable, "-P", "-m", "jax_gradops", "bench", *options, "--json", str(path)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=True,
+        timeout=300,
+    )
+    for result in json.loads(path.read_text())["results"]:
+        assert "torch" in result["warm"]["peers"], result
