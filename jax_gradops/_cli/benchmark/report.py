@@ -86,9 +86,9 @@ class Report:
         self._competitors, self._cases = competitors, cases
         self._columns = [
             "case", "figure", "ours µs", "of copy", "copy GB/s",
-            *(f"{c} µs" for c in competitors), "best peer of copy", "over XLA",
+            *(f"{c} µs" for c in competitors), "best of copy", "over XLA",
         ]  # fmt: skip
-        self._widths = [40, 7, 18, 7, 9, *(18 for _ in competitors), 17, 8]
+        self._widths = [40, 7, 18, 7, 9, *(18 for _ in competitors), 12, 8]
         self._rows: list[list[str]] = []
         self._started, self._done, self._bar = time.perf_counter(), 0, None
         if sys.stdout.isatty() and importlib.util.find_spec("rich"):
@@ -108,12 +108,18 @@ class Report:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         if self._bar:
+            from rich import box
             from rich.table import Table
 
             self._bar.stop()
-            table = Table(*self._columns)
-            for row in self._rows:
-                table.add_row(*row)
+            table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+            for i, column in enumerate(self._columns):
+                title = column.replace(" ", "\n", 1)
+                table.add_column(title, justify="right" if i else "left", no_wrap=True)
+            for case, *others in self._rows:  # in two lines each, which fit in 80 columns
+                op, dtype, shape = case.rsplit(" ", 2)
+                cells = (cell.replace(" (", "\n").rstrip(")") for cell in others)
+                table.add_row(f"{op}\n{dtype} {shape}", *cells)
             self._bar.console.print(table)
         elif sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)

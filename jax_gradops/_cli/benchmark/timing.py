@@ -31,7 +31,8 @@ class Timing:
     """Microseconds of a call: the median and the 20th and 80th percentile.
 
     Attributes:
-      host_bound: whether the host's dispatch was slower than the device, and is in the time.
+      host_bound: whether the host's dispatch was slower than the device, and is in the time of
+        most samples.
     """
 
     us: float
@@ -95,11 +96,12 @@ class QueuedProgram:
     """On a device with a queue: the time from one run's end to a later one's, nothing waiting."""
 
     _LEAD = 2  # runs at the head of a sample, while which the others are queued
+    _TRIES = 3  # as the host may be interrupted; and so many samples without success are enough
 
     def __init__(self, compiled: Any, arguments: Sequence[Any], calls: int) -> None:
         self.calls = calls
         self._compiled, self._arguments = compiled, arguments
-        self._host_bound = False
+        self._failed_samples = 0
 
     def _run(self, runs: int) -> Any:
         last = None
@@ -111,16 +113,17 @@ class QueuedProgram:
         return jax.block_until_ready(self._run(1))[0]
 
     def sample(self, runs: int) -> tuple[float, bool]:
-        if not self._host_bound:
-            lead = [self._compiled(self._arguments)[0] for _ in range(self._LEAD)][-1]
+        for _ in range(self._TRIES if self._failed_samples < self._TRIES else 0):
+            lead = self._run(self._LEAD)[0]
             last = self._run(runs)
-            self._host_bound = lead[0].is_ready()  # too late to see it end
+            queued = not lead[0].is_ready()  # else its end, where the time starts, has passed
             jax.block_until_ready(lead)
             start = time.perf_counter()
             jax.block_until_ready(last)
-            seconds = time.perf_counter() - start
-            if not self._host_bound:
-                return seconds / (runs * self.calls), False
+            if queued:
+                self._failed_samples = 0
+                return (time.perf_counter() - start) / (runs * self.calls), False
+        self._failed_samples += 1
         start = time.perf_counter()
         jax.block_until_ready(self._run(runs))
         return (time.perf_counter() - start) / (runs * self.calls), True
@@ -183,6 +186,7 @@ def measure(runners: Mapping[str, Runner], rounds: int, device: str) -> dict[str
 
 def _warm_up(runner: Runner, target: float) -> int:
     """Runs for a while; returns how many runs a sample should have."""
+    runner.sample(1)  # the first run loads kernels
     start = time.perf_counter()
     runs = 1
     while True:
@@ -194,7 +198,8 @@ def _warm_up(runner: Runner, target: float) -> int:
 
 def _timing(samples: Sequence[tuple[float, bool]]) -> Timing:
     low, middle, high = np.quantile([1e6 * seconds for seconds, _ in samples], (0.2, 0.5, 0.8))
-    return Timing(float(middle), float(low), float(high), any(bound for _, bound in samples))
+    host_bound = sum(bound for _, bound in samples)
+    return Timing(float(middle), float(low), float(high), host_bound > len(samples) / 2)
 
 
 # --- The device's memory -------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class TorchPeer:
         if stream is None:
             return LaunchedCalls(sequence, keep)
         if figure == "latency":
-            return LaunchedCalls(sequence, keep, stream)
+            return timing.LatencyProgram(LaunchedCalls(sequence, keep, stream).wait_for_all)
         try:
             return CapturedCalls(sequence, keep, stream)
         except RuntimeError:  # of CUDA: an operation that a capture does not permit
@@ -115,10 +115,14 @@ class LaunchedCalls:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def results(self) -> list[jax.Array]:
-        results = self._run()[0]
+    def wait_for_all(self) -> list[Any]:
+        """Runs once."""
+        results = self._run()
         self._wait()
-        return [_array(r) for r in results]
+        return results
+
+    def results(self) -> list[jax.Array]:
+        return [_array(r) for r in self.wait_for_all()[0]]
 
     def sample(self, runs: int) -> tuple[float, bool]:
         start = time.perf_counter()
