@@ -27,7 +27,7 @@ def allowed_error(reference: Reference, dtype: Any, accum: Any) -> np.ndarray:
     smallest = (
         jnp.finfo(dtype).smallest_subnormal if dtype == jnp.float16 else jnp.finfo(dtype).tiny
     )
-    return final + sums + float(smallest)
+    return final + sums + reference.error + float(smallest)
 
 
 def assert_matches(actual: Any, reference: Reference, dtype: Any, accum: Any, what: str) -> None:

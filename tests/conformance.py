@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from comparing import assert_bitwise_equal, assert_matches, widen
 from jax import lax
@@ -241,21 +242,15 @@ class OpTests(TransformationTests, MeshTests):
         (dxs, *grads), ys = jax.jit(
             jax.grad(loss, argnums=tuple(range(1 + self.parameters)), has_aux=True)
         )(xs, *parameters)
-        totals = None
+        terms = []
         for dy, x, y, dx in zip(dys, xs, ys, dxs, strict=True):
             ref_y, ref_dx, *refs = self.expected(dy, x, *parameters)
             assert_matches(y, ref_y, jnp.float32, jnp.float32, "y in a scan")
             assert_matches(dx, ref_dx, jnp.float32, jnp.float32, "dx in a scan")
-            totals = (
-                refs
-                if totals is None
-                else [
-                    Reference(a.value + b.value, a.magnitude + b.magnitude, a.reduced)
-                    for a, b in zip(totals, refs, strict=True)
-                ]
-            )
-        for grad, reference in zip(grads, totals or [], strict=True):
-            assert_matches(grad, reference, jnp.float32, jnp.float32, "a gradient summed in a scan")
+            terms.append(refs)
+        for grad, refs in zip(grads, zip(*terms, strict=True), strict=True):
+            what = "a gradient summed in a scan"
+            assert_matches(grad, oracles.total(refs), jnp.float32, jnp.float32, what)
 
     @pytest.mark.parametrize("requested", [None, "ffi", "xla"])
     def test_custom_call(self, platform, requested, rng):
@@ -311,3 +306,47 @@ class RowOpTests(RowMeshTests, OpTests):
                 assert_bitwise_equal(np.asarray(actual)[others], np.asarray(unspoilt)[others])
             for actual, reference in zip(results, self.expected(*spoilt), strict=True):
                 np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(reference.value))
+
+
+class VariantTests(RowOpTests):
+    """A form of an op that goes through the whole suite: what its own kernels could get wrong.
+
+    Among all variants, each transformation meets each dtype; in one variant only `only_dtype`.
+    """
+
+    only_dtype: str
+
+    @pytest.fixture
+    def dtype(self):
+        return jnp.dtype(self.only_dtype)
+
+    few_sizes = False  # on the CPU: where XLA's own operations around the op take long to compile
+
+    def test_sizes(self, platform, implementation, rng):
+        shapes = [(ROWS[i % 5], n) for i, n in enumerate(FEATURES)]
+        shapes = [*shapes[:: 3 if self.few_sizes and platform == "cpu" else 1], *RANKS, WIDE]
+        if implementation == "xla":
+            shapes = self.sizes("xla")
+        dtypes = ("float16", "bfloat16", "float32", "float64")
+        # Every other one in each dtype.
+        examples = [
+            self.example(rng, s, jnp.dtype(d))
+            for i, s in enumerate(shapes)
+            for k, d in enumerate(dtypes)
+            if (i + k) % 2
+        ]
+        self.check_all(examples, implementation)
+
+    # What is JAX's own, or that of `_core.py` and `_sharding.py`, which know no op.
+    test_vmap_of_many_rows: Any = None
+    test_runs_are_bitwise_equal: Any = None
+    test_transformation_of_reference: Any = None
+    test_jacrev: Any = None
+    test_debug_nans_finds_nan: Any = None
+    test_rows_spread_unequally: Any = None
+    test_half_an_axis: Any = None
+    test_vmap_spread: Any = None
+    test_explicit_mesh_that_is_not_set: Any = None
+    test_three_axes: Any = None
+    test_partial_manual_beside_one_device: Any = None
+    test_pmap: Any = None

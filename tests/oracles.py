@@ -7,7 +7,7 @@ result: the value, and what the tolerance of a test has to know about how it cam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.special
@@ -17,12 +17,24 @@ class Reference(NamedTuple):
     """A float64 result; `magnitude` is the sum of the absolute values of the terms it is made of.
 
     One rounding error of the computation is eps * magnitude; `reduced` is the number of terms that
-    were added up one after the other.
+    were added up one after the other; `error` is by how much the result may be off in any case, as
+    what it was computed from had been rounded.
     """
 
     value: np.ndarray
     magnitude: np.ndarray
     reduced: int = 1
+    error: np.ndarray | float = 0.0
+
+
+def total(references: Sequence[Reference]) -> Reference:
+    """The sum of results."""
+    return Reference(
+        sum(r.value for r in references),  # pyright: ignore[reportArgumentType]
+        sum(r.magnitude for r in references),  # pyright: ignore[reportArgumentType]
+        max(r.reduced for r in references),
+        sum(r.error for r in references),
+    )
 
 
 def _mean(x: np.ndarray) -> np.ndarray:
@@ -91,6 +103,53 @@ def norm_vjp(
         _columns(dy * x_hat, dy * size),
         _columns(dy, dy),
     )
+
+
+def add_norm(x: np.ndarray, residual: np.ndarray, *parameters: Any, **options: Any) -> Reference:
+    """The norm of x + residual and, beside it along the last axis, the sum itself."""
+    y, total = norm(x + residual, *parameters, **options), x + residual
+    return Reference(
+        np.concatenate([y.value, total], -1),
+        np.concatenate([y.magnitude, np.abs(x) + np.abs(residual)], -1),
+        y.reduced,
+    )
+
+
+def add_norm_vjp(
+    dy: np.ndarray, x: np.ndarray, residual: np.ndarray, scale: np.ndarray, **options: Any
+) -> tuple[Reference, Reference, Reference]:
+    """Gradients with respect to x (and residual), scale and bias of `add_norm`."""
+    dy, dsum = np.split(dy, 2, -1)
+    dx, *sums = norm_vjp(dy, x + residual, scale, **options)
+    return (dx._replace(value=dx.value + dsum, magnitude=dx.magnitude + np.abs(dsum)), *sums)
+
+
+def norm_vjp_of_rounded(
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray,
+    bias: np.ndarray | None = None,
+    *,
+    unit: float,
+    smallest: float,
+    **options: Any,
+) -> tuple[Reference, Reference, Reference]:
+    """As `norm_vjp`, for a computation that sees the output, rounded, instead of x.
+
+    `unit` is half of the relative distance between the numbers of its dtype, `smallest` the
+    distance near 0. No element of scale + scale_offset may be 0.
+    """
+    y = norm(x, scale, bias, **options).value
+    gamma = scale + options.get("scale_offset", 0.0)
+    x_hat, rstd = _x_hat(x, options["epsilon"], options["centered"])
+    wdy = np.abs(dy * gamma)
+    # By how much x_hat is off; a little more, as y may be rounded to the wrong side.
+    off = (1.01 * unit * np.abs(y) + smallest) / np.abs(gamma)
+    size = np.abs(x_hat)
+    dx, dscale, dbias = norm_vjp(dy, x, scale, **options)
+    dx_error = (off * _mean(wdy * size) + (size + off) * _mean(wdy * off)) * rstd
+    dscale_error = np.sum(np.abs(dy) * off, tuple(range(dy.ndim - 1)))
+    return dx._replace(error=dx_error), dscale._replace(error=dscale_error), dbias
 
 
 # --- GELU ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ BLOCKS = [
 ]
 FUNCTIONS = {
     name: value
-    for name, value in vars(jax_gradops).items()
+    for name, value in (vars(jax_gradops) | vars(jax_gradops.backward)).items()
     if inspect.isfunction(value) and not name.startswith("_")
 }
 

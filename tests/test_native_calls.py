@@ -20,30 +20,42 @@ def scratch(*shape: int) -> np.ndarray:
 
 
 ROWS, PARAMETER, STAT, NOTHING = full(3, 4), full(4), full(3), full(0)
+HALF = full(4, dtype=np.float16)
 GROUPS = {"group_rank": np.int64(0)}
+OFFSET, EPSILON = {"scale_offset": np.float64(1)}, {"epsilon": np.float64(1e-6)}
 
 # A good call of each handler: its operands, its results (of which only the types count), and its
 # attributes.
 GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "layer_norm_fwd": (
-        {"x": ROWS, "scale": PARAMETER, "bias": NOTHING},
-        {"y": ROWS, "mean": STAT, "rstd": STAT},
-        GROUPS | {"epsilon": np.float64(1e-6)},
+        {"x": ROWS, "residual": NOTHING, "scale": PARAMETER, "bias": NOTHING},
+        {"y": ROWS, "sum": NOTHING, "mean": STAT, "rstd": STAT},
+        GROUPS | OFFSET | EPSILON,
     ),
     "layer_norm_bwd": (
-        {"dy": ROWS, "x": ROWS, "scale": NOTHING, "mean": STAT, "rstd": STAT},
+        {"dy": ROWS, "x": ROWS, "dsum": ROWS, "scale": NOTHING, "mean": STAT, "rstd": STAT},
         {"dx": ROWS, "dscale": PARAMETER, "dbias": PARAMETER, "workspace": scratch(1, 1, 2, 4)},
-        GROUPS,
+        GROUPS | OFFSET,
+    ),
+    "layer_norm_bwd_from_output": (
+        {"dy": ROWS, "y": ROWS, "dsum": NOTHING, "scale": HALF, "bias": PARAMETER, "rstd": STAT},
+        {"dx": ROWS, "dscale": HALF, "dbias": PARAMETER, "workspace": scratch(1, 1, 2, 4)},
+        GROUPS | OFFSET,
     ),
     "rms_norm_fwd": (
-        {"x": ROWS, "scale": PARAMETER},
-        {"y": ROWS, "rstd": STAT},
-        GROUPS | {"epsilon": np.float64(1e-6)},
+        {"x": ROWS, "residual": ROWS, "scale": PARAMETER},
+        {"y": ROWS, "sum": ROWS, "rstd": STAT},
+        GROUPS | OFFSET | EPSILON,
     ),
     "rms_norm_bwd": (
-        {"dy": ROWS, "x": ROWS, "scale": PARAMETER, "rstd": STAT},
+        {"dy": ROWS, "x": ROWS, "dsum": NOTHING, "scale": PARAMETER, "rstd": STAT},
         {"dx": ROWS, "dscale": PARAMETER, "workspace": scratch(1, 1, 1, 4)},
-        GROUPS,
+        GROUPS | OFFSET,
+    ),
+    "rms_norm_bwd_from_output": (
+        {"dy": ROWS, "y": ROWS, "dsum": ROWS, "scale": PARAMETER, "rstd": STAT},
+        {"dx": ROWS, "dscale": NOTHING, "workspace": scratch(0)},
+        GROUPS | OFFSET,
     ),
     "bias_gelu_fwd": (
         {"x": ROWS, "bias": PARAMETER},
@@ -91,7 +103,7 @@ def test_good(platform, target):
         ("layer_norm_fwd", {"x": full()}, "x"),
         ("layer_norm_fwd", {"scale": full(3)}, "scale"),
         ("layer_norm_fwd", {"bias": full(5)}, "bias"),
-        ("layer_norm_fwd", {"bias": full(4, dtype=np.float64)}, "bias"),
+        ("layer_norm_fwd", {"bias": full(4, dtype=np.int32)}, "bias.*float16, bfloat16"),
         ("layer_norm_fwd", {"bias": full(0, dtype=np.float64)}, "bias"),
         ("layer_norm_fwd", {"bias": full(0, dtype=np.int32)}, "bias"),
         ("layer_norm_fwd", {"bias": full(0, 4)}, "bias"),
@@ -104,6 +116,12 @@ def test_good(platform, target):
         ("layer_norm_fwd", {"epsilon": np.float64(-1)}, "epsilon"),
         ("layer_norm_fwd", {"epsilon": np.float64("nan")}, "epsilon"),
         ("layer_norm_fwd", {"epsilon": np.float64("inf")}, "epsilon"),
+        ("layer_norm_fwd", {"scale_offset": np.float64("nan")}, "scale_offset"),
+        ("layer_norm_fwd", {"residual": ROWS}, "residual and sum must be both"),
+        ("layer_norm_fwd", {"sum": ROWS}, "residual and sum must be both"),
+        ("layer_norm_fwd", {"residual": full(3, 5), "sum": ROWS}, "residual"),
+        ("layer_norm_fwd", {"residual": ROWS, "sum": full(2, 4)}, "sum"),
+        ("layer_norm_fwd", {"mean": full(3, dtype=np.float64)}, "mean"),
         ("layer_norm_fwd", {"group_rank": np.int64(3)}, "group_rank"),
         ("layer_norm_fwd", {"group_rank": np.int64(-1)}, "group_rank"),
         ("layer_norm_bwd", {"dy": full(3, 5)}, "dy"),
@@ -116,9 +134,24 @@ def test_good(platform, target):
         ("layer_norm_bwd", {"workspace": scratch(0)}, "workspace"),
         ("layer_norm_bwd", {"workspace": scratch(1, 1, 1, 4)}, "workspace"),
         ("layer_norm_bwd", {"workspace": full(1, 1, 2, 4)}, "workspace.*uint32.*got float32"),
+        ("layer_norm_bwd", {"dsum": full(4)}, "dsum"),
+        ("layer_norm_bwd", {"dsum": full(3, 4, dtype=np.float16)}, "dsum"),
+        ("layer_norm_bwd", {"dscale": full(4, dtype=np.int32)}, "dscale"),
+        ("layer_norm_bwd", {"scale_offset": np.float64("inf")}, "scale_offset"),
+        ("layer_norm_bwd_from_output", {"y": full(3, 5)}, "dy"),
+        ("layer_norm_bwd_from_output", {"bias": full(3)}, "bias"),
+        ("layer_norm_bwd_from_output", {"bias": full(4, dtype=np.int32)}, "bias"),
+        ("layer_norm_bwd_from_output", {"rstd": full(4)}, "rstd"),
+        ("layer_norm_bwd_from_output", {"dbias": full(5)}, "dbias"),
+        ("layer_norm_bwd_from_output", {"workspace": scratch(1, 1, 1, 4)}, "workspace"),
+        ("rms_norm_bwd_from_output", {"dsum": full(3)}, "dsum"),
+        ("rms_norm_bwd_from_output", {"scale": full(1)}, "scale"),
+        ("rms_norm_bwd_from_output", {"dscale": PARAMETER}, "workspace"),
+        ("rms_norm_fwd", {"residual": NOTHING}, "residual and sum must be both"),
         ("rms_norm_fwd", {"scale": full(8)}, "scale"),
         ("rms_norm_bwd", {"rstd": full(4)}, "rstd"),
         ("bias_gelu_fwd", {"bias": full(3)}, "bias"),
+        ("bias_gelu_fwd", {"bias": full(4, dtype=np.float16)}, "bias.*accumulation dtype"),
         ("bias_gelu_fwd", {"y": full(4, 4)}, "y"),
         ("bias_gelu_bwd", {"dx": full(2, 4)}, "dx"),
         ("bias_gelu_bwd", {"dbias": full(3)}, "dbias"),

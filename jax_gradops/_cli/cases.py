@@ -35,6 +35,7 @@ class Case:
       function: the results from the arguments, gradients included.
       oracle: the same in float64 NumPy.
       rounds: how often a value is rounded to the dtype on its way to a result.
+      skips: kernels of the op that this form does not call.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Case:
     function: Callable[..., Tree]
     oracle: Callable[..., Tree]
     rounds: int = 1
+    skips: tuple[str, ...] = ()
 
 
 def with_gradients(op: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -64,7 +66,7 @@ def _norm_inputs(rng: np.random.Generator, parameters: int) -> list[tuple[Tree, 
     return [
         (
             3 * rng.standard_normal(shape) + 2,
-            *(1 + 0.5 * rng.standard_normal(shape[-1]) for _ in range(parameters)),
+            *(rng.uniform(0.5, 2, shape[-1]) for _ in range(parameters)),
             rng.standard_normal(shape),
         )
         for shape in SHAPES
@@ -91,6 +93,23 @@ def _layer_norm_oracle(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, dy: n
 
 def _rms_norm_oracle(x: np.ndarray, scale: np.ndarray, dy: np.ndarray) -> Tree:
     return _norm_oracle(x, scale, dy, centered=False)[:3]
+
+
+def _add_norm_inputs(rng: np.random.Generator, parameters: int) -> list[tuple[Tree, ...]]:
+    """x, a residual (a multiple of it, so that the sum is exact), parameters, dy and dsum."""
+    return [
+        (x, -0.5 * x, *rest, (dy, rng.standard_normal(x.shape)))
+        for x, *rest, dy in _norm_inputs(rng, parameters)
+    ]
+
+
+def _add_norm_oracle(x: Tree, residual: Tree, scale: Tree, *rest: Tree, centered: bool) -> Tree:
+    """Both outputs and all gradients."""
+    *bias, (dy, dsum) = rest
+    y, dx, dscale, dbias = _norm_oracle(x + residual, scale, dy, centered)
+    if not centered:
+        return (y, x + residual), dx + dsum, dx + dsum, dscale
+    return (y + bias[0], x + residual), dx + dsum, dx + dsum, dscale, dbias
 
 
 # --- GELU -----------------------------------------------------------------------------------------
@@ -181,24 +200,46 @@ def _optax_clip_oracle(tree: Tree, dnorm: float) -> Tree:
 def all_cases() -> list[Case]:
     """The cases of every public op; Optax's transformation only where Optax is installed."""
     partial = functools.partial
-    cases = [
-        Case(
-            "layer_norm",
-            "layer_norm",
-            partial(_norm_inputs, parameters=2),
-            (1, 2),
-            with_gradients(partial(jax_gradops.layer_norm, epsilon=EPSILON)),
-            _layer_norm_oracle,
-        ),
-        Case(
-            "rms_norm",
-            "rms_norm",
-            partial(_norm_inputs, parameters=1),
-            (1,),
-            with_gradients(partial(jax_gradops.rms_norm, epsilon=EPSILON)),
-            _rms_norm_oracle,
-        ),
-    ]
+    cases: list[Case] = []
+    for name, parameters, oracle in (
+        ("layer_norm", 2, _layer_norm_oracle),
+        ("rms_norm", 1, _rms_norm_oracle),
+    ):
+        op = partial(getattr(jax_gradops, name), epsilon=EPSILON)
+        add = partial(getattr(jax_gradops, f"add_{name}"), epsilon=EPSILON)
+        inputs = partial(_norm_inputs, parameters=parameters)
+        parameters_of = tuple(range(1, 1 + parameters))
+        from_output = f"{name}_bwd_from_output"
+        cases += [
+            Case(
+                name,
+                name,
+                inputs,
+                parameters_of,
+                with_gradients(op),
+                oracle,
+                skips=(from_output,),
+            ),
+            Case(
+                f"{name} (from output)",
+                name,
+                inputs,
+                (),
+                with_gradients(partial(op, residuals="output")),
+                oracle,
+                rounds=8,
+                skips=(f"{name}_bwd",),
+            ),
+            Case(
+                f"add_{name}",
+                f"add_{name}",
+                partial(_add_norm_inputs, parameters=parameters),
+                tuple(1 + i for i in parameters_of),
+                with_gradients(add),
+                partial(_add_norm_oracle, centered=name == "layer_norm"),
+                skips=(from_output,),
+            ),
+        ]
     for approximate, form in ((True, "tanh"), (False, "exact")):
         cases += [
             Case(

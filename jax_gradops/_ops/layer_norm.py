@@ -101,8 +101,9 @@ def layer_norm(
     With ``residuals="output"``, the derivative sees :math:`\hat x` = (y − bias) / (scale +
     scale_offset) of the rounded y: off by up to half a unit in the last place of y, over the scale.
     ACCURACY
-    Where scale + scale_offset is 0, :math:`\hat x` is lost: it is taken for 0, which makes the
-    gradient of that element of `scale` 0 (not what it is), and leaves everything else right.
+    Where scale + scale_offset is 0, :math:`\hat x` is lost and taken for 0: that makes the gradient
+    of this element of `scale` 0, and that of x lacks its term with :math:`\hat x` in this column;
+    other columns are not touched.
 
     References:
       Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
@@ -208,9 +209,9 @@ def add_layer_norm(
     Numerics, determinism and differentiation are as in `layer_norm`; the gradient with respect to x
     and residual is rounded once, after the addition of both cotangents.
 
-    >>> import jax.numpy as jnp, jax_gradops
+    >>> import jax.numpy as jnp, jax_gradops, numpy as np
     >>> y, total = jax_gradops.add_layer_norm(jnp.ones((1, 2)), jnp.array([[1.0, 3.0]]))
-    >>> print(y.round(3), total)
+    >>> print(np.asarray(y).round(3), total)
     [[-1.  1.]] [[2. 4.]]
     """
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
@@ -253,9 +254,9 @@ def add_rms_norm(
 
     Everything else is as in `add_layer_norm`.
 
-    >>> import jax.numpy as jnp, jax_gradops
+    >>> import jax.numpy as jnp, jax_gradops, numpy as np
     >>> y, total = jax_gradops.add_rms_norm(jnp.ones((1, 2)), jnp.array([[2.0, 3.0]]))
-    >>> print(y.round(3), total)
+    >>> print(np.asarray(y).round(3), total)
     [[0.849 1.131]] [[3. 4.]]
     """
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)

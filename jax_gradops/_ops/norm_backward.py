@@ -220,9 +220,9 @@ def layer_norm_backward_from_output(
     r"""The gradient of layer norm, from its output.
 
     ONNX Runtime's InvertibleLayerNormalizationGrad: as `layer_norm_backward` with
-    :math:`\hat x = (y - \text{bias}) / \text{scale}`, and 0 where scale is 0: such an element's
-    dscale is 0, and nothing else is touched. How exact that is: ``residuals="output"`` in
-    `jax_gradops.layer_norm`.
+    :math:`\hat x = (y - \text{bias}) / \text{scale}`, and 0 where scale is 0, which
+    makes dscale 0 there; other columns are not touched. How exact that is: ``residuals="output"``
+    in `jax_gradops.layer_norm`.
 
     Args:
       dy: the cotangent of y, of y's shape and dtype.
@@ -354,8 +354,8 @@ def rms_norm_backward_from_output(
 ) -> tuple[jax.Array, jax.Array | None]:
     r"""The gradient of RMS norm, from its output.
 
-    As `rms_norm_backward` with :math:`\hat x = y / \text{scale}`, and 0 where scale is 0: such an
-    element's dscale is 0, and nothing else is touched.
+    As `rms_norm_backward` with :math:`\hat x = y / \text{scale}`, and 0 where scale is 0, which
+    makes dscale 0 there; other columns are not touched.
 
     Args:
       dy: the cotangent of y, of y's shape and dtype.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -41,19 +42,24 @@ def inverse_deviation(variance: Array, epsilon: float) -> Array:
     return lax.rsqrt(jnp.where(jnp.isinf(square), -1, square))
 
 
-def _to_normalize(x: Array, residual: Array | None) -> Array:
-    """x, or its sum with the residual rounded to x's dtype, in the accumulation dtype.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+    """Rounds x to `dtype` and gives it back in its own; differentiated without a rounding.
 
-    Not by two casts, which XLA takes out: it keeps what it computed more precisely.
+    XLA takes two casts out and goes on with what is more precise; not across a barrier.
     """
+    return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _rounded(*primals, dtype), tangents[0]
+
+
+def _to_normalize(x: Array, residual: Array | None) -> Array:
+    """x, or its sum with the residual rounded to x's dtype, in the accumulation dtype."""
     wide = x.astype(accum_dtype(x.dtype))
-    if residual is None:
-        return wide
-    total = wide + residual.astype(wide.dtype)
-    if total.dtype == x.dtype:
-        return total
-    kept = jnp.finfo(x.dtype)
-    return lax.reduce_precision(total, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
+    return wide if residual is None else _rounded(wide + residual.astype(wide.dtype), x.dtype)
 
 
 # --- Forward: y, the sum with the residual, statistics -------------------------------------------

@@ -1,5 +1,6 @@
 """Runs every kernel in one dtype on small awkward shapes, for compute-sanitizer (see run.sh)."""
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -16,10 +17,34 @@ jax.config.update("jax_enable_x64", True)
 WIDTHS = (1, 7, 64, 257, 1000, 2049, 4096, 8200, 16385, 40000)
 ROWS = (1, 5, 67)
 
+
+def from_output(op: Callable[..., Any], dy: Any, *operands: Any) -> Any:
+    """The gradients, from a saved y."""
+    return jax.vjp(functools.partial(op, residuals="output"), *operands)[1](dy)
+
+
 # Each: (dy, x, scale, bias) -> results.
 OPS: dict[str, Callable[..., Any]] = {
     "layer_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.layer_norm, x, s, b)[1](dy),
     "rms_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.rms_norm, x, s)[1](dy),
+    "add_layer_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.add_layer_norm, x, dy, s, b)[1](
+        (dy, x)
+    ),
+    "add_rms_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.add_rms_norm, x, dy, s)[1]((dy, x)),
+    "layer_norm from the output": lambda dy, x, s, b: from_output(
+        jax_gradops.layer_norm, dy, x, s, b
+    ),
+    "rms_norm from the output": lambda dy, x, s, b: from_output(jax_gradops.rms_norm, dy, x, s),
+    "layer_norm of bfloat16 parameters": lambda dy, x, s, b: jax.vjp(
+        jax_gradops.layer_norm, x, s.astype("bfloat16"), b.astype("float16")
+    )[1](dy),
+    "add_layer_norm from the output": lambda dy, x, s, b: jax.vjp(
+        functools.partial(jax_gradops.add_layer_norm, residuals="output", scale_offset=1.0),
+        x,
+        dy,
+        s.astype("bfloat16"),
+        b,
+    )[1]((dy, x)),
     "layer_norm of x alone": lambda dy, x, s, b: jax.vjp(jax_gradops.layer_norm, x)[1](dy),
     "bias_gelu": lambda dy, x, s, b: jax.vjp(jax_gradops.bias_gelu, x, b)[1](dy),
     "gelu": lambda dy, x, s, b: jax.vjp(lambda v: jax_gradops.gelu(v, False), x)[1](dy),
