@@ -187,6 +187,7 @@ def _copy_rate(result: Result, figure: peers.Figure) -> str:
 def _spread(timing: Timing | None) -> str:
     if timing is None:
         return "-"
-    digits = 0 if timing.us >= 1000 else 1
+    digits, fewer = (0 if timing.us >= limit else 1 for limit in (1000, 100))
     mark = "*" if timing.host_bound else ""
-    return f"{timing.us:.{digits}f}{mark} ({timing.p20:.{digits}f}–{timing.p80:.{digits}f})"
+    spread = f"({timing.p20:.{fewer}f}–{timing.p80:.{fewer}f})"
+    return f"{timing.us:.{digits}f}{mark} {spread}"
