@@ -16,14 +16,12 @@ import scipy.special
 class Reference(NamedTuple):
     """A float64 result; `magnitude` is the sum of the absolute values of the terms it is made of.
 
-    One rounding error of the computation is eps * magnitude; `reduced` is the number of terms that
-    were added up one after the other; `error` is by how much the result may be off in any case, as
-    what it was computed from had been rounded.
+    One rounding error of the computation is eps * magnitude; `error` is by how much the result may
+    be off in any case, as what it was computed from had been rounded.
     """
 
     value: np.ndarray
     magnitude: np.ndarray
-    reduced: int = 1
     error: np.ndarray | float = 0.0
 
 
@@ -32,7 +30,6 @@ def total(references: Sequence[Reference]) -> Reference:
     return Reference(
         sum(r.value for r in references),  # pyright: ignore[reportArgumentType]
         sum(r.magnitude for r in references),  # pyright: ignore[reportArgumentType]
-        max(r.reduced for r in references),
         sum(r.error for r in references),
     )
 
@@ -44,8 +41,7 @@ def _mean(x: np.ndarray) -> np.ndarray:
 def _columns(terms: np.ndarray, magnitudes: np.ndarray) -> Reference:
     """The sum over all axes but the last."""
     rows = tuple(range(terms.ndim - 1))
-    count = int(np.prod(terms.shape[:-1]))
-    return Reference(np.sum(terms, rows), np.sum(np.abs(magnitudes), rows), count)
+    return Reference(np.sum(terms, rows), np.sum(np.abs(magnitudes), rows))
 
 
 # --- Layer norm and RMS norm ---------------------------------------------------------------------
@@ -75,7 +71,7 @@ def norm(
     beta = 0.0 if bias is None else bias
     spread = np.sqrt(_mean(x_hat * x_hat)) if centered else 0.0  # an error of the mean
     magnitude = np.abs(gamma) * (np.abs(x_hat) + spread) + np.abs(beta)
-    return Reference(x_hat * gamma + beta, magnitude, x.shape[-1])
+    return Reference(x_hat * gamma + beta, magnitude)
 
 
 def norm_vjp(
@@ -99,7 +95,7 @@ def norm_vjp(
         dx = dx - _mean(wdy)
         magnitude = magnitude + _mean(np.abs(wdy))
     return (
-        Reference(dx * rstd, magnitude * rstd, x.shape[-1]),
+        Reference(dx * rstd, magnitude * rstd),
         _columns(dy * x_hat, dy * size),
         _columns(dy, dy),
     )
@@ -111,7 +107,6 @@ def add_norm(x: np.ndarray, residual: np.ndarray, *parameters: Any, **options: A
     return Reference(
         np.concatenate([y.value, total], -1),
         np.concatenate([y.magnitude, np.abs(x) + np.abs(residual)], -1),
-        y.reduced,
     )
 
 
@@ -208,7 +203,7 @@ def global_norm(*leaves: np.ndarray) -> Reference:
     else:
         total = sum(float(np.sum((leaf / largest) ** 2)) for leaf in leaves)
         value = np.asarray(largest * np.sqrt(total))
-    return Reference(value, value, sum(leaf.size for leaf in leaves))
+    return Reference(value, value)
 
 
 def global_norm_vjp(dnorm: np.ndarray, *leaves: np.ndarray) -> tuple[Reference, ...]:
@@ -238,7 +233,6 @@ def clip_first_vjp(dy: np.ndarray, max_norm: float, *leaves: np.ndarray) -> tupl
         Reference(
             factor * (dy if i == 0 else 0.0) - u * along,
             factor * (np.abs(dy) if i == 0 else 0.0) + np.abs(u) * along_magnitude,
-            dy.size,
         )
         for i, u in enumerate(directions)
     )

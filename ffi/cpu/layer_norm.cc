@@ -67,7 +67,8 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   T* const y = static_cast<T*>(args.y) + row * features;
   WideRow<T> x_blocks(x_row, 0, features);
 
-  A mean = 0, delta = 0, sum_squares = 0;  // delta: what the rounded mean is off by
+  A mean = 0, delta = 0;   // delta: what the rounded mean is off by
+  double sum_squares = 0;  // of blocks
   if constexpr (kCentered) {
     const A shift = features > 0 ? static_cast<A>(x_row[0]) : A{0};
     A sum_shifted = 0;
@@ -93,7 +94,8 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
           LaneSums<A, 1>(count, [&](std::int64_t i) { return std::array{x[i] * x[i]}; })[0];
     });
   }
-  const A rstd = InverseDeviation(VarianceOf(sum_squares / n, delta), static_cast<A>(args.epsilon));
+  const A mean_square = static_cast<A>(sum_squares / n);
+  const A rstd = InverseDeviation(VarianceOf(mean_square, delta), static_cast<A>(args.epsilon));
 
   const std::int64_t group = row / args.shape.rows;
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {

@@ -73,20 +73,33 @@ void StoreEach(T* __restrict__ row, std::int64_t n, const Fn& fn) {
   }
 }
 
-// The sums over i < n of terms(i), which returns an array of kSums values.
+// The sums over i < n of terms(i), which returns an array of kSums values. Each lane adds up a few
+// terms at a time. Many in a row would be biased: the squares of numbers on a grid, as differences
+// of large numbers are, all round in the same direction.
 template <typename A, int kSums, typename Terms>
 std::array<A, kSums> LaneSums(std::int64_t n, const Terms& terms) {
-  A lanes[kSums][kLanes] = {};
-  std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
+  constexpr std::int64_t kAtATime = 16 * kLanes;
+  using Lanes = A[kSums][kLanes];
+  const auto add_terms = [&](std::int64_t i, std::int64_t end, Lanes& lanes) {
+    for (; i + kLanes <= end; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const std::array<A, kSums> term = terms(i + lane);
+        for (int s = 0; s < kSums; ++s) lanes[s][lane] += term[s];
+      }
+    }
+    for (int lane = 0; i + lane < end; ++lane) {
       const std::array<A, kSums> term = terms(i + lane);
       for (int s = 0; s < kSums; ++s) lanes[s][lane] += term[s];
     }
-  }
-  for (int lane = 0; i + lane < n; ++lane) {
-    const std::array<A, kSums> term = terms(i + lane);
-    for (int s = 0; s < kSums; ++s) lanes[s][lane] += term[s];
+  };
+  Lanes lanes = {};
+  add_terms(0, std::min(n, kAtATime), lanes);
+  for (std::int64_t start = kAtATime; start < n; start += kAtATime) {
+    Lanes few = {};
+    add_terms(start, std::min(n, start + kAtATime), few);
+    for (int s = 0; s < kSums; ++s) {
+      for (int lane = 0; lane < kLanes; ++lane) lanes[s][lane] += few[s][lane];
+    }
   }
   std::array<A, kSums> sums;
   for (int s = 0; s < kSums; ++s) {

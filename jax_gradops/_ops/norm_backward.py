@@ -160,7 +160,7 @@ def layer_norm_backward(
       scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
         ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
       mean: of each row, in shape ``x.shape[:begin_norm_axis]``, or with an axis of size 1 for each
-        normalised one; any of the four dtypes.
+        normalised one; any of the four dtypes. What its rounding left is taken off x too.
       rstd: 1/sqrt(variance + epsilon) of each row, as `mean`.
       variance: the biased variance of each row, as `mean`: in place of `rstd`.
       epsilon: added to `variance`; finite, at least 0. Not used with `rstd`.

@@ -1,0 +1,438 @@
+"""The gradient operators, each against a plain transcription of its published definition.
+
+ONNX Runtime's contrib operators for training, and oneDNN Graph's LayerNormBackward.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparing import assert_bitwise_equal, assert_matches, widen
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh
+from oracles import Reference
+
+from jax_gradops import backward
+
+# --- The definitions, in float64; arrays are [rows, features] ------------------------------------
+
+
+def columns(terms: np.ndarray, magnitudes: np.ndarray) -> Reference:
+    return Reference(terms.sum(0), np.abs(magnitudes).sum(0))
+
+
+def gradients(
+    dy: np.ndarray, x_hat: np.ndarray, size: np.ndarray, scale: Any, rstd: np.ndarray, mean: bool
+) -> list[Reference]:
+    """dx, dscale, dbias from the normalised input; `size` is what its rounding errors go with."""
+    n = dy.shape[1]
+    d = dy if scale is None else dy * scale
+    dx = n * d - x_hat * (d * x_hat).sum(1, keepdims=True)
+    magnitude = np.abs(d) + size * (np.abs(d) * size).sum(1, keepdims=True) / n
+    if mean:
+        dx = dx - d.sum(1, keepdims=True)
+        magnitude = magnitude + np.abs(d).sum(1, keepdims=True) / n
+    return [
+        Reference(rstd / n * dx, rstd * magnitude),
+        columns(dy * x_hat, dy * size),
+        columns(dy, dy),
+    ]
+
+
+def layer_normalization_grad(dy, x, scale, mean, inv_std_dev):  # noqa: ANN001, ANN201
+    x_hat = (x - mean) * inv_std_dev
+    return gradients(dy, x_hat, (np.abs(x) + np.abs(mean)) * inv_std_dev, scale, inv_std_dev, True)
+
+
+def simplified_layer_normalization_grad(dy, x, scale, inv_std_dev):  # noqa: ANN001, ANN201
+    x_hat = x * inv_std_dev
+    return gradients(dy, x_hat, np.abs(x_hat), scale, inv_std_dev, False)
+
+
+def invertible_layer_normalization_grad(dy, y, scale, bias, inv_std_dev, mean=True):  # noqa: ANN001, ANN201
+    gamma = np.ones(y.shape[1]) if scale is None else scale
+    beta = np.zeros(y.shape[1]) if bias is None else bias
+    divisor = np.where(gamma == 0, np.inf, gamma)
+    size = (np.abs(y) + np.abs(beta)) / np.abs(divisor)
+    return gradients(dy, (y - beta) / divisor, size, scale, inv_std_dev, mean)
+
+
+def layer_norm_backward(diff_dst, src, gamma, mean, variance, epsilon):  # noqa: ANN001, ANN201
+    """oneDNN Graph's."""
+    inv_sqrt = 1 / np.sqrt(variance + epsilon)
+    return layer_normalization_grad(diff_dst, src, gamma, mean, inv_sqrt)
+
+
+# --- Every combination of dtypes that the originals register --------------------------------------
+
+# x, statistics, scale: of ONNX Runtime, and of oneDNN where it has others.
+DTYPES = [
+    ("float32", "float32", "float32"),
+    ("float64", "float64", "float64"),
+    ("float16", "float32", "float16"),
+    ("float16", "float32", "float32"),
+    ("float32", "float32", "float16"),
+    ("bfloat16", "float32", "bfloat16"),
+    ("bfloat16", "float32", "float32"),
+    ("bfloat16", "bfloat16", "bfloat16"),
+]
+SHAPE = (2, 3, 4, 5)
+EPSILON = 1e-2
+
+
+@pytest.fixture(params=DTYPES, ids="-".join)
+def dtypes(request: pytest.FixtureRequest) -> list[Any]:
+    return list(map(jnp.dtype, request.param))
+
+
+class Problem:
+    """Random arguments for one axis; `flat` has them as the definitions want them."""
+
+    def __init__(self, rng: Any, begin: int, dtypes: Any, *, affine: bool, zeros: bool = False):
+        x_dtype, stats_dtype, scale_dtype = dtypes
+        self.begin, self.inner = begin, SHAPE[begin:]
+        rows, features = math.prod(SHAPE[:begin]), math.prod(self.inner)
+        # Multiples of 1/8 with a mean of 1/2: a mean of 16 bits is not off then.
+        x = np.round(8 * rng.standard_normal((rows, features))) / 8
+        x = np.concatenate([x[:, : features // 2], -x[:, : features // 2]], 1)
+        x = np.pad(x, ((0, 0), (0, features % 2))) + 0.5
+        scale = np.copysign(0.5, rng.standard_normal(features)) + rng.standard_normal(features) / 8
+        if zeros:
+            scale[:: max(2, features // 3)] = 0
+        self.x = x.astype(x_dtype)
+        self.dy = (0.3 + rng.standard_normal(x.shape)).astype(x_dtype)
+        self.y = rng.standard_normal(x.shape).astype(x_dtype)
+        self.scale = scale.astype(scale_dtype) if affine else None
+        self.bias = rng.standard_normal(features).astype(scale_dtype) if affine else None
+        wide = widen(self.x)
+        self.mean = wide.mean(1, keepdims=True).astype(stats_dtype)
+        self.variance = wide.var(1, keepdims=True).astype(stats_dtype)
+        self.rstd = (1 / np.sqrt(widen(self.variance) + EPSILON)).astype(stats_dtype)
+
+    def flat(self, *names: str) -> list[Any]:
+        """In float64, [rows, features]."""
+        arrays = [getattr(self, name) for name in names]
+        return [None if a is None else widen(a) for a in arrays]
+
+    def shaped(self, *names: str, kept: bool = False) -> list[Any]:
+        """As users pass them; statistics with trailing axes if `kept`."""
+        rows = SHAPE[: self.begin]
+        shapes = {n: SHAPE for n in ("dy", "x", "y")} | {n: self.inner for n in ("scale", "bias")}
+        statistic = (*rows, *[1] * len(self.inner)) if kept else rows
+        return [
+            None if getattr(self, n) is None else getattr(self, n).reshape(shapes.get(n, statistic))
+            for n in names
+        ]
+
+
+def check(actual: Any, references: list[Reference], dtypes: list[Any], what: str) -> None:
+    """Each result that is wanted, in its dtype; None for those that are not."""
+    accum = np.float64 if dtypes[0] == np.float64 else np.float32
+    for i, (result, reference, dtype) in enumerate(zip(actual, references, dtypes, strict=True)):
+        name = f"{what}: {('dx', 'dscale', 'dbias')[i]}"
+        if dtype is None:
+            assert result is None, name
+        else:
+            shape = result.shape
+            reference = reference._replace(
+                value=reference.value.reshape(shape), magnitude=reference.magnitude.reshape(shape)
+            )
+            assert_matches(result, reference, dtype, accum, name)
+
+
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_operators(platform, implementation, dtypes, affine, rng):
+    """At every axis."""
+    problems = [
+        Problem(rng, begin, dtypes, affine=affine, zeros=zeros)
+        for begin in range(len(SHAPE))
+        for zeros in ([False, True] if affine else [False])
+    ]
+
+    @jax.jit
+    def f(arrays: Any) -> Any:
+        results = []
+        for p, (dy, x, y, scale, bias, mean, variance, rstd) in zip(problems, arrays, strict=True):
+            options = {
+                "begin_norm_axis": p.begin - (len(SHAPE) if p.begin % 2 else 0),
+                "implementation": implementation,
+            }
+            onednn = {"variance": variance, "epsilon": EPSILON, "has_bias": affine}
+            results.append([
+                backward.layer_norm_backward(dy, x, scale, mean, rstd, **options),
+                backward.layer_norm_backward(dy, x, scale, mean, **onednn, **options),
+                backward.rms_norm_backward(dy, x, scale, rstd, **options),
+                backward.layer_norm_backward_from_output(dy, y, scale, bias, rstd, **options),
+                backward.rms_norm_backward_from_output(dy, y, scale, rstd, **options),
+            ])  # fmt: skip
+        return results
+
+    names = ("dy", "x", "y", "scale", "bias", "mean", "variance", "rstd")
+    arrays = [p.shaped(*names, kept=i % 2 == 1) for i, p in enumerate(problems)]
+    x_dtype, _, scale_dtype = dtypes
+    of_scale = scale_dtype if affine else None
+    for p, results in zip(problems, f(arrays), strict=True):
+        from_input = p.flat("dy", "x", "scale", "mean")
+        (rstd,), (variance,) = p.flat("rstd"), p.flat("variance")
+        from_output = p.flat("dy", "y", "scale", "bias", "rstd")
+        invertible = invertible_layer_normalization_grad
+        without_bias = [*from_output[:3], None, rstd]
+        expected = [
+            layer_normalization_grad(*from_input, rstd),
+            layer_norm_backward(*from_input, variance, EPSILON),
+            simplified_layer_normalization_grad(*from_input[:3], rstd)[:2],
+            invertible(*from_output),
+            invertible(*without_bias, mean=False)[:2],
+        ]
+        # Without a scale, dbias has x's dtype; without a bias there is none.
+        of_bias = [scale_dtype if affine else x_dtype, of_scale, None, of_scale, None]
+        for i, (actual, references, dbias) in enumerate(
+            zip(results, expected, of_bias, strict=True)
+        ):
+            wanted = [x_dtype, of_scale, dbias][: len(references)]
+            check(actual, references, wanted, f"operator {i}, axis {p.begin}")
+
+
+def test_forward(platform, implementation, dtypes, rng):
+    """Statistics in the accumulation dtype, and of the rows' shape."""
+    p = Problem(rng, 2, dtypes, affine=True)
+    x, scale, bias = p.shaped("x", "scale", "bias")
+    options = {"begin_norm_axis": 2, "epsilon": EPSILON, "implementation": implementation}
+    y, mean, rstd = backward.layer_norm_forward(x, scale, bias, **options)
+    y2, rstd2 = backward.rms_norm_forward(x, scale, **options)
+    accum = jnp.float64 if dtypes[0] == jnp.float64 else jnp.float32
+    assert {a.dtype for a in (mean, rstd, rstd2)} == {jnp.dtype(accum)}
+    assert {a.shape for a in (mean, rstd, rstd2)} == {SHAPE[:2]}
+    wide, gamma, beta = (a[0] for a in (p.flat("x"), p.flat("scale"), p.flat("bias")))
+    expected = 1 / np.sqrt(wide.var(1) + EPSILON), 1 / np.sqrt((wide**2).mean(1) + EPSILON)
+    tolerance = 8 * float(jnp.finfo(accum).eps)
+    for actual, reference in zip((mean, rstd, rstd2), (wide.mean(1), *expected), strict=True):
+        np.testing.assert_allclose(np.ravel(actual), reference, rtol=tolerance)
+    centered = wide - wide.mean(1, keepdims=True)
+    for actual, x_hat, shift in (
+        (y, centered * expected[0][:, None], beta),
+        (y2, wide * expected[1][:, None], 0 * beta),
+    ):
+        value = x_hat * gamma + shift
+        size = np.abs(x_hat * gamma) + np.abs(gamma) + np.abs(shift)
+        reference = Reference(value.reshape(SHAPE), size.reshape(SHAPE))
+        assert_matches(actual, reference, dtypes[0], accum, "y")
+
+
+def test_per_channel(platform, implementation, rng):
+    """oneDNN's gamma of the last axis alone: its gradient is summed further, and rounded after."""
+    dtypes = list(map(jnp.dtype, ("float32", "float32", "bfloat16")))
+    p = Problem(rng, 2, dtypes, affine=True)
+    scale, bias = (np.tile(a[:5], 4) for a in (p.scale, p.bias))
+    dy, x, y, mean, rstd = p.shaped("dy", "x", "y", "mean", "rstd")
+    options = {"begin_norm_axis": 2, "implementation": implementation}
+    results = (
+        backward.layer_norm_backward(dy, x, scale[:5], mean, rstd, **options),
+        backward.layer_norm_backward_from_output(dy, y, scale[:5], bias[:5], rstd, **options),
+    )
+    flat = p.flat("dy", "x", "y", "mean", "rstd")
+    expected = (
+        layer_normalization_grad(*flat[:2], widen(scale), *flat[3:]),
+        invertible_layer_normalization_grad(flat[0], flat[2], widen(scale), widen(bias), flat[4]),
+    )
+    for actual, references in zip(results, expected, strict=True):
+        summed = [
+            r._replace(
+                value=r.value.reshape(4, 5).sum(0), magnitude=r.magnitude.reshape(4, 5).sum(0)
+            )
+            for r in references[1:]
+        ]
+        wanted = [dtypes[0], dtypes[2], dtypes[2]]
+        check(actual, [references[0], *summed], wanted, "per channel")
+
+
+# --- Sums, runs, transformations -----------------------------------------------------------------
+
+
+def calls(dtype: Any, shape: tuple[int, int], rng: Any) -> dict[str, Any]:
+    """Each backward operator, as a function of dy, with other operands of small integers."""
+    rows, features = shape
+    x = rng.integers(-3, 4, (rows, features // 2))
+    x = np.concatenate([x, -x], 1).astype(dtype)  # of mean 0, exactly
+    ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
+    scale, bias = np.ones(features, np.float32), np.zeros(features, np.float32)
+    partial = functools.partial
+    return {
+        "layer_norm": partial(
+            backward.layer_norm_backward, x=x, scale=scale, mean=zeros, rstd=ones
+        ),
+        "rms_norm": partial(backward.rms_norm_backward, x=x, scale=scale, rstd=ones),
+        "layer_norm from output": partial(
+            backward.layer_norm_backward_from_output, y=x, scale=scale, bias=bias, rstd=ones
+        ),
+        "rms_norm from output": partial(
+            backward.rms_norm_backward_from_output, y=x, scale=scale, rstd=ones
+        ),
+    }
+
+
+@pytest.mark.parametrize("shape", [(3001, 130), (70_000, 4), (517, 8192)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_exact_sums(platform, shape, dtype, rng):
+    """Column sums of small integers have no rounding errors."""
+    dy = rng.integers(-1, 4, shape)
+    operators = calls(jnp.dtype(dtype), shape, rng)
+    f = jax.jit(lambda dy: [op(dy, implementation="ffi") for op in operators.values()])
+    for (name, op), results in zip(operators.items(), f(dy.astype(jnp.dtype(dtype))), strict=True):
+        x = np.asarray(op.keywords.get("x", op.keywords.get("y"))).astype(np.int64)
+        sums = [(dy * x).sum(0), dy.sum(0)]
+        for actual, expected in zip(results[1:], sums, strict=False):
+            assert_bitwise_equal(actual, expected.astype(np.float32), name)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_thousand_runs(platform, dtype, rng):
+    """Bitwise equal, in one loop."""
+    dtype = jnp.dtype(dtype)
+    operators = calls(dtype, (300, 130), rng)
+    dy = rng.standard_normal((300, 130)).astype(dtype)
+    bits = {2: jnp.uint16, 4: jnp.uint32}
+
+    def run(dy: Any) -> list[Any]:
+        x = operators["rms_norm"].keywords["x"]
+        y, mean, rstd = backward.layer_norm_forward(x + dy, implementation="ffi")
+        results = [op(dy + y, implementation="ffi") for op in operators.values()]
+        leaves = [y, mean, rstd, *jax.tree.leaves(results)]
+        return [lax.bitcast_convert_type(a, bits[a.dtype.itemsize]) for a in leaves]
+
+    @jax.jit
+    def different(dy: Any) -> Any:
+        first = run(dy)
+
+        def step(i: Any, count: Any) -> Any:
+            # The barrier: else XLA could take the runs out of the loop.
+            again = run(lax.optimization_barrier((dy, i))[0])
+            return count + sum(jnp.sum(a != b) for a, b in zip(first, again, strict=True))
+
+        return lax.fori_loop(0, 1000, step, 0)
+
+    assert different(dy) == 0
+
+
+def test_derivatives(platform, rng):
+    """Of the operators themselves, in both modes: those of the reference."""
+    p = Problem(rng, 3, [jnp.dtype("float64")] * 3, affine=True, zeros=True)
+    dy, x, scale, bias, mean, rstd = p.shaped("dy", "x", "scale", "bias", "mean", "rstd")
+
+    def f(implementation: str, *operands: Any) -> Any:
+        dy, x, scale, bias, mean, rstd = operands
+        options = {"implementation": implementation}
+        return (
+            backward.layer_norm_backward(dy, x, scale, mean, rstd, **options),
+            backward.rms_norm_backward(dy, x, scale, rstd, **options),
+            backward.layer_norm_backward_from_output(dy, x, scale, bias, rstd, **options),
+            backward.rms_norm_backward_from_output(dy, x, scale, rstd, **options),
+            backward.layer_norm_forward(x, scale, bias, **options),
+        )
+
+    operands = (dy, x, scale, bias, mean, rstd)
+
+    def derivatives(implementation: str) -> Any:
+        g = functools.partial(f, implementation)
+        results, pull = jax.vjp(g, *operands)
+        return jax.jvp(g, operands, operands)[1], pull(results)
+
+    ours, expected = (jax.jit(functools.partial(derivatives, i))() for i in ("ffi", "xla"))
+    for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, e, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_spread(platform, kind, rng):
+    """On a mesh, and, per device, inside shard_map."""
+    devices = mesh(platform, kind)
+    x, dy = (rng.standard_normal((16, 32)).astype(np.float32) for _ in range(2))
+    scale = rng.standard_normal(32).astype(jnp.bfloat16)
+
+    def f(dy: Any, x: Any, scale: Any) -> Any:
+        y, mean, rstd = backward.layer_norm_forward(x, scale)
+        return y, *backward.layer_norm_backward(dy, x, scale, mean, rstd)
+
+    def local(dy: Any, x: Any, scale: Any) -> Any:
+        *rows, dscale, dbias = f(dy, x, scale.astype(jnp.float32))
+        sums = lax.psum((dscale, dbias), "data")
+        return *rows, *(g.astype(scale.dtype) for g in sums)
+
+    expected = jax.jit(f)(dy, x, scale)
+    with jax.set_mesh(devices):
+        spread = [jax.device_put(a, NamedSharding(devices, P("data"))) for a in (dy, x)]
+        rows = P("data")
+        mapped = jax.shard_map(
+            local, in_specs=(rows, rows, P()), out_specs=(rows, rows, P(), P()), axis_names={"data"}
+        )
+        for g in (f, mapped) if kind == AxisType.Auto else (f,):
+            results = jax.jit(g)(*spread, scale)
+            for a, e in zip(results, expected, strict=True):
+                assert a.dtype == e.dtype
+                tolerance = 2**-5 if e.dtype == jnp.bfloat16 else 1e-5
+                np.testing.assert_allclose(widen(a), widen(e), rtol=tolerance, atol=tolerance)
+
+
+def test_vmap(platform, rng):
+    """Statistics and dy mapped, scale not: as a loop."""
+    x, dy = (rng.standard_normal((3, 5, 8)).astype(np.float32) for _ in range(2))
+    scale = rng.standard_normal(8).astype(np.float32)
+    rstd = np.abs(rng.standard_normal((3, 5))).astype(np.float32)
+    f = functools.partial(backward.rms_norm_backward_from_output, implementation="ffi")
+    mapped = jax.vmap(f, in_axes=(0, 0, None, 0))(dy, x, scale, rstd)
+    for i, (dx, dscale) in enumerate(zip(*mapped, strict=True)):
+        for actual, expected in zip((dx, dscale), f(dy[i], x[i], scale, rstd[i]), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+# --- Errors --------------------------------------------------------------------------------------
+
+X, STAT, SCALE = np.ones((2, 3, 4), np.float32), np.ones((2, 3), np.float32), np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "exception", "message"),
+    [
+        ({"dy": X[:1]}, ValueError, r"dy must have x's shape \(2, 3, 4\).*got shape \(1, 3, 4\)"),
+        ({"dy": X.astype("float16")}, ValueError, r"dy must have.*float16. Pass dy.astype\(x.dty"),
+        ({"x": X.astype(int)}, TypeError, r"x must have dtype.*got int"),
+        ({"x": np.float32(1)}, ValueError, r"x must have at least one axis"),
+        ({"scale": np.ones(3)}, ValueError, r"scale must have shape.*\(4,\).*got \(3,\)"),
+        ({"mean": np.ones(2)}, ValueError, r"mean must have one number.*\(2, 3\) or \(2, 3, 1\)"),
+        ({"rstd": np.ones((2, 1))}, ValueError, r"rstd must have one number.*got \(2, 1\)"),
+        ({"rstd": np.ones((2, 3), int)}, TypeError, r"rstd must have dtype.*got int"),
+        ({"rstd": None}, ValueError, r"exactly one of rstd and variance.*got neither"),
+        ({"variance": STAT}, ValueError, r"exactly one of rstd and variance.*got both"),
+        ({"epsilon": -1.0}, ValueError, r"epsilon must be finite and >= 0"),
+        ({"begin_norm_axis": 3}, ValueError, r"begin_norm_axis must be in \[-3, 3\)"),
+        ({"has_bias": 1}, TypeError, r"has_bias must be True or False"),
+        ({"implementation": "cuda"}, ValueError, r"implementation must be"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_errors(changes, exception, message):
+    arguments = {"dy": X, "x": X, "scale": SCALE, "mean": STAT, "rstd": STAT} | changes
+    with pytest.raises(exception, match=rf"^layer_norm_backward: {message}"):
+        backward.layer_norm_backward(**arguments)
+
+
+def test_errors_from_output():
+    """They name the operand that the operator has: y."""
+    for name, operands in itertools.product(
+        ("layer_norm", "rms_norm"), [((X[:1], X), "dy must have y's shape"), ((X, 1), "y must")]
+    ):
+        (dy, y), message = operands
+        f = getattr(backward, f"{name}_backward_from_output")
+        bias = (None,) if name == "layer_norm" else ()
+        with pytest.raises(ValueError, match=f"^{name}_backward_from_output: {message}"):
+            f(dy, np.float32(y), SCALE, *bias, STAT)
