@@ -347,6 +347,8 @@ class VariantTests(RowOpTests):
     test_half_an_axis: Any = None
     test_vmap_spread: Any = None
     test_explicit_mesh_that_is_not_set: Any = None
+    test_second_order_spread: Any = None
     test_three_axes: Any = None
+    test_partial_manual: Any = None
     test_partial_manual_beside_one_device: Any = None
     test_pmap: Any = None

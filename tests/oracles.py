@@ -203,7 +203,9 @@ def global_norm(*leaves: np.ndarray) -> Reference:
     else:
         total = sum(float(np.sum((leaf / largest) ** 2)) for leaf in leaves)
         value = np.asarray(largest * np.sqrt(total))
-    return Reference(value, value)
+    # Float64 is summed in float64: errors of a long sum grow as the square root of its length.
+    growth = 1 + np.sqrt(sum(leaf.size for leaf in leaves)) / 16
+    return Reference(value, value * growth)
 
 
 def global_norm_vjp(dnorm: np.ndarray, *leaves: np.ndarray) -> tuple[Reference, ...]:

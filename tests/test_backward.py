@@ -151,11 +151,10 @@ def check(actual: Any, references: list[Reference], dtypes: list[Any], what: str
 
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 def test_operators(platform, implementation, dtypes, affine, rng):
-    """At every axis."""
+    """At every axis, and with zeros in scale; for XLA's operations, at two."""
     problems = [
-        Problem(rng, begin, dtypes, affine=affine, zeros=zeros)
-        for begin in range(len(SHAPE))
-        for zeros in ([False, True] if affine else [False])
+        Problem(rng, begin, dtypes, affine=affine, zeros=affine and begin % 3 == 1)
+        for begin in (range(len(SHAPE)) if implementation == "ffi" else (1, 2))
     ]
 
     @jax.jit

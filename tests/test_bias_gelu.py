@@ -46,6 +46,10 @@ class TestGelu(RowOpTests):
     kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
     all_reduces = (0,)
 
+    @pytest.fixture(params=["float16", "float64"])
+    def transformation_dtype(self, request):
+        return jnp.dtype(request.param)
+
     def op(self, x, *, implementation=None):
         return jax_gradops.gelu(x, False, implementation=implementation)
 

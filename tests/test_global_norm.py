@@ -32,6 +32,10 @@ class TestGlobalNorm(OpTests):
 
     forward_mode_of_kernels = True
 
+    @pytest.fixture(params=["float16", "float32"])
+    def transformation_dtype(self, request):
+        return jnp.dtype(request.param)
+
     def op(self, x, p, *, implementation=None):
         with jax_gradops.use_implementation(implementation):
             return jax_gradops.global_norm({"x": x, "p": [p, None]})
@@ -61,6 +65,10 @@ class TestClip(TestGlobalNorm):
 
     # One for the norm; one, or one for each mesh axis, for the inner product of dy and x.
     all_reduces = (2, 3)
+
+    @pytest.fixture(params=["bfloat16", "float64"])
+    def transformation_dtype(self, request):
+        return jnp.dtype(request.param)
 
     def op(self, x, p, *, implementation=None):
         clipped, _ = clip_tree_by_global_norm((x, p), LIMIT, implementation=implementation)
