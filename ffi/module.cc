@@ -1,7 +1,10 @@
 // The list of handlers, compiled once per backend with GRADOPS_CONTEXT and GRADOPS_MODULE defined.
 #include <nanobind/nanobind.h>
 
+#include <type_traits>
+
 #include "common/build_info.h"
+#include "cuda/layer_norm_override.h"
 #include "ops/bias_gelu.h"
 #include "ops/device_copy.h"
 #include "ops/global_norm.h"
@@ -38,6 +41,44 @@ nb::dict Registrations() {
   return handlers;
 }
 
+// Layer norm's choice of a plan on GPUs, for tests: what it is, and what it shall be.
+template <class Context>
+void BindRowPlans(nb::module_& m) {
+  if constexpr (std::is_same_v<Context, CudaContext>) {
+    m.def(
+        "row_plan",
+        [](std::int64_t rows, std::int64_t features, int element_bytes, int arrays, bool backward,
+           bool aligned, int architecture, int multiprocessors, std::int64_t shared_bytes) {
+          const RowPlan plan = ChooseRowPlan({rows, features, element_bytes, arrays, backward,
+                                              aligned, architecture, multiprocessors, shared_bytes},
+                                             ForcedRowPlan());
+          nb::dict fields;
+          fields["stream"] = plan.stream;
+          if (plan.stream) return fields;
+          fields["copy"] = static_cast<int>(plan.copy);
+          fields["width"] = plan.width;
+          fields["lanes"] = plan.lanes;
+          fields["units"] = plan.units;
+          fields["cluster"] = plan.cluster;
+          fields["share"] = plan.share;
+          fields["stages"] = plan.stages;
+          fields["shared_bytes"] = plan.shared_bytes;
+          fields["threads"] = plan.threads();
+          return fields;
+        },
+        nb::kw_only(), nb::arg("rows"), nb::arg("features"), nb::arg("element_bytes"),
+        nb::arg("arrays"), nb::arg("backward"), nb::arg("aligned"), nb::arg("architecture"),
+        nb::arg("multiprocessors"), nb::arg("shared_bytes"));
+    m.def(
+        "force_row_plan",
+        [](int architecture, int max_cluster, int max_threads, int max_stages, bool stream) {
+          ForcedRowPlan() = {architecture, max_cluster, max_threads, max_stages, stream};
+        },
+        nb::kw_only(), nb::arg("architecture") = 0, nb::arg("max_cluster") = 0,
+        nb::arg("max_threads") = 0, nb::arg("max_stages") = 0, nb::arg("stream") = false);
+  }
+}
+
 }  // namespace
 }  // namespace gradops
 
@@ -46,4 +87,5 @@ NB_MODULE(GRADOPS_MODULE, m) {
   m.attr("build_info") = gradops::kBuildInfo;
   m.attr("cuda_skipped") = gradops::kCudaSkipped;
   m.def("registrations", &gradops::Registrations<gradops::GRADOPS_CONTEXT>);
+  gradops::BindRowPlans<gradops::GRADOPS_CONTEXT>(m);
 }

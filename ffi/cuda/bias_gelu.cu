@@ -258,7 +258,8 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
   constexpr const char* kOp = "bias_gelu_bwd";
   const auto [groups, rows, features] = args.shape;
   auto* const dbias = static_cast<A*>(args.dbias);
-  const ColumnSums<A> wanted{{dbias, nullptr}, 1};
+  ColumnSums wanted;
+  wanted.Add({dbias, kDtype<A>});
   if (args.shape.elements() == 0) {
     if (dbias == nullptr) return ffi::Error::Success();
     return ToError(kOp, ZeroColumnSums(stream, wanted, groups, features));
@@ -294,8 +295,8 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
     launch.template operator()<1>();
   }
   if (slices > 1 && dbias != nullptr) {
-    LaunchColumnSum<A>(stream, static_cast<const A*>(args.workspace), wanted, groups,
-                       args.partial_rows, slices, features);
+    return ToError(kOp, LaunchColumnSum<A>(stream, static_cast<const A*>(args.workspace), wanted,
+                                           groups, args.partial_rows, slices, features));
   }
   return LastError(kOp);
 }

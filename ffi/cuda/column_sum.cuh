@@ -3,27 +3,43 @@
 
 #include <cstdint>
 
+#include "common/shape.h"
 #include "cuda/launch.cuh"
 
 namespace gradops {
 
-// The results of up to two sums, in the workspace's order.
-template <typename A>
+// The results of up to two sums, in the workspace's order, each of any float dtype.
 struct ColumnSums {
-  A* results[2];
-  int count;
+  ParamGrad results[2];
+  int count = 0;
+
+  // Adds a result, if it is wanted.
+  void Add(const ParamGrad& result) {
+    if (result.data != nullptr) results[count++] = result;
+  }
 };
 
 // The results of sums over no rows.
-template <typename A>
-cudaError_t ZeroColumnSums(cudaStream_t stream, const ColumnSums<A>& sums, std::int64_t groups,
-                           std::int64_t features) {
+inline cudaError_t ZeroColumnSums(cudaStream_t stream, const ColumnSums& sums, std::int64_t groups,
+                                  std::int64_t features) {
   cudaError_t status = cudaSuccess;
-  const std::size_t bytes = static_cast<std::size_t>(groups * features) * sizeof(A);
-  for (int i = 0; i < sums.count && bytes > 0 && status == cudaSuccess; ++i) {
-    status = cudaMemsetAsync(sums.results[i], 0, bytes, stream);
+  for (int i = 0; i < sums.count && groups * features > 0 && status == cudaSuccess; ++i) {
+    const std::int64_t bytes = groups * features * ByteWidthOf(sums.results[i].dtype);
+    status = cudaMemsetAsync(sums.results[i].data, 0, static_cast<std::size_t>(bytes), stream);
   }
   return status;
+}
+
+// Rounds to the dtype of the array `data`.
+template <typename A>
+__device__ __forceinline__ void StoreAs(void* data, ffi::DataType dtype, std::int64_t index,
+                                        A value) {
+  switch (dtype) {
+    case ffi::F16: static_cast<Half*>(data)[index] = static_cast<Half>(value); break;
+    case ffi::BF16: static_cast<BFloat16*>(data)[index] = static_cast<BFloat16>(value); break;
+    case ffi::F32: static_cast<float*>(data)[index] = static_cast<float>(value); break;
+    default: static_cast<double*>(data)[index] = static_cast<double>(value);
+  }
 }
 
 inline constexpr int kColumnTile = 32;
@@ -33,9 +49,12 @@ inline constexpr int kColumnSlices = 16;
 // group are summed, each by the block of its (group, sum, tile of 32 columns).
 template <typename A>
 __global__ void __launch_bounds__(kColumnTile* kColumnSlices)
-    ColumnSumKernel(const A* __restrict__ workspace, ColumnSums<A> sums, std::int64_t stride,
+    ColumnSumKernel(const A* workspace, ColumnSums sums, std::int64_t stride,
                     std::int64_t partial_rows, std::int64_t features, std::int64_t items) {
   __shared__ A slices[kColumnSlices][kColumnTile];
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();  // it is launched while the kernel before ends
+#endif
   const std::int64_t tiles = (features + kColumnTile - 1) / kColumnTile;
   for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const std::int64_t tile = item % tiles;
@@ -46,6 +65,7 @@ __global__ void __launch_bounds__(kColumnTile* kColumnSlices)
     if (column < features) {
       const std::int64_t pitch = sums.count * features;
       const A* partial = workspace + (group * stride * sums.count + sum) * features + column;
+#pragma unroll 8
       for (std::int64_t row = threadIdx.y; row < partial_rows; row += kColumnSlices) {
         total += partial[row * pitch];
       }
@@ -55,20 +75,34 @@ __global__ void __launch_bounds__(kColumnTile* kColumnSlices)
     if (threadIdx.y == 0 && column < features) {
 #pragma unroll
       for (int slice = 1; slice < kColumnSlices; ++slice) total += slices[slice][threadIdx.x];
-      A* const result = sum == 0 ? sums.results[0] : sums.results[1];
-      result[group * features + column] = total;
+      const ParamGrad& result = sums.results[sum];
+      StoreAs(result.data, result.dtype, group * features + column, total);
     }
     __syncthreads();  // every slice is read before the next item's are written
   }
 }
 
 template <typename A>
-void LaunchColumnSum(cudaStream_t stream, const A* workspace, const ColumnSums<A>& sums,
-                     std::int64_t groups, std::int64_t stride, std::int64_t partial_rows,
-                     std::int64_t features) {
+cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const ColumnSums& sums,
+                            std::int64_t groups, std::int64_t stride, std::int64_t partial_rows,
+                            std::int64_t features) {
   const std::int64_t items = groups * sums.count * CeilDiv(features, kColumnTile);
-  ColumnSumKernel<A><<<GridBlocks(items), dim3(kColumnTile, kColumnSlices), 0, stream>>>(
-      workspace, sums, stride, partial_rows, features, items);
+  auto* const kernel = &ColumnSumKernel<A>;
+  // The split of cache and shared memory that the kernel before has: changing it takes time.
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                            cudaSharedmemCarveoutMaxShared);
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(GridBlocks(items));
+  config.blockDim = dim3(kColumnTile, kColumnSlices);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = CurrentDevice().architecture >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, workspace, sums, stride, partial_rows, features,
+                            items);
 }
 
 }  // namespace gradops

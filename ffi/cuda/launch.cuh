@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <limits>
+#include <mutex>
 #include <string>
 
 #include "xla/ffi/api/ffi.h"
@@ -25,18 +25,36 @@ inline ffi::Error LastError(const char* op) {
   return ToError(op, cudaGetLastError());
 }
 
-// Multiprocessors of the current device, which is the one of the stream that XLA gives.
+struct Device {
+  int architecture = 0;  // 10 * major + minor
+  int multiprocessors = 1;
+  int shared_bytes = 0;  // of a multiprocessor
+};
+
+// The current device, which is the one of the stream that XLA gives.
+inline Device CurrentDevice() {
+  static std::array<Device, 64> devices;
+  static std::array<std::once_flag, 64> asked;
+  int index = 0;
+  if (cudaGetDevice(&index) != cudaSuccess) return {};
+  const auto ask = [index] {
+    const auto attribute = [index](cudaDeviceAttr which) {
+      int value = 0;
+      return cudaDeviceGetAttribute(&value, which, index) == cudaSuccess ? value : 0;
+    };
+    return Device{10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+                      attribute(cudaDevAttrComputeCapabilityMinor),
+                  std::max(1, attribute(cudaDevAttrMultiProcessorCount)),
+                  attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+  };
+  if (index < 0 || index >= 64) return ask();
+  const auto i = static_cast<std::size_t>(index);
+  std::call_once(asked[i], [&] { devices[i] = ask(); });
+  return devices[i];
+}
+
 inline int MultiprocessorCount() {
-  static std::array<std::atomic<int>, 64> counts{};  // by device; asked for once each
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 1;
-  int count = counts[static_cast<std::size_t>(device)].load(std::memory_order_relaxed);
-  if (count == 0) {
-    if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
-      return 1;
-    counts[static_cast<std::size_t>(device)].store(count, std::memory_order_relaxed);
-  }
-  return count;
+  return CurrentDevice().multiprocessors;
 }
 
 inline std::int64_t CeilDiv(std::int64_t a, std::int64_t b) {

@@ -18,6 +18,22 @@ __device__ __forceinline__ A WarpSum(A value) {
   return value;
 }
 
+// The same for several values, step by step for all of them: one by one, each would wait for the
+// shuffles of those before it.
+template <int kWidth, typename A, int kValues>
+__device__ __forceinline__ void WarpSums(A (&values)[kValues]) {
+#pragma unroll
+  for (int distance = kWidth / 2; distance > 0; distance /= 2) {
+    A others[kValues];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      others[i] = __shfl_xor_sync(0xffffffffu, values[i], distance);
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] += others[i];
+  }
+}
+
 // Sums up to kMaxValues values at a time over teams of kTeam consecutive threads in a block of
 // kThreads; both are powers of two. All threads of a team must call it, and all of a warp.
 template <typename A, int kThreads, int kTeam, int kMaxValues>
@@ -35,8 +51,7 @@ class TeamSum {
   template <int kValues>
   __device__ __forceinline__ void operator()(A (&values)[kValues]) {
     static_assert(kValues <= kMaxValues);
-#pragma unroll
-    for (A& value : values) value = WarpSum < kTeam<kWarp ? kTeam : kWarp>(value);
+    WarpSums<(kTeam < kWarp ? kTeam : kWarp)>(values);
     if constexpr (kWarps > 1) {
       const int lane = static_cast<int>(threadIdx.x) % kWarp;
       const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -51,8 +66,9 @@ class TeamSum {
       const int first_warp = warp / kWarps * kWarps;
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        values[i] = WarpSum<kWarps>(shared_.values[buffer_][i][first_warp + lane % kWarps]);
+        values[i] = shared_.values[buffer_][i][first_warp + lane % kWarps];
       }
+      WarpSums<kWarps>(values);
       buffer_ ^= 1;
     }
   }

@@ -57,6 +57,18 @@ __device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
   return pack;
 }
 
+// The same from shared memory.
+template <int W, typename T>
+__device__ __forceinline__ Pack<T, W> LoadShared(const T* p) {
+  Pack<T, W> pack;
+  if constexpr (W == 1) {
+    pack.v[0] = *p;
+  } else {
+    *reinterpret_cast<uint4*>(&pack) = *reinterpret_cast<const uint4*>(p);
+  }
+  return pack;
+}
+
 // Makes the compiler convert 16-bit elements anew in every pass over them: converted ones would
 // take twice the registers.
 template <typename T, int W>

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_gradops
+from jax_gradops import _registry
 
 jax.config.update("jax_enable_x64", True)
 
@@ -55,18 +56,34 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
+# Paths that this GPU would not choose by itself (ffi/cuda/layer_norm_policy.h), on fewer shapes.
+PLANS: dict[str, dict[str, Any]] = {
+    "as chosen": {},
+    "sm_80": {"architecture": 80},
+    "streamed": {"stream": True},
+    "clusters": {"max_threads": 32},
+}
+FORCED_WIDTHS = (7, 64, 1000, 4097)
+
+
 def main(dtype: str) -> None:
     """Every op, forward and backward, kernel only."""
+    cuda = _registry.MODULES["cuda"]
     with jax_gradops.use_implementation("ffi"):
-        for width, rows in itertools.product(WIDTHS, ROWS):
-            if dtype != "float32" and rows == 5:
-                continue
-            keys = jax.random.split(jax.random.key(width * rows), 4)
-            dy, x = (jax.random.normal(k, (rows, width)).astype(dtype) for k in keys[:2])
-            scale, bias = (jax.random.normal(k, (width,), jnp.float32) for k in keys[2:])
-            for name, op in OPS.items():
-                print(dtype, [rows, width], name, flush=True)  # before: the tools may crash
-                jax.block_until_ready(op(dy, x, scale, bias))
+        for plan, forced in PLANS.items():
+            cuda.force_row_plan(**forced)
+            for width, rows in itertools.product(FORCED_WIDTHS if forced else WIDTHS, ROWS):
+                if rows == 5 and (dtype != "float32" or forced):
+                    continue
+                keys = jax.random.split(jax.random.key(width * rows), 4)
+                dy, x = (jax.random.normal(k, (rows, width)).astype(dtype) for k in keys[:2])
+                scale, bias = (jax.random.normal(k, (width,), jnp.float32) for k in keys[2:])
+                for name, op in OPS.items():
+                    if forced and "norm" not in name:
+                        continue
+                    # Before: the tools may crash.
+                    print(dtype, [rows, width], plan, name, flush=True)
+                    jax.block_until_ready(op(dy, x, scale, bias))
     print("ran every kernel on", jax.devices()[0].device_kind)
 
 

@@ -1,0 +1,10 @@
+// What tests force upon layer norm's choice of a plan, for the whole process.
+#pragma once
+
+#include "cuda/layer_norm_policy.h"
+
+namespace gradops {
+
+RowOverride& ForcedRowPlan();  // cuda/layer_norm.cu
+
+}  // namespace gradops

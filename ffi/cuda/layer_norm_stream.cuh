@@ -1,0 +1,290 @@
+// For rows that no plan holds on chip (cuda/layer_norm_policy.h): a block per row, which reads it
+// twice, the second time mostly from L2; backward, a second kernel reads dy and x once more, down
+// the columns, for their sums.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math.h"
+#include "cuda/column_sum.cuh"
+#include "cuda/layer_norm_rows.cuh"
+
+namespace gradops {
+namespace {
+
+constexpr int kStreamThreads = 512;
+
+// Each thread keeps count, mean and centered sum of squares of what it has seen and merges it with
+// those of the next few packs, and at the end with the others' (Chan, Golub, LeVeque). Means are of
+// differences from the thread's own first element, so that an outlier among those costs accuracy in
+// one thread's share alone.
+template <typename T, int W>
+__global__ void __launch_bounds__(kStreamThreads, 1)
+    ForwardStreamKernel(const __grid_constant__ LayerNormFwdArgs args) {
+  using A = Accum<T>;
+  constexpr int kAtOnce = W == 1 ? 8 : W == 2 ? 2 : 4;
+  constexpr int kUnroll = W == 2 ? 1 : 2;  // of double, more would spill
+  constexpr std::int64_t kStep = kStreamThreads * W;
+  using Sum = TeamSum<A, kStreamThreads, kStreamThreads, 2>;
+  __shared__ typename Sum::Storage storage;
+  Sum sum(storage);
+
+  const std::int64_t features = args.shape.features, rows = args.shape.groups * args.shape.rows;
+  const A inverse_n = A{1} / static_cast<A>(features);
+  for (std::int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    // Normalised is h: x, or x + residual, which the thread stores before it reads it.
+    const T* const x_row = static_cast<const T*>(args.x) + row * features;
+    const T* h_row = x_row;
+    if (args.residual != nullptr) {
+      const T* const residual_row = static_cast<const T*>(args.residual) + row * features;
+      T* const sum_row = static_cast<T*>(args.sum) + row * features;
+      for (std::int64_t c = threadIdx.x * W; c < features; c += kStep) {
+        auto pack = LoadPackOnce<W>(x_row + c);
+        const auto other = LoadPackOnce<W>(residual_row + c);
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          pack.v[j] = static_cast<T>(static_cast<A>(pack.v[j]) + static_cast<A>(other.v[j]));
+        }
+        StorePack(sum_row + c, pack);
+      }
+      h_row = sum_row;
+    }
+    const bool has_shift = args.centered && threadIdx.x * W < features;
+    const A shift =
+        has_shift ? static_cast<A>(LoadPackOnce<1>(h_row + threadIdx.x * W).v[0]) : A{0};
+    int packs_seen = 0;
+    A share_mean = 0, squares = 0;  // of h - shift
+    for (std::int64_t first = threadIdx.x * W; first < features; first += kAtOnce * kStep) {
+      Pack<T, W> h[kAtOnce];
+      A part_sum = 0, part_squares = 0;
+      int packs = 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * kStep < features) h[i] = LoadPackOnce<W>(h_row + first + i * kStep);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * kStep < features) {
+          ++packs;
+#pragma unroll
+          for (int j = 0; j < W; ++j) part_sum += static_cast<A>(h[i].v[j]) - shift;
+        }
+      }
+      const A part_mean = args.centered ? part_sum / static_cast<A>(packs * W) : A{0};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        KeepPacked(h[i]);
+        if (first + i * kStep < features) {
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            const A centered = (static_cast<A>(h[i].v[j]) - shift) - part_mean;
+            part_squares += centered * centered;
+          }
+        }
+      }
+      const A difference = part_mean - share_mean;
+      const A count = static_cast<A>(packs_seen * W);  // may be 0
+      packs_seen += packs;
+      const A fraction = static_cast<A>(packs) / static_cast<A>(packs_seen);
+      squares += part_squares + difference * (count * fraction * difference);
+      share_mean += difference * fraction;
+    }
+    const A count = static_cast<A>(packs_seen * W);
+    A mean = 0;
+    if (args.centered) {
+      A row_shift = static_cast<A>(x_row[0]);  // h's first element, which another thread may store
+      if (args.residual != nullptr) {
+        row_shift += static_cast<A>((static_cast<const T*>(args.residual) + row * features)[0]);
+        row_shift = static_cast<A>(static_cast<T>(row_shift));
+      }
+      A total[1] = {count * ((shift - row_shift) + share_mean)};
+      sum(total);
+      mean = row_shift + total[0] * inverse_n;
+    }
+    const A centered_mean = (shift - mean) + share_mean;
+    A sums[2] = {count * centered_mean, squares + count * centered_mean * centered_mean};
+    sum(sums);
+    const A delta = args.centered ? sums[0] * inverse_n : A{0};
+    const A rstd =
+        InverseDeviation(VarianceOf(sums[1] * inverse_n, delta), static_cast<A>(args.epsilon));
+
+    const std::int64_t group = row / args.shape.rows;
+    T* const y = static_cast<T*>(args.y) + row * features;
+    // Backwards: what was read last is still in the caches.
+    const std::int64_t vectors = (features / W - 1 - threadIdx.x) / kStreamThreads;
+#pragma unroll kUnroll
+    for (std::int64_t i = vectors; i >= 0; --i) {
+      const std::int64_t column = i * kStep + threadIdx.x * W;
+      if (column < features) {
+        const auto h = LoadPackOnce<W>(h_row + column);
+        A scale[W], bias[W];
+        LoadParamPack(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset), scale);
+        LoadParamPack(args.bias, group, column, A{0}, A{0}, bias);
+        Pack<T, W> out;
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          const A x_hat = ((static_cast<A>(h.v[j]) - mean) - delta) * rstd;
+          out.v[j] = static_cast<T>(x_hat * scale[j] + bias[j]);
+        }
+        StorePack(y + column, out);
+      }
+    }
+    if (threadIdx.x == 0) {
+      if (args.centered) static_cast<A*>(args.mean)[row] = mean + delta;
+      static_cast<A*>(args.rstd)[row] = rstd;
+    }
+  }
+}
+
+// x_hat of W elements of a row. Centred rows: delta is what the saved mean is off by.
+template <int W, typename T, typename A>
+__device__ __forceinline__ void NormalisedPack(const LayerNormBwdArgs& args, const Pack<T, W>& x,
+                                               std::int64_t group, std::int64_t column,
+                                               const A (&scale)[W], A mean, A delta, A rstd,
+                                               A (&x_hat)[W]) {
+  A bias[W];
+  if (args.from_output) LoadParamPack(args.bias, group, column, A{0}, A{0}, bias);
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    const A value = static_cast<A>(x.v[j]);
+    if (args.from_output) {
+      x_hat[j] = scale[j] == 0 ? A{0} : (value - bias[j]) / scale[j];
+    } else {
+      x_hat[j] = ((value - mean) - delta) * rstd;
+    }
+  }
+}
+
+// dx, and, for BackwardSumsKernel, what each saved mean is off by (null: not wanted).
+template <typename T, int W>
+__global__ void __launch_bounds__(kStreamThreads, 1)
+    BackwardStreamKernel(const __grid_constant__ LayerNormBwdArgs args, Accum<T>* deltas) {
+  using A = Accum<T>;
+  constexpr std::int64_t kStep = kStreamThreads * W;
+  using Sum = TeamSum<A, kStreamThreads, kStreamThreads, 2>;
+  __shared__ typename Sum::Storage storage;
+  Sum sum(storage);
+
+  const std::int64_t features = args.shape.features, rows = args.shape.groups * args.shape.rows;
+  const A inverse_n = A{1} / static_cast<A>(features);
+  const std::int64_t start = threadIdx.x * W;
+  const std::int64_t turns = features <= start ? 0 : (features - start + kStep - 1) / kStep;
+  const bool shift = args.centered && !args.from_output;
+  for (std::int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const std::int64_t group = row / args.shape.rows;
+    const T* const x_row = static_cast<const T*>(args.x) + row * features;
+    const T* const dy_row = static_cast<const T*>(args.dy) + row * features;
+    const T* const dsum_row =
+        args.dsum == nullptr ? nullptr : static_cast<const T*>(args.dsum) + row * features;
+    T* const dx_row = static_cast<T*>(args.dx) + row * features;
+    const A mean = shift ? __ldg(static_cast<const A*>(args.mean) + row) : A{0};
+    const A rstd = __ldg(static_cast<const A*>(args.rstd) + row);
+    A total[2] = {}, differences[1] = {};  // of wdy * x_hat, wdy; of x - mean
+    for (std::int64_t i = 0; i < turns; ++i) {
+      const std::int64_t column = start + i * kStep;
+      const auto x = LoadPack<W>(x_row + column);
+      const auto dy = LoadPack<W>(dy_row + column);
+      A scale[W], x_hat[W];
+      LoadParamPack(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset), scale);
+      NormalisedPack(args, x, group, column, scale, mean, A{0}, rstd, x_hat);
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        const A wdy = static_cast<A>(dy.v[j]) * scale[j];
+        total[0] += wdy * x_hat[j];
+        total[1] += wdy;
+        if (shift) differences[0] += static_cast<A>(x.v[j]) - mean;
+      }
+    }
+    sum(total);
+    sum(differences);
+    const A delta = differences[0] * inverse_n;
+    const A mean_wdy = args.centered ? total[1] * inverse_n : A{0};
+    const A mean_wdy_x_hat = (total[0] - delta * rstd * total[1]) * inverse_n;
+    if (deltas != nullptr && threadIdx.x == 0) deltas[row] = delta;
+    // Backwards: what was read last is still in the caches.
+    for (std::int64_t i = turns - 1; i >= 0; --i) {
+      const std::int64_t column = start + i * kStep;
+      const auto x = LoadPack<W>(x_row + column);
+      const auto dy = LoadPack<W>(dy_row + column);
+      A scale[W], x_hat[W];
+      LoadParamPack(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset), scale);
+      NormalisedPack(args, x, group, column, scale, mean, delta, rstd, x_hat);
+      Pack<T, W> out, dsum;
+      if (dsum_row != nullptr) dsum = LoadPack<W>(dsum_row + column);
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        A dx = NormInputGrad(static_cast<A>(dy.v[j]) * scale[j], x_hat[j], mean_wdy, mean_wdy_x_hat,
+                             rstd);
+        if (dsum_row != nullptr) dx += static_cast<A>(dsum.v[j]);
+        out.v[j] = static_cast<T>(dx);
+      }
+      StorePack(dx_row + column, out);
+    }
+  }
+}
+
+constexpr int kSumLanes = 8, kSumRows = 32;  // threads of a block along columns and along rows
+
+// dscale and dbias: each block adds up all rows of a group in kSumLanes packs of columns.
+template <typename T, int W>
+__global__ void __launch_bounds__(kSumLanes* kSumRows)
+    BackwardSumsKernel(const __grid_constant__ LayerNormBwdArgs args, const Accum<T>* deltas) {
+  using A = Accum<T>;
+  constexpr int kColumns = kSumLanes * W;
+  __shared__ A shared[2][kSumRows][kColumns];
+  const std::int64_t features = args.shape.features, rows = args.shape.rows;
+  const std::int64_t tiles = (features + kColumns - 1) / kColumns;
+  const bool shift = args.centered && !args.from_output;
+  for (std::int64_t item = blockIdx.x; item < args.shape.groups * tiles; item += gridDim.x) {
+    const std::int64_t group = item / tiles;
+    const std::int64_t column = item % tiles * kColumns + threadIdx.x * W;
+    A dscale[W] = {}, dbias[W] = {};
+    if (column < features) {
+      A scale[W];
+      LoadParamPack(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset), scale);
+      // Sums of 64 terms are added up, so that rounding errors hardly grow with the number of rows.
+      for (std::int64_t first = threadIdx.y; first < rows; first += 64 * kSumRows) {
+        A part_dscale[W] = {}, part_dbias[W] = {};
+        const std::int64_t end = min(rows, first + 64 * kSumRows);
+#pragma unroll 4
+        for (std::int64_t r = first; r < end; r += kSumRows) {
+          const std::int64_t row = group * rows + r;
+          const auto x = LoadPack<W>(static_cast<const T*>(args.x) + row * features + column);
+          const auto dy = LoadPack<W>(static_cast<const T*>(args.dy) + row * features + column);
+          const A mean = shift ? __ldg(static_cast<const A*>(args.mean) + row) : A{0};
+          const A delta = shift ? __ldg(deltas + row) : A{0};
+          A x_hat[W];
+          NormalisedPack(args, x, group, column, scale, mean, delta,
+                         __ldg(static_cast<const A*>(args.rstd) + row), x_hat);
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            part_dscale[j] += static_cast<A>(dy.v[j]) * x_hat[j];
+            part_dbias[j] += static_cast<A>(dy.v[j]);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < W; ++j) dscale[j] += part_dscale[j], dbias[j] += part_dbias[j];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      shared[0][threadIdx.y][threadIdx.x * W + j] = dscale[j];
+      shared[1][threadIdx.y][threadIdx.x * W + j] = dbias[j];
+    }
+    __syncthreads();  // all rows' sums are written
+    const int thread = static_cast<int>(threadIdx.y * kSumLanes + threadIdx.x);
+    for (int i = thread; i < 2 * kColumns; i += kSumLanes * kSumRows) {
+      const int s = i / kColumns, c = i % kColumns;
+      const std::int64_t to = item % tiles * kColumns + c;
+      const ParamGrad& result = s == 0 ? args.dscale : args.dbias;
+      if (to >= features || result.data == nullptr) continue;
+      A total = 0;
+      for (int r = 0; r < kSumRows; ++r) total += shared[s][r][c];
+      StoreAs(result.data, result.dtype, group * features + to, total);
+    }
+    __syncthreads();  // all are read before the next item's are written
+  }
+}
+
+}  // namespace
+}  // namespace gradops

@@ -1,0 +1,148 @@
+// Asynchronous copies to shared memory and what tells that they have arrived.
+#pragma once
+
+#include <cstdint>
+
+namespace gradops {
+
+__device__ __forceinline__ std::uint32_t SharedAddress(const void* p) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// --- cp.async, sm_80: per thread, in groups ------------------------------------------------------
+
+template <int kBytes>
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)),
+                 "l"(global)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(SharedAddress(shared)),
+                 "l"(global), "n"(kBytes)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void CommitCopies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until at most `kPending` of this thread's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// --- mbarriers and bulk copies, sm_90; elsewhere never called -----------------------------------
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define GRADOPS_HOPPER 1
+#else
+#define GRADOPS_HOPPER 0
+#endif
+
+__device__ __forceinline__ void InitBarrier(std::uint64_t* barrier) {
+#if GRADOPS_HOPPER
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+#endif
+}
+
+// Makes initialised barriers known to the cluster and to the copy engine.
+__device__ __forceinline__ void PublishBarriers() {
+#if GRADOPS_HOPPER
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// The phase ends when `bytes` have arrived (and this call was made).
+__device__ __forceinline__ void ExpectBytes(std::uint64_t* barrier, std::uint32_t bytes) {
+#if GRADOPS_HOPPER
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void WaitForPhase(std::uint64_t* barrier, std::uint32_t parity) {
+#if GRADOPS_HOPPER
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// Both addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void CopyBulk(void* shared, const void* global, std::uint32_t bytes,
+                                         std::uint64_t* barrier) {
+#if GRADOPS_HOPPER
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(shared)),
+      "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
+      : "memory");
+#endif
+}
+
+// What this thread has written to shared memory comes before bulk copies that follow a barrier.
+__device__ __forceinline__ void FenceBulkCopies() {
+#if GRADOPS_HOPPER
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// --- Clusters, sm_90 ----------------------------------------------------------------------------
+
+__device__ __forceinline__ int ClusterRank() {
+#if GRADOPS_HOPPER
+  std::uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+#else
+  return 0;
+#endif
+}
+
+__device__ __forceinline__ void ClusterSync() {
+#if GRADOPS_HOPPER
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+#endif
+}
+
+// Writes to where `shared` is in block `rank`, and counts the bytes on its `barrier`.
+template <typename A>
+__device__ __forceinline__ void SendTo(int rank, A* shared, A value, std::uint64_t* barrier) {
+#if GRADOPS_HOPPER
+  std::uint32_t address, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(SharedAddress(shared)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote_barrier)
+      : "r"(SharedAddress(barrier)), "r"(rank));
+  if constexpr (sizeof(A) == 8) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
+        "l"(__double_as_longlong(value)), "r"(remote_barrier)
+        : "memory");
+  } else {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+        "r"(__float_as_uint(value)), "r"(remote_barrier)
+        : "memory");
+  }
+#endif
+}
+
+}  // namespace gradops

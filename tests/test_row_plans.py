@@ -1,0 +1,242 @@
+"""How the CUDA norms lay out rows: the table (no GPU needed), and every path of it on a GPU.
+
+The table is ffi/cuda/layer_norm_policy.h. The native module says what it chooses (`row_plan`), and
+can be told what to choose (`force_row_plan`), for the whole process.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from comparing import assert_bitwise_equal, assert_matches, widen
+
+import jax_gradops
+from jax_gradops import _registry
+
+CUDA = _registry.MODULES.get("cuda")
+pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
+
+BULK, ASYNC, DIRECT = 2, 1, 0
+# Architecture, multiprocessors, shared bytes of a multiprocessor.
+GPUS = {"A100": (80, 108, 167_936), "H200": (90, 132, 233_472), "RTX 5090": (120, 170, 102_400)}
+FEATURES = (1, 2, 8, 33, 64, 128, 512, 513, 1000, 1024, 4096, 4097, 5120, 8192, 8200, 12_288)
+WIDE = (16_384, 32_768, 65_535, 65_536, 131_072, 131_080, 10**6)
+
+
+def plan(
+    features: int,
+    *,
+    rows: int = 100_000,
+    element_bytes: int = 2,
+    arrays: int = 2,
+    backward: bool = True,
+    aligned: bool | None = None,
+    gpu: str = "H200",
+) -> dict[str, Any]:
+    architecture, multiprocessors, shared_bytes = GPUS[gpu]
+    assert CUDA is not None
+    return CUDA.row_plan(
+        rows=rows,
+        features=features,
+        element_bytes=element_bytes,
+        arrays=arrays,
+        backward=backward,
+        aligned=features * element_bytes % 16 == 0 if aligned is None else aligned,
+        architecture=architecture,
+        multiprocessors=multiprocessors,
+        shared_bytes=shared_bytes,
+    )
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("element_bytes", [2, 4, 8])
+def test_every_plan_holds_its_row(gpu: str, backward: bool, element_bytes: int) -> None:
+    """And fits in registers and shared memory, with room for a chunk under way."""
+    for features, rows, arrays in itertools.product(
+        FEATURES + WIDE, (1, 37, 10**6), (2, 3) if backward else (1, 2)
+    ):
+        settings = {"rows": rows, "element_bytes": element_bytes, "arrays": arrays}
+        p = plan(features, backward=backward, gpu=gpu, **settings)
+        if p["stream"]:
+            assert features > 2048, (features, settings)
+            continue
+        elements = (8 if element_bytes == 8 else 16) // (2 if p["width"] == 1 else 1)
+        assert p["share"] * p["cluster"] >= features
+        assert p["share"] * (p["cluster"] - 1) < features, "a block of the cluster has no column"
+        assert p["lanes"] * elements >= p["share"], "a column has no thread"
+        assert p["lanes"] <= 32 and 32 % p["lanes"] == 0 or p["lanes"] % 32 == 0
+        assert p["threads"] <= 512 and 1 <= p["cluster"] <= 16
+        assert 2 <= p["stages"] <= 8
+        assert p["shared_bytes"] <= GPUS[gpu][2] - 4096
+        if p["width"] > 1:
+            assert p["width"] * element_bytes == 16 and p["share"] % p["width"] == 0
+        if gpu == "A100":
+            assert p["cluster"] == 1 and p["copy"] == (ASYNC if p["width"] > 1 else DIRECT)
+        else:
+            assert p["copy"] == BULK
+
+
+def test_what_decides_a_row_s_result() -> None:
+    """Not the number of rows, nor how they are copied."""
+    for features, element_bytes in itertools.product(FEATURES + WIDE, (2, 4, 8)):
+        layouts = {
+            tuple(p.get(k) for k in ("stream", "width", "lanes", "cluster", "share"))
+            for rows, arrays in itertools.product((1, 7, 133, 10**7), (2, 3))
+            for p in [plan(features, rows=rows, arrays=arrays, element_bytes=element_bytes)]
+        }
+        assert len(layouts) == 1, (features, element_bytes, layouts)
+
+
+def test_the_table() -> None:
+    """Some of its lines, as its comment has them."""
+    assert plan(64)["lanes"] == 4
+    assert plan(512)["lanes"] == 32
+    assert plan(4096)["lanes"] == 256 and plan(4096)["units"] == 2
+    assert plan(8192)["lanes"] == 512 and plan(8192)["cluster"] == 1
+    assert plan(5120)["cluster"] == 2, "one block would have 10 of 16 warps"
+    assert plan(16_384)["cluster"] == 2
+    assert plan(131_072)["cluster"] == 16
+    assert plan(131_080)["stream"]
+    assert plan(16_384, gpu="A100")["stream"]
+    assert plan(65_536, element_bytes=8)["cluster"] == 16
+    assert plan(1000, element_bytes=2)["width"] == 8
+    assert plan(4097)["width"] == 1
+    # Few rows are spread over the multiprocessors.
+    assert plan(1024, rows=37)["units"] == 1
+    assert plan(1024, rows=10**6)["units"] == 8
+
+
+# --- Every path, on a GPU ------------------------------------------------------------------------
+
+FORCED = {
+    "as chosen": {},
+    "sm_80": {"architecture": 80},
+    "streamed": {"stream": True},
+    "small clusters": {"max_threads": 32},
+    "clusters of up to 8": {"max_threads": 64, "max_cluster": 8},
+    "short ring": {"max_stages": 2},
+    "long ring": {"max_stages": 8},
+}
+
+
+@pytest.fixture(params=FORCED)
+def forced(request: pytest.FixtureRequest) -> Iterator[str]:
+    assert CUDA is not None
+    CUDA.force_row_plan(**FORCED[request.param])
+    yield request.param
+    CUDA.force_row_plan()
+
+
+@functools.cache
+def norm(op: str, residuals: str) -> Any:
+    """dy, x, residual and parameters to y and all gradients."""
+
+    @jax.jit
+    def f(dy: Any, x: Any, *parameters: Any) -> Any:
+        call = functools.partial(
+            getattr(jax_gradops, op), epsilon=1e-2, residuals=residuals, implementation="ffi"
+        )
+        result, pull = jax.vjp(call, x, *parameters)
+        return result, pull(dy)
+
+    return f
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_paths(forced: str, op: str, dtype: str) -> None:
+    """Each forced path, at widths on both sides of every change of plan, against float64."""
+    if not _gpus():
+        pytest.skip("needs a CUDA device")
+    rng = np.random.default_rng(3)
+    centered = op == "layer_norm"
+    widths = (1, 7, 64, 129, 256, 257, 1000, 1025, 4096, 4097, 5120, 8200, 12_288, 16_385)
+    with jax.default_device(_gpus()[0]):
+        for features, rows in itertools.product(widths, (3, 1000)):
+            if rows == 1000 and features > 2000 and features not in (4096, 5120):
+                continue
+            dy, x = (0.3 + rng.standard_normal((2, rows, features))).astype(dtype)
+            scale, bias = (1 + rng.standard_normal((2, features)) / 4).astype(np.float32)
+            parameters = (scale, bias) if centered else (scale,)
+            y, (dx, *gradients) = norm(op, "input")(dy, x, *parameters)
+            wide = [widen(a) for a in (dy, x, *parameters)]
+            settings = {"epsilon": 1e-2, "centered": centered}
+            expected = oracles.norm(*wide[1:], **settings)
+            what = f"{forced}: {op} {dtype}{[rows, features]}"
+            accum = np.float64 if dtype == "float64" else np.float32
+            assert_matches(y, expected, x.dtype, accum, what)
+            of_x, *of_parameters = oracles.norm_vjp(*wide[:3], **settings)
+            assert_matches(dx, of_x, x.dtype, accum, what + ": dx")
+            for gradient, reference in zip(gradients, of_parameters, strict=False):
+                assert_matches(gradient, reference, np.float32, accum, what + ": dscale, dbias")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_variants(forced: str, dtype: str) -> None:
+    """Residual addition, backward from the output, parameters of another dtype: to XLA's."""
+    if not _gpus():
+        pytest.skip("needs a CUDA device")
+    rng = np.random.default_rng(4)
+    tolerance = {"bfloat16": 0.03, "float32": 3e-5, "float64": 1e-12}[dtype]
+    with jax.default_device(_gpus()[0]):
+        for features, residuals in itertools.product((64, 1000, 4097, 8200), ("input", "output")):
+            dy, ds, x, residual = rng.standard_normal((4, 37, features)).astype(dtype)
+            scale = (1.5 + rng.random(features)).astype(jnp.bfloat16)
+            bias = rng.standard_normal(features).astype(np.float16)
+            results = {}
+            for implementation in ("ffi", "xla"):
+                call = functools.partial(
+                    jax_gradops.add_layer_norm,
+                    residuals=residuals,
+                    scale_offset=0.5,
+                    implementation=implementation,
+                )
+                out, pull = jax.vjp(call, x, residual, scale, bias)
+                results[implementation] = (out, pull((jnp.asarray(dy), jnp.asarray(ds))))
+            ours, theirs = map(jax.tree.leaves, (results["ffi"], results["xla"]))
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.dtype == b.dtype
+                a, b = widen(a), widen(b)
+                error = np.linalg.norm(a - b) / np.linalg.norm(b)
+                limit = tolerance if a.ndim == 2 else max(tolerance, 0.01)
+                assert error < limit, f"{forced}, {[37, features]}, {residuals}: {error}"
+
+
+@pytest.mark.gpu
+def test_rings_and_copies_do_not_change_results() -> None:
+    """Neither the depth of the ring nor the kind of copy: bitwise, y and dx."""
+    if not _gpus():
+        pytest.skip("needs a CUDA device")
+    assert CUDA is not None
+    rng = np.random.default_rng(5)
+    with jax.default_device(_gpus()[0]):
+        for features in (64, 1000, 4096):
+            dy, x = rng.standard_normal((2, 501, features)).astype(np.float32)
+            expected = None
+            for forced in ({}, {"max_stages": 2}, {"max_stages": 8}, {"architecture": 80}):
+                CUDA.force_row_plan(**forced)
+                try:
+                    y, (dx,) = norm("layer_norm", "input")(dy, x)
+                finally:
+                    CUDA.force_row_plan()
+                expected = expected or (y, dx)
+                assert_bitwise_equal(y, expected[0], f"{forced}")
+                assert_bitwise_equal(dx, expected[1], f"{forced}")
+
+
+def _gpus() -> list[Any]:
+    try:
+        return jax.devices("gpu")
+    except RuntimeError:
+        return []
