@@ -54,7 +54,8 @@ def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tu
     """Shape of the scratch for partial column sums: [groups, partial rows, sums, features].
 
     At most 512 partial rows (every multiprocessor of a large GPU gets a few), and at most 2^23
-    elements for one sum, so that wide rows do not take hundreds of megabytes.
+    elements for one sum, so that wide rows do not take hundreds of megabytes; but, where rows are
+    wide, a value for each row: CUDA's kernels for those need that (ffi/cuda/layer_norm_stream.cuh).
     """
     if sums == 0:
         return (0,)
@@ -63,6 +64,8 @@ def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tu
     if groups * rows * features == 0:
         return (0,)
     partial_rows = max(1, min(rows, 512 // groups, 2**23 // (features * groups)))
+    if features >= 2048:
+        partial_rows = max(partial_rows, math.ceil(rows / (features * sums)))
     return (groups, partial_rows, sums, features)
 
 

@@ -243,7 +243,7 @@ def test_outlier(platform, implementation, features, where, rng):
 
 def test_constant_rows(platform, implementation, dtype, rng):
     """N4, N7: exactly the bias, at any magnitude and width; and gradients without NaN."""
-    values = [0, 1, 1 / 3, -1234.0, 1e-7, 5e4, -6e4, 1e-20, 1e18, -1e30]
+    values = [0, 1, 1 / 3, -1234.0, 1e-7, 5e4, -6e4, 1e-20, 1e18, -1e30, 3e38]
     values = np.array(values[:7] if dtype == jnp.float16 else values).astype(dtype)
     problems = []
     for features in (1, 3, 127, 1000, 4097, 20_000):

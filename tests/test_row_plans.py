@@ -69,7 +69,7 @@ def test_every_plan_holds_its_row(gpu: str, backward: bool, element_bytes: int) 
         if p["stream"]:
             assert features > 2048, (features, settings)
             continue
-        elements = (8 if element_bytes == 8 else 16) // (2 if p["width"] == 1 else 1)
+        elements = 8 if element_bytes == 8 else 16
         assert p["share"] * p["cluster"] >= features
         assert p["share"] * (p["cluster"] - 1) < features, "a block of the cluster has no column"
         assert p["lanes"] * elements >= p["share"], "a column has no thread"

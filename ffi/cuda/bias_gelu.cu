@@ -294,6 +294,8 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
   } else {
     launch.template operator()<1>();
   }
+  const cudaError_t status = cudaGetLastError();
+  if (status != cudaSuccess) return ToError(kOp, status);
   if (slices > 1 && dbias != nullptr) {
     return ToError(kOp, LaunchColumnSum<A>(stream, static_cast<const A*>(args.workspace), wanted,
                                            groups, args.partial_rows, slices, features));

@@ -25,8 +25,12 @@ inline ffi::Error LastError(const char* op) {
   return ToError(op, cudaGetLastError());
 }
 
+template <int>
+__global__ void ArchitectureProbe() {}
+
 struct Device {
-  int architecture = 0;  // 10 * major + minor
+  int architecture =
+      0;  // 10 * major + minor: the GPU's, or what the code was compiled for if older
   int multiprocessors = 1;
   int shared_bytes = 0;  // of a multiprocessor
 };
@@ -42,8 +46,12 @@ inline Device CurrentDevice() {
       int value = 0;
       return cudaDeviceGetAttribute(&value, which, index) == cudaSuccess ? value : 0;
     };
-    return Device{10 * attribute(cudaDevAttrComputeCapabilityMajor) +
-                      attribute(cudaDevAttrComputeCapabilityMinor),
+    // PTX for an older architecture, compiled by the driver, lacks what newer ones can do.
+    cudaFuncAttributes compiled{};
+    if (cudaFuncGetAttributes(&compiled, ArchitectureProbe<0>) != cudaSuccess) return Device{};
+    return Device{std::min(10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+                               attribute(cudaDevAttrComputeCapabilityMinor),
+                           compiled.ptxVersion),
                   std::max(1, attribute(cudaDevAttrMultiProcessorCount)),
                   attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
   };

@@ -36,21 +36,19 @@ RowOverride& ForcedRowPlan() {
 
 namespace {
 
-// Kernels are told apart by their address; each is prepared once per device.
-cudaError_t AllowSharedMemory(const void* kernel, int bytes, bool cluster) {
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+// Sets what does not change from call to call: as much shared memory as any plan takes, and that
+// split of it and the L1 cache, as another one makes multiprocessors idle between kernels.
+cudaError_t Prepare(const void* kernel, bool large_cluster) {
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            CurrentDevice().shared_bytes - 4096);
   if (status != cudaSuccess) return status;
-  // As for all kernels here: another split of cache and shared memory makes multiprocessors idle.
-  const cudaError_t carveout = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (carveout != cudaSuccess || !cluster) return carveout;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
+  if (status != cudaSuccess || !large_cluster) return status;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
-// Launches a persistent kernel: as many blocks as run at a time, but no more than `wanted`, in
-// whole clusters. `arguments(slots)` are the kernel's, which must not depend on slots beyond their
-// values.
+// Launches a persistent kernel with so many blocks, in whole clusters.
 template <typename... Params, typename... Args>
 cudaError_t LaunchRows(cudaStream_t stream, const RowPlan& plan, std::int64_t blocks,
                        void (*kernel)(Params...), const Args&... args) {
@@ -67,13 +65,12 @@ cudaError_t LaunchRows(cudaStream_t stream, const RowPlan& plan, std::int64_t bl
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-// How many clusters (blocks, where a row has one) run at a time.
+// How many clusters (blocks, where a row has one) run at a time; 0 if none can.
 template <typename Kernel>
 cudaError_t CountResident(const RowPlan& plan, Kernel* kernel, std::int64_t& resident) {
   int count = 0;
-  cudaError_t status =
-      AllowSharedMemory(reinterpret_cast<const void*>(kernel), plan.shared_bytes, plan.cluster > 8);
-  if (status != cudaSuccess) return status;
+  cudaError_t status = Prepare(reinterpret_cast<const void*>(kernel), plan.cluster > 8);
+  if (status != cudaSuccess && plan.cluster == 1) return status;
   if (plan.cluster == 1) {
     status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
         &count, kernel, plan.threads(), static_cast<std::size_t>(plan.shared_bytes));
@@ -89,9 +86,10 @@ cudaError_t CountResident(const RowPlan& plan, Kernel* kernel, std::int64_t& res
   config.dynamicSmemBytes = static_cast<std::size_t>(plan.shared_bytes);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  status = cudaOccupancyMaxActiveClusters(&count, kernel, &config);
-  resident = std::max(1, count);
-  return status;
+  if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&count, kernel, &config);
+  if (status != cudaSuccess) cudaGetLastError();  // a GPU, or a part of one, without such clusters
+  resident = status == cudaSuccess ? count : 0;
+  return cudaSuccess;
 }
 
 template <typename T>
@@ -126,20 +124,40 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
       args.shape, args.residual == nullptr ? 1 : 2, /*backward=*/false,
       Aligned(args.x, args.residual, args.y, args.sum, args.scale.data, args.bias.data));
   return DispatchWidth<T>(plan.width, [&]<int W>() {
-    if (plan.stream) {
+    auto* const kernel = &ForwardKernel<T, W, kCentered>;
+    std::int64_t resident = 0;
+    if (!plan.stream) {
+      const cudaError_t status = CountResident(plan, kernel, resident);
+      if (status != cudaSuccess) return status;
+    }
+    if (resident == 0) {
       ForwardStreamKernel<T, W><<<GridBlocks(groups * rows), kStreamThreads, 0, stream>>>(args);
       return cudaGetLastError();
     }
-    auto* const kernel = &ForwardKernel<T, W, kCentered>;
-    std::int64_t resident = 0;
-    const cudaError_t status = CountResident(plan, kernel, resident);
-    if (status != cudaSuccess) return status;
     const std::int64_t items = CeilDiv(rows, plan.unit_rows() * plan.units);
     const std::int64_t slots = std::min(items, std::max<std::int64_t>(1, resident / groups));
     const std::int64_t clusters = std::min(resident, groups * slots);
     return LaunchRows(stream, plan, clusters * plan.cluster, kernel, args, plan,
                       Deal(plan, rows, slots, features));
   });
+}
+
+// scratch: values that the workspace has.
+template <typename T, int W>
+cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, bool sums,
+                             std::int64_t scratch) {
+  const auto [groups, rows, features] = args.shape;
+  const bool shift = sums && args.centered && !args.from_output;
+  if (shift && scratch < groups * rows) return cudaErrorInvalidValue;
+  auto* const deltas = shift ? static_cast<Accum<T>*>(args.workspace) : nullptr;
+  BackwardStreamKernel<T, W>
+      <<<GridBlocks(groups * rows), kStreamThreads, 0, stream>>>(args, deltas);
+  if (sums) {
+    const std::int64_t items = groups * CeilDiv(features, kSumLanes * W);
+    BackwardSumsKernel<T, W>
+        <<<GridBlocks(items), dim3(kSumLanes, kSumRows), 0, stream>>>(args, deltas);
+  }
+  return cudaGetLastError();
 }
 
 template <typename T, bool kCentered, bool kFromOutput>
@@ -154,25 +172,20 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
                                    Aligned(args.dy, args.x, args.dsum, args.dx, args.workspace,
                                            args.scale.data, args.bias.data));
   auto* const workspace = static_cast<A*>(args.workspace);
-  if (plan.stream) {
-    return DispatchWidth<T>(plan.width, [&]<int W>() {
-      // The workspace has a value for each row: features exceed a block's, so it is larger.
-      BackwardStreamKernel<T, W><<<GridBlocks(groups * rows), kStreamThreads, 0, stream>>>(
-          args, wanted.count > 0 ? workspace : nullptr);
-      if (wanted.count > 0) {
-        BackwardSumsKernel<T, W><<<GridBlocks(groups * CeilDiv(features, kSumLanes * W)),
-                                   dim3(kSumLanes, kSumRows), 0, stream>>>(args, workspace);
-      }
-      return cudaGetLastError();
-    });
-  }
-
   std::int64_t slots = 1;
   const cudaError_t status = DispatchWidth<T>(plan.width, [&]<int W>() {
     auto* const kernel = &BackwardKernel<T, W, kCentered, kFromOutput>;
     std::int64_t resident = 0;
-    const cudaError_t status = CountResident(plan, kernel, resident);
-    if (status != cudaSuccess) return status;
+    if (!plan.stream) {
+      const cudaError_t status = CountResident(plan, kernel, resident);
+      if (status != cudaSuccess) return status;
+    }
+    if (resident == 0) {
+      const std::int64_t scratch = groups * args.partial_rows * wanted.count * features;
+      const cudaError_t status = BackwardStreamed<T, W>(stream, args, wanted.count > 0, scratch);
+      wanted.count = 0;  // nothing is left to do
+      return status;
+    }
     const std::int64_t items = CeilDiv(rows, plan.unit_rows() * plan.units);
     slots = std::min(items, std::max<std::int64_t>(1, resident / groups));
     if (wanted.count > 0) slots = std::min(slots, args.partial_rows);

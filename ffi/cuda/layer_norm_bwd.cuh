@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "common/math.h"
 #include "cuda/layer_norm_rows.cuh"
@@ -43,7 +44,7 @@ class BlockSums {
   static constexpr int P = kPacks<T, W>;
 
  public:
-  // shared: 2 * kElements<T, W> values per thread, which may be the ring's memory.
+  // shared: 2 * kElements<T> values per thread, which may be the ring's memory.
   __device__ BlockSums(const RowPlan& plan, const Place<T, W>& place, unsigned char* shared)
       : plan_(plan), place_(place), shared_(reinterpret_cast<A*>(shared)) {}
 
@@ -73,7 +74,7 @@ class BlockSums {
       return;
     }
     // [sum][unit][column].
-    const int elements = kElements<T, W> * lanes;
+    const int elements = kElements<T> * lanes;
     A* const part = shared_ + s * plan_.units * elements;
     if (place_.row == 0) {
 #pragma unroll
@@ -203,7 +204,10 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
         const auto centered_of = [&](T x, int d, int i, int j) {
           const A value = static_cast<A>(x);
           if constexpr (kFromOutput) {
-            return scale[i][j] == 0 ? A{0} : (value - bias[i][j]) * Reciprocal(scale[i][j]);
+            // The reciprocal of a subnormal is infinite.
+            return abs(scale[i][j]) < std::numeric_limits<A>::min()
+                       ? A{0}
+                       : (value - bias[i][j]) * Reciprocal(scale[i][j]);
           }
           return kShift ? value - mean[d] : value;
         };
@@ -229,6 +233,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                 if constexpr (kCentered) total[1] += wdy;
                 if constexpr (kShift) total[2] += centered[i][j];
               }
+              LimitLoads<W>(i);
             }
           });
         }
@@ -287,6 +292,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                 out.v[j] = static_cast<T>(dx_j);
               }
               StorePack(dx + place.Pack(i), out);
+              LimitLoads<W>(i);
             }
           });
         }

@@ -36,7 +36,7 @@ struct Part {
 template <typename T, int W>
 class RowMoments {
   using A = Accum<T>;
-  static constexpr int P = kPacks<T, W>, kWarpColumns = kWarp * kElements<T, W>;
+  static constexpr int P = kPacks<T, W>, kWarpColumns = kWarp * kElements<T>;
 
  public:
   __device__ RowMoments(const RowPlan& plan, const Place<T, W>& place, const Deal& deal,
@@ -50,14 +50,19 @@ class RowMoments {
     inverse_warp_n_ = Reciprocal(warp_n_);
   }
 
-  // Takes each warp's mean from h, of which the thread has rest_of(d) columns of D rows. Adding
-  // `correction` to h then gives h - mean.
+  // Takes a mean, its own warp's or the row's, from h, of which the thread has rest_of(d) columns
+  // of D rows. Adding `correction` to h then gives h - mean.
   template <int D, typename Sum, typename Rest>
   __device__ __forceinline__ void Centre(Sum& sum, A (&h)[D][P][W], const Rest& rest_of, A epsilon,
                                          A (&mean)[D], A (&correction)[D], A (&rstd)[D]) const {
     // From differences from the first element, so that the mean of equal elements is exact; sums of
     // a warp's equal 16-bit elements are exact themselves.
     constexpr bool kExact = sizeof(T) == 2;
+    // A warp's sum of the largest bfloat16s would overflow.
+    constexpr A kFactor = std::is_same_v<T, BFloat16> ? A{1} / kWarpColumns : A{1};
+    // An outlier may leave its warp's mean far from the row's: differences from the first would
+    // then be rounded to its ulp. Rounding 16-bit results costs more.
+    constexpr bool kKeep = !kExact;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int team = plan_.lanes < kWarp ? lane & ~(plan_.lanes - 1) : 0;
     A first[D] = {}, total[D] = {};
@@ -71,7 +76,8 @@ class RowMoments {
         for (int i = 0; i < P; ++i) {
           if (!kAll && place_.Pack(i) >= rest_of(d)) continue;
 #pragma unroll
-          for (int j = 0; j < W; ++j) total[d] += kExact ? h[d][i][j] : h[d][i][j] - first[d];
+          for (int j = 0; j < W; ++j)
+            total[d] += kExact ? h[d][i][j] * kFactor : h[d][i][j] - first[d];
         }
       });
     }
@@ -81,16 +87,18 @@ class RowMoments {
 #pragma unroll
     for (int d = 0; d < D; ++d) {
       const A quotient = total[d] * inverse_warp_n_;  // made exact where it can be
-      warp_mean[d] = first[d] + (quotient + (total[d] - quotient * warp_n_) * inverse_warp_n_);
+      warp_mean[d] =
+          first[d] + (quotient + (total[d] - quotient * warp_n_) * inverse_warp_n_) / kFactor;
       place_.ForPacks(rest_of(d), [&]<bool kAll>() {
 #pragma unroll
         for (int i = 0; i < P; ++i) {
           if (!kAll && place_.Pack(i) >= rest_of(d)) continue;
 #pragma unroll
           for (int j = 0; j < W; ++j) {
-            h[d][i][j] -= warp_mean[d];
-            squares[2 * d] += h[d][i][j];
-            squares[2 * d + 1] += h[d][i][j] * h[d][i][j];
+            const A difference = h[d][i][j] - warp_mean[d];
+            if constexpr (!kKeep) h[d][i][j] = difference;
+            squares[2 * d] += difference;
+            squares[2 * d + 1] += difference * difference;
           }
         }
       });
@@ -144,7 +152,16 @@ class RowMoments {
     for (int d = 0; d < D; ++d) {
       const A variance = parts[d].squares * inverse_n;
       mean[d] = parts[d].mean + parts[d].delta;
-      correction[d] = (warp_mean[d] - parts[d].mean) - parts[d].delta;
+      if constexpr (kKeep) {
+#pragma unroll
+        for (int i = 0; i < P; ++i) {
+#pragma unroll
+          for (int j = 0; j < W; ++j) h[d][i][j] -= parts[d].mean;
+        }
+        correction[d] = -parts[d].delta;
+      } else {
+        correction[d] = (warp_mean[d] - parts[d].mean) - parts[d].delta;
+      }
       rstd[d] = InverseDeviation(variance < 0 ? A{0} : variance, epsilon);
     }
   }
@@ -259,6 +276,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
             }
 #pragma unroll
             for (int j = 0; j < W; ++j) h[d][i][j] = static_cast<A>(pack.v[j]);
+            LimitLoads<W>(i);
           }
         });
       }

@@ -9,15 +9,15 @@
 //   async   sm_80: each thread orders its own 16 bytes at a time into the ring
 //   direct  sm_80, rows that start anywhere: loads when they are needed
 //
-//   features that start at 16 bytes       threads per row            without clusters
-//   (float64; else anywhere: half of it)
-//   up to 512                             1 to 32 lanes (or 32)      the same
+//   features                              threads per row            without clusters
+//   (float64: half of it)
+//   up to 512                             1 to 32 lanes; unaligned: 32 the same
 //   up to 8192                            64 to 512 threads          the same
 //   up to 131072                          2 to 16 blocks of those    streamed
 //   more                                  streamed: a block per row, which reads it twice
 //
-// Between 4096 and 8192 features, too, a row may get a cluster: if one block of it would leave the
-// multiprocessor half empty.
+// Below 8192 features, too, a row gets a cluster where one block of it would leave two or more of a
+// multiprocessor's 16 warps without work (2561 to 3584 and 4097 to 7168 features).
 #pragma once
 
 #include <algorithm>
@@ -81,10 +81,9 @@ constexpr int RowDepth(int element_bytes, int width) {
   return element_bytes == 2 && width > 1 ? 2 : 1;
 }
 
-// Elements of a row that one thread holds. Single ones take more registers for addresses.
-constexpr int RowElements(int element_bytes, int width) {
-  const int elements = element_bytes == 8 ? 8 : 16;
-  return width == 1 ? elements / 2 : elements;
+// Elements of a row that one thread holds.
+constexpr int RowElements(int element_bytes) {
+  return element_bytes == 8 ? 8 : 16;
 }
 
 inline RowPlan ChooseRowPlan(const RowTask& task, const RowOverride& forced = {}) {
@@ -94,7 +93,7 @@ inline RowPlan ChooseRowPlan(const RowTask& task, const RowOverride& forced = {}
   const bool hopper = architecture >= 90;
   RowPlan plan{};
   plan.width = task.aligned ? 16 / task.element_bytes : 1;
-  const int elements = RowElements(task.element_bytes, plan.width);
+  const int elements = RowElements(task.element_bytes);
   const int depth = RowDepth(task.element_bytes, plan.width);
   // What a block can hold: in registers, and in a ring with one turn's chunks of the most arrays
   // there can be and the next one's. Beside it, CUDA keeps 1 KB, and static memory is less than 3.
@@ -113,9 +112,10 @@ inline RowPlan ChooseRowPlan(const RowTask& task, const RowOverride& forced = {}
     const std::int64_t warps = ceil_div(share(cluster), 32 * elements);
     return share(cluster) > held ? 0 : static_cast<int>(warps * (kMaxUnits / warps));
   };
+  // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
   plan.cluster = 1;
-  for (int cluster = 2; cluster <= max_cluster && warps_in_use(plan.cluster) < kMaxUnits - 1;
-       ++cluster) {
+  for (int cluster = 2; cluster <= max_cluster; ++cluster) {
+    if (warps_in_use(plan.cluster) >= (cluster <= 8 ? kMaxUnits - 1 : 1)) break;
     if (warps_in_use(cluster) > warps_in_use(plan.cluster)) plan.cluster = cluster;
   }
   plan.stream = forced.stream || share(plan.cluster) > held;

@@ -13,11 +13,18 @@
 namespace gradops {
 namespace {
 
-template <typename T, int W>
-inline constexpr int kElements = RowElements(sizeof(T), W);
+template <typename T>
+inline constexpr int kElements = RowElements(sizeof(T));
 // Accesses of W elements that a thread makes for a row.
 template <typename T, int W>
-inline constexpr int kPacks = kElements<T, W> / W;
+inline constexpr int kPacks = kElements<T> / W;
+
+// Keeps the compiler from loading all of a row's single elements before it uses the first: it would
+// run out of registers.
+template <int W>
+__device__ __forceinline__ void LimitLoads(int i) {
+  if (W == 1 && i % 4 == 3) asm volatile("" ::: "memory");
+}
 
 // A thread's place: in its unit, and in the row that its team works on (cuda/layer_norm_policy.h).
 // Of the columns of its block, a warp owns 32 * kElements neighbouring ones; of these, a lane owns
@@ -41,7 +48,7 @@ struct Place {
     first_column = plan.cluster > 1 ? ClusterRank() * plan.share : 0;
     columns = min(plan.share, max(0, static_cast<int>(features) - first_column));
     stride = min(lanes, kWarp) * W;
-    base = lane / kWarp * (kWarp * kElements<T, W>)+lane % kWarp * W;
+    base = lane / kWarp * (kWarp * kElements<T>)+lane % kWarp * W;
   }
 
   // Calls fn.operator()<kAll>(), where kAll says that all of the warp's threads have all of their
@@ -226,7 +233,7 @@ class RowRing {
     unsigned char* const stage = base_ + order_stage_ * stage_bytes_;
     if (W == 1 ? !direct() : copy_ == RowCopy::kBulk) {
       if (place_.in_unit == 0) {
-        if (count > 0) {
+        if (count > 0 && place_.columns > 0) {
           OrderBulk(stage, row * features_ + place_.first_column,
                     (static_cast<int>(count) - 1) * static_cast<int>(features_) + place_.columns);
         } else {
@@ -260,7 +267,8 @@ class RowRing {
     if (W > 1 && copy_ == RowCopy::kAsync) CommitCopies();  // groups are counted
   }
 
-  // Until the oldest kDepth chunks have arrived; `ahead`: how many more are ordered.
+  // Until the oldest kDepth chunks have arrived; `ahead`: how many more are ordered, of which
+  // cp.async leaves two under way at most.
   template <int kDepth>
   __device__ __forceinline__ void Wait(int ahead) {
     if (W == 1 ? !direct() : copy_ == RowCopy::kBulk) {
@@ -336,7 +344,7 @@ class RowRing {
           skip[a] = kVecBytes;
         }
         const std::uint32_t rest = size[a] % kVecBytes;
-        if (rest != 0 && offset + count == elements_) {
+        if (rest != 0 && end + (kVecBytes - rest) / sizeof(T) > arrays_[a] + elements_) {
           const int tail = min(count, static_cast<int>(rest / sizeof(T)));
           for (int i = 1; i <= tail; ++i) to[count - i] = end[-i];
           size[a] -= rest;
@@ -346,6 +354,7 @@ class RowRing {
         size[a] = size[a] > skip[a] ? size[a] - skip[a] : 0;
         total += size[a];
       }
+      FenceBulkCopies();  // single elements come before what is copied to their place later
       ExpectBytes(barrier, total);
 #pragma unroll
       for (int a = 0; a < kArrays; ++a) {
@@ -454,7 +463,7 @@ class RowSum {
         SendTo(static_cast<int>(threadIdx.x), &blocks[i][rank], values[i], received);
       }
     }
-    WaitForPhase(received, (exchange_ >> 1) & 1);
+    WaitForPhase</*kCluster=*/true>(received, (exchange_ >> 1) & 1);
     ++exchange_;
     return blocks;
   }

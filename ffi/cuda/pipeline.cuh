@@ -66,17 +66,31 @@ __device__ __forceinline__ void ExpectBytes(std::uint64_t* barrier, std::uint32_
 #endif
 }
 
+// kCluster: where other blocks of the cluster write what is waited for.
+template <bool kCluster = false>
 __device__ __forceinline__ void WaitForPhase(std::uint64_t* barrier, std::uint32_t parity) {
 #if GRADOPS_HOPPER
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(SharedAddress(barrier)),
-      "r"(parity)
-      : "memory");
+  if constexpr (kCluster) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(SharedAddress(barrier)),
+        "r"(parity)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(SharedAddress(barrier)),
+        "r"(parity)
+        : "memory");
+  }
 #endif
 }
 

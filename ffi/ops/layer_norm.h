@@ -43,7 +43,8 @@ struct LayerNormBwdArgs {
   void* dx;                 // [groups, rows, features]
   ParamGrad dscale, dbias;  // [groups, features]
   // Scratch in the accumulation dtype, [groups, partial_rows, number of wanted sums, features].
-  // partial_rows is an upper bound: a launcher may use fewer. 0 if no sum is wanted.
+  // partial_rows is an upper bound: a launcher may use fewer, or the memory for a value for each
+  // row. 0 if no sum is wanted.
   void* workspace;
   std::int64_t partial_rows;
 };
