@@ -57,6 +57,7 @@ limited() {
 
 # XLA's allocator carves buffers out of one block, which hides overruns: one cudaMalloc a buffer here.
 # No CUDA graphs, in which compute-sanitizer has crashed.
+# TOOLS: some of memcheck, racecheck, initcheck, synccheck.
 # Racecheck itself crashes at times, at another place in each run: then it runs again.
 watched() {
   local attempt status
@@ -79,7 +80,7 @@ watched_once() {
 sanitize() {
   local tool dtype log code status=0
   local -A running
-  for tool in memcheck racecheck; do
+  for tool in ${TOOLS:-memcheck racecheck initcheck synccheck}; do
     for dtype in float32 bfloat16 float64; do
       watched "$tool" "$dtype" >"$out/$tool-$dtype.log" 2>&1 </dev/null &
       running[$dtype]=$!

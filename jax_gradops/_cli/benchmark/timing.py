@@ -79,7 +79,8 @@ def warm_program(call: Call, calls: int) -> Callable[[Sequence[Any]], list[Any]]
     """Calls one after the other in the same cache; returns the first and the last results.
 
     A call's first result is the next one's first argument, where their types agree: XLA would merge
-    calls on the same arguments, barriers or not. Elsewhere a sum that costs little ties them.
+    calls on the same arguments, barriers or not. Elsewhere a sum that costs little ties them. The
+    barriers keep it from fusing a call with the next one.
     """
 
     def program(arguments: Sequence[Any]) -> list[Any]:
@@ -89,6 +90,7 @@ def warm_program(call: Call, calls: int) -> Callable[[Sequence[Any]], list[Any]]
             chained = jax.tree.leaves(results[-1])[0]
             if (chained.shape, chained.dtype) != (first.shape, first.dtype):
                 chained = first + (0 * jax.numpy.sum(chained)).astype(first.dtype)
+            chained = jax.lax.optimization_barrier(chained)
             results = [results[0], call(chained, *others)]
         return results
 
