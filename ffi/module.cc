@@ -48,27 +48,42 @@ void BindRowPlans(nb::module_& m) {
     m.def(
         "row_plan",
         [](std::int64_t rows, std::int64_t features, int element_bytes, int arrays, bool backward,
-           bool aligned, int architecture, int multiprocessors, std::int64_t shared_bytes) {
-          const RowPlan plan = ChooseRowPlan({rows, features, element_bytes, arrays, backward,
-                                              aligned, architecture, multiprocessors, shared_bytes},
-                                             ForcedRowPlan());
+           bool aligned, bool aligned_params, int architecture, int multiprocessors,
+           std::int64_t shared_bytes) {
+          const RowTask task{rows,           features,     element_bytes,   arrays,      aligned,
+                             aligned_params, architecture, multiprocessors, shared_bytes};
           nb::dict fields;
-          fields["stream"] = plan.stream;
-          if (plan.stream) return fields;
-          fields["copy"] = static_cast<int>(plan.copy);
-          fields["width"] = plan.width;
-          fields["lanes"] = plan.lanes;
-          fields["units"] = plan.units;
-          fields["cluster"] = plan.cluster;
-          fields["share"] = plan.share;
-          fields["stages"] = plan.stages;
-          fields["shared_bytes"] = plan.shared_bytes;
-          fields["threads"] = plan.threads();
+          const auto describe = [&](const auto& plan) {
+            fields["stream"] = plan.stream;
+            if (plan.stream) return;
+            fields["division"] = static_cast<int>(plan.division);
+            fields["packs"] = plan.packs;
+            fields["lanes"] = plan.lanes;
+            fields["cluster"] = plan.cluster;
+            fields["share"] = plan.share;
+            fields["threads"] = plan.threads();
+            if constexpr (std::is_same_v<std::decay_t<decltype(plan)>, BackwardPlan>) {
+              fields["copy"] = static_cast<int>(plan.copy);
+              fields["units"] = plan.units;
+              fields["stages"] = plan.stages;
+              fields["shared_bytes"] = plan.shared_bytes;
+              fields["classes"] = plan.classes;
+            } else {
+              fields["teams"] = plan.teams;
+              fields["rounds"] = plan.rounds;
+              fields["step"] = plan.step;
+            }
+          };
+          if (backward) {
+            describe(ChooseBackwardPlan(task, ForcedRowPlan()));
+          } else {
+            describe(ChooseForwardPlan(task, ForcedRowPlan()));
+          }
           return fields;
         },
         nb::kw_only(), nb::arg("rows"), nb::arg("features"), nb::arg("element_bytes"),
-        nb::arg("arrays"), nb::arg("backward"), nb::arg("aligned"), nb::arg("architecture"),
-        nb::arg("multiprocessors"), nb::arg("shared_bytes"));
+        nb::arg("arrays"), nb::arg("backward"), nb::arg("aligned"), nb::arg("aligned_params"),
+        nb::arg("architecture"), nb::arg("multiprocessors"), nb::arg("shared_bytes"));
     m.def(
         "force_row_plan",
         [](int architecture, int max_cluster, int max_threads, int max_stages, bool stream) {

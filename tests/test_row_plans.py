@@ -24,7 +24,8 @@ from jax_gradops import _registry
 CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
-BULK, ASYNC, DIRECT = 2, 1, 0
+BULK, ASYNC = 2, 1
+EVEN, UNEVEN, FRAMED = 0, 1, 2
 # Architecture, multiprocessors, shared bytes of a multiprocessor.
 GPUS = {"A100": (80, 108, 167_936), "H200": (90, 132, 233_472), "RTX 5090": (120, 170, 102_400)}
 FEATURES = (1, 2, 8, 33, 64, 128, 512, 513, 1000, 1024, 4096, 4097, 5120, 8192, 8200, 12_288)
@@ -38,7 +39,8 @@ def plan(
     element_bytes: int = 2,
     arrays: int = 2,
     backward: bool = True,
-    aligned: bool | None = None,
+    aligned: bool = True,
+    aligned_params: bool = True,
     gpu: str = "H200",
 ) -> dict[str, Any]:
     architecture, multiprocessors, shared_bytes = GPUS[gpu]
@@ -49,55 +51,123 @@ def plan(
         element_bytes=element_bytes,
         arrays=arrays,
         backward=backward,
-        aligned=features * element_bytes % 16 == 0 if aligned is None else aligned,
+        aligned=aligned,
+        aligned_params=aligned_params,
         architecture=architecture,
         multiprocessors=multiprocessors,
         shared_bytes=shared_bytes,
     )
 
 
+def owned(p: dict[str, Any], features: int, element_bytes: int) -> None:
+    """Whether the threads of a row have all of it, and what they lack is what the plan says."""
+    width = 16 // element_bytes
+    columns = features + (width - 1 if p["division"] == FRAMED else 0)
+    assert p["share"] * p["cluster"] >= columns
+    assert p["share"] * (p["cluster"] - 1) < columns, "a block of the cluster has no column"
+    assert p["share"] % width == 0
+    assert p["lanes"] * p["packs"] * width >= p["share"], "a column has no thread"
+    assert p["lanes"] <= 32 and 32 % p["lanes"] == 0 or p["lanes"] % 32 == 0
+    assert 1 <= p["cluster"] <= 16
+    if p["division"] == FRAMED:
+        return
+    assert features % width == 0
+    for rank in range(p["cluster"]):
+        packs = min(p["share"], features - rank * p["share"]) // width
+        owners = -(-packs // p["packs"])
+        assert 0 < owners <= p["lanes"]
+        missing = owners * p["packs"] - packs
+        assert missing == 0 if p["division"] == EVEN else 0 <= missing <= owners
+
+
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
-def test_every_plan_holds_its_row(gpu: str, backward: bool, element_bytes: int) -> None:
-    """And fits in registers and shared memory, with room for a chunk under way."""
-    for features, rows, arrays in itertools.product(
-        FEATURES + WIDE, (1, 37, 10**6), (2, 3) if backward else (1, 2)
-    ):
+def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
+    for features, rows, arrays in itertools.product(FEATURES + WIDE, (1, 37, 10**6), (1, 2)):
         settings = {"rows": rows, "element_bytes": element_bytes, "arrays": arrays}
-        p = plan(features, backward=backward, gpu=gpu, **settings)
+        p = plan(features, backward=False, gpu=gpu, **settings)
         if p["stream"]:
             assert features > 2048, (features, settings)
             continue
-        elements = 8 if element_bytes == 8 else 16
-        assert p["share"] * p["cluster"] >= features
-        assert p["share"] * (p["cluster"] - 1) < features, "a block of the cluster has no column"
-        assert p["lanes"] * elements >= p["share"], "a column has no thread"
-        assert p["lanes"] <= 32 and 32 % p["lanes"] == 0 or p["lanes"] % 32 == 0
-        assert p["threads"] <= 512 and 1 <= p["cluster"] <= 16
+        owned(p, features, element_bytes)
+        assert p["threads"] == p["teams"] * p["lanes"] <= 1024
+        assert p["teams"] == 1 or p["threads"] == 64
+        framed = p["division"] == FRAMED
+        # Registers: 64 for a thread of 1024, a few more for a framed one.
+        assert p["packs"] == (4 if framed and element_bytes > 2 else 2 if framed else p["packs"])
+        assert p["packs"] in ((2, 4) if framed else (4, 8))
+        assert p["threads"] <= (512 if framed else 1024)
+        assert framed or (p["rounds"] == 1 and p["step"] == p["teams"])
+        # Teams of a step have one row each, and a team's next row starts as far after its frame.
+        assert p["step"] % p["teams"] == 0 and p["step"] & (p["step"] - 1) == 0
+        assert p["step"] * features * element_bytes % 16 == 0
+        assert 1 <= p["rounds"] <= 8
+        assert gpu != "A100" or p["cluster"] == 1
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("element_bytes", [2, 4, 8])
+def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
+    """And fits in registers and shared memory, with room for a chunk under way."""
+    for features, rows, arrays in itertools.product(FEATURES + WIDE, (1, 37, 10**6), (2, 3)):
+        settings = {"rows": rows, "element_bytes": element_bytes, "arrays": arrays}
+        p = plan(features, gpu=gpu, **settings)
+        if p["stream"]:
+            assert features > 2048, (features, settings)
+            continue
+        owned(p, features, element_bytes)
+        assert p["packs"] * 16 // element_bytes == (8 if element_bytes == 8 else 16)
+        assert p["threads"] <= 512
         assert 2 <= p["stages"] <= 8
         assert p["shared_bytes"] <= GPUS[gpu][2] - 4096
-        if p["width"] > 1:
-            assert p["width"] * element_bytes == 16 and p["share"] % p["width"] == 0
-        if gpu == "A100":
-            assert p["cluster"] == 1 and p["copy"] == (ASYNC if p["width"] > 1 else DIRECT)
-        else:
-            assert p["copy"] == BULK
+        assert p["classes"] * features * element_bytes % 16 == 0
+        assert p["division"] != FRAMED or p["lanes"] >= 32
+        assert gpu != "A100" or p["cluster"] == 1
+        assert p["copy"] == (ASYNC if gpu == "A100" else BULK)
 
 
-def test_what_decides_a_row_s_result() -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_decides_a_row_s_result(backward: bool) -> None:
     """Not the number of rows, nor how they are copied."""
     for features, element_bytes in itertools.product(FEATURES + WIDE, (2, 4, 8)):
         layouts = {
-            tuple(p.get(k) for k in ("stream", "width", "lanes", "cluster", "share"))
-            for rows, arrays in itertools.product((1, 7, 133, 10**7), (2, 3))
-            for p in [plan(features, rows=rows, arrays=arrays, element_bytes=element_bytes)]
+            tuple(p.get(k) for k in ("stream", "division", "packs", "lanes", "cluster", "share"))
+            for rows, arrays in itertools.product(
+                (1, 7, 133, 10**7), (2, 3) if backward else (1, 2)
+            )
+            for p in [
+                plan(
+                    features,
+                    rows=rows,
+                    arrays=arrays,
+                    element_bytes=element_bytes,
+                    backward=backward,
+                )
+            ]
         }
         assert len(layouts) == 1, (features, element_bytes, layouts)
 
 
-def test_the_table() -> None:
+def test_the_forward_table() -> None:
     """Some of its lines, as its comment has them."""
+    forward = functools.partial(plan, backward=False)
+    assert forward(64)["lanes"] == 2 and forward(64)["teams"] == 32
+    assert forward(1024)["lanes"] == 32
+    assert forward(4096)["lanes"] == 128 and forward(4096)["packs"] == 4
+    assert forward(16_384)["lanes"] == 512
+    assert forward(32_768)["packs"] == 8 and forward(32_768)["cluster"] == 1
+    assert forward(65_536)["cluster"] == 2
+    assert forward(32_768, element_bytes=4)["lanes"] == 1024
+    assert forward(65_536, element_bytes=4)["cluster"] == 2
+    assert forward(65_536, gpu="A100")["stream"]
+    assert forward(1000)["division"] == UNEVEN and forward(1600)["division"] == EVEN
+    assert forward(4097)["division"] == FRAMED and forward(4097)["rounds"] == 8
+    assert forward(4097, rows=37)["rounds"] == 1
+    assert forward(4096, aligned_params=False)["division"] == FRAMED
+    assert forward(4096, aligned=False)["stream"]
+
+
+def test_the_backward_table() -> None:
     assert plan(64)["lanes"] == 4
     assert plan(512)["lanes"] == 32
     assert plan(4096)["lanes"] == 256 and plan(4096)["units"] == 2
@@ -108,8 +178,8 @@ def test_the_table() -> None:
     assert plan(131_080)["stream"]
     assert plan(16_384, gpu="A100")["stream"]
     assert plan(65_536, element_bytes=8)["cluster"] == 16
-    assert plan(1000, element_bytes=2)["width"] == 8
-    assert plan(4097)["width"] == 1
+    assert plan(1000)["division"] == UNEVEN
+    assert plan(4097)["division"] == FRAMED and plan(4097)["classes"] == 8
     # Few rows are spread over the multiprocessors.
     assert plan(1024, rows=37)["units"] == 1
     assert plan(1024, rows=10**6)["units"] == 8
@@ -160,7 +230,7 @@ def test_paths(forced: str, op: str, dtype: str) -> None:
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(3)
     centered = op == "layer_norm"
-    widths = (1, 7, 64, 129, 256, 257, 1000, 1025, 4096, 4097, 5120, 8200, 12_288, 16_385)
+    widths = (1, 7, 40, 64, 129, 256, 257, 1000, 1025, 4096, 4097, 5120, 8200, 12_288, 16_385)
     with jax.default_device(_gpus()[0]):
         for features, rows in itertools.product(widths, (3, 1000)):
             if rows == 1000 and features > 2000 and features not in (4096, 5120):
@@ -190,7 +260,9 @@ def test_variants(forced: str, dtype: str) -> None:
     rng = np.random.default_rng(4)
     tolerance = {"bfloat16": 0.03, "float32": 3e-5, "float64": 1e-12}[dtype]
     with jax.default_device(_gpus()[0]):
-        for features, residuals in itertools.product((64, 1000, 4097, 8200), ("input", "output")):
+        for features, residuals in itertools.product(
+            (33, 64, 1000, 4097, 8200), ("input", "output")
+        ):
             dy, ds, x, residual = rng.standard_normal((4, 37, features)).astype(dtype)
             scale = (1.5 + rng.random(features)).astype(jnp.bfloat16)
             bias = rng.standard_normal(features).astype(np.float16)

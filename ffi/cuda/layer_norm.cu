@@ -1,20 +1,22 @@
 // Layer norm and RMS norm, CUDA.
 //
-// How rows are laid out on the chip: cuda/layer_norm_policy.h. Each unit of threads (a warp, or the
-// warps of a row) is persistent: it takes every so many-th row, or small rows by the warp, and has
-// a ring of them in shared memory, of which all but one are on their way while one is worked on.
-// Rows that start anywhere are copied from 16-byte boundary to 16-byte boundary and read from
-// shared memory by single elements; so a thread's columns are the same in every row, and parameters
-// and column sums stay in registers.
+// How rows are laid out on the chip: cuda/layer_norm_policy.h.
 //
-// Forward: two passes over registers in each warp, whose means and sums of squares are then merged
-// (layer_norm_fwd.cuh), and one for y. Traffic: x read, y written; with a residual, x and residual
+// Forward: a block per row (some rows, where they are narrow), which loads it into registers, makes
+// two passes over them in each warp, merges the warps' means and sums of squares
+// (layer_norm_fwd.cuh), and stores y. Traffic: x read, y written; with a residual, x and residual
 // read, sum and y written.
 //
-// Backward (formulas: common/math.h): each block has a slot in a group: a share of the group's
-// rows, and one partial row of column sums, which stay in registers over the rows, are added over
-// units, and then over slots (column_sum.cuh), in a fixed order. Traffic: dy and x (and dsum) read,
-// dx written, and a partial row per block.
+// Backward (formulas: common/math.h): each unit of threads (a warp, or the warps of a row) is
+// persistent: it takes every so many-th row, or small rows by the warp, and has a ring of them in
+// shared memory (layer_norm_ring.cuh), of which all but one are on their way while one is worked on
+// (layer_norm_bwd.cuh). Each block has a slot in a group: a share of the group's rows, and one
+// partial row of column sums, which stay in registers over the rows, are added over units, and then
+// over slots (column_sum.cuh), in a fixed order. Traffic: dy and x (and dsum) read, dx written, and
+// a partial row per block.
+//
+// Rows that start anywhere are read and written by the 16 bytes too, from 16-byte boundary to
+// 16-byte boundary, so that only a row's first and last few elements need care: see Place.
 #include "ops/layer_norm.h"
 
 #include <algorithm>
@@ -36,81 +38,105 @@ RowOverride& ForcedRowPlan() {
 
 namespace {
 
-// Sets what does not change from call to call: as much shared memory as any plan takes, and that
-// split of it and the L1 cache, as another one makes multiprocessors idle between kernels.
-cudaError_t Prepare(const void* kernel, bool large_cluster) {
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            CurrentDevice().shared_bytes - 4096);
-  if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                cudaSharedmemCarveoutMaxShared);
-  if (status != cudaSuccess || !large_cluster) return status;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-}
-
-// Launches a persistent kernel with so many blocks, in whole clusters.
-template <typename... Params, typename... Args>
-cudaError_t LaunchRows(cudaStream_t stream, const RowPlan& plan, std::int64_t blocks,
-                       void (*kernel)(Params...), const Args&... args) {
+// A launch of `grid` blocks, in whole clusters; valid as long as it is not copied.
+struct Launch {
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(plan.threads()));
-  config.dynamicSmemBytes = static_cast<std::size_t>(plan.shared_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = plan.cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, Params(args)...);
-}
 
-// How many clusters (blocks, where a row has one) run at a time; 0 if none can.
-template <typename Kernel>
-cudaError_t CountResident(const RowPlan& plan, Kernel* kernel, std::int64_t& resident) {
-  int count = 0;
-  cudaError_t status = Prepare(reinterpret_cast<const void*>(kernel), plan.cluster > 8);
-  if (status != cudaSuccess && plan.cluster == 1) return status;
-  if (plan.cluster == 1) {
-    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &count, kernel, plan.threads(), static_cast<std::size_t>(plan.shared_bytes));
-    resident = std::int64_t{std::max(1, count)} * MultiprocessorCount();
-    return status;
+  Launch(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, int cluster) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = cluster > 1 ? 1 : 0;
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.cluster));
-  config.blockDim = dim3(static_cast<unsigned>(plan.threads()));
-  config.dynamicSmemBytes = static_cast<std::size_t>(plan.shared_bytes);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&count, kernel, &config);
-  if (status != cudaSuccess) cudaGetLastError();  // a GPU, or a part of one, without such clusters
-  resident = status == cudaSuccess ? count : 0;
-  return cudaSuccess;
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+};
+
+// How many clusters run at a time; 0 if none can: a GPU, or a part of one, without such clusters.
+template <typename Kernel>
+int ResidentClusters(Kernel* kernel, int threads, int shared_bytes, int cluster) {
+  int count = 0;
+  cudaError_t status = cudaSuccess;
+  if (cluster > 8) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  const Launch launch(nullptr, dim3(static_cast<unsigned>(cluster)), threads, shared_bytes,
+                      cluster);
+  if (status == cudaSuccess) {
+    status = cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config);
+  }
+  if (status == cudaSuccess) return count;
+  cudaGetLastError();
+  return 0;
 }
 
-template <typename T>
-RowPlan PlanRows(const RowShape& shape, int arrays, bool backward, bool aligned) {
+RowTask TaskOf(const RowShape& shape, int element_bytes, int arrays, bool aligned,
+               bool aligned_params) {
   const Device device = CurrentDevice();
-  return ChooseRowPlan({.rows = shape.all_rows(),
-                        .features = shape.features,
-                        .element_bytes = sizeof(T),
-                        .arrays = arrays,
-                        .backward = backward,
-                        .aligned = aligned && shape.features % kVec<T> == 0,
-                        .architecture = device.architecture,
-                        .multiprocessors = device.multiprocessors,
-                        .shared_bytes = device.shared_bytes},
-                       ForcedRowPlan());
+  return {.rows = shape.all_rows(),
+          .features = shape.features,
+          .element_bytes = element_bytes,
+          .arrays = arrays,
+          .aligned = aligned,
+          .aligned_params = aligned_params,
+          .architecture = device.architecture,
+          .multiprocessors = device.multiprocessors,
+          .shared_bytes = device.shared_bytes};
 }
 
 // Calls fn.operator()<kVec<T>>() or fn.operator()<1>().
 template <typename T, typename Fn>
-cudaError_t DispatchWidth(int width, const Fn& fn) {
-  return width > 1 ? fn.template operator()<kVec<T>>() : fn.template operator()<1>();
+cudaError_t DispatchWidth(bool aligned, std::int64_t features, const Fn& fn) {
+  return aligned && features % kVec<T> == 0 ? fn.template operator()<kVec<T>>()
+                                            : fn.template operator()<1>();
+}
+
+// Calls fn.operator()<ParamT>(): what a forward kernel takes scale and bias for; void: for
+// anything, or nothing. Framed rows load their parameters so seldom that one kernel does for them.
+template <typename T, bool kCentered, typename Fn>
+cudaError_t DispatchParam(const Param& scale, const Param& bias, const Fn& fn) {
+  const auto both = [&](ffi::DataType dtype) {
+    return scale.data != nullptr && scale.dtype == dtype &&
+           (!kCentered || (bias.data != nullptr && bias.dtype == dtype));
+  };
+  if (both(kDtype<Accum<T>>)) return fn.template operator()<Accum<T>>();
+  if constexpr (sizeof(T) == 2) {
+    if (both(kDtype<T>)) return fn.template operator()<T>();
+  }
+  return fn.template operator()<void>();
+}
+
+constexpr std::int64_t kMaxGridY = 65535;
+
+template <typename T, typename ParamT, int P, Division kDivision, bool kCentered>
+cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
+                          const ForwardPlan& plan, bool& done) {
+  auto* const kernel = &ForwardKernel<T, ParamT, P, kDivision, kCentered>;
+  cudaError_t status = cudaSuccess;
+  if constexpr (kDivision == Division::kFramed) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 112 * 1024);
+  } else {
+    // Parameters shall stay in the L1 cache: 32 KB are enough for blocks' own memory.
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 10);
+  }
+  if (status != cudaSuccess) return status;
+  done = plan.cluster == 1 ||
+         ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster) > 0;
+  if (!done) return cudaSuccess;
+  const std::int64_t blocks = CeilDiv(args.shape.rows, std::int64_t{plan.step} * plan.rounds) *
+                              (plan.step / plan.teams) * plan.cluster;
+  const std::int64_t y = std::min(args.shape.groups, kMaxGridY);
+  const std::int64_t z = CeilDiv(args.shape.groups, y);
+  if (blocks > std::numeric_limits<int>::max() || z > kMaxGridY) return cudaErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(y),
+                  static_cast<unsigned>(z));
+  const Launch launch(stream, grid, plan.threads(), plan.shared_bytes, plan.cluster);
+  return cudaLaunchKernelEx(&launch.config, kernel, args, plan);
 }
 
 template <typename T, bool kCentered>
@@ -119,27 +145,40 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
   if (args.scale.group_stride == 0 && args.bias.group_stride == 0) {
     args.shape = {1, args.shape.all_rows(), args.shape.features};  // groups differ in parameters
   }
-  const auto [groups, rows, features] = args.shape;
-  const RowPlan plan = PlanRows<T>(
-      args.shape, args.residual == nullptr ? 1 : 2, /*backward=*/false,
-      Aligned(args.x, args.residual, args.y, args.sum, args.scale.data, args.bias.data));
-  return DispatchWidth<T>(plan.width, [&]<int W>() {
-    auto* const kernel = &ForwardKernel<T, W, kCentered>;
-    std::int64_t resident = 0;
-    if (!plan.stream) {
-      const cudaError_t status = CountResident(plan, kernel, resident);
-      if (status != cudaSuccess) return status;
+  const std::int64_t features = args.shape.features;
+  const bool aligned = Aligned(args.x, args.residual, args.y, args.sum);
+  const ForwardPlan plan =
+      ChooseForwardPlan(TaskOf(args.shape, sizeof(T), args.residual == nullptr ? 1 : 2, aligned,
+                               Aligned(args.scale.data, args.bias.data)),
+                        ForcedRowPlan());
+  bool done = false;
+  if (!plan.stream) {
+    const auto launch = [&]<typename ParamT, int P, Division kDivision>() {
+      return LaunchForward<T, ParamT, P, kDivision, kCentered>(stream, args, plan, done);
+    };
+    const auto with_packs = [&]<typename ParamT, Division kDivision>() {
+      return plan.packs == 4 ? launch.template operator()<ParamT, 4, kDivision>()
+                             : launch.template operator()<ParamT, 8, kDivision>();
+    };
+    cudaError_t status = cudaSuccess;
+    if (plan.division == Division::kFramed) {
+      constexpr int kFramedPacks = ForwardPacks(sizeof(T), true, false);
+      status = launch.template operator()<void, kFramedPacks, Division::kFramed>();
+    } else if (plan.division == Division::kUneven) {
+      status = with_packs.template operator()<void, Division::kUneven>();
+    } else {
+      status = DispatchParam<T, kCentered>(args.scale, args.bias, [&]<typename ParamT>() {
+        return with_packs.template operator()<ParamT, Division::kEven>();
+      });
     }
-    if (resident == 0) {
-      ForwardStreamKernel<T, W><<<GridBlocks(groups * rows), kStreamThreads, 0, stream>>>(args);
-      return cudaGetLastError();
-    }
-    const std::int64_t items = CeilDiv(rows, plan.unit_rows() * plan.units);
-    const std::int64_t slots = std::min(items, std::max<std::int64_t>(1, resident / groups));
-    const std::int64_t clusters = std::min(resident, groups * slots);
-    return LaunchRows(stream, plan, clusters * plan.cluster, kernel, args, plan,
-                      Deal(plan, rows, slots, features));
-  });
+    if (done || status != cudaSuccess) return status;
+  }
+  return DispatchWidth<T>(
+      aligned && Aligned(args.scale.data, args.bias.data), features, [&]<int W>() {
+        ForwardStreamKernel<T, W>
+            <<<GridBlocks(args.shape.all_rows()), kStreamThreads, 0, stream>>>(args);
+        return cudaGetLastError();
+      });
 }
 
 // scratch: values that the workspace has.
@@ -160,6 +199,28 @@ cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, 
   return cudaGetLastError();
 }
 
+// How many blocks, or clusters, of a persistent kernel run at a time; 0: clusters, but none can.
+template <typename Kernel>
+cudaError_t CountResident(const BackwardPlan& plan, Kernel* kernel, std::int64_t& resident) {
+  // As much shared memory as any plan takes, and that split of it and the L1 cache, as another one
+  // makes multiprocessors idle between kernels.
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            CurrentDevice().shared_bytes - 4096);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
+  if (status != cudaSuccess) return status;
+  if (plan.cluster > 1) {
+    resident = ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
+    return cudaSuccess;
+  }
+  int count = 0;
+  status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      &count, kernel, plan.threads(), static_cast<std::size_t>(plan.shared_bytes));
+  resident = std::int64_t{std::max(1, count)} * MultiprocessorCount();
+  return status;
+}
+
 template <typename T, bool kCentered, bool kFromOutput>
 cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   using A = Accum<T>;
@@ -168,24 +229,18 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   wanted.Add(args.dscale);
   wanted.Add(args.dbias);
   if (args.shape.elements() == 0) return ZeroColumnSums(stream, wanted, groups, features);
-  const RowPlan plan = PlanRows<T>(args.shape, args.dsum == nullptr ? 2 : 3, /*backward=*/true,
-                                   Aligned(args.dy, args.x, args.dsum, args.dx, args.workspace,
-                                           args.scale.data, args.bias.data));
+  const bool aligned = Aligned(args.dy, args.x, args.dsum, args.dx, args.workspace);
+  const bool aligned_params = Aligned(args.scale.data, args.bias.data);
+  const BackwardPlan plan = ChooseBackwardPlan(
+      TaskOf(args.shape, sizeof(T), args.dsum == nullptr ? 2 : 3, aligned, aligned_params),
+      ForcedRowPlan());
   auto* const workspace = static_cast<A*>(args.workspace);
-  std::int64_t slots = 1;
-  const cudaError_t status = DispatchWidth<T>(plan.width, [&]<int W>() {
-    auto* const kernel = &BackwardKernel<T, W, kCentered, kFromOutput>;
-    std::int64_t resident = 0;
-    if (!plan.stream) {
-      const cudaError_t status = CountResident(plan, kernel, resident);
-      if (status != cudaSuccess) return status;
-    }
-    if (resident == 0) {
-      const std::int64_t scratch = groups * args.partial_rows * wanted.count * features;
-      const cudaError_t status = BackwardStreamed<T, W>(stream, args, wanted.count > 0, scratch);
-      wanted.count = 0;  // nothing is left to do
-      return status;
-    }
+  std::int64_t resident = 0, slots = 1;
+
+  const auto run = [&]<Division kDivision>() {
+    auto* const kernel = &BackwardKernel<T, kDivision, kCentered, kFromOutput>;
+    const cudaError_t status = CountResident(plan, kernel, resident);
+    if (status != cudaSuccess || resident == 0) return status;
     const std::int64_t items = CeilDiv(rows, plan.unit_rows() * plan.units);
     slots = std::min(items, std::max<std::int64_t>(1, resident / groups));
     if (wanted.count > 0) slots = std::min(slots, args.partial_rows);
@@ -207,11 +262,26 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
     } else {
       wanted.count = 0;  // nothing is left to do
     }
-    const std::int64_t clusters = std::min(resident, groups * slots);
-    return LaunchRows(stream, plan, clusters * plan.cluster, kernel, args, plan,
-                      Deal(plan, rows, slots, features), sums);
-  });
-  if (status != cudaSuccess || wanted.count == 0) return status;
+    const std::int64_t blocks = std::min(resident, groups * slots) * plan.cluster;
+    const Launch launch(stream, dim3(static_cast<unsigned>(blocks)), plan.threads(),
+                        plan.shared_bytes, plan.cluster);
+    return cudaLaunchKernelEx(&launch.config, kernel, args, plan, Deal(plan, rows, slots, features),
+                              sums);
+  };
+  if (!plan.stream) {
+    // Here what it costs that rows may be uneven hardly shows.
+    const cudaError_t status = plan.division == Division::kFramed
+                                   ? run.template operator()<Division::kFramed>()
+                                   : run.template operator()<Division::kUneven>();
+    if (status != cudaSuccess) return status;
+  }
+  if (resident == 0) {
+    const std::int64_t scratch = groups * args.partial_rows * wanted.count * features;
+    return DispatchWidth<T>(aligned && aligned_params, features, [&]<int W>() {
+      return BackwardStreamed<T, W>(stream, args, wanted.count > 0, scratch);
+    });
+  }
+  if (wanted.count == 0) return cudaSuccess;
   return LaunchColumnSum<A>(stream, workspace, wanted, groups, args.partial_rows, slots, features);
 }
 

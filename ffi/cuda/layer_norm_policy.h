@@ -1,20 +1,33 @@
-// How layer norm's rows are laid out on a GPU: the one table that decides it. Plain C++, no CUDA.
+// How layer norm's rows are laid out on a GPU: the two tables that decide it. Plain C++, no CUDA.
 //
-// A thread holds 16 elements of a row (8 of float64) in registers, whatever the row's width, and a
-// row belongs to the fewest threads that hold it: some lanes of a warp, some warps (a unit), or,
-// from sm_90 on, the blocks of a cluster, each with a share of the columns. A row's result depends
-// on none but these three, so neither on how many rows there are nor on how they reach the chip:
+// A row belongs to the fewest threads that hold it in registers: some lanes of a warp, some warps,
+// or, from sm_90 on, the blocks of a cluster, each with a share of the columns. A row's result
+// depends on none but these, so neither on how many rows there are nor on how they reach the chip.
+// Wider rows are streamed: a block per row, which reads it twice.
 //
-//   bulk    sm_90 and newer: one thread orders whole rows into a ring in shared memory
-//   async   sm_80: each thread orders its own 16 bytes at a time into the ring
-//   direct  sm_80, rows that start anywhere: loads when they are needed
+// Forward: a block has one row (two warps' worth of narrow ones), loads it, and ends; whatever
+// comes next to a multiprocessor is up to the hardware, which keeps all of them busy to the end.
+// Rows that start anywhere: a block has up to 8 of them, one after the other, to load parameters,
+// single elements there, less often.
+//
+//   bytes of a row (float64, float32, 16 bits)     bytes of a thread    threads of a row
+//   up to 2 Ki                                     64                   1 to 32 lanes
+//   up to 32 Ki                                    64                   64 to 512
+//   up to 64 Ki, 128 Ki where not of 16 bits       128                  up to 1024, 512
+//   up to 16 times that, from sm_90 on             128                  2 to 16 blocks of those
+//   start anywhere: up to 16, 32, 32 Ki            64, 64, 32           32 to 512, 2 to 16 blocks
+//
+// Backward: few blocks stay, as column sums do, in registers. Each unit of threads, which have 16
+// elements of a row each (8 of float64), takes row after row from its ring in shared memory:
+//
+//   bulk    sm_90 and newer: one thread orders whole rows
+//   async   sm_80: each thread orders its own 16 bytes at a time
 //
 //   features                              threads per row            without clusters
 //   (float64: half of it)
-//   up to 512                             1 to 32 lanes; unaligned: 32 the same
+//   up to 512                             1 to 32 lanes; framed: 32  the same
 //   up to 8192                            64 to 512 threads          the same
 //   up to 131072                          2 to 16 blocks of those    streamed
-//   more                                  streamed: a block per row, which reads it twice
 //
 // Below 8192 features, too, a row gets a cluster where one block of it would leave two or more of a
 // multiprocessor's 16 warps without work (2561 to 3584 and 4097 to 7168 features).
@@ -23,19 +36,28 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <numeric>
 
 namespace gradops {
 
-enum class RowCopy : int { kDirect = 0, kAsync = 1, kBulk = 2 };
+enum class RowCopy : int { kAsync = 1, kBulk = 2 };
+
+// How rows are divided into threads' packs of 16 bytes (Place in cuda/layer_norm_rows.cuh).
+enum class Division : int {
+  kEven,    // all threads have as many
+  kUneven,  // some lack the last one
+  kFramed,  // rows, or parameters, start anywhere
+};
 
 // What the choice depends on.
 struct RowTask {
   std::int64_t rows, features;
-  int element_bytes;  // of x
-  int arrays;         // that are read: x, a residual; dy, x, dsum
-  bool backward;
-  bool aligned;      // all rows start at 16-byte boundaries
-  int architecture;  // 10 * major + minor
+  int element_bytes;    // of x
+  int arrays;           // that are read: x, a residual; dy, x, dsum
+  bool aligned;         // x and the like start at 16-byte boundaries
+  bool aligned_params;  // and so do scale and bias
+  int architecture;     // 10 * major + minor
   int multiprocessors;
   std::int64_t shared_bytes;  // of a multiprocessor
 };
@@ -49,10 +71,137 @@ struct RowOverride {
   bool stream = false;
 };
 
-struct RowPlan {
+inline constexpr int kMaxCluster = 16;
+
+namespace row_policy {
+
+constexpr std::int64_t DivideUp(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+constexpr std::int64_t RoundUp(std::int64_t a, std::int64_t b) {
+  return DivideUp(a, b) * b;
+}
+
+// What becomes of rows, shared by so many blocks, whose threads have so many packs each.
+constexpr Division DivisionOf(const RowTask& task, int packs, std::int64_t share) {
+  const std::int64_t bytes = task.features * task.element_bytes, row = bytes / 16;
+  if (!task.aligned_params || bytes == 0 || bytes % 16 != 0 ||
+      (packs - 1) * DivideUp(row, packs) > row) {
+    return Division::kFramed;
+  }
+  const std::int64_t of_block = share * task.element_bytes / 16;
+  return of_block % packs == 0 && row % packs == 0 ? Division::kEven : Division::kUneven;
+}
+constexpr bool Framed(const RowTask& task, int packs) {
+  return DivisionOf(task, packs, 0) == Division::kFramed;
+}
+
+// Columns of each of a cluster's blocks; framed: of the widest frame.
+constexpr std::int64_t Share(const RowTask& task, int cluster, bool framed) {
+  const int pack = 16 / task.element_bytes;
+  const std::int64_t columns = std::max<std::int64_t>(1, task.features) + (framed ? pack - 1 : 0);
+  return RoundUp(DivideUp(columns, cluster), pack);
+}
+
+constexpr int MaxCluster(const RowTask& task, const RowOverride& forced) {
+  const int architecture = forced.architecture != 0 ? forced.architecture : task.architecture;
+  return architecture < 90 ? 1 : forced.max_cluster != 0 ? forced.max_cluster : kMaxCluster;
+}
+
+// Threads for so many parts of a row: a power of two up to a warp, or whole warps.
+constexpr int Lanes(std::int64_t parts) {
+  int lanes = 1;
+  while (lanes < 32 && lanes < parts) lanes *= 2;
+  return parts > 32 ? static_cast<int>(RoundUp(parts, 32)) : lanes;
+}
+
+}  // namespace row_policy
+
+// --- Forward ------------------------------------------------------------------------------------
+
+struct ForwardPlan {
   bool stream;  // none of what follows holds
+  Division division;
+  int packs;         // of 16 bytes, that a thread has of a row
+  int lanes;         // threads of a row in one block
+  int cluster;       // blocks that share a row
+  int share;         // columns of each of them
+  int teams;         // of a block, each with a row at a time
+  int rounds;        // rows that a team works on, one after the other
+  int step;          // from one of them to the next: a power of two, not less than teams
+  int log_blocks;    // of the number of blocks that have the rows of a step
+  int shared_bytes;  // of a block, for the parameters of framed rows
+
+  constexpr int threads() const { return teams * lanes; }
+};
+
+inline constexpr int kForwardThreads = 1024;  // of a block, at most
+// The same for framed rows: two such blocks shall fit a multiprocessor's registers.
+constexpr int FramedThreads(int element_bytes) {
+  return element_bytes == 2 ? 512 : 384;
+}
+inline constexpr int kForwardWarps = kForwardThreads / 32;
+inline constexpr int kMaxRounds = 8;
+
+// Packs of a thread: of 32 bytes more than that, two blocks would not fit a multiprocessor; framed
+// rows share the registers with parameters.
+constexpr int ForwardPacks(int element_bytes, bool framed, bool wide) {
+  return framed ? (element_bytes == 2 ? 2 : 4) : wide ? 8 : 4;
+}
+
+inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& forced = {}) {
+  using namespace row_policy;
+  ForwardPlan plan{};
+  const int limit = forced.max_threads != 0 ? forced.max_threads : kForwardThreads;
+  const bool framed = Framed(task, ForwardPacks(task.element_bytes, false, false));
+  const int few = std::min(limit, framed ? FramedThreads(task.element_bytes) : 512);
+  // Whether so many blocks can hold a row with so many packs a thread.
+  const auto holds = [&](int cluster, int packs, int threads) {
+    if (!framed && Framed(task, packs)) return false;
+    plan.packs = packs;
+    plan.cluster = cluster;
+    plan.share = static_cast<int>(
+        std::min<std::int64_t>(Share(task, cluster, framed), std::numeric_limits<int>::max() / 2));
+    return std::int64_t{plan.share} * task.element_bytes <= std::int64_t{16} * packs * threads;
+  };
+  const auto fits = [&] {
+    for (int cluster = 1; cluster <= MaxCluster(task, forced); ++cluster) {
+      if (holds(cluster, ForwardPacks(task.element_bytes, framed, false), few)) return true;
+      // Of 16-bit elements, fewer threads have as much to do.
+      if (!framed && holds(cluster, ForwardPacks(task.element_bytes, false, true),
+                           task.element_bytes == 2 ? few : limit)) {
+        return true;
+      }
+    }
+    return false;
+  };
+  plan.stream = forced.stream || !task.aligned || !fits();
+  if (plan.stream) return plan;
+  plan.division = framed ? Division::kFramed : DivisionOf(task, plan.packs, plan.share);
+  plan.lanes = Lanes(DivideUp(std::int64_t{plan.share} * task.element_bytes, 16 * plan.packs));
+  plan.teams = plan.lanes > 32 || plan.cluster > 1 ? 1 : 64 / plan.lanes;
+  plan.rounds = 1, plan.step = plan.teams;
+  if (framed) {
+    // So many rows on, a frame starts as many columns before its row.
+    const int classes =
+        static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));
+    plan.step = std::max(plan.teams, classes);
+    plan.shared_bytes = plan.threads() * plan.packs * 16 / task.element_bytes * 2 *
+                        (task.element_bytes == 8 ? 8 : 4);
+    while (plan.teams << plan.log_blocks < plan.step) ++plan.log_blocks;
+    plan.rounds = static_cast<int>(std::clamp<std::int64_t>(
+        task.rows / (std::int64_t{4} * plan.teams * task.multiprocessors), 1, kMaxRounds));
+  }
+  return plan;
+}
+
+// --- Backward -----------------------------------------------------------------------------------
+
+struct BackwardPlan {
+  bool stream;  // none of what follows holds
+  Division division;
   RowCopy copy;
-  int width;         // elements of an access: 16 bytes or one
+  int packs;         // of 16 bytes, that a thread has of a row
   int lanes;         // threads of a row in one block: a power of two up to 32, or full warps
   int units;         // of a block, each of max(32, lanes) threads with a ring of its own
   int cluster;       // blocks that share a row
@@ -61,24 +210,21 @@ struct RowPlan {
   int array_bytes;   // of a unit's rows of one array in one stage
   int shared_bytes;  // of a block
   int blocks;        // of a multiprocessor
+  int classes;       // every so many-th row's frame starts as many columns before it
 
   constexpr int unit_threads() const { return std::max(32, lanes); }
   constexpr int threads() const { return units * unit_threads(); }
   constexpr int unit_rows() const { return lanes < 32 ? 32 / lanes : 1; }  // of a chunk
 };
 
-inline constexpr int kMaxRowThreads = 512;  // of a block
-inline constexpr int kMaxCluster = 16;
+inline constexpr int kBackwardThreads = 512;  // of a block
 inline constexpr int kMaxStages = 8;
-// On their way to a multiprocessor: less leaves it waiting, more makes reads and writes disturb
-// each other in the memory (ffi/cuda/TUNING.md).
-inline constexpr std::int64_t kBytesUnderWay = 32 * 1024;
-inline constexpr int kMaxUnits = kMaxRowThreads / 32;
+inline constexpr int kBackwardWarps = kBackwardThreads / 32;
 
 // Chunks that a unit works on at a time: where elements are small, waiting for one row's sums takes
 // longer than its bytes.
-constexpr int RowDepth(int element_bytes, int width) {
-  return element_bytes == 2 && width > 1 ? 2 : 1;
+constexpr int RowDepth(int element_bytes, bool framed) {
+  return element_bytes == 2 && !framed ? 2 : 1;  // framed, registers are short
 }
 
 // Elements of a row that one thread holds.
@@ -86,79 +232,67 @@ constexpr int RowElements(int element_bytes) {
   return element_bytes == 8 ? 8 : 16;
 }
 
-inline RowPlan ChooseRowPlan(const RowTask& task, const RowOverride& forced = {}) {
-  const auto ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  const auto round_up = [&](std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; };
-  const int architecture = forced.architecture != 0 ? forced.architecture : task.architecture;
-  const bool hopper = architecture >= 90;
-  RowPlan plan{};
-  plan.width = task.aligned ? 16 / task.element_bytes : 1;
+inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& forced = {}) {
+  using namespace row_policy;
+  BackwardPlan plan{};
   const int elements = RowElements(task.element_bytes);
-  const int depth = RowDepth(task.element_bytes, plan.width);
+  plan.packs = elements * task.element_bytes / 16;
+  const bool framed = Framed(task, plan.packs);
+  const int depth = RowDepth(task.element_bytes, framed);
+  const auto share = [&](int cluster) { return Share(task, cluster, framed); };
   // What a block can hold: in registers, and in a ring with one turn's chunks of the most arrays
   // there can be and the next one's. Beside it, CUDA keeps 1 KB, and static memory is less than 3.
   const auto ring_budget = [&](int blocks) { return task.shared_bytes / blocks - 4096; };
-  const int max_threads = forced.max_threads != 0 ? forced.max_threads : kMaxRowThreads;
-  const std::int64_t held =
-      std::min(std::int64_t{max_threads} * elements,
-               (ring_budget(1) / (2 * depth * (task.backward ? 3 : 2)) - 32) / task.element_bytes);
-  plan.copy = hopper ? RowCopy::kBulk : task.aligned ? RowCopy::kAsync : RowCopy::kDirect;
-  const int max_cluster = !hopper ? 1 : forced.max_cluster != 0 ? forced.max_cluster : kMaxCluster;
-  const auto share = [&](int cluster) {
-    return round_up(ceil_div(std::max<std::int64_t>(1, task.features), cluster), plan.width);
-  };
+  const int max_threads =
+      forced.max_threads != 0 ? std::min(forced.max_threads, kBackwardThreads) : kBackwardThreads;
+  const std::int64_t held = std::min(std::int64_t{max_threads} * elements,
+                                     (ring_budget(1) / (2 * depth * 3) - 32) / task.element_bytes);
+  const int architecture = forced.architecture != 0 ? forced.architecture : task.architecture;
+  plan.copy = architecture >= 90 ? RowCopy::kBulk : RowCopy::kAsync;
   // The fewest blocks that together leave no more than one of 16 warps of a multiprocessor idle.
   const auto warps_in_use = [&](int cluster) {
-    const std::int64_t warps = ceil_div(share(cluster), 32 * elements);
-    return share(cluster) > held ? 0 : static_cast<int>(warps * (kMaxUnits / warps));
+    const std::int64_t warps = DivideUp(share(cluster), 32 * elements);
+    return share(cluster) > held ? 0 : static_cast<int>(warps * (kBackwardWarps / warps));
   };
   // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
   plan.cluster = 1;
-  for (int cluster = 2; cluster <= max_cluster; ++cluster) {
-    if (warps_in_use(plan.cluster) >= (cluster <= 8 ? kMaxUnits - 1 : 1)) break;
+  for (int cluster = 2; cluster <= MaxCluster(task, forced); ++cluster) {
+    if (warps_in_use(plan.cluster) >= (cluster <= 8 ? kBackwardWarps - 1 : 1)) break;
     if (warps_in_use(cluster) > warps_in_use(plan.cluster)) plan.cluster = cluster;
   }
-  plan.stream = forced.stream || share(plan.cluster) > held;
+  plan.stream = forced.stream || !task.aligned || share(plan.cluster) > held;
   if (plan.stream) return plan;
   plan.share = static_cast<int>(share(plan.cluster));
-  const int needed = static_cast<int>(ceil_div(plan.share, elements));
-  plan.lanes = task.aligned ? 1 : 32;
-  while (plan.lanes < 32 && plan.lanes < needed) plan.lanes *= 2;
-  if (needed > 32) plan.lanes = static_cast<int>(round_up(needed, 32));
+  plan.division = DivisionOf(task, plan.packs, plan.share);
+  plan.lanes = std::max(framed ? 32 : 1, Lanes(DivideUp(plan.share, elements)));
+  plan.classes =
+      static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));
 
   // Few rows are spread over all multiprocessors before a block gets several of them. Blocks of
   // clusters are small, so that one can work while another waits for its cluster.
-  const std::int64_t chunks = ceil_div(task.rows, plan.unit_rows());
-  const int most_units = std::max(1, kMaxRowThreads / plan.unit_threads());
+  const std::int64_t chunks = DivideUp(task.rows, plan.unit_rows());
+  const int most_units = std::max(1, kBackwardThreads / plan.unit_threads());
   plan.units = plan.cluster > 1 ? 1
                                 : static_cast<int>(std::clamp<std::int64_t>(
-                                      ceil_div(chunks, task.multiprocessors), 1, most_units));
+                                      DivideUp(chunks, task.multiprocessors), 1, most_units));
   plan.blocks = plan.cluster > 1 ? most_units : 1;
 
-  // Rows that start anywhere are copied from the last 16-byte boundary to the next.
-  const std::int64_t row_bytes = std::int64_t{plan.share} * task.element_bytes;
-  plan.array_bytes =
-      static_cast<int>(round_up(plan.unit_rows() * row_bytes, 16) + (task.aligned ? 0 : 16));
+  plan.array_bytes = static_cast<int>(
+      RoundUp(std::int64_t{plan.unit_rows()} * plan.share * task.element_bytes, 16));
   const auto stage_bytes = [&] {
     return std::int64_t{plan.units} * task.arrays * plan.array_bytes;
   };
   while (plan.units > 1 && 2 * depth * stage_bytes() > ring_budget(1)) --plan.units;
   while (plan.blocks > 1 && 2 * depth * stage_bytes() > ring_budget(plan.blocks)) --plan.blocks;
-  // One turn's chunks are worked on, and more are under way. Forward, a turn's chunks are free as
-  // soon as they are in registers; backward, they are read twice, and where few units can work
-  // while another one waits, more have to be under way.
-  std::int64_t wanted =
-      depth + ceil_div((plan.cluster > 1 ? 2 : 1) * kBytesUnderWay, stage_bytes() * plan.blocks);
-  if (task.backward) {
-    wanted = 2 * depth + (plan.units == 1 ? 2 : plan.units == 2 || depth == 1 ? 1 : 0);
-  }
+  // One turn's chunks are worked on, and more are under way. Chunks are read twice; where few units
+  // can work while another one waits, more have to be under way.
+  std::int64_t wanted = 2 * depth + (plan.units == 1 ? 2 : plan.units == 2 || depth == 1 ? 1 : 0);
   if (forced.max_stages != 0) wanted = forced.max_stages;
   plan.stages = static_cast<int>(std::max<std::int64_t>(
       2 * depth,
       std::min({wanted, ring_budget(plan.blocks) / stage_bytes(), std::int64_t{kMaxStages}})));
   // The ring's memory is also where units add up their column sums.
-  const std::int64_t sums_bytes =
-      task.backward ? 2 * plan.threads() * elements * (task.element_bytes == 8 ? 8 : 4) : 0;
+  const std::int64_t sums_bytes = 2 * plan.threads() * elements * (task.element_bytes == 8 ? 8 : 4);
   plan.shared_bytes = static_cast<int>(std::max(plan.stages * stage_bytes(), sums_bytes));
   return plan;
 }

@@ -118,8 +118,9 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       if (column < features) {
         const auto h = LoadPackOnce<W>(h_row + column);
         A scale[W], bias[W];
-        LoadParamPack(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset), scale);
-        LoadParamPack(args.bias, group, column, A{0}, A{0}, bias);
+        LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
+                            scale);
+        LoadParamPack<void>(args.bias, group, column, A{0}, A{0}, bias);
         Pack<T, W> out;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
@@ -143,7 +144,7 @@ __device__ __forceinline__ void NormalisedPack(const LayerNormBwdArgs& args, con
                                                const A (&scale)[W], A mean, A delta, A rstd,
                                                A (&x_hat)[W]) {
   A bias[W];
-  if (args.from_output) LoadParamPack(args.bias, group, column, A{0}, A{0}, bias);
+  if (args.from_output) LoadParamPack<void>(args.bias, group, column, A{0}, A{0}, bias);
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     const A value = static_cast<A>(x.v[j]);
@@ -185,7 +186,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       const auto x = LoadPack<W>(x_row + column);
       const auto dy = LoadPack<W>(dy_row + column);
       A scale[W], x_hat[W];
-      LoadParamPack(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset), scale);
+      LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
+                          scale);
       NormalisedPack(args, x, group, column, scale, mean, A{0}, rstd, x_hat);
 #pragma unroll
       for (int j = 0; j < W; ++j) {
@@ -207,7 +209,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       const auto x = LoadPack<W>(x_row + column);
       const auto dy = LoadPack<W>(dy_row + column);
       A scale[W], x_hat[W];
-      LoadParamPack(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset), scale);
+      LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
+                          scale);
       NormalisedPack(args, x, group, column, scale, mean, delta, rstd, x_hat);
       Pack<T, W> out, dsum;
       if (dsum_row != nullptr) dsum = LoadPack<W>(dsum_row + column);
@@ -241,7 +244,8 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
     A dscale[W] = {}, dbias[W] = {};
     if (column < features) {
       A scale[W];
-      LoadParamPack(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset), scale);
+      LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
+                          scale);
       // Sums of 64 terms are added up, so that rounding errors hardly grow with the number of rows.
       for (std::int64_t first = threadIdx.y; first < rows; first += 64 * kSumRows) {
         A part_dscale[W] = {}, part_dbias[W] = {};

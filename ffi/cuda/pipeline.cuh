@@ -11,18 +11,11 @@ __device__ __forceinline__ std::uint32_t SharedAddress(const void* p) {
 
 // --- cp.async, sm_80: per thread, in groups ------------------------------------------------------
 
-template <int kBytes>
-__device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
-  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)),
-                 "l"(global)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(SharedAddress(shared)),
-                 "l"(global), "n"(kBytes)
-                 : "memory");
-  }
+// 16 bytes, of which those beyond the first `bytes` become zeros.
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(shared)),
+               "l"(global), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void CommitCopies() {
@@ -125,6 +118,31 @@ __device__ __forceinline__ int ClusterRank() {
 #endif
 }
 
+// Of the grid's clusters; where there are none, of its blocks.
+__device__ __forceinline__ unsigned ClusterId() {
+#if GRADOPS_HOPPER
+  unsigned id;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+  return id;
+#else
+  return blockIdx.x;
+#endif
+}
+
+// All of the cluster's threads meet, in two steps, between which they may do something else.
+__device__ __forceinline__ void ClusterArrive() {
+#if GRADOPS_HOPPER
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void ClusterWait() {
+#if GRADOPS_HOPPER
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// At once; and what they have written is seen by all.
 __device__ __forceinline__ void ClusterSync() {
 #if GRADOPS_HOPPER
   asm volatile(

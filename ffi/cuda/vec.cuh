@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/dtype.h"
 
@@ -45,14 +46,19 @@ __device__ __forceinline__ Pack<T, W> LoadPack(const T* p) {
 }
 
 // The same for what is read once: it shall not push parameters out of the L1 cache. Not by the
-// non-coherent path, so the thread that reads p may write there later (dx may be dy's buffer).
+// non-coherent path: that costs 4 % of the bandwidth (ffi/cuda/TUNING.md), and so the thread that
+// reads p may write there later (dx may be dy's buffer).
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
   Pack<T, W> pack;
   if constexpr (W == 1) {
     pack.v[0] = __ldcs(p);
   } else {
-    *reinterpret_cast<uint4*>(&pack) = __ldcs(reinterpret_cast<const uint4*>(p));
+    auto& words = *reinterpret_cast<uint4*>(&pack);
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(p)
+                 : "memory");
   }
   return pack;
 }
@@ -65,6 +71,46 @@ __device__ __forceinline__ Pack<T, W> LoadShared(const T* p) {
     pack.v[0] = *p;
   } else {
     *reinterpret_cast<uint4*>(&pack) = *reinterpret_cast<const uint4*>(p);
+  }
+  return pack;
+}
+
+// A pack's elements, in which arithmetic is done. From a 32-bit word, a bfloat16 takes one
+// instruction; from where the compiler has taken the word apart, two.
+template <int W, typename T, typename A>
+__device__ __forceinline__ void Widen(const Pack<T, W>& pack, A (&values)[W]) {
+  if constexpr (std::is_same_v<T, BFloat16> && W > 1) {
+    const auto& words = reinterpret_cast<const std::uint32_t (&)[W / 2]>(pack);
+#pragma unroll
+    for (int j = 0; j < W; j += 2) {
+      values[j] = __uint_as_float(words[j / 2] << 16);
+      values[j + 1] = __uint_as_float(words[j / 2] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[j] = static_cast<A>(pack.v[j]);
+  }
+}
+
+// A pack of values, rounded.
+template <typename T, int W, typename A>
+__device__ __forceinline__ Pack<T, W> Narrow(const A (&values)[W]) {
+  Pack<T, W> pack;
+  if constexpr (sizeof(T) == 2 && W > 1) {
+    using Pair = std::conditional_t<std::is_same_v<T, Half>, __half2, __nv_bfloat162>;
+    Pair pairs[W / 2];
+#pragma unroll
+    for (int j = 0; j < W; j += 2) {
+      if constexpr (std::is_same_v<T, Half>) {
+        pairs[j / 2] = __floats2half2_rn(values[j], values[j + 1]);
+      } else {
+        pairs[j / 2] = __floats2bfloat162_rn(values[j], values[j + 1]);
+      }
+    }
+    *reinterpret_cast<uint4*>(&pack) = *reinterpret_cast<const uint4*>(pairs);
+  } else {
+#pragma unroll
+    for (int j = 0; j < W; ++j) pack.v[j] = static_cast<T>(values[j]);
   }
   return pack;
 }
@@ -85,6 +131,19 @@ __device__ __forceinline__ void StorePack(T* p, const Pack<T, W>& pack) {
     *p = pack.v[0];
   } else {
     *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
+  }
+}
+
+// The same for what is not read again soon.
+template <int W, typename T>
+__device__ __forceinline__ void StorePackOnce(T* p, const Pack<T, W>& pack) {
+  if constexpr (W == 1) {
+    *p = pack.v[0];
+  } else {
+    const auto& words = *reinterpret_cast<const uint4*>(&pack);
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
   }
 }
 

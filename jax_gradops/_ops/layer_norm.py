@@ -91,7 +91,8 @@ def layer_norm(
     is computed in two passes over data held on chip, never as E[x²] − E[x]²; a constant row gives
     exactly `bias`. Results are bitwise the same from run to run, and a row's result does not depend
     on the other rows: NaN, infinity, or a variance that overflows makes all of that row NaN (in y
-    and in the gradient), and no other.
+    and in the gradient), and no other. On a GPU, the last bits of rows that are no multiple of 16
+    bytes long depend on their place in the array, modulo up to 8 rows.
 
     The derivative with respect to x, scale and bias is one fused operation; `jax.hessian` and other
     derivatives of it work too. Forward mode (`jax.jvp`) needs ``implementation="xla"``. The mean
