@@ -13,6 +13,10 @@ from oracles import Reference
 # of the terms it is made of, however many these are.
 ROUNDINGS = 8.0
 
+# Of `jax.jit`, for tests of values that XLA's own operations compute: as users' programs are
+# compiled, which conftest.py turns off.
+OPTIMIZED = {"xla_backend_optimization_level": 3}
+
 
 def allowed_error(reference: Reference, dtype: Any, accum: Any) -> np.ndarray:
     """The rounding of the result to `dtype`, and those of the sums in `accum` that led to it.

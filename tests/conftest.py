@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 
 # Before JAX is imported: several CPU devices, for meshes, and the CPU beside any other platform.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# Most of the tests' time goes into compiling what surrounds the kernels, and much of that into
+# LLVM's optimisations. They stay where the values are XLA's own (`comparing.OPTIMIZED`), and on a
+# GPU host, where the option would change GPU programs too.
+if not shutil.which("nvidia-smi"):
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ["XLA_FLAGS"]
 if os.environ.get("JAX_PLATFORMS") and "cpu" not in os.environ["JAX_PLATFORMS"].split(","):
     os.environ["JAX_PLATFORMS"] += ",cpu"
 os.environ.setdefault(
@@ -46,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
             f"the jax_gradops under test ({jax_gradops.__file__}) has no native CPU module: "
             f"{_registry.why_unavailable('cpu')}. Install the package first: `pip install -e .`"
         )
+
+
+def pytest_collection_finish() -> None:
+    """What there is by now stays: the garbage collector need not go through it again and again."""
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:

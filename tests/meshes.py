@@ -313,14 +313,16 @@ class RowMeshTests:
             out_specs=P(manual),
             axis_names={manual},
         )
+        specs = []
+        for other in (n for n in names if n != manual):
+            specs += [P(manual, other), P((manual, other))]
+            if kind == AxisType.Auto:  # where dy need not be spread as y is
+                specs.append(P(other, manual))
         with jax.set_mesh(cube):
-            for other in set(names) - {manual}:
-                specs = [P(manual, other), P((manual, other))]
-                if kind == AxisType.Auto:  # where dy need not be spread as y is
-                    specs.append(P(other, manual))
-                for spec in specs:
-                    arrays = self.placed(cube, spec, example)
-                    self.check(jax.jit(vjp_of(mapped))(*arrays), example, f"{manual} {spec}")
+            layouts = [self.placed(cube, spec, example) for spec in specs]
+            results = jax.jit(lambda layouts: [vjp_of(mapped)(*a) for a in layouts])(layouts)
+        for result, spec in zip(results, specs, strict=True):
+            self.check(result, example, f"{manual} {spec}")
 
     def test_partial_manual_beside_one_device(self, platform, rng):
         """The axis that is not manual has size 1: there is nothing to partition."""

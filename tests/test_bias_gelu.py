@@ -13,6 +13,7 @@ import numpy as np
 import oracles
 import pytest
 from comparing import (
+    OPTIMIZED,
     assert_bitwise_equal,
     assert_matches,
     small_integers,
@@ -46,10 +47,6 @@ class TestGelu(RowOpTests):
     kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
     all_reduces = (0,)
 
-    @pytest.fixture(params=["float16", "float64"])
-    def transformation_dtype(self, request):
-        return jnp.dtype(request.param)
-
     def op(self, x, *, implementation=None):
         return jax_gradops.gelu(x, False, implementation=implementation)
 
@@ -71,7 +68,7 @@ def approximate(request: pytest.FixtureRequest) -> bool:
 def value_and_derivative(x: Any, approximate: bool, implementation: str) -> tuple[Any, Any]:
     """Of one program, as float64."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def f(x: Any) -> tuple[Any, Any]:
         op = functools.partial(
             jax_gradops.gelu, approximate=approximate, implementation=implementation

@@ -16,6 +16,7 @@ import numpy as np
 import oracles
 import pytest
 from comparing import (
+    OPTIMIZED,
     assert_bitwise_equal,
     assert_matches,
     small_integers,
@@ -93,7 +94,7 @@ def problem(
 def run(problems: Sequence[Problem]) -> list[dict[str, Any]]:
     """y and the gradients of all parameters of each problem, in one program."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def f(operands: Any) -> Any:
         results = []
         for p, (dy, parameters) in zip(problems, operands, strict=True):

@@ -251,14 +251,9 @@ class TransformationTests:
 
     forward_mode_of_kernels = False
 
-    @pytest.fixture
-    def transformation_dtype(self, dtype):
-        """Of `test_transformation`: fewer where another op with the same kernels has the others."""
-        return dtype
-
     @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-    def test_transformation(self, platform, transformation, transformation_dtype, rng):
-        examples = [self.example(rng, (4, 9), transformation_dtype) for _ in range(3)]
+    def test_transformation(self, platform, transformation, dtype, rng):
+        examples = [self.example(rng, (4, 9), dtype) for _ in range(3)]
         op = functools.partial(self.op, implementation="ffi")
         outcomes = TRANSFORMATIONS[transformation](op, examples)
         for i, results in enumerate(outcomes):
