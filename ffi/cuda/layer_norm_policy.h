@@ -15,7 +15,8 @@
 //   up to 32 Ki                                    64                   64 to 512
 //   up to 64 Ki, 128 Ki where not of 16 bits       128                  up to 1024, 512
 //   up to 16 times that, from sm_90 on             128                  2 to 16 blocks of those
-//   start anywhere: up to 16, 32, 32 Ki            64, 64, 32           32 to 512, 2 to 16 blocks
+//   start anywhere: up to 24, 24, 16 Ki            64, 64, 32           1 to 384, 384, 512
+//   up to 16 times that, from sm_90 on             the same             2 to 16 blocks of those
 //
 // Backward: few blocks stay, as column sums do, in registers. Each unit of threads, which have 16
 // elements of a row each (8 of float64), takes row after row from its ring in shared memory:
@@ -143,8 +144,8 @@ constexpr int FramedThreads(int element_bytes) {
 inline constexpr int kForwardWarps = kForwardThreads / 32;
 inline constexpr int kMaxRounds = 8;
 
-// Packs of a thread: of 32 bytes more than that, two blocks would not fit a multiprocessor; framed
-// rows share the registers with parameters.
+// Packs of a thread. Wide rows: as many as 64 registers hold, those of 16 bits not unpacked; framed
+// rows of 16 bits: fewer, as what is at their ends keeps whole warps busy.
 constexpr int ForwardPacks(int element_bytes, bool framed, bool wide) {
   return framed ? (element_bytes == 2 ? 2 : 4) : wide ? 8 : 4;
 }
