@@ -72,6 +72,7 @@ void BindRowPlans(nb::module_& m) {
               fields["teams"] = plan.teams;
               fields["rounds"] = plan.rounds;
               fields["step"] = plan.step;
+              fields["shared_bytes"] = plan.shared_bytes;
             }
           };
           if (backward) {

@@ -102,6 +102,7 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
         assert p["step"] % p["teams"] == 0 and p["step"] & (p["step"] - 1) == 0
         assert p["step"] * features * element_bytes % 16 == 0
         assert 1 <= p["rounds"] <= 8
+        assert p["shared_bytes"] <= 64 * 1024, "more than the launcher asks for"
         assert gpu != "A100" or p["cluster"] == 1
 
 

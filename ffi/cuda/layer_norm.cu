@@ -9,7 +9,7 @@
 //
 // Backward (formulas: common/math.h): each unit of threads (a warp, or the warps of a row) is
 // persistent: it takes every so many-th row, or small rows by the warp, and has a ring of them in
-// shared memory (layer_norm_ring.cuh), of which all but one are on their way while one is worked on
+// shared memory (layer_norm_ring.cuh), of which those not worked on are on their way
 // (layer_norm_bwd.cuh). Each block has a slot in a group: a share of the group's rows, and one
 // partial row of column sums, which stay in registers over the rows, are added over units, and then
 // over slots (column_sum.cuh), in a fixed order. Traffic: dy and x (and dsum) read, dx written, and
@@ -97,7 +97,8 @@ cudaError_t DispatchWidth(bool aligned, std::int64_t features, const Fn& fn) {
 }
 
 // Calls fn.operator()<ParamT>(): what a forward kernel takes scale and bias for; void: for
-// anything, or nothing. Framed rows load their parameters so seldom that one kernel does for them.
+// anything, or nothing. Framed rows load their parameters seldom, and uneven ones are rare: one
+// kernel does for those.
 template <typename T, bool kCentered, typename Fn>
 cudaError_t DispatchParam(const Param& scale, const Param& bias, const Fn& fn) {
   const auto both = [&](ffi::DataType dtype) {
@@ -112,6 +113,8 @@ cudaError_t DispatchParam(const Param& scale, const Param& bias, const Fn& fn) {
 }
 
 constexpr std::int64_t kMaxGridY = 65535;
+// The most that a framed row's parameters take in a block, which any GPU since sm_80 has.
+constexpr int kFramedBytes = 64 * 1024;
 
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered>
 cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
@@ -119,7 +122,8 @@ cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
   auto* const kernel = &ForwardKernel<T, ParamT, P, kDivision, kCentered>;
   cudaError_t status = cudaSuccess;
   if constexpr (kDivision == Division::kFramed) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 112 * 1024);
+    status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFramedBytes);
   } else {
     // Parameters shall stay in the L1 cache: 32 KB are enough for blocks' own memory.
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 10);
@@ -147,10 +151,10 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
   }
   const std::int64_t features = args.shape.features;
   const bool aligned = Aligned(args.x, args.residual, args.y, args.sum);
-  const ForwardPlan plan =
-      ChooseForwardPlan(TaskOf(args.shape, sizeof(T), args.residual == nullptr ? 1 : 2, aligned,
-                               Aligned(args.scale.data, args.bias.data)),
-                        ForcedRowPlan());
+  RowTask task = TaskOf(args.shape, sizeof(T), args.residual == nullptr ? 1 : 2, aligned,
+                        Aligned(args.scale.data, args.bias.data));
+  task.rows = args.shape.rows;  // a block's rows are those of one group
+  const ForwardPlan plan = ChooseForwardPlan(task, ForcedRowPlan());
   bool done = false;
   if (!plan.stream) {
     const auto launch = [&]<typename ParamT, int P, Division kDivision>() {

@@ -304,7 +304,8 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? FramedThreads
   const auto load = [&](const void* array, std::int64_t row, int i, Pack<T, W>& pack) {
     const T* const p = static_cast<const T*>(array) + start_of(row) + place.Begin(i);
     // Beyond the array's end, nothing may be read.
-    if (kFramed && !place.HasAll(i) && row == groups * rows - 1) {
+    if (kFramed && !place.HasAll(i) &&
+        start_of(row) + place.Begin(i) + W > groups * rows * features) {
       pack = place.LoadPart(p, i);
     } else if (!place.Lacks(i)) {
       pack = LoadPackOnce<W>(p);
@@ -383,8 +384,9 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? FramedThreads
       });
       if (!place.counts) squares[0] = 0;
       sum(squares);
-      moments.rstd = InverseDeviation(squares[0] * PreciseReciprocal(static_cast<A>(features)),
-                                      static_cast<A>(args.epsilon));
+      moments.rstd = InverseDeviation(
+          squares[0] * PreciseReciprocal(static_cast<A>(max(features, std::int64_t{1}))),
+          static_cast<A>(args.epsilon));
     }
     if (place.lane == 0 && place.first_column == 0 && (!kFramed || has_row(round))) {
       if constexpr (kCentered) static_cast<A*>(args.mean)[row] = moments.mean + moments.delta;

@@ -2,7 +2,8 @@
 //
 // A row belongs to the fewest threads that hold it in registers: some lanes of a warp, some warps,
 // or, from sm_90 on, the blocks of a cluster, each with a share of the columns. A row's result
-// depends on none but these, so neither on how many rows there are nor on how they reach the chip.
+// depends on none but these and, if rows start anywhere, on how far from a 16-byte boundary its own
+// does; so neither on how many rows there are nor on how they reach the chip.
 // Wider rows are streamed: a block per row, which reads it twice.
 //
 // Forward: a block has one row (two warps' worth of narrow ones), loads it, and ends; whatever
