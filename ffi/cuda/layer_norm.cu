@@ -97,36 +97,35 @@ cudaError_t DispatchWidth(bool aligned, std::int64_t features, const Fn& fn) {
 }
 
 // Calls fn.operator()<ParamT>(): what a forward kernel takes scale and bias for; void: for
-// anything, or nothing. Framed rows load their parameters seldom, and uneven ones are rare: one
-// kernel does for those.
-template <typename T, bool kCentered, typename Fn>
-cudaError_t DispatchParam(const Param& scale, const Param& bias, const Fn& fn) {
+// anything, or nothing.
+template <typename T, Division kDivision, bool kCentered, typename Fn>
+cudaError_t DispatchParam(const Param& scale, const Param& bias, bool wide, const Fn& fn) {
   const auto both = [&](ffi::DataType dtype) {
     return scale.data != nullptr && scale.dtype == dtype &&
            (!kCentered || (bias.data != nullptr && bias.dtype == dtype));
   };
-  if (both(kDtype<Accum<T>>)) return fn.template operator()<Accum<T>>();
-  if constexpr (sizeof(T) == 2) {
+  if (wide && both(kDtype<Accum<T>>)) return fn.template operator()<Accum<T>>();
+  if constexpr (sizeof(T) == 2 && kDivision == Division::kEven) {
     if (both(kDtype<T>)) return fn.template operator()<T>();
   }
   return fn.template operator()<void>();
 }
 
 constexpr std::int64_t kMaxGridY = 65535;
-// The most that a framed row's parameters take in a block, which any GPU since sm_80 has.
-constexpr int kFramedBytes = 64 * 1024;
-
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered>
 cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
                           const ForwardPlan& plan, bool& done) {
   auto* const kernel = &ForwardKernel<T, ParamT, P, kDivision, kCentered>;
+  constexpr bool kFramed = kDivision == Division::kFramed;
   cudaError_t status = cudaSuccess;
-  if constexpr (kDivision == Division::kFramed) {
+  if constexpr (kFramed) {
     status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFramedBytes);
-  } else {
-    // Parameters shall stay in the L1 cache: 32 KB are enough for blocks' own memory.
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 10);
+  }
+  // Parameters shall stay in the L1 cache: so much (in %) is enough for blocks' own memory.
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  kFramed ? (sizeof(T) == 2 ? 75 : 40) : 10);
   }
   if (status != cudaSuccess) return status;
   done = plan.cluster == 1 ||
@@ -151,38 +150,35 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
   }
   const std::int64_t features = args.shape.features;
   const bool aligned = Aligned(args.x, args.residual, args.y, args.sum);
-  RowTask task = TaskOf(args.shape, sizeof(T), args.residual == nullptr ? 1 : 2, aligned,
-                        Aligned(args.scale.data, args.bias.data));
+  const bool aligned_params = Aligned(args.scale.data, args.bias.data) &&
+                              (args.shape.groups == 1 || features % kVec<T> == 0);
+  RowTask task =
+      TaskOf(args.shape, sizeof(T), args.residual == nullptr ? 1 : 2, aligned, aligned_params);
   task.rows = args.shape.rows;  // a block's rows are those of one group
   const ForwardPlan plan = ChooseForwardPlan(task, ForcedRowPlan());
   bool done = false;
   if (!plan.stream) {
-    const auto launch = [&]<typename ParamT, int P, Division kDivision>() {
-      return LaunchForward<T, ParamT, P, kDivision, kCentered>(stream, args, plan, done);
+    const auto launch = [&]<int P, Division kDivision>() {
+      const auto with = [&]<typename ParamT>() {
+        return LaunchForward<T, ParamT, P, kDivision, kCentered>(stream, args, plan, done);
+      };
+      return DispatchParam<T, kDivision, kCentered>(args.scale, args.bias, true, with);
     };
-    const auto with_packs = [&]<typename ParamT, Division kDivision>() {
-      return plan.packs == 4 ? launch.template operator()<ParamT, 4, kDivision>()
-                             : launch.template operator()<ParamT, 8, kDivision>();
+    const auto with_packs = [&]<Division kDivision>() {
+      return plan.packs == 4 ? launch.template operator()<4, kDivision>()
+                             : launch.template operator()<8, kDivision>();
     };
-    cudaError_t status = cudaSuccess;
-    if (plan.division == Division::kFramed) {
-      constexpr int kFramedPacks = ForwardPacks(sizeof(T), true, false);
-      status = launch.template operator()<void, kFramedPacks, Division::kFramed>();
-    } else if (plan.division == Division::kUneven) {
-      status = with_packs.template operator()<void, Division::kUneven>();
-    } else {
-      status = DispatchParam<T, kCentered>(args.scale, args.bias, [&]<typename ParamT>() {
-        return with_packs.template operator()<ParamT, Division::kEven>();
-      });
-    }
+    const cudaError_t status =
+        plan.division == Division::kFramed   ? launch.template operator()<4, Division::kFramed>()
+        : plan.division == Division::kUneven ? with_packs.template operator()<Division::kUneven>()
+                                             : with_packs.template operator()<Division::kEven>();
     if (done || status != cudaSuccess) return status;
   }
-  return DispatchWidth<T>(
-      aligned && Aligned(args.scale.data, args.bias.data), features, [&]<int W>() {
-        ForwardStreamKernel<T, W>
-            <<<GridBlocks(args.shape.all_rows()), kStreamThreads, 0, stream>>>(args);
-        return cudaGetLastError();
-      });
+  return DispatchWidth<T>(aligned && aligned_params, features, [&]<int W>() {
+    ForwardStreamKernel<T, W>
+        <<<GridBlocks(args.shape.all_rows()), kStreamThreads, 0, stream>>>(args);
+    return cudaGetLastError();
+  });
 }
 
 // scratch: values that the workspace has.

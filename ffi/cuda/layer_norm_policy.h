@@ -11,13 +11,13 @@
 // Rows that start anywhere: a block has up to 8 of them, one after the other, to load parameters,
 // single elements there, less often.
 //
-//   bytes of a row (float64, float32, 16 bits)     bytes of a thread    threads of a row
+//   bytes of a row (of 16-bit elements)            bytes of a thread    threads of a row
 //   up to 2 Ki                                     64                   1 to 32 lanes
-//   up to 32 Ki                                    64                   64 to 512
-//   up to 64 Ki, 128 Ki where not of 16 bits       128                  up to 1024, 512
+//   up to 32 Ki (less than 8 Ki)                   64                   64 to 512 (64 to 128)
+//   up to 128 Ki (64 Ki)                           128                  up to 1024 (64 to 512)
 //   up to 16 times that, from sm_90 on             128                  2 to 16 blocks of those
-//   start anywhere: up to 24, 24, 16 Ki            64, 64, 32           1 to 384, 384, 512
-//   up to 16 times that, from sm_90 on             the same             2 to 16 blocks of those
+//   start anywhere: up to 40 Ki (24 Ki)            64                   1 to 640 (384)
+//   up to 16 times that, from sm_90 on             64                   2 to 16 blocks of those
 //
 // Backward: few blocks stay, as column sums do, in registers. Each unit of threads, which have 16
 // elements of a row each (8 of float64), takes row after row from its ring in shared memory:
@@ -124,75 +124,89 @@ constexpr int Lanes(std::int64_t parts) {
 struct ForwardPlan {
   bool stream;  // none of what follows holds
   Division division;
-  int packs;         // of 16 bytes, that a thread has of a row
-  int lanes;         // threads of a row in one block
-  int cluster;       // blocks that share a row
-  int share;         // columns of each of them
-  int teams;         // of a block, each with a row at a time
-  int rounds;        // rows that a team works on, one after the other
-  int step;          // from one of them to the next: a power of two, not less than teams
-  int log_blocks;    // of the number of blocks that have the rows of a step
-  int shared_bytes;  // of a block, for the parameters of framed rows
+  int packs;                 // of 16 bytes, that a thread has of a row
+  int lanes;                 // threads of a row in one block
+  int cluster;               // blocks that share a row
+  int share;                 // columns of each of them
+  bool full;                 // all threads have as many packs, and all of these
+  int teams;                 // of a block, each with a row at a time
+  int rounds;                // rows that a team works on, one after the other
+  int step;                  // from one of them to the next: a power of two, not less than teams
+  int log_step, log_blocks;  // log2 of it, and of the number of blocks that have a step's rows
+  int shared_bytes;          // of a block, for the parameters of framed rows
 
   constexpr int threads() const { return teams * lanes; }
 };
 
 inline constexpr int kForwardThreads = 1024;  // of a block, at most
-// The same for framed rows: two such blocks shall fit a multiprocessor's registers.
+// The same for framed rows, whose threads take more registers; and for their parameters, in as much
+// shared memory as a block has on any GPU since sm_80.
+inline constexpr int kFramedThreads = 640;
+inline constexpr int kFramedBytes = 96 * 1024;
 constexpr int FramedThreads(int element_bytes) {
-  return element_bytes == 2 ? 512 : 384;
+  return std::min(kFramedThreads, kFramedBytes / (element_bytes == 2 ? 256 : 128));
 }
 inline constexpr int kForwardWarps = kForwardThreads / 32;
 inline constexpr int kMaxRounds = 8;
-
-// Packs of a thread. Wide rows: as many as 64 registers hold, those of 16 bits not unpacked; framed
-// rows of 16 bits: fewer, as what is at their ends keeps whole warps busy.
-constexpr int ForwardPacks(int element_bytes, bool framed, bool wide) {
-  return framed ? (element_bytes == 2 ? 2 : 4) : wide ? 8 : 4;
-}
 
 inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& forced = {}) {
   using namespace row_policy;
   ForwardPlan plan{};
   const int limit = forced.max_threads != 0 ? forced.max_threads : kForwardThreads;
-  const bool framed = Framed(task, ForwardPacks(task.element_bytes, false, false));
-  const int few = std::min(limit, framed ? FramedThreads(task.element_bytes) : 512);
-  // Whether so many blocks can hold a row with so many packs a thread.
-  const auto holds = [&](int cluster, int packs, int threads) {
-    if (!framed && Framed(task, packs)) return false;
+  const int few = std::min(limit, 512), pack = 16 / task.element_bytes;
+  const int param_bytes = 2 * (task.element_bytes == 8 ? 8 : 4);
+  // Whether so many blocks of at most so many threads can hold a row with so many packs a thread.
+  const auto holds = [&](bool framed, int cluster, int packs, int threads) {
+    const std::int64_t share = Share(task, cluster, framed);
+    const std::int64_t last = std::max<std::int64_t>(1, task.features) - (cluster - 1) * share;
+    if (share * task.element_bytes > std::int64_t{16} * packs * threads) return false;
+    const bool even = share % (pack * packs) == 0 && last % (pack * packs) == 0;
+    plan.division = framed ? Division::kFramed : even ? Division::kEven : Division::kUneven;
     plan.packs = packs;
     plan.cluster = cluster;
-    plan.share = static_cast<int>(
-        std::min<std::int64_t>(Share(task, cluster, framed), std::numeric_limits<int>::max() / 2));
-    return std::int64_t{plan.share} * task.element_bytes <= std::int64_t{16} * packs * threads;
+    plan.share = static_cast<int>(share);
+    plan.lanes = Lanes(DivideUp(share, pack * packs));
+    plan.full = even && !framed && last == share && share == plan.lanes * packs * pack;
+    // Whether threads lack no more than their last packs.
+    const auto enough = [&](std::int64_t columns) {
+      const std::int64_t all = DivideUp(columns, pack), owners = DivideUp(all, packs);
+      return all > 0 && (packs - 1) * owners <= all;
+    };
+    return framed || (enough(share) && enough(last));
   };
-  const auto fits = [&] {
+  const bool whole_packs = task.aligned_params && task.features > 0 && task.features % pack == 0;
+  // Of 16-bit elements, fewer threads have as much to do.
+  const bool half = task.element_bytes == 2;
+  const auto fits = [&](bool framed) {
     for (int cluster = 1; cluster <= MaxCluster(task, forced); ++cluster) {
-      if (holds(cluster, ForwardPacks(task.element_bytes, framed, false), few)) return true;
-      // Of 16-bit elements, fewer threads have as much to do.
-      if (!framed && holds(cluster, ForwardPacks(task.element_bytes, false, true),
-                           task.element_bytes == 2 ? few : limit)) {
-        return true;
+      if (framed) {
+        const int threads = std::min(limit, FramedThreads(task.element_bytes));
+        if (holds(true, cluster, 4, threads)) return true;
+        continue;
       }
+      if (cluster == 1 && !(half && task.features >= 4096) && holds(false, 1, 4, few)) return true;
+      if (holds(false, cluster, 8, half ? few : limit)) return true;
     }
     return false;
   };
-  plan.stream = forced.stream || !task.aligned || !fits();
+  // A few widths of up to 5 packs cannot be divided otherwise.
+  plan.stream = forced.stream || !task.aligned ||
+                !((whole_packs && fits(false)) ||
+                  ((!whole_packs || task.features <= 5 * pack) && fits(true)));
   if (plan.stream) return plan;
-  plan.division = framed ? Division::kFramed : DivisionOf(task, plan.packs, plan.share);
-  plan.lanes = Lanes(DivideUp(std::int64_t{plan.share} * task.element_bytes, 16 * plan.packs));
   plan.teams = plan.lanes > 32 || plan.cluster > 1 ? 1 : 64 / plan.lanes;
   plan.rounds = 1, plan.step = plan.teams;
-  if (framed) {
+  if (plan.division == Division::kFramed) {
     // So many rows on, a frame starts as many columns before its row.
     const int classes =
         static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));
     plan.step = std::max(plan.teams, classes);
-    plan.shared_bytes = plan.threads() * plan.packs * 16 / task.element_bytes * 2 *
-                        (task.element_bytes == 8 ? 8 : 4);
+    while (1 << plan.log_step < plan.step) ++plan.log_step;
     while (plan.teams << plan.log_blocks < plan.step) ++plan.log_blocks;
     plan.rounds = static_cast<int>(std::clamp<std::int64_t>(
-        task.rows / (std::int64_t{4} * plan.teams * task.multiprocessors), 1, kMaxRounds));
+        task.rows * plan.cluster / (std::int64_t{4} * plan.teams * task.multiprocessors), 1,
+        kMaxRounds));
+    plan.shared_bytes = plan.threads() * plan.packs * pack * param_bytes;
   }
   return plan;
 }

@@ -90,6 +90,9 @@ class Place {
     Refresh();
   }
 
+  // Before each of several rows: so that the compiler does not keep what follows from it.
+  __device__ __forceinline__ void Forget() { asm volatile("" : "+r"(base), "+r"(stride_)); }
+
   __device__ __forceinline__ int warp_of_row() const {
     return static_cast<int>(static_cast<unsigned>(lane) / kWarp);
   }
@@ -120,14 +123,27 @@ class Place {
   // says that all of them have all of it.
   template <typename Fn>
   __device__ __forceinline__ void ForPacks(const Fn& fn) const {
+    // Forward, it pays that the many packs of most warps are one piece of code.
+    if (kFramed && kOneUnit && AllWhole()) {
+#pragma unroll
+      for (int i = 0; i < P; ++i) fn.template operator()<true>(i);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < P; ++i) {
-      if (!kFramed || (whole_packs_ >> i & 1)) {
+      if (!kFramed || (!kOneUnit && Whole(i))) {
         fn.template operator()<true>(i);
       } else if (any_packs_ >> i & 1) {
         fn.template operator()<false>(i);
       }
     }
+  }
+  // Whether all of the warp's rows have all of pack i; of all packs.
+  __device__ __forceinline__ bool Whole(int i) const {
+    return !kFramed || (whole_packs_ >> i & 1) != 0;
+  }
+  __device__ __forceinline__ bool AllWhole() const {
+    return !kFramed || whole_packs_ == (1u << P) - 1;
   }
   // Whether pack i is added to sums; whether the row has nothing of it; all of it; its column j.
   __device__ __forceinline__ bool Counts(int i) const {
@@ -146,36 +162,20 @@ class Place {
     return !kFramed || (column >= low_ && column < high_);
   }
 
-  // What the row has of pack i at `p`, where the rest must not be read. By words: the compiler
-  // would take all packs apart that elements are put into.
-  __device__ __forceinline__ Pack<T, W> LoadPart(const T* p, int i) const {
-    std::uint32_t words[kVecBytes / 4] = {};
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      if (!Has(i, j)) continue;
-      if constexpr (sizeof(T) == 2) {
-        words[j / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(p)[j]} << j % 2 * 16;
-      } else {
-        constexpr int kWords = sizeof(T) / 4;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          words[j * kWords + w] = reinterpret_cast<const std::uint32_t*>(p)[j * kWords + w];
-        }
-      }
-    }
-    Pack<T, W> pack;
-    *reinterpret_cast<uint4*>(&pack) = {words[0], words[1], words[2], words[3]};
-    return pack;
-  }
-
   // Stores what the row has of pack i at `p`.
   __device__ __forceinline__ void Store(T* p, const Pack<T, W>& pack, int i) const {
     if (HasAll(i)) {
       StorePackOnce(p, pack);
     } else {
+      const auto& words = reinterpret_cast<const std::uint32_t (&)[kVecBytes / 4]>(pack);
 #pragma unroll
       for (int j = 0; j < W; ++j) {
-        if (Has(i, j)) p[j] = pack.v[j];
+        if (!Has(i, j)) continue;
+        if constexpr (sizeof(T) == 2) {
+          reinterpret_cast<Bits<T>*>(p)[j] = static_cast<std::uint16_t>(words[j / 2] >> j % 2 * 16);
+        } else {
+          p[j] = pack.v[j];
+        }
       }
     }
   }
@@ -197,15 +197,16 @@ class Place {
   unsigned whole_packs_ = 0, any_packs_ = 0;  // bit i: pack i
 };
 
-// Without the calls that a division compiles to: to an ulp, or, with a Newton step, as good as
-// exact.
+// Without the calls that a division compiles to: to an ulp, or, with a Newton step, and for normal
+// numbers with normal reciprocals, as good as exact.
 __device__ __forceinline__ float Reciprocal(float x) {
   float result;
   asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 __device__ __forceinline__ float PreciseReciprocal(float x) {
-  const float result = Reciprocal(x);
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return fmaf(result, fmaf(-x, result, 1.f), result);
 }
 __device__ __forceinline__ double Reciprocal(double x) {
@@ -240,10 +241,10 @@ __device__ __forceinline__ void LoadWide(const P* p, A added, A (&values)[W]) {
     constexpr int kStep = kVec<P>;
 #pragma unroll
     for (int j = 0; j < W; j += kStep) {
-      Widen(LoadPack<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
+      Widen(LoadShared<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
     }
   } else if constexpr (W * sizeof(P) == 8) {
-    const uint2 words = __ldg(reinterpret_cast<const uint2*>(p));
+    const uint2 words = *reinterpret_cast<const uint2*>(p);
 #pragma unroll
     for (int j = 0; j < W; ++j) values[j] = static_cast<A>(reinterpret_cast<const P*>(&words)[j]);
   } else {

@@ -26,6 +26,11 @@ __device__ __forceinline__ int Misalignment(const T* p) {
   return static_cast<int>(reinterpret_cast<std::uintptr_t>(p) % kVecBytes / sizeof(T));
 }
 
+// An element's bits.
+template <typename T>
+using Bits = std::conditional_t<sizeof(T) == 2, std::uint16_t,
+                                std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
+
 // What one access moves: 16 bytes or one element.
 template <typename T, int W>
 struct alignas(W * sizeof(T)) Pack {
@@ -48,17 +53,30 @@ __device__ __forceinline__ Pack<T, W> LoadPack(const T* p) {
 // The same for what is read once: it shall not push parameters out of the L1 cache. Not by the
 // non-coherent path: that costs 4 % of the bandwidth (ffi/cuda/TUNING.md), and so the thread that
 // reads p may write there later (dx may be dy's buffer).
+__device__ __forceinline__ uint4 LoadWordsOnce(const void* p) {
+  uint4 words;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(p)
+               : "memory");
+  return words;
+}
+
+// A pack as one access. Where packs are put together otherwise, by elements, the compiler takes all
+// of them apart.
+template <int W, typename T>
+__device__ __forceinline__ uint4& AsWords(Pack<T, W>& pack) {
+  static_assert(sizeof(pack) == kVecBytes);
+  return reinterpret_cast<uint4&>(pack);
+}
+
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
   Pack<T, W> pack;
   if constexpr (W == 1) {
     pack.v[0] = __ldcs(p);
   } else {
-    auto& words = *reinterpret_cast<uint4*>(&pack);
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "l"(p)
-                 : "memory");
+    AsWords(pack) = LoadWordsOnce(p);
   }
   return pack;
 }
@@ -123,6 +141,13 @@ __device__ __forceinline__ void KeepPacked(Pack<T, W>& pack) {
     auto& words = *reinterpret_cast<uint4*>(&pack);
     asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
   }
+}
+
+// The opposite: makes the compiler keep converted elements in registers.
+template <int W>
+__device__ __forceinline__ void KeepWide(float (&values)[W]) {
+#pragma unroll
+  for (float& value : values) asm volatile("" : "+f"(value));
 }
 
 template <int W, typename T>
