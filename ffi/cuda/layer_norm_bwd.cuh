@@ -1,4 +1,4 @@
-// The backward kernel of layer_norm.cu, whose comment describes it.
+// The backward kernel of layer_norm_bwd.cu, whose comment describes it.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The forward kernel of layer_norm.cu, whose comment describes it.
+// The forward kernel of layer_norm_fwd.cu, whose comment describes it.
 #pragma once
 
 #include <cstdint>

@@ -5,6 +5,6 @@
 
 namespace gradops {
 
-RowOverride& ForcedRowPlan();  // cuda/layer_norm.cu
+RowOverride& ForcedRowPlan();  // cuda/layer_norm_fwd.cu
 
 }  // namespace gradops

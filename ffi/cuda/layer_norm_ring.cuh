@@ -72,6 +72,7 @@ class RowRing {
       : place_(place),
         barriers_(barriers.full[place.unit]),
         bulk_(plan.copy == RowCopy::kBulk),
+        lanes_(plan.lanes),
         stages_(plan.stages),
         array_bytes_(plan.array_bytes),
         features_(features),
@@ -107,16 +108,22 @@ class RowRing {
       T* const to = reinterpret_cast<T*>(stage) + place_.row * static_cast<int>(features_);
 #pragma unroll
       for (int i = 0; i < P; ++i) {
-        if (place_.row >= count || place_.Lacks(i)) continue;
+        if (place_.row >= count || place_.Lacks(i) || !place_.Counts(i)) continue;
         const int column = place_.base + place_.Begin(i);
-        // Beyond an array's end, nothing may be read.
-        const std::int64_t rest = (elements_ - offset - column) * std::int64_t{sizeof(T)};
 #pragma unroll
         for (int a = 0; a < kArrays; ++a) {
           if (a >= count_) continue;
-          CopyAsync(reinterpret_cast<unsigned char*>(to + column) + a * array_bytes_,
-                    arrays_[a] + offset + column,
-                    kFramed ? static_cast<int>(min(std::int64_t{kVecBytes}, rest)) : kVecBytes);
+          T* const shared = to + column + a * (array_bytes_ / int{sizeof(T)});
+          const T* const global = arrays_[a] + offset + column;
+          // Beyond an array's end, nothing may be read.
+          if (!kFramed || elements_ - offset - column >= W) {
+            CopyAsync(shared, global);
+          } else {
+#pragma unroll 1
+            for (int j = 0; j < static_cast<int>(elements_ - offset) - column; ++j) {
+              shared[j] = global[j];
+            }
+          }
         }
       }
       CommitCopies();
@@ -130,7 +137,7 @@ class RowRing {
   }
 
   // Until the oldest kDepth chunks have arrived; `ahead`: how many more are ordered, of which
-  // cp.async leaves two under way at most.
+  // cp.async leaves two under way at most. All threads of the unit call it.
   template <int kDepth>
   __device__ __forceinline__ void Wait(int ahead) {
     if (bulk_) {
@@ -139,13 +146,16 @@ class RowRing {
         const bool wraps = stage_ + d >= stages_;
         WaitForPhase(&barriers_[wraps ? stage_ + d - stages_ : stage_ + d], parity_ ^ wraps);
       }
-    } else if (ahead == 0) {
+      return;
+    }
+    if (ahead == 0) {
       WaitForCopies<0>();
     } else if (ahead == 1) {
       WaitForCopies<1>();
     } else {
       WaitForCopies<2>();
     }
+    UnitSync(place_.unit, lanes_);  // others' copies have arrived, too
   }
 
   // Where this thread's packs begin in array a of the d-th oldest chunk.
@@ -212,7 +222,7 @@ class RowRing {
   const Place<T, P, kDivision, false>& place_;
   std::uint64_t* const barriers_;
   const bool bulk_;
-  const int stages_, array_bytes_;
+  const int lanes_, stages_, array_bytes_;
   const std::int64_t features_, elements_;
   const T* arrays_[kArrays];
   int count_, stage_bytes_;

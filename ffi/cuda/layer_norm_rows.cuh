@@ -305,6 +305,15 @@ __device__ __forceinline__ void LoadParam(const Param& param, std::int64_t group
   });
 }
 
+// The threads of one of a block's units, by a barrier of its own, meet.
+__device__ __forceinline__ void UnitSync(int unit, int lanes) {
+  if (lanes <= kWarp) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
+  }
+}
+
 // --- Sums over a row ----------------------------------------------------------------------------
 
 // For the sums of up to kMaxValues values: of a block's up to kWarps warps, and of a cluster's
@@ -366,7 +375,7 @@ class RowSum {
     if constexpr (kOneUnit) {
       __syncthreads();
     } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + unit_), "r"(lanes_) : "memory");
+      UnitSync(unit_, lanes_);
     }
     const int from = WarpOfLane();
 #pragma unroll

@@ -11,10 +11,9 @@ __device__ __forceinline__ std::uint32_t SharedAddress(const void* p) {
 
 // --- cp.async, sm_80: per thread, in groups ------------------------------------------------------
 
-// 16 bytes, of which those beyond the first `bytes` become zeros.
-__device__ __forceinline__ void CopyAsync(void* shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(shared)),
-               "l"(global), "r"(bytes)
+// 16 bytes.
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)), "l"(global)
                : "memory");
 }
 

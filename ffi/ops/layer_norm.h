@@ -51,8 +51,8 @@ struct LayerNormBwdArgs {
 
 ffi::Error LayerNormFwd(CpuContext, const LayerNormFwdArgs&);   // cpu/layer_norm.cc
 ffi::Error LayerNormBwd(CpuContext, const LayerNormBwdArgs&);   // cpu/layer_norm.cc
-ffi::Error LayerNormFwd(CudaContext, const LayerNormFwdArgs&);  // cuda/layer_norm.cu
-ffi::Error LayerNormBwd(CudaContext, const LayerNormBwdArgs&);  // cuda/layer_norm.cu
+ffi::Error LayerNormFwd(CudaContext, const LayerNormFwdArgs&);  // cuda/layer_norm_fwd.cu
+ffi::Error LayerNormBwd(CudaContext, const LayerNormBwdArgs&);  // cuda/layer_norm_bwd.cu
 
 // Handlers. Absent optional operands and results are [0], in the accumulation dtype.
 template <class Context>

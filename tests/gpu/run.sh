@@ -58,7 +58,8 @@ limited() {
 # XLA's allocator carves buffers out of one block, which hides overruns: one cudaMalloc a buffer here.
 # No CUDA graphs, in which compute-sanitizer has crashed.
 # TOOLS: some of memcheck, racecheck, synccheck. Not initcheck: it would need to watch XLA's kernels too,
-# which takes too long; watching ours alone, it takes all that others have written as unwritten.
+# which takes too long; watching ours alone, it takes all that others have written as unwritten. For
+# the norms, `check` below runs it.
 # Racecheck itself crashes at times, at another place in each run: then it runs again.
 watched() {
   local attempt status
@@ -97,6 +98,34 @@ sanitize() {
   return $status
 }
 
+# The norms' kernels without JAX, on buffers of exact size, under all four tools.
+# CHECK_NORMS: tests/gpu/check_norms.cu, compiled; otherwise that is done here, in two minutes.
+check() {
+  local driver=${CHECK_NORMS:-$out/check_norms} tool dtype plan plans status=0
+  if [ -z "${CHECK_NORMS:-}" ]; then
+    nvcc -std=c++20 -arch=native -O3 -lineinfo --expt-relaxed-constexpr -Iffi \
+      -isystem "$(run_python -c 'import jax.ffi; print(jax.ffi.include_dir())')" \
+      tests/gpu/check_norms.cu -o "$driver" || return
+  fi
+  local -A running
+  for tool in memcheck racecheck synccheck initcheck; do
+    plans=-1
+    [ $tool = synccheck ] && plans="0 1 2 3" # check_norms.cu says why
+    for dtype in f32 bf16 f16 f64; do
+      for plan in $plans; do
+        limited "${SANITIZE_SECONDS:-300}" compute-sanitizer --tool $tool --error-exitcode 9 "$driver" \
+          $dtype -plan "$plan" >"$out/check-$tool-$dtype-$plan.log" 2>&1 </dev/null &
+        running[$tool-$dtype-$plan]=$!
+      done
+    done
+  done
+  for name in "${!running[@]}"; do
+    wait "${running[$name]}" && grep -q "^ran everything" "$out/check-$name.log" || status=1
+    echo "--- $name: $(tail -n 1 "$out/check-$name.log")"
+  done
+  return $status
+}
+
 finish() {
   if [ ${#failed[@]} -gt 0 ]; then
     echo "FAILED: ${failed[*]}"
@@ -107,7 +136,7 @@ finish() {
 }
 
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(build sanitize test doctor bench demo)
+[ ${#steps[@]} -gt 0 ] || steps=(build sanitize check test doctor bench demo)
 checked=
 for name in "${steps[@]}"; do
   if [ "$name" != build ] && [ ! $checked ]; then
@@ -118,6 +147,7 @@ for name in "${steps[@]}"; do
   case $name in
     build) step build build ;;
     sanitize) step sanitize sanitize ;;
+    check) TAIL=30 step check check ;;
     test) step test run_python -m pytest -n "${WORKERS:-8}" -q ;;
     doctor) step doctor run_python -m jax_gradops doctor ;;
     bench)

@@ -19,7 +19,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/layer_norm.cu"
+#include "cuda/layer_norm_bwd.cu"
+#include "cuda/layer_norm_fwd.cu"
 
 namespace gradops {
 namespace {

@@ -1,0 +1,74 @@
+// What layer norm's launchers share: clusters, and what the choice of a plan depends on.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/launch.cuh"
+#include "cuda/layer_norm_override.h"
+#include "cuda/layer_norm_policy.h"
+#include "cuda/vec.cuh"
+#include "ops/layer_norm.h"
+
+namespace gradops {
+namespace {
+
+// A launch of `grid` blocks, in whole clusters; valid as long as it is not copied.
+struct Launch {
+  cudaLaunchAttribute attribute{};
+  cudaLaunchConfig_t config{};
+
+  Launch(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, int cluster) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = cluster > 1 ? 1 : 0;
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+};
+
+// How many clusters run at a time; 0 if none can: a GPU, or a part of one, without such clusters.
+template <typename Kernel>
+int ResidentClusters(Kernel* kernel, int threads, int shared_bytes, int cluster) {
+  int count = 0;
+  cudaError_t status = cudaSuccess;
+  if (cluster > 8) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  const Launch launch(nullptr, dim3(static_cast<unsigned>(cluster)), threads, shared_bytes,
+                      cluster);
+  if (status == cudaSuccess) {
+    status = cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config);
+  }
+  if (status == cudaSuccess) return count;
+  cudaGetLastError();
+  return 0;
+}
+
+RowTask TaskOf(const RowShape& shape, int element_bytes, int arrays, bool aligned,
+               bool aligned_params) {
+  const Device device = CurrentDevice();
+  return {.rows = shape.all_rows(),
+          .features = shape.features,
+          .element_bytes = element_bytes,
+          .arrays = arrays,
+          .aligned = aligned,
+          .aligned_params = aligned_params,
+          .architecture = device.architecture,
+          .multiprocessors = device.multiprocessors,
+          .shared_bytes = device.shared_bytes};
+}
+
+// Calls fn.operator()<kVec<T>>() or fn.operator()<1>().
+template <typename T, typename Fn>
+cudaError_t DispatchWidth(bool aligned, std::int64_t features, const Fn& fn) {
+  return aligned && features % kVec<T> == 0 ? fn.template operator()<kVec<T>>()
+                                            : fn.template operator()<1>();
+}
+
+}  // namespace
+}  // namespace gradops

@@ -1,0 +1,187 @@
+// Runs every kernel of layer norm and RMS norm, in all dtypes and by every plan that can be forced,
+// on small awkward shapes and exact cudaMalloc buffers: for compute-sanitizer's four tools. Without
+// JAX, so that no other kernels run, and initcheck knows what has been written.
+//
+// Built and run by tests/gpu/run.sh check.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <source_location>
+#include <string>
+#include <vector>
+
+#include "cuda/layer_norm_bwd.cu"
+#include "cuda/layer_norm_fwd.cu"
+
+namespace gradops {
+namespace {
+
+void Check(cudaError_t status, std::source_location at = std::source_location::current()) {
+  if (status == cudaSuccess) return;
+  std::printf("line %u: %s\n", at.line(), cudaGetErrorString(status));
+  std::exit(1);
+}
+
+void Check(const ffi::Error& error) {
+  if (error.success()) return;
+  std::printf("%s\n", error.message().c_str());
+  std::exit(1);
+}
+
+template <typename T>
+__global__ void Fill(T* p, std::int64_t n, std::uint32_t seed) {
+  for (std::int64_t i = threadIdx.x; i < n; i += blockDim.x) {
+    const auto h = static_cast<std::uint32_t>(i + seed * 77777777u) * 2654435761u;
+    p[i] = static_cast<T>(static_cast<float>(h >> 16) / 65536.f + 0.5f);
+  }
+}
+
+// Arrays of exact sizes, freed together.
+class Arrays {
+ public:
+  ~Arrays() {
+    for (void* p : all_) Check(cudaFree(p));
+  }
+  template <typename T>
+  T* Empty(std::int64_t n) {
+    void* p = nullptr;
+    Check(cudaMalloc(&p, static_cast<std::size_t>(n) * sizeof(T)));
+    all_.push_back(p);
+    return static_cast<T*>(p);
+  }
+  template <typename T>
+  T* Filled(std::int64_t n) {
+    T* const p = Empty<T>(n);
+    Fill<<<1, 256>>>(p, n, static_cast<std::uint32_t>(all_.size()));
+    return p;
+  }
+
+ private:
+  std::vector<void*> all_;
+};
+
+// What else a call may be given.
+struct Variant {
+  bool centered = true, sum = false, from_output = false, parameters = true, narrow = false;
+  std::int64_t groups = 1;
+};
+
+template <typename T>
+void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
+  using A = Accum<T>;
+  Arrays arrays;
+  const RowShape shape{v.groups, rows, features};
+  const std::int64_t n = shape.elements(), all_rows = shape.all_rows();
+  const std::int64_t parameters = v.groups * features, stride = v.groups > 1 ? features : 0;
+  const auto parameter = [&]() -> Param {
+    if (!v.parameters) return {};
+    if (v.narrow) return {arrays.Filled<BFloat16>(parameters), stride, ffi::BF16};
+    return {arrays.Filled<A>(parameters), stride, kDtype<A>};
+  };
+  LayerNormFwdArgs fwd{};
+  fwd.shape = shape, fwd.dtype = kDtype<T>, fwd.centered = v.centered, fwd.epsilon = 1e-6;
+  fwd.x = arrays.Filled<T>(n), fwd.y = arrays.Empty<T>(n);
+  if (v.sum) fwd.residual = arrays.Filled<T>(n), fwd.sum = arrays.Empty<T>(n);
+  fwd.scale = parameter();
+  if (v.centered) fwd.bias = parameter(), fwd.mean = arrays.Empty<A>(all_rows);
+  fwd.rstd = arrays.Empty<A>(all_rows);
+  Check(LayerNormFwd(CudaContext{nullptr}, fwd));
+
+  LayerNormBwdArgs bwd{};
+  bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.centered = v.centered;
+  bwd.from_output = v.from_output, bwd.dy = arrays.Filled<T>(n), bwd.rstd = fwd.rstd;
+  bwd.x = v.from_output ? fwd.y : fwd.x, bwd.dx = arrays.Empty<T>(n);
+  if (v.sum) bwd.dsum = fwd.sum;
+  bwd.scale = fwd.scale;
+  if (v.from_output) bwd.bias = fwd.bias;
+  if (v.centered && !v.from_output) bwd.mean = fwd.mean;
+  if (v.parameters) {
+    bwd.partial_rows = rows;
+    bwd.workspace = arrays.Empty<A>(v.groups * rows * (1 + v.centered) * features);
+    bwd.dscale = {arrays.Empty<A>(parameters), kDtype<A>};
+    if (v.centered) bwd.dbias = {arrays.Empty<A>(parameters), kDtype<A>};
+  }
+  Check(LayerNormBwd(CudaContext{nullptr}, bwd));
+  Check(cudaDeviceSynchronize());
+}
+
+// What to run; -1 or empty: everything.
+struct Filter {
+  std::vector<std::string> dtypes;
+  std::int64_t plan = -1, features = -1, rows = -1, variant = -1;
+};
+
+template <typename T>
+int RunAll(const char* dtype, const Filter& filter) {
+  // The last one has clusters of up to 16 blocks: there, synccheck (CUDA 13.0) says "missing wait"
+  // of the ninth block's barrier, which it waits for as the others do.
+  const RowOverride plans[] = {{},
+                               {.architecture = 80},
+                               {.max_cluster = 8, .max_threads = 32},
+                               {.stream = true},
+                               {.max_threads = 32}};
+  const Variant variants[] = {{},
+                              {.centered = false},
+                              {.sum = true, .narrow = true},
+                              {.from_output = true},
+                              {.centered = false, .sum = true, .from_output = true},
+                              {.parameters = false},
+                              {.groups = 3}};
+  const std::int64_t widths[] = {1, 7, 40, 64, 257, 1000, 2049, 4096, 8200, 16385, 40000};
+  const auto wanted = [](std::int64_t only, std::int64_t value) {
+    return only < 0 || only == value;
+  };
+  int calls = 0;
+  if (!filter.dtypes.empty() &&
+      std::find(filter.dtypes.begin(), filter.dtypes.end(), dtype) == filter.dtypes.end()) {
+    return 0;
+  }
+  for (std::int64_t plan = 0; plan < std::ssize(plans); ++plan) {
+    ForcedRowPlan() = plans[plan];
+    for (const std::int64_t features : widths) {
+      if (plans[plan].max_threads != 0 && features > 10000) continue;
+      // 300 rows: more than one for each multiprocessor.
+      for (const std::int64_t rows : {1, 5, 67, 300}) {
+        if (rows == 300 && features > 1000) continue;
+        for (std::int64_t variant = 0; variant < std::ssize(variants); ++variant) {
+          if (!wanted(filter.plan, plan) || !wanted(filter.features, features) ||
+              !wanted(filter.rows, rows) || !wanted(filter.variant, variant)) {
+            continue;
+          }
+          Run<T>(rows, features, variants[variant]);
+          ++calls;
+        }
+      }
+    }
+  }
+  std::printf("%s: %d calls forward and backward\n", dtype, calls);
+  std::fflush(stdout);
+  return calls;
+}
+
+}  // namespace
+}  // namespace gradops
+
+// check_norms [f32|bf16|f16|f64 ...] [-plan N] [-features N] [-rows N] [-variant N]
+int main(int argc, char** argv) {
+  gradops::Filter filter;
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    std::int64_t* const number = flag == "-plan"       ? &filter.plan
+                                 : flag == "-features" ? &filter.features
+                                 : flag == "-rows"     ? &filter.rows
+                                 : flag == "-variant"  ? &filter.variant
+                                                       : nullptr;
+    if (number == nullptr) {
+      filter.dtypes.push_back(flag);
+    } else if (i + 1 < argc) {
+      *number = std::atoll(argv[++i]);
+    }
+  }
+  const int calls =
+      gradops::RunAll<float>("f32", filter) + gradops::RunAll<gradops::BFloat16>("bf16", filter) +
+      gradops::RunAll<gradops::Half>("f16", filter) + gradops::RunAll<double>("f64", filter);
+  std::printf("ran everything that was asked for: %d calls\n", calls);
+  return calls > 0 ? 0 : 2;
+}
