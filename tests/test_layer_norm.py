@@ -193,10 +193,14 @@ def test_epsilon(platform, op, implementation, dtype, rng):
 
 
 def test_scale_offset(platform, op, implementation, rng):
-    """G8: also in the backward pass."""
-    arrays = example(rng, (5, 33))
-    offsets = (1.0, -0.5)
-    check(*(problem(op, *arrays, scale_offset=o, implementation=implementation) for o in offsets))
+    """G8: also in the backward pass; nothing where there is no scale. Widths of several CUDA kernels."""
+    problems = []
+    for shape, offset in itertools.product([(5, 33), (5, 64), (3, 20_000)], (1.0, -0.5)):
+        dy, x, scale, bias = example(rng, shape)
+        options = {"scale_offset": offset, "implementation": implementation}
+        problems.append(problem(op, dy, x, scale, bias, **options))
+        problems.append(problem(op, dy, x, None, bias, **options))
+    check(*problems)
 
 
 # --- Values that are hard on the numerics --------------------------------------------------------

@@ -234,8 +234,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             place.ForPacks([&]<bool kAll>(int i) {
               if (!has_row(d) || (!kAll && place.Lacks(i))) return;
               A x[W];
-              Widen(LoadShared<W>(x_row + place.Begin(i)), x);
-              Widen(LoadShared<W>(dy_row + place.Begin(i)), dy[i]);
+              Widen(LoadPlain<W>(x_row + place.Begin(i)), x);
+              Widen(LoadPlain<W>(dy_row + place.Begin(i)), dy[i]);
               // Some threads that count must not count their last pack.
               A last[kValues] = {};
               A* const into = kDivision == Division::kUneven && i == P - 1 ? last : total;
@@ -288,11 +288,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
               if (!has_row(d) || (!kAll && place.Lacks(i))) return;
               if constexpr (kReloadX) {
                 A x[W];
-                Widen(LoadShared<W>(x_row + place.Begin(i)), x);
+                Widen(LoadPlain<W>(x_row + place.Begin(i)), x);
 #pragma unroll
                 for (int j = 0; j < W; ++j) centered[i][j] = centered_of(x[j], d, i, j);
               }
-              if constexpr (kReloadDy) Widen(LoadShared<W>(dy_row + place.Begin(i)), dy[i]);
+              if constexpr (kReloadDy) Widen(LoadPlain<W>(dy_row + place.Begin(i)), dy[i]);
               A dx_i[W];
 #pragma unroll
               for (int j = 0; j < W; ++j) {
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
               }
               if (has_dsum) {
                 A dsum[W];
-                Widen(LoadShared<W>(dsum_row + place.Begin(i)), dsum);
+                Widen(LoadPlain<W>(dsum_row + place.Begin(i)), dsum);
 #pragma unroll
                 for (int j = 0; j < W; ++j) dx_i[j] += dsum[j];
               }

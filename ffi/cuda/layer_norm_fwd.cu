@@ -27,12 +27,12 @@ namespace {
 // Calls fn.operator()<ParamT>(): what a forward kernel takes scale and bias for; void: for
 // anything, or nothing.
 template <typename T, Division kDivision, bool kCentered, typename Fn>
-cudaError_t DispatchParam(const Param& scale, const Param& bias, bool wide, const Fn& fn) {
+cudaError_t DispatchParam(const Param& scale, const Param& bias, const Fn& fn) {
   const auto both = [&](ffi::DataType dtype) {
     return scale.data != nullptr && scale.dtype == dtype &&
            (!kCentered || (bias.data != nullptr && bias.dtype == dtype));
   };
-  if (wide && both(kDtype<Accum<T>>)) return fn.template operator()<Accum<T>>();
+  if (both(kDtype<Accum<T>>)) return fn.template operator()<Accum<T>>();
   if constexpr (sizeof(T) == 2 && kDivision == Division::kEven) {
     if (both(kDtype<T>)) return fn.template operator()<T>();
   }
@@ -90,7 +90,7 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
       const auto with = [&]<typename ParamT>() {
         return LaunchForward<T, ParamT, P, kDivision, kCentered>(stream, args, plan, done);
       };
-      return DispatchParam<T, kDivision, kCentered>(args.scale, args.bias, true, with);
+      return DispatchParam<T, kDivision, kCentered>(args.scale, args.bias, with);
     };
     const auto with_packs = [&]<Division kDivision>() {
       return plan.packs == 4 ? launch.template operator()<4, kDivision>()

@@ -510,8 +510,9 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
         store.template operator()<kAll>(y, i, Narrow<T>(values));
       });
     };
-    // A branch for all of it: one for each element costs more.
-    if (kFramed || args.scale_offset == 0) {
+    // A branch for all of it: one for each element costs more. Framed, and where there is no scale,
+    // nothing is left to add.
+    if (kFramed || args.scale_offset == 0 || args.scale.data == nullptr) {
       finish.template operator()<false>();
     } else {
       finish.template operator()<true>();

@@ -152,7 +152,8 @@ inline constexpr int kMaxRounds = 8;
 inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& forced = {}) {
   using namespace row_policy;
   ForwardPlan plan{};
-  const int limit = forced.max_threads != 0 ? forced.max_threads : kForwardThreads;
+  const int limit = forced.max_threads != 0 ? std::clamp(forced.max_threads, 32, kForwardThreads)
+                                            : kForwardThreads;
   const int few = std::min(limit, 512), pack = 16 / task.element_bytes;
   const int param_bytes = 2 * (task.element_bytes == 8 ? 8 : 4);
   // Whether so many blocks of at most so many threads can hold a row with so many packs a thread.

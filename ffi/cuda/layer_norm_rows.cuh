@@ -241,7 +241,7 @@ __device__ __forceinline__ void LoadWide(const P* p, A added, A (&values)[W]) {
     constexpr int kStep = kVec<P>;
 #pragma unroll
     for (int j = 0; j < W; j += kStep) {
-      Widen(LoadShared<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
+      Widen(LoadPlain<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
     }
   } else if constexpr (W * sizeof(P) == 8) {
     const uint2 words = *reinterpret_cast<const uint2*>(p);

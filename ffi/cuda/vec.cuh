@@ -81,9 +81,10 @@ __device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
   return pack;
 }
 
-// The same from shared memory.
+// The same of what threads may write: from shared memory; from global memory where loads shall not
+// be moved before the stores that precede them.
 template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> LoadShared(const T* p) {
+__device__ __forceinline__ Pack<T, W> LoadPlain(const T* p) {
   Pack<T, W> pack;
   if constexpr (W == 1) {
     pack.v[0] = *p;

@@ -1,6 +1,7 @@
-// Runs every kernel of layer norm and RMS norm, in all dtypes and by every plan that can be forced,
-// on small awkward shapes and exact cudaMalloc buffers: for compute-sanitizer's four tools. Without
-// JAX, so that no other kernels run, and initcheck knows what has been written.
+// Runs the kernels of layer norm and RMS norm, in all dtypes and by plans that a GPU does not
+// choose by itself too, on small awkward shapes and exact cudaMalloc buffers: for
+// compute-sanitizer's four tools. Without JAX, so that no other kernels run, and initcheck knows
+// what has been written.
 //
 // Built and run by tests/gpu/run.sh check.
 #include <algorithm>
@@ -64,6 +65,7 @@ class Arrays {
 // What else a call may be given.
 struct Variant {
   bool centered = true, sum = false, from_output = false, parameters = true, narrow = false;
+  bool offset = false;
   std::int64_t groups = 1;
 };
 
@@ -81,6 +83,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
   };
   LayerNormFwdArgs fwd{};
   fwd.shape = shape, fwd.dtype = kDtype<T>, fwd.centered = v.centered, fwd.epsilon = 1e-6;
+  fwd.scale_offset = v.offset ? 1.0 : 0.0;
   fwd.x = arrays.Filled<T>(n), fwd.y = arrays.Empty<T>(n);
   if (v.sum) fwd.residual = arrays.Filled<T>(n), fwd.sum = arrays.Empty<T>(n);
   fwd.scale = parameter();
@@ -90,6 +93,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
 
   LayerNormBwdArgs bwd{};
   bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.centered = v.centered;
+  bwd.scale_offset = fwd.scale_offset;
   bwd.from_output = v.from_output, bwd.dy = arrays.Filled<T>(n), bwd.rstd = fwd.rstd;
   bwd.x = v.from_output ? fwd.y : fwd.x, bwd.dx = arrays.Empty<T>(n);
   if (v.sum) bwd.dsum = fwd.sum;
@@ -114,8 +118,8 @@ struct Filter {
 
 template <typename T>
 int RunAll(const char* dtype, const Filter& filter) {
-  // The last one has clusters of up to 16 blocks: there, synccheck (CUDA 13.0) says "missing wait"
-  // of the ninth block's barrier, which it waits for as the others do.
+  // The last one has clusters of more than 8 blocks: there, synccheck (CUDA 13.0) says "missing
+  // wait" of the ninth block's barrier, which it waits for as the others do.
   const RowOverride plans[] = {{},
                                {.architecture = 80},
                                {.max_cluster = 8, .max_threads = 32},
@@ -127,7 +131,9 @@ int RunAll(const char* dtype, const Filter& filter) {
                               {.from_output = true},
                               {.centered = false, .sum = true, .from_output = true},
                               {.parameters = false},
-                              {.groups = 3}};
+                              {.groups = 3},
+                              {.offset = true},
+                              {.centered = false, .narrow = true}};
   const std::int64_t widths[] = {1, 7, 40, 64, 257, 1000, 2049, 4096, 8200, 16385, 40000};
   const auto wanted = [](std::int64_t only, std::int64_t value) {
     return only < 0 || only == value;
@@ -141,9 +147,11 @@ int RunAll(const char* dtype, const Filter& filter) {
     ForcedRowPlan() = plans[plan];
     for (const std::int64_t features : widths) {
       if (plans[plan].max_threads != 0 && features > 10000) continue;
-      // 300 rows: more than one for each multiprocessor.
-      for (const std::int64_t rows : {1, 5, 67, 300}) {
+      // 300 rows: more than one for each multiprocessor; 1061: blocks that have several, one by
+      // one.
+      for (const std::int64_t rows : {1, 5, 67, 300, 1061}) {
         if (rows == 300 && features > 1000) continue;
+        if (rows == 1061 && features != 257 && features != 2049) continue;
         for (std::int64_t variant = 0; variant < std::ssize(variants); ++variant) {
           if (!wanted(filter.plan, plan) || !wanted(filter.features, features) ||
               !wanted(filter.rows, rows) || !wanted(filter.variant, variant)) {

@@ -101,7 +101,7 @@ sanitize() {
 # The norms' kernels without JAX, on buffers of exact size, under all four tools.
 # CHECK_NORMS: tests/gpu/check_norms.cu, compiled; otherwise that is done here, in two minutes.
 check() {
-  local driver=${CHECK_NORMS:-$out/check_norms} tool dtype plan plans status=0
+  local driver=${CHECK_NORMS:-$out/check_norms} tool dtype plan plans name status=0
   if [ -z "${CHECK_NORMS:-}" ]; then
     nvcc -std=c++20 -arch=native -O3 -lineinfo --expt-relaxed-constexpr -Iffi \
       -isystem "$(run_python -c 'import jax.ffi; print(jax.ffi.include_dir())')" \
