@@ -193,7 +193,7 @@ def test_epsilon(platform, op, implementation, dtype, rng):
 
 
 def test_scale_offset(platform, op, implementation, rng):
-    """G8: also in the backward pass; nothing where there is no scale. Widths of several CUDA kernels."""
+    """G8: also in the backward pass; nothing where there is no scale. Widths of several kernels."""
     problems = []
     for shape, offset in itertools.product([(5, 33), (5, 64), (3, 20_000)], (1.0, -0.5)):
         dy, x, scale, bias = example(rng, shape)
