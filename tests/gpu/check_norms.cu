@@ -8,27 +8,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
-#include <source_location>
 #include <string>
 #include <vector>
 
-#include "cuda/layer_norm_bwd.cu"
-#include "cuda/layer_norm_fwd.cu"
+#include "driver.cuh"
 
 namespace gradops {
 namespace {
-
-void Check(cudaError_t status, std::source_location at = std::source_location::current()) {
-  if (status == cudaSuccess) return;
-  std::printf("line %u: %s\n", at.line(), cudaGetErrorString(status));
-  std::exit(1);
-}
-
-void Check(const ffi::Error& error) {
-  if (error.success()) return;
-  std::printf("%s\n", error.message().c_str());
-  std::exit(1);
-}
 
 template <typename T>
 __global__ void Fill(T* p, std::int64_t n, std::uint32_t seed) {

@@ -15,21 +15,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <source_location>
 #include <string>
 #include <vector>
 
-#include "cuda/layer_norm_bwd.cu"
-#include "cuda/layer_norm_fwd.cu"
+#include "driver.cuh"
 
 namespace gradops {
 namespace {
-
-void Check(cudaError_t status, std::source_location at = std::source_location::current()) {
-  if (status == cudaSuccess) return;
-  std::printf("line %u: %s\n", at.line(), cudaGetErrorString(status));
-  std::exit(1);
-}
 
 struct Options {
   std::string type = "bf16", only;
@@ -148,12 +140,6 @@ Timing Time(const Fn& fn) {
   return {samples[1], samples[4], samples[7]};
 }
 
-void Succeed(const ffi::Error& error) {
-  if (error.success()) return;
-  std::printf("%s\n", error.message().c_str());
-  std::exit(1);
-}
-
 template <typename T>
 void Run(const Options& options) {
   using A = Accum<T>;
@@ -196,7 +182,7 @@ void Run(const Options& options) {
         args.epsilon = 1e-6, args.x = x[k], args.scale = {scale, 0, ffi::F32};
         if (centered) args.bias = {bias, 0, ffi::F32}, args.mean = mean;
         args.y = y[k], args.rstd = rstd;
-        Succeed(LayerNormFwd(CudaContext{nullptr}, args));
+        Check(LayerNormFwd(CudaContext{nullptr}, args));
       };
       const auto backward = [&](int k) {
         LayerNormBwdArgs args{};
@@ -208,7 +194,7 @@ void Run(const Options& options) {
         args.workspace = workspace;
         args.partial_rows = std::max<std::int64_t>(
             1, std::min({rows, std::int64_t{512}, (std::int64_t{1} << 23) / features}));
-        Succeed(LayerNormBwd(CudaContext{nullptr}, args));
+        Check(LayerNormBwd(CudaContext{nullptr}, args));
       };
       for (const bool is_forward : {true, false}) {
         const std::string name =
