@@ -171,14 +171,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
       };
       const auto order_first = [&](std::int64_t end) {
-        ring.Restart();
 #pragma unroll 1
         for (int s = 0; s < ring.stages() - D; ++s) order(first_row + s * turns.step, end);
       };
-      // Of the turns whose sums stay in registers; a turn's second chunk may be empty.
+      // Of the turns whose sums stay in registers. All of a block's units take as many, so that its
+      // barriers are met equally often; a unit's last chunks may be empty.
       static_assert(kTurnsPerSum % D == 0);
       const auto end_of_sum = [&](int done) {
-        const int left = (turns.count - done + D - 1) / D * D;
+        const int left = (turns.most - done + D - 1) / D * D;
         return first_row + (kLimited ? min(left, kTurnsPerSum) : left) * turns.step;
       };
       order_first(end_of_sum(0));

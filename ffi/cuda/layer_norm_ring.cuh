@@ -40,7 +40,7 @@ struct Deal {
 // every `step`.
 struct Turns {
   std::int64_t first, step;
-  int count, most;  // most: of any unit of the block
+  int most;  // of any unit of the block; the last one may be without rows
 
   __device__ Turns(const Deal& deal, const BackwardPlan& plan, std::int64_t slot, int unit,
                    int pass) {
@@ -48,7 +48,6 @@ struct Turns {
     const std::int64_t number = pass * units + unit * deal.slots + slot;
     first = number * plan.unit_rows();
     step = deal.passes * units * plan.unit_rows();
-    count = deal.rounds + (number < deal.extra);
     most = deal.rounds + (pass * units + slot < deal.extra);
   }
 };
@@ -92,10 +91,6 @@ class RowRing {
   }
 
   __device__ int stages() const { return stages_; }
-
-  // Before the first Order for rows that do not follow on those ordered so far, all of which must
-  // have been waited for.
-  __device__ void Restart() { order_stage_ = stage_; }
 
   // Orders this block's columns of `count` rows from `row` on, of which the caller's is the one of
   // its place; the chunk is empty if count is not positive. All threads of the unit call it.
