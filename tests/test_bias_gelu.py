@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import hypothesis
@@ -191,6 +192,47 @@ def test_any_values(shape, dtype, approximate, log_size, seed):
         "y dx dbias".split(), (y, *pull(dy)), references, strict=True
     ):
         assert_matches(actual, reference, dtype, accum, name)
+
+
+WIDTHS = (1, 3, 5, 8, 17, 24, 40, 100, 129, 200, 257, 1000, 4097)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("groups", [0, 3])
+def test_widths(platform, groups, dtype):
+    """Rows that start anywhere, end in the middle of a vector, or are few; groups likewise."""
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(dtype)
+    accum = np.float64 if dtype == np.float64 else np.float32
+    lead = (groups,) if groups else ()
+    shapes = list(itertools.product((1, 7, 300), WIDTHS))
+
+    @functools.partial(jax.vmap if groups else lambda f: f)
+    def gradients(dy: Any, x: Any, bias: Any) -> Any:
+        op = functools.partial(jax_gradops.bias_gelu, implementation="ffi")
+        y, pull = jax.vjp(op, x, bias)
+        return (y, *pull(dy))
+
+    arguments = [
+        [
+            rng.standard_normal((*lead, *s)).astype(dtype)
+            for s in ((rows, features), (rows, features), (features,))
+        ]
+        for rows, features in shapes
+    ]
+    results = jax.jit(lambda all_: [gradients(*one) for one in all_])(arguments)
+    for shape, one, result in zip(shapes, arguments, results, strict=True):
+        for group in range(groups) if groups else [()]:
+            wide = [widen(a[group]) for a in one]
+            references = [
+                oracles.bias_gelu(*wide[1:], approximate=True),
+                *oracles.bias_gelu_vjp(*wide, approximate=True),
+            ]
+            for name, actual, reference in zip(
+                "y dx dbias".split(), result, references, strict=True
+            ):
+                # dbias has the bias's dtype.
+                assert_matches(actual[group], reference, dtype, accum, f"{name} {shape}")
 
 
 def test_long_sums(platform):

@@ -1,16 +1,24 @@
 // GELU and bias + GELU, CUDA.
 //
-// With a bias a thread owns one pack of columns, so that bias and the bias gradient's sum stay in
-// registers, and strides over rows with several of them under way. A block is a tile of columns and
-// a slice of rows; narrow rows share a block. Without a bias the array is flat. A pack is 16 bytes
-// where all rows start at 16-byte boundaries, else one element.
+// A group's rows follow each other without gaps, so they are cut into packs of 16 bytes whatever
+// their length, and only the array's end has single elements. A span is the fewest whole rows that
+// end where a pack does, or a few times as many if that is less than a warp takes. At the same place
+// of every span is the same part of the bias: a thread owns one pack's place, whose bias it keeps,
+// and takes it in many spans. A block is a tile of a span's packs and a slice of the spans. Without
+// bias and its gradient there are no rows, and a span is a warp's packs.
 //
-// Backward recomputes gelu'(x + bias), writes dx, and leaves one partial row of dbias per slice of
-// rows, which column_sum.cuh adds in a fixed order. dx may be dy's buffer: every element is read by
-// the thread that writes it, before it does. Traffic: x read, y written; dy and x read, dx written.
-// Formulas: common/gelu.h.
+// Backward recomputes gelu'(x + bias), writes dx, and leaves one partial row of dbias per slice (or
+// one per slice and row of a span), which column_sum.cuh adds in a fixed order. dx may be dy's
+// buffer: every element is read by the thread that writes it, before it does. Traffic: x read, y
+// written; dy and x read, dx written. Formulas: common/gelu.h.
+//
+// Bytes on their way decide: about 32 KB of loads per multiprocessor take all of the bandwidth, and
+// with more than 64 KB some multiprocessors get much less of it than others (TUNING.md). Forward,
+// blocks are short and many, so that others take over; backward, where blocks last, there are just
+// so many threads, one pack of each array a thread.
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "common/gelu.h"
 #include "cuda/column_sum.cuh"
@@ -22,110 +30,124 @@ namespace gradops {
 namespace {
 
 constexpr int kThreads = 256;
-// Packs of x (backward: and of dy) that a thread works on, while as many more are under way.
-constexpr int kBatch = 2;
-// Asked of the compiler, which then has 128 registers a thread and does not spill.
-constexpr int kBlocks = 2;
-// Rows whose dz a thread adds up before it adds that to the sum, so that rounding errors hardly
+constexpr int kMostLanes = 32;
+constexpr int kForwardPacks = 8;  // of a thread, at most, loaded before any is worked on
+constexpr int kForwardBlocks = 3, kBackwardBlocks = 4;  // of a multiprocessor
+// Spans whose dz a thread adds up before it adds that to the sum, so that rounding errors hardly
 // grow with the number of rows.
-constexpr std::int64_t kRowsPerSum = 128;
-// Enough blocks that multiprocessors run out of work together; backward each leaves a partial row.
-constexpr int kForwardBlocksPerMultiprocessor = 16;
-constexpr int kBackwardBlocksPerMultiprocessor = 4;
+constexpr int kSpansPerSum = 128;
 
-// y, or dx where kBackward, for one pack; adds dx before rounding to `sums`.
-template <typename T, bool kApproximate, bool kBackward, int W>
-__device__ __forceinline__ Pack<T, W> Apply(const Pack<T, W>& x, const Pack<T, W>& dy,
-                                            const Accum<T> (&bias)[W], Accum<T> (&sums)[W]) {
-  using A = Accum<T>;
-  Pack<T, W> out;
+// How a group is cut.
+struct Cut {
+  std::int64_t packs;   // whole ones
+  std::int64_t rest;    // elements after them
+  std::int64_t span;    // packs
+  std::int64_t copies;  // rows of a span
+  std::int64_t spans;   // the last one perhaps in part
+  std::int64_t tiles;   // of a span
+  std::int64_t slices;  // of spans; a slice takes `turns` of as many spans as a block at once
+  int lanes;            // packs of a tile; a power of two
+  int at_once;          // spans
+  int turns;
+  bool whole_bias;  // at 16-byte boundaries wherever a pack's part of it begins
+
+  // Whether a block adds up all rows of a span.
+  constexpr bool folded() const { return tiles == 1; }
+  // Partial rows of dbias that a slice leaves, of a group of `rows`.
+  constexpr std::int64_t partial_rows(std::int64_t rows) const {
+    return folded() ? 1 : std::min(copies, rows);
+  }
+};
+
+// Where a thread is: its place in every span, and the spans that it takes.
+struct Place {
+  std::int64_t pack;   // of a span
+  std::int64_t first;  // span
+  bool inside;
+
+  __device__ Place(const Cut& cut, std::int64_t slice) {
+    const auto thread = static_cast<int>(threadIdx.x);
+    pack = std::int64_t{blockIdx.x} * cut.lanes + (thread & (cut.lanes - 1));
+    first = slice * cut.at_once + (thread >> (31 - __clz(cut.lanes)));
+    inside = pack < cut.span;
+  }
+};
+
+// The part of the bias for pack `pack` of a span; zeros if there is none.
+template <typename A, int W>
+__device__ __forceinline__ void LoadBias(const Param& param, const Cut& cut, std::int64_t group,
+                                         std::int64_t features, std::int64_t pack, A (&bias)[W]) {
+#pragma unroll
+  for (A& value : bias) value = 0;
+  if (param.data == nullptr) return;
+  const A* const p = static_cast<const A*>(param.data) + group * param.group_stride;
+  std::int64_t column = pack * W;
+  if (cut.copies > 1) column %= features;
+  if constexpr (W % kVec<A> == 0) {
+    if (cut.whole_bias) {
+#pragma unroll
+      for (int j = 0; j < W; j += kVec<A>) {
+        const auto part = LoadPack<kVec<A>>(p + column + j);
+#pragma unroll
+        for (int k = 0; k < kVec<A>; ++k) bias[j + k] = part.v[k];
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    const A z = static_cast<A>(x.v[j]) + bias[j];
-    if constexpr (kBackward) {
-      const A dz = static_cast<A>(dy.v[j]) * GeluDerivative<T, kApproximate>(z);
-      sums[j] += dz;
-      out.v[j] = static_cast<T>(dz);
-    } else {
-      out.v[j] = static_cast<T>(Gelu<T, kApproximate>(z));
-    }
+    bias[j] = __ldg(p + column);
+    if (++column == features) column = 0;
   }
-  return out;
 }
 
-// A thread's packs: `count` of them, `stride` elements apart.
-template <typename T, bool kApproximate, bool kBackward, int W>
-__device__ __forceinline__ void ApplyEach(const T* dy, const T* x, T* out, std::int64_t stride,
-                                          std::int64_t count, const Accum<T> (&bias)[W],
-                                          Accum<T> (&sums)[W]) {
-  struct Batch {
-    Pack<T, W> x[kBatch], dy[kBatch];
-  };
-  const auto load = [&](Batch& batch, std::int64_t first) {
+// --- Forward -------------------------------------------------------------------------------------
+
+template <typename T, bool kApproximate, int W>
+__global__ void __launch_bounds__(kThreads, kForwardBlocks)
+    ForwardKernel(const __grid_constant__ BiasGeluFwdArgs args, const __grid_constant__ Cut cut) {
+  using A = Accum<T>;
+  const auto [groups, rows, features] = args.shape;
+  for (std::int64_t group = blockIdx.z; group < groups; group += gridDim.z) {
+    const T* const x = static_cast<const T*>(args.x) + group * rows * features;
+    T* const y = static_cast<T*>(args.y) + group * rows * features;
+    for (std::int64_t slice = blockIdx.y; slice < cut.slices; slice += gridDim.y) {
+      Place place(cut, slice * cut.turns);
+      if (!place.inside) continue;
+      const std::int64_t first = place.first * cut.span + place.pack;
+      const std::int64_t step = cut.at_once * cut.span;
+      const auto has = [&](int k) { return k < cut.turns && first + k * step < cut.packs; };
+      Pack<T, W> packs[kForwardPacks];
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (first + k < count) {
-        batch.x[k] = LoadPackOnce<W>(x + (first + k) * stride);
-        if constexpr (kBackward) batch.dy[k] = LoadPackOnce<W>(dy + (first + k) * stride);
+      for (int k = 0; k < kForwardPacks; ++k) {
+        if (has(k)) packs[k] = LoadPackOnce<W>(x + (first + k * step) * W);
+      }
+      A bias[W];
+      LoadBias(args.bias, cut, group, features, place.pack, bias);
+#pragma unroll
+      for (int k = 0; k < kForwardPacks; ++k) {
+        if (!has(k)) continue;
+        A values[W];
+        Widen(packs[k], values);
+#pragma unroll
+        for (int j = 0; j < W; ++j) values[j] = Gelu<T, kApproximate>(values[j] + bias[j]);
+        StorePackOnce(y + (first + k * step) * W, Narrow<T>(values));
+      }
+      // The elements after the last whole pack are its successor's.
+      for (int k = 0; k < (cut.rest > 0 ? cut.turns : 0); ++k) {
+        if (first + k * step != cut.packs) continue;
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          if (j >= cut.rest) continue;
+          const std::int64_t i = cut.packs * W + j;
+          y[i] = static_cast<T>(Gelu<T, kApproximate>(static_cast<A>(x[i]) + bias[j]));
+        }
       }
     }
-  };
-  Batch batch, next;
-  load(batch, 0);
-  for (std::int64_t first = 0; first < count; first += kBatch) {
-    load(next, first + kBatch);
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (first + k < count) {
-        StorePack(out + (first + k) * stride,
-                  Apply<T, kApproximate, kBackward>(batch.x[k], batch.dy[k], bias, sums));
-      }
-    }
-    batch = next;
   }
 }
 
-// How many of start, start + step, ... lie below end.
-__device__ __forceinline__ std::int64_t StepsBelow(std::int64_t end, std::int64_t start,
-                                                   std::int64_t step) {
-  return start < end ? (end - start + step - 1) / step : 0;
-}
-
-// --- Flat arrays ---------------------------------------------------------------------------------
-
-// Elements [0, count), of which those after the last whole pack go one by one.
-template <typename T, bool kApproximate, bool kBackward, int W>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    FlatKernel(const T* dy, const T* x, T* out, std::int64_t count) {
-  const Accum<T> no_bias[W] = {};
-  Accum<T> no_sums[W] = {};
-  const std::int64_t packs = count / W;
-  const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
-  const std::int64_t thread = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  ApplyEach<T, kApproximate, kBackward>(kBackward ? dy + thread * W : nullptr, x + thread * W,
-                                        out + thread * W, step * W, StepsBelow(packs, thread, step),
-                                        no_bias, no_sums);
-  if constexpr (W > 1) {
-    const std::int64_t rest = packs * W + thread;
-    if (rest < count) {
-      const Accum<T> zero[1] = {};
-      Accum<T> unused[1] = {};
-      Pack<T, 1> dy_rest{};
-      if constexpr (kBackward) dy_rest = LoadPackOnce<1>(dy + rest);
-      StorePack(out + rest, Apply<T, kApproximate, kBackward>(LoadPackOnce<1>(x + rest), dy_rest,
-                                                              zero, unused));
-    }
-  }
-}
-
-// --- Rows with a bias ----------------------------------------------------------------------------
-
-// How rows are cut: a block has `lanes` packs of columns, and kThreads / lanes rows at a time.
-struct Cut {
-  int lanes;            // a power of two
-  std::int64_t tiles;   // of columns
-  std::int64_t slices;  // of a group's rows
-};
+// --- Backward ------------------------------------------------------------------------------------
 
 // Partial sums of dbias: slice s of group g writes sums + (g * group_pitch + s * slice_pitch).
 template <typename A>
@@ -134,122 +156,167 @@ struct SliceSums {
   std::int64_t group_pitch, slice_pitch;
 };
 
-// One block per (group, slice, tile).
-template <typename T, bool kApproximate, bool kBackward, int W>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    RowsKernel(const T* dy, const T* x, T* out, Param bias_param, RowShape shape, Cut cut,
-               SliceSums<Accum<T>> slice_sums) {
+template <typename T, bool kApproximate, int W>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
+    BackwardKernel(const __grid_constant__ BiasGeluBwdArgs args, const __grid_constant__ Cut cut,
+                   const __grid_constant__ SliceSums<Accum<T>> slice_sums) {
   using A = Accum<T>;
-  __shared__ A shared[kBackward ? W * kThreads : 1];
-  const int lanes = cut.lanes, rows_at_once = kThreads / lanes;
-  const int lane = static_cast<int>(threadIdx.x) % lanes;
-  const int row_in_block = static_cast<int>(threadIdx.x) / lanes;
-  const std::int64_t step = cut.slices * rows_at_once;
-  const std::int64_t items = shape.groups * cut.slices * cut.tiles;
-  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const std::int64_t slice = item / cut.tiles % cut.slices;
-    const std::int64_t group = item / cut.tiles / cut.slices;
-    const std::int64_t column = (item % cut.tiles * lanes + lane) * W;
-    const bool inside = column < shape.features;
-    A bias[W] = {}, sums[W] = {};
-    if (inside) {
-      if (bias_param.data != nullptr) {
-        const A* const p = static_cast<const A*>(bias_param.data) + group * bias_param.group_stride;
+  constexpr bool kCutSums = !std::is_same_v<A, double>;
+  __shared__ A shared[W * kThreads];
+  const auto [groups, rows, features] = args.shape;
+  for (std::int64_t group = blockIdx.z; group < groups; group += gridDim.z) {
+    const std::int64_t base = group * rows * features;
+    // dx may be dy.
+    const T* const dy = static_cast<const T*>(args.dy) + base;
+    const T* const x = static_cast<const T*>(args.x) + base;
+    T* const dx = static_cast<T*>(args.dx) + base;
+    for (std::int64_t slice = blockIdx.y; slice < cut.slices; slice += gridDim.y) {
+      const Place place(cut, slice);
+      A sums[W] = {};
+      if (place.inside) {
+        A bias[W];
+        LoadBias(args.bias, cut, group, features, place.pack, bias);
+        const std::int64_t step = cut.slices * cut.at_once * cut.span;
+        std::int64_t pack = place.first * cut.span + place.pack;
+        while (pack < cut.packs) {
+          const std::int64_t end = kCutSums ? min(cut.packs, pack + kSpansPerSum * step) : cut.packs;
+          A part[W] = {};
+#pragma unroll 1
+          for (; pack < end; pack += step) {
+            const auto dy_pack = LoadPackOnce<W>(dy + pack * W);
+            const auto x_pack = LoadPackOnce<W>(x + pack * W);
+            A dz[W], z[W];
+            Widen(x_pack, z);
+            Widen(dy_pack, dz);
 #pragma unroll
-        for (int j = 0; j < W; ++j) bias[j] = __ldg(p + column + j);
-      }
-      const std::int64_t first_row = slice * rows_at_once + row_in_block;
-      const std::int64_t base = (group * shape.rows + first_row) * shape.features + column;
-      const std::int64_t count = StepsBelow(shape.rows, first_row, step);
-      const std::int64_t stride = step * shape.features;
-      constexpr bool kCutSums = kBackward && !std::is_same_v<A, double>;
-      for (std::int64_t done = 0; done < count; done += kRowsPerSum) {
-        A part[W] = {};
-        const std::int64_t offset = base + done * stride;
-        ApplyEach<T, kApproximate, kBackward>(
-            kBackward ? dy + offset : nullptr, x + offset, out + offset, stride,
-            kCutSums ? min(count - done, kRowsPerSum) : count, bias, part);
+            for (int j = 0; j < W; ++j) {
+              dz[j] *= GeluDerivative<T, kApproximate>(z[j] + bias[j]);
+              part[j] += dz[j];
+            }
+            StorePackOnce(dx + pack * W, Narrow<T>(dz));
+          }
 #pragma unroll
-        for (int j = 0; j < W; ++j) sums[j] += part[j];
-        if (!kCutSums) break;
+          for (int j = 0; j < W; ++j) sums[j] += part[j];
+        }
+        if (pack == cut.packs) {
+          // The elements after the last whole pack.
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            if (j >= cut.rest) continue;
+            const std::int64_t i = cut.packs * W + j;
+            const A z = static_cast<A>(x[i]) + bias[j];
+            const A dz = static_cast<A>(dy[i]) * GeluDerivative<T, kApproximate>(z);
+            sums[j] += dz;
+            dx[i] = static_cast<T>(dz);
+          }
+        }
       }
-    }
-    if constexpr (kBackward) {
       if (slice_sums.sums == nullptr) continue;  // the same for all threads
       A* const partial =
           slice_sums.sums + group * slice_sums.group_pitch + slice * slice_sums.slice_pitch;
-      if (rows_at_once > 1) {
+      // [spans at once][elements of a tile]
 #pragma unroll
-        for (int j = 0; j < W; ++j) shared[j * kThreads + threadIdx.x] = sums[j];
-        __syncthreads();  // all sums are written
-        if (row_in_block == 0) {
-          for (int r = 1; r < rows_at_once; ++r) {
-#pragma unroll
-            for (int j = 0; j < W; ++j) sums[j] += shared[j * kThreads + r * lanes + lane];
+      for (int j = 0; j < W; ++j) shared[threadIdx.x * W + j] = sums[j];
+      __syncthreads();  // all sums are written
+      const int elements = cut.lanes * W;
+      const auto add_up = [&](int element) {
+        A total = shared[element];
+        for (int r = 1; r < cut.at_once; ++r) total += shared[r * elements + element];
+        return total;
+      };
+      if (cut.folded()) {
+        for (int column = static_cast<int>(threadIdx.x); column < features; column += kThreads) {
+          A total = add_up(column);
+          for (int copy = 1; copy < cut.copies; ++copy) {
+            total += add_up(copy * static_cast<int>(features) + column);
           }
+          partial[column] = total;
         }
-        __syncthreads();  // all sums are read before the next item's are written
+      } else {
+        const std::int64_t first = std::int64_t{blockIdx.x} * elements;
+        const std::int64_t end = min(cut.span * W, rows * features);
+        for (int i = static_cast<int>(threadIdx.x); i < elements && first + i < end;
+             i += kThreads) {
+          partial[first + i] = add_up(i);
+        }
       }
-      if (row_in_block == 0 && inside) {
-#pragma unroll
-        for (int j = 0; j < W; ++j) partial[column + j] = sums[j];
-      }
+      __syncthreads();  // all sums are read before the next ones are written
     }
   }
 }
 
 // --- Launchers -----------------------------------------------------------------------------------
 
-// max_slices: what the workspace holds, where dbias is wanted.
-Cut CutRows(const RowShape& shape, int width, int blocks_per_multiprocessor,
-            std::int64_t max_slices) {
-  const std::int64_t packs = CeilDiv(shape.features, width);
-  Cut cut{.lanes = 1, .tiles = 0, .slices = 0};
-  while (cut.lanes < kThreads && cut.lanes < packs) cut.lanes *= 2;
-  cut.tiles = CeilDiv(packs, cut.lanes);
-  const std::int64_t blocks = std::int64_t{blocks_per_multiprocessor} * MultiprocessorCount();
-  const std::int64_t useful = CeilDiv(shape.rows, kThreads / cut.lanes);
-  cut.slices = std::clamp<std::int64_t>(blocks / (cut.tiles * shape.groups), 1,
-                                        std::max<std::int64_t>(1, std::min(useful, max_slices)));
+// Of packs of `width`; turns and slices are the caller's.
+Cut CutGroup(const RowShape& shape, int width, const Param& bias, bool has_columns) {
+  const std::int64_t elements = shape.rows * shape.features;
+  Cut cut{};
+  cut.packs = elements / width, cut.rest = elements % width;
+  cut.span = cut.lanes = kMostLanes, cut.copies = 1;
+  if (has_columns) {
+    cut.copies = width / std::gcd<std::int64_t>(shape.features, width);
+    cut.span = shape.features * cut.copies / width;
+    cut.whole_bias = cut.copies == 1 && Aligned(bias.data);
+    const std::int64_t times = std::max<std::int64_t>(1, kMostLanes / cut.span);
+    cut.copies *= times, cut.span *= times;
+    // Threads that have a pack, in 1/64.
+    const auto share = [&](int lanes) {
+      return cut.span * 64 / (CeilDiv(cut.span, lanes) * lanes);
+    };
+    for (int lanes = kMostLanes / 2; lanes >= 8 && cut.span > kMostLanes / 2; lanes /= 2) {
+      if (share(cut.lanes) < 56 && share(lanes) > share(cut.lanes)) cut.lanes = lanes;
+    }
+  }
+  cut.at_once = kThreads / cut.lanes;
+  cut.tiles = CeilDiv(cut.span, cut.lanes);
+  cut.spans = CeilDiv(cut.packs + (cut.rest > 0), cut.span);
   return cut;
 }
 
-template <typename T, bool kApproximate, bool kBackward, int W>
-void LaunchFlat(cudaStream_t stream, const void* dy, const void* x, void* out, std::int64_t count) {
-  const std::int64_t blocks =
-      std::min(CeilDiv(CeilDiv(count, W), kThreads * kBatch),
-               std::int64_t{kForwardBlocksPerMultiprocessor} * MultiprocessorCount());
-  FlatKernel<T, kApproximate, kBackward, W><<<GridBlocks(blocks), kThreads, 0, stream>>>(
-      static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<T*>(out), count);
+dim3 GridOf(const Cut& cut, std::int64_t groups) {
+  const auto limited = [](std::int64_t n) {
+    return static_cast<unsigned>(std::clamp<std::int64_t>(n, 1, 65535));
+  };
+  return {static_cast<unsigned>(cut.tiles), limited(cut.slices), limited(groups)};
+}
+
+// Calls fn.operator()<elements of a pack>(): of 16 bytes where every group starts at such a
+// boundary, else of one element.
+template <typename T, typename Fn>
+ffi::Error DispatchWidth(const RowShape& shape, bool aligned, const Fn& fn) {
+  const bool whole = shape.groups == 1 || shape.rows * shape.features % kVec<T> == 0;
+  return aligned && whole ? fn.template operator()<kVec<T>>() : fn.template operator()<1>();
 }
 
 template <typename T, bool kApproximate>
 ffi::Error Forward(cudaStream_t stream, const BiasGeluFwdArgs& args) {
-  constexpr const char* kOp = "bias_gelu_fwd";
-  const std::int64_t count = args.shape.elements();
-  if (count == 0) return ffi::Error::Success();
-  const bool aligned = Aligned(args.x, args.y);
-  if (args.bias.data == nullptr) {
-    if (aligned) {
-      LaunchFlat<T, kApproximate, false, kVec<T>>(stream, nullptr, args.x, args.y, count);
-    } else {
-      LaunchFlat<T, kApproximate, false, 1>(stream, nullptr, args.x, args.y, count);
-    }
-    return LastError(kOp);
+  if (args.shape.elements() == 0) return ffi::Error::Success();
+  return DispatchWidth<T>(args.shape, Aligned(args.x, args.y), [&]<int W>() {
+    Cut cut = CutGroup(args.shape, W, args.bias, args.bias.data != nullptr);
+    // Few spans are spread over all multiprocessors before a thread gets several.
+    const std::int64_t blocks = CeilDiv(cut.spans, cut.at_once) * cut.tiles * args.shape.groups;
+    cut.turns = static_cast<int>(std::clamp<std::int64_t>(
+        blocks / (2 * kForwardBlocks * MultiprocessorCount()), 1, kForwardPacks));
+    cut.slices = CeilDiv(cut.spans, std::int64_t{cut.at_once} * cut.turns);
+    ForwardKernel<T, kApproximate, W>
+        <<<GridOf(cut, args.shape.groups), kThreads, 0, stream>>>(args, cut);
+    return LastError("bias_gelu_fwd");
+  });
+}
+
+// As many slices as keep all multiprocessors busy to the end, of those that the workspace has
+// partial rows for.
+std::int64_t BackwardSlices(const Cut& cut, std::int64_t groups, std::int64_t most) {
+  const std::int64_t resident = std::int64_t{kBackwardBlocks} * MultiprocessorCount();
+  std::int64_t best = 1, best_share = 0;
+  for (int waves = 1; waves <= 4; ++waves) {
+    const std::int64_t slices =
+        std::clamp<std::int64_t>(waves * resident / (cut.tiles * groups), 1, most);
+    const std::int64_t blocks = slices * cut.tiles * groups;
+    const std::int64_t share = blocks * 64 / (CeilDiv(blocks, resident) * resident);
+    if (share > best_share + 3) best = slices, best_share = share;
   }
-  const auto launch = [&]<int W>() {
-    const Cut cut = CutRows(args.shape, W, kForwardBlocksPerMultiprocessor, args.shape.rows);
-    RowsKernel<T, kApproximate, false, W>
-        <<<GridBlocks(args.shape.groups * cut.slices * cut.tiles), kThreads, 0, stream>>>(
-            nullptr, static_cast<const T*>(args.x), static_cast<T*>(args.y), args.bias, args.shape,
-            cut, {});
-  };
-  if (aligned && args.shape.features % kVec<T> == 0) {
-    launch.template operator()<kVec<T>>();
-  } else {
-    launch.template operator()<1>();
-  }
-  return LastError(kOp);
+  return best;
 }
 
 template <typename T, bool kApproximate>
@@ -264,43 +331,29 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
     if (dbias == nullptr) return ffi::Error::Success();
     return ToError(kOp, ZeroColumnSums(stream, wanted, groups, features));
   }
+  const bool has_columns = args.bias.data != nullptr || dbias != nullptr;
+  // Rows that start anywhere may need more partial rows than there are.
+  const bool fits =
+      dbias == nullptr ||
+      CutGroup(args.shape, kVec<T>, args.bias, true).partial_rows(rows) <= args.partial_rows;
   const bool aligned = Aligned(args.dy, args.x, args.dx);
-  if (args.bias.data == nullptr && dbias == nullptr) {
-    if (aligned) {
-      LaunchFlat<T, kApproximate, true, kVec<T>>(stream, args.dy, args.x, args.dx,
-                                                 args.shape.elements());
-    } else {
-      LaunchFlat<T, kApproximate, true, 1>(stream, args.dy, args.x, args.dx, args.shape.elements());
-    }
-    return LastError(kOp);
-  }
-  std::int64_t slices = 1;
-  const auto launch = [&]<int W>() {
-    const Cut cut = CutRows(args.shape, W, kBackwardBlocksPerMultiprocessor,
-                            dbias == nullptr ? args.shape.rows : args.partial_rows);
-    slices = cut.slices;
-    const SliceSums<A> sums =
-        slices == 1 || dbias == nullptr
-            ? SliceSums<A>{dbias, args.shape.features, 0}
-            : SliceSums<A>{static_cast<A*>(args.workspace), args.partial_rows * args.shape.features,
-                           args.shape.features};
-    RowsKernel<T, kApproximate, true, W>
-        <<<GridBlocks(args.shape.groups * cut.slices * cut.tiles), kThreads, 0, stream>>>(
-            static_cast<const T*>(args.dy), static_cast<const T*>(args.x), static_cast<T*>(args.dx),
-            args.bias, args.shape, cut, sums);
-  };
-  if (aligned && features % kVec<T> == 0) {
-    launch.template operator()<kVec<T>>();
-  } else {
-    launch.template operator()<1>();
-  }
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) return ToError(kOp, status);
-  if (slices > 1 && dbias != nullptr) {
-    return ToError(kOp, LaunchColumnSum<A>(stream, static_cast<const A*>(args.workspace), wanted,
-                                           groups, args.partial_rows, slices, features));
-  }
-  return LastError(kOp);
+  return DispatchWidth<T>(args.shape, aligned && fits, [&]<int W>() {
+    Cut cut = CutGroup(args.shape, W, args.bias, has_columns);
+    const std::int64_t partial_rows = cut.partial_rows(rows);
+    std::int64_t most_slices = CeilDiv(cut.spans, cut.at_once);
+    if (dbias != nullptr) most_slices = std::min(most_slices, args.partial_rows / partial_rows);
+    cut.slices = BackwardSlices(cut, groups, most_slices);
+    const bool at_once = dbias == nullptr || cut.slices * partial_rows == 1;
+    const SliceSums<A> sums{at_once ? dbias : static_cast<A*>(args.workspace),
+                            (at_once ? 1 : args.partial_rows) * features, partial_rows * features};
+    BackwardKernel<T, kApproximate, W>
+        <<<GridOf(cut, groups), kThreads, 0, stream>>>(args, cut, sums);
+    const cudaError_t status = cudaGetLastError();
+    if (status != cudaSuccess || at_once) return ToError(kOp, status);
+    return ToError(kOp,
+                   LaunchColumnSum<A>(stream, static_cast<const A*>(args.workspace), wanted, groups,
+                                      args.partial_rows, cut.slices * partial_rows, features));
+  });
 }
 
 }  // namespace

@@ -108,13 +108,16 @@ check() {
       tests/gpu/check_norms.cu -o "$driver" || return
   fi
   local -A running
+  local gpus count=0
+  gpus=$(nvidia-smi -L | wc -l)
   for tool in memcheck racecheck synccheck initcheck; do
     plans=-1
     [ $tool = synccheck ] && plans="0 1 2 3" # check_norms.cu says why
     for dtype in f32 bf16 f16 f64; do
       for plan in $plans; do
-        limited "${SANITIZE_SECONDS:-300}" compute-sanitizer --tool $tool --error-exitcode 9 "$driver" \
-          $dtype -plan "$plan" >"$out/check-$tool-$dtype-$plan.log" 2>&1 </dev/null &
+        CUDA_VISIBLE_DEVICES=$((count++ % gpus)) limited "${SANITIZE_SECONDS:-300}" \
+          compute-sanitizer --tool $tool --error-exitcode 9 "$driver" $dtype -plan "$plan" \
+          >"$out/check-$tool-$dtype-$plan.log" 2>&1 </dev/null &
         running[$tool-$dtype-$plan]=$!
       done
     done
