@@ -2,10 +2,10 @@
 //
 // A group's rows follow each other without gaps, so they are cut into packs of 16 bytes whatever
 // their length, and only the array's end has single elements. A span is the fewest whole rows that
-// end where a pack does, or a few times as many if that is less than a warp takes. At the same place
-// of every span is the same part of the bias: a thread owns one pack's place, whose bias it keeps,
-// and takes it in many spans. A block is a tile of a span's packs and a slice of the spans. Without
-// bias and its gradient there are no rows, and a span is a warp's packs.
+// end where a pack does, or a few times as many if that is less than a warp takes. At the same
+// place of every span is the same part of the bias: a thread owns one pack's place, whose bias it
+// keeps, and takes it in many spans. A block is a tile of a span's packs and a slice of the spans.
+// Without bias and its gradient there are no rows, and a span is a warp's packs.
 //
 // Backward recomputes gelu'(x + bias), writes dx, and leaves one partial row of dbias per slice (or
 // one per slice and row of a span), which column_sum.cuh adds in a fixed order. dx may be dy's
@@ -179,7 +179,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
         const std::int64_t step = cut.slices * cut.at_once * cut.span;
         std::int64_t pack = place.first * cut.span + place.pack;
         while (pack < cut.packs) {
-          const std::int64_t end = kCutSums ? min(cut.packs, pack + kSpansPerSum * step) : cut.packs;
+          const std::int64_t end =
+              kCutSums ? min(cut.packs, pack + kSpansPerSum * step) : cut.packs;
           A part[W] = {};
 #pragma unroll 1
           for (; pack < end; pack += step) {
