@@ -31,6 +31,22 @@ def array(op: str, name: str, value: Any) -> jax.Array:
     return lax.convert_element_type(x, x.dtype)
 
 
+def like(op: str, name: str, value: Any, other: str, x: jax.Array) -> jax.Array:
+    """`value` as an array of the shape and dtype of x, whose name is `other`."""
+    result = array(op, name, value)
+    if result.shape != x.shape or result.dtype != x.dtype:
+        fix = (
+            f"{name}.astype({other}.dtype)"
+            if result.shape == x.shape
+            else f"jnp.broadcast_to({name}, {other}.shape), if that is meant"
+        )
+        raise ValueError(
+            f"{op}: {name} must have {other}'s shape {x.shape} and dtype {x.dtype}, "
+            f"got shape {result.shape} and dtype {result.dtype}. Pass {fix}"
+        )
+    return result
+
+
 def is_real(value: jax.Array | np.ndarray) -> bool:
     """Whether an array's dtype is an integer's or a floating-point number's."""
     return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating))

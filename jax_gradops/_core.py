@@ -86,6 +86,9 @@ class Kernel:
       workspace: shape of an extra scratch result, whose elements are as wide as the accumulation
         dtype's, from the number of groups, rows and features and the number of results that are
         sums over rows.
+      in_place: operands, by the name of a result of the same axes and dtype, whose memory it takes
+        over. Where the operand is needed later, or is an argument that is not donated, XLA copies
+        it first.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Kernel:
     whole: str = ""
     variadic: bool = False
     workspace: Callable[[int, int, int, int], tuple[int, ...]] | None = None
+    in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __call__(
         self,
@@ -292,6 +296,8 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
     operands = arrays if kernel.variadic else [next(given) if p else nothing for p in call.present]
     target = _registry.TARGET_PREFIX + kernel.name
     attributes = {"group_rank": np.int64(groups), **dict(call.attributes)}
-    results = jax.ffi.ffi_call(target, types)(*operands, **attributes)
+    inputs, outputs = list(kernel.operands), list(kernel.results)
+    aliases = {inputs.index(i): outputs.index(o) for o, i in kernel.in_place.items()}
+    results = jax.ffi.ffi_call(target, types, input_output_aliases=aliases)(*operands, **attributes)
     named = zip(kernel.results, results, strict=False)  # the workspace has no name, and is dropped
     return tuple(r for name, r in named if name not in call.skip)

@@ -1,16 +1,18 @@
 """The gradient operators themselves: callable without autodiff, on statistics that were saved.
 
-They are what other frameworks call LayerNormalizationGrad, InvertibleLayerNormalizationGrad and
-SimplifiedLayerNormalizationGrad (ONNX Runtime) and LayerNormBackward (oneDNN Graph), and run the
-same kernels as the derivatives of `jax_gradops.layer_norm` and `jax_gradops.rms_norm`: for training
-loops that do without autodiff, and for comparing with those frameworks.
+They are what other frameworks call LayerNormalizationGrad, InvertibleLayerNormalizationGrad,
+SimplifiedLayerNormalizationGrad, BiasGeluGrad_dX and BiasFastGeluGrad_dX (ONNX Runtime) and
+LayerNormBackward (oneDNN Graph), and run the same kernels as the derivatives of
+`jax_gradops.layer_norm`, `jax_gradops.rms_norm` and `jax_gradops.bias_gelu`: for training loops
+that do without autodiff, and for comparing with those frameworks.
 
-All take any shape whose axes from `begin_norm_axis` on are normalised, any mixture of float16,
-bfloat16, float32 and float64 among x, parameters and statistics, and run under `jax.jit` and every
-other transformation. Inside `jax.shard_map`, gradients of parameters are sums over the device's own
-rows: `jax.lax.psum` adds them up.
+The norms take any shape whose axes from `begin_norm_axis` on are normalised; all take any mixture
+of float16, bfloat16, float32 and float64 among x, parameters and statistics, and run under
+`jax.jit` and every other transformation. Inside `jax.shard_map`, gradients of parameters are sums
+over the device's own rows: `jax.lax.psum` adds them up.
 """
 
+from jax_gradops._ops.bias_gelu import bias_gelu_backward as bias_gelu_backward
 from jax_gradops._ops.norm_backward import layer_norm_backward as layer_norm_backward
 from jax_gradops._ops.norm_backward import (
     layer_norm_backward_from_output as layer_norm_backward_from_output,

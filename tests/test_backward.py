@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from comparing import assert_bitwise_equal, assert_matches, widen
 from jax import lax
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh
 from oracles import Reference
 
+import jax_gradops
 from jax_gradops import backward
 
 # --- The definitions, in float64; arrays are [rows, features] ------------------------------------
@@ -70,6 +72,11 @@ def layer_norm_backward(diff_dst, src, gamma, mean, variance, epsilon):  # noqa:
     """oneDNN Graph's."""
     inv_sqrt = 1 / np.sqrt(variance + epsilon)
     return layer_normalization_grad(diff_dst, src, gamma, mean, inv_sqrt)
+
+
+def bias_gelu_grad_dx(dy, x, bias, approximate):  # noqa: ANN001, ANN201
+    """BiasGeluGrad_dX, BiasFastGeluGrad_dX, and the sum of their result."""
+    return oracles.bias_gelu_vjp(dy, x, bias, approximate=approximate)
 
 
 # --- Every combination of dtypes that the originals register --------------------------------------
@@ -394,7 +401,103 @@ def test_vmap(platform, rng):
             np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
+# --- GELU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("bias_dtype", ["x", "float16", "float32"])
+@pytest.mark.parametrize("approximate", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (64,), (9, 256)], ids=str)
+def test_bias_gelu(platform, implementation, dtype, bias_dtype, approximate, shape, rng):
+    dtype = jnp.dtype(dtype)
+    bias_dtype = dtype if bias_dtype == "x" else jnp.dtype(bias_dtype)
+    dy, x = ((2 * rng.standard_normal(shape)).astype(dtype) for _ in range(2))
+    bias = rng.standard_normal(shape[-1:]).astype(bias_dtype)
+    f = functools.partial(
+        backward.bias_gelu_backward, approximate=approximate, implementation=implementation
+    )
+    dx, dbias = jax.jit(f)(dy, x, bias)
+    rows = (-1, shape[-1])
+    expected = bias_gelu_grad_dx(
+        widen(dy).reshape(rows), widen(x).reshape(rows), widen(bias), approximate
+    )
+    accum = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    assert dx.shape == shape
+    assert_matches(dx.reshape(rows), expected[0], dtype, accum, "dx")
+    sums = expected[1]
+    if dtype.itemsize == 2:  # the formula is exact enough for dx
+        sums = sums._replace(error=sums.error + 1e-5 * sums.magnitude)
+    assert_matches(dbias, sums, bias_dtype, accum, "dbias")
+
+
+def test_bias_gelu_is_the_derivative(platform, rng):
+    """The bits of `jax.vjp`'s, on a mesh's devices too, and inside vmap."""
+    dy, x = (rng.standard_normal((16, 40)).astype(np.float32) for _ in range(2))
+    bias = rng.standard_normal(40).astype(np.float32)
+
+    def derivative(dy: Any, x: Any, bias: Any) -> Any:
+        return jax.vjp(jax_gradops.bias_gelu, x, bias)[1](dy)
+
+    f = functools.partial(backward.bias_gelu_backward, approximate=True)
+    for a, e in zip(jax.jit(f)(dy, x, bias), jax.jit(derivative)(dy, x, bias), strict=True):
+        assert_bitwise_equal(a, e)
+    mapped = jax.vmap(f, in_axes=(0, 0, None))(dy[:, None], x[:, None], bias)
+    np.testing.assert_allclose(mapped[1], mapped[0][:, 0], rtol=1e-6)
+    devices = mesh(platform, AxisType.Auto)
+    spread = [jax.device_put(a, NamedSharding(devices, P("data"))) for a in (dy, x)]
+    for a, e in zip(jax.jit(f)(*spread, bias), f(dy, x, bias), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
+def test_bias_gelu_in_place(platform, rng):
+    """dx has dy's memory: no other of its size is there, and no copy of it, where dy is donated."""
+    shape = (4096, 256)
+    dy, x = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
+    bias = jnp.zeros(shape[1], jnp.float32)
+    f = functools.partial(backward.bias_gelu_backward, approximate=True, implementation="ffi")
+    size = dy.nbytes
+
+    donating = jax.jit(f, donate_argnums=0).lower(dy, x, bias).compile()
+    memory = donating.memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size
+    call = next(line for line in donating.as_text().splitlines() if "bias_gelu_bwd" in line)
+    assert "output_to_operand_aliasing={{0}: (0, {})}" in call
+    assert "copy" not in donating.as_text()
+
+    # An intermediate result likewise; an argument that the caller keeps is copied.
+    weight = jnp.ones((shape[1], shape[1]), jnp.float32)
+    inner = jax.jit(lambda w, dy, *rest: f(dy @ w, *rest)).lower(weight, dy, x, bias).compile()
+    assert "copy" not in inner.as_text()
+    kept = np.array(dy)
+    expected = jax.jit(f)(dy, x, bias)
+    assert_bitwise_equal(dy, kept)
+    for a, e in zip(donating(dy, x, bias), expected, strict=True):
+        assert_bitwise_equal(a, e)
+
+
 # --- Errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "exception", "message"),
+    [
+        ({"dy": np.ones((1, 4))}, ValueError, r"dy must have x's shape \(2, 4\).*got shape"),
+        ({"dy": np.ones((2, 4), np.float16)}, ValueError, r"dy must have.*Pass dy.astype\(x.dty"),
+        ({"x": np.ones((2, 4), int)}, TypeError, r"x must have dtype.*got int"),
+        ({"x": np.float32(1)}, ValueError, r"x must have at least one axis"),
+        ({"bias": np.ones(3)}, ValueError, r"bias must have shape.*\(4,\).*got \(3,\)"),
+        ({"bias": np.ones((1, 4))}, ValueError, r"bias must have shape.*got \(1, 4\)"),
+        ({"approximate": "tanh"}, TypeError, r"approximate must be True or False, got 'tanh'"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_bias_gelu_errors(changes, exception, message):
+    x = np.ones((2, 4), np.float32)
+    arguments = {"dy": x, "x": x, "bias": x[0], "approximate": True} | changes
+    with pytest.raises(exception, match=rf"^bias_gelu_backward: {message}"):
+        backward.bias_gelu_backward(**arguments)
+
 
 X, STAT, SCALE = np.ones((2, 3, 4), np.float32), np.ones((2, 3), np.float32), np.ones(4, np.float32)
 

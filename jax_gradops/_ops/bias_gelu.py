@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_gradops import _checks
 from jax_gradops._core import Kernel, Result, along_features, column_sum_workspace
 from jax_gradops._implementation import Implementation, resolve_implementation
-from jax_gradops._sharding import Arrays, accum_dtype, reshard_like
+from jax_gradops._sharding import Arrays, accum_dtype, match_vma, reshard_like
 
 # --- References: the meaning of the kernels in jax.numpy -----------------------------------------
 
@@ -83,6 +83,7 @@ BWD = Kernel(
     results={"dx": Result("nd", "x"), "dbias": Result("d")},
     reference=_bwd_reference,
     workspace=column_sum_workspace,
+    in_place={"dx": "dy"},
 )
 
 
@@ -130,6 +131,31 @@ def _apply(
     else:
         y = _bias_gelu(spread_x, bias, approximate, implementation)
     return reshard_like(y, x)
+
+
+@functools.partial(jax.jit, static_argnames=("approximate", "implementation"))
+def _apply_backward(
+    dy: jax.Array,
+    x: jax.Array,
+    bias: jax.Array,
+    *,
+    approximate: bool,
+    implementation: Implementation,
+) -> tuple[jax.Array, jax.Array]:
+    operands = match_vma(dy, x, bias)
+    dx, dbias = BWD(*operands, approximate=approximate, implementation=implementation)
+    return reshard_like(dx, x), dbias
+
+
+def _checked_bias(op: str, x: jax.Array, value: ArrayLike) -> jax.Array:
+    bias = _checks.array(op, "bias", value)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
+    if bias.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{op}: bias must have shape (x.shape[-1],) = {x.shape[-1:]}, got {bias.shape}"
+        )
+    return bias
 
 
 def gelu(
@@ -209,16 +235,67 @@ def bias_gelu(
     """
     op = "bias_gelu"
     x = _checks.array(op, "x", x)
-    bias = _checks.array(op, "bias", bias)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least one axis, got a scalar")
-    if bias.shape != x.shape[-1:]:
-        raise ValueError(
-            f"{op}: bias must have shape (x.shape[-1],) = {x.shape[-1:]}, got {bias.shape}"
-        )
     return _apply(
         x,
-        bias,
+        _checked_bias(op, x, bias),
         approximate=_checks.flag(op, "approximate", approximate),
         implementation=resolve_implementation(implementation, op),
     )
+
+
+def bias_gelu_backward(
+    dy: ArrayLike,
+    x: ArrayLike,
+    bias: ArrayLike,
+    *,
+    approximate: bool,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""The gradient of `jax_gradops.bias_gelu`, in one pass.
+
+    .. math:: dx = dy \cdot \mathrm{gelu}'(x + \text{bias}), \qquad
+              dbias = \sum_{\text{all axes but the last}} dx
+
+    ONNX Runtime's BiasGeluGrad_dX (``approximate=False``) and BiasFastGeluGrad_dX
+    (``approximate=True``), and the gradient of the bias, which these leave to another operator.
+
+    Args:
+      dy: the cotangent of y, of x's shape and dtype. dx takes over its memory where nobody needs
+        it later: inside `jax.jit`, and where it is an argument of that, if it is donated. Otherwise
+        XLA copies it.
+      x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape with at
+        least one axis.
+      bias: shape ``(x.shape[-1],)``; any of the four dtypes, independent of x's.
+      approximate: True for the tanh form, False for the exact one.
+      implementation: as in `jax_gradops.bias_gelu`.
+
+    Returns:
+      ``(dx, dbias)``: dx of x's shape and dtype; dbias of bias's, summed before dx is rounded, in
+      float32 (float64 for float64), of terms that for float16 and bfloat16 are within a relative
+      1e-5.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or `approximate` that is no bool.
+      ValueError: for a wrong shape; if dy's dtype is not x's; for ``implementation="ffi"`` where
+        there is no kernel.
+
+    Numerics and references are as in `jax_gradops.gelu`.
+
+    >>> import jax.numpy as jnp
+    >>> from jax_gradops import backward
+    >>> dx, dbias = backward.bias_gelu_backward(
+    ...     jnp.ones((2, 1)), jnp.zeros((2, 1)), jnp.zeros(1), approximate=True)
+    >>> print(dx.tolist(), dbias)
+    [[0.5], [0.5]] [1.]
+    """
+    op = "bias_gelu_backward"
+    x = _checks.array(op, "x", x)
+    bias = _checked_bias(op, x, bias)
+    dx, dbias = _apply_backward(
+        _checks.like(op, "dy", dy, "x", x),
+        x,
+        bias.astype(accum_dtype(x.dtype)),
+        approximate=_checks.flag(op, "approximate", approximate),
+        implementation=resolve_implementation(implementation, op),
+    )
+    return dx, dbias.astype(bias.dtype)

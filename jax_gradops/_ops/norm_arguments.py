@@ -52,19 +52,7 @@ class Arguments:
 
     def like_x(self, name: str, value: Any) -> jax.Array:
         """An array of x's shape and dtype, flat."""
-        array = _checks.array(self.op, name, value)
-        x = self.x
-        if array.shape != x.shape or array.dtype != x.dtype:
-            fix = (
-                f"{name}.astype({self.name}.dtype)"
-                if array.shape == x.shape
-                else f"jnp.broadcast_to({name}, {self.name}.shape), if that is meant"
-            )
-            raise ValueError(
-                f"{self.op}: {name} must have {self.name}'s shape {x.shape} and dtype {x.dtype}, "
-                f"got shape {array.shape} and dtype {array.dtype}. Pass {fix}"
-            )
-        return self.flat(array)
+        return self.flat(_checks.like(self.op, name, value, self.name, self.x))
 
     def parameter(self, name: str, value: ArrayLike | None) -> jax.Array | None:
         """A parameter of the normalised axes, or of the last one alone, flat."""

@@ -11,42 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "cuda/layer_norm_bwd.cu"
+#include "cuda/layer_norm_fwd.cu"
 #include "driver.cuh"
 
 namespace gradops {
 namespace {
-
-template <typename T>
-__global__ void Fill(T* p, std::int64_t n, std::uint32_t seed) {
-  for (std::int64_t i = threadIdx.x; i < n; i += blockDim.x) {
-    const auto h = static_cast<std::uint32_t>(i + seed * 77777777u) * 2654435761u;
-    p[i] = static_cast<T>(static_cast<float>(h >> 16) / 65536.f + 0.5f);
-  }
-}
-
-// Arrays of exact sizes, freed together.
-class Arrays {
- public:
-  ~Arrays() {
-    for (void* p : all_) Check(cudaFree(p));
-  }
-  template <typename T>
-  T* Empty(std::int64_t n) {
-    void* p = nullptr;
-    Check(cudaMalloc(&p, static_cast<std::size_t>(n) * sizeof(T)));
-    all_.push_back(p);
-    return static_cast<T*>(p);
-  }
-  template <typename T>
-  T* Filled(std::int64_t n) {
-    T* const p = Empty<T>(n);
-    Fill<<<1, 256>>>(p, n, static_cast<std::uint32_t>(all_.size()));
-    return p;
-  }
-
- private:
-  std::vector<void*> all_;
-};
 
 // What else a call may be given.
 struct Variant {

@@ -98,27 +98,39 @@ sanitize() {
   return $status
 }
 
-# The norms' kernels without JAX, on buffers of exact size, under all four tools.
-# CHECK_NORMS: tests/gpu/check_norms.cu, compiled; otherwise that is done here, in two minutes.
-check() {
-  local driver=${CHECK_NORMS:-$out/check_norms} tool dtype plan plans name status=0
-  if [ -z "${CHECK_NORMS:-}" ]; then
-    nvcc -std=c++20 -arch=native -O3 -lineinfo --expt-relaxed-constexpr -Iffi \
-      -isystem "$(run_python -c 'import jax.ffi; print(jax.ffi.include_dir())')" \
-      tests/gpu/check_norms.cu -o "$driver" || return
+# The kernels of norms and GELU without JAX, on buffers of exact size, under all four tools.
+# DRIVERS: a folder with check_norms and check_gelu, compiled; otherwise that is done here, in two
+# minutes. TOOLS, DTYPES: some of them; for GELU, all dtypes are one run.
+driver() {
+  if [ -n "${DRIVERS:-}" ]; then
+    echo "$DRIVERS/$1"
+    return
   fi
+  nvcc -std=c++20 -arch=native -O3 -lineinfo --expt-relaxed-constexpr -Iffi \
+    -isystem "$(run_python -c 'import jax.ffi; print(jax.ffi.include_dir())')" \
+    "tests/gpu/$1.cu" -o "$out/$1" && echo "$out/$1"
+}
+
+check() {
+  local norms gelu tool dtype plan plans name status=0 gpus count=0
   local -A running
-  local gpus count=0
+  norms=$(driver check_norms) && gelu=$(driver check_gelu) || return
   gpus=$(nvidia-smi -L | wc -l)
-  for tool in memcheck racecheck synccheck initcheck; do
+  # start NAME COMMAND...: the driver's runs are spread over the GPUs.
+  start() {
+    local name=$1
+    shift
+    CUDA_VISIBLE_DEVICES=$((count++ % gpus)) limited "${SANITIZE_SECONDS:-300}" \
+      compute-sanitizer --tool $tool --error-exitcode 9 "$@" >"$out/check-$name.log" 2>&1 </dev/null &
+    running[$name]=$!
+  }
+  for tool in ${TOOLS:-memcheck racecheck synccheck initcheck}; do
+    start "$tool-gelu" "$gelu"
     plans=-1
     [ $tool = synccheck ] && plans="0 1 2 3" # check_norms.cu says why
-    for dtype in f32 bf16 f16 f64; do
+    for dtype in ${DTYPES:-f32 bf16 f16 f64}; do
       for plan in $plans; do
-        CUDA_VISIBLE_DEVICES=$((count++ % gpus)) limited "${SANITIZE_SECONDS:-300}" \
-          compute-sanitizer --tool $tool --error-exitcode 9 "$driver" $dtype -plan "$plan" \
-          >"$out/check-$tool-$dtype-$plan.log" 2>&1 </dev/null &
-        running[$tool-$dtype-$plan]=$!
+        start "$tool-$dtype-$plan" "$norms" "$dtype" -plan "$plan"
       done
     done
   done
@@ -127,6 +139,12 @@ check() {
     echo "--- $name: $(tail -n 1 "$out/check-$name.log")"
   done
   return $status
+}
+
+# GELU's float formulas on all 2^32 floats.
+sweep() {
+  local gelu
+  gelu=$(driver check_gelu) && "$gelu" sweep
 }
 
 finish() {
@@ -139,7 +157,7 @@ finish() {
 }
 
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(build sanitize check test doctor bench demo)
+[ ${#steps[@]} -gt 0 ] || steps=(build sanitize check sweep test doctor bench demo)
 checked=
 for name in "${steps[@]}"; do
   if [ "$name" != build ] && [ ! $checked ]; then
@@ -150,7 +168,8 @@ for name in "${steps[@]}"; do
   case $name in
     build) step build build ;;
     sanitize) step sanitize sanitize ;;
-    check) TAIL=30 step check check ;;
+    check) TAIL=40 step check check ;;
+    sweep) step sweep sweep ;;
     test) step test run_python -m pytest -n "${WORKERS:-8}" -q ;;
     doctor) step doctor run_python -m jax_gradops doctor ;;
     bench)

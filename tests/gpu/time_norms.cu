@@ -18,6 +18,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda/layer_norm_bwd.cu"
+#include "cuda/layer_norm_fwd.cu"
 #include "driver.cuh"
 
 namespace gradops {

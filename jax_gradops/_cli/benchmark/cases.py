@@ -34,6 +34,7 @@ class Operation:
       oracle: by direction, the same in float64.
       saved: what a backward pass has saved, from x.
       row_wise: whether the first result's rows depend on x's (and dy's) same rows only.
+      in_place: whether dx may take over dy's memory, which JAX's programs are then given.
     """
 
     public: str
@@ -44,6 +45,7 @@ class Operation:
     oracle: dict[Direction, Callable[..., formulas.Arrays]]
     saved: Callable[..., formulas.Arrays] | None = None
     row_wise: bool = True
+    in_place: bool = False
 
 
 def _norms() -> dict[tuple[str, str], Operation]:
@@ -89,6 +91,7 @@ def _gelus() -> dict[tuple[str, str], Operation]:
                 {"fwd": 2, "bwd": 3},
                 {"fwd": formed(formulas.gelu), "bwd": formed(formulas.gelu_vjp)},
                 {"fwd": formed(formulas.gelu_oracle), "bwd": formed(formulas.gelu_vjp_oracle)},
+                in_place=True,
             )
     return operations
 

@@ -198,8 +198,16 @@ class JaxPeer:
                 count = plan.calls if figure == "cold" else 1
                 self._compiled[figure] = self._compile(program, [types] * count)
 
+    @property
+    def _in_place(self) -> bool:
+        return (
+            self.case.direction == "bwd" and self.case.operation.in_place and self.save is not None
+        )
+
     def _compile(self, program: Callable[..., Any], types: Sequence[Any]) -> Any:
-        if self.plan.platform == "cpu":
+        if self._in_place:
+            compiled = timing.InPlace.compile(program, types)
+        elif self.plan.platform == "cpu":
             spare = jax.eval_shape(program, types)
             donating = jax.jit(lambda spare, a: program(a), donate_argnums=0, keep_unused=True)
             compiled = donating.lower(spare, types).compile()
@@ -217,9 +225,13 @@ class JaxPeer:
     def _runner(self, figure: Figure, all_arguments: Sequence[Any]) -> timing.Runner:
         compiled, calls = self._compiled[figure], 1
         arguments = all_arguments if figure == "cold" else all_arguments[:1]
+        if self._in_place:
+            compiled = timing.InPlace(compiled, arguments)
         if figure != "latency":
             calls = self.plan.calls if figure == "cold" else self.plan.warm_calls
         if self.plan.platform == "cpu":
+            if self._in_place:
+                return timing.BlockingProgram(compiled, arguments, calls, None)
             zeros = jax.tree.map(lambda r: np.zeros(r.shape, r.dtype), compiled.out_info)
             spare = jax.device_put(zeros, self.plan.device)
             return timing.BlockingProgram(compiled, arguments, calls, spare)
