@@ -41,6 +41,7 @@ def test_public_names():
         "EXPORT_DISABLED_CHECKS",
     }
     assert BACKWARD.keys() == {
+        "bias_gelu_backward",
         "layer_norm_forward",
         "layer_norm_backward",
         "layer_norm_backward_from_output",
