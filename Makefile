@@ -17,7 +17,7 @@ test: $(VENV)/.installed ## the whole test suite; what needs a GPU skips where t
 
 # Everything that needs a GPU, in one go, with the packages that are there: nothing is downloaded.
 # Builds, checks memory and races with compute-sanitizer, runs the suite and the doctor, benchmarks.
-# OUT: where logs and tables go. STEPS: some of build, sanitize, check, test, doctor, bench, demo.
+# OUT: where logs and tables go. STEPS: some of build, sanitize, check, sweep, test, doctor, bench, demo.
 OUT ?= gpu_output
 test-gpu:
 	PYTHON=$(PYTHON) OUT=$(OUT) tests/gpu/run.sh $(STEPS)

@@ -223,7 +223,8 @@ class JaxPeer:
         return {figure: self._runner(figure, all_arguments) for figure in self.plan.figures}
 
     def _runner(self, figure: Figure, all_arguments: Sequence[Any]) -> timing.Runner:
-        compiled, calls = self._compiled[figure], 1
+        compiled: Any = self._compiled[figure]
+        calls = 1
         arguments = all_arguments if figure == "cold" else all_arguments[:1]
         if self._in_place:
             compiled = timing.InPlace(compiled, arguments)

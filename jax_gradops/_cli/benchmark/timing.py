@@ -103,7 +103,7 @@ class InPlace:
     They are the first arguments of the next run, which starts with copies of those given.
     """
 
-    mark: jax.Array  # ready when the last run's results are, and not taken over
+    mark: Any  # an array: ready when the last run's results are, and not taken over
 
     def __init__(self, compiled: Any, arguments: Sequence[Any]) -> None:
         self._compiled = compiled
