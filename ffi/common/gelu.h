@@ -44,8 +44,8 @@
 //   double   y, x > -3; y'     14; 4.3 ulp            16; 5.7 ulp
 //   double   y, |x| < 12       2.5e-14 relative       5.2e-14 relative
 //
-// On an H200, all 2^32 floats against double (tests/gpu/check_gelu.cu sweep): y, x > -3: 4.3 and 6.7
-// ulp; y, x < -3: 5.9e-7 and 8.4e-6 relative; y': 5.4 and 4.8 ulp. NaN gives NaN.
+// On an H200, all 2^32 floats against double (tests/gpu/check_gelu.cu sweep): y, x > -3: 4.3
+// and 6.7 ulp; y, x < -3: 5.9e-7 and 8.4e-6 relative; y': 5.4 and 4.8 ulp. NaN gives NaN.
 #pragma once
 
 #include <bit>
