@@ -235,6 +235,26 @@ def test_widths(platform, groups, dtype):
                 assert_matches(actual[group], reference, dtype, accum, f"{name} {shape}")
 
 
+def test_many_groups(platform, rng):
+    """More than there are partial rows for: each group's rows are added up at once."""
+    dy, x = (rng.standard_normal((300, 3, 11)).astype(np.float32) for _ in range(2))
+    bias = rng.standard_normal((300, 11)).astype(np.float32)
+
+    @jax.jit
+    @jax.vmap
+    def gradients(dy: Any, x: Any, bias: Any) -> Any:
+        op = functools.partial(jax_gradops.bias_gelu, implementation="ffi")
+        return jax.vjp(op, x, bias)[1](dy)
+
+    dx, dbias = gradients(dy, x, bias)
+    for group in range(300):
+        references = oracles.bias_gelu_vjp(
+            *(widen(a[group]) for a in (dy, x, bias)), approximate=True
+        )
+        for actual, reference in zip((dx, dbias), references, strict=True):
+            assert_matches(actual[group], reference, np.float32, np.float32, f"group {group}")
+
+
 def test_long_sums(platform):
     """Rounding errors of the bias gradient do not grow with the number of rows."""
     dy = np.full((60_000, 256), 0.1, np.float32)

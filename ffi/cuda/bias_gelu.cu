@@ -260,11 +260,11 @@ Cut CutGroup(const RowShape& shape, int width, const Param& bias, bool has_colum
     cut.whole_bias = cut.copies == 1 && Aligned(bias.data);
     const std::int64_t times = std::max<std::int64_t>(1, kMostLanes / cut.span);
     cut.copies *= times, cut.span *= times;
-    // Threads that have a pack, in 1/64.
+    // Threads that have a pack, in 1/64. Rows of a span are added up in one tile.
     const auto share = [&](int lanes) {
       return cut.span * 64 / (CeilDiv(cut.span, lanes) * lanes);
     };
-    for (int lanes = kMostLanes / 2; lanes >= 8 && cut.span > kMostLanes / 2; lanes /= 2) {
+    for (int lanes = kMostLanes / 2; lanes >= 8 && cut.copies == 1; lanes /= 2) {
       if (share(cut.lanes) < 56 && share(lanes) > share(cut.lanes)) cut.lanes = lanes;
     }
   }
