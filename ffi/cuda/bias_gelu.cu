@@ -260,7 +260,8 @@ Cut CutGroup(const RowShape& shape, int width, const Param& bias, bool has_colum
     cut.whole_bias = cut.copies == 1 && Aligned(bias.data);
     const std::int64_t times = std::max<std::int64_t>(1, kMostLanes / cut.span);
     cut.copies *= times, cut.span *= times;
-    // Threads that have a pack, in 1/64. Rows of a span are added up in one tile.
+    // Threads that have a pack, in 1/64. A span of several rows keeps the widest tiles: often it is
+    // one, whose block adds the rows up.
     const auto share = [&](int lanes) {
       return cut.span * 64 / (CeilDiv(cut.span, lanes) * lanes);
     };

@@ -271,8 +271,8 @@ def bias_gelu_backward(
 
     Returns:
       ``(dx, dbias)``: dx of x's shape and dtype; dbias of bias's, summed before dx is rounded, in
-      float32 (float64 for float64), of terms that for float16 and bfloat16 are within a relative
-      1e-5.
+      float32 (float64 for float64), of terms that for float16 and bfloat16 are within
+      ``1e-5 * abs(dy)``.
 
     Raises:
       TypeError: for a dtype that is none of the four, or `approximate` that is no bool.

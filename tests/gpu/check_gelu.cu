@@ -3,6 +3,7 @@
 // against long expressions in double on the GPU.
 //
 // Built and run by tests/gpu/run.sh check and sweep.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -17,13 +18,13 @@ namespace {
 // --- Small shapes --------------------------------------------------------------------------------
 
 template <typename T>
-int Run(const RowShape& shape, bool bias, bool dbias, bool approximate) {
+int Run(const RowShape& shape, bool bias, bool dbias, bool approximate, bool shared = false) {
   using A = Accum<T>;
   Arrays arrays;
   const std::int64_t n = shape.elements(), parameters = shape.groups * shape.features;
   const T* const x = arrays.Filled<T>(n);
   const Param param =
-      bias ? Param{arrays.Filled<A>(parameters), shape.features, kDtype<A>} : Param{};
+      bias ? Param{arrays.Filled<A>(parameters), shared ? 0 : shape.features, kDtype<A>} : Param{};
   Check(BiasGeluFwd(CudaContext{nullptr}, BiasGeluFwdArgs{.shape = shape,
                                                           .dtype = kDtype<T>,
                                                           .approximate = approximate,
@@ -35,7 +36,8 @@ int Run(const RowShape& shape, bool bias, bool dbias, bool approximate) {
   bwd.dy = arrays.Filled<T>(n), bwd.x = x, bwd.bias = param;
   bwd.dx = approximate ? const_cast<void*>(bwd.dy) : arrays.Empty<T>(n);
   if (dbias) {
-    bwd.partial_rows = std::min<std::int64_t>(shape.rows, 40);
+    bwd.partial_rows =
+        std::clamp<std::int64_t>(512 / shape.groups, 1, std::min<std::int64_t>(shape.rows, 40));
     bwd.workspace = arrays.Empty<A>(shape.groups * bwd.partial_rows * shape.features);
     bwd.dbias = arrays.Empty<A>(parameters);
   }
@@ -54,11 +56,15 @@ int RunAll() {
           const RowShape shape{groups, rows, features};
           calls += Run<T>(shape, true, true, approximate);
           calls += Run<T>(shape, false, false, approximate);
+          if (features == 24) calls += Run<T>(shape, false, true, approximate, true);
+          if (features == 129) calls += Run<T>(shape, true, true, approximate, true);
           if (features < 1000) calls += Run<T>(shape, true, false, approximate);
         }
       }
     }
   }
+  // More groups than there are partial rows for.
+  calls += Run<T>({100, 16, 129}, true, true, true) + Run<T>({300, 3, 11}, true, true, false);
   return calls;
 }
 
@@ -70,7 +76,6 @@ struct Errors {
 };
 
 __device__ void Worst(double* worst, double error) {
-  if (isnan(error)) error = 1e300;
   atomicMax(reinterpret_cast<unsigned long long*>(worst), __double_as_longlong(error));
 }
 
@@ -89,8 +94,8 @@ __global__ void Sweep(Errors* errors) {
        bits += threads) {
     const float x = __uint_as_float(static_cast<std::uint32_t>(bits));
     const double y = Gelu<float, kApproximate>(x), slope = GeluDerivative<float, kApproximate>(x);
-    if (isnan(x)) {
-      if (!isnan(y) || !isnan(slope)) worst.value = 1e300;
+    if (isnan(x) || isnan(y) || isnan(slope)) {
+      if (!isnan(x) || !isnan(y) || !isnan(slope)) worst.value = 1e300;
       continue;
     }
     // Beyond 40, y is 0 or x.

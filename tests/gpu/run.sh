@@ -120,7 +120,8 @@ check() {
   start() {
     local name=$1
     shift
-    CUDA_VISIBLE_DEVICES=$((count++ % gpus)) limited "${SANITIZE_SECONDS:-300}" \
+    count=$((count + 1)) # here: below is another process
+    CUDA_VISIBLE_DEVICES=$((count % gpus)) limited "${SANITIZE_SECONDS:-300}" \
       compute-sanitizer --tool $tool --error-exitcode 9 "$@" >"$out/check-$name.log" 2>&1 </dev/null &
     running[$name]=$!
   }

@@ -100,15 +100,15 @@ def warm_program(call: Call, calls: int) -> Callable[[Sequence[Any]], list[Any]]
 class InPlace:
     """A program whose calls' first results take over the memory of their first arguments.
 
-    They are the first arguments of the next run, which starts with copies of those given.
+    They are the first arguments of the next run, so that a run needs no copies of these; `restart`
+    begins again with copies of those given.
     """
-
-    mark: Any  # an array: ready when the last run's results are, and not taken over
 
     def __init__(self, compiled: Any, arguments: Sequence[Any]) -> None:
         self._compiled = compiled
-        self._firsts = [jax.numpy.copy(first) for first, *_ in arguments]
+        self._arguments = arguments
         self._others = [others for _, *others in arguments]
+        self.restart()
 
     @staticmethod
     def compile(program: Callable[..., Any], types: Sequence[Any]) -> Any:
@@ -122,11 +122,22 @@ class InPlace:
         firsts, others = [first for first, *_ in types], [rest for _, *rest in types]
         return jax.jit(split, donate_argnums=0).lower(firsts, others).compile()
 
+    def restart(self) -> None:
+        """Else, after hundreds of runs, most numbers would be 0 or infinite."""
+        self._firsts = []
+        for first, *_ in self._arguments:
+            with jax.default_device(first.device):
+                self._firsts.append(jax.numpy.copy(first))
+
     def __call__(self, *_: Any) -> Any:
         """Runs on what the last run left."""
-        results, self.mark = self._compiled(self._firsts, self._others)
+        results, self._mark = self._compiled(self._firsts, self._others)
         self._firsts = [result[0] for result in results[-len(self._firsts) :]]
         return results
+
+    def mark(self) -> Any:
+        """An array that is ready when the last run's results are, and that no run takes over."""
+        return self._mark
 
 
 class QueuedProgram:
@@ -151,9 +162,12 @@ class QueuedProgram:
 
     def sample(self, runs: int) -> tuple[float, bool]:
         for _ in range(self._TRIES if self._failed_samples < self._TRIES else 0):
+            in_place = isinstance(self._compiled, InPlace)
+            if in_place:
+                self._compiled.restart()
             lead = self._run(self._LEAD)[0][0]
-            if isinstance(self._compiled, InPlace):
-                lead = self._compiled.mark
+            if in_place:
+                lead = self._compiled.mark()
             last = self._run(runs)
             queued = not lead.is_ready()  # else its end, where the time starts, has passed
             jax.block_until_ready(lead)
