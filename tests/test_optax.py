@@ -1,0 +1,243 @@
+"""`clip_by_global_norm` inside Optax's wrappers and Flax's train states: as Optax's own there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import jax_gradops
+
+PARAMS = {"w": np.full((4, 3), 0.5, np.float32), "b": np.zeros(3, np.float32)}
+Clip = Callable[..., optax.GradientTransformation]
+
+
+def only_weights(tree: Any) -> Any:
+    return jax.tree.map_with_path(lambda path, _: path[-1].key == "w", tree)
+
+
+def labels(tree: Any) -> Any:
+    return jax.tree.map_with_path(lambda path, _: path[-1].key, tree)
+
+
+# Each takes a clip's constructor, and returns an optimizer.
+OPTIMIZERS: dict[str, Callable[[Clip], Any]] = {
+    "chain": lambda clip: optax.chain(clip(1.0), optax.adamw(1e-2)),
+    "chain, last": lambda clip: optax.chain(optax.scale(-0.1), clip(0.5)),
+    "named_chain": lambda clip: optax.named_chain(("clip", clip(1.0)), ("sgd", optax.sgd(0.1))),
+    "MultiSteps": lambda clip: optax.MultiSteps(optax.chain(clip(1.0), optax.adam(1e-2)), 2),
+    "masked": lambda clip: optax.chain(optax.masked(clip(1.0), only_weights), optax.sgd(0.1)),
+    "partition": lambda clip: optax.partition(
+        {"w": optax.chain(clip(1.0), optax.sgd(0.1)), "b": optax.adam(1e-2)}, labels
+    ),
+    "inject_hyperparams": lambda clip: optax.chain(
+        optax.inject_hyperparams(clip)(max_norm=optax.linear_schedule(2.0, 0.5, 4)), optax.sgd(0.1)
+    ),
+    "apply_if_finite": lambda clip: optax.apply_if_finite(
+        optax.chain(clip(1.0), optax.sgd(0.1)), max_consecutive_errors=5
+    ),
+    "flatten": lambda clip: optax.flatten(optax.chain(clip(1.0), optax.adam(1e-2))),
+    "with_extra_args_support": lambda clip: optax.with_extra_args_support(clip(1.0)),
+    "conditionally_transform": lambda clip: optax.chain(
+        optax.conditionally_transform(clip(1.0), lambda step: step % 2 == 0), optax.sgd(0.1)
+    ),
+}
+
+
+def loss(params: Any, x: Any) -> Any:
+    return jnp.sum(jnp.sin(x @ params["w"]) * 30 + params["b"][None])
+
+
+def train(optimizer: Any, data: Any) -> tuple[list[Any], Any]:
+    """The parameters after each step, and the last state."""
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(loss)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state, history = optimizer.init(params), []
+    for x in data:
+        params, state = step(params, state, x)
+        history.append(params)
+    return history, state
+
+
+@pytest.fixture
+def data(rng: np.random.Generator) -> np.ndarray:
+    return rng.standard_normal((6, 8, 4)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _promotion() -> Any:
+    with jax.numpy_dtype_promotion("standard"):  # which Optax needs
+        yield
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_wrappers(platform, name, data):
+    make = OPTIMIZERS[name]
+    ours, state = train(make(jax_gradops.clip_by_global_norm), data)
+    expected, _ = train(make(optax.clip_by_global_norm), data)
+    for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6)
+    # How Optax reads a number from a state, wherever it is.
+    norm = optax.tree.get(state, "global_norm")
+    assert norm.shape == () and norm.dtype == jnp.float32 and norm > 0
+
+
+def test_norm_in_the_state(platform, data):
+    """It is the one before clipping, of the last update."""
+    optimizer = OPTIMIZERS["chain"](jax_gradops.clip_by_global_norm)
+    history, state = train(optimizer, data)
+    last = jax.grad(loss)(history[-2], data[-1])
+    np.testing.assert_allclose(
+        optax.tree.get(state, "global_norm"), optax.tree.norm(last), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_apply_if_finite(platform, value):
+    """A gradient that is not finite leaves parameters and state as they were, but for the count."""
+    optimizer = OPTIMIZERS["apply_if_finite"](jax_gradops.clip_by_global_norm)
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = optimizer.init(params)
+    bad = {**PARAMS, "b": np.array([1, value, 2], np.float32)}
+    updates, state = jax.jit(optimizer.update)(bad, state, params)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+    assert state.notfinite_count == 1 and optax.tree.get(state, "global_norm") == 0
+
+
+def test_nonfinite_zero(platform):
+    """The other way: the clip itself makes such an update zeros."""
+    optimizer = optax.chain(jax_gradops.clip_by_global_norm(1.0, nonfinite="zero"), optax.sgd(0.1))
+    bad = {**PARAMS, "b": np.array([1, np.nan, 2], np.float32)}
+    updates, _ = jax.jit(optimizer.update)(bad, optimizer.init(PARAMS))
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+
+
+def test_accumulated_gradients_are_clipped_once(platform, data):
+    """`MultiSteps` clips the mean of its gradients, not each of them."""
+    optimizer = OPTIMIZERS["MultiSteps"](jax_gradops.clip_by_global_norm)
+    history, state = train(optimizer, data[:2])
+    start = jax.tree.map(jnp.asarray, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, history[0], start)  # no update yet
+    mean = jax.tree.map(lambda *g: sum(g) / 2, *(jax.grad(loss)(start, x) for x in data[:2]))
+    np.testing.assert_allclose(
+        optax.tree.get(state, "global_norm"), optax.tree.norm(mean), rtol=1e-6
+    )
+
+
+def test_nnx_optimizer(platform, data):
+    """Flax NNX: `nnx.Optimizer`."""
+
+    def run(clip: Clip) -> Any:
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.chain(clip(0.5), optax.adam(1e-2)), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any, x: Any) -> None:
+            grads = nnx.grad(lambda m: jnp.sum(jnp.sin(m(x)) * 30))(model)
+            optimizer.update(model, grads)
+
+        for x in data:
+            step(model, optimizer, x)
+        return jax.tree.leaves(nnx.state(model, nnx.Param)), optimizer
+
+    ours, optimizer = run(jax_gradops.clip_by_global_norm)
+    expected, _ = run(optax.clip_by_global_norm)
+    for a, e in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6)
+    assert optimizer.opt_state[0].global_norm[...] > 0
+
+
+def test_linen_train_state(platform, data):
+    """Flax linen: `TrainState`."""
+
+    def run(clip: Clip) -> Any:
+        model = linen.Dense(3)
+        state = TrainState.create(
+            apply_fn=model.apply,
+            params=model.init(jax.random.key(0), data[0]),
+            tx=optax.chain(clip(0.5), optax.adam(1e-2)),
+        )
+
+        @jax.jit
+        def step(state: Any, x: Any) -> Any:
+            grads = jax.grad(lambda p: jnp.sum(jnp.sin(state.apply_fn(p, x)) * 30))(state.params)
+            return state.apply_gradients(grads=grads)
+
+        for x in data:
+            state = step(state, x)
+        return state
+
+    ours, expected = run(jax_gradops.clip_by_global_norm), run(optax.clip_by_global_norm)
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6),
+        ours.params,
+        expected.params,
+    )
+    assert optax.tree.get(ours.opt_state, "global_norm") > 0
+
+
+def test_bits_of_optax(platform, rng):
+    """The bits of Optax's, which divides first, where no rounding depends on that: nothing to clip,
+    or a norm that is a power of two. Else both round twice, after norms that may round apart."""
+    state, empty = jax_gradops.clip_by_global_norm(2.0).init(PARAMS), optax.EmptyState()
+
+    def both(tree: Any) -> Any:
+        ours = jax.jit(jax_gradops.clip_by_global_norm(2.0).update)(tree, state)[0]
+        return ours, jax.jit(optax.clip_by_global_norm(2.0).update)(tree, empty)[0]
+
+    unclipped = {"w": rng.uniform(-0.1, 0.1, 100).astype(np.float32)}
+    norm_4 = {"w": np.array([2.4, 0.0], np.float32), "b": np.array([3.2], np.float32)}
+    assert jax_gradops.global_norm(norm_4) == 4
+    for tree in (unclipped, norm_4):
+        jax.tree.map(np.testing.assert_array_equal, *both(tree))
+    for size in (1e-1, 1.0, 1e3, 1e15):
+        ours, theirs = both({"w": (size * rng.standard_normal(10_000)).astype(np.float32)})
+        np.testing.assert_array_max_ulp(np.asarray(ours["w"]), np.asarray(theirs["w"]), maxulp=2)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "max_norm", "of_optax"),
+    [
+        (np.zeros(3, np.float32), 0.0, "nan"),
+        (np.full(30_000, 30, np.float16), 1.0, "zeros"),
+        (np.full(4, 1e20, np.float32), 1.0, "zeros"),
+        (np.full(4, 1e-25, np.float32), 1e-26, "unclipped"),
+        (np.linspace(0.1, 1, 10_001).astype(jnp.bfloat16), 1.0, "drift"),
+    ],
+    ids=["0/0", "float16 overflows", "huge", "tiny", "bfloat16 norm"],
+)
+def test_where_optax_is_wrong(platform, leaf, max_norm, of_optax):
+    """README's list: right here, and what Optax makes of it; should that change, so must README."""
+    tree = [leaf]
+    (clipped,), norm = jax_gradops.clip_tree_by_global_norm(tree, max_norm)
+    wide = leaf.astype(np.float64)
+    exact = np.linalg.norm(wide)
+    np.testing.assert_allclose(norm, exact, rtol=1e-6)
+    expected = wide * (max_norm / exact if exact > 0 else 1)
+    eps = float(jnp.finfo(leaf.dtype).eps)
+    np.testing.assert_allclose(clipped.astype(np.float64), expected, rtol=2 * eps)
+
+    (theirs,), _ = optax.clip_by_global_norm(max_norm).update(tree, optax.EmptyState())
+    theirs = np.asarray(theirs).astype(np.float64)
+    if of_optax == "nan":
+        assert np.isnan(theirs).all()
+    elif of_optax == "zeros":
+        np.testing.assert_array_equal(theirs, 0)
+    elif of_optax == "unclipped":
+        np.testing.assert_array_equal(theirs, wide)
+    else:
+        assert optax.tree.norm(tree).dtype == jnp.bfloat16
+        assert np.abs(float(optax.tree.norm(tree)) / exact - 1) > 1e-4
