@@ -162,62 +162,79 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
                    const __grid_constant__ SliceSums<Accum<T>> slice_sums) {
   using A = Accum<T>;
   constexpr bool kCutSums = !std::is_same_v<A, double>;
-  __shared__ A shared[W * kThreads];
+  // [spans at once][elements of a tile]: each thread's sums, which in registers would leave too few
+  // for both loads of a turn to be under way together.
+  __shared__ __align__(kVecBytes) A shared[W * kThreads];
+  A* const sums = shared + threadIdx.x * W;
   const auto [groups, rows, features] = args.shape;
+  // dx may be dy. Packs are counted from the arrays' beginning.
+  const T* const dy = static_cast<const T*>(args.dy);
+  const T* const x = static_cast<const T*>(args.x);
+  T* const dx = static_cast<T*>(args.dx);
   for (std::int64_t group = blockIdx.z; group < groups; group += gridDim.z) {
-    const std::int64_t base = group * rows * features;
-    // dx may be dy.
-    const T* const dy = static_cast<const T*>(args.dy) + base;
-    const T* const x = static_cast<const T*>(args.x) + base;
-    T* const dx = static_cast<T*>(args.dx) + base;
+    const std::int64_t group_end = (group + 1) * cut.packs;
     for (std::int64_t slice = blockIdx.y; slice < cut.slices; slice += gridDim.y) {
       const Place place(cut, slice);
-      A sums[W] = {};
+#pragma unroll
+      for (int j = 0; j < W; ++j) sums[j] = 0;
       if (place.inside) {
         A bias[W];
         LoadBias(args.bias, cut, group, features, place.pack, bias);
+        A part[W] = {};
+        const unsigned zero = blockDim.z - 1;  // but the compiler does not know
+        // dx of one pack.
+        const auto apply = [&](const Pack<T, W>& dy_pack, const Pack<T, W>& x_pack) {
+          A dz[W], z[W];
+          Widen(x_pack, z);
+          Widen(dy_pack, dz);
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            dz[j] *= GeluDerivative<T, kApproximate>(z[j] + bias[j]);
+            part[j] += dz[j];
+          }
+          return Narrow<T>(dz);
+        };
+        const auto end_part = [&] {
+#pragma unroll
+          for (int j = 0; j < W; ++j) sums[j] += part[j], part[j] = 0;
+        };
         const std::int64_t step = cut.slices * cut.at_once * cut.span;
-        std::int64_t pack = place.first * cut.span + place.pack;
-        while (pack < cut.packs) {
+        std::int64_t pack = group * cut.packs + place.first * cut.span + place.pack;
+        while (pack < group_end) {
           const std::int64_t end =
-              kCutSums ? min(cut.packs, pack + kSpansPerSum * step) : cut.packs;
-          A part[W] = {};
+              kCutSums ? min(group_end, pack + kSpansPerSum * step) : group_end;
 #pragma unroll 1
           for (; pack < end; pack += step) {
             const auto dy_pack = LoadPackOnce<W>(dy + pack * W);
-            const auto x_pack = LoadPackOnce<W>(x + pack * W);
-            A dz[W], z[W];
-            Widen(x_pack, z);
-            Widen(dy_pack, dz);
-#pragma unroll
-            for (int j = 0; j < W; ++j) {
-              dz[j] *= GeluDerivative<T, kApproximate>(z[j] + bias[j]);
-              part[j] += dz[j];
+            auto x_pack = LoadPackOnce<W>(x + pack * W);
+            if constexpr (sizeof(T) == 2 && W > 1) {
+              // Else, short of registers, the compiler works on x before it loads dy.
+              const auto& ahead = reinterpret_cast<const uint4&>(dy_pack);
+              uint4& words = AsWords(x_pack);
+              words.x ^= ahead.x & zero, words.y ^= ahead.y & zero;
+              words.z ^= ahead.z & zero, words.w ^= ahead.w & zero;
             }
-            StorePackOnce(dx + pack * W, Narrow<T>(dz));
+            StorePackOnce(dx + pack * W, apply(dy_pack, x_pack));
           }
-#pragma unroll
-          for (int j = 0; j < W; ++j) sums[j] += part[j];
+          end_part();
         }
-        if (pack == cut.packs) {
-          // The elements after the last whole pack.
+        if (cut.rest > 0 && pack == group_end) {  // the elements after the last whole pack
+          Pack<T, W> dy_pack{}, x_pack{};
 #pragma unroll
           for (int j = 0; j < W; ++j) {
-            if (j >= cut.rest) continue;
-            const std::int64_t i = cut.packs * W + j;
-            const A z = static_cast<A>(x[i]) + bias[j];
-            const A dz = static_cast<A>(dy[i]) * GeluDerivative<T, kApproximate>(z);
-            sums[j] += dz;
-            dx[i] = static_cast<T>(dz);
+            if (j < cut.rest) dy_pack.v[j] = dy[pack * W + j], x_pack.v[j] = x[pack * W + j];
           }
+          const auto out = apply(dy_pack, x_pack);
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            if (j < cut.rest) dx[pack * W + j] = out.v[j];
+          }
+          end_part();
         }
       }
       if (slice_sums.sums == nullptr) continue;  // the same for all threads
       A* const partial =
           slice_sums.sums + group * slice_sums.group_pitch + slice * slice_sums.slice_pitch;
-      // [spans at once][elements of a tile]
-#pragma unroll
-      for (int j = 0; j < W; ++j) shared[threadIdx.x * W + j] = sums[j];
       __syncthreads();  // all sums are written
       const int elements = cut.lanes * W;
       const auto add_up = [&](int element) {
