@@ -36,7 +36,8 @@ nb::dict Registrations() {
       Capsule<&LayerNorm::BindRmsBwdFromOutput, &LayerNorm::RmsBwdFromOutput>();
   handlers["bias_gelu_fwd"] = Capsule<&BiasGelu::BindFwd, &BiasGelu::Fwd>();
   handlers["bias_gelu_bwd"] = Capsule<&BiasGelu::BindBwd, &BiasGelu::Bwd>();
-  handlers["sum_of_squares"] = Capsule<&GlobalNorm::Bind, &GlobalNorm::Run>();
+  handlers["sum_of_squares"] = Capsule<&GlobalNorm::BindSumOfSquares, &GlobalNorm::SumOfSquares>();
+  handlers["scale"] = Capsule<&GlobalNorm::BindScale, &GlobalNorm::Scale>();
   handlers["device_copy"] = Capsule<&DeviceCopy<Context>::Bind, &DeviceCopy<Context>::Run>();
   return handlers;
 }

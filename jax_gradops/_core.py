@@ -81,8 +81,9 @@ class Kernel:
       reference: the same function in `jax.numpy`, for operands without group axes; takes the
         operands (None where absent) and the attributes, and returns all results.
       whole: letters of axes that every device must hold whole.
-      variadic: there is one operand in `operands`, and any number of arrays may be passed for it,
-        each with axes of its own; the results are sums over all of them.
+      variadic: any number of arrays may be passed for the first operand, each with axes of its own,
+        and every other operand must be there. A result without ``n`` is a sum over all of them; one
+        with ``n``, which must be the only one, has an array for each of them, of its dtype.
       workspace: shape of an extra scratch result, whose elements are as wide as the accumulation
         dtype's, from the number of groups, rows and features and the number of results that are
         sums over rows.
@@ -127,6 +128,8 @@ class Kernel:
             results = call.reference(*arrays)
         else:
             results = _differentiable(call, implementation)(*arrays)
+        if call.elementwise:
+            return tuple(results)
         wanted = iter(results)
         return tuple(None if name in call.skip else next(wanted) for name in self.results)
 
@@ -161,16 +164,30 @@ class Call:
 
     @functools.cached_property
     def in_dims(self) -> tuple[str, ...]:
-        """Axes of the operands that are there; for a variadic kernel, of each."""
+        """Axes of each of the operands that are there."""
+        first, *rest = self.kernel.operands.values()
         if self.kernel.variadic:
-            return tuple(self.kernel.operands.values()) * len(self.present)
-        return tuple(
-            d for d, p in zip(self.kernel.operands.values(), self.present, strict=True) if p
-        )
+            return (*(first,) * self.arrays, *rest)
+        return tuple(d for d, p in zip((first, *rest), self.present, strict=True) if p)
+
+    @functools.cached_property
+    def arrays(self) -> int:
+        """How many a variadic kernel has for its first operand."""
+        return len(self.present) - len(self.kernel.operands) + 1
+
+    @functools.cached_property
+    def elementwise(self) -> bool:
+        """Whether the kernel is variadic, and has a result for each array."""
+        return self.kernel.variadic and any("n" in r.dims for r in self.kernel.results.values())
+
+    @functools.cached_property
+    def named(self) -> tuple[tuple[str, Result], ...]:
+        """All results, also those that are not wanted; of an elementwise call, one for each."""
+        return tuple(self.kernel.results.items()) * (self.arrays if self.elementwise else 1)
 
     @functools.cached_property
     def wanted(self) -> tuple[Result, ...]:
-        return tuple(r for name, r in self.kernel.results.items() if name not in self.skip)
+        return tuple(r for name, r in self.named if name not in self.skip)
 
     def partial(self) -> Call:
         """The same with sums in the accumulation dtype, as those of shards must be."""
@@ -178,7 +195,7 @@ class Call:
 
     def rounded(self, results: Sequence[jax.Array]) -> Arrays:
         """What `partial` returned, summed over shards, in the dtypes of this call."""
-        names = (name for name in self.kernel.results if name not in self.skip)
+        names = (name for name, _ in self.named if name not in self.skip)
         dtypes = dict(self.dtypes)
         return tuple(
             r.astype(dtypes.get(name, r.dtype)) for name, r in zip(names, results, strict=True)
@@ -189,8 +206,8 @@ class Call:
         given = iter(arrays)
         operands = [next(given) if p else None for p in self.present]
         results = self.kernel.reference(*operands, **dict(self.attributes))
-        named = zip(self.kernel.results, results, strict=True)
-        return self.rounded([r for name, r in named if name not in self.skip])
+        named = zip(self.named, results, strict=True)
+        return self.rounded([r for (name, _), r in named if name not in self.skip])
 
 
 # Built once for each (call, ...): a new function each time would make JAX compile again on every
@@ -220,9 +237,11 @@ def _differentiable(call: Call, implementation: Implementation) -> Callable[...,
 # --- vmap ---------------------------------------------------------------------------------------
 
 
-def _lifted(a: jax.Array, batched: bool, dims: str, lead: tuple[int, ...]) -> jax.Array:
+def _lifted(
+    a: jax.Array, batched: bool, dims: str, lead: tuple[int, ...], variadic: bool
+) -> jax.Array:
     """An operand with a further group axis; `lead` are all of them, the new one first."""
-    shared = "n" not in dims and a.ndim == batched + len(dims)
+    shared = not variadic and "n" not in dims and a.ndim == batched + len(dims)
     if not batched:
         return a if shared else jnp.broadcast_to(a, (lead[0], *a.shape))
     if not shared:
@@ -236,7 +255,8 @@ def _lifted(a: jax.Array, batched: bool, dims: str, lead: tuple[int, ...]) -> ja
 def _vmappable(call: Call, groups: int) -> Callable[..., Arrays]:
     """The kernel for operands with `groups` leading group axes.
 
-    An operand without ``n`` may lack the group axes: then all groups share it.
+    An operand without ``n`` may lack the group axes: then all groups share it. Not of a variadic
+    kernel.
     """
 
     @custom_vmap
@@ -256,7 +276,7 @@ def _vmappable(call: Call, groups: int) -> Callable[..., Arrays]:
         )
         x, x_batched, _ = operands[0]
         lead = (size, *x.shape[x_batched : x_batched + groups])
-        mapped = [_lifted(a, b, dims, lead) for a, b, dims in operands]
+        mapped = [_lifted(a, b, dims, lead, call.kernel.variadic) for a, b, dims in operands]
         results = _vmappable(call, groups if more_rows else groups + 1)(*mapped)
         return results, (True,) * len(results)
 
@@ -282,7 +302,10 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
         shape = (*lead, *(size for letter in result.dims for size in axes[letter]))
         return _sharding.result_type(x, shape, dtypes[name])
 
-    types = [type_of(name, result) for name, result in kernel.results.items()]
+    if call.elementwise:
+        types = [_sharding.result_type(a, a.shape, a.dtype) for a in arrays[: call.arrays]]
+    else:
+        types = [type_of(name, result) for name, result in kernel.results.items()]
     if kernel.workspace is not None:
         sums = sum("n" not in r.dims for r in call.wanted)
         shape = kernel.workspace(math.prod(lead), math.prod(rows), math.prod(features), sums)
@@ -298,6 +321,8 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
     attributes = {"group_rank": np.int64(groups), **dict(call.attributes)}
     inputs, outputs = list(kernel.operands), list(kernel.results)
     aliases = {inputs.index(i): outputs.index(o) for o, i in kernel.in_place.items()}
+    if call.elementwise and aliases:
+        aliases = {i: i for i in range(call.arrays)}
     results = jax.ffi.ffi_call(target, types, input_output_aliases=aliases)(*operands, **attributes)
-    named = zip(kernel.results, results, strict=False)  # the workspace has no name, and is dropped
-    return tuple(r for name, r in named if name not in call.skip)
+    named = zip(call.named, results, strict=False)  # the workspace has no name, and is dropped
+    return tuple(r for (name, _), r in named if name not in call.skip)

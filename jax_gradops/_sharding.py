@@ -146,6 +146,8 @@ def _layout(
         ]
         operands = tuple(PartitionSpec(*lead, *spec) for spec in free)
         rows = tuple(tuple(a for e in spec for a in _as_axes(e)) for spec in free)
+        if call.elementwise:
+            return Layout(operands, operands[: call.arrays], rows)
         return Layout(operands, tuple(PartitionSpec(*lead) for _ in call.wanted), rows)
     # The activation that is spread the most decides: a cotangent may come replicated.
     kept = slice(None, -1) if "d" in call.kernel.whole else slice(None)
@@ -183,6 +185,8 @@ def _local(
     call: Call, groups: int, compute: Compute, layout: Layout, total: Total
 ) -> Callable[..., Arrays]:
     """The computation of one device; sums over rows are completed by `total`."""
+    if call.elementwise:
+        return functools.partial(compute, call, groups)
     if call.kernel.variadic:
         return _local_variadic(call, groups, compute, layout, total)
 
@@ -370,7 +374,9 @@ def _auto(
         ndims = [len(o.shape) for o in operands]
         prefixes = [_letters(i) if call.kernel.variadic else "" for i in range(len(ndims))]
         left = map(term, call.in_dims, ndims, prefixes)
-        right = (term(r.dims, len(t.shape)) for r, t in zip(call.wanted, results, strict=True))
+        of_results = prefixes[: call.arrays] if call.elementwise else [""] * len(results)
+        ndims = [len(t.shape) for t in results]
+        right = map(term, (r.dims for r in call.wanted), ndims, of_results)
         whole = tuple(call.kernel.whole)
         return f"{', '.join(left)} -> {', '.join(right)}", {
             "need_replication_factors": whole

@@ -30,6 +30,7 @@ OPS: dict[str, tuple[Kernel, ...]] = {
     "global_norm": (global_norm.SUM_OF_SQUARES,),
     "clip_tree_by_global_norm": (global_norm.SUM_OF_SQUARES,),
     "clip_by_global_norm": (global_norm.SUM_OF_SQUARES,),
+    "inplace_clip_by_global_norm": (global_norm.SUM_OF_SQUARES, global_norm.SCALE),
 }
 
 #: Pass to ``jax.export.export(..., disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS)``: JAX does

@@ -1,8 +1,8 @@
 """The gradient operators themselves: callable without autodiff, on statistics that were saved.
 
 They are what other frameworks call LayerNormalizationGrad, InvertibleLayerNormalizationGrad,
-SimplifiedLayerNormalizationGrad, BiasGeluGrad_dX and BiasFastGeluGrad_dX (ONNX Runtime) and
-LayerNormBackward (oneDNN Graph), and run the same kernels as the derivatives of
+SimplifiedLayerNormalizationGrad, BiasGeluGrad_dX, BiasFastGeluGrad_dX and InplaceClipGradNorm
+(ONNX Runtime) and LayerNormBackward (oneDNN Graph), and run the same kernels as the derivatives of
 `jax_gradops.layer_norm`, `jax_gradops.rms_norm` and `jax_gradops.bias_gelu`: for training loops
 that do without autodiff, and for comparing with those frameworks.
 
@@ -13,6 +13,9 @@ over the device's own rows: `jax.lax.psum` adds them up.
 """
 
 from jax_gradops._ops.bias_gelu import bias_gelu_backward as bias_gelu_backward
+from jax_gradops._ops.global_norm import (
+    inplace_clip_by_global_norm as inplace_clip_by_global_norm,
+)
 from jax_gradops._ops.norm_backward import layer_norm_backward as layer_norm_backward
 from jax_gradops._ops.norm_backward import (
     layer_norm_backward_from_output as layer_norm_backward_from_output,

@@ -39,6 +39,7 @@ class OpTests(TransformationTests, MeshTests):
     """What every op must do. Its operands are x and parameters of x's last axis, all arrays."""
 
     kernels: tuple[str, ...]  # names of the handlers, forward first
+    forward_kernels: int = 1  # how many of them
     parameters: int = 0  # how many operands follow x
 
     # --- What an op says of itself ---
@@ -270,9 +271,10 @@ class OpTests(TransformationTests, MeshTests):
         if requested == "xla":
             assert target not in both
             return
-        assert f'{target}{self.kernels[0]}"' in forward
-        assert all(f'{target}{k}"' not in forward for k in self.kernels[1:])
-        assert all(f'{target}{k}"' in both for k in self.kernels[1:])
+        n = self.forward_kernels
+        assert all(f'{target}{k}"' in forward for k in self.kernels[:n])
+        assert all(f'{target}{k}"' not in forward for k in self.kernels[n:])
+        assert all(f'{target}{k}"' in both for k in self.kernels[n:])
 
 
 class RowOpTests(RowMeshTests, OpTests):

@@ -6,6 +6,7 @@ where it is.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 from comparing import assert_matches, widen
 
 import jax_gradops
+from jax_gradops.backward import inplace_clip_by_global_norm
 
 FEATURES = 1024
 DISTINCT = 257  # no power of two: a wrapped offset leads to another row
@@ -85,6 +87,18 @@ def test_rows(platform, rows, distinct, op):
 def test_norm(platform, rows, distinct):
     """One leaf of more than 2^31 elements."""
     x = distinct[1]
+    # Clipped in place: the norm of what it leaves, and its last rows.
+    clip = functools.partial(inplace_clip_by_global_norm, max_norm=1.0)
+
+    @jax.jit
+    def clipped(x: Any) -> Any:
+        (y,), norm = clip([x[jnp.arange(rows) % DISTINCT]])
+        return norm, jnp.sum(jnp.square(y.astype(np.float32))), y[-3:]
+
+    norm, squares, last = clipped(x)
+    np.testing.assert_allclose(squares, 1, rtol=2**-7)
+    expected = widen(x)[np.arange(rows - 3, rows) % DISTINCT] / float(norm)
+    np.testing.assert_allclose(widen(last), expected, rtol=2**-8)
     norm = jax.jit(lambda x: jax_gradops.global_norm(x[jnp.arange(rows) % DISTINCT]))(x)
     expected = np.sqrt(np.sum(repeated_sum(widen(x) ** 2, rows).value))
     assert_matches(norm, oracles.Reference(expected, expected), np.float32, np.float32, "norm")

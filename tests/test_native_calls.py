@@ -73,6 +73,12 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"huge": full(), "normal": full(), "tiny": full(), "workspace": scratch(2048, 2)},
         GROUPS,
     ),
+    # Whose results need not take over its operands.
+    "scale": (
+        {"leaf 0": full(3), "leaf 1": full(2, 2, dtype=np.float16), "factor": full()},
+        {"scaled 0": full(3), "scaled 1": full(2, 2, dtype=np.float16)},
+        GROUPS,
+    ),
 }
 
 
@@ -164,6 +170,13 @@ def test_good(platform, target):
         ("sum_of_squares", {"huge": full(2)}, "group_rank|results"),
         ("sum_of_squares", {"tiny": full(dtype=np.float64)}, "results"),
         ("sum_of_squares", {"group_rank": np.int64(1)}, "group_rank"),
+        ("scale", {"leaf_1": full(2, 2, dtype=np.int32)}, "leaf 1 must be float16"),
+        ("scale", {"leaf_0": full(4)}, "leaf 0 must have its result's shape"),
+        ("scale", {"scaled_0": full(3, dtype=np.float64)}, "leaf 0 must have its result's"),
+        ("scale", {"factor": full(dtype=np.float16)}, "factor must.*got float16"),
+        ("scale", {"factor": full(2)}, "group_rank must be the rank of factor"),
+        ("scale", {"factor": full(2), "group_rank": np.int64(1)}, "leaf 0 must start"),
+        ("scale", {"group_rank": np.int64(-1)}, "group_rank"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
@@ -172,6 +185,22 @@ def test_malformed(platform, target, changes, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target}.*{message}"):
         call(target, **changes)
     call(target)
+
+
+def test_scale_out_of_place(platform):
+    """Also where the factor is 1, and results have memory of their own."""
+    for factor in (0.5, 1.0):
+        results = call("scale", factor=np.float32(factor).reshape(()))
+        for result, operand in zip(results, (full(3), full(2, 2)), strict=True):
+            np.testing.assert_array_equal(result, operand * factor)
+
+
+def test_scale_without_enough_results(platform):
+    """The handler counts them."""
+    types = [jax.ShapeDtypeStruct((3,), np.float32)]
+    function = jax.ffi.ffi_call(_registry.TARGET_PREFIX + "scale", types)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="scale: must have a result for each"):
+        jax.block_until_ready(jax.jit(lambda *a: function(*a, **GROUPS))(full(3)))
 
 
 def test_wrong_attribute_type(platform):

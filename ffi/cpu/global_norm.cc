@@ -1,9 +1,12 @@
-// Sum of squares over many arrays, CPU.
+// Sum of squares over many arrays, and their scaling in place, CPU.
 //
-// Within a group, the leaves are read as one long array, which is cut into at most kMaxPartialSums
-// parts of equal size, whatever the number of threads. Each part is summed in double, in a fixed
-// number of lanes; then the parts are summed in order. Memory traffic: one read of every leaf.
+// Within a group, the leaves are read as one long array, which is cut into parts of equal size,
+// whatever the number of threads: for the sum, at most kMaxPartialSums. Each part is summed in
+// double, in a fixed number of lanes; then the parts are summed in order. Memory traffic: one read
+// of every leaf; scaling, one read and one write, or none.
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -79,39 +82,62 @@ double SumOfSquaresOf(const T* x, std::int64_t n, float max_float_sum) {
 // The leaves of a group as one array.
 class Concatenation {
  public:
-  explicit Concatenation(const SumOfSquaresArgs& args)
-      : leaves_(args.leaves), max_float_sum_(MaxFloatSum(args.dtype)) {
+  explicit Concatenation(const std::vector<Leaf>& leaves) : leaves_(leaves) {
     ends_.reserve(leaves_.size());
     for (const Leaf& leaf : leaves_) ends_.push_back(size() + leaf.count);
   }
 
   std::int64_t size() const { return ends_.empty() ? 0 : ends_.back(); }
 
-  // The sum of squares of the group's elements [begin, end).
-  double SumOfSquares(std::int64_t group, std::int64_t begin, std::int64_t end) const {
-    double sum = 0;
+  // Calls fn.operator()<T>(leaf, begin, n) for each piece of a leaf's data, from element `begin`
+  // on, of which the group's elements [begin, end) consist.
+  template <typename Fn>
+  void ForPieces(std::int64_t group, std::int64_t begin, std::int64_t end, const Fn& fn) const {
     auto i = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) -
                                       ends_.begin());
     for (; begin < end; ++i) {
       const Leaf& leaf = leaves_[i];
       const std::int64_t here = std::min(end, ends_[i]);
       const std::int64_t offset = group * leaf.count + begin - (ends_[i] - leaf.count);
-      const auto add = [&]<typename T>() {
-        sum +=
-            SumOfSquaresOf(static_cast<const T*>(leaf.data) + offset, here - begin, max_float_sum_);
+      const auto run = [&]<typename T>() {
+        fn.template operator()<T>(leaf, offset, here - begin);
         return ffi::Error::Success();
       };
       // The handler has checked the dtype.
-      static_cast<void>(DispatchDtype(FloatTypes{}, "sum_of_squares", leaf.dtype, add));
+      static_cast<void>(DispatchDtype(FloatTypes{}, "global_norm", leaf.dtype, run));
       begin = here;
     }
-    return sum;
   }
 
  private:
   const std::vector<Leaf>& leaves_;
-  const float max_float_sum_;
   std::vector<std::int64_t> ends_;
+};
+
+// How each group's elements are cut into parts, of which many small ones go to one thread together.
+struct Parts {
+  std::int64_t elements, size, count;  // of a group; of a part; of parts in a group
+
+  Parts(std::int64_t elements, std::int64_t most)
+      : elements(elements),
+        size(std::max(kMinPartElements, CeilDiv(elements, std::max<std::int64_t>(1, most)))),
+        count(CeilDiv(elements, size)) {}
+
+  // Calls fn(group, part, begin, end) for every part that has elements.
+  template <typename Fn>
+  void ForEach(const CpuContext& pool, std::int64_t groups, const Fn& fn) const {
+    if (count == 0) return;
+    const std::int64_t items = groups * count;
+    const std::int64_t together =
+        std::max<std::int64_t>(1, kMinPartElements / std::min(size, elements));
+    ParallelFor(pool, CeilDiv(items, together), [&](std::int64_t chunk) {
+      const std::int64_t first = chunk * together;
+      for (std::int64_t item = first; item < std::min(items, first + together); ++item) {
+        const std::int64_t begin = item % count * size;
+        fn(item / count, item % count, begin, std::min(begin + size, elements));
+      }
+    });
+  }
 };
 
 // Sums each group's partial sums, [groups, parts], in order.
@@ -127,34 +153,82 @@ void Finalize(const SumOfSquaresArgs& args, const double* partials, std::int64_t
   }
 }
 
+// For 16-bit elements, which are rounded from float: the nearest float, or, between two, the one
+// whose last bit is 1, so that nothing is rounded twice.
+inline float RoundToOdd(double value) {
+  const auto nearest = static_cast<float>(value);
+  const auto bits = std::bit_cast<std::uint32_t>(nearest);
+  const auto back = static_cast<double>(nearest);
+  if (back == value || value != value || (bits & 1) != 0) return nearest;
+  return std::bit_cast<float>(std::abs(back) < std::abs(value) ? bits + 1 : bits - 1);
+}
+
+// from[0, n) * factor; `to` may be `from`.
+template <typename T, typename A>
+void ScaleInto(const T* from, T* to, std::int64_t n, A factor) {
+  using C = std::conditional_t<std::is_same_v<T, double>, double, A>;  // in which it is computed
+  for (std::int64_t i = 0; i < n; ++i) {
+    const C scaled = static_cast<C>(static_cast<Wide<T>>(from[i])) * static_cast<C>(factor);
+    if constexpr (sizeof(T) == 2 && std::is_same_v<C, double>) {
+      to[i] = static_cast<T>(RoundToOdd(scaled));
+    } else {
+      to[i] = static_cast<T>(scaled);
+    }
+  }
+}
+
+template <typename A>
+void ScaleAll(const CpuContext& pool, const ScaleArgs& args) {
+  const Concatenation elements(args.leaves);
+  const auto* const factors = static_cast<const A*>(args.factors);
+  const auto scale = [&](std::int64_t group, std::int64_t, std::int64_t begin, std::int64_t end) {
+    elements.ForPieces(group, begin, end,
+                       [&]<typename T>(const Leaf& leaf, std::int64_t first, std::int64_t n) {
+                         const T* const from = static_cast<const T*>(leaf.data) + first;
+                         T* const to = static_cast<T*>(leaf.result) + first;
+                         if (factors[group] != 1) {
+                           ScaleInto(from, to, n, factors[group]);
+                         } else if (from != to) {
+                           std::copy_n(from, n, to);
+                         }
+                       });
+  };
+  Parts(elements.size(), elements.size()).ForEach(pool, args.groups, scale);
+}
+
 }  // namespace
 
 ffi::Error SumOfSquares(CpuContext pool, const SumOfSquaresArgs& args) {
   if (args.groups == 0) return ffi::Error::Success();
-  const Concatenation elements(args);
+  const Concatenation elements(args.leaves);
   auto* const partials = static_cast<double*>(args.workspace);
-  std::int64_t parts = 0;
-  if (elements.size() > 0) {
-    const std::int64_t room = std::min(kMaxPartialSums, args.workspace_doubles / args.groups);
-    const std::int64_t part_size = std::max(kMinPartElements, CeilDiv(elements.size(), room));
-    parts = CeilDiv(elements.size(), part_size);
-    // Many small groups go to one thread together.
-    const std::int64_t items = args.groups * parts;
-    const std::int64_t items_per_chunk =
-        std::max<std::int64_t>(1, kMinPartElements / std::min(part_size, elements.size()));
-    ParallelFor(pool, CeilDiv(items, items_per_chunk), [&](std::int64_t chunk) {
-      const std::int64_t first = chunk * items_per_chunk;
-      for (std::int64_t item = first; item < std::min(items, first + items_per_chunk); ++item) {
-        const std::int64_t begin = item % parts * part_size;
-        const std::int64_t end = std::min(begin + part_size, elements.size());
-        partials[item] = elements.SumOfSquares(item / parts, begin, end);
-      }
-    });
-  }
+  const float max_float_sum = MaxFloatSum(args.dtype);
+  const Parts parts(elements.size(),
+                    std::min(kMaxPartialSums, args.workspace_doubles / args.groups));
+  parts.ForEach(pool, args.groups,
+                [&](std::int64_t group, std::int64_t part, std::int64_t begin, std::int64_t end) {
+                  double sum = 0;
+                  elements.ForPieces(
+                      group, begin, end,
+                      [&]<typename T>(const Leaf& leaf, std::int64_t first, std::int64_t n) {
+                        sum += SumOfSquaresOf(static_cast<const T*>(leaf.data) + first, n,
+                                              max_float_sum);
+                      });
+                  partials[group * parts.count + part] = sum;
+                });
   if (args.dtype == ffi::F64) {
-    Finalize<double>(args, partials, parts);
+    Finalize<double>(args, partials, parts.count);
   } else {
-    Finalize<float>(args, partials, parts);
+    Finalize<float>(args, partials, parts.count);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Scale(CpuContext pool, const ScaleArgs& args) {
+  if (args.dtype == ffi::F64) {
+    ScaleAll<double>(pool, args);
+  } else {
+    ScaleAll<float>(pool, args);
   }
   return ffi::Error::Success();
 }

@@ -1,19 +1,24 @@
-// Sum of squares over many arrays, CUDA.
+// Sum of squares over many arrays, and their scaling in place, CUDA.
 //
-// Two kernels, or a few more where there are thousands of leaves:
-//   1. Partial sums. A table of leaves travels in the kernel's parameters (up to 32,764 bytes since
-//      CUDA 12.1); what does not fit takes further launches, which add to the same partial sums.
-//      Leaves are cut into chunks of 16 KB, and each block sums a contiguous run of chunks, over as
-//      many leaves as it spans: a large leaf is streamed by many blocks, and one block works
-//      through many small leaves. One double per block goes to the workspace.
+// A table of leaves travels in a kernel's parameters (up to 32,764 bytes since CUDA 12.1); what
+// does not fit takes further launches. Leaves are cut into chunks of 16 KB, and each block works on
+// a contiguous run of chunks, over as many leaves as it spans: a large leaf is streamed by many
+// blocks, and one block works through many small leaves.
+//
+// Sum of squares, two kernels:
+//   1. Partial sums: one double per block goes to the workspace, to which further launches add.
 //   2. Each group's partial sums are summed in a fixed order and split into ranges.
 // How the work is cut depends on the sizes and the device alone, so results are the same from run
 // to run. Memory traffic: one read of every leaf, and at most 16 KB of partial sums per group.
 //
-// The grid is a whole number of waves, as many as kMaxPartialSums allows: several, so that
-// multiprocessors that run ahead take more; whole, because the few blocks of a last, partial wave
-// could not saturate memory. Five blocks per multiprocessor, each thread with four 16-byte loads
-// under way, have up to 80 KB of loads in flight; an H200 needs about 32 KB.
+// The grid of the first is a whole number of waves, as many as kMaxPartialSums allows: several, so
+// that multiprocessors that run ahead take more; whole, because the few blocks of a last, partial
+// wave could not saturate memory. Five blocks per multiprocessor, each thread with four 16-byte
+// loads under way, have up to 80 KB of loads in flight; an H200 needs about 32 KB.
+//
+// Scaling, one kernel of many short blocks, which end at once where the factor is 1: one read and
+// one write of every leaf, or none. It goes from the last chunk to the first, as what the norm has
+// read last is still in the L2 cache.
 #include <cub/block/block_reduce.cuh>
 
 #include <cstdint>
@@ -29,11 +34,15 @@
 namespace gradops {
 namespace {
 
-constexpr const char* kOp = "sum_of_squares";
+constexpr const char* kSum = "sum_of_squares";
+constexpr const char* kScale = "scale";
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 5;
 constexpr int kLoads = 4;  // 16-byte loads that a thread has under way
 constexpr int kChunkBytes = kThreads * kLoads * kVecBytes;
+// Of a block that scales, if there are enough for all multiprocessors; and blocks that each holds.
+constexpr int kScaleChunks = 2;
+constexpr int kScaleBlocks = 4;
 
 // Table sizes: most models fit into the small one, whose parameters cost no more than any kernel's;
 // the large one fills what CUDA allows.
@@ -53,15 +62,69 @@ static_assert(sizeof(TableEntry) == 16);
 
 template <int kCapacity>
 struct LeafTable {
-  double* partials;  // [groups, slots]
   std::int64_t groups;
-  std::int32_t slots;
+  std::int32_t slots;  // of each group: runs of chunks
   std::int32_t leaves;
-  float max_float_sum;  // see MaxFloatSum
-  bool accumulate;      // add to the partial sums rather than write them
   TableEntry entries[kCapacity];
 };
-static_assert(sizeof(LeafTable<kSmallTable>) <= 4096 && sizeof(LeafTable<kLargeTable>) <= 32764);
+constexpr int kOtherParameters = 24;
+static_assert(sizeof(LeafTable<kSmallTable>) + kOtherParameters <= 4096 &&
+              sizeof(LeafTable<kLargeTable>) + kOtherParameters <= 32764);
+
+// Calls fn.operator()<T>(x, count) for each piece of a leaf's data, x[0, count), of which the
+// slot's run of chunks consists. The whole block calls it with the same arguments.
+template <int kCapacity, typename Fn>
+__device__ __forceinline__ void ForPieces(const LeafTable<kCapacity>& table, std::int64_t group,
+                                          std::int64_t slot, const Fn& fn) {
+  const std::int64_t chunks = table.entries[table.leaves - 1].chunks_end;
+  std::int64_t chunk = chunks * slot / table.slots;
+  const std::int64_t chunks_end = chunks * (slot + 1) / table.slots;
+  // The first leaf that ends after `chunk`.
+  int low = 0;
+  for (int high = table.leaves - 1; low < high;) {
+    const int middle = (low + high) / 2;
+    if (table.entries[middle].chunks_end > chunk) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  for (int i = low; chunk < chunks_end; ++i) {
+    const TableEntry& leaf = table.entries[i];
+    const std::int64_t leaf_begin = i == 0 ? 0 : table.entries[i - 1].chunks_end;
+    const std::int64_t leaf_end = leaf.chunks_end;
+    const std::int64_t end = min(chunks_end, leaf_end);
+    const auto run = [&]<typename T>() {
+      constexpr std::int64_t kChunk = kChunkBytes / static_cast<int>(sizeof(T));
+      const std::int64_t count = (leaf_end - leaf_begin - 1) * kChunk + leaf.last;
+      const std::int64_t first = (chunk - leaf_begin) * kChunk;
+      const std::int64_t stop = end == leaf_end ? count : (end - leaf_begin) * kChunk;
+      fn(static_cast<const T*>(leaf.data) + group * count + first, stop - first);
+    };
+    switch (static_cast<ElementType>(leaf.type)) {  // the same for the whole block
+      case ElementType::kFloat: run.template operator()<float>(); break;
+      case ElementType::kDouble: run.template operator()<double>(); break;
+      case ElementType::kHalf: run.template operator()<Half>(); break;
+      case ElementType::kBFloat16: run.template operator()<BFloat16>(); break;
+    }
+    chunk = end;
+  }
+}
+
+// x[0, count), which may start at any element: a body of whole packs from the first 16-byte
+// boundary on, and head and tail, shorter than a pack, of which each thread has up to one element.
+template <typename T>
+struct Division {
+  std::int64_t head, packs;
+
+  __device__ Division(const T* x, std::int64_t count) {
+    const int misalignment = Misalignment(x);
+    head = min(static_cast<std::int64_t>(misalignment == 0 ? 0 : kVec<T> - misalignment), count);
+    packs = (count - head) / kVec<T>;
+  }
+  // The calling thread's element of the tail, if that is less than count.
+  __device__ std::int64_t tail() const { return head + packs * kVec<T> + threadIdx.x; }
+};
 
 // --- Sums of one thread --------------------------------------------------------------------------
 
@@ -94,102 +157,109 @@ __device__ __forceinline__ double SumOfSquaresOf(const Pack<T, kVec<T>>& pack,
   return sum;
 }
 
-// This thread's share of the sum over x[0, count), which may start at any element.
+// This thread's share of the sum over x[0, count).
 template <typename T>
 __device__ __forceinline__ double ShareOf(const T* __restrict__ x, std::int64_t count,
                                           float max_float_sum) {
   const std::int64_t thread = threadIdx.x;
-  // The body starts at the first 16-byte boundary; head and tail are shorter than one vector.
-  const int misalignment = Misalignment(x);
-  const std::int64_t head =
-      min(static_cast<std::int64_t>(misalignment == 0 ? 0 : kVec<T> - misalignment), count);
-  const std::int64_t vectors = (count - head) / kVec<T>;
-  const std::int64_t tail = head + vectors * kVec<T> + thread;
+  const Division<T> division(x, count);
   double sum = 0;
-  if (thread < head) sum = Square(x[thread]);
-  if (tail < count) sum += Square(x[tail]);
+  if (thread < division.head) sum = Square(x[thread]);
+  if (division.tail() < count) sum += Square(x[division.tail()]);
 
-  const uint4* __restrict__ body = reinterpret_cast<const uint4*>(x + head);
-  for (std::int64_t first = thread; first < vectors; first += kLoads * kThreads) {
+  const uint4* __restrict__ body = reinterpret_cast<const uint4*>(x + division.head);
+  for (std::int64_t first = thread; first < division.packs; first += kLoads * kThreads) {
     // All loads before the first use, so that they are under way together.
     Pack<T, kVec<T>> packs[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      const bool inside = first + k * kThreads < vectors;
+      const bool inside = first + k * kThreads < division.packs;
       *reinterpret_cast<uint4*>(&packs[k]) =
           inside ? __ldg(body + first + k * kThreads) : uint4{0, 0, 0, 0};
     }
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
-      if (first + k * kThreads < vectors) sum += SumOfSquaresOf(packs[k], max_float_sum);
+      if (first + k * kThreads < division.packs) sum += SumOfSquaresOf(packs[k], max_float_sum);
     }
   }
   return sum;
 }
 
-// This thread's share of chunks [begin, end) of the leaf in one group.
-template <typename T>
-__device__ __forceinline__ double ShareOf(const TableEntry& leaf, std::int64_t leaf_chunks,
-                                          std::int64_t group, std::int64_t begin, std::int64_t end,
-                                          float max_float_sum) {
-  constexpr std::int64_t kChunk = kChunkBytes / static_cast<int>(sizeof(T));
-  const std::int64_t count = (leaf_chunks - 1) * kChunk + leaf.last;
-  const std::int64_t stop = end == leaf_chunks ? count : end * kChunk;
-  const T* const data = static_cast<const T*>(leaf.data) + group * count;
-  return ShareOf(data + begin * kChunk, stop - begin * kChunk, max_float_sum);
+// --- Scaling by one thread
+// ------------------------------------------------------------------------
+
+template <typename T, typename A>
+__device__ __forceinline__ T Scaled(T value, A factor) {
+  using C = std::conditional_t<std::is_same_v<T, double>, double, A>;
+  C wide;
+  if constexpr (sizeof(T) == 2) {
+    wide = static_cast<float>(value);
+  } else {
+    wide = value;
+  }
+  return static_cast<T>(wide * static_cast<C>(factor));
 }
 
-// This thread's share of the slot's run of chunks, over all leaves that the run spans.
-template <int kCapacity>
-__device__ __forceinline__ double ShareOf(const LeafTable<kCapacity>& table, std::int64_t group,
-                                          std::int64_t slot) {
-  const std::int64_t chunks = table.entries[table.leaves - 1].chunks_end;
-  std::int64_t chunk = chunks * slot / table.slots;
-  const std::int64_t chunks_end = chunks * (slot + 1) / table.slots;
-  // The first leaf that ends after `chunk`.
-  int low = 0;
-  for (int high = table.leaves - 1; low < high;) {
-    const int middle = (low + high) / 2;
-    if (table.entries[middle].chunks_end > chunk) {
-      high = middle;
-    } else {
-      low = middle + 1;
+template <int W, typename T, typename A>
+__device__ __forceinline__ Pack<T, W> ScaledPack(const Pack<T, W>& pack, A factor) {
+  if constexpr (sizeof(T) == 2 && std::is_same_v<A, float>) {
+    float values[W];
+    Widen(pack, values);
+#pragma unroll
+    for (float& value : values) value *= factor;
+    return Narrow<T>(values);
+  } else {
+    Pack<T, W> scaled;
+#pragma unroll
+    for (int j = 0; j < W; ++j) scaled.v[j] = Scaled(pack.v[j], factor);
+    return scaled;
+  }
+}
+
+// This thread's share of x[0, count).
+template <typename T, typename A>
+__device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, A factor) {
+  constexpr int W = kVec<T>;
+  const std::int64_t thread = threadIdx.x;
+  const Division<T> division(x, count);
+  if (thread < division.head) x[thread] = Scaled(x[thread], factor);
+  if (division.tail() < count) x[division.tail()] = Scaled(x[division.tail()], factor);
+
+  constexpr int kAtOnce = kScaleChunks * kLoads;
+  for (std::int64_t first = thread; first < division.packs; first += kAtOnce * kThreads) {
+    T* const p = x + division.head + first * W;
+    const int last =
+        static_cast<int>(min(division.packs - first, std::int64_t{kAtOnce} * kThreads));
+    Pack<T, W> packs[kAtOnce] = {};
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (k * kThreads < last) packs[k] = LoadPackOnce<W>(p + k * kThreads * W);
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (k * kThreads < last) StorePackOnce(p + k * kThreads * W, ScaledPack(packs[k], factor));
     }
   }
-  double sum = 0;
-  for (int i = low; chunk < chunks_end; ++i) {
-    const TableEntry& leaf = table.entries[i];
-    const std::int64_t leaf_begin = i == 0 ? 0 : table.entries[i - 1].chunks_end;
-    const std::int64_t end = min(chunks_end, static_cast<std::int64_t>(leaf.chunks_end));
-    const auto add = [&]<typename T>() {
-      sum += ShareOf<T>(leaf, leaf.chunks_end - leaf_begin, group, chunk - leaf_begin,
-                        end - leaf_begin, table.max_float_sum);
-    };
-    switch (static_cast<ElementType>(leaf.type)) {  // the same for the whole block
-      case ElementType::kFloat: add.template operator()<float>(); break;
-      case ElementType::kDouble: add.template operator()<double>(); break;
-      case ElementType::kHalf: add.template operator()<Half>(); break;
-      case ElementType::kBFloat16: add.template operator()<BFloat16>(); break;
-    }
-    chunk = end;
-  }
-  return sum;
 }
 
 // --- Kernels -------------------------------------------------------------------------------------
 
-// One block per (group, slot).
+// One block per (group, slot). partials: [groups, slots]; accumulate: add to them rather than write
+// them.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    PartialSumKernel(const __grid_constant__ LeafTable<kCapacity> table) {
+    PartialSumKernel(const __grid_constant__ LeafTable<kCapacity> table, double* partials,
+                     float max_float_sum, bool accumulate) {
   using Reduce = cub::BlockReduce<double, kThreads>;
   __shared__ typename Reduce::TempStorage storage;
   const std::int64_t items = table.groups * table.slots;
   for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const double share = ShareOf(table, item / table.slots, item % table.slots);
+    double share = 0;
+    ForPieces(
+        table, item / table.slots, item % table.slots,
+        [&](const auto* x, std::int64_t count) { share += ShareOf(x, count, max_float_sum); });
     const double sum = Reduce(storage).Sum(share);
-    if (threadIdx.x == 0)
-      table.partials[item] = table.accumulate ? table.partials[item] + sum : sum;
+    if (threadIdx.x == 0) partials[item] = accumulate ? partials[item] + sum : sum;
     __syncthreads();  // `storage` is free for the next item
   }
 }
@@ -217,6 +287,22 @@ __global__ void __launch_bounds__(kFinalizeThreads)
       tiny[group] = result.tiny;
     }
     __syncthreads();  // `storage` is free for the next group
+  }
+}
+
+// One block per (group, slot). factors: [groups].
+template <typename A>
+__global__ void __launch_bounds__(kThreads, sizeof(A) == 8 ? 2 : kScaleBlocks)
+    ScaleKernel(const __grid_constant__ LeafTable<kSmallTable> table,
+                const A* __restrict__ factors) {
+  const std::int64_t items = table.groups * table.slots;
+  for (std::int64_t item = items - 1 - blockIdx.x; item >= 0; item -= gridDim.x) {
+    const std::int64_t group = item / table.slots;
+    const A factor = __ldg(factors + group);
+    if (factor == 1) continue;
+    ForPieces(table, group, item % table.slots, [&]<typename T>(const T* x, std::int64_t count) {
+      ScaleShare(const_cast<T*>(x), count, factor);  // what a table for scaling has are results
+    });
   }
 }
 
@@ -260,37 +346,63 @@ std::int64_t SlotsFor(const SumOfSquaresArgs& args, std::size_t capacity) {
       {most_chunks, args.workspace_doubles / args.groups, CeilDiv(blocks, args.groups)});
 }
 
-template <int kCapacity>
-ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args,
-                             std::int64_t slots) {
+// Calls launch(table, chunks, first) for tables of all leaves, one after the other; `first` is the
+// first leaf's number. The caller fills in slots.
+template <int kCapacity, typename Fn>
+ffi::Error ForTables(const char* op, const std::vector<Leaf>& leaves, std::int64_t groups,
+                     const Fn& launch) {
   LeafTable<kCapacity> table;
-  table.partials = static_cast<double*>(args.workspace);
-  table.groups = args.groups;
-  table.slots = static_cast<std::int32_t>(slots);
-  table.max_float_sum = MaxFloatSum(args.dtype);
-  for (std::size_t first = 0; first < args.leaves.size(); first += kCapacity) {
-    if (ChunksOfTable(args.leaves, first, kCapacity) > std::numeric_limits<std::uint32_t>::max()) {
-      return ffi::Error::InvalidArgument(std::string(kOp) + ": leaves of more than 64 TiB");
+  table.groups = groups;
+  for (std::size_t first = 0; first < leaves.size(); first += kCapacity) {
+    const std::int64_t chunks = ChunksOfTable(leaves, first, kCapacity);
+    if (chunks > std::numeric_limits<std::uint32_t>::max()) {
+      return ffi::Error::InvalidArgument(std::string(op) + ": leaves of more than 64 TiB");
     }
-    const std::size_t leaves = std::min<std::size_t>(kCapacity, args.leaves.size() - first);
+    table.leaves =
+        static_cast<std::int32_t>(std::min<std::size_t>(kCapacity, leaves.size() - first));
     std::int64_t chunks_end = 0;
-    for (std::size_t i = 0; i < leaves; ++i) {
-      const Leaf& leaf = args.leaves[first + i];
+    for (std::size_t i = 0; i < static_cast<std::size_t>(table.leaves); ++i) {
+      const Leaf& leaf = leaves[first + i];
       chunks_end += Chunks(leaf);
       TableEntry& entry = table.entries[i];
-      entry.data = leaf.data;
+      entry.data = leaf.result == nullptr ? leaf.data : leaf.result;
       entry.chunks_end = static_cast<std::uint32_t>(chunks_end);
       entry.last =
           static_cast<std::uint32_t>(leaf.count - (Chunks(leaf) - 1) * ChunkElements(leaf));
       entry.type = static_cast<std::uint32_t>(TypeOf(leaf.dtype));
     }
-    table.leaves = static_cast<std::int32_t>(leaves);
-    table.accumulate = first > 0;
-    PartialSumKernel<kCapacity><<<GridBlocks(args.groups * slots), kThreads, 0, stream>>>(table);
+    launch(table, chunks, first);
     if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess)
-      return ToError(kOp, status);
+      return ToError(op, status);
   }
   return ffi::Error::Success();
+}
+
+template <int kCapacity>
+ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args,
+                             std::int64_t slots) {
+  const auto launch = [&](LeafTable<kCapacity>& table, std::int64_t, std::size_t first) {
+    table.slots = static_cast<std::int32_t>(slots);
+    PartialSumKernel<kCapacity><<<GridBlocks(args.groups * slots), kThreads, 0, stream>>>(
+        table, static_cast<double*>(args.workspace), MaxFloatSum(args.dtype), first > 0);
+  };
+  return ForTables<kCapacity>(kSum, args.leaves, args.groups, launch);
+}
+
+// Calls have few leaves: jax_gradops/_ops/global_norm.py.
+template <typename A>
+ffi::Error LaunchScale(cudaStream_t stream, const ScaleArgs& args) {
+  const std::int64_t resident = std::int64_t{kScaleBlocks} * MultiprocessorCount();
+  const auto launch = [&](LeafTable<kSmallTable>& table, std::int64_t chunks, std::size_t) {
+    // Few chunks are spread over all multiprocessors before a block gets several.
+    const bool many = chunks * args.groups >= 2 * kScaleChunks * resident;
+    const std::int64_t slots = many ? CeilDiv(chunks, kScaleChunks) : chunks;
+    table.slots = static_cast<std::int32_t>(
+        std::min<std::int64_t>(slots, std::numeric_limits<std::int32_t>::max()));
+    ScaleKernel<A><<<GridBlocks(args.groups * table.slots), kThreads, 0, stream>>>(
+        table, static_cast<const A*>(args.factors));
+  };
+  return ForTables<kSmallTable>(kScale, args.leaves, args.groups, launch);
 }
 
 template <typename A>
@@ -316,7 +428,19 @@ ffi::Error SumOfSquares(CudaContext stream, const SumOfSquaresArgs& args) {
   } else {
     LaunchFinalize<float>(stream, args, slots);
   }
-  return LastError(kOp);
+  return LastError(kSum);
+}
+
+ffi::Error Scale(CudaContext stream, const ScaleArgs& args) {
+  for (const Leaf& leaf : args.leaves) {
+    if (leaf.result == leaf.data) continue;
+    const std::int64_t bytes = args.groups * leaf.count * ByteWidthOf(leaf.dtype);
+    const cudaError_t status = cudaMemcpyAsync(
+        leaf.result, leaf.data, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice, stream);
+    if (status != cudaSuccess) return ToError(kScale, status);
+  }
+  return args.dtype == ffi::F64 ? LaunchScale<double>(stream, args)
+                                : LaunchScale<float>(stream, args);
 }
 
 }  // namespace gradops

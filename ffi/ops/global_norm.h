@@ -1,5 +1,5 @@
-// Sum of squares over many arrays: arguments, launchers, checks and bindings shared by all
-// backends.
+// Sum of squares over many arrays, and their scaling in place: arguments, launchers, checks and
+// bindings shared by all backends.
 #pragma once
 
 #include <algorithm>
@@ -35,11 +35,21 @@ GRADOPS_HOST_DEVICE inline RangedSum<A> Split(double sum) {
   return {0, static_cast<A>(sum), 0};
 }
 
-// One array: leaf.data is [groups, count] of `dtype`.
+// One array: leaf.data is [groups, count] of `dtype`, and so is `result`, if the op has one.
 struct Leaf {
   const void* data;
   std::int64_t count;
   ffi::DataType dtype;
+  void* result = nullptr;
+};
+
+// Every element times its group's factor, in double if it or the factor is, else in float, and
+// rounded once. Where the factor is 1, no element of the group is written.
+struct ScaleArgs {
+  std::int64_t groups;
+  std::vector<Leaf> leaves;  // those with elements; each result may be the leaf's memory
+  ffi::DataType dtype;       // of the factors: float32 or float64
+  const void* factors;       // [groups]
 };
 
 struct SumOfSquaresArgs {
@@ -68,30 +78,33 @@ inline float MaxFloatSum(ffi::DataType result) {
 ffi::Error SumOfSquares(CpuContext, const SumOfSquaresArgs&);   // cpu/global_norm.cc
 ffi::Error SumOfSquares(CudaContext, const SumOfSquaresArgs&);  // cuda/global_norm.cu
 
-// Adds `buffer`, which must be [groups..., elements...], to args.leaves if it has elements. Returns
+ffi::Error Scale(CpuContext, const ScaleArgs&);
+ffi::Error Scale(CudaContext, const ScaleArgs&);
+
+// Adds `buffer`, which must be [groups..., elements...], to `leaves` if it has elements. Returns
 // what is wrong with it, or nothing.
-inline std::string AddLeaf(SumOfSquaresArgs& args, ffi::Span<const std::int64_t> group_dims,
-                           const ffi::AnyBuffer& buffer) {
+inline std::string AddLeaf(std::vector<Leaf>& leaves, std::int64_t groups,
+                           ffi::Span<const std::int64_t> group_dims, const ffi::AnyBuffer& buffer,
+                           void* result = nullptr) {
   if (!IsFloat(buffer.element_type())) return "must be float16, bfloat16, float32 or float64";
   const auto dims = buffer.dimensions();
   if (dims.size() < group_dims.size() ||
       !std::equal(group_dims.begin(), group_dims.end(), dims.begin())) {
-    return "must start with the axes of the results";
+    return "must start with the group axes";
   }
   const std::int64_t elements = Product(dims);
   if (elements < 0) return "has a negative dimension or more than 2^62 elements";
   if (elements > 0 && buffer.untyped_data() == nullptr) return "has no data";
-  if (buffer.element_type() == ffi::F64) args.dtype = ffi::F64;
   if (elements > 0) {
-    args.leaves.push_back({buffer.untyped_data(), elements / args.groups, buffer.element_type()});
+    leaves.push_back({buffer.untyped_data(), elements / groups, buffer.element_type(), result});
   }
   return "";
 }
 
 template <class Context>
 struct GlobalNorm {
-  static ffi::Error Run(Context ctx, std::int64_t group_rank, ffi::RemainingArgs leaves, Out huge,
-                        Out normal, Out tiny, Out workspace) {
+  static ffi::Error SumOfSquares(Context ctx, std::int64_t group_rank, ffi::RemainingArgs leaves,
+                                 Out huge, Out normal, Out tiny, Out workspace) {
     const auto fail = [](const std::string& what) {
       return ffi::Error::InvalidArgument("sum_of_squares: " + what);
     };
@@ -114,7 +127,8 @@ struct GlobalNorm {
     for (std::size_t i = 0; i < leaves.size(); ++i) {
       const auto leaf = leaves.template get<ffi::AnyBuffer>(i);
       if (leaf.has_error()) return leaf.error();
-      const std::string mistake = AddLeaf(args, group_dims, *leaf);
+      if (leaf->element_type() == ffi::F64) args.dtype = ffi::F64;
+      const std::string mistake = AddLeaf(args.leaves, args.groups, group_dims, *leaf);
       if (!mistake.empty()) {
         return fail("leaf " + std::to_string(i) + " " + mistake + "; got " + Describe(*leaf) +
                     " with results " + Describe(*huge));
@@ -141,10 +155,68 @@ struct GlobalNorm {
     if (!args.leaves.empty() && args.workspace_doubles < args.groups) {
       return fail("workspace must hold at least one double per group; got " + Describe(*workspace));
     }
-    return SumOfSquares(ctx, args);
+    return gradops::SumOfSquares(ctx, args);
   }
 
-  static auto Bind() {
+  // The last argument has the factors.
+  static ffi::Error Scale(Context ctx, std::int64_t group_rank, ffi::RemainingArgs arguments,
+                          ffi::RemainingRets results) {
+    const auto fail = [](const std::string& what) {
+      return ffi::Error::InvalidArgument("scale: " + what);
+    };
+    if (arguments.size() == 0 || results.size() + 1 != arguments.size()) {
+      return fail("must have a result for each leaf, and factors after the leaves; got " +
+                  std::to_string(arguments.size()) + " operands and " +
+                  std::to_string(results.size()) + " results");
+    }
+    const auto factors = arguments.template get<ffi::AnyBuffer>(results.size());
+    if (factors.has_error()) return factors.error();
+    const auto group_dims = factors->dimensions();
+    const std::int64_t groups = Product(group_dims);
+    if (group_rank < 0 || static_cast<std::size_t>(group_rank) != group_dims.size()) {
+      return fail("attribute group_rank must be the rank of factor, got " +
+                  std::to_string(group_rank) + " for " + Describe(*factors));
+    }
+    if ((factors->element_type() != ffi::F32 && factors->element_type() != ffi::F64) ||
+        groups < 0 || (groups > 0 && factors->untyped_data() == nullptr)) {
+      return fail("factor must have data and be float32 or float64; got " + Describe(*factors));
+    }
+    ScaleArgs args{.groups = groups,
+                   .leaves = {},
+                   .dtype = factors->element_type(),
+                   .factors = factors->untyped_data()};
+    args.leaves.reserve(results.size());
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      const auto leaf = arguments.template get<ffi::AnyBuffer>(i);
+      if (leaf.has_error()) return leaf.error();
+      auto result = results.template get<ffi::AnyBuffer>(i);
+      if (result.has_error()) return result.error();
+      const ffi::AnyBuffer& scaled = **result;
+      std::string mistake = AddLeaf(args.leaves, groups, group_dims, *leaf, scaled.untyped_data());
+      const auto dims = leaf->dimensions(), same = scaled.dimensions();
+      if (mistake.empty() && (scaled.element_type() != leaf->element_type() ||
+                              !std::equal(dims.begin(), dims.end(), same.begin(), same.end()))) {
+        mistake = "must have its result's shape and dtype, which are " + Describe(scaled);
+      }
+      if (mistake.empty() && leaf->element_count() > 0 && scaled.untyped_data() == nullptr) {
+        mistake = "has a result without data";
+      }
+      if (!mistake.empty()) {
+        return fail("leaf " + std::to_string(i) + " " + mistake + "; got " + Describe(*leaf) +
+                    " with factors " + Describe(*factors));
+      }
+    }
+    return gradops::Scale(ctx, args);
+  }
+
+  static auto BindScale() {
+    return gradops::Bind<Context>()
+        .template Attr<std::int64_t>("group_rank")
+        .RemainingArgs()   // leaves, factors
+        .RemainingRets();  // scaled
+  }
+
+  static auto BindSumOfSquares() {
     return gradops::Bind<Context>()
         .template Attr<std::int64_t>("group_rank")
         .RemainingArgs()                  // leaves

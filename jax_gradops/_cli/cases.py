@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 import jax_gradops
+from jax_gradops import backward
 
 Tree: TypeAlias = Any
 DTYPES = ("float32", "bfloat16")
@@ -181,6 +182,10 @@ def _clip(tree: Tree) -> Tree:
     return jax_gradops.clip_tree_by_global_norm(tree, MAX_NORM)[0]
 
 
+def _inplace_clip(tree: Tree) -> Tree:
+    return backward.inplace_clip_by_global_norm(tree, MAX_NORM)[0]
+
+
 def _optax_clip(tree: Tree, dnorm: jax.Array) -> Tree:
     del dnorm
     transform = jax_gradops.clip_by_global_norm(MAX_NORM)
@@ -274,6 +279,15 @@ def all_cases() -> list[Case]:
             _clip_inputs,
             (),
             with_gradients(_clip),
+            _clip_oracle,
+            rounds=3,
+        ),
+        Case(
+            "inplace_clip_by_global_norm",
+            "inplace_clip_by_global_norm",
+            _clip_inputs,
+            (),
+            with_gradients(_inplace_clip),
             _clip_oracle,
             rounds=3,
         ),

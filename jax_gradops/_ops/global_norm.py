@@ -72,6 +72,41 @@ SUM_OF_SQUARES = Kernel(
 )
 
 
+@jax.custom_jvp
+def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """X * factor, rounded once; x itself where the factor is 1."""
+    dtype = accum_dtype(x.dtype, factor.dtype)
+    # A choice rather than a product with 1: that would flush subnormals where the hardware does.
+    return jnp.where(factor == 1, x, (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype))
+
+
+@_scaled.defjvp
+def _scaled_jvp(primals: Any, tangents: Any) -> Any:
+    (x, factor), (dx, dfactor) = primals, tangents
+    dtype = accum_dtype(x.dtype, factor.dtype)
+    change = dx.astype(dtype) * factor.astype(dtype) + x.astype(dtype) * dfactor.astype(dtype)
+    return _scaled(x, factor), change.astype(x.dtype)
+
+
+def _scale_reference(*operands: jax.Array) -> Arrays:
+    *leaves, factor = operands
+    return tuple(_scaled(x, factor) for x in leaves)
+
+
+# XLA compares all pairs of a call's results and operands: 10,000 in one call compile for minutes.
+_LEAVES_PER_CALL = 250
+
+# Where the factor is 1, no leaf is written.
+SCALE = Kernel(
+    name="scale",
+    operands={"leaves": "n", "factor": ""},
+    results={"scaled": Result("n", "x")},
+    reference=_scale_reference,
+    variadic=True,
+    in_place={"scaled": "leaves"},
+)
+
+
 # --- Differentiation -----------------------------------------------------------------------------
 
 
@@ -234,14 +269,19 @@ def clip_tree_by_global_norm(
     return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm
 
 
+def _factor(norm: jax.Array, max_norm: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Whether leaves are kept as they are, and by what they are multiplied: 1 if they are."""
+    max_norm = jnp.asarray(max_norm, norm.dtype)
+    keep = (norm < max_norm) | (norm == 0)
+    # Where it is not used it is 1 / 1, so that no derivative is infinite times 0.
+    return keep, _quotient(jnp.where(keep, 1, max_norm), jnp.where(keep, 1, norm))
+
+
 @functools.partial(jax.jit, static_argnames="nonfinite")
 def _scale(
     leaves: tuple[jax.Array, ...], norm: jax.Array, max_norm: ArrayLike, *, nonfinite: Nonfinite
 ) -> tuple[jax.Array, ...]:
-    max_norm = jnp.asarray(max_norm, norm.dtype)
-    keep = (norm < max_norm) | (norm == 0)
-    # Where it is not used it is 1 / 1, so that no derivative is infinite times 0.
-    factor = _quotient(jnp.where(keep, 1, max_norm), jnp.where(keep, 1, norm))
+    keep, factor = _factor(norm, max_norm)
     drop = ~jnp.isfinite(norm) if nonfinite == "zero" else None
 
     def scaled(x: jax.Array) -> jax.Array:
@@ -251,6 +291,74 @@ def _scale(
         return y if drop is None else jnp.where(drop, jnp.zeros_like(y), y)
 
     return tuple(map(scaled, leaves))
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _scale_in_place(
+    leaves: tuple[jax.Array, ...],
+    norm: jax.Array,
+    max_norm: ArrayLike,
+    *,
+    implementation: Implementation,
+) -> tuple[jax.Array, ...]:
+    *leaves, factor = SCALE.prepare(*leaves, _factor(norm, max_norm)[1])
+    calls = (leaves[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
+    return tuple(x for some in calls for x in SCALE(*some, factor, implementation=implementation))
+
+
+def inplace_clip_by_global_norm(
+    tree: Any, max_norm: ArrayLike, *, implementation: Implementation = None
+) -> tuple[Any, jax.Array]:
+    r"""Clips a tree by its global norm where it lies.
+
+    .. math:: g \cdot \frac{\text{max\_norm}}{\text{norm}} \quad\text{where norm}
+              \ge \text{max\_norm}, \text{ else } g
+
+    ONNX Runtime's InplaceClipGradNorm: a sequence of gradients in, the same sequence out, in the
+    same memory. The norm and the scaling are native operations over the whole tree; where nothing
+    is clipped, no leaf is written. `jax_gradops.clip_tree_by_global_norm` leaves the scaling to
+    XLA, which is faster where an optimizer's update follows.
+
+    Args:
+      tree: any pytree (a list, say) of float16, bfloat16, float32 or float64 arrays, in any
+        mixture. None and empty leaves pass through. The results take over the leaves' memory where
+        nobody needs these later: inside `jax.jit`, and where the tree is an argument of that, if it
+        is donated. Otherwise XLA copies it.
+      max_norm: a number, or a scalar array, which may be traced; at least 0.
+      implementation: as in `jax_gradops.clip_tree_by_global_norm`.
+
+    Returns:
+      The clipped tree, each leaf in its dtype, and the norm before clipping: a float32 scalar
+      (float64 if any leaf is float64).
+
+    Raises:
+      TypeError: for a leaf of another dtype, or a `max_norm` that is no number.
+      ValueError: for a `max_norm` that is negative or NaN; for ``implementation="ffi"`` where there
+        is no kernel.
+
+    Numerics are those of `jax_gradops.clip_tree_by_global_norm` with ``nonfinite="propagate"``:
+    leaves are bitwise unchanged, or each element is multiplied in the accumulation dtype and
+    rounded once. The original divides by ``max(norm, 1e-6)``; here a smaller norm is divided by
+    itself.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from jax_gradops import backward
+    >>> clip = jax.jit(backward.inplace_clip_by_global_norm, donate_argnums=0)
+    >>> gradients, norm = clip([jnp.array([3.0]), jnp.array([4.0])], 1.0)
+    >>> print([float(g[0].round(3)) for g in gradients], norm)
+    [0.6000000238418579, 0.800000011920929] 5.0
+    """
+    op = "inplace_clip_by_global_norm"
+    limit = _check_max_norm(op, max_norm)
+    implementation = resolve_implementation(implementation, op)
+    leaves = _leaves(op, tree)
+    norm = _norm_of_all(leaves, implementation)
+    with_elements = tuple(leaf for leaf in leaves if leaf.size)
+    if not with_elements:
+        return tree, norm
+    scaled = iter(_scale_in_place(with_elements, norm, limit, implementation=implementation))
+    clipped = [next(scaled) if leaf.size else leaf for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm
 
 
 class ClipByGlobalNormState(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_gradops
-from jax_gradops import _registry
+from jax_gradops import _registry, backward
 
 jax.config.update("jax_enable_x64", True)
 
@@ -50,6 +50,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "bias_gelu": lambda dy, x, s, b: jax.vjp(jax_gradops.bias_gelu, x, b)[1](dy),
     "gelu": lambda dy, x, s, b: jax.vjp(lambda v: jax_gradops.gelu(v, False), x)[1](dy),
     "clip": lambda dy, x, s, b: jax_gradops.clip_tree_by_global_norm([x, s, b[:0], dy], 0.5),
+    "clip in place": lambda dy, x, s, b: backward.inplace_clip_by_global_norm([x, s[1:], dy], 0.5),
     "layer_norm of groups": lambda dy, x, s, b: jax.vmap(
         lambda x, s: jax.vjp(jax_gradops.layer_norm, x, s)[1](x)
     )(x[:, None], jnp.broadcast_to(s, x.shape)),
