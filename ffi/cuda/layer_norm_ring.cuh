@@ -1,5 +1,5 @@
 // How layer norm's backward kernel gets its rows: dealt out to units of threads, each of which has
-// a ring of them in shared memory.
+// a ring of them in shared memory, or the next one in registers.
 #pragma once
 
 #include <cstdint>
@@ -153,11 +153,13 @@ class RowRing {
     UnitSync(place_.unit, lanes_);  // others' copies have arrived, too
   }
 
-  // Where this thread's packs begin in array a of the d-th oldest chunk.
-  __device__ __forceinline__ const T* Row(int a, int d) const {
+  // This thread's pack i of array a in the d-th oldest chunk.
+  __device__ __forceinline__ Pack<T, W> Load(int a, int d, int i) const {
     const int stage = stage_ + d >= stages_ ? stage_ + d - stages_ : stage_ + d;
     const unsigned char* const p = base_ + stage * stage_bytes_ + a * array_bytes_;
-    return reinterpret_cast<const T*>(p) + place_.row * static_cast<int>(features_) + place_.base;
+    const T* const row =
+        reinterpret_cast<const T*>(p) + place_.row * static_cast<int>(features_) + place_.base;
+    return LoadPlain<W>(row + place_.Begin(i));
   }
 
   // Done with the oldest kDepth chunks.
@@ -224,6 +226,60 @@ class RowRing {
   unsigned char* base_;
   int order_stage_ = 0, stage_ = 0;
   std::uint32_t parity_ = 0;
+};
+
+// The same without shared memory: a thread has its packs of the next chunk in registers, which are
+// on their way while it works on this one, and are ordered as soon as that has arrived. Rows are
+// not framed.
+template <typename T, int P, Division kDivision, int kArrays>
+class RowsAhead {
+  static constexpr int W = kVec<T>;
+  static_assert(kDivision != Division::kFramed);
+
+ public:
+  __device__ RowsAhead(const BackwardPlan&, const Place<T, P, kDivision, false>& place,
+                       unsigned char*, RingBarriers&, const T* const (&arrays)[kArrays],
+                       std::int64_t, std::int64_t features)
+      : place_(place), features_(features) {
+#pragma unroll
+    for (int a = 0; a < kArrays; ++a) arrays_[a] = arrays[a];
+  }
+
+  __device__ static constexpr int stages() { return 2; }
+
+  __device__ __forceinline__ void Order(std::int64_t row, std::int64_t count) {
+    if (place_.row >= count) return;
+    const std::int64_t offset =
+        (row + place_.row) * features_ + place_.first_column + place_.base;
+#pragma unroll
+    for (int a = 0; a < kArrays; ++a) {
+      if (arrays_[a] == nullptr) continue;
+#pragma unroll
+      for (int i = 0; i < P; ++i) {
+        next_[a][i] = LoadPackOnce<W>(arrays_[a] + offset + place_.Begin(i));
+      }
+    }
+  }
+  __device__ __forceinline__ void OrderNothing() {}
+
+  template <int kDepth>
+  __device__ __forceinline__ void Wait(int) {
+    static_assert(kDepth == 1);
+#pragma unroll
+    for (int a = 0; a < kArrays; ++a) {
+#pragma unroll
+      for (int i = 0; i < P; ++i) row_[a][i] = next_[a][i];
+    }
+  }
+  __device__ __forceinline__ Pack<T, W> Load(int a, int, int i) const { return row_[a][i]; }
+  template <int kDepth>
+  __device__ __forceinline__ void Next() {}
+
+ private:
+  const Place<T, P, kDivision, false>& place_;
+  const std::int64_t features_;
+  const T* arrays_[kArrays];
+  Pack<T, W> row_[kArrays][P], next_[kArrays][P] = {};
 };
 
 }  // namespace
