@@ -129,15 +129,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   // Whether dy (and x) is read from shared memory again rather than kept in registers.
   constexpr bool kReloadDy = !kDirect && (kCentered || kFromOutput || kFramed || D > 1),
                  kReloadX = !kDirect && (kFromOutput || kFramed || D > 1);
-  using Ring = std::conditional_t<kDirect, RowsAhead<T, P, kDivision, 3>,
-                                  RowRing<T, P, kDivision, 3>>;
+  using Ring =
+      std::conditional_t<kDirect, RowsAhead<T, P, kDivision, 3>, RowRing<T, P, kDivision, 3>>;
   __shared__ SumStorage<A, D * kValues, kBackwardWarps> storage;
   __shared__ RingBarriers barriers;
   extern __shared__ __align__(16) unsigned char shared[];
 
   const auto [groups, rows, features] = args.shape;
   Place<T, P, kDivision, false> place(plan.lanes, plan.cluster, plan.share, features);
-  const int unit_rows = plan.unit_rows();
   const A inverse_n = static_cast<A>(deal.inverse_features);
   const bool has_dsum = args.dsum != nullptr;
 
@@ -166,8 +165,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
       const auto order = [&](std::int64_t row, std::int64_t end) {
-        if (row < end) {
-          ring.Order(row, min(std::int64_t{unit_rows}, end_row - row));
+        if (kDirect || row < end) {
+          ring.Order(row, end_row);
         } else {
           ring.OrderNothing();
         }
@@ -191,7 +190,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll 1
       for (int done = 0; done < turns.most; done += kLimited ? kTurnsPerSum : turns.most) {
         const std::int64_t end = end_of_sum(done);
-        if (done > 0) order_first(end);
+        if (!kDirect && done > 0) order_first(end);
         A dscale[P][W] = {}, dbias[P][W] = {};
 
         // Statistics come one turn ahead.

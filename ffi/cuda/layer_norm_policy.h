@@ -252,6 +252,11 @@ constexpr int RowDepth(int element_bytes, bool framed) {
   return element_bytes == 2 && !framed ? 2 : 1;  // framed, registers are short
 }
 
+// Of which elements rows may be direct.
+constexpr bool MayBeDirect(int element_bytes) {
+  return element_bytes == 4;
+}
+
 // Elements of a row that one thread holds.
 constexpr int RowElements(int element_bytes, bool direct) {
   return element_bytes == 8 || direct ? 8 : 16;
@@ -300,10 +305,10 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
     return !(direct && framed);
   };
   const int max_cluster = MaxCluster(task, forced);
-  const bool may_be_direct = task.element_bytes == 4 && !forced.ring;
-  plan.stream = forced.stream || !task.aligned ||
-                !((may_be_direct && fits(true, std::min(max_cluster, 8))) ||
-                  fits(false, max_cluster));
+  const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;
+  plan.stream =
+      forced.stream || !task.aligned ||
+      !((may_be_direct && fits(true, std::min(max_cluster, 8))) || fits(false, max_cluster));
   if (plan.stream) return plan;
   plan.classes =
       static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));

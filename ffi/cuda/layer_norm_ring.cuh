@@ -72,6 +72,7 @@ class RowRing {
         barriers_(barriers.full[place.unit]),
         bulk_(plan.copy == RowCopy::kBulk),
         lanes_(plan.lanes),
+        unit_rows_(plan.unit_rows()),
         stages_(plan.stages),
         array_bytes_(plan.array_bytes),
         features_(features),
@@ -92,9 +93,10 @@ class RowRing {
 
   __device__ int stages() const { return stages_; }
 
-  // Orders this block's columns of `count` rows from `row` on, of which the caller's is the one of
-  // its place; the chunk is empty if count is not positive. All threads of the unit call it.
-  __device__ __forceinline__ void Order(std::int64_t row, std::int64_t count) {
+  // Orders this block's columns of the unit's rows from `row` on, as far as they precede `end`, of
+  // which the caller's is the one of its place; there may be none. All threads of the unit call it.
+  __device__ __forceinline__ void Order(std::int64_t row, std::int64_t end) {
+    const std::int64_t count = min(std::int64_t{unit_rows_}, end - row);
     unsigned char* const stage = base_ + order_stage_ * stage_bytes_;
     if (bulk_) {
       if (place_.in_unit == 0) OrderBulk(stage, row, static_cast<int>(count));
@@ -219,7 +221,7 @@ class RowRing {
   const Place<T, P, kDivision, false>& place_;
   std::uint64_t* const barriers_;
   const bool bulk_;
-  const int lanes_, stages_, array_bytes_;
+  const int lanes_, unit_rows_, stages_, array_bytes_;
   const std::int64_t features_, elements_;
   const T* arrays_[kArrays];
   int count_, stage_bytes_;
@@ -247,16 +249,16 @@ class RowsAhead {
 
   __device__ static constexpr int stages() { return 2; }
 
-  __device__ __forceinline__ void Order(std::int64_t row, std::int64_t count) {
-    if (place_.row >= count) return;
-    const std::int64_t offset =
-        (row + place_.row) * features_ + place_.first_column + place_.base;
+  __device__ __forceinline__ void Order(std::int64_t row, std::int64_t end) {
+    row += place_.row;
+    const std::int64_t offset = row < end ? row * features_ + place_.first_column + place_.base : 0;
 #pragma unroll
     for (int a = 0; a < kArrays; ++a) {
-      if (arrays_[a] == nullptr) continue;
 #pragma unroll
       for (int i = 0; i < P; ++i) {
-        next_[a][i] = LoadPackOnce<W>(arrays_[a] + offset + place_.Begin(i));
+        const T* const p = arrays_[a] + offset + place_.Begin(i);
+        next_[a][i] =
+            a + 1 < kArrays ? LoadPackOnce<W>(p) : LoadPackOnceIf<W>(arrays_[a] != nullptr, p);
       }
     }
   }
@@ -279,7 +281,7 @@ class RowsAhead {
   const Place<T, P, kDivision, false>& place_;
   const std::int64_t features_;
   const T* arrays_[kArrays];
-  Pack<T, W> row_[kArrays][P], next_[kArrays][P] = {};
+  Pack<T, W> row_[kArrays][P], next_[kArrays][P];
 };
 
 }  // namespace
