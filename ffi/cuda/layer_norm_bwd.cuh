@@ -165,13 +165,17 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
       const auto order = [&](std::int64_t row, std::int64_t end) {
-        if (kDirect || row < end) {
+        if constexpr (kDirect) {
+          ring.Order();
+          ring.Aim(row + turns.step, end_row);
+        } else if (row < end) {
           ring.Order(row, end_row);
         } else {
           ring.OrderNothing();
         }
       };
       const auto order_first = [&](std::int64_t end) {
+        if constexpr (kDirect) ring.Aim(first_row, end_row);
 #pragma unroll 1
         for (int s = 0; s < ring.stages() - D; ++s) order(first_row + s * turns.step, end);
       };

@@ -37,8 +37,9 @@
 // Direct: threads have 8 elements of a row each, and load the next one to registers while they work
 // on this one, without a ring: float32 that is not framed, of up to 8 blocks (32768 features; 4096
 // without clusters). So a multiprocessor has the 32 KB under way that it takes, and a row's slot in
-// a ring is not idle while it is worked on. Of 16-bit elements, there would be too few for each
-// thread's other work; of 64-bit ones, registers too few.
+// a ring is not idle while it is worked on; widths that leave more than a quarter of the threads
+// without work (40, 160, 260 features) keep the ring. So do 16-bit elements, of which there would
+// be too few for each thread's other work, and 64-bit ones, for which registers are too few.
 #pragma once
 
 #include <algorithm>
@@ -272,11 +273,14 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
   // Beside the ring, CUDA keeps 1 KB, and static memory is less than 3.
   const auto ring_budget = [&](int blocks) { return task.shared_bytes / blocks - 4096; };
   int elements = 0, depth = 0;
+  const auto packs_of = [&](bool direct) {
+    return RowElements(task.element_bytes, direct) * task.element_bytes / 16;
+  };
   // Whether up to so many blocks can hold a row.
   const auto fits = [&](bool direct, int max_cluster) {
     elements = RowElements(task.element_bytes, direct);
     plan.direct = direct;
-    plan.packs = elements * task.element_bytes / 16;
+    plan.packs = packs_of(direct);
     const bool framed = Framed(task, plan.packs);
     depth = RowDepth(task.element_bytes, framed);
     // What a block can hold: in registers, and in a ring with one turn's chunks of the most arrays
@@ -302,7 +306,12 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
     plan.share = static_cast<int>(columns);
     plan.division = DivisionOf(task, plan.packs, plan.share);
     plan.lanes = std::max(framed ? 32 : 1, Lanes(DivideUp(plan.share, elements)));
-    return !(direct && framed);
+    if (!direct) return true;
+    // Threads without work have nothing under way, of which a multiprocessor needs three quarters.
+    const std::int64_t at_once =
+        std::int64_t{kBackwardThreads / plan.unit_threads()} * plan.unit_rows() * plan.share;
+    const bool enough = 4 * at_once >= 3 * kBackwardThreads * elements;
+    return !framed && (enough || Framed(task, packs_of(false)));
   };
   const int max_cluster = MaxCluster(task, forced);
   const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;

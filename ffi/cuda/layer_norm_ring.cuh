@@ -249,20 +249,24 @@ class RowsAhead {
 
   __device__ static constexpr int stages() { return 2; }
 
-  __device__ __forceinline__ void Order(std::int64_t row, std::int64_t end) {
+  // The unit's first row of the next order, if it precedes `end`; otherwise anything is loaded.
+  // That is a call of its own, as an order comes after waiting, and shall not have to work this out
+  // then.
+  __device__ __forceinline__ void Aim(std::int64_t row, std::int64_t end) {
     row += place_.row;
-    const std::int64_t offset = row < end ? row * features_ + place_.first_column + place_.base : 0;
+    offset_ = row < end ? row * features_ + place_.first_column + place_.base : 0;
+  }
+  __device__ __forceinline__ void Order() {
 #pragma unroll
     for (int a = 0; a < kArrays; ++a) {
 #pragma unroll
       for (int i = 0; i < P; ++i) {
-        const T* const p = arrays_[a] + offset + place_.Begin(i);
+        const T* const p = arrays_[a] + offset_ + place_.Begin(i);
         next_[a][i] =
             a + 1 < kArrays ? LoadPackOnce<W>(p) : LoadPackOnceIf<W>(arrays_[a] != nullptr, p);
       }
     }
   }
-  __device__ __forceinline__ void OrderNothing() {}
 
   template <int kDepth>
   __device__ __forceinline__ void Wait(int) {
@@ -281,6 +285,7 @@ class RowsAhead {
   const Place<T, P, kDivision, false>& place_;
   const std::int64_t features_;
   const T* arrays_[kArrays];
+  std::int64_t offset_;
   Pack<T, W> row_[kArrays][P], next_[kArrays][P];
 };
 
