@@ -188,6 +188,7 @@ def test_the_backward_table() -> None:
     direct = functools.partial(plan, element_bytes=4)
     assert direct(4)["direct"] and not plan(1024)["direct"]
     assert not direct(1023)["direct"] and not direct(1024, aligned_params=False)["direct"]
+    assert not any(direct(n)["direct"] for n in (40, 160, 260)), "too many threads without work"
     assert direct(1024)["lanes"] == 128 and direct(1024)["units"] == 4
     assert direct(4096)["lanes"] == 512 and direct(4096)["cluster"] == 1
     assert direct(3072)["cluster"] == 3 and direct(3072)["lanes"] == 128

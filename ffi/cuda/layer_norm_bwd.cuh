@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll 1
       for (int done = 0; done < turns.most; done += kLimited ? kTurnsPerSum : turns.most) {
         const std::int64_t end = end_of_sum(done);
-        if (!kDirect && done > 0) order_first(end);
+        if (!kDirect && done > 0) order_first(end);  // what is in registers stays there
         A dscale[P][W] = {}, dbias[P][W] = {};
 
         // Statistics come one turn ahead.
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
               order(first_row + (ring.stages() - D + d) * turns.step, end);
             }
           };
-          if constexpr (kDirect) order_next();
+          if constexpr (kDirect) order_next();  // into other registers
 
           // x - mean, x, or x_hat.
           const auto centered_of = [&](A value, int d, int i, int j) {

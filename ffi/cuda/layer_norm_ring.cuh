@@ -249,9 +249,8 @@ class RowsAhead {
 
   __device__ static constexpr int stages() { return 2; }
 
-  // The unit's first row of the next order, if it precedes `end`; otherwise anything is loaded.
-  // That is a call of its own, as an order comes after waiting, and shall not have to work this out
-  // then.
+  // What the next order is for: the unit's rows from `row` on; where they do not precede `end`,
+  // anything. Apart from Order, as that comes after waiting, when nothing else shall be left to do.
   __device__ __forceinline__ void Aim(std::int64_t row, std::int64_t end) {
     row += place_.row;
     offset_ = row < end ? row * features_ + place_.first_column + place_.base : 0;
