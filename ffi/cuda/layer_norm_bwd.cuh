@@ -240,12 +240,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           A totals[D * kValues] = {};  // of each row: of wdy * centered, wdy, centered
 #pragma unroll
           for (int d = 0; d < D; ++d) {
+            const auto* const dy_row = ring.Row(0, d);
+            const auto* const x_row = ring.Row(1, d);
             A* const total = totals + d * kValues;
             place.ForPacks([&]<bool kAll>(int i) {
               if (!has_row(d) || (!kAll && place.Lacks(i))) return;
               A x[W];
-              Widen(ring.Load(1, d, i), x);
-              Widen(ring.Load(0, d, i), dy[i]);
+              Widen(ring.Load(x_row, i), x);
+              Widen(ring.Load(dy_row, i), dy[i]);
               // Some threads that count must not count their last pack.
               A last[kValues] = {};
               A* const into = kDivision == Division::kUneven && i == P - 1 ? last : total;
@@ -286,17 +288,20 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             }
             if constexpr (kCentered) mean_wdy = total[1] * inverse_n;
             mean_wdy_x_hat *= factor * inverse_n;
+            const auto* const dy_row = ring.Row(0, d);
+            const auto* const x_row = ring.Row(1, d);
+            const auto* const dsum_row = kDirect || has_dsum ? ring.Row(2, d) : nullptr;
             T* const dx = static_cast<T*>(args.dx) + row_of(d) * features + place.first_column -
                           (kFramed ? place.skip() : 0) + place.base;
             place.ForPacks([&]<bool kAll>(int i) {
               if (!has_row(d) || (!kAll && place.Lacks(i))) return;
               if constexpr (kReloadX) {
                 A x[W];
-                Widen(ring.Load(1, d, i), x);
+                Widen(ring.Load(x_row, i), x);
 #pragma unroll
                 for (int j = 0; j < W; ++j) centered[i][j] = centered_of(x[j], d, i, j);
               }
-              if constexpr (kReloadDy) Widen(ring.Load(0, d, i), dy[i]);
+              if constexpr (kReloadDy) Widen(ring.Load(dy_row, i), dy[i]);
               A dx_i[W];
 #pragma unroll
               for (int j = 0; j < W; ++j) {
@@ -310,7 +315,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
               }
               if (has_dsum) {
                 A dsum[W];
-                Widen(ring.Load(2, d, i), dsum);
+                Widen(ring.Load(dsum_row, i), dsum);
 #pragma unroll
                 for (int j = 0; j < W; ++j) dx_i[j] += dsum[j];
               }

@@ -155,12 +155,13 @@ class RowRing {
     UnitSync(place_.unit, lanes_);  // others' copies have arrived, too
   }
 
-  // This thread's pack i of array a in the d-th oldest chunk.
-  __device__ __forceinline__ Pack<T, W> Load(int a, int d, int i) const {
+  // Where this thread's packs begin in array a of the d-th oldest chunk; and pack i from there.
+  __device__ __forceinline__ const T* Row(int a, int d) const {
     const int stage = stage_ + d >= stages_ ? stage_ + d - stages_ : stage_ + d;
     const unsigned char* const p = base_ + stage * stage_bytes_ + a * array_bytes_;
-    const T* const row =
-        reinterpret_cast<const T*>(p) + place_.row * static_cast<int>(features_) + place_.base;
+    return reinterpret_cast<const T*>(p) + place_.row * static_cast<int>(features_) + place_.base;
+  }
+  __device__ __forceinline__ Pack<T, W> Load(const T* row, int i) const {
     return LoadPlain<W>(row + place_.Begin(i));
   }
 
@@ -276,7 +277,8 @@ class RowsAhead {
       for (int i = 0; i < P; ++i) row_[a][i] = next_[a][i];
     }
   }
-  __device__ __forceinline__ Pack<T, W> Load(int a, int, int i) const { return row_[a][i]; }
+  __device__ __forceinline__ const Pack<T, W>* Row(int a, int) const { return row_[a]; }
+  __device__ __forceinline__ Pack<T, W> Load(const Pack<T, W>* row, int i) const { return row[i]; }
   template <int kDepth>
   __device__ __forceinline__ void Next() {}
 
