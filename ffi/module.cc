@@ -64,6 +64,7 @@ void BindRowPlans(nb::module_& m) {
             fields["share"] = plan.share;
             fields["threads"] = plan.threads();
             if constexpr (std::is_same_v<std::decay_t<decltype(plan)>, BackwardPlan>) {
+              fields["direct"] = plan.direct;
               fields["copy"] = static_cast<int>(plan.copy);
               fields["units"] = plan.units;
               fields["stages"] = plan.stages;
@@ -88,11 +89,13 @@ void BindRowPlans(nb::module_& m) {
         nb::arg("architecture"), nb::arg("multiprocessors"), nb::arg("shared_bytes"));
     m.def(
         "force_row_plan",
-        [](int architecture, int max_cluster, int max_threads, int max_stages, bool stream) {
-          ForcedRowPlan() = {architecture, max_cluster, max_threads, max_stages, stream};
+        [](int architecture, int max_cluster, int max_threads, int max_stages, bool stream,
+           bool ring) {
+          ForcedRowPlan() = {architecture, max_cluster, max_threads, max_stages, stream, ring};
         },
         nb::kw_only(), nb::arg("architecture") = 0, nb::arg("max_cluster") = 0,
-        nb::arg("max_threads") = 0, nb::arg("max_stages") = 0, nb::arg("stream") = false);
+        nb::arg("max_threads") = 0, nb::arg("max_stages") = 0, nb::arg("stream") = false,
+        nb::arg("ring") = false);
   }
 }
 

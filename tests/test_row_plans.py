@@ -116,9 +116,9 @@ def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None
             assert features > 2048, (features, settings)
             continue
         owned(p, features, element_bytes)
-        assert p["packs"] * 16 // element_bytes == (8 if element_bytes == 8 else 16)
+        assert p["packs"] * 16 // element_bytes == (8 if element_bytes == 8 or p["direct"] else 16)
         assert p["threads"] <= 512
-        assert 2 <= p["stages"] <= 8
+        assert p["stages"] == 0 if p["direct"] else 2 <= p["stages"] <= 8
         assert p["shared_bytes"] <= GPUS[gpu][2] - 4096
         assert p["classes"] * features * element_bytes % 16 == 0
         assert p["division"] != FRAMED or p["lanes"] >= 32
@@ -184,6 +184,18 @@ def test_the_backward_table() -> None:
     assert plan(65_536, element_bytes=8)["cluster"] == 16
     assert plan(1000)["division"] == UNEVEN
     assert plan(4097)["division"] == FRAMED and plan(4097)["classes"] == 8
+    # Without a ring: as much under way on every multiprocessor, 16 warps of 32 bytes a lane.
+    direct = functools.partial(plan, element_bytes=4)
+    assert direct(4)["direct"] and not plan(1024)["direct"]
+    assert not direct(1023)["direct"] and not direct(1024, aligned_params=False)["direct"]
+    assert not any(direct(n)["direct"] for n in (40, 160, 260)), "too many threads without work"
+    assert direct(1024)["lanes"] == 128 and direct(1024)["units"] == 4
+    assert direct(4096)["lanes"] == 512 and direct(4096)["cluster"] == 1
+    assert direct(3072)["cluster"] == 3 and direct(3072)["lanes"] == 128
+    assert direct(32_768)["direct"] and direct(32_768)["cluster"] == 8
+    assert not direct(32_772)["direct"] and direct(32_772)["cluster"] == 5
+    assert direct(4096, gpu="A100")["direct"]
+    assert not direct(4100, gpu="A100")["direct"] and direct(4100, gpu="A100")["copy"] == ASYNC
     # Few rows are spread over the multiprocessors.
     assert plan(1024, rows=37)["units"] == 1
     assert plan(1024, rows=10**6)["units"] == 8
@@ -197,8 +209,9 @@ FORCED = {
     "streamed": {"stream": True},
     "small clusters": {"max_threads": 32},
     "clusters of up to 8": {"max_threads": 64, "max_cluster": 8},
-    "short ring": {"max_stages": 2},
-    "long ring": {"max_stages": 8},
+    "short ring": {"max_stages": 2, "ring": True},
+    "long ring": {"max_stages": 8, "ring": True},
+    "ring on sm_80": {"architecture": 80, "ring": True},
 }
 
 
@@ -301,7 +314,7 @@ def test_rings_and_copies_do_not_change_results() -> None:
             dy, x = rng.standard_normal((2, 501, features)).astype(np.float32)
             expected = None
             for forced in ({}, {"max_stages": 2}, {"max_stages": 8}, {"architecture": 80}):
-                CUDA.force_row_plan(**forced)
+                CUDA.force_row_plan(ring=True, **forced)
                 try:
                     y, (dx,) = norm("layer_norm", "input")(dy, x)
                 finally:

@@ -82,15 +82,16 @@ __global__ void __launch_bounds__(kColumnTile* kColumnSlices)
   }
 }
 
+// carveout: the split of cache and shared memory that the kernel before has, as changing it takes
+// time.
 template <typename A>
 cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const ColumnSums& sums,
                             std::int64_t groups, std::int64_t stride, std::int64_t partial_rows,
-                            std::int64_t features) {
+                            std::int64_t features, int carveout = cudaSharedmemCarveoutMaxShared) {
   const std::int64_t items = groups * sums.count * CeilDiv(features, kColumnTile);
   auto* const kernel = &ColumnSumKernel<A>;
-  // The split of cache and shared memory that the kernel before has: changing it takes time.
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                            cudaSharedmemCarveoutMaxShared);
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

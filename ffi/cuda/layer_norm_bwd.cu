@@ -2,11 +2,11 @@
 //
 // How rows are laid out on the chip: cuda/layer_norm_policy.h. Each unit of threads (a warp, or the
 // warps of a row) is persistent: it takes every so many-th row, or small rows by the warp, and has
-// a ring of them in shared memory (layer_norm_ring.cuh), of which those not worked on are on their
-// way (layer_norm_bwd.cuh). Each block has a slot in a group: a share of the group's rows, and one
-// partial row of column sums, which stay in registers over the rows, are added over units, and then
-// over slots (column_sum.cuh), in a fixed order. Traffic: dy and x (and dsum) read, dx written, and
-// a partial row per block.
+// a ring of them in shared memory, or the next one in registers (layer_norm_ring.cuh); those not
+// worked on are on their way (layer_norm_bwd.cuh). Each block has a slot in a group: a share of the
+// group's rows, and one partial row of column sums, which stay in registers over the rows, are
+// added over units, and then over slots (column_sum.cuh), in a fixed order. Traffic: dy and x (and
+// dsum) read, dx written, and a partial row per block.
 //
 // Rows that start anywhere: as forward.
 #include "cuda/layer_norm_bwd.cuh"
@@ -39,16 +39,23 @@ cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, 
   return cudaGetLastError();
 }
 
+// The split of shared memory and L1 cache, in percent: for a ring, all is shared; without, twice
+// 16 KB of sums, static memory and what CUDA keeps, on any GPU.
+int CarveoutOf(const BackwardPlan& plan) {
+  return plan.direct ? static_cast<int>(CeilDiv(100 * 40 * 1024, CurrentDevice().shared_bytes))
+                     : cudaSharedmemCarveoutMaxShared;
+}
+
 // How many blocks, or clusters, of a persistent kernel run at a time; 0: clusters, but none can.
 template <typename Kernel>
 cudaError_t CountResident(const BackwardPlan& plan, Kernel* kernel, std::int64_t& resident) {
-  // As much shared memory as any plan takes, and that split of it and the L1 cache, as another one
-  // makes multiprocessors idle between kernels.
+  // As much shared memory as any plan takes, and always the same split of it and the L1 cache, as
+  // another one makes multiprocessors idle between kernels.
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             CurrentDevice().shared_bytes - 4096);
   if (status != cudaSuccess) return status;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                cudaSharedmemCarveoutMaxShared);
+                                CarveoutOf(plan));
   if (status != cudaSuccess) return status;
   if (plan.cluster > 1) {
     resident = ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
@@ -77,8 +84,8 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   auto* const workspace = static_cast<A*>(args.workspace);
   std::int64_t resident = 0, slots = 1;
 
-  const auto run = [&]<Division kDivision>() {
-    auto* const kernel = &BackwardKernel<T, kDivision, kCentered, kFromOutput>;
+  const auto run = [&]<Division kDivision, bool kDirect>() {
+    auto* const kernel = &BackwardKernel<T, kDivision, kDirect, kCentered, kFromOutput>;
     const cudaError_t status = CountResident(plan, kernel, resident);
     if (status != cudaSuccess || resident == 0) return status;
     const std::int64_t items = CeilDiv(rows, plan.unit_rows() * plan.units);
@@ -110,9 +117,10 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   };
   if (!plan.stream) {
     // Here what it costs that rows may be uneven hardly shows.
-    const cudaError_t status = plan.division == Division::kFramed
-                                   ? run.template operator()<Division::kFramed>()
-                                   : run.template operator()<Division::kUneven>();
+    const cudaError_t status =
+        plan.division == Division::kFramed ? run.template operator()<Division::kFramed, false>()
+        : plan.direct ? run.template operator()<Division::kUneven, MayBeDirect(sizeof(T))>()
+                      : run.template operator()<Division::kUneven, false>();
     if (status != cudaSuccess) return status;
   }
   if (resident == 0) {
@@ -122,7 +130,8 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
     });
   }
   if (wanted.count == 0) return cudaSuccess;
-  return LaunchColumnSum<A>(stream, workspace, wanted, groups, args.partial_rows, slots, features);
+  return LaunchColumnSum<A>(stream, workspace, wanted, groups, args.partial_rows, slots, features,
+                            CarveoutOf(plan));
 }
 
 const char* NameOf(const LayerNormBwdArgs& args) {

@@ -44,7 +44,7 @@ class BlockSums {
   static constexpr bool kFramed = kDivision == Division::kFramed;
 
  public:
-  // shared: 2 * kElements<T> values per thread, which may be the ring's memory.
+  // shared: 2 * P * W values per thread, which may be the ring's memory; none for one unit.
   __device__ BlockSums(const BackwardPlan& plan, const Place<T, P, kDivision, false>& place,
                        unsigned char* shared)
       : plan_(plan), place_(place), shared_(reinterpret_cast<A*>(shared)) {}
@@ -84,7 +84,7 @@ class BlockSums {
       return;
     }
     // [sum][unit][column]; a block of several units has whole rows.
-    const int elements = kElements<T> * lanes;
+    const int elements = P * W * lanes;
     A* const part = shared_ + s * plan_.units * elements;
     if (place_.row == 0) {
 #pragma unroll
@@ -113,29 +113,30 @@ class BlockSums {
   A* const shared_;
 };
 
-template <typename T, Division kDivision, bool kCentered, bool kFromOutput>
+// kDirect: rows come without the ring (RowsAhead).
+template <typename T, Division kDivision, bool kDirect, bool kCentered, bool kFromOutput>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     BackwardKernel(const __grid_constant__ LayerNormBwdArgs args,
                    const __grid_constant__ BackwardPlan plan, const __grid_constant__ Deal deal,
                    const __grid_constant__ SlotSums<Accum<T>> sums) {
   using A = Accum<T>;
-  constexpr int W = kVec<T>, P = kPacks<T>;
+  constexpr int W = kVec<T>, P = kPacks<T, kDirect>;
   constexpr bool kFramed = kDivision == Division::kFramed;
   constexpr bool kShift = kCentered && !kFromOutput;
   constexpr int kValues = kShift ? 3 : kCentered ? 2 : 1;
   constexpr bool kLimited = !std::is_same_v<A, double>;
   constexpr int D = kFromOutput ? 1 : RowDepth(sizeof(T), kFramed);  // chunks at a time
   // Whether dy (and x) is read from shared memory again rather than kept in registers.
-  constexpr bool kReloadDy = kCentered || kFromOutput || kFramed || D > 1,
-                 kReloadX = kFromOutput || kFramed || D > 1;
-  using Ring = RowRing<T, P, kDivision, 3>;
+  constexpr bool kReloadDy = !kDirect && (kCentered || kFromOutput || kFramed || D > 1),
+                 kReloadX = !kDirect && (kFromOutput || kFramed || D > 1);
+  using Ring =
+      std::conditional_t<kDirect, RowsAhead<T, P, kDivision, 3>, RowRing<T, P, kDivision, 3>>;
   __shared__ SumStorage<A, D * kValues, kBackwardWarps> storage;
   __shared__ RingBarriers barriers;
   extern __shared__ __align__(16) unsigned char shared[];
 
   const auto [groups, rows, features] = args.shape;
   Place<T, P, kDivision, false> place(plan.lanes, plan.cluster, plan.share, features);
-  const int unit_rows = plan.unit_rows();
   const A inverse_n = static_cast<A>(deal.inverse_features);
   const bool has_dsum = args.dsum != nullptr;
 
@@ -164,13 +165,17 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
       const auto order = [&](std::int64_t row, std::int64_t end) {
-        if (row < end) {
-          ring.Order(row, min(std::int64_t{unit_rows}, end_row - row));
+        if constexpr (kDirect) {
+          ring.Order();
+          ring.Aim(row + turns.step, end_row);
+        } else if (row < end) {
+          ring.Order(row, end_row);
         } else {
           ring.OrderNothing();
         }
       };
       const auto order_first = [&](std::int64_t end) {
+        if constexpr (kDirect) ring.Aim(first_row, end_row);
 #pragma unroll 1
         for (int s = 0; s < ring.stages() - D; ++s) order(first_row + s * turns.step, end);
       };
@@ -189,7 +194,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll 1
       for (int done = 0; done < turns.most; done += kLimited ? kTurnsPerSum : turns.most) {
         const std::int64_t end = end_of_sum(done);
-        if (done > 0) order_first(end);
+        if (!kDirect && done > 0) order_first(end);  // what is in registers stays there
         A dscale[P][W] = {}, dbias[P][W] = {};
 
         // Statistics come one turn ahead.
@@ -213,6 +218,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           for (int d = 0; d < D; ++d) mean[d] = next_mean[d], rstd[d] = next_rstd[d];
           load_stats(row_of(D));
           ring.template Wait<D>(ring.stages() - 2 * D);
+          const auto order_next = [&] {
+#pragma unroll
+            for (int d = 0; d < D; ++d) {
+              order(first_row + (ring.stages() - D + d) * turns.step, end);
+            }
+          };
+          if constexpr (kDirect) order_next();  // into other registers
 
           // x - mean, x, or x_hat.
           const auto centered_of = [&](A value, int d, int i, int j) {
@@ -228,14 +240,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           A totals[D * kValues] = {};  // of each row: of wdy * centered, wdy, centered
 #pragma unroll
           for (int d = 0; d < D; ++d) {
-            const T* const dy_row = ring.Row(0, d);
-            const T* const x_row = ring.Row(1, d);
+            const auto* const dy_row = ring.Row(0, d);
+            const auto* const x_row = ring.Row(1, d);
             A* const total = totals + d * kValues;
             place.ForPacks([&]<bool kAll>(int i) {
               if (!has_row(d) || (!kAll && place.Lacks(i))) return;
               A x[W];
-              Widen(LoadPlain<W>(x_row + place.Begin(i)), x);
-              Widen(LoadPlain<W>(dy_row + place.Begin(i)), dy[i]);
+              Widen(ring.Load(x_row, i), x);
+              Widen(ring.Load(dy_row, i), dy[i]);
               // Some threads that count must not count their last pack.
               A last[kValues] = {};
               A* const into = kDivision == Division::kUneven && i == P - 1 ? last : total;
@@ -260,10 +272,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
           sum(totals);
           // All of the unit are done with the chunks before these, in whose place the next ones go.
-#pragma unroll
-          for (int d = 0; d < D; ++d) {
-            order(first_row + (ring.stages() - D + d) * turns.step, end);
-          }
+          if constexpr (!kDirect) order_next();
 
 #pragma unroll
           for (int d = 0; d < D; ++d) {
@@ -279,20 +288,20 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
             }
             if constexpr (kCentered) mean_wdy = total[1] * inverse_n;
             mean_wdy_x_hat *= factor * inverse_n;
-            const T* const dy_row = ring.Row(0, d);
-            const T* const x_row = ring.Row(1, d);
-            const T* const dsum_row = has_dsum ? ring.Row(2, d) : nullptr;
+            const auto* const dy_row = ring.Row(0, d);
+            const auto* const x_row = ring.Row(1, d);
+            const auto* const dsum_row = kDirect || has_dsum ? ring.Row(2, d) : nullptr;
             T* const dx = static_cast<T*>(args.dx) + row_of(d) * features + place.first_column -
                           (kFramed ? place.skip() : 0) + place.base;
             place.ForPacks([&]<bool kAll>(int i) {
               if (!has_row(d) || (!kAll && place.Lacks(i))) return;
               if constexpr (kReloadX) {
                 A x[W];
-                Widen(LoadPlain<W>(x_row + place.Begin(i)), x);
+                Widen(ring.Load(x_row, i), x);
 #pragma unroll
                 for (int j = 0; j < W; ++j) centered[i][j] = centered_of(x[j], d, i, j);
               }
-              if constexpr (kReloadDy) Widen(LoadPlain<W>(dy_row + place.Begin(i)), dy[i]);
+              if constexpr (kReloadDy) Widen(ring.Load(dy_row, i), dy[i]);
               A dx_i[W];
 #pragma unroll
               for (int j = 0; j < W; ++j) {
@@ -306,7 +315,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
               }
               if (has_dsum) {
                 A dsum[W];
-                Widen(LoadPlain<W>(dsum_row + place.Begin(i)), dsum);
+                Widen(ring.Load(dsum_row, i), dsum);
 #pragma unroll
                 for (int j = 0; j < W; ++j) dx_i[j] += dsum[j];
               }

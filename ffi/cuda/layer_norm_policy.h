@@ -26,13 +26,20 @@
 //   async   sm_80: each thread orders its own 16 bytes at a time
 //
 //   features                              threads per row            without clusters
-//   (float64: half of it)
+//   (float64, and direct: half of it)
 //   up to 512                             1 to 32 lanes; framed: 32  the same
 //   up to 8192                            64 to 512 threads          the same
 //   up to 131072                          2 to 16 blocks of those    streamed
 //
 // Below 8192 features, too, a row gets a cluster where one block of it would leave two or more of a
 // multiprocessor's 16 warps without work (2561 to 3584 and 4097 to 7168 features).
+//
+// Direct: threads have 8 elements of a row each, and load the next one to registers while they work
+// on this one, without a ring: float32 that is not framed, of up to 8 blocks (32768 features; 4096
+// without clusters). So a multiprocessor has the 32 KB under way that it takes, and a row's slot in
+// a ring is not idle while it is worked on; widths that leave more than a quarter of the threads
+// without work (40, 160, 260 features) keep the ring. So do 16-bit elements, of which there would
+// be too few for each thread's other work, and 64-bit ones, for which registers are too few.
 #pragma once
 
 #include <algorithm>
@@ -71,6 +78,7 @@ struct RowOverride {
   int max_threads = 0;   // of a row in one block
   int max_stages = 0;
   bool stream = false;
+  bool ring = false;  // backward: nothing is direct
 };
 
 inline constexpr int kMaxCluster = 16;
@@ -217,14 +225,15 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
 struct BackwardPlan {
   bool stream;  // none of what follows holds
   Division division;
+  bool direct;  // without a ring
   RowCopy copy;
   int packs;         // of 16 bytes, that a thread has of a row
   int lanes;         // threads of a row in one block: a power of two up to 32, or full warps
-  int units;         // of a block, each of max(32, lanes) threads with a ring of its own
+  int units;         // of a block, each of max(32, lanes) threads with rows of its own
   int cluster;       // blocks that share a row
   int share;         // columns of each of them
-  int stages;        // of a ring
-  int array_bytes;   // of a unit's rows of one array in one stage
+  int stages;        // of a ring; direct: 0
+  int array_bytes;   // of a unit's rows of one array in one stage; direct: 0
   int shared_bytes;  // of a block
   int blocks;        // of a multiprocessor
   int classes;       // every so many-th row's frame starts as many columns before it
@@ -244,44 +253,72 @@ constexpr int RowDepth(int element_bytes, bool framed) {
   return element_bytes == 2 && !framed ? 2 : 1;  // framed, registers are short
 }
 
+// Of which elements rows may be direct.
+constexpr bool MayBeDirect(int element_bytes) {
+  return element_bytes == 4;
+}
+
 // Elements of a row that one thread holds.
-constexpr int RowElements(int element_bytes) {
-  return element_bytes == 8 ? 8 : 16;
+constexpr int RowElements(int element_bytes, bool direct) {
+  return element_bytes == 8 || direct ? 8 : 16;
 }
 
 inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& forced = {}) {
   using namespace row_policy;
   BackwardPlan plan{};
-  const int elements = RowElements(task.element_bytes);
-  plan.packs = elements * task.element_bytes / 16;
-  const bool framed = Framed(task, plan.packs);
-  const int depth = RowDepth(task.element_bytes, framed);
-  const auto share = [&](int cluster) { return Share(task, cluster, framed); };
-  // What a block can hold: in registers, and in a ring with one turn's chunks of the most arrays
-  // there can be and the next one's. Beside it, CUDA keeps 1 KB, and static memory is less than 3.
-  const auto ring_budget = [&](int blocks) { return task.shared_bytes / blocks - 4096; };
   const int max_threads =
       forced.max_threads != 0 ? std::min(forced.max_threads, kBackwardThreads) : kBackwardThreads;
-  const std::int64_t held = std::min(std::int64_t{max_threads} * elements,
-                                     (ring_budget(1) / (2 * depth * 3) - 32) / task.element_bytes);
   const int architecture = forced.architecture != 0 ? forced.architecture : task.architecture;
   plan.copy = architecture >= 90 ? RowCopy::kBulk : RowCopy::kAsync;
-  // The fewest blocks that together leave no more than one of 16 warps of a multiprocessor idle.
-  const auto warps_in_use = [&](int cluster) {
-    const std::int64_t warps = DivideUp(share(cluster), 32 * elements);
-    return share(cluster) > held ? 0 : static_cast<int>(warps * (kBackwardWarps / warps));
+  // Beside the ring, CUDA keeps 1 KB, and static memory is less than 3.
+  const auto ring_budget = [&](int blocks) { return task.shared_bytes / blocks - 4096; };
+  int elements = 0, depth = 0;
+  const auto packs_of = [&](bool direct) {
+    return RowElements(task.element_bytes, direct) * task.element_bytes / 16;
   };
-  // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
-  plan.cluster = 1;
-  for (int cluster = 2; cluster <= MaxCluster(task, forced); ++cluster) {
-    if (warps_in_use(plan.cluster) >= (cluster <= 8 ? kBackwardWarps - 1 : 1)) break;
-    if (warps_in_use(cluster) > warps_in_use(plan.cluster)) plan.cluster = cluster;
-  }
-  plan.stream = forced.stream || !task.aligned || share(plan.cluster) > held;
+  // Whether up to so many blocks can hold a row.
+  const auto fits = [&](bool direct, int max_cluster) {
+    elements = RowElements(task.element_bytes, direct);
+    plan.direct = direct;
+    plan.packs = packs_of(direct);
+    const bool framed = Framed(task, plan.packs);
+    depth = RowDepth(task.element_bytes, framed);
+    // What a block can hold: in registers, and in a ring with one turn's chunks of the most arrays
+    // there can be and the next one's.
+    std::int64_t held = std::int64_t{max_threads} * elements;
+    if (!direct) {
+      held = std::min(held, (ring_budget(1) / (2 * depth * 3) - 32) / task.element_bytes);
+    }
+    const auto share = [&](int cluster) { return Share(task, cluster, framed); };
+    // The fewest blocks that together leave no more than one of 16 warps of a multiprocessor idle.
+    const auto warps_in_use = [&](int cluster) {
+      const std::int64_t warps = DivideUp(share(cluster), 32 * elements);
+      return share(cluster) > held ? 0 : static_cast<int>(warps * (kBackwardWarps / warps));
+    };
+    // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
+    plan.cluster = 1;
+    for (int cluster = 2; cluster <= max_cluster; ++cluster) {
+      if (warps_in_use(plan.cluster) >= (cluster <= 8 ? kBackwardWarps - 1 : 1)) break;
+      if (warps_in_use(cluster) > warps_in_use(plan.cluster)) plan.cluster = cluster;
+    }
+    const std::int64_t columns = share(plan.cluster);
+    if (columns > held) return false;
+    plan.share = static_cast<int>(columns);
+    plan.division = DivisionOf(task, plan.packs, plan.share);
+    plan.lanes = std::max(framed ? 32 : 1, Lanes(DivideUp(plan.share, elements)));
+    if (!direct) return true;
+    // Threads without work have nothing under way, of which a multiprocessor needs three quarters.
+    const std::int64_t at_once =
+        std::int64_t{kBackwardThreads / plan.unit_threads()} * plan.unit_rows() * plan.share;
+    const bool enough = 4 * at_once >= 3 * kBackwardThreads * elements;
+    return !framed && (enough || Framed(task, packs_of(false)));
+  };
+  const int max_cluster = MaxCluster(task, forced);
+  const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;
+  plan.stream =
+      forced.stream || !task.aligned ||
+      !((may_be_direct && fits(true, std::min(max_cluster, 8))) || fits(false, max_cluster));
   if (plan.stream) return plan;
-  plan.share = static_cast<int>(share(plan.cluster));
-  plan.division = DivisionOf(task, plan.packs, plan.share);
-  plan.lanes = std::max(framed ? 32 : 1, Lanes(DivideUp(plan.share, elements)));
   plan.classes =
       static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));
 
@@ -293,6 +330,15 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
                                 : static_cast<int>(std::clamp<std::int64_t>(
                                       DivideUp(chunks, task.multiprocessors), 1, most_units));
   plan.blocks = plan.cluster > 1 ? most_units : 1;
+
+  // Where units add up their column sums.
+  const auto sums_bytes = [&] {
+    return std::int64_t{2} * plan.threads() * elements * (task.element_bytes == 8 ? 8 : 4);
+  };
+  if (plan.direct) {
+    plan.shared_bytes = plan.units > 1 ? static_cast<int>(sums_bytes()) : 0;
+    return plan;
+  }
 
   plan.array_bytes = static_cast<int>(
       RoundUp(std::int64_t{plan.unit_rows()} * plan.share * task.element_bytes, 16));
@@ -308,9 +354,8 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
   plan.stages = static_cast<int>(std::max<std::int64_t>(
       2 * depth,
       std::min({wanted, ring_budget(plan.blocks) / stage_bytes(), std::int64_t{kMaxStages}})));
-  // The ring's memory is also where units add up their column sums.
-  const std::int64_t sums_bytes = 2 * plan.threads() * elements * (task.element_bytes == 8 ? 8 : 4);
-  plan.shared_bytes = static_cast<int>(std::max(plan.stages * stage_bytes(), sums_bytes));
+  // They do that in the ring's memory.
+  plan.shared_bytes = static_cast<int>(std::max(plan.stages * stage_bytes(), sums_bytes()));
   return plan;
 }
 

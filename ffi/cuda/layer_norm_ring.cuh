@@ -1,5 +1,5 @@
 // How layer norm's backward kernel gets its rows: dealt out to units of threads, each of which has
-// a ring of them in shared memory.
+// a ring of them in shared memory, or the next one in registers.
 #pragma once
 
 #include <cstdint>
@@ -72,6 +72,7 @@ class RowRing {
         barriers_(barriers.full[place.unit]),
         bulk_(plan.copy == RowCopy::kBulk),
         lanes_(plan.lanes),
+        unit_rows_(plan.unit_rows()),
         stages_(plan.stages),
         array_bytes_(plan.array_bytes),
         features_(features),
@@ -92,9 +93,10 @@ class RowRing {
 
   __device__ int stages() const { return stages_; }
 
-  // Orders this block's columns of `count` rows from `row` on, of which the caller's is the one of
-  // its place; the chunk is empty if count is not positive. All threads of the unit call it.
-  __device__ __forceinline__ void Order(std::int64_t row, std::int64_t count) {
+  // Orders this block's columns of the unit's rows from `row` on, as far as they precede `end`, of
+  // which the caller's is the one of its place; there may be none. All threads of the unit call it.
+  __device__ __forceinline__ void Order(std::int64_t row, std::int64_t end) {
+    const std::int64_t count = min(std::int64_t{unit_rows_}, end - row);
     unsigned char* const stage = base_ + order_stage_ * stage_bytes_;
     if (bulk_) {
       if (place_.in_unit == 0) OrderBulk(stage, row, static_cast<int>(count));
@@ -153,11 +155,14 @@ class RowRing {
     UnitSync(place_.unit, lanes_);  // others' copies have arrived, too
   }
 
-  // Where this thread's packs begin in array a of the d-th oldest chunk.
+  // Where this thread's packs begin in array a of the d-th oldest chunk; and pack i from there.
   __device__ __forceinline__ const T* Row(int a, int d) const {
     const int stage = stage_ + d >= stages_ ? stage_ + d - stages_ : stage_ + d;
     const unsigned char* const p = base_ + stage * stage_bytes_ + a * array_bytes_;
     return reinterpret_cast<const T*>(p) + place_.row * static_cast<int>(features_) + place_.base;
+  }
+  __device__ __forceinline__ Pack<T, W> Load(const T* row, int i) const {
+    return LoadPlain<W>(row + place_.Begin(i));
   }
 
   // Done with the oldest kDepth chunks.
@@ -217,13 +222,72 @@ class RowRing {
   const Place<T, P, kDivision, false>& place_;
   std::uint64_t* const barriers_;
   const bool bulk_;
-  const int lanes_, stages_, array_bytes_;
+  const int lanes_, unit_rows_, stages_, array_bytes_;
   const std::int64_t features_, elements_;
   const T* arrays_[kArrays];
   int count_, stage_bytes_;
   unsigned char* base_;
   int order_stage_ = 0, stage_ = 0;
   std::uint32_t parity_ = 0;
+};
+
+// The same without shared memory: a thread has its packs of the next chunk in registers, which are
+// on their way while it works on this one, and are ordered as soon as that has arrived. Rows are
+// not framed.
+template <typename T, int P, Division kDivision, int kArrays>
+class RowsAhead {
+  static constexpr int W = kVec<T>;
+  static_assert(kDivision != Division::kFramed);
+
+ public:
+  __device__ RowsAhead(const BackwardPlan&, const Place<T, P, kDivision, false>& place,
+                       unsigned char*, RingBarriers&, const T* const (&arrays)[kArrays],
+                       std::int64_t, std::int64_t features)
+      : place_(place), features_(features) {
+#pragma unroll
+    for (int a = 0; a < kArrays; ++a) arrays_[a] = arrays[a];
+  }
+
+  __device__ static constexpr int stages() { return 2; }
+
+  // What the next order is for: the unit's rows from `row` on; where they do not precede `end`,
+  // anything. Apart from Order, as that comes after waiting, when nothing else shall be left to do.
+  __device__ __forceinline__ void Aim(std::int64_t row, std::int64_t end) {
+    row += place_.row;
+    offset_ = row < end ? row * features_ + place_.first_column + place_.base : 0;
+  }
+  __device__ __forceinline__ void Order() {
+#pragma unroll
+    for (int a = 0; a < kArrays; ++a) {
+#pragma unroll
+      for (int i = 0; i < P; ++i) {
+        const T* const p = arrays_[a] + offset_ + place_.Begin(i);
+        next_[a][i] =
+            a + 1 < kArrays ? LoadPackOnce<W>(p) : LoadPackOnceIf<W>(arrays_[a] != nullptr, p);
+      }
+    }
+  }
+
+  template <int kDepth>
+  __device__ __forceinline__ void Wait(int) {
+    static_assert(kDepth == 1);
+#pragma unroll
+    for (int a = 0; a < kArrays; ++a) {
+#pragma unroll
+      for (int i = 0; i < P; ++i) row_[a][i] = next_[a][i];
+    }
+  }
+  __device__ __forceinline__ const Pack<T, W>* Row(int a, int) const { return row_[a]; }
+  __device__ __forceinline__ Pack<T, W> Load(const Pack<T, W>* row, int i) const { return row[i]; }
+  template <int kDepth>
+  __device__ __forceinline__ void Next() {}
+
+ private:
+  const Place<T, P, kDivision, false>& place_;
+  const std::int64_t features_;
+  const T* arrays_[kArrays];
+  std::int64_t offset_;
+  Pack<T, W> row_[kArrays][P], next_[kArrays][P];
 };
 
 }  // namespace

@@ -80,6 +80,7 @@ int RunAll(const char* dtype, const Filter& filter) {
                                {.architecture = 80},
                                {.max_cluster = 8, .max_threads = 32},
                                {.stream = true},
+                               {.ring = true},
                                {.max_threads = 32}};
   const Variant variants[] = {{},
                               {.centered = false},

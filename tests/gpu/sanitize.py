@@ -63,6 +63,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "sm_80": {"architecture": 80},
     "streamed": {"stream": True},
     "clusters": {"max_threads": 32},
+    "ring": {"ring": True},
 }
 FORCED_WIDTHS = (7, 64, 1000, 4097)
 

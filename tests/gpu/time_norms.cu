@@ -9,7 +9,7 @@
 //     jaxlib)
 //   ./time_norms [-t bf16|f16|f32|f64] [-h features,...] [-o "LN fwd"] [-x times as many rows]
 //     [-n: no comparison] and what cuda/layer_norm_policy.h lets force: [-arch 80] [-threads 256]
-//     [-cluster 8] [-stages 3] [-stream]
+//     [-cluster 8] [-stages 3] [-stream] [-ring]
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -262,6 +262,8 @@ int Main(int argc, char** argv) {
       forced.max_stages = number();
     } else if (flag == "-stream") {
       forced.stream = true;
+    } else if (flag == "-ring") {
+      forced.ring = true;
     } else {
       std::printf("unknown %s\n", flag.c_str());
       return 2;
