@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from jax_gradops import _registry
 from jax_gradops.__main__ import main
 from jax_gradops._cli import info
-from jax_gradops._cli.benchmark import cases, peers, timing
+from jax_gradops._cli.benchmark import cases, clip_loops, clips, peers, timing, trees
 
 TINY = ("--device", "cpu", "--shape", "5x33", "--rounds", "1", "--against", "xla")
 
@@ -141,6 +142,9 @@ def test_device_copy(platform: str, dtype: str, size: int) -> None:
         (("--shape", "0x3"), "unknown shape '0x3'"),
         (("--rounds", "0"), "must be a number above 0, got '0'"),
         (("--device", "tpu"), "invalid choice: 'tpu'"),
+        (("--suite", "train"), "invalid choice: 'train'"),
+        (("--suite", "clip", "--tree", "gpt3"), "unknown tree 'gpt3'; expected gpt2-124m"),
+        (("--suite", "clip", "--form", "adam"), "unknown form 'adam'; known are transform, step"),
     ],
 )
 def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture) -> None:
@@ -156,6 +160,9 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         (("--device", "gpu"), "there is no GPU here: JAX has cpu devices only"),
         (("--against", "liger"), "cannot compare with liger: "),
         (("--op", "clip", "--direction", "bwd"), "clip has no bwd to time"),
+        (("--suite", "clip", "--shape", "3x5"), "--shape: for --suite ops only"),
+        (("--tree", "3x5", "--form", "step"), "--form, --tree: for --suite clip only"),
+        (("--suite", "clip", "--against", "liger"), "cannot compare with liger: there is no clip"),
         (("--op", "clip", *TINY, "--json", "/proc/x.json"), "cannot write to /proc/x.json"),
     ],
 )
@@ -176,6 +183,108 @@ def test_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert status == 0
     assert report["results"] == [] and report["left_out"] == ["clip fwd f32 5x33"]
     assert "1 case was left out" in capsys.readouterr().out
+
+
+CLIP = ("--suite", "clip", "--device", "cpu", "--rounds", "2", "--against", "xla")
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """As Optax's AdamW needs it; in all threads, as programs are compiled in several."""
+    before = jax.config.jax_numpy_dtype_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", before)
+
+
+def bench_clip(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "clip.json"
+    status = main(["bench", *CLIP, "--json", str(path), *args])
+    return status, json.loads(path.read_text())
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_clip_of_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(clip_loops, "turns", lambda group, platform: 3)  # as on a GPU
+    arguments = ("--tree", "2x33,mixed3", "--form", "transform,step", "--dtype", "bf16")
+    status, report = bench_clip(tmp_path, *arguments)
+    assert status == 0 and report["suite"] == "clip" and report["left_out"] == []
+    found = [(r["tree"], r["form"], r["dtype"], r["clipping"]) for r in report["results"]]
+    assert found == [
+        (tree, form, dtype, clipping)
+        for tree, dtype in (("2x33", "bfloat16"), ("mixed3", "mixed"))
+        for form in ("transform", "step")
+        for clipping in (True, False)
+    ]
+    for result in report["results"]:
+        assert result["wrong"] == result["failed"] == {}
+        assert result["warm"]["peers"].keys() == {"ours", "xla", "copy"}
+        assert result["calls"] == {"cold": 0, "warm": 3}
+        step = result["form"] == "step"
+        assert result.get("steps", {}).keys() == ({"ours", "without", "xla"} if step else set())
+        assert step == ("without" in result["errors"])
+        if result["tree"] == "2x33":
+            assert (result["leaves"], result["bytes"]) == (2, 2 * 33 * 2 * (1 if step else 3))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("transform not clipping mixed mixed3 ") for line in lines)
+    assert any("step clipping bf16 2x33: whole steps, µs: ours " in line for line in lines)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_wrong_clip_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    right = clips.FORMS["step"]
+
+    def wrong(tree: list[jax.Array], max_norm: jax.Array) -> list[jax.Array]:
+        first, second = right.clip(tree, max_norm)
+        return [first, second.at[7].multiply(1.01)]
+
+    monkeypatch.setitem(clips.FORMS, "step", dataclasses.replace(right, clip=wrong))
+    arguments = ("--tree", "2x33", "--form", "step", "--dtype", "f32")
+    status, report = bench_clip(tmp_path, *arguments)
+    assert status == 1
+    for result in report["results"]:
+        assert result["wrong"].keys() == {"ours"} and "warm" not in result
+    error = "error: step clipping f32 2x33: ours is wrong: leaf 1 is off by"
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_keeps_its_clip_in_the_loop() -> None:
+    """Its gradients are the same in each turn: nothing may take their norm out of the loop."""
+    device = jax.devices("cpu")[0]
+    group = clips.Group("3x40", "step", "float32")
+    with clip_loops.scope(group, device):
+        peer = clip_loops.ours(group, peers.Plan("cpu", device, 0, 4))
+        run = clip_loops.program(group, peer.clip, 4)
+        lowered = jax.jit(run, donate_argnums=0).lower(clip_loops.state_types(group))
+    text = lowered.as_text()
+    assert text.count("stablehlo.while") == text.count("stablehlo.optimization_barrier") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "elements"),
+    [
+        ("gpt2-124m", 148, 124_439_808),
+        ("gpt2-1.5b", 580, 1_557_611_200),
+        ("2000x1024", 2000, 2_048_000),
+    ],
+)
+def test_trees(name: str, leaves: int, elements: int) -> None:
+    types = trees.leaves(name, "bfloat16")
+    assert len(types) == leaves
+    assert trees.size_in_bytes(types) == 2 * elements
+
+
+def test_mixed_tree() -> None:
+    types = trees.leaves("mixed10000", trees.MIXED)
+    assert len(types) == 10_000
+    assert {t.shape for t in types} >= {(), (0,)}
+    assert len({(t.shape, t.dtype) for t in types}) == 39
+    assert 40e6 < trees.size_in_bytes(types) < 60e6
 
 
 def test_against_torch(tmp_path: Path) -> None:

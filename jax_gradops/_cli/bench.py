@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
@@ -14,7 +15,16 @@ from typing import Any
 
 import jax_gradops
 from jax_gradops._cli import info
-from jax_gradops._cli.benchmark import cases, measuring, peers, report, timing
+from jax_gradops._cli.benchmark import (
+    cases,
+    clip_measuring,
+    clips,
+    measuring,
+    peers,
+    report,
+    timing,
+    trees,
+)
 
 #: What competitors are called on PyPI.
 PACKAGES = {
@@ -23,6 +33,8 @@ PACKAGES = {
     "quack": "quack_kernels",
     "triton": "triton",
 }
+#: By suite, the options that no other has.
+OPTIONS = {"ops": ("op", "direction", "shape"), "clip": ("form", "tree")}
 FORMATS = "ROWSxFEATURES, as in 32768x4096, or default, or all"
 NOTE = """
 A figure is the median over interleaved rounds of the device's time per call, in microseconds, with
@@ -30,6 +42,10 @@ the 20th and the 80th percentile. "cold" goes through three times the cache or m
 it, "latency" is one call from Python to its results. "Of copy" is the rate of the least number of
 bytes that the op has to move, over that of a plain copy of as many in the same rounds. * marks
 figures that the host's dispatch is in. Every result is compared with float64 before it is timed.
+
+The suite "ops" has each op on one array, the suite "clip" clipping whole trees of gradients: alone
+("transform"), with the gradients donated, and in the program of an AdamW step ("step"), where the
+figure is what the step takes longer than without a clip. Each with something to clip and nothing.
 """
 
 
@@ -51,20 +67,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}",
             type=_names(name, values, aliases),
             metavar="NAME,…",
-            default=None if default != "all" else list(values),
             help=f"{what}: {', '.join(values)} (default: {default})",
         )
 
+    parser.add_argument(
+        "--suite", choices=tuple(OPTIONS), default="ops", help="what is timed (default: ops)"
+    )
     add("op", cases.OPS, "all", "ops")
     add("direction", cases.DIRECTIONS, "all", "directions")
+    add("form", tuple(clips.FORMS), "all", "suite clip: ways to clip")
     add("dtype", cases.DTYPES, "bfloat16,float32", "dtypes", **short)
     add("against", measuring.COMPETITORS, "those that are installed", "competitors")
     parser.add_argument(
         "--shape",
         type=_shapes,
-        default=["default"],
         metavar="SHAPE,…",
         help=f"{FORMATS}: rows of 64 to 65536 features, many and few",
+    )
+    parser.add_argument(
+        "--tree",
+        type=_trees,
+        metavar="TREE,…",
+        help=f"suite clip: {trees.FORMATS} (default: {','.join(trees.DEFAULT)})",
     )
     parser.add_argument("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
     parser.add_argument("--rounds", type=_positive(int), default=15, help="default: %(default)s")
@@ -104,6 +128,16 @@ def _shapes(text: str) -> list[cases.Shape | str]:
     return shapes
 
 
+def _trees(text: str) -> list[str]:
+    names = [n for n in text.split(",") if n]
+    unknown = [n for n in names if not trees.is_known(n)]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(
+            f"unknown tree {', '.join(map(repr, unknown)) or repr(text)}; expected {trees.FORMATS}"
+        )
+    return list(dict.fromkeys(names))
+
+
 def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
@@ -125,12 +159,27 @@ def run(args: argparse.Namespace) -> int:
     # PyTorch needs memory beside JAX.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
+        _check_suite(args)
         device = _device(args.device)
-        competitors = _competitors(args.against, device)
+        competitors = _competitors(args, device)
         return _run(args, device, competitors)
     except BenchError as error:
         print(f"jax_gradops bench: error: {error}", file=sys.stderr)
         return 2
+
+
+def _check_suite(args: argparse.Namespace) -> None:
+    """Refuses options of other suites; in the clip's, what it cannot do without or compare with."""
+    for suite, options in OPTIONS.items():
+        given = [f"--{o}" for o in options if getattr(args, o) is not None]
+        if suite != args.suite and given:
+            raise BenchError(f"{', '.join(given)}: for --suite {suite} only")
+    if args.suite == "clip":
+        if importlib.util.find_spec("optax") is None:
+            raise BenchError("--suite clip needs Optax: pip install optax")
+        others = [c for c in args.against or () if c not in clip_measuring.COMPETITORS]
+        if others:
+            raise BenchError(f"cannot compare with {', '.join(others)}: there is no clip")
 
 
 def _device(wanted: str | None) -> Any:
@@ -146,23 +195,34 @@ def _device(wanted: str | None) -> Any:
     return devices[0]
 
 
-def _competitors(wanted: Sequence[str] | None, device: Any) -> list[str]:
+def _competitors(args: argparse.Namespace, device: Any) -> list[str]:
+    known = clip_measuring.COMPETITORS if args.suite == "clip" else measuring.COMPETITORS
+    wanted: Sequence[str] | None = args.against
     platform = "cpu" if device.platform == "cpu" else "gpu"
-    reasons = {c: measuring.why_not_installed(c, platform) for c in measuring.COMPETITORS}
+    reasons = {c: measuring.why_not_installed(c, platform) for c in known}
     if wanted is None:
         return [c for c, reason in reasons.items() if not reason]
     for competitor in wanted:
         if reasons[competitor]:
             raise BenchError(f"cannot compare with {competitor}: {reasons[competitor]}")
-    return [c for c in measuring.COMPETITORS if c in wanted]
+    return [c for c in known if c in wanted]
+
+
+def _chosen(args: argparse.Namespace, platform: str) -> Sequence[cases.Timed]:
+    dtypes = args.dtype or ["bfloat16", "float32"]
+    if args.suite == "clip":
+        return clips.select(args.tree or trees.DEFAULT, args.form or list(clips.FORMS), dtypes)
+    ops, directions = args.op or cases.OPS, args.direction or cases.DIRECTIONS
+    chosen = cases.select(ops, directions, dtypes, args.shape or ["default"], platform)
+    if not chosen:
+        raise BenchError(f"{', '.join(ops)} has no {', '.join(directions)} to time")
+    return chosen
 
 
 def _run(args: argparse.Namespace, device: Any, competitors: Sequence[str]) -> int:
     platform = "cpu" if device.platform == "cpu" else "gpu"
-    dtypes = args.dtype or ["bfloat16", "float32"]
-    chosen = cases.select(args.op, args.direction, dtypes, args.shape, platform)
-    if not chosen:
-        raise BenchError(f"{', '.join(args.op)} has no {', '.join(args.direction)} to time")
+    chosen: Any = _chosen(args, platform)
+    run_all = {"ops": measuring.run_all, "clip": clip_measuring.run_all}[args.suite]
     environment = _environment(device, platform, competitors)
     print(_describe(environment), flush=True)
     started, results = time.perf_counter(), []
@@ -171,7 +231,7 @@ def _run(args: argparse.Namespace, device: Any, competitors: Sequence[str]) -> i
         return args.time_limit is not None and time.perf_counter() - started > args.time_limit
 
     with peers.scope(device), report.Report(competitors, len(chosen)) as shown:
-        for result in measuring.run_all(chosen, device, competitors, args.rounds, expired):
+        for result in run_all(chosen, device, competitors, args.rounds, expired):
             results.append(result)
             shown.add(result)
             _write(args.json, environment, args, results, chosen)  # as far as it got
@@ -219,12 +279,13 @@ def _write(
     environment: dict[str, Any],
     args: argparse.Namespace,
     results: Sequence[measuring.Result],
-    chosen: Sequence[cases.Case],
+    chosen: Sequence[cases.Timed],
 ) -> None:
     if path is None:
         return
     content = {
         "command": shlex.join(["python", "-m", "jax_gradops", *args.command_line]),
+        "suite": args.suite,
         "rounds": args.rounds,
         **environment,
         "results": [report.as_json(r) for r in results],

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
 
@@ -122,6 +122,19 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 OPS = tuple(dict.fromkeys(name for name, _ in OPERATIONS))
 
 
+class Timed(Protocol):
+    """Anything that one line of the table is about."""
+
+    @property
+    def bytes(self) -> int:
+        """The least that has to be read and written."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What sets it apart, for JSON."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """An op in one form, one direction, one dtype and one shape."""
@@ -148,6 +161,18 @@ class Case:
         rows, features = self.shape
         size = rows * features * jnp.dtype(self.dtype).itemsize
         return size * self.operation.traffic[self.direction]
+
+    def describe(self) -> dict[str, Any]:
+        """For JSON."""
+        rows, features = self.shape
+        return {
+            "op": self.op,
+            "form": self.form,
+            "direction": self.direction,
+            "dtype": self.dtype,
+            "rows": rows,
+            "features": features,
+        }
 
     def __str__(self) -> str:
         rows, features = self.shape

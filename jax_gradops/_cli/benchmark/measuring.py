@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_gradops._cli import info
 from jax_gradops._cli.benchmark import gate, peers, timing, torch_functions, torch_peers
-from jax_gradops._cli.benchmark.cases import Case
+from jax_gradops._cli.benchmark.cases import Case, Timed
 from jax_gradops._cli.benchmark.peers import Figure, Inputs, Peer, PeerError, Plan
 
 #: Who can be named as a competitor, in the order of the table.
@@ -27,14 +27,17 @@ class Result:
         value.
       wrong: by peer, what the gate found; such a peer is not timed.
       failed: by peer, why it did not run.
+      steps: where timings are what a step takes longer than without the op, by peer, how long the
+        step takes.
     """
 
-    case: Case
+    case: Timed
     plan: Plan
     timings: dict[Figure, dict[str, timing.Timing]] = dataclasses.field(default_factory=dict)
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     wrong: dict[str, str] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    steps: dict[str, timing.Timing] = dataclasses.field(default_factory=dict)
 
     @property
     def problem(self) -> str:
@@ -90,47 +93,48 @@ def run_all(
                     pool.submit(Inputs.compile, case, plan),
                     pool.submit(gate.program, case, device),
                 )
-                batch.append((Result(case, plan), made, compiled))
+                batch.append((case, Result(case, plan), made, compiled))
                 tasks += [*shared, *compiled.values()]
             concurrent.futures.wait(tasks)
             while batch:
                 if expired():
                     return
-                result, made, compiled = batch.pop(0)
+                case, result, made, compiled = batch.pop(0)
                 for name, future in compiled.items():
                     if error := future.exception():
-                        _fail(result, made, name, error)
-                run_case(result, made, rounds)
+                        fail(result, name, error)
+                        del made[name]
+                run_case(case, result, made, rounds)
                 del made
                 yield result
 
 
-def _fail(result: Result, made: dict[str, Peer], name: str, error: BaseException) -> None:
+def fail(result: Result, name: str, error: BaseException) -> None:
+    """Writes down why a peer has no figures."""
     text = str(error).strip().splitlines() or [""]
     known = isinstance(error, PeerError)
     result.failed[name] = text[0] if known else f"{type(error).__name__}: {text[0]}"[:200]
-    del made[name]
 
 
-def run_case(result: Result, made: dict[str, Peer], rounds: int) -> None:
+def run_case(case: Case, result: Result, made: dict[str, Peer], rounds: int) -> None:
     """Starts the peers, checks their results, and times those that are right."""
-    inputs = Inputs.make(result.case, result.plan)
+    inputs = Inputs.make(case, result.plan)
     runners: dict[str, dict[Figure, timing.Runner]] = {}
-    for name, peer in list(made.items()):
+    for name, peer in made.items():
         try:
             started = peer.start(inputs)
             if name != "copy":
                 results = started[result.plan.figures[0]].results()
                 slack = 1.0 if name == "ours" else gate.SLACK_OF_OTHERS
                 mistake, result.errors[name] = gate.mistakes(
-                    result.case, result.plan.device, inputs, results, slack
+                    case, result.plan.device, inputs, results, slack
                 )
                 if mistake:
                     result.wrong[name] = mistake
                     continue
             runners[name] = started
         except Exception as error:  # a competitor may raise what it likes
-            _fail(result, made, name, error)
+            fail(result, name, error)
     if result.problem:
         return
     for figure in result.plan.figures:

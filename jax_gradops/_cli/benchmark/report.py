@@ -19,6 +19,8 @@ def of_copy(result: Result, figure: peers.Figure, name: str) -> float | None:
     timings = result.timings.get(figure, {})
     if figure == "latency" or name not in timings or "copy" not in timings:
         return None
+    if _is_noise(timings[name]):
+        return None
     # The copy moves two whole arrays of float32, at most 8 bytes less than the case.
     return timings["copy"].us / timings[name].us
 
@@ -29,10 +31,19 @@ def best_peer(result: Result, figure: peers.Figure) -> str | None:
     return min(others, key=lambda n: others[n].us) if others else None
 
 
-def speed_up(result: Result, figure: peers.Figure) -> float | None:
-    """XLA's time over ours."""
+def speed_up(result: Result, figure: peers.Figure, peer: str | None) -> float | None:
+    """A competitor's time over ours."""
     timings = result.timings.get(figure, {})
-    return timings["xla"].us / timings["ours"].us if {"ours", "xla"} <= timings.keys() else None
+    if peer is None or not {"ours", peer} <= timings.keys():
+        return None
+    if _is_noise(timings["ours"]) or _is_noise(timings[peer]):
+        return None
+    return timings[peer].us / timings["ours"].us
+
+
+def _is_noise(timing: Timing) -> bool:
+    """Whether a difference of two times is none."""
+    return timing.us <= 0
 
 
 # --- JSON ----------------------------------------------------------------------------------------
@@ -41,24 +52,20 @@ def speed_up(result: Result, figure: peers.Figure) -> float | None:
 def as_json(result: Result) -> dict[str, Any]:
     """One case."""
     case = result.case
-    rows, features = case.shape
     return {
-        "op": case.op,
-        "form": case.form,
-        "direction": case.direction,
-        "dtype": case.dtype,
-        "rows": rows,
-        "features": features,
+        **case.describe(),
         "bytes": case.bytes,
         "calls": {"cold": result.plan.calls, "warm": result.plan.warm_calls},
         **{
             figure: {
                 "peers": {name: _timing(result, figure, name, t) for name, t in timings.items()},
                 "best_peer": best_peer(result, figure),
-                "speed_up_over_xla": speed_up(result, figure),
+                "speed_up_over_best": speed_up(result, figure, best_peer(result, figure)),
+                "speed_up_over_xla": speed_up(result, figure, "xla"),
             }
             for figure, timings in result.timings.items()
         },
+        **({"steps": {n: t.us for n, t in result.steps.items()}} if result.steps else {}),
         "errors": result.errors,
         "wrong": result.wrong,
         "failed": result.failed,
@@ -66,11 +73,12 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def _timing(result: Result, figure: peers.Figure, name: str, timing: Timing) -> dict[str, Any]:
+    has_rate = figure != "latency" and not _is_noise(timing)
     return {
         "us": timing.us,
         "p20": timing.p20,
         "p80": timing.p80,
-        "gb_per_s": None if figure == "latency" else result.case.bytes / timing.us / 1e3,
+        "gb_per_s": result.case.bytes / timing.us / 1e3 if has_rate else None,
         "fraction_of_copy": of_copy(result, figure, name),
         "host_bound": timing.host_bound,
     }
@@ -133,6 +141,9 @@ class Report:
             notes += [f"{result.case}: {name} {what}: {why}" for name, why in others]
         for figure in result.timings:
             self._add_row(self._row(result, figure))
+        if result.steps:
+            steps = ", ".join(f"{name} {_spread(t)}" for name, t in result.steps.items())
+            notes.append(f"{result.case}: whole steps, µs: {steps}")
         for note in notes:
             self._note(f"  {note}")
         self._show_progress(str(result.case))
@@ -147,7 +158,7 @@ class Report:
         timings = result.timings[figure]
         best = best_peer(result, figure)
         best_share = None if best is None else of_copy(result, figure, best)
-        over_xla = speed_up(result, figure)
+        over_xla = speed_up(result, figure, "xla")
         ours_share = of_copy(result, figure, "ours")
         return [
             str(result.case),
@@ -155,7 +166,10 @@ class Report:
             _spread(timings.get("ours")),
             "" if ours_share is None else f"{ours_share:.2f}",
             _copy_rate(result, figure),
-            *("wrong" if c in result.wrong else _spread(timings.get(c)) for c in self._competitors),
+            *(
+                "wrong" if c in result.wrong and c not in timings else _spread(timings.get(c))
+                for c in self._competitors
+            ),
             "" if best_share is None else f"{best_share:.2f} {best}",
             "" if over_xla is None else f"{over_xla:.2f}×",
         ]
@@ -187,7 +201,7 @@ def _copy_rate(result: Result, figure: peers.Figure) -> str:
 def _spread(timing: Timing | None) -> str:
     if timing is None:
         return "-"
-    digits, fewer = (0 if timing.us >= limit else 1 for limit in (1000, 100))
+    digits, fewer = (0 if abs(timing.us) >= limit else 1 for limit in (1000, 100))
     mark = "*" if timing.host_bound else ""
     spread = f"({timing.p20:.{fewer}f}–{timing.p80:.{fewer}f})"
     return f"{timing.us:.{digits}f}{mark} {spread}"

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 Call: TypeAlias = Callable[..., list[Any]]
+Sample: TypeAlias = tuple[float, bool]  # as `Runner.sample` returns it
 
 # Seconds that a runner works before it is measured, and that one sample takes at least, unless
 # that needs more than MAX_RUNS runs (JAX has at most 32 under way on a GPU).
@@ -228,13 +229,18 @@ class LatencyProgram:
 
 
 def measure(runners: Mapping[str, Runner], rounds: int, device: str) -> dict[str, Timing]:
-    """Times all runners, in rounds that each of them has one sample of."""
+    """Times all runners."""
+    return {n: summary(taken) for n, taken in sample_all(runners, rounds, device).items()}
+
+
+def sample_all(runners: Mapping[str, Runner], rounds: int, device: str) -> dict[str, list[Sample]]:
+    """All runners' samples, in rounds that each of them has one sample of."""
     runs = {name: _warm_up(runner, SAMPLE[device]) for name, runner in runners.items()}
-    samples: dict[str, list[tuple[float, bool]]] = {name: [] for name in runners}
+    samples: dict[str, list[Sample]] = {name: [] for name in runners}
     for _ in range(rounds):
         for name, runner in runners.items():
             samples[name].append(runner.sample(runs[name]))
-    return {name: _timing(taken) for name, taken in samples.items()}
+    return samples
 
 
 def _warm_up(runner: Runner, target: float) -> int:
@@ -249,8 +255,12 @@ def _warm_up(runner: Runner, target: float) -> int:
             return runs
 
 
-def _timing(samples: Sequence[tuple[float, bool]]) -> Timing:
-    low, middle, high = np.quantile([1e6 * seconds for seconds, _ in samples], (0.2, 0.5, 0.8))
+def summary(samples: Sequence[Sample], without: Sequence[Sample] | None = None) -> Timing:
+    """What the samples say; less those of the same rounds `without` something, if given."""
+    seconds = np.array([seconds for seconds, _ in samples])
+    if without is not None:
+        seconds -= [seconds for seconds, _ in without]
+    low, middle, high = np.quantile(1e6 * seconds, (0.2, 0.5, 0.8))
     host_bound = sum(bound for _, bound in samples)
     return Timing(float(middle), float(low), float(high), host_bound > len(samples) / 2)
 
