@@ -301,8 +301,8 @@ def _scale_in_place(
     *,
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
-    *leaves, factor = SCALE.prepare(*leaves, _factor(norm, max_norm)[1])
-    calls = (leaves[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
+    *operands, factor = SCALE.prepare(*leaves, _factor(norm, max_norm)[1])
+    calls = (operands[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
     return tuple(x for some in calls for x in SCALE(*some, factor, implementation=implementation))
 
 

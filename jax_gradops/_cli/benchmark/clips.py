@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jax_gradops import backward
 from jax_gradops._cli.benchmark import trees
 from jax_gradops._cli.benchmark.cases import SHORT_DTYPES
-from jax_gradops._ops.global_norm import clip_tree_by_global_norm
+from jax_gradops._ops.global_norm import clip_tree_by_global_norm, inplace_clip_by_global_norm
 
 #: From a tree and `max_norm` to the clipped tree.
 Clip: TypeAlias = Callable[[Any, jax.Array], Any]
@@ -41,26 +40,19 @@ def _transform(tree: Any, max_norm: jax.Array) -> Any:
     return clip_tree_by_global_norm(tree, max_norm)[0]
 
 
-def _forms() -> dict[str, Form]:
-    # The norm reads. Alone, the scaling reads and writes, with a factor of 1 too; in a step, it
-    # belongs to the update, which reads the gradients anyhow.
-    forms = {
-        "transform": Form(_transform, False, True, {True: 3, False: 3}),
-        "step": Form(_transform, True, False, {True: 1, False: 1}),
-    }
-    if hasattr(backward, "inplace_clip_by_global_norm"):
-        inplace = getattr(backward, "inplace_clip_by_global_norm")  # noqa: B009
-
-        def clip(tree: Any, max_norm: jax.Array) -> Any:
-            return inplace(tree, max_norm)[0]
-
-        # Where there is nothing to clip it writes nothing.
-        forms["inplace"] = Form(clip, False, True, {True: 3, False: 1})
-        forms["inplace_step"] = Form(clip, True, True, {True: 3, False: 1})
-    return forms
+def _inplace(tree: Any, max_norm: jax.Array) -> Any:
+    return inplace_clip_by_global_norm(tree, max_norm)[0]
 
 
-FORMS = _forms()
+# The norm reads. Alone, the transform's scaling reads and writes, with a factor of 1 too; in a step it
+# belongs to the update, which reads the gradients anyhow. In place, nothing is written where there is
+# nothing to clip.
+FORMS = {
+    "transform": Form(_transform, False, True, {True: 3, False: 3}),
+    "step": Form(_transform, True, False, {True: 1, False: 1}),
+    "inplace": Form(_inplace, False, True, {True: 3, False: 1}),
+    "inplace_step": Form(_inplace, True, True, {True: 3, False: 1}),
+}
 
 
 @dataclasses.dataclass(frozen=True)
