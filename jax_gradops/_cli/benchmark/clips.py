@@ -44,9 +44,9 @@ def _inplace(tree: Any, max_norm: jax.Array) -> Any:
     return inplace_clip_by_global_norm(tree, max_norm)[0]
 
 
-# The norm reads. Alone, the transform's scaling reads and writes, with a factor of 1 too; in a step it
-# belongs to the update, which reads the gradients anyhow. In place, nothing is written where there is
-# nothing to clip.
+# The norm reads. Alone, the transform's scaling reads and writes, with a factor of 1 too; in a step
+# it belongs to the update, which reads the gradients anyhow. In place, nothing is written where
+# there is nothing to clip.
 FORMS = {
     "transform": Form(_transform, False, True, {True: 3, False: 3}),
     "step": Form(_transform, True, False, {True: 1, False: 1}),
