@@ -224,6 +224,17 @@ GRADOPS_HOST_DEVICE inline double PositivePart(double x) {
 GRADOPS_HOST_DEVICE inline double SelectBySign(double x, double negative, double positive) {
   return x < 0 ? negative : positive;
 }
+// Of numbers from 1 to 2; without the branches of a division.
+GRADOPS_HOST_DEVICE inline double Reciprocal(double x) {
+#if defined(__CUDA_ARCH__)
+  double result;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(result) : "d"(x));  // 20 bits
+  result = fma(result, fma(-x, result, 1.0), result);         // Newton, 40
+  return fma(result, fma(-x, result, 1.0), result);
+#else
+  return 1.0 / x;
+#endif
+}
 GRADOPS_HOST_DEVICE inline double GaussianTail(double a) {
   return 0.5 * std::erfc(a * 0.70710678118654752440);
 }
@@ -241,7 +252,7 @@ GRADOPS_HOST_DEVICE inline Accum<T> Gelu(Accum<T> x) {
     const double a = gelu::ClampedAbs(x);
     if constexpr (kApproximate) {
       const double e = gelu::LogisticExp(a);
-      return gelu::PositivePart(x) - a * e / (1.0 + e);
+      return gelu::PositivePart(x) - a * e * gelu::Reciprocal(1.0 + e);
     } else {
       return gelu::PositivePart(x) - a * gelu::GaussianTail(a);
     }
@@ -263,7 +274,7 @@ GRADOPS_HOST_DEVICE inline Accum<T> GeluDerivative(Accum<T> x) {
   if constexpr (std::is_same_v<T, double>) {
     const double a = gelu::ClampedAbs(x);
     if constexpr (kApproximate) {
-      const double e = gelu::LogisticExp(a), r = 1.0 / (1.0 + e);
+      const double e = gelu::LogisticExp(a), r = gelu::Reciprocal(1.0 + e);
       d = e * r * (1.0 - a * r * 1.5957691216057307117 * (1.0 + 3 * 0.044715 * a * a));
     } else {
       d = gelu::GaussianTail(a) - a * 0.39894228040143267794 * std::exp(-0.5 * a * a);

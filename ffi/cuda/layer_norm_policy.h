@@ -35,11 +35,12 @@
 // multiprocessor's 16 warps without work (2561 to 3584 and 4097 to 7168 features).
 //
 // Direct: threads have 8 elements of a row each, and load the next one to registers while they work
-// on this one, without a ring: float32 that is not framed, of up to 8 blocks (32768 features; 4096
-// without clusters). So a multiprocessor has the 32 KB under way that it takes, and a row's slot in
-// a ring is not idle while it is worked on; widths that leave more than a quarter of the threads
-// without work (40, 160, 260 features) keep the ring. So do 16-bit elements, of which there would
-// be too few for each thread's other work, and 64-bit ones, for which registers are too few.
+// on this one, without a ring: float32 that is not framed, of up to 4096 features. So a
+// multiprocessor has the 32 KB under way that it takes, and a row's slot in a ring is not idle
+// while it is worked on; widths that leave more than a quarter of the threads without work (40,
+// 160, 260 features) keep the ring. So do wider rows, which would wait for more blocks (8192: as
+// fast, 16384: 5 % slower), 16-bit elements, of which there would be too few for each thread's
+// other work, and 64-bit ones, for which registers are too few.
 #pragma once
 
 #include <algorithm>
@@ -290,6 +291,7 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
       held = std::min(held, (ring_budget(1) / (2 * depth * 3) - 32) / task.element_bytes);
     }
     const auto share = [&](int cluster) { return Share(task, cluster, framed); };
+    if (direct && share(1) > held) return false;
     // The fewest blocks that together leave no more than one of 16 warps of a multiprocessor idle.
     const auto warps_in_use = [&](int cluster) {
       const std::int64_t warps = DivideUp(share(cluster), 32 * elements);
@@ -315,9 +317,8 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
   };
   const int max_cluster = MaxCluster(task, forced);
   const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;
-  plan.stream =
-      forced.stream || !task.aligned ||
-      !((may_be_direct && fits(true, std::min(max_cluster, 8))) || fits(false, max_cluster));
+  plan.stream = forced.stream || !task.aligned ||
+                !((may_be_direct && fits(true, max_cluster)) || fits(false, max_cluster));
   if (plan.stream) return plan;
   plan.classes =
       static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));

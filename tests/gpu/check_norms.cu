@@ -91,7 +91,7 @@ int RunAll(const char* dtype, const Filter& filter) {
                               {.groups = 3},
                               {.offset = true},
                               {.centered = false, .narrow = true}};
-  const std::int64_t widths[] = {1, 7, 40, 64, 257, 1000, 2049, 4096, 8200, 16385, 40000};
+  const std::int64_t widths[] = {1, 7, 40, 64, 257, 1000, 2049, 3000, 4096, 8200, 16385, 40000};
   const auto wanted = [](std::int64_t only, std::int64_t value) {
     return only < 0 || only == value;
   };

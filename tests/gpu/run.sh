@@ -112,7 +112,7 @@ driver() {
 }
 
 check() {
-  local norms gelu tool dtype plan plans name status=0 gpus count=0
+  local norms gelu tool dtype parts number numbers name status=0 gpus count=0
   local -A running
   norms=$(driver check_norms) && gelu=$(driver check_gelu) || return
   gpus=$(nvidia-smi -L | wc -l)
@@ -127,14 +127,15 @@ check() {
   }
   for tool in ${TOOLS:-memcheck racecheck synccheck initcheck}; do
     start "$tool-gelu" "$gelu"
+    # check_norms.cu says why; the slowest is run in parts, side by side.
     case $tool in
-      racecheck) plans="0 1 2 3 4 5" ;; # the slowest: side by side
-      synccheck) plans="0 1 2 3 4" ;;   # check_norms.cu says why
-      *) plans=-1 ;;
+      racecheck) parts="-variant" numbers="0 1 2 3 4 5 6 7 8" ;;
+      synccheck) parts="-plan" numbers="0 1 2 3 4" ;;
+      *) parts="-plan" numbers=-1 ;;
     esac
     for dtype in ${DTYPES:-f32 bf16 f16 f64}; do
-      for plan in $plans; do
-        start "$tool-$dtype-$plan" "$norms" "$dtype" -plan "$plan"
+      for number in $numbers; do
+        start "$tool-$dtype-$number" "$norms" "$dtype" $parts "$number"
       done
     done
   done
