@@ -302,7 +302,7 @@ def test_exact_sums(platform, shape, dtype, rng):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_thousand_runs(platform, dtype, rng):
-    """Bitwise equal, in one loop."""
+    """Bitwise equal, in one loop: norms, GELU, clipping."""
     dtype = jnp.dtype(dtype)
     operators = calls(dtype, (300, 130), rng)
     dy = rng.standard_normal((300, 130)).astype(dtype)
@@ -312,6 +312,10 @@ def test_a_thousand_runs(platform, dtype, rng):
         x = operators["rms_norm"].keywords["x"]
         y, mean, rstd = backward.layer_norm_forward(x + dy, implementation="ffi")
         results = [op(dy + y, implementation="ffi") for op in operators.values()]
+        for approximate in (True, False):
+            gelu = functools.partial(jax_gradops.bias_gelu, approximate=approximate)
+            results.append(jax.vjp(gelu, dy, mean[:130])[1](y))
+        results.append(backward.inplace_clip_by_global_norm([dy + y, mean, rstd], 1.0))
         leaves = [y, mean, rstd, *jax.tree.leaves(results)]
         return [lax.bitcast_convert_type(a, bits[a.dtype.itemsize]) for a in leaves]
 

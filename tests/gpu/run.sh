@@ -98,9 +98,9 @@ sanitize() {
   return $status
 }
 
-# The kernels of norms and GELU without JAX, on buffers of exact size, under all four tools.
-# DRIVERS: a folder with check_norms and check_gelu, compiled; otherwise that is done here, in two
-# minutes. TOOLS, DTYPES: some of them; for GELU, all dtypes are one run.
+# The kernels without JAX, on buffers of exact size, under all four tools. DRIVERS: a folder with
+# check_norms, check_gelu and check_clip, compiled; otherwise that is done here, in three minutes.
+# TOOLS: some of them. DTYPES: some, of the norms; the others' runs have all.
 driver() {
   if [ -n "${DRIVERS:-}" ]; then
     echo "$DRIVERS/$1"
@@ -112,9 +112,9 @@ driver() {
 }
 
 check() {
-  local norms gelu tool dtype parts number numbers name status=0 gpus count=0
+  local norms gelu clip tool dtype parts number numbers name status=0 gpus count=0
   local -A running
-  norms=$(driver check_norms) && gelu=$(driver check_gelu) || return
+  norms=$(driver check_norms) && gelu=$(driver check_gelu) && clip=$(driver check_clip) || return
   gpus=$(nvidia-smi -L | wc -l)
   # start NAME COMMAND...: the driver's runs are spread over the GPUs.
   start() {
@@ -127,6 +127,7 @@ check() {
   }
   for tool in ${TOOLS:-memcheck racecheck synccheck initcheck}; do
     start "$tool-gelu" "$gelu"
+    start "$tool-clip" "$clip"
     # check_norms.cu says why; the slowest is run in parts, side by side.
     case $tool in
       racecheck) parts="-variant" numbers="0 1 2 3 4 5 6 7 8" ;;
