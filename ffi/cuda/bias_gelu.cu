@@ -277,12 +277,13 @@ Cut CutGroup(const RowShape& shape, int width, const Param& bias, bool has_colum
     cut.whole_bias = cut.copies == 1 && Aligned(bias.data);
     const std::int64_t times = std::max<std::int64_t>(1, kMostLanes / cut.span);
     cut.copies *= times, cut.span *= times;
-    // Threads that have a pack, in 1/64. A span of several rows keeps the widest tiles: often it is
-    // one, whose block adds the rows up.
+    // Threads that have a pack, in 1/64. A span of several rows that is one tile stays one: its
+    // block adds the rows up.
     const auto share = [&](int lanes) {
       return cut.span * 64 / (CeilDiv(cut.span, lanes) * lanes);
     };
-    for (int lanes = kMostLanes / 2; lanes >= 8 && cut.copies == 1; lanes /= 2) {
+    const bool one_tile = cut.copies > 1 && cut.span <= kMostLanes;
+    for (int lanes = kMostLanes / 2; lanes >= 8 && !one_tile; lanes /= 2) {
       if (share(cut.lanes) < 56 && share(lanes) > share(cut.lanes)) cut.lanes = lanes;
     }
   }
