@@ -74,8 +74,8 @@ struct Filter {
 
 template <typename T>
 int RunAll(const char* dtype, const Filter& filter) {
-  // The last one has clusters of more than 8 blocks: there, synccheck (CUDA 13.0) says "missing
-  // wait" of the ninth block's barrier, which it waits for as the others do.
+  // The last one has clusters of more than 8 blocks: of nine, synccheck (CUDA 13.0) says "missing
+  // wait", as of any program with such clusters (TUNING.md).
   const RowOverride plans[] = {{},
                                {.architecture = 80},
                                {.max_cluster = 8, .max_threads = 32},
