@@ -49,7 +49,7 @@ def implementation_in_use(
     """Which implementation an op runs with ``implementation=None``, and why.
 
     Args:
-      op_name: the name of a public function, such as ``"layer_norm"``.
+      op_name: the name of an op, such as ``"layer_norm"``.
       platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"tpu"``, …; None for JAX's default.
 
     Returns:

@@ -208,25 +208,27 @@ def test_clip_of_trees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(clip_loops, "turns", lambda group, platform: 3)  # as on a GPU
-    arguments = ("--tree", "2x33,mixed3", "--form", "transform,step", "--dtype", "bf16")
+    forms = ("transform", "step", "inplace", "inplace_step")
+    arguments = ("--tree", "2x33,mixed3", "--form", ",".join(forms), "--dtype", "bf16")
     status, report = bench_clip(tmp_path, *arguments)
     assert status == 0 and report["suite"] == "clip" and report["left_out"] == []
     found = [(r["tree"], r["form"], r["dtype"], r["clipping"]) for r in report["results"]]
     assert found == [
         (tree, form, dtype, clipping)
         for tree, dtype in (("2x33", "bfloat16"), ("mixed3", "mixed"))
-        for form in ("transform", "step")
+        for form in forms
         for clipping in (True, False)
     ]
     for result in report["results"]:
         assert result["wrong"] == result["failed"] == {}
         assert result["warm"]["peers"].keys() == {"ours", "xla", "copy"}
         assert result["calls"] == {"cold": 0, "warm": 3}
-        step = result["form"] == "step"
+        step = result["form"].endswith("step")
         assert result.get("steps", {}).keys() == ({"ours", "without", "xla"} if step else set())
         assert step == ("without" in result["errors"])
         if result["tree"] == "2x33":
-            assert (result["leaves"], result["bytes"]) == (2, 2 * 33 * 2 * (1 if step else 3))
+            writes = result["clipping"] if "inplace" in result["form"] else not step
+            assert (result["leaves"], result["bytes"]) == (2, 2 * 33 * 2 * (3 if writes else 1))
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("transform not clipping mixed mixed3 ") for line in lines)
     assert any("step clipping bf16 2x33: whole steps, µs: ours " in line for line in lines)

@@ -49,11 +49,24 @@ def repeated_sum(terms: np.ndarray, rows: int) -> oracles.Reference:
 @pytest.mark.parametrize("op", ["layer_norm", "bias_gelu"])
 def test_rows(platform, rows, distinct, op):
     """Every row of y and dx is right, and so are the parameters' gradients."""
+    check_rows(op, rows, distinct)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "bias_gelu"])
+def test_float32_rows(platform, distinct, op):
+    """So many that on GPUs, threads add up their sums in parts."""
+    rows = 2**11 + 3 if platform == "cpu" else 2**17 + 3
+    check_rows(op, rows, distinct.astype(np.float32))
+
+
+def check_rows(op: str, rows: int, distinct: np.ndarray) -> None:
     parameter = np.linspace(0.5, 2, FEATURES, dtype=np.float32)
 
     def apply(x: Any, p: Any) -> Any:
         if op == "bias_gelu":
             return jax_gradops.bias_gelu(x, p, implementation="ffi")
+        if op == "rms_norm":
+            return jax_gradops.rms_norm(x, p, epsilon=1e-2, implementation="ffi")
         return jax_gradops.layer_norm(x, p, p, epsilon=1e-2, implementation="ffi")
 
     @jax.jit
@@ -79,8 +92,8 @@ def test_rows(platform, rows, distinct, op):
     if op == "bias_gelu":
         terms = dy * oracles.gelu_derivative(x + parameter, True)
     else:
-        x_hat = oracles.norm(x, epsilon=1e-2, centered=True).value
-        terms = dy * x_hat + dy
+        x_hat = oracles.norm(x, epsilon=1e-2, centered=op == "layer_norm").value
+        terms = dy * x_hat + (dy if op == "layer_norm" else 0)
     assert_matches(gradient, repeated_sum(terms, rows), np.float32, np.float32, "gradient")
 
 

@@ -265,8 +265,10 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 
 // --- Launchers -----------------------------------------------------------------------------------
 
-// Of packs of `width`; turns and slices are the caller's.
-Cut CutGroup(const RowShape& shape, int width, const Param& bias, bool has_columns) {
+// Of packs of `width`; turns and slices are the caller's. narrow: whether spans of several rows may
+// have tiles of less than a warp.
+Cut CutGroup(const RowShape& shape, int width, const Param& bias, bool has_columns,
+             bool narrow = true) {
   const std::int64_t elements = shape.rows * shape.features;
   Cut cut{};
   cut.packs = elements / width, cut.rest = elements % width;
@@ -282,7 +284,7 @@ Cut CutGroup(const RowShape& shape, int width, const Param& bias, bool has_colum
     const auto share = [&](int lanes) {
       return cut.span * 64 / (CeilDiv(cut.span, lanes) * lanes);
     };
-    const bool one_tile = cut.copies > 1 && cut.span <= kMostLanes;
+    const bool one_tile = cut.copies > 1 && (cut.span <= kMostLanes || !narrow);
     for (int lanes = kMostLanes / 2; lanes >= 8 && !one_tile; lanes /= 2) {
       if (share(cut.lanes) < 56 && share(lanes) > share(cut.lanes)) cut.lanes = lanes;
     }
@@ -353,12 +355,13 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
   }
   const bool has_columns = args.bias.data != nullptr || dbias != nullptr;
   // Rows that start anywhere may need more partial rows than there are.
-  const bool fits =
-      dbias == nullptr ||
-      CutGroup(args.shape, kVec<T>, args.bias, true).partial_rows(rows) <= args.partial_rows;
+  constexpr bool kNarrow = !std::is_same_v<A, double>;  // which then takes longer (TUNING.md)
+  const bool fits = dbias == nullptr ||
+                    CutGroup(args.shape, kVec<T>, args.bias, true, kNarrow).partial_rows(rows) <=
+                        args.partial_rows;
   const bool aligned = Aligned(args.dy, args.x, args.dx);
   return DispatchWidth<T>(args.shape, aligned && fits, [&]<int W>() {
-    Cut cut = CutGroup(args.shape, W, args.bias, has_columns);
+    Cut cut = CutGroup(args.shape, W, args.bias, has_columns, kNarrow);
     const std::int64_t partial_rows = cut.partial_rows(rows);
     std::int64_t most_slices = CeilDiv(cut.spans, cut.at_once);
     if (dbias != nullptr) most_slices = std::min(most_slices, args.partial_rows / partial_rows);

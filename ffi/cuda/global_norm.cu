@@ -185,8 +185,7 @@ __device__ __forceinline__ double ShareOf(const T* __restrict__ x, std::int64_t 
   return sum;
 }
 
-// --- Scaling by one thread
-// ------------------------------------------------------------------------
+// --- Scaling by one thread -----------------------------------------------------------------------
 
 template <typename T, typename A>
 __device__ __forceinline__ T Scaled(T value, A factor) {

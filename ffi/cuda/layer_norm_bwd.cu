@@ -42,7 +42,8 @@ cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, 
 // The split of shared memory and L1 cache, in percent: for a ring, all is shared; without, twice
 // 16 KB of sums, static memory and what CUDA keeps, on any GPU.
 int CarveoutOf(const BackwardPlan& plan) {
-  return plan.direct ? static_cast<int>(CeilDiv(100 * 40 * 1024, CurrentDevice().shared_bytes))
+  const int all = std::max(1, CurrentDevice().shared_bytes);
+  return plan.direct ? static_cast<int>(std::min<std::int64_t>(100, CeilDiv(100 * 40 * 1024, all)))
                      : cudaSharedmemCarveoutMaxShared;
 }
 

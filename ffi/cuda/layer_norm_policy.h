@@ -26,13 +26,13 @@
 //   async   sm_80: each thread orders its own 16 bytes at a time
 //
 //   features                              threads per row            without clusters
-//   (float64, and direct: half of it)
+//   (float64: half of it; direct: half of it, up to 4096)
 //   up to 512                             1 to 32 lanes; framed: 32  the same
 //   up to 8192                            64 to 512 threads          the same
 //   up to 131072                          2 to 16 blocks of those    streamed
 //
 // Below 8192 features, too, a row gets a cluster where one block of it would leave two or more of a
-// multiprocessor's 16 warps without work (2561 to 3584 and 4097 to 7168 features).
+// multiprocessor's 16 warps without work (2561 to 3584 and 4097 to 7168 features; direct: half).
 //
 // Direct: threads have 8 elements of a row each, and load the next one to registers while they work
 // on this one, without a ring: float32 that is not framed, of up to 4096 features. So a

@@ -80,6 +80,7 @@ def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     return jnp.where(factor == 1, x, (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype))
 
 
+# The choice has no derivative by a factor of 1, which may come of norm == max_norm.
 @_scaled.defjvp
 def _scaled_jvp(primals: Any, tangents: Any) -> Any:
     (x, factor), (dx, dfactor) = primals, tangents
@@ -182,7 +183,7 @@ def global_norm(tree: Any) -> jax.Array:
         empty leaves are passed over.
 
     Returns:
-      A float32 scalar (float64 if any leaf is float64); 0 for a tree without elements.
+      A float32 scalar (float64 if any leaf with elements is float64); 0 for a tree without any.
 
     Raises:
       TypeError: for a leaf of another dtype; the message names its place in the tree.
@@ -233,13 +234,14 @@ def clip_tree_by_global_norm(
         `optax.MaskedNode` and empty leaves pass through.
       max_norm: a number, or a scalar array, which may be traced; at least 0.
       nonfinite: what to do when the norm is infinite or NaN. ``"propagate"``, as Optax: a NaN norm
-        makes all leaves NaN, an infinite one makes them ``g * 0``. ``"zero"``: all leaves become 0.
+        makes all leaves NaN, an infinite one makes them ``g * 0`` (NaN if `max_norm` is infinite,
+        too). ``"zero"``: all leaves become 0.
       implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
         where there is one.
 
     Returns:
       The clipped tree, each leaf in its dtype, and the norm before clipping: a float32 scalar
-      (float64 if any leaf is float64).
+      (float64 if any leaf with elements is float64).
 
     Raises:
       TypeError: for a leaf of another dtype, or a `max_norm` that is no number.
@@ -316,8 +318,8 @@ def inplace_clip_by_global_norm(
 
     ONNX Runtime's InplaceClipGradNorm: a sequence of gradients in, the same sequence out, in the
     same memory. The norm and the scaling are native operations over the whole tree; where nothing
-    is clipped, no leaf is written. `jax_gradops.clip_tree_by_global_norm` leaves the scaling to
-    XLA, which is faster where an optimizer's update follows.
+    is clipped, the kernels write no leaf. `jax_gradops.clip_tree_by_global_norm` leaves the scaling
+    to XLA, which is faster where an optimizer's update follows.
 
     Args:
       tree: any pytree (a list, say) of float16, bfloat16, float32 or float64 arrays, in any
@@ -329,7 +331,7 @@ def inplace_clip_by_global_norm(
 
     Returns:
       The clipped tree, each leaf in its dtype, and the norm before clipping: a float32 scalar
-      (float64 if any leaf is float64).
+      (float64 if any leaf with elements is float64).
 
     Raises:
       TypeError: for a leaf of another dtype, or a `max_norm` that is no number.
@@ -354,9 +356,11 @@ def inplace_clip_by_global_norm(
     leaves = _leaves(op, tree)
     norm = _norm_of_all(leaves, implementation)
     with_elements = tuple(leaf for leaf in leaves if leaf.size)
-    if not with_elements:
-        return tree, norm
-    scaled = iter(_scale_in_place(with_elements, norm, limit, implementation=implementation))
+    scaled = iter(
+        _scale_in_place(with_elements, norm, limit, implementation=implementation)
+        if with_elements
+        else ()
+    )
     clipped = [next(scaled) if leaf.size else leaf for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm
 

@@ -6,9 +6,10 @@ device to run. A loop's turns are one after the other, and each has to do all of
 - What is carried from turn to turn has one buffer, as donated arguments have: alone, the gradients
   that a turn has clipped are those that the next one clips. XLA fuses nothing over the end of a
   turn and, as it knows the number of turns, the host takes no part in them.
-- In a step the clipped gradients are not kept, as they would have to be written, which a training
-  step need not. The same gradients serve all turns. A barrier ties them to the number of the turn:
-  else their norm would be taken out of the loop. It is there without a clip too.
+- In a step the clipped gradients are not kept (but in "inplace_step"), as they would have to be
+  written, which a training step need not. The same gradients serve all turns. A barrier ties them
+  to the number of the turn: else their norm would be taken out of the loop. It is there without a
+  clip too.
 - `max_norm` is an argument, and falls a little in each turn where the turn before has clipped
   already, so that each turn clips.
 """

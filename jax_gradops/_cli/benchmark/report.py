@@ -26,8 +26,12 @@ def of_copy(result: Result, figure: peers.Figure, name: str) -> float | None:
 
 
 def best_peer(result: Result, figure: peers.Figure) -> str | None:
-    """The fastest competitor."""
-    others = {n: t for n, t in result.timings.get(figure, {}).items() if n not in ("ours", "copy")}
+    """The fastest competitor of those that are right."""
+    others = {
+        name: timing
+        for name, timing in result.timings.get(figure, {}).items()
+        if name not in ("ours", "copy", *result.wrong) and not _is_noise(timing)
+    }
     return min(others, key=lambda n: others[n].us) if others else None
 
 
@@ -167,7 +171,8 @@ class Report:
             "" if ours_share is None else f"{ours_share:.2f}",
             _copy_rate(result, figure),
             *(
-                "wrong" if c in result.wrong and c not in timings else _spread(timings.get(c))
+                ("wrong " if c in result.wrong else "")
+                + ("" if c in result.wrong and c not in timings else _spread(timings.get(c)))
                 for c in self._competitors
             ),
             "" if best_share is None else f"{best_share:.2f} {best}",
