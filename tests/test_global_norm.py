@@ -651,18 +651,21 @@ def test_vmap_over_many_examples(platform, rng):
         (True, {}, TypeError, r"max_norm must be a number.*True"),
         (np.ones(2), {}, TypeError, r"max_norm must be a number.*\(2,\)"),
         (jnp.ones(2), {}, TypeError, r"max_norm must be a number.*\(2,\)"),
-        (1.0, {"nonfinite": "raise"}, ValueError, r"nonfinite must be 'propagate' or.*'raise'"),
         (1.0, {"implementation": "gpu"}, ValueError, r"implementation must be.*'gpu'"),
     ],
 )  # fmt: skip
 def test_errors(op, max_norm, options, exception, message):
     tree = () if op == "clip_by_global_norm" else ({"w": jnp.ones(3, jnp.float32)},)
-    if op.startswith("inplace") and "nonfinite" in options:
-        pytest.skip("it propagates them")
     with pytest.raises(exception, match=rf"^{op}: {message}"):
         getattr(backward if op.startswith("inplace") else jax_gradops, op)(
             *tree, max_norm, **options
         )
+
+
+def test_unknown_nonfinite():
+    for op, tree in (("clip_tree_by_global_norm", ([np.ones(2)],)), ("clip_by_global_norm", ())):
+        with pytest.raises(ValueError, match=f"^{op}: nonfinite must be 'propagate' or.*'raise'"):
+            getattr(jax_gradops, op)(*tree, 1.0, nonfinite="raise")
 
 
 def test_errors_in_the_tree():
