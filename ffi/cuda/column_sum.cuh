@@ -89,21 +89,19 @@ cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const Colum
                             std::int64_t groups, std::int64_t stride, std::int64_t partial_rows,
                             std::int64_t features, int carveout = cudaSharedmemCarveoutMaxShared) {
   const std::int64_t items = groups * sums.count * CeilDiv(features, kColumnTile);
-  auto* const kernel = &ColumnSumKernel<A>;
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout);
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[0].val.sharedMemCarveout = static_cast<unsigned>(carveout);
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(GridBlocks(items));
   config.blockDim = dim3(kColumnTile, kColumnSlices);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = CurrentDevice().architecture >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, workspace, sums, stride, partial_rows, features,
-                            items);
+  config.attrs = attributes;
+  config.numAttrs = CurrentDevice().architecture >= 90 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, &ColumnSumKernel<A>, workspace, sums, stride, partial_rows,
+                            features, items);
 }
 
 }  // namespace gradops

@@ -50,22 +50,28 @@ int CarveoutOf(const BackwardPlan& plan) {
 // How many blocks, or clusters, of a persistent kernel run at a time; 0: clusters, but none can.
 template <typename Kernel>
 cudaError_t CountResident(const BackwardPlan& plan, Kernel* kernel, std::int64_t& resident) {
-  // As much shared memory as any plan takes, and always the same split of it and the L1 cache, as
-  // another one makes multiprocessors idle between kernels.
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            CurrentDevice().shared_bytes - 4096);
-  if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                CarveoutOf(plan));
-  if (status != cudaSuccess) return status;
-  if (plan.cluster > 1) {
-    resident = ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
-    return cudaSuccess;
-  }
+  const auto ask = [&](int& count) {
+    // As much shared memory as any plan takes, and always the same split of it and the L1 cache, as
+    // another one makes multiprocessors idle between kernels.
+    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              CurrentDevice().shared_bytes - 4096);
+    if (status != cudaSuccess) return status;
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  CarveoutOf(plan));
+    if (status != cudaSuccess) return status;
+    if (plan.cluster > 1) {
+      count = ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
+      return cudaSuccess;
+    }
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &count, kernel, plan.threads(), static_cast<std::size_t>(plan.shared_bytes));
+    count = std::max(1, count) * MultiprocessorCount();
+    return status;
+  };
   int count = 0;
-  status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      &count, kernel, plan.threads(), static_cast<std::size_t>(plan.shared_bytes));
-  resident = std::int64_t{std::max(1, count)} * MultiprocessorCount();
+  const cudaError_t status = Remembered(reinterpret_cast<const void*>(kernel), plan.threads(),
+                                        plan.shared_bytes, plan.cluster, count, ask);
+  resident = count;
   return status;
 }
 

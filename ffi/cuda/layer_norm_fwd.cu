@@ -45,19 +45,27 @@ cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
                           const ForwardPlan& plan, bool& done) {
   auto* const kernel = &ForwardKernel<T, ParamT, P, kDivision, kCentered>;
   constexpr bool kFramed = kDivision == Division::kFramed;
-  cudaError_t status = cudaSuccess;
-  if constexpr (kFramed) {
-    status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFramedBytes);
-  }
-  // Parameters shall stay in the L1 cache: so much (in %) is enough for blocks' own memory.
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  kFramed ? (sizeof(T) == 2 ? 75 : 40) : 10);
-  }
+  const auto ask = [&](int& count) {
+    cudaError_t status = cudaSuccess;
+    if constexpr (kFramed) {
+      status =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFramedBytes);
+    }
+    // Parameters shall stay in the L1 cache: so much (in %) is enough for blocks' own memory.
+    if (status == cudaSuccess) {
+      status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    kFramed ? (sizeof(T) == 2 ? 75 : 40) : 10);
+    }
+    count = plan.cluster == 1
+                ? 1
+                : ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
+    return status;
+  };
+  int resident = 0;
+  const cudaError_t status = Remembered(reinterpret_cast<const void*>(kernel), plan.threads(),
+                                        plan.shared_bytes, plan.cluster, resident, ask);
   if (status != cudaSuccess) return status;
-  done = plan.cluster == 1 ||
-         ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster) > 0;
+  done = resident > 0;
   if (!done) return cudaSuccess;
   const std::int64_t blocks = CeilDiv(args.shape.rows, std::int64_t{plan.step} * plan.rounds) *
                               (plan.step / plan.teams) * plan.cluster;
