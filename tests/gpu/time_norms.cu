@@ -1,14 +1,15 @@
 // Times layer norm's CUDA launchers without JAX: for tuning, where a build of the package takes
-// longer than an idea. Each figure is the median of 9 series of 6 calls over three sets of buffers,
-// several times the L2 cache; "of copy" is the op's minimum traffic over its time, against
-// cudaMemcpyAsync of an array of x's size. Results are compared with float64 on 128 rows and in all
-// column sums.
+// longer than an idea. Each figure is the median of 9 replays of a CUDA graph of calls (6; of few
+// rows 60) over three sets of buffers, several times the L2 cache if rows are many; "of copy" is
+// the op's minimum traffic over its time, against cudaMemcpyAsync of an array of x's size. Results
+// are compared with float64 on 128 rows and in all column sums.
 //
 //   nvcc -std=c++20 -arch=sm_90 -O3 --expt-relaxed-constexpr -Iffi -isystem JAXLIB/include
 //     tests/gpu/time_norms.cu -o time_norms          (JAXLIB: the folder of the Python package
 //     jaxlib)
 //   ./time_norms [-t bf16|f16|f32|f64] [-h features,...] [-o "LN fwd"] [-x times as many rows]
-//     [-n: no comparison] and what cuda/layer_norm_policy.h lets force: [-arch 80] [-threads 256]
+//     [-r rows] [-n: no comparison] and what cuda/layer_norm_policy.h lets force: [-arch 80]
+//     [-threads 256]
 //     [-cluster 8] [-stages 3] [-stream] [-ring]
 #include <algorithm>
 #include <cmath>
@@ -29,7 +30,7 @@ struct Options {
   std::string type = "bf16", only;
   std::vector<std::int64_t> features{64,   128,  256,  512,   1000,  1024,  2048, 4096,
                                      4097, 5120, 8192, 12288, 16384, 32768, 65536};
-  std::int64_t times = 1;
+  std::int64_t times = 1, rows = 0;
   bool compare = true;
 };
 
@@ -114,30 +115,48 @@ __global__ void CompareSums(const T* dy, const T* x, const A* mean, const A* rst
     const double term = Wide(dy[r * features + c]) * (Wide(x[r * features + c]) - shift) * rstd[r];
     sum += term, size += fabs(term);
   }
-  Worst(worst, fabs(sum - dscale[c]) / size);
+  if (size > 0) Worst(worst, fabs(sum - dscale[c]) / size);
 }
 
 struct Timing {
   float low, median, high;  // microseconds: 20th, 50th, 80th percentile
 };
 
+cudaStream_t Stream() {
+  static const cudaStream_t stream = [] {
+    cudaStream_t created;
+    Check(cudaStreamCreate(&created));
+    return created;
+  }();
+  return stream;
+}
+
+// A graph, as XLA's command buffers are: of small arrays, the host's launches would decide.
 template <typename Fn>
-Timing Time(const Fn& fn) {
+Timing Time(const Fn& fn, int calls) {
   cudaEvent_t start, stop;
   Check(cudaEventCreate(&start));
   Check(cudaEventCreate(&stop));
+  for (int i = 0; i < kSets; ++i) fn(i);
+  cudaGraph_t graph;
+  cudaGraphExec_t program;
+  Check(cudaStreamBeginCapture(Stream(), cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < calls; ++i) fn(i % kSets);
+  Check(cudaStreamEndCapture(Stream(), &graph));
+  Check(cudaGraphInstantiate(&program, graph, 0));
   std::vector<float> samples;
-  for (int i = 0; i < 3; ++i) fn(i);
-  for (int series = 0; series < 9; ++series) {
-    Check(cudaEventRecord(start));
-    for (int i = 0; i < 6; ++i) fn(i % kSets);
-    Check(cudaEventRecord(stop));
+  for (int series = 0; series < 10; ++series) {
+    Check(cudaEventRecord(start, Stream()));
+    Check(cudaGraphLaunch(program, Stream()));
+    Check(cudaEventRecord(stop, Stream()));
     Check(cudaEventSynchronize(stop));
     float ms = 0;
     Check(cudaEventElapsedTime(&ms, start, stop));
-    samples.push_back(ms / 6 * 1e3f);
+    if (series > 0) samples.push_back(ms / static_cast<float>(calls) * 1e3f);
   }
   Check(cudaGetLastError());
+  Check(cudaGraphExecDestroy(program));
+  Check(cudaGraphDestroy(graph));
   std::sort(samples.begin(), samples.end());
   return {samples[1], samples[4], samples[7]};
 }
@@ -171,12 +190,16 @@ void Run(const Options& options) {
   Fill<<<64, 256>>>(bias, widest, 6, 0.3f, 0.f);
 
   const auto bytes = static_cast<std::size_t>(elements) * sizeof(T);
-  const Timing copy =
-      Time([&](int k) { Check(cudaMemcpyAsync(y[k], x[k], bytes, cudaMemcpyDeviceToDevice)); });
+  Check(cudaDeviceSynchronize());
+  const int calls = options.rows > 0 ? 60 : 6;
+  const auto copied = [&](int k) {
+    Check(cudaMemcpyAsync(y[k], x[k], bytes, cudaMemcpyDeviceToDevice, Stream()));
+  };
+  const Timing copy = Time(copied, 6);
   const double rate = 2.0 * static_cast<double>(bytes) / copy.median;
   std::printf("%s copy %.1f us, %.3f TB/s\n", options.type.c_str(), copy.median, rate * 1e-6);
   for (const std::int64_t features : options.features) {
-    const std::int64_t rows = elements / features;
+    const std::int64_t rows = options.rows > 0 ? options.rows : elements / features;
     for (const bool centered : {true, false}) {
       const auto forward = [&](int k) {
         LayerNormFwdArgs args{};
@@ -184,7 +207,7 @@ void Run(const Options& options) {
         args.epsilon = 1e-6, args.x = x[k], args.scale = {scale, 0, ffi::F32};
         if (centered) args.bias = {bias, 0, ffi::F32}, args.mean = mean;
         args.y = y[k], args.rstd = rstd;
-        Check(LayerNormFwd(CudaContext{nullptr}, args));
+        Check(LayerNormFwd(CudaContext{Stream()}, args));
       };
       const auto backward = [&](int k) {
         LayerNormBwdArgs args{};
@@ -196,7 +219,7 @@ void Run(const Options& options) {
         args.workspace = workspace;
         args.partial_rows = std::max<std::int64_t>(
             1, std::min({rows, std::int64_t{512}, (std::int64_t{1} << 23) / features}));
-        Check(LayerNormBwd(CudaContext{nullptr}, args));
+        Check(LayerNormBwd(CudaContext{Stream()}, args));
       };
       for (const bool is_forward : {true, false}) {
         const std::string name =
@@ -208,6 +231,7 @@ void Run(const Options& options) {
         if (options.compare) {
           T* const result = is_forward ? nullptr : dx[0];
           if (!is_forward) backward(0);
+          Check(cudaStreamSynchronize(Stream()));
           const std::int64_t compared = std::min(rows, kCompared);
           for (const std::int64_t first : {std::int64_t{0}, rows - compared}) {
             CompareRows<<<static_cast<unsigned>(compared), 256>>>(
@@ -219,7 +243,7 @@ void Run(const Options& options) {
           }
           Check(cudaMemcpy(errors, worst, sizeof(errors), cudaMemcpyDeviceToHost));
         }
-        const Timing time = is_forward ? Time(forward) : Time(backward);
+        const Timing time = is_forward ? Time(forward, calls) : Time(backward, calls);
         const double traffic = (is_forward ? 2.0 : 3.0) * rows * features * sizeof(T);
         std::printf("%s %8lld x %-6lld %-7s %7.1f us (%.1f-%.1f)  %.3f of copy  errors %.1e %.1e\n",
                     options.type.c_str(), static_cast<long long>(rows),
@@ -250,6 +274,8 @@ int Main(int argc, char** argv) {
       options.only = value();
     } else if (flag == "-x") {
       options.times = number();
+    } else if (flag == "-r") {
+      options.rows = number();
     } else if (flag == "-n") {
       options.compare = false;
     } else if (flag == "-arch") {

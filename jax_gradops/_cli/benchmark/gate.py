@@ -70,8 +70,9 @@ def mistakes(
         return f"results have shapes {', '.join(str(r.shape) for r in results)}", float("nan")
     if results[0].dtype != types[0].dtype:
         return f"{names[0]} has dtype {results[0].dtype}", float("nan")
-    # Others may give parameters' gradients in x's dtype.
-    cast = [r.astype(t.dtype) for r, t in zip(results, types, strict=True)]
+    # Others may give parameters' gradients in x's dtype. Copied, as XLA's command buffers copy no
+    # memory that PyTorch has allocated (jax 0.11: CUDA_ERROR_INVALID_VALUE).
+    cast = [jnp.copy(r).astype(t.dtype) for r, t in zip(results, types, strict=True)]
     found, got, arguments = jax.device_get(checked(cast, [*dy, x, *inputs.parameters]))
     errors = [(n, r, f) for n, r, f in zip(names, results, found, strict=False)]
     if case.operation.row_wise:

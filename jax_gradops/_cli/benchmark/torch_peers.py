@@ -138,6 +138,7 @@ class CapturedCalls:
     def __init__(self, sequence: Sequence[Any], keep: bool, stream: Any) -> None:
         torch = torch_functions.torch_module()
         self.calls, self._stream = len(sequence), stream
+        self._sequence = sequence  # holds the arguments, whose memory the graph reads
         with torch.cuda.stream(stream):  # first calls compile and allocate
             for _ in range(2):
                 _run_all(sequence[:1], keep)
