@@ -146,6 +146,7 @@ class WideParam {
       return ffi::Error::Success();
     });
   }
+  bool empty() const { return data_ == nullptr; }
   const A* operator()(std::int64_t group, std::int64_t start) const {
     if (data_ == nullptr) return kConstantBlock<A, kAbsent>.data();
     return data_ + group * stride_ + start;
