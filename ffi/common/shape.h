@@ -162,7 +162,12 @@ class RowChecker {
 
   // [features] or [groups..., features]; or absent.
   Param OptionalParam(std::string_view name, const ffi::AnyBuffer& buffer, ParamDtype dtype) {
-    if (!ok() || IsAbsent(buffer)) return {};
+    return ok() && !IsAbsent(buffer) ? RequiredParam(name, buffer, dtype) : Param{};
+  }
+
+  // The same, and there.
+  Param RequiredParam(std::string_view name, const ffi::AnyBuffer& buffer, ParamDtype dtype) {
+    if (!ok()) return {};
     const bool shared = buffer.dimensions().size() == 1;
     CheckParam(name, buffer, shared, dtype);
     return {buffer.untyped_data(), shared ? 0 : shape_.features, buffer.element_type()};
@@ -176,13 +181,7 @@ class RowChecker {
     return {buffer.untyped_data(), buffer.element_type()};
   }
 
-  // [groups..., features] in the accumulation dtype.
-  void* FeatureStat(std::string_view name, const ffi::AnyBuffer& buffer) {
-    if (ok()) CheckParam(name, buffer, /*shared=*/false, ParamDtype::kAccum);
-    return buffer.untyped_data();
-  }
-
-  // The same, or absent: null.
+  // [groups..., features] in the accumulation dtype; or absent: null.
   void* OptionalFeatureStat(std::string_view name, const ffi::AnyBuffer& buffer) {
     return OptionalParamGrad(name, buffer, ParamDtype::kAccum).data;
   }

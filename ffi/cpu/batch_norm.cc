@@ -299,44 +299,44 @@ void Statistics(const CpuContext& pool, const BatchNormFwdArgs& args) {
 
 // --- What y and dx are made of -------------------------------------------------------------------
 
+// Given statistics, [channels] in the accumulation type, or shared by all groups.
+template <typename A>
+struct Given {
+  Param param;
+  A operator()(std::int64_t group, std::int64_t channel) const {
+    return param.data == nullptr
+               ? A{0}
+               : static_cast<const A*>(param.data)[group * param.group_stride + channel];
+  }
+};
+
 // z = (x - mean) * factor + offset is what the activation is applied to, but for the residual.
 template <typename A, bool kFirst>
 struct Affine {
   PerChannel<A, kFirst> mean, factor, offset;
 
-  Affine(const CpuContext& pool, const ChannelShape& shape, const Param& scale_param,
-         const Param& bias_param, const void* mean_of, const void* rstd, const void* delta)
-      : Affine(pool, shape, {pool, scale_param, shape.outer, 0}, {pool, bias_param, shape.outer, 0},
-               static_cast<const A*>(mean_of), static_cast<const A*>(rstd),
-               static_cast<const A*>(delta)) {}
+  Affine(const CpuContext& pool, const ChannelShape& shape, const Param& scale, const Param& bias,
+         const Given<A>& mean, const Given<A>& rstd, const Given<A>& delta)
+      : Affine(pool, shape, WideParam<A, 1>(pool, scale, shape.outer, 0),
+               WideParam<A, 0>(pool, bias, shape.outer, 0), mean, rstd, delta) {}
 
  private:
   Affine(const CpuContext& pool, const ChannelShape& shape, const WideParam<A, 1>& scale,
-         const WideParam<A, 0>& bias, const A* mean_of, const A* rstd, const A* delta)
-      : mean(pool, shape,
-             [&](std::int64_t g, std::int64_t c) { return mean_of[g * shape.channels() + c]; }),
+         const WideParam<A, 0>& bias, const Given<A>& mean, const Given<A>& rstd,
+         const Given<A>& delta)
+      : mean(pool, shape, mean),
         factor(pool, shape,
-               [&](std::int64_t g, std::int64_t c) {
-                 return rstd[g * shape.channels() + c] * One(scale, g, c);
-               }),
+               [&](std::int64_t g, std::int64_t c) { return rstd(g, c) * scale.at(g, c); }),
         offset(pool, shape, [&](std::int64_t g, std::int64_t c) {
-          const std::int64_t i = g * shape.channels() + c;
-          const A b = One(bias, g, c);
-          return delta == nullptr ? b : b - delta[i] * (rstd[i] * One(scale, g, c));
+          return bias.at(g, c) - delta(g, c) * (rstd(g, c) * scale.at(g, c));
         }) {}
-
-  // An absent parameter's constants are a block of the same number.
-  template <int kAbsent>
-  static A One(const WideParam<A, kAbsent>& param, std::int64_t group, std::int64_t channel) {
-    return param.empty() ? A{kAbsent} : param(group, channel)[0];
-  }
 };
 
 template <typename T, bool kFirst>
 ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   using A = Accum<T>;
   const std::int64_t elements = args.shape.elements();
-  if (args.mean == nullptr) {
+  if (args.mean.data == nullptr) {
     if (elements > 0) {
       Statistics<T, kFirst>(pool, args);
     } else {
@@ -352,10 +352,13 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   }
   if (args.y == nullptr || elements == 0) return ffi::Error::Success();
 
-  const bool own = args.mean == nullptr;
+  const bool own = args.mean.data == nullptr;
+  const auto statistic = [&](const Param& given, const void* batch) {
+    return Given<A>{own ? Param{batch, args.shape.channels(), kDtype<A>} : given};
+  };
   const Affine<A, kFirst> affine(
-      pool, args.shape, args.scale, args.bias, own ? args.batch_mean : args.mean,
-      own ? args.batch_rstd : args.rstd, own ? args.batch_delta : args.delta);
+      pool, args.shape, args.scale, args.bias, statistic(args.mean, args.batch_mean),
+      statistic(args.rstd, args.batch_rstd), statistic(args.delta, args.batch_delta));
   const Runs runs(args.shape);
   ForRuns(pool, args.shape, 2 * sizeof(T), [&](std::int64_t group, std::int64_t run) {
     WideRun<T> x_run(args.x, runs, group, run), residual_run(args.residual, runs, group, run);
@@ -507,45 +510,42 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   using A = Accum<T>;
   const Runs runs(args.shape);
   const std::int64_t n = args.shape.outer.groups * runs.channels;
-  const Affine<A, kFirst> affine(pool, args.shape, args.scale, args.bias, args.mean, args.rstd,
-                                 args.delta);
-  const auto* const rstd = static_cast<const A*>(args.rstd);
-  const auto* const delta = static_cast<const A*>(args.delta);
-  std::vector<A> means[2];  // of dz and dz * x_hat
-  for (auto& mean : means) mean.resize(static_cast<std::size_t>(n));
-  if (args.mean_dz != nullptr) {
-    std::copy_n(static_cast<const A*>(args.mean_dz), n, means[0].data());
-    std::copy_n(static_cast<const A*>(args.mean_dz_x_hat), n, means[1].data());
-  } else {
+  const Given<A> rstd{args.rstd}, delta{args.delta};
+  const Affine<A, kFirst> affine(pool, args.shape, args.scale, args.bias, Given<A>{args.mean}, rstd,
+                                 delta);
+  std::vector<A> own[2];  // means of dz and dz * x_hat
+  const bool given = args.mean_dz.data != nullptr;
+  if (!given) {
+    for (auto& mean : own) mean.resize(static_cast<std::size_t>(n));
     const Sums<2> sums =
         args.shape.elements() > 0 ? GradientSums<T, kFirst>(pool, args, affine) : Zeros<2>(n);
     const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
     const double terms = static_cast<double>(std::max<std::int64_t>(1, args.shape.terms()));
     for (std::int64_t i = 0; i < n; ++i) {
       const auto at = static_cast<std::size_t>(i);
+      const std::int64_t group = i / runs.channels, channel = i % runs.channels;
       const double of_dz = sums[0][at];
-      const double of_x_hat =
-          (sums[1][at] - (delta == nullptr ? 0.0 : static_cast<double>(delta[i])) * of_dz) *
-          static_cast<double>(rstd[i]);
+      const double of_x_hat = (sums[1][at] - static_cast<double>(delta(group, channel)) * of_dz) *
+                              static_cast<double>(rstd(group, channel));
       if (dscale.data() != nullptr) dscale.data()[i] = static_cast<A>(of_x_hat);
       if (dbias.data() != nullptr) dbias.data()[i] = static_cast<A>(of_dz);
-      means[0][at] = static_cast<A>(of_dz / terms), means[1][at] = static_cast<A>(of_x_hat / terms);
+      own[0][at] = static_cast<A>(of_dz / terms), own[1][at] = static_cast<A>(of_x_hat / terms);
     }
     if (const ffi::Error error = dscale.Store(pool); error.failure()) return error;
     if (const ffi::Error error = dbias.Store(pool); error.failure()) return error;
   }
   if (args.dx == nullptr || args.shape.elements() == 0) return ffi::Error::Success();
 
-  // dx = factor * (dz - mean_dz - x_hat * mean_dz_x_hat) = factor * dz - slope * (x - mean) - level
-  const auto index = [&](std::int64_t g, std::int64_t c) {
-    return static_cast<std::size_t>(g * runs.channels + c);
+  // dx = factor * (dz - mean_dz - x_hat * mean_dz_x_hat) with x_hat = (x - mean - delta) * rstd
+  const auto mean_of = [&](std::size_t which, const Param& param) {
+    return Given<A>{given ? param : Param{own[which].data(), runs.channels, kDtype<A>}};
   };
-  const PerChannel<A, kFirst> mean_dz(pool, args.shape, [&](std::int64_t g, std::int64_t c) {
-    const std::size_t i = index(g, c);
-    return means[0][i] - (delta == nullptr ? A{0} : delta[i] * rstd[i] * means[1][i]);
+  const Given<A> mean_dz = mean_of(0, args.mean_dz), mean_x_hat = mean_of(1, args.mean_dz_x_hat);
+  const PerChannel<A, kFirst> slopes(pool, args.shape, [&](std::int64_t g, std::int64_t c) {
+    return mean_x_hat(g, c) * rstd(g, c);
   });
-  const PerChannel<A, kFirst> slope(pool, args.shape, [&](std::int64_t g, std::int64_t c) {
-    return means[1][index(g, c)] * rstd[index(g, c)];
+  const PerChannel<A, kFirst> levels(pool, args.shape, [&](std::int64_t g, std::int64_t c) {
+    return mean_dz(g, c) - delta(g, c) * rstd(g, c) * mean_x_hat(g, c);
   });
   ForRuns(pool, args.shape, 3 * sizeof(T), [&](std::int64_t group, std::int64_t run) {
     WideRun<T> x_run(args.x, runs, group, run);
@@ -559,10 +559,10 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
       const A* const dz = dz_run(start, count, x);
       const auto mean = affine.mean(group, run, start);
       const auto factor = affine.factor(group, run, start);
-      const auto level = mean_dz(group, run, start);
-      const auto steep = slope(group, run, start);
+      const auto level = levels(group, run, start);
+      const auto slope = slopes(group, run, start);
       StoreEach(dx + start, count, [&](std::int64_t i) {
-        return (dz[i] - level(i) - (x[i] - mean(i)) * steep(i)) * factor(i);
+        return (dz[i] - level(i) - (x[i] - mean(i)) * slope(i)) * factor(i);
       });
       if (dresidual != nullptr) {
         StoreEach(dresidual + start, count, [&](std::int64_t i) { return dz[i]; });

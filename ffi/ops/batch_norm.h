@@ -27,9 +27,9 @@ struct BatchNormFwdArgs {
   const void* residual;  // likewise; null: none
   Param scale;           // [channels]
   Param bias;            // [channels]
-  // Given: [groups, channels] in the accumulation dtype. mean and rstd are null together; delta may
-  // be null: 0.
-  const void *mean, *rstd, *delta;
+  // Given: [channels] in the accumulation dtype. mean and rstd are null together; delta may be
+  // null: 0.
+  Param mean, rstd, delta;
   void* y;  // [groups, rows, channels, inner]; null: only statistics are wanted
   // The batch's own: [groups, channels] in the accumulation dtype; all of them, or, where mean is
   // given, none. The variance is the biased one; rstd is InverseDeviation (common/math.h) of it.
@@ -51,15 +51,15 @@ struct BatchNormBwdArgs {
   ChannelShape shape;
   ffi::DataType dtype;  // of dy, x, y, dx and dresidual
   bool relu;
-  const void* dy;                   // [groups, rows, channels, inner]
-  const void* x;                    // likewise
-  const void* y;                    // likewise; null: see above
-  Param scale, bias;                // [channels]; bias is null unless relu and not y
-  const void *mean, *rstd, *delta;  // [groups, channels] in the accumulation dtype; delta null: 0
-  const void *mean_dz, *mean_dz_x_hat;  // likewise; null together: not given
-  void* dx;                             // as x; null: only sums are wanted
-  void* dresidual;                      // as x; null: not wanted; ignored without dx
-  ParamGrad dscale, dbias;              // [groups, channels]; null where means are given
+  const void* dy;                // [groups, rows, channels, inner]
+  const void* x;                 // likewise
+  const void* y;                 // likewise; null: see above
+  Param scale, bias;             // [channels]; bias is null unless relu and not y
+  Param mean, rstd, delta;       // [channels] in the accumulation dtype; delta null: 0
+  Param mean_dz, mean_dz_x_hat;  // likewise; null together: not given
+  void* dx;                      // as x; null: only sums are wanted
+  void* dresidual;               // as x; null: not wanted; ignored without dx
+  ParamGrad dscale, dbias;       // [groups, channels]; null where means are given
   // Scratch in the accumulation dtype, [groups, partial_rows, 2, channels], as forward.
   void* workspace;
   std::int64_t partial_rows;
@@ -87,9 +87,9 @@ struct BatchNorm {
         .residual = check.OptionalRows("residual", residual),
         .scale = check.OptionalParam("scale", scale, ParamDtype::kAnyFloat),
         .bias = check.OptionalParam("bias", bias, ParamDtype::kAnyFloat),
-        .mean = check.OptionalFeatureStat("mean", mean),
-        .rstd = check.OptionalFeatureStat("rstd", rstd),
-        .delta = check.OptionalFeatureStat("delta", delta),
+        .mean = check.OptionalParam("mean", mean, ParamDtype::kAccum),
+        .rstd = check.OptionalParam("rstd", rstd, ParamDtype::kAccum),
+        .delta = check.OptionalParam("delta", delta, ParamDtype::kAccum),
         .y = check.OptionalRows("y", *y),
         .batch_mean = check.OptionalFeatureStat("batch_mean", *batch_mean),
         .batch_variance = check.OptionalFeatureStat("batch_variance", *batch_variance),
@@ -133,11 +133,11 @@ struct BatchNorm {
         .y = check.OptionalRows("y", y),
         .scale = check.OptionalParam("scale", scale, ParamDtype::kAnyFloat),
         .bias = check.OptionalParam("bias", bias, ParamDtype::kAnyFloat),
-        .mean = check.FeatureStat("mean", mean),
-        .rstd = check.FeatureStat("rstd", rstd),
-        .delta = check.OptionalFeatureStat("delta", delta),
-        .mean_dz = check.OptionalFeatureStat("mean_dz", mean_dz),
-        .mean_dz_x_hat = check.OptionalFeatureStat("mean_dz_x_hat", mean_dz_x_hat),
+        .mean = check.RequiredParam("mean", mean, ParamDtype::kAccum),
+        .rstd = check.RequiredParam("rstd", rstd, ParamDtype::kAccum),
+        .delta = check.OptionalParam("delta", delta, ParamDtype::kAccum),
+        .mean_dz = check.OptionalParam("mean_dz", mean_dz, ParamDtype::kAccum),
+        .mean_dz_x_hat = check.OptionalParam("mean_dz_x_hat", mean_dz_x_hat, ParamDtype::kAccum),
         .dx = check.OptionalRows("dx", *dx),
         .dresidual = check.OptionalRows("dresidual", *dresidual),
         .dscale = check.OptionalParamGrad("dscale", *dscale, ParamDtype::kAnyFloat),
@@ -150,7 +150,7 @@ struct BatchNorm {
           .NotBoth("dscale", *dscale, "mean_dz", mean_dz)
           .NotBoth("dbias", *dbias, "mean_dz", mean_dz);
     }
-    const bool own = args.mean_dz == nullptr && args.shape.elements() > 0;
+    const bool own = args.mean_dz.data == nullptr && args.shape.elements() > 0;
     args.partial_rows = check.PartialRows("workspace", *workspace, own ? 2 : 0);
     return check.ok() ? BatchNormBwd(ctx, args) : check.error();
   }
