@@ -1,10 +1,10 @@
 """The gradient operators themselves: callable without autodiff, on statistics that were saved.
 
 They are what other frameworks call LayerNormalizationGrad, InvertibleLayerNormalizationGrad,
-SimplifiedLayerNormalizationGrad, BatchNormalizationGrad, BiasGeluGrad_dX, BiasFastGeluGrad_dX and InplaceClipGradNorm
-(ONNX Runtime) and LayerNormBackward (oneDNN Graph), and run the same kernels as the derivatives of
-`jax_gradops.layer_norm`, `rms_norm`, `batch_norm` and `bias_gelu`: for training loops
-that do without autodiff, and for comparing with those frameworks.
+SimplifiedLayerNormalizationGrad, BatchNormalizationGrad, BiasGeluGrad_dX, BiasFastGeluGrad_dX and
+InplaceClipGradNorm (ONNX Runtime) and LayerNormBackward (oneDNN Graph), and run the same kernels as
+the derivatives of `jax_gradops.layer_norm`, `rms_norm`, `batch_norm` and `bias_gelu`: for training
+loops that do without autodiff, and for comparing with those frameworks.
 
 The norms take any shape whose axes from `begin_norm_axis` on are normalised; all take any mixture
 of float16, bfloat16, float32 and float64 among x, parameters and statistics, and run under

@@ -147,7 +147,6 @@ def norm_vjp_of_rounded(
     return dx._replace(error=dx_error), dscale._replace(error=dscale_error), dbias
 
 
-
 # --- Batch norm ----------------------------------------------------------------------------------
 
 

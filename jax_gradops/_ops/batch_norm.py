@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import jax
@@ -16,7 +17,7 @@ from jax_gradops._sharding import accum_dtype
 
 
 def _checked_x(op: str, value: Any, axis: Any) -> tuple[jax.Array, int]:
-    """x and the axis of its channels."""
+    """X and the axis of its channels."""
     x = _checks.array(op, "x", value)
     if x.ndim < 2:
         raise ValueError(
@@ -118,6 +119,7 @@ def batch_norm(
     """
     op = "batch_norm"
     x, axis = _checked_x(op, x, axis)
+    names, shards = _checked_axis_name(op, axis_name)
     if activation not in (None, "relu"):
         raise ValueError(f"{op}: activation must be 'relu' or None, got {activation!r}")
     return kernels.normalize(
@@ -128,22 +130,22 @@ def batch_norm(
         norm=BatchNorm(
             inner=x.ndim - 1 - axis,
             epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
-            axis_name=_checked_axis_name(op, axis_name),
+            axis_name=names,
+            shards=shards,
             relu=activation == "relu",
             implementation=resolve_implementation(implementation, op),
         ),
     )
 
 
-def _checked_axis_name(op: str, value: Any) -> Any:
-    """A name, or a tuple of some; None for no name."""
+def _checked_axis_name(op: str, value: Any) -> tuple[Any, int]:
+    """The names in a tuple, or None for no name, and the product of the axes' sizes."""
     if value is None or (isinstance(value, tuple | list) and not value):
-        return None
+        return None, 1
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
     try:
         hash(names)
-        for name in names:
-            jax.lax.axis_size(name)
+        return names, math.prod(jax.lax.axis_size(name) for name in names)
     except TypeError:
         raise TypeError(
             f"{op}: axis_name must be the name of a mapped axis, or several, got {value!r}"
@@ -154,7 +156,6 @@ def _checked_axis_name(op: str, value: Any) -> Any:
             "jax.pmap or jax.vmap(..., axis_name=...); under jax.jit with a sharded batch, "
             "statistics are the whole batch's without one"
         ) from None
-    return names
 
 
 def batch_norm_inference(

@@ -111,7 +111,7 @@ def _as_rounded_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _split(first: Array, offset: Array) -> tuple[Array, Array]:
-    """first + offset, rounded, and what that is off by; the derivative is that of the former."""
+    """First + offset, rounded, and what that is off by; the derivative is that of the former."""
     first, offset = _as_rounded(first), _as_rounded(offset)
     mean = _as_rounded(first + offset)
     return mean, lax.stop_gradient((first - mean) + offset)
@@ -143,9 +143,7 @@ def _backward(
         mean_dz, mean_dz_x_hat = dbias / n, dscale / n
     factor = rstd if scale is None else rstd * scale.astype(rstd.dtype)
     dx = (
-        dz
-        - along_channels(mean_dz, dz, inner)
-        - x_hat * along_channels(mean_dz_x_hat, dz, inner)
+        dz - along_channels(mean_dz, dz, inner) - x_hat * along_channels(mean_dz_x_hat, dz, inner)
     ) * along_channels(factor, dz, inner)
     return dx.astype(dy.dtype), dz.astype(dy.dtype), dscale, dbias
 
@@ -236,6 +234,7 @@ class BatchNorm:
     inner: int  # axes after that of the channels
     epsilon: float = 0.0
     axis_name: Any = None
+    shards: int = 1  # how many there are along axis_name
     relu: bool = False
     implementation: Implementation = None
 
@@ -252,7 +251,7 @@ class BatchNorm:
         results, given = merge_statistics(
             dict(zip(_STATISTICS, statistics, strict=True)),
             self._total,
-            self._shards(),
+            self.shards,
             None,
             epsilon=self.epsilon,
             relu=self.relu,
@@ -263,7 +262,7 @@ class BatchNorm:
     def apply(
         self, x: Any, residual: Any, scale: Any, bias: Any, mean: Any, rstd: Any, delta: Any
     ) -> Array:
-        """y with these statistics."""
+        """Y with these statistics."""
         operands = match_vma(x, residual, scale, bias, mean, rstd, delta)
         epsilon = np.float64(self.epsilon)
         return FWD(*operands, skip=_STATISTICS, epsilon=epsilon, **self._options())[0]
@@ -293,7 +292,7 @@ class BatchNorm:
             sums = BWD(*operands, None, None, skip=["dx", "dresidual"], **self._options())[2:]
             count = x.size // max(1, x.shape[x.ndim - 1 - self.inner])
             named = dict(zip(_SUMS, sums, strict=True))
-            _, given = merge_sums(named, self._total, self._shards(), count, relu=self.relu)
+            _, given = merge_sums(named, self._total, self.shards, count, relu=self.relu)
             both = match_vma(*operands, *given.values())
             dx, dresidual, *_ = BWD(*both, skip=[*rest, *_SUMS], **self._options())
         dscale, dbias = (
@@ -304,9 +303,6 @@ class BatchNorm:
 
     def _total(self, parts: Any) -> Any:
         return lax.psum(list(parts), self.axis_name)
-
-    def _shards(self) -> int:
-        return lax.axis_size(self.axis_name)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -374,7 +370,7 @@ def forward(x: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
 
 @functools.partial(jax.jit, static_argnames="norm")
 def apply(x: Any, mean: Any, variance: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
-    """y with these statistics."""
+    """Y with these statistics."""
     rstd = inverse_deviation(variance, norm.epsilon)
     operands = FWD.prepare(x, None, scale, bias, mean, rstd, None, inner=norm.inner)
     return reshard_like(norm.apply(*operands), x)
