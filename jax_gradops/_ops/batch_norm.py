@@ -323,13 +323,13 @@ def batch_norm_backward(
     """
     op = "batch_norm_backward"
     x, axis = _checked_x(op, x, axis)
-    scale = _per_channel(op, "scale", scale, x, axis)
-    dtype = accum_dtype(x.dtype) if scale is None else scale.dtype
-    wanted = ("dbias",) if scale is None else ("dscale", "dbias")
+    gamma = _per_channel(op, "scale", scale, x, axis)
+    dtype = accum_dtype(x.dtype) if gamma is None else gamma.dtype
+    wanted = ("dbias",) if gamma is None else ("dscale", "dbias")
     return kernels.differentiate(
         _checks.like(op, "dy", dy, "x", x),
         x,
-        scale,
+        gamma,
         _statistic(op, "mean", mean, x, axis),
         _statistic(op, "rstd", rstd, x, axis),
         norm=BatchNorm(

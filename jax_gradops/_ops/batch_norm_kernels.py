@@ -71,7 +71,6 @@ def _forward(
     relu: bool,
 ) -> Arrays:
     wide = x.astype(accum_dtype(x.dtype))
-    variance = None
     if mean is None or rstd is None:
         n = _count(x, inner)
         # Rounded, the mean is off by delta. y does not depend on what is taken off first, so
@@ -86,12 +85,10 @@ def _forward(
         x_hat = centered * along_channels(rstd, wide, inner)
     else:
         x_hat = _normalized(wide, mean, delta, rstd, inner)
+        variance = delta = jnp.zeros_like(mean)  # not asked for
     z = _argument(x_hat, scale, bias, residual, inner)
-    y = (jax.nn.relu(z) if relu else z).astype(x.dtype)
-    # Not asked for where statistics are given, but a result must be something.
-    zeros = jnp.zeros_like(mean)
-    own = (variance, delta) if variance is not None else (zeros, zeros)
-    return y, mean, own[0], rstd, zeros if own[1] is None else own[1]
+    y = jax.nn.relu(z) if relu else z
+    return y.astype(x.dtype), mean, variance, rstd, delta
 
 
 @jax.custom_jvp
@@ -138,13 +135,11 @@ def _backward(
         z = _argument(x_hat, scale, bias, None, inner) if y is None else y
         dz = jnp.where(z > 0, dz, 0)
     dscale, dbias = _channel_sum(dz * x_hat, inner), _channel_sum(dz, inner)
-    if mean_dz is None or mean_dz_x_hat is None:
-        n = _count(x, inner)
-        mean_dz, mean_dz_x_hat = dbias / n, dscale / n
+    n = _count(x, inner)
+    level = along_channels(dbias / n if mean_dz is None else mean_dz, dz, inner)
+    slope = along_channels(dscale / n if mean_dz_x_hat is None else mean_dz_x_hat, dz, inner)
     factor = rstd if scale is None else rstd * scale.astype(rstd.dtype)
-    dx = (
-        dz - along_channels(mean_dz, dz, inner) - x_hat * along_channels(mean_dz_x_hat, dz, inner)
-    ) * along_channels(factor, dz, inner)
+    dx = (dz - level - x_hat * slope) * along_channels(factor, dz, inner)
     return dx.astype(dy.dtype), dz.astype(dy.dtype), dscale, dbias
 
 
@@ -291,7 +286,7 @@ class BatchNorm:
             # the device's own rows. What x's needs are those of all.
             sums = BWD(*operands, None, None, skip=["dx", "dresidual"], **self._options())[2:]
             count = x.size // max(1, x.shape[x.ndim - 1 - self.inner])
-            named = dict(zip(_SUMS, sums, strict=True))
+            named: Named = dict(zip(_SUMS, sums, strict=True))
             _, given = merge_sums(named, self._total, self.shards, count, relu=self.relu)
             both = match_vma(*operands, *given.values())
             dx, dresidual, *_ = BWD(*both, skip=[*rest, *_SUMS], **self._options())
@@ -353,10 +348,11 @@ def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) 
     nothing = (None, None, None)
     operands = FWD.prepare(x, residual, scale, bias, *nothing, inner=norm.inner)[:4]
     if norm.implementation == "xla":  # differentiated by JAX itself, so that forward mode works
-        y, mean, variance = norm.forward(*operands)[:3]
-        mean, variance = lax.stop_gradient((mean, variance))
+        y, *statistics = norm.forward(*operands)[:3]
+        mean, variance = map(lax.stop_gradient, statistics)
     else:
-        y, mean, variance = _batch_norm(norm, *operands)
+        results: Any = _batch_norm(norm, *operands)
+        y, mean, variance = results
     return reshard_like(y, x), mean, variance
 
 
