@@ -52,27 +52,27 @@ inline constexpr int kChannelThreads = 512;  // of a block
 inline constexpr int kMaxLanes = 256;
 inline constexpr int kStagedColumns = 4;  // of a thread, added up over a block at a time
 
-// From one step of a thread to the next.
+// From one step of a thread to the next: packs of a row, elements of x.
 struct ChannelStride {
-  std::int64_t rows, packs, elements;
+  std::int64_t packs, elements;
 };
 
-// A thread's pack in one step: its number in a row, which starts so many elements into x; columns:
-// its number in the tile, or -1 where the thread has none.
+// A thread's pack in one step: its number in the row, and where in x it would start if the row
+// started with a pack. Columns: its number in the tile, or -1 where the thread has none.
 struct ChannelPlace {
-  std::int64_t row, pack, at;
+  std::int64_t pack, at;
 };
 
 // Elements [first, last) of the pack at `start` are the tile's.
 struct ChannelSpan {
   std::int64_t start;
   int first, last;
-  constexpr bool whole(int width) const { return first == 0 && last == width; }
   constexpr bool has(int j) const { return first <= j && j < last; }
 };
 
 struct ChannelPlan {
   bool plane;
+  bool framed;         // planes: rows start and end within packs
   int width;           // elements of a pack
   int lanes, at_once;  // columns
   std::int64_t channels, inner;
@@ -96,45 +96,77 @@ struct ChannelPlan {
   // --- Steps of a tile ---
 
   constexpr ChannelPlace PlaceOf(std::int64_t tile, std::int64_t step, int thread) const {
-    const std::int64_t base = tile / tiles * group_elements + tile % tiles * tile_channels * inner;
     if (plane) {
       const std::int64_t i = step * kChannelThreads + thread;
-      const std::int64_t row = i / row_packs, pack = i % row_packs;
-      return {row, pack, base + row * row_elements + pack * width};
+      return PlaceOfPack(tile, i / row_packs, i % row_packs);
     }
     const int pack = thread % lanes, of_step = thread / lanes;
     const bool idle = of_step >= at_once || pack * width >= TileColumns(tile);
     const std::int64_t row = step * at_once + of_step;
-    return {row, idle ? -1 : pack, base + row * row_elements + pack * width};
+    return {idle ? -1 : pack, FirstElement(tile) + row * row_elements + pack * width};
   }
 
   constexpr void Move(ChannelPlace& place, const ChannelStride& stride) const {
-    place.row += stride.rows, place.at += stride.elements;
+    place.at += stride.elements;
     if (!plane) return;
     place.pack += stride.packs;
     if (place.pack >= row_packs) {
-      place.pack -= row_packs, ++place.row;
+      place.pack -= row_packs;
       place.at += row_elements - row_packs * width;
     }
   }
 
-  constexpr ChannelSpan SpanOf(const ChannelPlace& place, std::int64_t group_end) const {
-    if (place.row >= rows || place.pack < 0) return {0, 0, 0};
-    if (plane) {
-      const int before = static_cast<int>(place.at & (width - 1));
-      const std::int64_t left = inner - place.pack * width + before;
-      return {place.at - before, place.pack == 0 ? before : 0,
-              static_cast<int>(left < 0       ? 0
-                               : left < width ? left
-                                              : width)};
-    }
-    const std::int64_t left = group_end - place.at;
-    return {place.at, 0, static_cast<int>(left < 0 ? 0 : left < width ? left : width)};
+  // One behind the tile's last element; columns: its group's.
+  constexpr std::int64_t Limit(std::int64_t tile) const {
+    return plane ? FirstElement(tile) + (rows - 1) * row_elements + inner
+                 : (tile / tiles + 1) * group_elements;
   }
 
-  // One behind the last element of the tile's group.
-  constexpr std::int64_t GroupEnd(std::int64_t tile) const {
-    return (tile / tiles + 1) * group_elements;
+  // Where the pack starts.
+  constexpr std::int64_t Start(const ChannelPlace& place) const {
+    return place.at & -std::int64_t{width};
+  }
+
+  // Whether all of the pack is the tile's; also of steps after the last one.
+  constexpr bool Whole(const ChannelPlace& place, std::int64_t limit) const {
+    if (Start(place) + width > limit) return false;
+    if (!plane) return place.pack >= 0;
+    if (!framed) return true;
+    const int before = static_cast<int>(place.at & (width - 1));
+    return (place.pack > 0 || before == 0) && inner - place.pack * width + before >= width;
+  }
+
+  // --- Packs that are the tile's in part ---
+
+  // How often all threads have to ask for one, in steps [first, end).
+  constexpr std::int64_t EdgeTurns(std::int64_t first, std::int64_t end) const {
+    if (plane && framed) {
+      return (3 * (EndRow(end) - FirstRow(first)) + kChannelThreads - 1) / kChannelThreads;
+    }
+    return !plane && width > 1 && group_rows % fold != 0 && end == steps ? 1 : 0;
+  }
+
+  // Such a pack; or nothing. Columns: of the thread's own ones.
+  constexpr ChannelSpan EdgeSpan(std::int64_t tile, std::int64_t first, std::int64_t end,
+                                 std::int64_t turn, int thread) const {
+    if (!plane) {
+      const ChannelPlace place = PlaceOf(tile, end - 1, thread);
+      const std::int64_t left = Limit(tile) - place.at;
+      if (place.pack < 0 || left <= 0 || left >= width) return {0, 0, 0};
+      return {place.at, 0, static_cast<int>(left)};
+    }
+    // A row's first pack, and its last two.
+    const std::int64_t i = turn * kChannelThreads + thread, row = FirstRow(first) + i / 3;
+    if (row >= EndRow(end)) return {0, 0, 0};
+    const std::int64_t pack = i % 3 == 0 ? 0 : row_packs - i % 3;
+    const std::int64_t number = row * row_packs + pack;
+    if (number < first * kChannelThreads || number >= end * kChannelThreads) return {0, 0, 0};
+    const ChannelPlace place = PlaceOfPack(tile, row, pack);
+    if (Whole(place, Limit(tile))) return {0, 0, 0};
+    const int before = static_cast<int>(place.at & (width - 1));
+    const std::int64_t left = inner - pack * width + before;
+    if (left <= 0) return {0, 0, 0};
+    return {Start(place), pack == 0 ? before : 0, static_cast<int>(left < width ? left : width)};
   }
 
   // --- Channels of a tile ---
@@ -178,6 +210,20 @@ struct ChannelPlan {
   constexpr int LastBlock(std::int64_t tile) const { return BlockOf((tile + 1) * units - 1); }
 
  private:
+  constexpr std::int64_t FirstElement(std::int64_t tile) const {
+    return tile / tiles * group_elements + FirstChannel(tile) * inner;
+  }
+  constexpr ChannelPlace PlaceOfPack(std::int64_t tile, std::int64_t row, std::int64_t pack) const {
+    return {pack, FirstElement(tile) + row * row_elements + pack * width};
+  }
+  // Planes: rows that steps [first, end) have a pack of.
+  constexpr std::int64_t FirstRow(std::int64_t first) const {
+    return first * kChannelThreads / row_packs;
+  }
+  constexpr std::int64_t EndRow(std::int64_t end) const {
+    const std::int64_t row = (end * kChannelThreads - 1) / row_packs + 1;
+    return row < rows ? row : rows;
+  }
   // The first of a block's units. No memory has so many elements that this exceeds 64 bits.
   constexpr std::int64_t Share(std::int64_t block) const {
     return all_tiles * units * block / blocks;
@@ -210,7 +256,7 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   const std::int64_t row = task.channels * task.inner, width = plan.width;
   const std::int64_t least_fold = width / std::gcd(row, width);
   if (width > 1 && task.groups > 1 && plan.group_elements % width != 0) return false;
-  plan.plane = false, plan.fold = 1, plan.tile_channels = task.channels;
+  plan.plane = plan.framed = false, plan.fold = 1, plan.tile_channels = task.channels;
   const std::int64_t packs = least_fold * row / width;  // of the fewest rows that end with a pack
   if (packs <= kMaxLanes / 2 || (least_fold > 1 && packs <= kMaxLanes)) {
     // As few as give a multiprocessor's reads some length.
@@ -240,23 +286,23 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   plan.row_elements = plan.fold * row;
   plan.row_packs = 0;
   plan.steps = DivideUp(plan.rows, plan.at_once);
-  plan.forward = {plan.at_once, 0, plan.at_once * plan.row_elements};
-  plan.backward = {-plan.forward.rows, 0, -plan.forward.elements};
+  plan.forward = {0, plan.at_once * plan.row_elements};
+  plan.backward = {0, -plan.forward.elements};
   return true;
 }
 
 constexpr void CutPlanes(const ChannelTask& task, ChannelPlan& plan) {
   const std::int64_t width = plan.width;
-  plan.plane = true, plan.fold = 1, plan.tile_channels = 1;
+  plan.plane = true, plan.framed = task.inner % width != 0, plan.fold = 1, plan.tile_channels = 1;
   plan.lanes = kChannelThreads, plan.at_once = 1;
   plan.tiles = task.channels;
   plan.rows = task.rows;
   plan.row_elements = task.channels * task.inner;
   // Wherever a row starts in its first pack.
-  plan.row_packs = DivideUp(task.inner + (task.inner % width == 0 ? 0 : width - 1), width);
+  plan.row_packs = DivideUp(task.inner + (plan.framed ? width - 1 : 0), width);
   plan.steps = DivideUp(plan.rows * plan.row_packs, kChannelThreads);
   const auto stride = [&](std::int64_t rows, std::int64_t packs) {
-    return ChannelStride{rows, packs, rows * plan.row_elements + packs * width};
+    return ChannelStride{packs, rows * plan.row_elements + packs * width};
   };
   const std::int64_t rows = kChannelThreads / plan.row_packs;
   const std::int64_t packs = kChannelThreads % plan.row_packs;
