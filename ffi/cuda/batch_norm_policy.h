@@ -52,6 +52,12 @@ inline constexpr int kChannelThreads = 512;  // of a block
 inline constexpr int kMaxLanes = 256;
 inline constexpr int kStagedColumns = 4;  // of a thread, added up over a block at a time
 
+// Dynamic memory of a block that has a multiprocessor to itself: CUDA keeps 1 KB, and static memory
+// is less than another one.
+constexpr std::int64_t MaxChannelBytes(std::int64_t of_multiprocessor) {
+  return of_multiprocessor - 2048;
+}
+
 // From one step of a thread to the next: packs of a row, elements of x.
 struct ChannelStride {
   std::int64_t packs, elements;
@@ -360,12 +366,10 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
       plan.plane ? kChannelThreads * 2
                  : kChannelThreads * std::min(plan.width, kStagedColumns) * 16 + columns * 16;
   const int parameters = columns * task.parameters * task.accum_bytes;
-  plan.scratch_bytes =
-      (std::max(task.statistics ? staged : 0, task.apply ? parameters : 0) + 15) / 16 * 16;
+  plan.scratch_bytes = (std::max(task.statistics ? staged : 0, parameters) + 15) / 16 * 16;
   plan.shared_bytes = plan.scratch_bytes;
   if (task.statistics && task.apply) {
-    // CUDA keeps 1 KB; static memory is less than another one.
-    const std::int64_t budget = task.shared_bytes - 2048 - plan.scratch_bytes;
+    const std::int64_t budget = MaxChannelBytes(task.shared_bytes) - plan.scratch_bytes;
     const int step_bytes = kChannelThreads * plan.width * task.element_bytes * task.arrays;
     const std::int64_t steps =
         (DivideUp(plan.all_tiles * plan.units, plan.blocks)) * plan.unit_steps;

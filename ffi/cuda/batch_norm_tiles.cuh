@@ -317,8 +317,14 @@ ChannelTask ChannelTaskOf(const ChannelShape& shape) {
 template <typename... Parameters, typename... Arguments>
 ffi::Error LaunchChannels(const char* op, void (*kernel)(Parameters...), cudaStream_t stream,
                           const ChannelPlan& plan, bool together, const Arguments&... arguments) {
-  if (const cudaError_t status = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+  // Once, as it takes time: as much shared memory as any plan takes.
+  int bytes = 0;
+  const auto ask = [&](int& answer) {
+    answer = static_cast<int>(MaxChannelBytes(CurrentDevice().shared_bytes));
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, answer);
+  };
+  if (const cudaError_t status =
+          Remembered(reinterpret_cast<const void*>(kernel), kChannelThreads, 0, 1, bytes, ask);
       status != cudaSuccess) {
     return ToError(op, status);
   }
