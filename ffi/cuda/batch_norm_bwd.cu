@@ -22,7 +22,7 @@ constexpr int kSumPacks = 3;        // of a thread and an array, on their way, i
 constexpr int kInputGradPacks = 2;  // and in the second one
 // Rings of the first pass after which a thread adds its sums to those before, so that rounding
 // errors hardly grow with the number of rows.
-constexpr int kRingsPerSum = 12;
+constexpr int kGradRingsPerSum = 12;
 
 // What dz is: dy, or dy where relu's argument was positive, by y or computed anew.
 enum class Mask { kNone, kOfY, kOfX };
@@ -140,7 +140,7 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Ch
         }
         load(k);
       }
-      if (++turn % kRingsPerSum == 0) end_sum();
+      if (++turn % kGradRingsPerSum == 0) end_sum();
     }
     end_sum();
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {

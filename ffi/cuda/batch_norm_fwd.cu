@@ -22,7 +22,7 @@ constexpr int kMomentPacks = 6;  // of a thread, on their way, in the first pass
 constexpr int kApplyPacks = 4;   // and in the second one
 // Rings of the first pass after which a thread adds its sums to those before, so that rounding
 // errors hardly grow with the number of rows.
-constexpr int kRingsPerSum = 6;
+constexpr int kMomentRingsPerSum = 6;
 
 // A thread's distances from `shift`, which is an element of the column, or, in a plane, of the
 // channel: so a large mean costs no digits.
@@ -128,7 +128,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
         }
         load(k);
       }
-      if (++turn % kRingsPerSum == 0) moments.EndSum();
+      if (++turn % kMomentRingsPerSum == 0) moments.EndSum();
     }
     moments.EndSum();
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
