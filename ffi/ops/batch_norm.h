@@ -67,8 +67,8 @@ struct BatchNormBwdArgs {
 
 ffi::Error BatchNormFwd(CpuContext, const BatchNormFwdArgs&);   // cpu/batch_norm.cc
 ffi::Error BatchNormBwd(CpuContext, const BatchNormBwdArgs&);   // cpu/batch_norm.cc
-ffi::Error BatchNormFwd(CudaContext, const BatchNormFwdArgs&);  // cuda/batch_norm.cu
-ffi::Error BatchNormBwd(CudaContext, const BatchNormBwdArgs&);  // cuda/batch_norm.cu
+ffi::Error BatchNormFwd(CudaContext, const BatchNormFwdArgs&);  // cuda/batch_norm_fwd.cu
+ffi::Error BatchNormBwd(CudaContext, const BatchNormBwdArgs&);  // cuda/batch_norm_bwd.cu
 
 // Handlers. Absent optional operands and results are [0], in the accumulation dtype.
 template <class Context>
