@@ -241,13 +241,15 @@ int Run(const Case& c) {
       const std::int64_t p = group * c.channels + channel;
       const auto terms = static_cast<double>(c.terms());
       const auto x_hat = [&](std::int64_t at) { return (x[at] - mean[p] - delta[p]) * rstd[p]; };
-      double of_dz = 0, of_x_hat = 0, size = 0, size_x_hat = 0;
+      long double dz_sum = 0, x_hat_sum = 0;
+      double size = 0, size_x_hat = 0;
       for (std::int64_t i = 0; i < c.terms(); ++i) {
         const std::int64_t at = c.at(group, channel, i);
         const double d = dz(group, channel, at);
-        of_dz += d, of_x_hat += d * x_hat(at);
+        dz_sum += d, x_hat_sum += d * x_hat(at);
         size += std::fabs(d), size_x_hat += std::fabs(d * x_hat(at));
       }
+      const auto of_dz = static_cast<double>(dz_sum), of_x_hat = static_cast<double>(x_hat_sum);
       Near(c, "dbias", p, dbias[p], of_dz, kUnit<S> * std::fabs(of_dz) + 8 * accum * size);
       Near(c, "dscale", p, dscale[p], of_x_hat,
            kUnit<S> * std::fabs(of_x_hat) + 16 * accum * (size_x_hat + size));
