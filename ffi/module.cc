@@ -5,6 +5,7 @@
 
 #include "common/build_info.h"
 #include "cuda/layer_norm_override.h"
+#include "ops/batch_norm.h"
 #include "ops/bias_gelu.h"
 #include "ops/device_copy.h"
 #include "ops/global_norm.h"
@@ -25,6 +26,7 @@ nb::dict Registrations() {
   using LayerNorm = gradops::LayerNorm<Context>;
   using BiasGelu = gradops::BiasGelu<Context>;
   using GlobalNorm = gradops::GlobalNorm<Context>;
+  using BatchNorm = gradops::BatchNorm<Context>;
   nb::dict handlers;
   handlers["layer_norm_fwd"] = Capsule<&LayerNorm::BindFwd, &LayerNorm::Fwd>();
   handlers["layer_norm_bwd"] = Capsule<&LayerNorm::BindBwd, &LayerNorm::Bwd>();
@@ -36,6 +38,8 @@ nb::dict Registrations() {
       Capsule<&LayerNorm::BindRmsBwdFromOutput, &LayerNorm::RmsBwdFromOutput>();
   handlers["bias_gelu_fwd"] = Capsule<&BiasGelu::BindFwd, &BiasGelu::Fwd>();
   handlers["bias_gelu_bwd"] = Capsule<&BiasGelu::BindBwd, &BiasGelu::Bwd>();
+  handlers["batch_norm_fwd"] = Capsule<&BatchNorm::BindFwd, &BatchNorm::Fwd>();
+  handlers["batch_norm_bwd"] = Capsule<&BatchNorm::BindBwd, &BatchNorm::Bwd>();
   handlers["sum_of_squares"] = Capsule<&GlobalNorm::BindSumOfSquares, &GlobalNorm::SumOfSquares>();
   handlers["scale"] = Capsule<&GlobalNorm::BindScale, &GlobalNorm::Scale>();
   handlers["device_copy"] = Capsule<&DeviceCopy<Context>::Bind, &DeviceCopy<Context>::Run>();

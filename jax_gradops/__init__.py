@@ -5,6 +5,8 @@ from importlib import metadata as _metadata
 from jax_gradops import backward as backward
 from jax_gradops._implementation import ImplementationInUse as ImplementationInUse
 from jax_gradops._implementation import use_implementation as use_implementation
+from jax_gradops._ops.batch_norm import batch_norm as batch_norm
+from jax_gradops._ops.batch_norm import batch_norm_inference as batch_norm_inference
 from jax_gradops._ops.bias_gelu import bias_gelu as bias_gelu
 from jax_gradops._ops.bias_gelu import gelu as gelu
 from jax_gradops._ops.global_norm import ClipByGlobalNormState as ClipByGlobalNormState

@@ -3,10 +3,12 @@
 An op declares its kernels (`Kernel`) by the axes of their operands and results, in letters:
 
 - ``n``: the row axes, any number of them;
-- ``d``: the feature axis, the last one.
+- ``d``: the feature axis;
+- ``m``: axes after it, which are row axes too: of ops whose features are channels.
 
-A result without ``n`` must be a plain sum over the rows: then the sum over shards is a `psum`, and
-everything else follows from the letters too. The layers, from the outside in::
+A result without ``n`` must be a plain sum over the rows, or the kernel must say how those of shards
+are put together (`Kernel.stages`): then everything else follows from the letters. The layers, from
+the outside in::
 
     Kernel.__call__      custom_jvp: its derivative is that of the reference (for second order)
       platform_dependent   the reference where a platform has no kernel
@@ -21,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,12 @@ def along_features(parameter: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.expand_dims(parameter, tuple(range(x.ndim - 1)))
 
 
+def along_channels(parameter: jax.Array, x: jax.Array, inner: int) -> jax.Array:
+    """The same where x has `inner` axes after that of the parameter."""
+    axes = [i for i in range(x.ndim) if i != x.ndim - 1 - inner]
+    return jnp.expand_dims(parameter, axes)
+
+
 def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tuple[int, ...]:
     """Shape of the scratch for partial column sums: [groups, partial rows, sums, features].
 
@@ -67,6 +75,12 @@ def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tu
     if features >= 2048:
         partial_rows = max(partial_rows, math.ceil(rows / (features * sums)))
     return (groups, partial_rows, sums, features)
+
+
+#: The sum over all shards of each of some arrays.
+Total: TypeAlias = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+#: Arrays by the names of results, or of operands.
+Named: TypeAlias = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,6 +101,12 @@ class Kernel:
       workspace: shape of an extra scratch result, whose elements are as wide as the accumulation
         dtype's, from the number of groups, rows and features and the number of results that are
         sums over rows.
+      stages: of a kernel whose results with ``n`` need those without (as batch norm's y needs the
+        statistics). Where rows are spread, it is called twice: for one shard's results without
+        ``n``; and for the others, with operands that make it take what they say for what it would
+        have found itself. What comes between is this function: from the former by name, the sum
+        over all shards, how many these are and a shard's number of rows, to the results for all
+        shards and to the operands, by name.
       in_place: operands, by the name of a result of the same axes and dtype, whose memory it takes
         over. Where the operand is needed later, or is an argument that is not donated, XLA copies
         it first.
@@ -99,6 +119,7 @@ class Kernel:
     whole: str = ""
     variadic: bool = False
     workspace: Callable[[int, int, int, int], tuple[int, ...]] | None = None
+    stages: Callable[..., tuple[Named, Named]] | None = None
     in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __call__(
@@ -107,6 +128,7 @@ class Kernel:
         implementation: Implementation = None,
         skip: Sequence[str] = (),
         dtypes: Mapping[str, Any] | None = None,
+        inner: int = 0,
         **attributes: Any,
     ) -> Any:
         """Runs the kernel, or its reference.
@@ -117,12 +139,15 @@ class Kernel:
           skip: results that are not wanted; None is returned in their place.
           dtypes: of results that are sums over rows, where these are not the accumulation dtype.
             They are rounded once: after the sum over shards.
+          inner: how many axes ``m`` stands for.
           **attributes: static, each of one NumPy type (`numpy.float64`, `numpy.int64`, `bool`):
             handlers are strict about types, and JAX caches lowerings by equality.
         """
         present = tuple(a is not None for a in operands)
         names = {name: jnp.dtype(dtype).name for name, dtype in (dtypes or {}).items()}
-        call = Call(self, present, tuple(attributes.items()), frozenset(skip), tuple(names.items()))
+        call = Call(
+            self, present, tuple(attributes.items()), frozenset(skip), tuple(names.items()), inner
+        )
         arrays = [a for a in operands if a is not None]
         if implementation == "xla":
             results = call.reference(*arrays)
@@ -133,7 +158,7 @@ class Kernel:
         wanted = iter(results)
         return tuple(None if name in call.skip else next(wanted) for name in self.results)
 
-    def prepare(self, *operands: jax.Array | None) -> Any:
+    def prepare(self, *operands: jax.Array | None, inner: int = 0) -> Any:
         """Gives operands the types that belong together; for the op to call before its custom_vjp.
 
         Inside `shard_map`, a parameter that is replicated over a mesh axis over which x varies
@@ -146,7 +171,7 @@ class Kernel:
         wide = accum_dtype(*(a.dtype for a in operands[:1] if a is not None))
         sums = [wide if "n" not in dims else None for dims in self.operands.values()]
         operands = _sharding.match_vma(*operands, sums=sums)
-        call = Call(self, tuple(a is not None for a in operands))
+        call = Call(self, tuple(a is not None for a in operands), inner=inner)
         present = [a for a in operands if a is not None]
         arrays = iter(_sharding.reshard_operands(call, 0, present)[0])
         return tuple(None if a is None else next(arrays) for a in operands)
@@ -161,6 +186,7 @@ class Call:
     attributes: tuple[tuple[str, Any], ...] = ()
     skip: frozenset[str] = frozenset()
     dtypes: tuple[tuple[str, str], ...] = ()
+    inner: int = 0
 
     @functools.cached_property
     def in_dims(self) -> tuple[str, ...]:
@@ -201,11 +227,38 @@ class Call:
             r.astype(dtypes.get(name, r.dtype)) for name, r in zip(names, results, strict=True)
         )
 
+    def axes(self, of_x: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+        """By letter, what belongs to its axes, from what belongs to x's without the groups'."""
+        feature = len(of_x) - 1 - self.inner
+        letters = {"n": of_x[:feature], "d": of_x[feature : feature + 1], "m": of_x[feature + 1 :]}
+        return {letter: tuple(found) for letter, found in letters.items()}
+
+    def stage(self, given: Sequence[str] | None) -> Call:
+        """The first stage, of all results without ``n``; or with these operands, of the others."""
+        results = self.kernel.results
+        if given is None:
+            skip = frozenset(name for name, r in results.items() if "n" in r.dims)
+            return dataclasses.replace(self, skip=skip, dtypes=())
+        there = zip(self.kernel.operands, self.present, strict=True)
+        present = tuple(p or name in given for name, p in there)
+        skip = self.skip | {name for name, r in results.items() if "n" not in r.dims}
+        return dataclasses.replace(self, present=present, skip=skip, dtypes=())
+
+    def operands(self, arrays: Sequence[jax.Array], given: Named) -> list[jax.Array]:
+        """The operands that are there, in order, with further ones."""
+        found = iter(arrays)
+        there = zip(self.kernel.operands, self.present, strict=True)
+        named = {name: next(found) for name, p in there if p} | given
+        return [named[name] for name in self.kernel.operands if name in named]
+
     def reference(self, *arrays: jax.Array) -> Arrays:
         """The reference on the operands that are there, with the wanted results only."""
         given = iter(arrays)
         operands = [next(given) if p else None for p in self.present]
-        results = self.kernel.reference(*operands, **dict(self.attributes))
+        options = dict(self.attributes)
+        if any("m" in dims for dims in self.kernel.operands.values()):
+            options["inner"] = self.inner
+        results = self.kernel.reference(*operands, **options)
         named = zip(self.named, results, strict=True)
         return self.rounded([r for (name, _), r in named if name not in self.skip])
 
@@ -290,8 +343,7 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
     """The native call on one device's arrays, each with `groups` leading group axes."""
     kernel = call.kernel
     x = arrays[0]
-    lead, rows, features = x.shape[:groups], x.shape[groups:-1], x.shape[-1:]
-    axes = {"n": rows, "d": features}
+    lead, axes = x.shape[:groups], call.axes(x.shape[groups:])
     accum = accum_dtype(*(a.dtype for a in (arrays if kernel.variadic else (x,))))
     dtypes = {name: x.dtype if r.dtype == "x" else accum for name, r in kernel.results.items()}
     dtypes |= dict(call.dtypes)
@@ -308,7 +360,8 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
         types = [type_of(name, result) for name, result in kernel.results.items()]
     if kernel.workspace is not None:
         sums = sum("n" not in r.dims for r in call.wanted)
-        shape = kernel.workspace(math.prod(lead), math.prod(rows), math.prod(features), sums)
+        rows = math.prod((*axes["n"], *axes["m"]))
+        shape = kernel.workspace(math.prod(lead), rows, math.prod(axes["d"]), sums)
         # Not floats: jax_debug_nans would look for NaN in what nobody has written.
         scratch = jnp.uint64 if accum == jnp.float64 else jnp.uint32
         types.append(_sharding.result_type(x, shape, scratch))
@@ -319,6 +372,8 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
     operands = arrays if kernel.variadic else [next(given) if p else nothing for p in call.present]
     target = _registry.TARGET_PREFIX + kernel.name
     attributes = {"group_rank": np.int64(groups), **dict(call.attributes)}
+    if any("m" in dims for dims in kernel.operands.values()):
+        attributes["inner_rank"] = np.int64(call.inner)
     inputs, outputs = list(kernel.operands), list(kernel.results)
     aliases = {inputs.index(i): outputs.index(o) for o, i in kernel.in_place.items()}
     if call.elementwise and aliases:

@@ -152,11 +152,10 @@ def _layout(
     # The activation that is spread the most decides: a cotangent may come replicated.
     kept = slice(None, -1) if "d" in call.kernel.whole else slice(None)
     first = max(
-        (s for s, dims in zip(padded, call.in_dims, strict=True) if dims == "nd"),
+        (s for s, dims in zip(padded, call.in_dims, strict=True) if dims.startswith("nd")),
         key=lambda spec: _count_axes(spec[kept]),
     )
-    lead = first[:groups]
-    letters = {"n": first[groups:-1], "d": first[-1:]}
+    lead, letters = first[:groups], call.axes(first[groups:])
     for letter in "d" if rows_only else call.kernel.whole:
         letters[letter] = tuple(None for _ in letters[letter])
 
@@ -167,14 +166,14 @@ def _layout(
         spec(dims, lead if "n" in dims or ndim > len(dims) else ())
         for dims, ndim in zip(call.in_dims, ndims, strict=True)
     )
-    row_axes = tuple(a for e in letters["n"] for a in _as_axes(e))
+    row_axes = tuple(a for e in (*letters["n"], *letters["m"]) for a in _as_axes(e))
     return Layout(
         operands, tuple(spec(r.dims, lead) for r in call.wanted), (row_axes,) * len(operands)
     )
 
 
 #: Sums over all shards: (partial sums of one device, mesh axes over which their rows are spread).
-Total: TypeAlias = Callable[[list[jax.Array], MeshAxes], list[jax.Array]]
+SumOver: TypeAlias = Callable[[list[jax.Array], MeshAxes], list[jax.Array]]
 
 
 def _psum(parts: list[jax.Array], axes: MeshAxes) -> list[jax.Array]:
@@ -182,27 +181,61 @@ def _psum(parts: list[jax.Array], axes: MeshAxes) -> list[jax.Array]:
 
 
 def _local(
-    call: Call, groups: int, compute: Compute, layout: Layout, total: Total
+    call: Call, groups: int, compute: Compute, layout: Layout, over: _Partitions
 ) -> Callable[..., Arrays]:
-    """The computation of one device; sums over rows are completed by `total`."""
+    """The computation of one device; sums over rows are completed by `over.total`."""
     if call.elementwise:
         return functools.partial(compute, call, groups)
     if call.kernel.variadic:
-        return _local_variadic(call, groups, compute, layout, total)
+        return _local_variadic(call, groups, compute, layout, over.total)
+    has_sums = any("n" not in r.dims for r in call.wanted)
+    if call.kernel.stages is not None and has_sums and layout.row_axes[0]:
+        return _local_in_stages(call, groups, compute, layout, over)
 
     def local(*arrays: jax.Array) -> Arrays:
         results = compute(call.partial(), groups, *arrays)
         is_sum = ["n" not in t.dims for t in call.wanted]
         parts = [r for r, summed in zip(results, is_sum, strict=True) if summed]
-        sums = iter(total(parts, layout.row_axes[0]) if parts else [])
+        sums = iter(over.total(parts, layout.row_axes[0]) if parts else [])
         whole = [next(sums) if s else r for r, s in zip(results, is_sum, strict=True)]
         return call.rounded(whole)
 
     return local
 
 
+def _local_in_stages(
+    call: Call, groups: int, compute: Compute, layout: Layout, over: _Partitions
+) -> Callable[..., Arrays]:
+    """One shard's results without ``n`` first, then, with those of all, the others."""
+    stages, spread = call.kernel.stages, layout.row_axes[0]
+    assert stages is not None
+
+    def wanted(stage: Call) -> list[str]:
+        return [name for name, _ in stage.named if name not in stage.skip]
+
+    def local(*arrays: jax.Array) -> Arrays:
+        first = call.stage(None)
+        partial = dict(zip(wanted(first), compute(first, groups, *arrays), strict=True))
+        with_rows = (a for a, dims in zip(arrays, call.in_dims, strict=True) if "n" in dims)
+        axes = call.axes(next(with_rows).shape[groups:])
+        results, given = stages(
+            partial,
+            lambda parts: over.total(list(parts), spread),
+            math.prod(over.axes[a] for a in spread),
+            math.prod((*axes["n"], *axes["m"])),
+            **dict(call.attributes),
+        )
+        second = call.stage(list(given))
+        if second.wanted:
+            others = compute(second, groups, *call.operands(arrays, given))
+            results |= dict(zip(wanted(second), others, strict=True))
+        return call.rounded([results[name] for name in wanted(call)])
+
+    return local
+
+
 def _local_variadic(
-    call: Call, groups: int, compute: Compute, layout: Layout, total: Total
+    call: Call, groups: int, compute: Compute, layout: Layout, total: SumOver
 ) -> Callable[..., Arrays]:
     """Arrays that are spread over the same mesh axes are summed together; a replicated one once."""
 
@@ -285,7 +318,7 @@ class _Partitions(NamedTuple):
     mesh: Mesh | AbstractMesh
     # Whose axes `total` names.
     lowering_mesh: Mesh | AbstractMesh
-    total: Total
+    total: SumOver
     # Whether nothing but rows may be spread where there are sums.
     rows_only: bool
 
@@ -349,7 +382,7 @@ def _auto(
             specs = [_even(s, o.shape, over.axes) for s, o in zip(specs, operands, strict=True)]
         ndims = [len(o.shape) for o in operands]
         layout = _layout(call, groups, specs, ndims, rows_only=has_sums and over.rows_only)
-        local = _local(call, groups, compute, layout, over.total)
+        local = _local(call, groups, compute, layout, over)
 
         def lowered(*arrays: jax.Array) -> Arrays:
             # Without the caller's mesh: for its Explicit axes, JAX would annotate operations with
@@ -367,9 +400,10 @@ def _auto(
         def term(dims: str, ndim: int, prefix: str = "") -> str:
             if "n" not in dims and ndim == len(dims):  # shared by all groups
                 return " ".join(dims)
-            rows = ndim - groups - len(dims.replace("n", ""))
-            factors = [[f"{prefix}n{i}" for i in range(rows)] if c == "n" else [c] for c in dims]
-            return " ".join(group_factors + [f for fs in factors for f in fs])
+            sizes = {"d": 1, "m": call.inner}
+            sizes["n"] = ndim - groups - sum(sizes[c] for c in dims if c != "n")
+            factors = [f"{prefix}{c}{i}" if c in "nm" else c for c in dims for i in range(sizes[c])]
+            return " ".join(group_factors + factors)
 
         ndims = [len(o.shape) for o in operands]
         prefixes = [_letters(i) if call.kernel.variadic else "" for i in range(len(ndims))]

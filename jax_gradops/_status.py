@@ -6,7 +6,7 @@ from jax import export
 
 from jax_gradops import _implementation, _registry
 from jax_gradops._core import Kernel
-from jax_gradops._ops import bias_gelu, global_norm, norm_kernels
+from jax_gradops._ops import batch_norm_kernels, bias_gelu, global_norm, norm_kernels
 
 _LAYER_NORM = (
     norm_kernels.LAYER_NORM_FWD,
@@ -25,12 +25,20 @@ OPS: dict[str, tuple[Kernel, ...]] = {
     "rms_norm": _RMS_NORM,
     "add_layer_norm": _LAYER_NORM,
     "add_rms_norm": _RMS_NORM,
+    "batch_norm": (batch_norm_kernels.FWD, batch_norm_kernels.BWD),
+    "batch_norm_inference": (batch_norm_kernels.FWD,),
     "gelu": (bias_gelu.FWD, bias_gelu.BWD),
     "bias_gelu": (bias_gelu.FWD, bias_gelu.BWD),
     "global_norm": (global_norm.SUM_OF_SQUARES,),
     "clip_tree_by_global_norm": (global_norm.SUM_OF_SQUARES,),
     "clip_by_global_norm": (global_norm.SUM_OF_SQUARES,),
     "inplace_clip_by_global_norm": (global_norm.SUM_OF_SQUARES, global_norm.SCALE),
+}
+
+#: Ops that run XLA's operations unless the kernel is asked for, and why.
+_BY_XLA = {
+    "batch_norm_inference": "XLA fuses it with what comes before and after; pass "
+    "implementation='ffi' for the kernel"
 }
 
 #: Pass to ``jax.export.export(..., disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS)``: JAX does
@@ -67,8 +75,11 @@ def implementation_in_use(
             f"implementation_in_use: unknown op {op_name!r}; known are {', '.join(OPS)}"
         )
     platform = _implementation.default_platform() if platform is None else platform
-    if _implementation.resolve_implementation(None, op_name) == "xla":
+    default = _implementation.resolve_implementation(None, op_name)
+    if default == "xla":
         return _implementation.ImplementationInUse("xla", "use_implementation('xla') is in force")
+    if default is None and op_name in _BY_XLA:
+        return _implementation.ImplementationInUse("xla", _BY_XLA[op_name])
     reason = _registry.why_unavailable(platform)
     if reason is not None:
         return _implementation.ImplementationInUse("xla", reason)

@@ -147,6 +147,89 @@ def norm_vjp_of_rounded(
     return dx._replace(error=dx_error), dscale._replace(error=dscale_error), dbias
 
 
+# --- Batch norm ----------------------------------------------------------------------------------
+
+
+class _BatchNorm(NamedTuple):
+    x_hat: np.ndarray
+    size: np.ndarray  # of what x_hat is made of
+    rstd: np.ndarray
+    z: Reference  # what the activation is applied to
+
+
+def _rows_mean(x: np.ndarray) -> np.ndarray:
+    rows = tuple(range(x.ndim - 1))
+    return np.sum(x, rows) / max(1, x.size // max(1, x.shape[-1]))
+
+
+def _batch_norm(
+    x: np.ndarray,
+    scale: np.ndarray | None,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
+    epsilon: float,
+) -> _BatchNorm:
+    x = x - _rows_mean(x)
+    x = x - _rows_mean(x)  # what the rounding of the first mean left
+    square = _rows_mean(x * x) + epsilon
+    rstd = 1 / np.sqrt(np.where(np.isinf(square), np.nan, square))
+    x_hat = x * rstd
+    gamma = 1.0 if scale is None else scale
+    beta = 0.0 if bias is None else bias
+    rest = 0.0 if residual is None else residual
+    size = np.abs(x_hat) + np.sqrt(_rows_mean(x_hat * x_hat))  # with an error of the mean
+    magnitude = np.abs(gamma) * size + np.abs(beta) + np.abs(rest)
+    return _BatchNorm(x_hat, size, rstd, Reference(x_hat * gamma + beta + rest, magnitude))
+
+
+def batch_norm(
+    x: np.ndarray,
+    scale: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    *,
+    epsilon: float,
+    relu: bool = False,
+    residual: np.ndarray | None = None,
+) -> Reference:
+    """Over all axes but the last; then relu of the sum with the residual."""
+    z = _batch_norm(x, scale, bias, residual, epsilon).z
+    return z._replace(value=np.maximum(z.value, 0)) if relu else z
+
+
+def batch_norm_vjp(
+    dy: np.ndarray,
+    x: np.ndarray,
+    scale: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    *,
+    epsilon: float,
+    relu: bool = False,
+    residual: np.ndarray | None = None,
+    unit: float = 2.0**-21,
+) -> tuple[Reference, Reference, Reference, Reference]:
+    """Gradients with respect to x, scale, bias and the residual.
+
+    `unit` is the relative error with which relu's argument is known: where it may be 0, so may
+    what goes through relu.
+    """
+    x_hat, size, rstd, z = _batch_norm(x, scale, bias, residual, epsilon)
+    doubtful = np.zeros_like(dy)
+    if relu:
+        doubtful = np.abs(dy) * (np.abs(z.value) <= unit * z.magnitude)
+        dy = np.where(z.value > 0, dy, 0.0)
+    factor = rstd * (1.0 if scale is None else scale)
+    dx = dy - _rows_mean(dy) - x_hat * _rows_mean(dy * x_hat)
+    magnitude = np.abs(dy) + _rows_mean(np.abs(dy)) + size * _rows_mean(np.abs(dy) * size)
+    error = doubtful + _rows_mean(doubtful) + size * _rows_mean(doubtful * size)
+    rows = tuple(range(dy.ndim - 1))
+    return (
+        Reference(dx * factor, magnitude * np.abs(factor), error * np.abs(factor)),
+        _columns(dy * x_hat, dy * size)._replace(error=np.sum(doubtful * size, rows)),
+        _columns(dy, dy)._replace(error=np.sum(doubtful, rows)),
+        Reference(dy, np.abs(dy), doubtful),
+    )
+
+
 # --- GELU ----------------------------------------------------------------------------------------
 
 

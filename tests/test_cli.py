@@ -110,7 +110,8 @@ def test_doctor_runs_the_kernels(
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["failures"] == []
     assert len(report["checks"]) == len(cases.all_cases()) * len(cases.DTYPES)
-    assert {c["implementation"] for c in report["checks"]} == {"ffi"}
+    by_xla = {c["title"] for c in report["checks"] if c["implementation"] != "ffi"}
+    assert by_xla == {"batch_norm_inference"}  # where it is the faster one
     assert all(c["error"] <= c["tolerance"] and not c["message"] for c in report["checks"])
 
 

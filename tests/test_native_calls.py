@@ -22,6 +22,9 @@ def scratch(*shape: int) -> np.ndarray:
 ROWS, PARAMETER, STAT, NOTHING = full(3, 4), full(4), full(3), full(0)
 HALF = full(4, dtype=np.float16)
 GROUPS = {"group_rank": np.int64(0)}
+# Channels first: 2 images of 4 channels and 3 points.
+IMAGES = full(2, 4, 3)
+BATCH_NORM = GROUPS | {"inner_rank": np.int64(1), "relu": False}
 OFFSET, EPSILON = {"scale_offset": np.float64(1)}, {"epsilon": np.float64(1e-6)}
 
 # A good call of each handler: its operands, its results (of which only the types count), and its
@@ -66,6 +69,48 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"dy": ROWS, "x": ROWS, "bias": NOTHING},
         {"dx": ROWS, "dbias": PARAMETER, "workspace": scratch(1, 1, 1, 4)},
         GROUPS | {"approximate": False},
+    ),
+    "batch_norm_fwd": (
+        {
+            "x": IMAGES,
+            "residual": NOTHING,
+            "scale": HALF,
+            "bias": NOTHING,
+            "mean": NOTHING,
+            "rstd": NOTHING,
+            "delta": NOTHING,
+        },
+        {
+            "y": IMAGES,
+            "batch_mean": PARAMETER,
+            "batch_variance": PARAMETER,
+            "batch_rstd": PARAMETER,
+            "batch_delta": PARAMETER,
+            "workspace": scratch(1, 1, 3, 4),
+        },
+        BATCH_NORM | EPSILON,
+    ),
+    "batch_norm_bwd": (
+        {
+            "dy": IMAGES,
+            "x": IMAGES,
+            "y": NOTHING,
+            "scale": PARAMETER,
+            "bias": NOTHING,
+            "mean": PARAMETER,
+            "rstd": PARAMETER,
+            "delta": NOTHING,
+            "mean_dz": NOTHING,
+            "mean_dz_x_hat": NOTHING,
+        },
+        {
+            "dx": IMAGES,
+            "dresidual": NOTHING,
+            "dscale": HALF,
+            "dbias": PARAMETER,
+            "workspace": scratch(1, 1, 2, 4),
+        },
+        BATCH_NORM,
     ),
     "device_copy": ({"x": ROWS}, {"y": ROWS}, {}),
     "sum_of_squares": (
@@ -163,6 +208,37 @@ def test_good(platform, target):
         ("bias_gelu_bwd", {"dbias": full(3)}, "dbias"),
         ("bias_gelu_bwd", {"dbias": full(4, 0)}, "dbias"),
         ("bias_gelu_bwd", {"bias": full(0, 0)}, "bias"),
+        ("batch_norm_fwd", {"x": full(2, 4, 3, dtype=np.int32)}, "x"),
+        ("batch_norm_fwd", {"scale": full(3)}, r"scale must have x's group axes and axis 1"),
+        ("batch_norm_fwd", {"bias": full(2)}, "bias"),
+        ("batch_norm_fwd", {"residual": full(2, 4)}, "residual"),
+        ("batch_norm_fwd", {"y": full(2, 4, 4)}, "y"),
+        ("batch_norm_fwd", {"inner_rank": np.int64(3)}, "inner_rank must be in"),
+        ("batch_norm_fwd", {"inner_rank": np.int64(-1)}, "inner_rank must be in"),
+        ("batch_norm_fwd", {"group_rank": np.int64(2)}, "inner_rank must be in"),
+        ("batch_norm_fwd", {"group_rank": np.int64(3)}, "group_rank must be in"),
+        ("batch_norm_fwd", {"mean": PARAMETER}, "mean and rstd must be both"),
+        ("batch_norm_fwd", {"mean": PARAMETER, "rstd": PARAMETER}, "mean and batch_mean must be"),
+        ("batch_norm_fwd", {"delta": HALF}, "delta.*accumulation dtype"),
+        ("batch_norm_fwd", {"batch_variance": NOTHING}, "batch_mean and batch_variance must be"),
+        ("batch_norm_fwd", {"batch_rstd": full(3)}, "batch_rstd"),
+        ("batch_norm_fwd", {"epsilon": np.float64(-1)}, "epsilon"),
+        ("batch_norm_fwd", {"workspace": scratch(0)}, "workspace"),
+        ("batch_norm_fwd", {"workspace": scratch(1, 1, 2, 4)}, "workspace"),
+        ("batch_norm_bwd", {"dy": full(2, 4, 4)}, "dy"),
+        ("batch_norm_bwd", {"y": full(2, 4, 3, dtype=np.float16)}, "y"),
+        ("batch_norm_bwd", {"mean": NOTHING}, "mean"),
+        ("batch_norm_bwd", {"rstd": HALF}, "rstd.*accumulation dtype"),
+        ("batch_norm_bwd", {"mean_dz": PARAMETER}, "mean_dz and mean_dz_x_hat must be both"),
+        (
+            "batch_norm_bwd",
+            {"mean_dz": PARAMETER, "mean_dz_x_hat": PARAMETER},
+            "dscale and mean_dz must be not both there",
+        ),
+        ("batch_norm_bwd", {"dx": full(2, 4)}, "dx"),
+        ("batch_norm_bwd", {"dresidual": full(2, 3)}, "dresidual"),
+        ("batch_norm_bwd", {"dbias": full(4, 0)}, "dbias"),
+        ("batch_norm_bwd", {"workspace": scratch(1, 0, 2, 4)}, "workspace"),
         ("sum_of_squares", {"leaf_0": full(3, dtype=np.int32)}, "leaf 0"),
         ("sum_of_squares", {"leaf_1": full(3, dtype=np.float64)}, "float64"),
         ("sum_of_squares", {"workspace": scratch(0)}, "workspace"),

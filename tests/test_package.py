@@ -28,6 +28,8 @@ def test_public_names():
         "rms_norm",
         "add_layer_norm",
         "add_rms_norm",
+        "batch_norm",
+        "batch_norm_inference",
         "backward",
         "gelu",
         "bias_gelu",
@@ -41,6 +43,8 @@ def test_public_names():
         "EXPORT_DISABLED_CHECKS",
     }
     assert BACKWARD.keys() == {
+        "batch_norm_forward",
+        "batch_norm_backward",
         "bias_gelu_backward",
         "inplace_clip_by_global_norm",
         "layer_norm_forward",
@@ -92,7 +96,8 @@ def test_gpu_is_cuda_where_there_is_none(error, monkeypatch):
     for op in _status.OPS:
         in_use = jax_gradops.implementation_in_use(op, "gpu")
         assert in_use == jax_gradops.implementation_in_use(op, "cuda")
-        assert in_use.implementation == ("ffi" if "cuda" in _registry.MODULES else "xla")
+        has_kernel = "cuda" in _registry.MODULES and op != "batch_norm_inference"
+        assert in_use.implementation == ("ffi" if has_kernel else "xla")
 
 
 @pytest.mark.parametrize("platform", _registry.MODULES)

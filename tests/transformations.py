@@ -220,7 +220,10 @@ def _platform() -> str:
 
 POLICIES = jax.checkpoint_policies
 # The names under which ops save their statistics.
-SAVED = ("layer_norm_mean", "layer_norm_rstd", "rms_norm_rstd")
+SAVED = (
+    "layer_norm_mean", "layer_norm_rstd", "rms_norm_rstd",
+    "batch_norm_mean", "batch_norm_rstd", "batch_norm_delta",
+)  # fmt: skip
 
 TRANSFORMATIONS: dict[str, Callable[[Op, Sequence[Example]], Outcomes]] = {
     f.__name__: f

@@ -18,6 +18,17 @@ struct RowShape {
   std::int64_t elements() const { return groups * rows * features; }
 };
 
+// Of ops whose features are channels: x is [groups, rows, features, inner], and rows go on after
+// the channels' axis.
+struct ChannelShape {
+  RowShape outer;
+  std::int64_t inner;
+  std::int64_t channels() const { return outer.features; }
+  // Elements of a channel in a group.
+  std::int64_t terms() const { return outer.rows * inner; }
+  std::int64_t elements() const { return outer.elements() * inner; }
+};
+
 // A parameter along the feature axis, of any float dtype; null where the op has none.
 // Group g reads data + g * group_stride; the stride is 0 where all groups share the parameter.
 struct Param {
@@ -71,25 +82,36 @@ enum class ParamDtype { kAccum, kAnyFloat };
 // An optional operand or result that is absent is [0] in the accumulation dtype.
 class RowChecker {
  public:
-  RowChecker(std::string_view op, const ffi::AnyBuffer& x, std::int64_t group_rank)
+  // inner_rank: how many axes x has after that of the features.
+  RowChecker(std::string_view op, const ffi::AnyBuffer& x, std::int64_t group_rank,
+             std::int64_t inner_rank = 0)
       : op_(op), x_(x) {
     const auto dims = x.dimensions();
+    const auto rank = static_cast<std::int64_t>(dims.size());
     if (!IsFloat(x.element_type())) {
       Fail("x", "float16, bfloat16, float32 or float64", x);
-    } else if (group_rank < 0 || static_cast<std::size_t>(group_rank) >= dims.size()) {
+    } else if (group_rank < 0 || group_rank >= rank) {
       message_ = op_ + ": attribute group_rank must be in [0, rank of x), got " +
                  std::to_string(group_rank) + " for x " + Describe(x);
+    } else if (inner_rank < 0 || inner_rank >= rank - group_rank) {
+      message_ = op_ + ": attribute inner_rank must be in [0, rank of x - group_rank), got " +
+                 std::to_string(inner_rank) + " for x " + Describe(x);
     } else if (Product(dims) < 0) {
       Fail("x", "dimensions of at least 0 and at most 2^62 elements", x);
     } else if (Product(dims) > 0 && x.untyped_data() == nullptr) {
       Fail("x", "data", x);
     } else {
       group_rank_ = static_cast<std::size_t>(group_rank);
+      feature_axis_ = static_cast<std::size_t>(rank - 1 - inner_rank);
       shape_ = {Product(dims.first(group_rank_)),
-                Product(Dims(dims.begin() + group_rank, dims.size() - 1 - group_rank_)),
-                dims.back()};
+                Product(Dims(dims.begin() + group_rank, feature_axis_ - group_rank_)),
+                dims[feature_axis_]};
+      inner_ =
+          Product(Dims(dims.begin() + feature_axis_ + 1, static_cast<std::size_t>(inner_rank)));
       // A product of some of the dimensions can exceed 2^62 where another dimension is 0.
-      if (shape_.groups < 0 || shape_.rows < 0) shape_ = {0, 0, dims.back()};
+      if (shape_.groups < 0 || shape_.rows < 0 || inner_ < 0) {
+        shape_ = {0, 0, dims[feature_axis_]}, inner_ = 0;
+      }
     }
   }
 
@@ -115,13 +137,21 @@ class RowChecker {
     return buffer.untyped_data();
   }
 
-  // An optional operand and an optional result that make sense together only.
-  void BothOrNone(const char* operand, const ffi::AnyBuffer& given, const char* result,
-                  const ffi::AnyBuffer& wanted) {
-    if (!ok() || IsAbsent(given) == IsAbsent(wanted)) return;
-    message_ = op_ + ": " + operand + " and " + result +
-               " must be both there or both absent, got " + Describe(given) + " and " +
-               Describe(wanted) + " with x " + Describe(x_);
+  // What must be true of two optional operands or results.
+  RowChecker& BothOrNone(const char* name, const ffi::AnyBuffer& buffer, const char* other_name,
+                         const ffi::AnyBuffer& other) {
+    const bool right = IsAbsent(buffer) == IsAbsent(other);
+    return Pair(right, "both there or both absent", name, buffer, other_name, other);
+  }
+  RowChecker& OneOf(const char* name, const ffi::AnyBuffer& buffer, const char* other_name,
+                    const ffi::AnyBuffer& other) {
+    const bool right = IsAbsent(buffer) != IsAbsent(other);
+    return Pair(right, "one there and one absent", name, buffer, other_name, other);
+  }
+  RowChecker& NotBoth(const char* name, const ffi::AnyBuffer& buffer, const char* other_name,
+                      const ffi::AnyBuffer& other) {
+    const bool right = IsAbsent(buffer) || IsAbsent(other);
+    return Pair(right, "not both there", name, buffer, other_name, other);
   }
 
   // An attribute, which must be finite and what else the op says.
@@ -132,7 +162,12 @@ class RowChecker {
 
   // [features] or [groups..., features]; or absent.
   Param OptionalParam(std::string_view name, const ffi::AnyBuffer& buffer, ParamDtype dtype) {
-    if (!ok() || IsAbsent(buffer)) return {};
+    return ok() && !IsAbsent(buffer) ? RequiredParam(name, buffer, dtype) : Param{};
+  }
+
+  // The same, and there.
+  Param RequiredParam(std::string_view name, const ffi::AnyBuffer& buffer, ParamDtype dtype) {
+    if (!ok()) return {};
     const bool shared = buffer.dimensions().size() == 1;
     CheckParam(name, buffer, shared, dtype);
     return {buffer.untyped_data(), shared ? 0 : shape_.features, buffer.element_type()};
@@ -144,6 +179,11 @@ class RowChecker {
     if (!ok() || IsAbsent(buffer)) return {};
     CheckParam(name, buffer, /*shared=*/false, dtype);
     return {buffer.untyped_data(), buffer.element_type()};
+  }
+
+  // [groups..., features] in the accumulation dtype; or absent: null.
+  void* OptionalFeatureStat(std::string_view name, const ffi::AnyBuffer& buffer) {
+    return OptionalParamGrad(name, buffer, ParamDtype::kAccum).data;
   }
 
   // Scratch for column sums, [groups, partial rows, sums, features] in ScratchDtype, as
@@ -168,6 +208,7 @@ class RowChecker {
   bool ok() const { return message_.empty(); }
   ffi::Error error() const { return ffi::Error::InvalidArgument(message_); }
   const RowShape& shape() const { return shape_; }
+  ChannelShape channel_shape() const { return {shape_, inner_}; }
   ffi::DataType dtype() const { return x_.element_type(); }
   ffi::DataType accum_dtype() const { return AccumDtype(x_.element_type()); }
 
@@ -179,12 +220,20 @@ class RowChecker {
     return dims.size() == 1 && dims[0] == 0 && buffer.element_type() == accum_dtype();
   }
 
+  RowChecker& Pair(bool right, const char* expected, const char* name, const ffi::AnyBuffer& buffer,
+                   const char* other_name, const ffi::AnyBuffer& other) {
+    if (!ok() || right) return *this;
+    message_ = op_ + ": " + name + " and " + other_name + " must be " + expected + ", got " +
+               Describe(buffer) + " and " + Describe(other) + " with x " + Describe(x_);
+    return *this;
+  }
+
   void CheckParam(std::string_view name, const ffi::AnyBuffer& buffer, bool shared,
                   ParamDtype dtype) {
     const auto x_dims = x_.dimensions();
     const auto dims = buffer.dimensions();
     const std::size_t groups = shared ? 0 : group_rank_;
-    bool matches = dims.size() == groups + 1 && dims.back() == x_dims.back();
+    bool matches = dims.size() == groups + 1 && dims.back() == x_dims[feature_axis_];
     for (std::size_t i = 0; matches && i < groups; ++i) matches = dims[i] == x_dims[i];
     const bool has_data = Product(dims) == 0 || buffer.untyped_data() != nullptr;
     const bool any = dtype == ParamDtype::kAnyFloat;
@@ -192,11 +241,16 @@ class RowChecker {
         any ? IsFloat(buffer.element_type()) : buffer.element_type() == accum_dtype();
     if (!matches || !has_data || !has_dtype) {
       Fail(name,
-           "x's group axes and last axis, in " +
+           "x's group axes and " + Feature() + ", in " +
                (any ? std::string("float16, bfloat16, float32 or float64")
                     : "the accumulation dtype " + Name(accum_dtype())),
            buffer);
     }
+  }
+
+  std::string Feature() const {
+    return feature_axis_ + 1 == x_.dimensions().size() ? "last axis"
+                                                       : "axis " + std::to_string(feature_axis_);
   }
 
   void Check(std::string_view name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
@@ -218,8 +272,9 @@ class RowChecker {
 
   std::string op_;
   const ffi::AnyBuffer& x_;
-  std::size_t group_rank_ = 0;
+  std::size_t group_rank_ = 0, feature_axis_ = 0;
   RowShape shape_{0, 0, 0};
+  std::int64_t inner_ = 1;
   std::string message_;
 };
 

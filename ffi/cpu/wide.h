@@ -146,6 +146,9 @@ class WideParam {
       return ffi::Error::Success();
     });
   }
+  A at(std::int64_t group, std::int64_t feature) const {
+    return data_ == nullptr ? A{kAbsent} : data_[group * stride_ + feature];
+  }
   const A* operator()(std::int64_t group, std::int64_t start) const {
     if (data_ == nullptr) return kConstantBlock<A, kAbsent>.data();
     return data_ + group * stride_ + start;

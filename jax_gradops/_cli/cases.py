@@ -113,6 +113,61 @@ def _add_norm_oracle(x: Tree, residual: Tree, scale: Tree, *rest: Tree, centered
     return (y + bias[0], x + residual), dx + dsum, dx + dsum, dscale, dbias
 
 
+# --- Batch norm -----------------------------------------------------------------------------------
+
+
+def _batch_norm_inputs(rng: np.random.Generator) -> list[tuple[Tree, ...]]:
+    """Of channels last and first: x, scale, bias, a residual, dy."""
+    cases = []
+    for shape, axis in (((37, 5, 33), -1), ((6, 21, 7, 5), 1)):
+        arrays = [rng.standard_normal(shape) for _ in range(3)]
+        x = 3 * arrays[0] + 2
+        parameters = [rng.uniform(0.5, 2, shape[axis]) for _ in range(2)]
+        cases.append((x, *parameters, *arrays[1:]))
+    return cases
+
+
+def _channel_axis(x: Any) -> int:
+    return 1 if x.ndim == 4 else -1
+
+
+def _batch_norm(x: Tree, scale: Tree, bias: Tree, residual: Tree) -> Tree:
+    return jax_gradops.batch_norm(
+        x, scale, bias, axis=_channel_axis(x), epsilon=EPSILON, residual=residual
+    )[0]
+
+
+def _batch_norm_oracle(x: Tree, scale: Tree, bias: Tree, residual: Tree, dy: Tree) -> Tree:
+    axis = _channel_axis(x)
+    x, residual, dy = (np.moveaxis(a, axis, -1) for a in (x, residual, dy))
+    rows = tuple(range(x.ndim - 1))
+    rstd = 1 / np.sqrt(x.var(rows) + EPSILON)
+    x_hat = (x - x.mean(rows)) * rstd
+    dx = scale * rstd * (dy - dy.mean(rows) - x_hat * (dy * x_hat).mean(rows))
+    y = x_hat * scale + bias + residual
+    y, dx, dresidual = (np.moveaxis(a, -1, axis) for a in (y, dx, dy))
+    axes = tuple(i for i in range(dresidual.ndim) if i != axis % dresidual.ndim)
+    x_hat = np.moveaxis(x_hat, -1, axis)
+    return y, dx, (dresidual * x_hat).sum(axes), dresidual.sum(axes), dresidual
+
+
+def _batch_norm_inference(x: Tree, mean: Tree, var: Tree) -> Tree:
+    return jax_gradops.batch_norm_inference(
+        x, mean, var, epsilon=EPSILON, axis=_channel_axis(x), implementation=None
+    )
+
+
+def _inference_inputs(rng: np.random.Generator) -> list[tuple[Tree, ...]]:
+    """x, mean and variance."""
+    return [(x, m, v) for x, m, v, *_ in _batch_norm_inputs(rng)]
+
+
+def _inference_oracle(x: Tree, mean: Tree, var: Tree) -> Tree:
+    axis = _channel_axis(x)
+    y = (np.moveaxis(x, axis, -1) - mean) / np.sqrt(var + EPSILON)
+    return np.moveaxis(y, -1, axis)
+
+
 # --- GELU -----------------------------------------------------------------------------------------
 
 
@@ -245,6 +300,24 @@ def all_cases() -> list[Case]:
                 skips=(from_output,),
             ),
         ]
+    cases += [
+        Case(
+            "batch_norm",
+            "batch_norm",
+            _batch_norm_inputs,
+            (1, 2),
+            with_gradients(_batch_norm),
+            _batch_norm_oracle,
+        ),
+        Case(
+            "batch_norm_inference",
+            "batch_norm_inference",
+            _inference_inputs,
+            (1, 2),
+            _batch_norm_inference,
+            _inference_oracle,
+        ),
+    ]
     for approximate, form in ((True, "tanh"), (False, "exact")):
         cases += [
             Case(

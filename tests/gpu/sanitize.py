@@ -51,6 +51,12 @@ OPS: dict[str, Callable[..., Any]] = {
     "gelu": lambda dy, x, s, b: jax.vjp(lambda v: jax_gradops.gelu(v, False), x)[1](dy),
     "clip": lambda dy, x, s, b: jax_gradops.clip_tree_by_global_norm([x, s, b[:0], dy], 0.5),
     "clip in place": lambda dy, x, s, b: backward.inplace_clip_by_global_norm([x, s[1:], dy], 0.5),
+    "batch_norm": lambda dy, x, s, b: jax.vjp(
+        lambda x, s, b: jax_gradops.batch_norm(x, s, b, activation="relu")[0], x, s, b
+    )[1](dy),
+    "batch_norm, channels first": lambda dy, x, s, b: jax.vjp(
+        lambda x, r: jax_gradops.batch_norm(x, axis=0, activation="relu", residual=r)[0], x, dy
+    )[1](dy),
     "layer_norm of groups": lambda dy, x, s, b: jax.vmap(
         lambda x, s: jax.vjp(jax_gradops.layer_norm, x, s)[1](x)
     )(x[:, None], jnp.broadcast_to(s, x.shape)),

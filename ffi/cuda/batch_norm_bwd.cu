@@ -1,0 +1,343 @@
+// Batch norm backward, CUDA: one kernel, dy and x to sums to dx.
+//
+// First pass: each thread adds up, of each column of its packs, dz and dz * (x - mean). Blocks'
+// sums go to the workspace. Behind a barrier of all blocks, channels are spread over these, which
+// add the sums up, in a fixed order. Behind another one, dx is computed, from the last pack back to
+// the first: the last ones are in the L2 cache, and the first ones, dz and x, in shared memory.
+// dx or dresidual may be dy's buffer: every element is read by the thread that writes it, before it
+// does.
+//
+// Traffic: dy, x and (of relu, where it is given) y read twice, but for what caches and shared
+// memory hold; dx written, and dresidual. How elements are divided: cuda/batch_norm_policy.h.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/batch_norm_tiles.cuh"
+#include "ops/batch_norm.h"
+
+namespace gradops {
+namespace {
+
+constexpr int kSumPacks = 3;        // of a thread and an array, on their way, in the first pass
+constexpr int kInputGradPacks = 2;  // and in the second one
+// Rings of the first pass after which a thread adds its sums to those before, so that rounding
+// errors hardly grow with the number of rows.
+constexpr int kGradRingsPerSum = 12;
+
+// What dz is: dy, or dy where relu's argument was positive, by y or computed anew.
+enum class Mask { kNone, kOfY, kOfX };
+
+// What is loaded at a time.
+template <typename T, int W, Mask kMask>
+struct GradPacks {
+  Pack<T, W> dy, x, y;
+};
+
+template <Mask kMask, int W, typename T>
+__device__ __forceinline__ void LoadGrad(const BatchNormBwdArgs& args, std::int64_t start,
+                                         GradPacks<T, W, kMask>& packs) {
+  packs.dy = LoadIfAny<W>(static_cast<const T*>(args.dy), start);
+  packs.x = LoadIfAny<W>(static_cast<const T*>(args.x), start);
+  if constexpr (kMask == Mask::kOfY) packs.y = LoadIfAny<W>(static_cast<const T*>(args.y), start);
+}
+
+// Positive numbers, whatever T is.
+template <typename T, int W>
+__device__ __forceinline__ Pack<T, W> Positive() {
+  Pack<T, W> pack;
+  if constexpr (W == 1) {
+    pack.v[0] = T(1.f);
+  } else {
+    AsWords(pack) = make_uint4(0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u);
+  }
+  return pack;
+}
+
+// x - mean and dz, of dy, x and y. NaN is not positive.
+template <Mask kMask, typename A, int W>
+__device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W],
+                                         const A (&offset)[W], const A (&y)[W], A (&x)[W],
+                                         A (&dy)[W]) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    x[j] -= mean[j];
+    if constexpr (kMask == Mask::kOfY) dy[j] = y[j] > 0 ? dy[j] : A{0};
+    if constexpr (kMask == Mask::kOfX) {
+      dy[j] = x[j] * factor[j] + offset[j] > 0 ? dy[j] : A{0};
+    }
+  }
+}
+
+// mean, factor and offset of a channel: relu's argument is (x - mean) * factor + offset.
+template <typename A, int kNumbers>
+__device__ __forceinline__ void LoadAffine(const BatchNormBwdArgs& args, std::int64_t group,
+                                           std::int64_t channel, A (&numbers)[kNumbers]) {
+  const A factor =
+      AccumAt<A>(args.rstd, group, channel) * ParamAt<A>(args.scale, group, channel, 1);
+  numbers[0] = AccumAt<A>(args.mean, group, channel), numbers[1] = factor;
+  numbers[2] =
+      ParamAt<A>(args.bias, group, channel, 0) - AccumAt<A>(args.delta, group, channel) * factor;
+}
+
+// --- Sums ----------------------------------------------------------------------------------------
+
+template <typename T, int W, Mask kMask>
+__device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const ChannelPlan& plan,
+                                          const ChannelPartials<Accum<T>, 2>& partials,
+                                          double2* scratch, Pack<T, W>* kept) {
+  using A = Accum<T>;
+  const bool keep = args.dx != nullptr;
+  ForParts<false>(plan, [&](const ChannelPart& part) {
+    A parameters[3][W];
+    LoadParameters(
+        plan, part.tile, scratch,
+        [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
+          LoadAffine(args, group, channel, numbers);
+        },
+        parameters);
+    A sums[2][W] = {}, all_sums[2][W] = {};
+    const auto add = [&](A(&dz)[W], A(&x)[W], const A(&y)[W]) {
+      MaskGrad<kMask>(parameters[0], parameters[1], parameters[2], y, x, dz);
+#pragma unroll
+      for (int j = 0; j < W; ++j) sums[0][j] += dz[j], sums[1][j] += dz[j] * x[j];
+    };
+    const auto end_sum = [&] {
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        all_sums[0][j] += sums[0][j], all_sums[1][j] += sums[1][j];
+        sums[0][j] = 0, sums[1][j] = 0;
+      }
+    };
+
+    PackWalk<false> walk(plan, part);
+    GradPacks<T, W, kMask> ring[kSumPacks];
+    unsigned there = 0;  // bit k: ring[k] is the tile's
+    const auto load = [&](int k) {
+      const std::int64_t start = walk.Next();
+      LoadGrad<kMask>(args, start, ring[k]);
+      there = (there & ~(1u << k)) | (start < 0 ? 0u : 1u << k);
+    };
+#pragma unroll
+    for (int k = 0; k < kSumPacks; ++k) load(k);
+    int turn = 0;
+    std::int64_t own = part.own + part.first;
+    const std::int64_t end = part.own + part.end;
+#pragma unroll 1
+    while (own < end) {
+#pragma unroll
+      for (int k = 0; k < kSumPacks; ++k, ++own) {
+        if (there & (1u << k)) {
+          A dz[W], x[W], y[W];
+          Widen(ring[k].dy, dz);
+          Widen(ring[k].x, x);
+          if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
+          add(dz, x, y);
+          if (keep && own < plan.kept_steps) {
+            Pack<T, W>* const slot = kept + 2 * own * kChannelThreads + threadIdx.x;
+            StorePack(slot->v, kMask == Mask::kNone ? ring[k].dy : Narrow<T>(dz));
+            StorePack(slot[kChannelThreads].v, ring[k].x);
+          }
+        }
+        load(k);
+      }
+      if (++turn % kGradRingsPerSum == 0) end_sum();
+    }
+    end_sum();
+    ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+      A dz[W], x[W], y[W];
+      LoadSpan(static_cast<const T*>(args.dy), span, dz);
+      LoadSpan(static_cast<const T*>(args.x), span, x);
+      if constexpr (kMask == Mask::kOfY) LoadSpan(static_cast<const T*>(args.y), span, y);
+      add(dz, x, y);
+      end_sum();
+    });
+
+    const std::int64_t group = part.tile / plan.tiles;
+    const std::int64_t slot = blockIdx.x - plan.FirstBlock(part.tile);
+    const std::int64_t first_channel = plan.FirstChannel(part.tile);
+    const auto emit = [&](int i, const double2& total) {
+      partials.at(group, slot, 0, first_channel + i) = static_cast<A>(total.x);
+      partials.at(group, slot, 1, first_channel + i) = static_cast<A>(total.y);
+    };
+    if (plan.plane) {
+      double totals[2] = {};
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        totals[0] += static_cast<double>(all_sums[0][j]);
+        totals[1] += static_cast<double>(all_sums[1][j]);
+      }
+      SumPlane(reinterpret_cast<double*>(scratch), totals);
+      if (threadIdx.x == 0) emit(0, {totals[0], totals[1]});
+    } else {
+      SumColumns<W>(
+          plan, part.tile, scratch,
+          [&](int j) -> double2 {
+            return {static_cast<double>(all_sums[0][j]), static_cast<double>(all_sums[1][j])};
+          },
+          emit);
+    }
+  });
+}
+
+// Gradients of the parameters, and, as a channel's first partial results, the means.
+template <typename A>
+__device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
+                                       const ChannelPartials<A, 2>& partials) {
+  const double terms = static_cast<double>(args.shape.outer.rows) * static_cast<double>(plan.inner);
+  ForChannelSums<2>(
+      plan, args.shape.outer.groups,
+      [&](double (&sums)[2], std::int64_t group, int part, std::int64_t channel) {
+        sums[0] += static_cast<double>(__ldcg(&partials.at(group, part, 0, channel)));
+        sums[1] += static_cast<double>(__ldcg(&partials.at(group, part, 1, channel)));
+      },
+      [&](std::int64_t group, std::int64_t channel, const double (&sums)[2]) {
+        const double of_x_hat =
+            (sums[1] - static_cast<double>(AccumAt<A>(args.delta, group, channel)) * sums[0]) *
+            static_cast<double>(AccumAt<A>(args.rstd, group, channel));
+        const std::int64_t i = group * plan.channels + channel;
+        if (args.dscale.data != nullptr) {
+          StoreAs(args.dscale.data, args.dscale.dtype, i, of_x_hat);
+        }
+        if (args.dbias.data != nullptr) StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
+        partials.at(group, 0, 0, channel) = static_cast<A>(sums[0] / terms);
+        partials.at(group, 0, 1, channel) = static_cast<A>(of_x_hat / terms);
+      });
+}
+
+// --- dx ------------------------------------------------------------------------------------------
+
+template <typename T, int W, Mask kMask>
+__device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args, const ChannelPlan& plan,
+                                           const ChannelPartials<Accum<T>, 2>& partials,
+                                           double2* scratch, const Pack<T, W>* kept) {
+  using A = Accum<T>;
+  T* const dx = static_cast<T*>(args.dx);
+  T* const dresidual = static_cast<T*>(args.dresidual);
+  ForParts<true>(plan, [&](const ChannelPart& part) {
+    // dx = factor * (dz - level - (x - mean) * slope)
+    A parameters[5][W];
+    auto& [mean, factor, offset, level, slope] = parameters;
+    LoadParameters(
+        plan, part.tile, scratch,
+        [&](std::int64_t group, std::int64_t channel, A(&numbers)[5]) {
+          LoadAffine(args, group, channel, numbers);
+          const bool given = args.mean_dz.data != nullptr;
+          const A mean_dz = given ? AccumAt<A>(args.mean_dz, group, channel)
+                                  : __ldcg(&partials.at(group, 0, 0, channel));
+          const A mean_dz_x_hat = given ? AccumAt<A>(args.mean_dz_x_hat, group, channel)
+                                        : __ldcg(&partials.at(group, 0, 1, channel));
+          numbers[4] = mean_dz_x_hat * AccumAt<A>(args.rstd, group, channel);
+          numbers[3] = mean_dz - AccumAt<A>(args.delta, group, channel) * numbers[4];
+        },
+        parameters);
+    const auto apply = [&](const A(&dz)[W], A(&x)[W]) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) x[j] = (dz[j] - level[j] - x[j] * slope[j]) * factor[j];
+    };
+    ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+      A dz[W], x[W], y[W];
+      LoadSpan(static_cast<const T*>(args.dy), span, dz);
+      LoadSpan(static_cast<const T*>(args.x), span, x);
+      if constexpr (kMask == Mask::kOfY) LoadSpan(static_cast<const T*>(args.y), span, y);
+      MaskGrad<kMask>(mean, factor, offset, y, x, dz);
+      apply(dz, x);
+      StoreSpan(dx, span, x);
+      if (dresidual != nullptr) StoreSpan(dresidual, span, dz);
+    });
+
+    PackWalk<true> walk(plan, part);
+    GradPacks<T, W, kMask> ring[kInputGradPacks];
+    std::int64_t starts[kInputGradPacks];
+    std::int64_t ahead = part.own + part.end;  // one behind the step that is loaded next
+    const std::int64_t first = part.own + part.first;
+    const auto load = [&](int k) {
+      starts[k] = walk.Next();
+      --ahead;
+      if (ahead >= first && ahead < plan.kept_steps) {
+        const Pack<T, W>* const slot = kept + 2 * ahead * kChannelThreads + threadIdx.x;
+        ring[k].dy = LoadPlain<W>(slot->v);  // masked already
+        ring[k].x = LoadPlain<W>(slot[kChannelThreads].v);
+        if constexpr (kMask == Mask::kOfY) ring[k].y = Positive<T, W>();
+      } else {
+        LoadGrad<kMask>(args, starts[k], ring[k]);
+      }
+    };
+#pragma unroll
+    for (int k = 0; k < kInputGradPacks; ++k) load(k);
+#pragma unroll 1
+    for (std::int64_t left = part.end - part.first; left > 0; left -= kInputGradPacks) {
+#pragma unroll
+      for (int k = 0; k < kInputGradPacks; ++k) {
+        A dz[W], x[W], y[W];
+        Widen(ring[k].dy, dz);
+        Widen(ring[k].x, x);
+        if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
+        MaskGrad<kMask>(mean, factor, offset, y, x, dz);
+        apply(dz, x);
+        StoreIfAny(dx, starts[k], Narrow<T>(x));
+        if (dresidual != nullptr) StoreIfAny(dresidual, starts[k], Narrow<T>(dz));
+        load(k);
+      }
+    }
+  });
+}
+
+template <typename T, int W, Mask kMask>
+__global__ void __launch_bounds__(kChannelThreads, 1)
+    BatchNormBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
+                       const __grid_constant__ ChannelPlan plan) {
+  extern __shared__ __align__(16) char shared[];
+  auto* const scratch = reinterpret_cast<double2*>(shared);
+  auto* const kept = reinterpret_cast<Pack<T, W>*>(shared + plan.scratch_bytes);
+  const ChannelPartials<Accum<T>, 2> partials{static_cast<Accum<T>*>(args.workspace),
+                                              args.partial_rows, plan.channels};
+  if (args.mean_dz.data == nullptr) {
+    FirstPass<T, W, kMask>(args, plan, partials, scratch, kept);
+    cooperative_groups::this_grid().sync();  // partial sums are written
+    Finish<Accum<T>>(args, plan, partials);
+    if (args.dx == nullptr) return;
+    cooperative_groups::this_grid().sync();  // means are
+  }
+  SecondPass<T, W, kMask>(args, plan, partials, scratch, kept);
+}
+
+template <typename T>
+ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args) {
+  constexpr const char* kOp = "batch_norm_bwd";
+  const bool own = args.mean_dz.data == nullptr;
+  if (args.shape.elements() == 0) {
+    ColumnSums sums;
+    sums.Add(args.dscale);
+    sums.Add(args.dbias);
+    return ToError(
+        kOp, ZeroColumnSums(stream, sums, args.shape.outer.groups, args.shape.outer.features));
+  }
+  if (args.dx == nullptr && (!own || (args.dscale.data == nullptr && args.dbias.data == nullptr))) {
+    return ffi::Error::Success();
+  }
+  ChannelTask task = ChannelTaskOf<T>(args.shape);
+  const void* const y = args.relu ? args.y : nullptr;
+  task.aligned = Aligned(args.dy, args.x, y, args.dx) &&
+                 Aligned(args.dx == nullptr ? nullptr : args.dresidual);
+  task.statistics = own, task.apply = args.dx != nullptr;
+  task.arrays = 2, task.parameters = 5, task.partial_rows = args.partial_rows;
+  const ChannelPlan plan = ChooseChannelPlan(task);
+  const auto launch = [&]<Mask kMask>() {
+    return plan.width == 1
+               ? LaunchChannels(kOp, BatchNormBwdKernel<T, 1, kMask>, stream, plan, own, args, plan)
+               : LaunchChannels(kOp, BatchNormBwdKernel<T, kVec<T>, kMask>, stream, plan, own, args,
+                                plan);
+  };
+  if (!args.relu) return launch.template operator()<Mask::kNone>();
+  return y != nullptr ? launch.template operator()<Mask::kOfY>()
+                      : launch.template operator()<Mask::kOfX>();
+}
+
+}  // namespace
+
+ffi::Error BatchNormBwd(CudaContext stream, const BatchNormBwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, "batch_norm_bwd", args.dtype,
+                       [&]<typename T>() { return Backward<T>(stream, args); });
+}
+
+}  // namespace gradops

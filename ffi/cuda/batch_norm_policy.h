@@ -1,0 +1,382 @@
+// How batch norm's elements are divided among the threads of a GPU. Plain C++, no CUDA.
+//
+// A step is what a block's threads take at a time, one pack of 16 bytes each. A thread stays with
+// its channels from step to step, and keeps what it adds up in registers. Two ways:
+//
+//   plane    a tile is one channel, all of whose elements are put in a row; a pack takes the next
+//            of them. Where inner does not end where a pack does, packs at both ends of each row
+//            are shared with the neighbouring channels, and masked.
+//   columns  x is a matrix, of whose columns a tile has `lanes` packs; each of a step's `at_once`
+//            rows has a thread for each of them. Tiles are cut where both a channel and a pack end.
+//            Where the channels of a row are few, a row of the matrix is several of x (`fold`).
+//
+//   inner (of 16-bit elements)             channels * inner        way       lanes
+//   256 and more, whole packs              any                     plane
+//   any                                    up to 1024              columns   one tile; about 64
+//   up to 2048 to where a pack ends        more, whole packs       columns   32 to 256
+//   32 and more                            any                     plane
+//   none of these                          any                     columns, packs of one element
+//
+// The steps of all groups' tiles, tile by tile, are one sequence, and each of the blocks, one for
+// each multiprocessor, has as many of them, in a row. So a tile belongs to a few blocks, which
+// leave a partial result each, and a block has parts of a few tiles. Where the workspace has
+// fewer partial rows than that, steps are taken by units, of which a tile has no more than that.
+//
+// What a block has loaded first it keeps in shared memory; the rest is loaded again for the second
+// pass, last step first, as the L2 cache has the latest ones.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+
+namespace gradops {
+
+// What the choice depends on.
+struct ChannelTask {
+  std::int64_t groups, rows, channels, inner;  // of x
+  int element_bytes;
+  int accum_bytes;            // of an element of the accumulation type
+  bool aligned;               // all arrays start at 16-byte boundaries
+  bool statistics;            // there is a first pass, which adds up,
+  bool apply;                 // and a second one
+  int arrays;                 // that a thread keeps from the first pass for the second
+  int parameters;             // of a channel, in the second pass
+  std::int64_t partial_rows;  // of the workspace
+  int multiprocessors;
+  std::int64_t shared_bytes;  // of a multiprocessor
+};
+
+inline constexpr int kChannelThreads = 512;  // of a block
+inline constexpr int kMaxLanes = 256;
+inline constexpr int kStagedColumns = 4;  // of a thread, added up over a block at a time
+
+// Dynamic memory of a block that has a multiprocessor to itself: CUDA keeps 1 KB, and static memory
+// is less than another one.
+constexpr std::int64_t MaxChannelBytes(std::int64_t of_multiprocessor) {
+  return of_multiprocessor - 2048;
+}
+
+// From one step of a thread to the next: packs of a row, elements of x.
+struct ChannelStride {
+  std::int64_t packs, elements;
+};
+
+// A thread's pack in one step: its number in the row, and where in x it would start if the row
+// started with a pack. Columns: its number in the tile, or -1 where the thread has none.
+struct ChannelPlace {
+  std::int64_t pack, at;
+};
+
+// Elements [first, last) of the pack at `start` are the tile's.
+struct ChannelSpan {
+  std::int64_t start;
+  int first, last;
+  constexpr bool has(int j) const { return first <= j && j < last; }
+};
+
+struct ChannelPlan {
+  bool plane;
+  bool framed;         // planes: rows start and end within packs
+  int width;           // elements of a pack
+  int lanes, at_once;  // columns
+  std::int64_t channels, inner;
+  std::int64_t fold;
+  std::int64_t tile_channels;  // of a tile; the last one of a group may have fewer
+  std::int64_t tiles;          // of a group
+  std::int64_t all_tiles;      // of all of them
+  std::int64_t rows;           // of a tile; with fold, the last one may be part of one
+  std::int64_t row_elements;   // from one row to the next
+  std::int64_t row_packs;      // plane: of a row
+  std::int64_t group_rows;     // of x
+  std::int64_t group_elements;
+  std::int64_t steps;              // of a tile
+  std::int64_t unit_steps, units;  // of a unit, of a tile
+  ChannelStride forward, backward;
+  int blocks;
+  int kept_steps;     // of a block, in shared memory
+  int scratch_bytes;  // of shared memory, before them
+  int shared_bytes;
+
+  // --- Steps of a tile ---
+
+  constexpr ChannelPlace PlaceOf(std::int64_t tile, std::int64_t step, int thread) const {
+    if (plane) {
+      const std::int64_t i = step * kChannelThreads + thread;
+      return PlaceOfPack(tile, i / row_packs, i % row_packs);
+    }
+    const int pack = thread % lanes, of_step = thread / lanes;
+    const bool idle = of_step >= at_once || pack * width >= TileColumns(tile);
+    const std::int64_t row = step * at_once + of_step;
+    return {idle ? -1 : pack, FirstElement(tile) + row * row_elements + pack * width};
+  }
+
+  constexpr void Move(ChannelPlace& place, const ChannelStride& stride) const {
+    place.at += stride.elements;
+    if (!plane) return;
+    place.pack += stride.packs;
+    if (place.pack >= row_packs) {
+      place.pack -= row_packs;
+      place.at += row_elements - row_packs * width;
+    }
+  }
+
+  // One behind the tile's last element; columns: its group's.
+  constexpr std::int64_t Limit(std::int64_t tile) const {
+    return plane ? FirstElement(tile) + (rows - 1) * row_elements + inner
+                 : (tile / tiles + 1) * group_elements;
+  }
+
+  // Where the pack starts.
+  constexpr std::int64_t Start(const ChannelPlace& place) const {
+    return place.at & -std::int64_t{width};
+  }
+
+  // Whether all of the pack is the tile's; also of steps after the last one.
+  constexpr bool Whole(const ChannelPlace& place, std::int64_t limit) const {
+    if (Start(place) + width > limit) return false;
+    if (!plane) return place.pack >= 0;
+    if (!framed) return true;
+    const int before = static_cast<int>(place.at & (width - 1));
+    return (place.pack > 0 || before == 0) && inner - place.pack * width + before >= width;
+  }
+
+  // --- Packs that are the tile's in part ---
+
+  // How often all threads have to ask for one, in steps [first, end).
+  constexpr std::int64_t EdgeTurns(std::int64_t first, std::int64_t end) const {
+    if (plane && framed) {
+      return (3 * (EndRow(end) - FirstRow(first)) + kChannelThreads - 1) / kChannelThreads;
+    }
+    return !plane && width > 1 && group_rows % fold != 0 && end == steps ? 1 : 0;
+  }
+
+  // Such a pack; or nothing. Columns: of the thread's own ones.
+  constexpr ChannelSpan EdgeSpan(std::int64_t tile, std::int64_t first, std::int64_t end,
+                                 std::int64_t turn, int thread) const {
+    if (!plane) {
+      const ChannelPlace place = PlaceOf(tile, end - 1, thread);
+      const std::int64_t left = Limit(tile) - place.at;
+      if (place.pack < 0 || left <= 0 || left >= width) return {0, 0, 0};
+      return {place.at, 0, static_cast<int>(left)};
+    }
+    // A row's first pack, and its last two.
+    const std::int64_t i = turn * kChannelThreads + thread, row = FirstRow(first) + i / 3;
+    if (row >= EndRow(end)) return {0, 0, 0};
+    const std::int64_t pack = i % 3 == 0 ? 0 : row_packs - i % 3;
+    const std::int64_t number = row * row_packs + pack;
+    if (number < first * kChannelThreads || number >= end * kChannelThreads) return {0, 0, 0};
+    const ChannelPlace place = PlaceOfPack(tile, row, pack);
+    if (Whole(place, Limit(tile))) return {0, 0, 0};
+    const int before = static_cast<int>(place.at & (width - 1));
+    const std::int64_t left = inner - pack * width + before;
+    if (left <= 0) return {0, 0, 0};
+    return {Start(place), pack == 0 ? before : 0, static_cast<int>(left < width ? left : width)};
+  }
+
+  // --- Channels of a tile ---
+
+  constexpr std::int64_t FirstChannel(std::int64_t tile) const {
+    return tile % tiles * tile_channels;
+  }
+  constexpr int TileChannels(std::int64_t tile) const {
+    const std::int64_t left = channels - FirstChannel(tile);
+    return static_cast<int>(left < tile_channels ? left : tile_channels);
+  }
+  // The rest is of columns only. With fold, there is one tile.
+  constexpr int TileColumns(std::int64_t tile) const {
+    return static_cast<int>(TileChannels(tile) * inner * fold);
+  }
+  // Of a tile's column, the channel's number in the tile.
+  constexpr int ChannelOf(int column, int of_tile) const {
+    return column / static_cast<int>(inner) % of_tile;
+  }
+  // How many columns a channel has, and which is its i-th one.
+  constexpr int ChannelColumns() const { return static_cast<int>(fold * inner); }
+  constexpr int ColumnOf(int channel, int i, int of_tile) const {
+    const int n = static_cast<int>(inner);
+    return (i / n * of_tile + channel) * n + i % n;
+  }
+  // Elements of a channel in steps [first, end) of a tile.
+  constexpr std::int64_t ChannelElements(std::int64_t first, std::int64_t end) const {
+    const std::int64_t from = first * at_once * fold, to = end * at_once * fold;
+    return ((to < group_rows ? to : group_rows) - (from < group_rows ? from : group_rows)) * inner;
+  }
+
+  // --- Steps of a block, counted through all tiles ---
+
+  constexpr std::int64_t FirstStep(std::int64_t block) const {
+    const std::int64_t unit = Share(block);
+    const std::int64_t step = unit % units * unit_steps;
+    return unit / units * steps + (step < steps ? step : steps);
+  }
+  // The block of a tile's first step, and that of its last one.
+  constexpr int FirstBlock(std::int64_t tile) const { return BlockOf(tile * units); }
+  constexpr int LastBlock(std::int64_t tile) const { return BlockOf((tile + 1) * units - 1); }
+
+ private:
+  constexpr std::int64_t FirstElement(std::int64_t tile) const {
+    return tile / tiles * group_elements + FirstChannel(tile) * inner;
+  }
+  constexpr ChannelPlace PlaceOfPack(std::int64_t tile, std::int64_t row, std::int64_t pack) const {
+    return {pack, FirstElement(tile) + row * row_elements + pack * width};
+  }
+  // Planes: rows that steps [first, end) have a pack of.
+  constexpr std::int64_t FirstRow(std::int64_t first) const {
+    return first * kChannelThreads / row_packs;
+  }
+  constexpr std::int64_t EndRow(std::int64_t end) const {
+    const std::int64_t row = (end * kChannelThreads - 1) / row_packs + 1;
+    return row < rows ? row : rows;
+  }
+  // The first of a block's units. No memory has so many elements that this exceeds 64 bits.
+  constexpr std::int64_t Share(std::int64_t block) const {
+    return all_tiles * units * block / blocks;
+  }
+  // The last block whose share starts at the unit or before it.
+  constexpr int BlockOf(std::int64_t unit) const {
+    return static_cast<int>(((unit + 1) * blocks - 1) / (all_tiles * units));
+  }
+};
+
+namespace channel_policy {
+
+constexpr std::int64_t DivideUp(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// How well so many lanes do, in 1/1024: the share of threads that have a pack, less something for
+// tiles whose rows are short to read, or long to add up.
+constexpr std::int64_t Fitness(std::int64_t lanes, std::int64_t tiles, std::int64_t packs,
+                               std::int64_t rows) {
+  const std::int64_t at_once = kChannelThreads / lanes;
+  const std::int64_t taken = 1024 * at_once * packs / (kChannelThreads * tiles);
+  const std::int64_t of_rows = rows * 1024 / (DivideUp(rows, at_once) * at_once);
+  const std::int64_t cost = lanes < 16 ? 200 : lanes < 32 ? 60 : lanes > 128 ? 60 : 0;
+  return taken * of_rows / 1024 - cost;
+}
+
+// Sets what columns need; false where packs of this width cannot be cut so.
+constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
+  const std::int64_t row = task.channels * task.inner, width = plan.width;
+  const std::int64_t least_fold = width / std::gcd(row, width);
+  if (width > 1 && task.groups > 1 && plan.group_elements % width != 0) return false;
+  plan.plane = plan.framed = false, plan.fold = 1, plan.tile_channels = task.channels;
+  const std::int64_t packs = least_fold * row / width;  // of the fewest rows that end with a pack
+  if (packs <= kMaxLanes / 2 || (least_fold > 1 && packs <= kMaxLanes)) {
+    // As few as give a multiprocessor's reads some length.
+    const std::int64_t times = std::max<std::int64_t>(1, kMaxLanes / 4 / packs);
+    plan.fold = least_fold * std::min(times, DivideUp(task.rows, least_fold));
+    plan.lanes = static_cast<int>(plan.fold * row / width);
+  } else {
+    if (least_fold > 1) return false;
+    const std::int64_t least_channels = width / std::gcd(task.inner, width);
+    const std::int64_t unit = least_channels * task.inner / width;
+    const std::int64_t all = DivideUp(packs, unit);
+    std::int64_t best = std::numeric_limits<std::int64_t>::min();
+    plan.lanes = 0;
+    for (std::int64_t times = 1; times * unit <= kMaxLanes; ++times) {
+      const std::int64_t tiles = DivideUp(all, times);
+      if (times > 1 && DivideUp(all, tiles) != times) continue;
+      const std::int64_t fitness = Fitness(times * unit, tiles, packs, task.rows);
+      if (fitness <= best) continue;
+      best = fitness, plan.lanes = static_cast<int>(times * unit);
+      plan.tile_channels = times * least_channels;
+    }
+    if (plan.lanes == 0) return false;
+  }
+  plan.at_once = kChannelThreads / plan.lanes;
+  plan.tiles = DivideUp(task.channels, plan.tile_channels);
+  plan.rows = DivideUp(task.rows, plan.fold);
+  plan.row_elements = plan.fold * row;
+  plan.row_packs = 0;
+  plan.steps = DivideUp(plan.rows, plan.at_once);
+  plan.forward = {0, plan.at_once * plan.row_elements};
+  plan.backward = {0, -plan.forward.elements};
+  return true;
+}
+
+constexpr void CutPlanes(const ChannelTask& task, ChannelPlan& plan) {
+  const std::int64_t width = plan.width;
+  plan.plane = true, plan.framed = task.inner % width != 0, plan.fold = 1, plan.tile_channels = 1;
+  plan.lanes = kChannelThreads, plan.at_once = 1;
+  plan.tiles = task.channels;
+  plan.rows = task.rows;
+  plan.row_elements = task.channels * task.inner;
+  // Wherever a row starts in its first pack.
+  plan.row_packs = DivideUp(task.inner + (plan.framed ? width - 1 : 0), width);
+  plan.steps = DivideUp(plan.rows * plan.row_packs, kChannelThreads);
+  const auto stride = [&](std::int64_t rows, std::int64_t packs) {
+    return ChannelStride{packs, rows * plan.row_elements + packs * width};
+  };
+  const std::int64_t rows = kChannelThreads / plan.row_packs;
+  const std::int64_t packs = kChannelThreads % plan.row_packs;
+  plan.forward = stride(rows, packs);
+  plan.backward = stride(-rows - 1, plan.row_packs - packs);
+}
+
+// How many blocks may have a part of the same tile.
+constexpr std::int64_t BlocksOfTile(const ChannelPlan& plan) {
+  const std::int64_t least = plan.all_tiles * plan.units / plan.blocks;  // units of a block
+  return std::min<std::int64_t>({plan.blocks, plan.units, (plan.units - 1) / least + 2});
+}
+
+}  // namespace channel_policy
+
+// There are elements.
+constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
+  using namespace channel_policy;
+  ChannelPlan plan{};
+  plan.channels = task.channels, plan.inner = task.inner;
+  plan.group_rows = task.rows;
+  plan.group_elements = task.rows * task.channels * task.inner;
+  plan.width = task.aligned ? 16 / task.element_bytes : 1;
+  const std::int64_t width = plan.width;
+  // Rows whose ends are masked lose about two of their packs.
+  if (width > 1 && task.inner % width == 0 && task.inner >= 32 * width) {
+    CutPlanes(task, plan);
+  } else if (!CutColumns(task, plan)) {
+    if (task.inner >= (width > 1 ? 4 * width : kMaxLanes)) {
+      CutPlanes(task, plan);
+    } else {
+      plan.width = 1;
+      CutColumns(task, plan);
+    }
+  }
+  plan.all_tiles = task.groups * plan.tiles;
+
+  // A step or a few are too little work for a block to be waited for.
+  constexpr std::int64_t kLeastSteps = 4;
+  const auto divide = [&](std::int64_t unit_steps) {
+    plan.unit_steps = unit_steps;
+    plan.units = DivideUp(plan.steps, unit_steps);
+    plan.blocks = static_cast<int>(std::clamp<std::int64_t>(
+        std::min(DivideUp(plan.all_tiles * plan.steps, kLeastSteps), plan.all_tiles * plan.units),
+        1, task.multiprocessors));
+  };
+  divide(1);
+  if (task.statistics && BlocksOfTile(plan) > task.partial_rows) {
+    divide(DivideUp(plan.steps, task.partial_rows));
+  }
+
+  // Sums of a block's threads, and of a tile's columns; then parameters.
+  const int columns = plan.plane ? 1 : plan.lanes * plan.width;
+  const int staged =
+      plan.plane ? kChannelThreads * 2
+                 : kChannelThreads * std::min(plan.width, kStagedColumns) * 16 + columns * 16;
+  const int parameters = columns * task.parameters * task.accum_bytes;
+  plan.scratch_bytes = (std::max(task.statistics ? staged : 0, parameters) + 15) / 16 * 16;
+  plan.shared_bytes = plan.scratch_bytes;
+  if (task.statistics && task.apply) {
+    const std::int64_t budget = MaxChannelBytes(task.shared_bytes) - plan.scratch_bytes;
+    const int step_bytes = kChannelThreads * plan.width * task.element_bytes * task.arrays;
+    const std::int64_t steps =
+        (DivideUp(plan.all_tiles * plan.units, plan.blocks)) * plan.unit_steps;
+    plan.kept_steps = static_cast<int>(std::clamp<std::int64_t>(budget / step_bytes, 0, steps));
+    plan.shared_bytes += plan.kept_steps * step_bytes;
+  }
+  return plan;
+}
+
+}  // namespace gradops

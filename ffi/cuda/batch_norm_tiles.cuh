@@ -1,0 +1,345 @@
+// What batch norm's two kernels share: parts of tiles, packs of these, sums over a block, launches.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/shape.h"
+#include "cuda/batch_norm_policy.h"
+#include "cuda/column_sum.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+
+namespace gradops {
+namespace {
+
+constexpr int kChannelWarps = kChannelThreads / kWarp;
+
+// --- Packs ---------------------------------------------------------------------------------------
+
+// The pack at `start`; zeros where that is negative. No load is moved before a store that precedes
+// it, and none is non-coherent: dx may be dy's buffer.
+template <int W, typename T>
+__device__ __forceinline__ Pack<T, W> LoadIfAny(const T* array, std::int64_t start) {
+  if constexpr (W == 1) {
+    Pack<T, W> pack;
+    pack.v[0] = start < 0 ? T(0.f) : array[start];
+    return pack;
+  } else {
+    return LoadPackOnceIf<W>(start >= 0, array + start);
+  }
+}
+
+// What is stored is not read again: it shall not push out of the L2 cache what is.
+template <int W, typename T>
+__device__ __forceinline__ void StoreIfAny(T* array, std::int64_t start, const Pack<T, W>& pack) {
+  if (start < 0) return;
+  if constexpr (W == 1) {
+    __stcs(array + start, pack.v[0]);
+  } else {
+    __stcs(reinterpret_cast<uint4*>(array + start), reinterpret_cast<const uint4&>(pack));
+  }
+}
+
+// The same of a span, element by element.
+template <typename A, int W, typename T>
+__device__ __forceinline__ void LoadSpan(const T* array, const ChannelSpan& span, A (&values)[W]) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    values[j] = span.has(j) ? static_cast<A>(array[span.start + j]) : A{0};
+  }
+}
+template <typename A, int W, typename T>
+__device__ __forceinline__ void StoreSpan(T* array, const ChannelSpan& span, const A (&values)[W]) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    if (span.has(j)) array[span.start + j] = static_cast<T>(values[j]);
+  }
+}
+
+// --- Parts ---------------------------------------------------------------------------------------
+
+// A block's steps [first, end) of a tile; the block's own number of step i is i + own.
+struct ChannelPart {
+  std::int64_t tile, first, end, own;
+};
+
+// fn(part) for the parts of this block's steps, from the first to the last or the other way round.
+template <bool kBackwards, typename Fn>
+__device__ __forceinline__ void ForParts(const ChannelPlan& plan, const Fn& fn) {
+  const std::int64_t start = plan.FirstStep(blockIdx.x), stop = plan.FirstStep(blockIdx.x + 1);
+  if (start == stop) return;
+  const std::int64_t first_tile = start / plan.steps, last_tile = (stop - 1) / plan.steps;
+  for (std::int64_t i = 0; i <= last_tile - first_tile; ++i) {
+    const std::int64_t tile = kBackwards ? last_tile - i : first_tile + i;
+    const std::int64_t origin = tile * plan.steps;
+    fn(ChannelPart{tile, max(start - origin, std::int64_t{0}), min(stop - origin, plan.steps),
+                   origin - start});
+  }
+}
+
+// Where this thread's packs of a part's steps start, one after the other; -1 for those that are not
+// the tile's, or only in part, and after the last one.
+template <bool kBackwards>
+class PackWalk {
+ public:
+  __device__ __forceinline__ PackWalk(const ChannelPlan& plan, const ChannelPart& part)
+      : plan_(plan),
+        place_(plan.PlaceOf(part.tile, kBackwards ? part.end - 1 : part.first,
+                            static_cast<int>(threadIdx.x))),
+        limit_(plan.Limit(part.tile)),
+        left_(static_cast<int>(part.end - part.first)) {}
+
+  __device__ __forceinline__ std::int64_t Next() {
+    const bool any = left_ > 0 && plan_.Whole(place_, limit_);
+    const std::int64_t start = any ? plan_.Start(place_) : -1;
+    plan_.Move(place_, kBackwards ? plan_.backward : plan_.forward);
+    --left_;
+    return start;
+  }
+
+ private:
+  const ChannelPlan& plan_;
+  ChannelPlace place_;
+  std::int64_t limit_;
+  int left_;
+};
+
+// fn(span) for this thread's packs that are the tile's in part.
+template <int W, typename Fn>
+__device__ __forceinline__ void ForEdges(const ChannelPlan& plan, const ChannelPart& part,
+                                         const Fn& fn) {
+  if constexpr (W == 1) return;
+  const std::int64_t turns = plan.EdgeTurns(part.first, part.end);
+#pragma unroll 1
+  for (std::int64_t turn = 0; turn < turns; ++turn) {
+    const ChannelSpan span =
+        plan.EdgeSpan(part.tile, part.first, part.end, turn, static_cast<int>(threadIdx.x));
+    if (span.first < span.last) fn(span);
+  }
+}
+
+// Of each of a thread's elements, the channel's number in the tile.
+template <int W>
+__device__ __forceinline__ void OwnChannels(const ChannelPlan& plan, std::int64_t tile,
+                                            int (&channels)[W]) {
+  const int column = static_cast<int>(threadIdx.x) % plan.lanes * W;
+  const int of_tile = plan.TileChannels(tile);
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    channels[j] = plan.plane ? 0 : plan.ChannelOf(column + j, of_tile);
+  }
+}
+
+// --- Sums over a block ---------------------------------------------------------------------------
+
+// emit(channel in the tile, sum) for each of a tile's channels, where pair(j) is what the thread
+// has added up of its column j; any thread may be told of any channel. In a fixed order.
+template <int W, typename PairOf, typename Emit>
+__device__ __forceinline__ void SumColumns(const ChannelPlan& plan, std::int64_t tile,
+                                           double2* scratch, const PairOf& pair, const Emit& emit) {
+  constexpr int kStaged = W < kStagedColumns ? W : kStagedColumns;
+  double2* const totals = scratch + kStaged * kChannelThreads;  // [lanes][W]
+  const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int first = 0; first < W; first += kStaged) {
+    __syncthreads();  // scratch has been read
+#pragma unroll
+    for (int j = 0; j < kStaged; ++j) scratch[j * kChannelThreads + thread] = pair(first + j);
+    __syncthreads();  // and is written
+    for (int i = thread; i < kStaged * plan.lanes; i += kChannelThreads) {
+      const int j = i / plan.lanes, pack = i % plan.lanes;
+      double2 total{0, 0};
+#pragma unroll 4
+      for (int r = 0; r < plan.at_once; ++r) {
+        const double2 part = scratch[j * kChannelThreads + r * plan.lanes + pack];
+        total.x += part.x, total.y += part.y;
+      }
+      totals[pack * W + first + j] = total;
+    }
+  }
+  __syncthreads();
+  constexpr int kFew = 16;
+  const int of_tile = plan.TileChannels(tile), columns = plan.ChannelColumns();
+  const bool few = columns <= kFew;  // for one thread; else a warp adds them up
+  const int lane = few ? 0 : thread % kWarp, lanes = few ? 1 : kWarp;
+  for (int channel = thread / lanes; channel < of_tile; channel += kChannelThreads / lanes) {
+    double2 total{0, 0};
+    for (int i = lane; i < columns; i += lanes) {
+      const double2 part = totals[plan.ColumnOf(channel, i, of_tile)];
+      total.x += part.x, total.y += part.y;
+    }
+    if (!few) {
+      double values[2] = {total.x, total.y};
+      WarpSums<kWarp>(values);
+      total = {values[0], values[1]};
+    }
+    if (lane == 0) emit(channel, total);
+  }
+}
+
+// Replaces values by their sums over the block, in thread 0.
+template <int kValues>
+__device__ __forceinline__ void SumPlane(double* scratch, double (&values)[kValues]) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  WarpSums<kWarp>(values);
+  __syncthreads();  // scratch has been read
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) scratch[i * kChannelWarps + warp] = values[i];
+  }
+  __syncthreads();  // and is written
+  if (warp == 0) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      values[i] = lane < kChannelWarps ? scratch[i * kChannelWarps + lane] : 0.0;
+    }
+    WarpSums<kWarp>(values);
+  }
+}
+
+// --- Sums over blocks ----------------------------------------------------------------------------
+
+// Partial results in the workspace, [groups, partial_rows, kValues, channels].
+template <typename A, int kValues>
+struct ChannelPartials {
+  A* data;
+  std::int64_t partial_rows, channels;
+
+  __device__ __forceinline__ A& at(std::int64_t group, std::int64_t part, int value,
+                                   std::int64_t channel) const {
+    return data[((group * partial_rows + part) * kValues + value) * channels + channel];
+  }
+};
+
+// All channels of all groups, spread over the grid: add(values, group, part, channel) for each of
+// a channel's partial results, and then finish(group, channel, sums of these values).
+template <int kValues, typename Add, typename Finish>
+__device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
+                                               const Add& add, const Finish& finish) {
+  const std::int64_t all = groups * plan.channels;
+  const std::int64_t warps = std::int64_t{gridDim.x} * kChannelWarps;
+  // Lanes that share a channel's partial results; with other channels' next to each other, reads
+  // are longer.
+  const int lanes = all <= warps ? kWarp : 4, at_once = kWarp / lanes;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const std::int64_t warp =
+      std::int64_t{blockIdx.x} + threadIdx.x / kWarp * std::int64_t{gridDim.x};
+  for (std::int64_t first = warp * at_once; first < all; first += warps * at_once) {
+    const std::int64_t i = first + lane % at_once;
+    const std::int64_t group = i / plan.channels, channel = i % plan.channels;
+    double values[kValues] = {};
+    if (i < all) {
+      const std::int64_t tile = group * plan.tiles + channel / plan.tile_channels;
+      const int parts = plan.LastBlock(tile) - plan.FirstBlock(tile) + 1;
+#pragma unroll 4
+      for (int part = lane / at_once; part < parts; part += lanes) {
+        add(values, group, part, channel);
+      }
+    }
+    for (int distance = kWarp / 2; distance >= at_once; distance /= 2) {
+#pragma unroll
+      for (double& value : values) value += __shfl_xor_sync(0xffffffffu, value, distance);
+    }
+    if (lane < at_once && i < all) finish(group, channel, values);
+  }
+}
+
+// --- Parameters ----------------------------------------------------------------------------------
+
+// A parameter of any float dtype, widened; `absent` where there is none.
+template <typename A>
+__device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std::int64_t channel,
+                                     A absent) {
+  if (param.data == nullptr) return absent;
+  const std::int64_t i = group * param.group_stride + channel;
+  switch (param.dtype) {
+    case ffi::F16:
+      return static_cast<A>(static_cast<float>(static_cast<const Half*>(param.data)[i]));
+    case ffi::BF16:
+      return static_cast<A>(static_cast<float>(static_cast<const BFloat16*>(param.data)[i]));
+    case ffi::F32: return static_cast<A>(static_cast<const float*>(param.data)[i]);
+    default: return static_cast<A>(static_cast<const double*>(param.data)[i]);
+  }
+}
+
+// What this kernel may have written, before a barrier of the grid.
+template <typename A>
+__device__ __forceinline__ A AccumAt(const Param& param, std::int64_t group, std::int64_t channel) {
+  if (param.data == nullptr) return 0;
+  return __ldcg(static_cast<const A*>(param.data) + group * param.group_stride + channel);
+}
+
+// Fills values[v][j] with number v of the thread's column j: table(group, channel, numbers) gives
+// those of a channel.
+template <int kValues, typename A, int W, typename Table>
+__device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, std::int64_t tile,
+                                               void* scratch, const Table& table,
+                                               A (&values)[kValues][W]) {
+  A* const shared = static_cast<A*>(scratch);  // [kValues][channels of the tile]
+  const std::int64_t group = tile / plan.tiles, first = plan.FirstChannel(tile);
+  const int of_tile = plan.TileChannels(tile);
+  __syncthreads();  // scratch has been read
+  for (int i = static_cast<int>(threadIdx.x); i < of_tile; i += kChannelThreads) {
+    A numbers[kValues];
+    table(group, first + i, numbers);
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) shared[v * of_tile + i] = numbers[v];
+  }
+  __syncthreads();  // and is written
+  int channels[W];
+  OwnChannels(plan, tile, channels);
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[v][j] = shared[v * of_tile + channels[j]];
+  }
+}
+
+// --- Launches ------------------------------------------------------------------------------------
+
+template <typename T>
+ChannelTask ChannelTaskOf(const ChannelShape& shape) {
+  const Device device = CurrentDevice();
+  ChannelTask task{};
+  task.groups = shape.outer.groups, task.rows = shape.outer.rows;
+  task.channels = shape.channels(), task.inner = shape.inner;
+  task.element_bytes = sizeof(T), task.accum_bytes = sizeof(Accum<T>);
+  task.multiprocessors = device.multiprocessors, task.shared_bytes = device.shared_bytes;
+  return task;
+}
+
+// All blocks are resident at a time, where `together`.
+template <typename... Parameters, typename... Arguments>
+ffi::Error LaunchChannels(const char* op, void (*kernel)(Parameters...), cudaStream_t stream,
+                          const ChannelPlan& plan, bool together, const Arguments&... arguments) {
+  // Once, as it takes time: as much shared memory as any plan takes.
+  int bytes = 0;
+  const auto ask = [&](int& answer) {
+    answer = static_cast<int>(MaxChannelBytes(CurrentDevice().shared_bytes));
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, answer);
+  };
+  if (const cudaError_t status =
+          Remembered(reinterpret_cast<const void*>(kernel), kChannelThreads, 0, 1, bytes, ask);
+      status != cudaSuccess) {
+    return ToError(op, status);
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = together ? 1 : 0;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
+  config.blockDim = dim3(kChannelThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(plan.shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return ToError(op, cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+}  // namespace
+}  // namespace gradops

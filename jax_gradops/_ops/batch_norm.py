@@ -1,0 +1,339 @@
+"""Batch norm with fused backward passes, alone and with what follows it in residual networks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_gradops import _checks
+from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._ops import batch_norm_kernels as kernels
+from jax_gradops._ops.batch_norm_kernels import BatchNorm
+from jax_gradops._sharding import accum_dtype
+
+
+def _checked_x(op: str, value: Any, axis: Any) -> tuple[jax.Array, int]:
+    """X and the axis of its channels."""
+    x = _checks.array(op, "x", value)
+    if x.ndim < 2:
+        raise ValueError(
+            f"{op}: x must have at least two axes, of which one has the channels; got shape "
+            f"{x.shape}"
+        )
+    return x, _checks.axis(op, "axis", axis, x.ndim)
+
+
+def _per_channel(op: str, name: str, value: Any, x: jax.Array, axis: int) -> Any:
+    """One number a channel, or None."""
+    if value is None:
+        return None
+    parameter = _checks.array(op, name, value)
+    if parameter.shape != (x.shape[axis],):
+        raise ValueError(
+            f"{op}: {name} must have one number a channel, in shape (x.shape[{axis}],) = "
+            f"({x.shape[axis]},), got {parameter.shape}. The channels' axis is {axis}: is that the "
+            "`axis` that was meant?"
+        )
+    return parameter
+
+
+def _statistic(op: str, name: str, value: Any, x: jax.Array, axis: int) -> jax.Array:
+    """One number a channel, in the accumulation dtype."""
+    if value is None:
+        raise TypeError(f"{op}: {name} must be an array, got None")
+    return _per_channel(op, name, value, x, axis).astype(accum_dtype(x.dtype))
+
+
+def batch_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    axis_name: Any = None,
+    activation: Literal["relu"] | None = None,
+    residual: ArrayLike | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    r"""Batch normalisation as in training: by the statistics of the batch itself.
+
+    .. math:: y = \text{activation}(\hat x \cdot \text{scale} + \text{bias} + \text{residual}),
+              \qquad \hat x = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
+
+    Mean and (biased) variance are those of each channel, over all axes but `axis`.
+
+    Args:
+      x: float16, bfloat16, float32 or float64, at least two axes.
+      scale: shape ``(x.shape[axis],)``; any of the four dtypes, independent of x's. None: no scale.
+      bias: as `scale`. None: no bias.
+      axis: the channels' axis, in ``[-x.ndim, x.ndim)``: -1 for channels last (NHWC), 1 for
+        channels first (NCHW).
+      epsilon: added to the variance; finite, at least 0.
+      axis_name: inside `jax.shard_map`, `jax.pmap` or `jax.vmap`, the name of a mapped axis, or
+        several in a tuple: statistics, and what the gradient needs of them, are over these too.
+        Under `jax.jit` with a sharded batch they are the whole batch's without that.
+      activation: ``"relu"``, or None. In the same pass over memory, forward and backward.
+      residual: of x's shape and dtype; is added before the activation, in the same pass. Its
+        gradient comes out of the pass that makes x's.
+      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
+        where there is one.
+
+    Returns:
+      ``(y, mean, var)``: y of x's shape and dtype; mean and variance of the batch, shape
+      ``(x.shape[axis],)``, in float32 (float64 for float64), for running averages. Gradients flow
+      through y only: mean and var are constants to them, as after `jax.lax.stop_gradient`.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a shape, an axis or a number out of range, or a `residual` of another shape or
+        dtype than x; for ``implementation="ffi"`` where there is no kernel.
+
+    All arithmetic is in float32 (float64 for float64), with one rounding at the end. Statistics are
+    those of differences from a number of the channel, by parts, put together by Chan's formula:
+    never E[x²] − E[x]², which loses all digits where the mean is large beside the deviation.
+    Results are bitwise the same from run to run. NaN or infinity makes its channel NaN, and no
+    other. An empty batch has mean 0 and variance 0.
+
+    The derivative with respect to x, scale, bias and residual is one fused operation; `jax.hessian`
+    and other derivatives of it work too. Forward mode (`jax.jvp`) needs ``implementation="xla"``.
+    Without a residual, relu's derivative is computed from x again; with one, from y: no mask is
+    saved. What the derivative needs of statistics is named "batch_norm_mean", "batch_norm_rstd" and
+    "batch_norm_delta" (what the mean's rounding has left) for
+    `jax.checkpoint_policies.save_only_these_names`.
+
+    References:
+      Ioffe, Szegedy, Batch Normalization, https://arxiv.org/abs/1502.03167
+      Chan, Golub, LeVeque, Algorithms for computing the sample variance: analysis and
+      recommendations, The American Statistician 37 (1983)
+
+    >>> import jax.numpy as jnp, jax_gradops, numpy as np
+    >>> y, mean, var = jax_gradops.batch_norm(jnp.array([[1.0, 5.0], [3.0, 5.0]]))
+    >>> print(np.asarray(y).round(3), mean, var)
+    [[-1.  0.]
+     [ 1.  0.]] [2. 5.] [1. 0.]
+    """
+    op = "batch_norm"
+    x, axis = _checked_x(op, x, axis)
+    names, shards = _checked_axis_name(op, axis_name)
+    if activation not in (None, "relu"):
+        raise ValueError(f"{op}: activation must be 'relu' or None, got {activation!r}")
+    return kernels.normalize(
+        x,
+        None if residual is None else _checks.like(op, "residual", residual, "x", x),
+        _per_channel(op, "scale", scale, x, axis),
+        _per_channel(op, "bias", bias, x, axis),
+        norm=BatchNorm(
+            inner=x.ndim - 1 - axis,
+            epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
+            axis_name=names,
+            shards=shards,
+            relu=activation == "relu",
+            implementation=resolve_implementation(implementation, op),
+        ),
+    )
+
+
+def _checked_axis_name(op: str, value: Any) -> tuple[Any, int]:
+    """The names in a tuple, or None for no name, and the product of the axes' sizes."""
+    if value is None or (isinstance(value, tuple | list) and not value):
+        return None, 1
+    names = tuple(value) if isinstance(value, tuple | list) else (value,)
+    try:
+        hash(names)
+        return names, math.prod(jax.lax.axis_size(name) for name in names)
+    except TypeError:
+        raise TypeError(
+            f"{op}: axis_name must be the name of a mapped axis, or several, got {value!r}"
+        ) from None
+    except NameError:
+        raise ValueError(
+            f"{op}: axis_name={value!r} names no axis here. Names are bound inside jax.shard_map, "
+            "jax.pmap or jax.vmap(..., axis_name=...); under jax.jit with a sharded batch, "
+            "statistics are the whole batch's without one"
+        ) from None
+
+
+def batch_norm_inference(
+    x: ArrayLike,
+    mean: ArrayLike,
+    var: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    implementation: Implementation = None,
+) -> jax.Array:
+    r"""Batch normalisation as in inference: by given statistics, such as running averages.
+
+    .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}} \cdot \text{scale}
+              + \text{bias}
+
+    Args:
+      x: float16, bfloat16, float32 or float64, at least two axes.
+      mean: shape ``(x.shape[axis],)``; any of the four dtypes, used in float32 (float64 for
+        float64).
+      var: as `mean`.
+      scale: as `mean`, or None: no scale.
+      bias: as `mean`, or None: no bias.
+      axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance; finite, at least 0.
+      implementation: ``"ffi"`` for the native kernel; ``"xla"``, and None, for `jax.numpy`. This is
+        one multiplication and one addition an element, which XLA fuses with what comes before and
+        after it; a kernel of its own would read and write x once more.
+
+    Returns:
+      An array of x's shape and dtype.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
+        there is no kernel.
+
+    Differentiable in all arrays, in forward mode too, also with the kernel: JAX differentiates the
+    formula.
+
+    >>> import jax.numpy as jnp, jax_gradops
+    >>> x, mean, var = jnp.array([[1.0, 5.0], [3.0, 5.0]]), jnp.array([2.0, 1.0]), jnp.ones(2)
+    >>> print(jax_gradops.batch_norm_inference(x, mean, var, epsilon=0.0))
+    [[-1.  4.]
+     [ 1.  4.]]
+    """
+    op = "batch_norm_inference"
+    x, axis = _checked_x(op, x, axis)
+    return kernels.apply(
+        x,
+        _statistic(op, "mean", mean, x, axis),
+        _statistic(op, "var", var, x, axis),
+        _per_channel(op, "scale", scale, x, axis),
+        _per_channel(op, "bias", bias, x, axis),
+        norm=BatchNorm(
+            inner=x.ndim - 1 - axis,
+            epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
+            implementation=resolve_implementation(implementation, op) or "xla",
+        ),
+    )
+
+
+# --- Without autodiff: jax_gradops.backward ------------------------------------------------------
+
+
+def batch_norm_forward(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Batch norm by the statistics of the batch, and the statistics that its gradient needs.
+
+    Args:
+      x: float16, bfloat16, float32 or float64, at least two axes.
+      scale: as in `jax_gradops.batch_norm`.
+      bias: as in `jax_gradops.batch_norm`.
+      axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance; finite, at least 0.
+      implementation: as in `jax_gradops.batch_norm`.
+
+    Returns:
+      ``(y, mean, rstd)``: y of x's shape and dtype; mean and 1/sqrt(var + epsilon) of shape
+      ``(x.shape[axis],)``, in float32 (float64 for float64).
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
+        there is no kernel.
+
+    >>> import jax.numpy as jnp
+    >>> from jax_gradops import backward
+    >>> y, mean, rstd = backward.batch_norm_forward(jnp.array([[1.0], [3.0]]), epsilon=0.0)
+    >>> print(mean, rstd)
+    [2.] [1.]
+    """
+    op = "batch_norm_forward"
+    x, axis = _checked_x(op, x, axis)
+    return kernels.forward(
+        x,
+        _per_channel(op, "scale", scale, x, axis),
+        _per_channel(op, "bias", bias, x, axis),
+        norm=BatchNorm(
+            inner=x.ndim - 1 - axis,
+            epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
+            implementation=resolve_implementation(implementation, op),
+        ),
+    )
+
+
+def batch_norm_backward(
+    dy: ArrayLike,
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    mean: ArrayLike,
+    rstd: ArrayLike,
+    *,
+    axis: int = -1,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    r"""The gradient of batch norm from its input and saved statistics (BatchNormalizationGrad).
+
+    .. math:: dx = \text{scale} \cdot \text{rstd} \cdot \bigl(dy - \overline{dy}
+              - \hat x \cdot \overline{dy \cdot \hat x}\bigr), \qquad
+              d\text{scale} = \sum dy \cdot \hat x, \quad d\text{bias} = \sum dy
+
+    with :math:`\hat x` = (x − mean) · rstd; sums and means are over all axes but `axis`.
+
+    Args:
+      dy: the cotangent of y, of x's shape and dtype.
+      x: the input of the forward pass.
+      scale: shape ``(x.shape[axis],)``, or None where there was none.
+      mean: the mean of each channel, shape ``(x.shape[axis],)``.
+      rstd: 1/sqrt(var + epsilon) of each channel, likewise.
+      axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
+      implementation: as in `jax_gradops.batch_norm`.
+
+    Returns:
+      ``(dx, dscale, dbias)``: dx of x's shape and dtype; dscale and dbias of scale's shape and
+      dtype. Without a scale, dscale is None and dbias in float32 (float64 for float64).
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
+        there is no kernel.
+
+    The same kernels as the derivative of `jax_gradops.batch_norm`, which also has what rounding the
+    mean left. With the rounded mean alone, x − mean is off by up to 2^-24 of the mean (float32).
+
+    References:
+      ONNX Runtime, BatchNormalizationGrad (its saved_mean and saved_inv_std).
+
+    >>> import jax.numpy as jnp
+    >>> from jax_gradops import backward
+    >>> dx, dscale, dbias = backward.batch_norm_backward(
+    ...     jnp.array([[1.0], [0.0]]), jnp.array([[1.0], [3.0]]), jnp.ones(1), jnp.array([2.0]),
+    ...     jnp.ones(1))
+    >>> print(dx[:, 0], dscale, dbias)
+    [0. 0.] [-1.] [1.]
+    """
+    op = "batch_norm_backward"
+    x, axis = _checked_x(op, x, axis)
+    gamma = _per_channel(op, "scale", scale, x, axis)
+    dtype = accum_dtype(x.dtype) if gamma is None else gamma.dtype
+    wanted = ("dbias",) if gamma is None else ("dscale", "dbias")
+    return kernels.differentiate(
+        _checks.like(op, "dy", dy, "x", x),
+        x,
+        gamma,
+        _statistic(op, "mean", mean, x, axis),
+        _statistic(op, "rstd", rstd, x, axis),
+        norm=BatchNorm(
+            inner=x.ndim - 1 - axis, implementation=resolve_implementation(implementation, op)
+        ),
+        dtypes=tuple((name, jnp.dtype(dtype).name) for name in wanted),
+    )

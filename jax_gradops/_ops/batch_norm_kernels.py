@@ -1,0 +1,390 @@
+"""The kernels of batch norm, what they mean in `jax.numpy`, and their differentiation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_gradops._core import Kernel, Named, Result, Total, along_channels, column_sum_workspace
+from jax_gradops._implementation import Implementation
+from jax_gradops._ops.norm_reference import inverse_deviation
+from jax_gradops._sharding import Arrays, accum_dtype, match_vma, reshard_like
+
+Array = jax.Array
+
+
+# --- What the kernels mean -----------------------------------------------------------------------
+
+
+def _count(x: Array, inner: int) -> Any:
+    """How many elements a channel has; 1 instead of 0."""
+    sizes = [n for i, n in enumerate(x.shape) if i != x.ndim - 1 - inner]
+    count = math.prod(sizes)
+    if not isinstance(count, int):  # symbolic dimensions of jax.export
+        return jnp.asarray(count).astype(x.dtype)
+    return max(1, count)
+
+
+def _channel_sum(x: Array, inner: int) -> Array:
+    return jnp.sum(x, [i for i in range(x.ndim) if i != x.ndim - 1 - inner])
+
+
+def _normalized(x: Array, mean: Array, delta: Array | None, rstd: Array, inner: int) -> Array:
+    """x_hat; x is wide."""
+    centered = x - along_channels(mean, x, inner)
+    if delta is not None:
+        centered = centered - along_channels(delta, x, inner)
+    return centered * along_channels(rstd, x, inner)
+
+
+def _argument(
+    x_hat: Array, scale: Array | None, bias: Array | None, residual: Array | None, inner: int
+) -> Array:
+    """What the activation is applied to."""
+    z = x_hat
+    if scale is not None:
+        z = z * along_channels(scale.astype(z.dtype), z, inner)
+    if bias is not None:
+        z = z + along_channels(bias.astype(z.dtype), z, inner)
+    return z if residual is None else z + residual.astype(z.dtype)
+
+
+def _forward(
+    x: Array,
+    residual: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    mean: Array | None,
+    rstd: Array | None,
+    delta: Array | None,
+    *,
+    inner: int,
+    epsilon: float,
+    relu: bool,
+) -> Arrays:
+    wide = x.astype(accum_dtype(x.dtype))
+    if mean is None or rstd is None:
+        n = _count(x, inner)
+        # Rounded, the mean is off by delta. y does not depend on what is taken off first, so
+        # neither does its gradient.
+        first = _as_rounded(_channel_sum(lax.stop_gradient(wide), inner) / n)
+        shifted = wide - along_channels(first, wide, inner)
+        offset = _channel_sum(shifted, inner) / n
+        centered = shifted - along_channels(offset, wide, inner)
+        variance = _channel_sum(jnp.square(centered), inner) / n
+        mean, delta = _split(first, offset)
+        rstd = inverse_deviation(variance, epsilon)
+        x_hat = centered * along_channels(rstd, wide, inner)
+    else:
+        x_hat = _normalized(wide, mean, delta, rstd, inner)
+        variance = delta = jnp.zeros_like(mean)  # not asked for
+    z = _argument(x_hat, scale, bias, residual, inner)
+    y = jax.nn.relu(z) if relu else z
+    return y.astype(x.dtype), mean, variance, rstd, delta
+
+
+@jax.custom_jvp
+def _as_rounded(x: Array) -> Array:
+    """x, and the same number to all that use it.
+
+    XLA computes it again for some of them, as a part of what they do, and then with fewer roundings
+    (x * y + z has one). Not through integers; barriers do not last that long on the CPU.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(bits | (x != x).astype(bits.dtype), x.dtype)
+
+
+@_as_rounded.defjvp
+def _as_rounded_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _as_rounded(*primals), tangents[0]
+
+
+def _split(first: Array, offset: Array) -> tuple[Array, Array]:
+    """First + offset, rounded, and what that is off by; the derivative is that of the former."""
+    first, offset = _as_rounded(first), _as_rounded(offset)
+    mean = _as_rounded(first + offset)
+    return mean, lax.stop_gradient((first - mean) + offset)
+
+
+def _backward(
+    dy: Array,
+    x: Array,
+    y: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    mean: Array,
+    rstd: Array,
+    delta: Array | None,
+    mean_dz: Array | None,
+    mean_dz_x_hat: Array | None,
+    *,
+    inner: int,
+    relu: bool,
+) -> Arrays:
+    x_hat = _normalized(x.astype(mean.dtype), mean, delta, rstd, inner)
+    dz = dy.astype(x_hat.dtype)
+    if relu:
+        z = _argument(x_hat, scale, bias, None, inner) if y is None else y
+        dz = jnp.where(z > 0, dz, 0)
+    dscale, dbias = _channel_sum(dz * x_hat, inner), _channel_sum(dz, inner)
+    n = _count(x, inner)
+    level = along_channels(dbias / n if mean_dz is None else mean_dz, dz, inner)
+    slope = along_channels(dscale / n if mean_dz_x_hat is None else mean_dz_x_hat, dz, inner)
+    factor = rstd if scale is None else rstd * scale.astype(rstd.dtype)
+    dx = (dz - level - x_hat * slope) * along_channels(factor, dz, inner)
+    return dx.astype(dy.dtype), dz.astype(dy.dtype), dscale, dbias
+
+
+# --- Statistics of several shards ----------------------------------------------------------------
+
+
+def merge_statistics(
+    partial: Named, total: Total, shards: int, rows: Any, *, epsilon: float, relu: bool
+) -> tuple[Named, Named]:
+    """Statistics of all shards, which have as many rows each.
+
+    Chan, Golub, LeVeque, Algorithms for computing the sample variance (1983), with the distances of
+    the shards' means from their mean.
+    """
+    del rows, relu
+
+    def means(*parts: Array) -> list[Array]:
+        return [part / shards for part in total(parts)]
+
+    first = _as_rounded(means(partial["batch_mean"])[0])
+    offset = (partial["batch_mean"] - first) + partial["batch_delta"]
+    spread, variance = means(offset, partial["batch_variance"] + jnp.square(offset))
+    variance = variance - jnp.square(spread)  # spread is what rounding has left: next to nothing
+    mean, delta = _split(first, spread)
+    rstd = inverse_deviation(variance, epsilon)
+    given = {"mean": mean, "rstd": rstd, "delta": delta}
+    return {"batch_variance": variance, **{f"batch_{k}": v for k, v in given.items()}}, given
+
+
+def merge_sums(
+    partial: Named, total: Total, shards: int, rows: Any, *, relu: bool
+) -> tuple[Named, Named]:
+    """Sums of all shards, and the means over their rows."""
+    del relu
+    if not isinstance(rows, int):
+        rows = jnp.asarray(rows).astype(partial["dbias"].dtype)
+    dscale, dbias = total([partial[name] for name in _SUMS])
+    n = shards * (max(1, rows) if isinstance(rows, int) else rows)
+    return {"dscale": dscale, "dbias": dbias}, {"mean_dz": dbias / n, "mean_dz_x_hat": dscale / n}
+
+
+# --- The kernels ---------------------------------------------------------------------------------
+
+
+def _workspace(values: int, groups: int, rows: int, features: int, sums: int) -> tuple[int, ...]:
+    """Partial results of `values` numbers a channel, where the kernel computes any itself."""
+    return column_sum_workspace(groups, rows, features, values if sums else 0)
+
+
+_STATISTICS = ("batch_mean", "batch_variance", "batch_rstd", "batch_delta")
+_SUMS = ("dscale", "dbias")
+_PARAMETERS = {"scale": "d", "bias": "d"}
+_GIVEN = {"mean": "d", "rstd": "d", "delta": "d"}
+
+FWD = Kernel(
+    name="batch_norm_fwd",
+    operands={"x": "ndm", "residual": "ndm", **_PARAMETERS, **_GIVEN},
+    results={"y": Result("ndm", "x"), **{name: Result("d") for name in _STATISTICS}},
+    reference=_forward,
+    # Of each part: its mean, squared deviations from it, and how many elements it has.
+    workspace=functools.partial(_workspace, 3),
+    stages=merge_statistics,
+)
+BWD = Kernel(
+    name="batch_norm_bwd",
+    operands={
+        "dy": "ndm", "x": "ndm", "y": "ndm", **_PARAMETERS, **_GIVEN,
+        "mean_dz": "d", "mean_dz_x_hat": "d",
+    },
+    results={
+        "dx": Result("ndm", "x"), "dresidual": Result("ndm", "x"),
+        **{name: Result("d") for name in _SUMS},
+    },
+    reference=_backward,
+    workspace=functools.partial(_workspace, 2),
+    stages=merge_sums,
+)  # fmt: skip
+
+
+# --- Differentiation -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNorm:
+    """A batch norm with all that is static."""
+
+    inner: int  # axes after that of the channels
+    epsilon: float = 0.0
+    axis_name: Any = None
+    shards: int = 1  # how many there are along axis_name
+    relu: bool = False
+    implementation: Implementation = None
+
+    def _options(self) -> dict[str, Any]:
+        return {"inner": self.inner, "relu": self.relu, "implementation": self.implementation}
+
+    def forward(self, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, ...]:
+        """y, mean, variance, rstd, delta."""
+        options = {**self._options(), "epsilon": np.float64(self.epsilon)}
+        if self.axis_name is None:
+            return FWD(x, residual, scale, bias, None, None, None, **options)
+        nothing = (None, None, None)
+        statistics = FWD(x, None, None, None, *nothing, skip=["y"], **options)[1:]
+        results, given = merge_statistics(
+            dict(zip(_STATISTICS, statistics, strict=True)),
+            self._total,
+            self.shards,
+            None,
+            epsilon=self.epsilon,
+            relu=self.relu,
+        )
+        y = self.apply(x, residual, scale, bias, *given.values())
+        return y, *(results[name] for name in _STATISTICS)
+
+    def apply(
+        self, x: Any, residual: Any, scale: Any, bias: Any, mean: Any, rstd: Any, delta: Any
+    ) -> Array:
+        """Y with these statistics."""
+        operands = match_vma(x, residual, scale, bias, mean, rstd, delta)
+        epsilon = np.float64(self.epsilon)
+        return FWD(*operands, skip=_STATISTICS, epsilon=epsilon, **self._options())[0]
+
+    def backward(
+        self,
+        dy: Any,
+        x: Any,
+        y: Any,
+        scale: Any,
+        bias: Any,
+        statistics: tuple[Any, ...],
+        dtypes: dict[str, Any],
+        *,
+        residual: bool = False,
+    ) -> tuple[Any, ...]:
+        """dx, dresidual, dscale, dbias; of the last two those that have an entry in `dtypes`."""
+        rest = [] if residual and self.relu else ["dresidual"]
+        operands = (dy, x, y, scale, bias, *statistics)
+        if self.axis_name is None:
+            dx, dresidual, *sums = BWD(
+                *operands, None, None, skip=rest, dtypes=dtypes, **self._options()
+            )
+        else:
+            # What the parameters' gradients are is up to the caller's transformation: the sums over
+            # the device's own rows. What x's needs are those of all.
+            sums = BWD(*operands, None, None, skip=["dx", "dresidual"], **self._options())[2:]
+            count = x.size // max(1, x.shape[x.ndim - 1 - self.inner])
+            named: Named = dict(zip(_SUMS, sums, strict=True))
+            _, given = merge_sums(named, self._total, self.shards, count, relu=self.relu)
+            both = match_vma(*operands, *given.values())
+            dx, dresidual, *_ = BWD(*both, skip=[*rest, *_SUMS], **self._options())
+        dscale, dbias = (
+            value.astype(dtypes[name]) if name in dtypes else None
+            for name, value in zip(_SUMS, sums, strict=True)
+        )
+        return dx, dy if residual and not self.relu else dresidual, dscale, dbias
+
+    def _total(self, parts: Any) -> Any:
+        return lax.psum(list(parts), self.axis_name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _batch_norm(norm: BatchNorm, *operands: Any) -> Any:
+    """(y, mean, variance) of x, residual, scale and bias."""
+    return norm.forward(*operands)[:3]
+
+
+def _batch_norm_fwd(norm: BatchNorm, *operands: Any) -> Any:
+    x, residual, scale, bias = operands
+    y, mean, variance, *rest = norm.forward(x, residual, scale, bias)
+    names = [f"batch_norm_{name}" for name in ("mean", "rstd", "delta")]
+    statistics = tuple(map(checkpoint_name, (mean, *rest), names))
+    # Where relu's argument was positive, x tells, or, with a residual, y.
+    saved_y, saved_bias = (y, None) if residual is not None else (None, bias)
+    if not norm.relu:
+        saved_y = saved_bias = None
+    has = (residual is not None, None if bias is None else bias.dtype)
+    return (y, mean, variance), (x, saved_y, scale, saved_bias, statistics, _Static(has))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What a residual of custom_vjp says that is no array."""
+
+    value: Any
+
+
+def _batch_norm_bwd(norm: BatchNorm, residuals: Any, cotangents: Any) -> Any:
+    x, y, scale, bias, statistics, static = residuals
+    residual, bias_dtype = static.value
+    dtypes = {} if scale is None else {"dscale": scale.dtype}
+    if bias_dtype is not None:
+        dtypes["dbias"] = bias_dtype
+    return norm.backward(cotangents[0], x, y, scale, bias, statistics, dtypes, residual=residual)
+
+
+_batch_norm.defvjp(_batch_norm_fwd, _batch_norm_bwd)
+
+
+# --- What is traced ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
+    """y, mean and variance of the batch; y is differentiable."""
+    nothing = (None, None, None)
+    operands = FWD.prepare(x, residual, scale, bias, *nothing, inner=norm.inner)[:4]
+    if norm.implementation == "xla":  # differentiated by JAX itself, so that forward mode works
+        y, *statistics = norm.forward(*operands)[:3]
+        mean, variance = map(lax.stop_gradient, statistics)
+    else:
+        results: Any = _batch_norm(norm, *operands)
+        y, mean, variance = results
+    return reshard_like(y, x), mean, variance
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def forward(x: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
+    """y, mean, rstd."""
+    operands = FWD.prepare(x, None, scale, bias, None, None, None, inner=norm.inner)[:4]
+    y, mean, _, rstd, _ = norm.forward(*operands)
+    return reshard_like(y, x), mean, rstd
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def apply(x: Any, mean: Any, variance: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
+    """Y with these statistics."""
+    rstd = inverse_deviation(variance, norm.epsilon)
+    operands = FWD.prepare(x, None, scale, bias, mean, rstd, None, inner=norm.inner)
+    return reshard_like(norm.apply(*operands), x)
+
+
+@functools.partial(jax.jit, static_argnames=("norm", "dtypes"))
+def differentiate(
+    dy: Any,
+    x: Any,
+    scale: Any,
+    mean: Any,
+    rstd: Any,
+    *,
+    norm: BatchNorm,
+    dtypes: tuple[tuple[str, Any], ...],
+) -> Any:
+    """dx, dscale, dbias."""
+    dy, x, scale, mean, rstd = match_vma(dy, x, scale, mean, rstd)
+    statistics = (mean, rstd, None)
+    dx, _, dscale, dbias = norm.backward(dy, x, None, scale, None, statistics, dict(dtypes))
+    return reshard_like(dx, x), dscale, dbias

@@ -1,0 +1,352 @@
+// Batch norm's kernels without JAX: on small awkward shapes and exact cudaMalloc buffers, against
+// long expressions in double on the host; for compute-sanitizer's four tools, too.
+//
+// Built and run by tests/gpu/run.sh check.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "cuda/batch_norm_bwd.cu"
+#include "cuda/batch_norm_fwd.cu"
+#include "driver.cuh"
+
+namespace gradops {
+namespace {
+
+struct Size {
+  std::int64_t groups, rows, channels, inner;
+};
+
+struct Options {
+  bool relu = false;
+  bool residual = false;
+  bool has_y = true;      // for the backward pass
+  bool in_place = false;  // dx is dy
+  bool shared = false;    // parameters, by all groups
+  bool scale = true;      // and bias; of another dtype than x
+  std::int64_t partial_rows = 512;
+  std::int64_t shift = 0;  // elements that arrays start after a 16-byte boundary
+};
+
+struct Case : Size, Options {
+  std::int64_t terms() const { return rows * inner; }
+  std::int64_t elements() const { return groups * rows * channels * inner; }
+  std::int64_t parameters() const { return groups * channels; }
+  // Of a group's channel, element i.
+  std::int64_t at(std::int64_t group, std::int64_t channel, std::int64_t i) const {
+    return ((group * rows + i / inner) * channels + channel) * inner + i % inner;
+  }
+  std::string Text() const {
+    std::string text;
+    for (const std::int64_t n : {groups, rows, channels, inner}) text += std::to_string(n) + " ";
+    for (const bool b : {relu, residual, has_y, in_place, shared, scale}) text += b ? "1" : "0";
+    return text + " " + std::to_string(partial_rows) + " " + std::to_string(shift);
+  }
+};
+
+// From -1 to 1.
+double Random() {
+  static std::uint32_t state = 12345;
+  state = state * 1664525u + 1013904223u;
+  std::uint32_t h = state;
+  h = (h ^ (h >> 16)) * 2246822519u;
+  return static_cast<double>(h ^ (h >> 13)) / 2147483648.0 - 1;
+}
+
+// An array here and on the device.
+template <typename T>
+class Array {
+ public:
+  Array(std::int64_t n, std::int64_t shift, Arrays& arrays)
+      : host(static_cast<std::size_t>(n)), device(arrays.Empty<T>(n + shift) + shift) {}
+  template <typename Fn>  // fn(index)
+  Array(std::int64_t n, std::int64_t shift, Arrays& arrays, const Fn& fn)
+      : Array(n, shift, arrays) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      host[static_cast<std::size_t>(i)] = static_cast<T>(static_cast<Accum<T>>(fn(i)));
+    }
+    Upload();
+  }
+  void Upload() { Check(cudaMemcpy(device, host.data(), bytes(), cudaMemcpyHostToDevice)); }
+  void Download() { Check(cudaMemcpy(host.data(), device, bytes(), cudaMemcpyDeviceToHost)); }
+  double operator[](std::int64_t i) const {
+    return static_cast<double>(static_cast<Accum<T>>(host[static_cast<std::size_t>(i)]));
+  }
+  std::size_t bytes() const { return host.size() * sizeof(T); }
+
+  std::vector<T> host;
+  T* device;
+};
+
+template <typename T>
+constexpr double kUnit = sizeof(T) == 8            ? 1e-15
+                         : sizeof(T) == 4          ? 1.2e-7
+                         : std::is_same_v<T, Half> ? 0x1p-10
+                                                   : 0x1p-7;
+
+void Near(const Case& c, const char* name, std::int64_t i, double got, double want, double error) {
+  if (std::fabs(got - want) <= error) return;
+  std::printf("%s: %s[%lld] is %.9g, not %.9g (%g)\n", c.Text().c_str(), name,
+              static_cast<long long>(i), got, want, error);
+  std::exit(1);
+}
+
+// S: of scale and bias and their gradients.
+template <typename T, typename S>
+int Run(const Case& c) {
+  using A = Accum<T>;
+  Arrays arrays;
+  const std::int64_t n = c.elements(), params = c.parameters(),
+                     of_params = c.shared ? c.channels : params;
+  const double unit = kUnit<T>, accum = kUnit<A>, epsilon = 1e-3;
+  const auto filled = [&](double mean_step, double size) {
+    return Array<T>(n, c.shift, arrays, [&](std::int64_t i) {
+      const std::int64_t channel = i / c.inner % c.channels;
+      return mean_step * static_cast<double>(channel % 7) +
+             (channel % 11 == 3 ? 0 : size * Random());
+    });
+  };
+  Array<T> x = filled(sizeof(T) > 2 ? 100 : 2, 2), residual = filled(0, 1), dy = filled(0.1, 1);
+  Array<T> y(n, c.shift, arrays), y_given(n, c.shift, arrays), dx(n, c.shift, arrays),
+      dresidual(n, c.shift, arrays);
+  Array<S> scale(of_params, 0, arrays, [](std::int64_t) { return 1 + Random() / 2; });
+  Array<S> bias(of_params, 0, arrays, [](std::int64_t) { return Random(); });
+  Array<S> dscale(params, 0, arrays), dbias(params, 0, arrays);
+  Array<A> mean(params, 0, arrays), variance(params, 0, arrays), rstd(params, 0, arrays),
+      delta(params, 0, arrays);
+  A* const workspace = arrays.Empty<A>(c.groups * c.partial_rows * 3 * c.channels);
+  const std::int64_t stride = c.shared ? 0 : c.channels;
+  const ChannelShape shape{{c.groups, c.rows, c.channels}, c.inner};
+  const auto param = [&](std::int64_t group, std::int64_t channel) {
+    return group * stride + channel;
+  };
+
+  BatchNormFwdArgs fwd{};
+  fwd.shape = shape, fwd.dtype = kDtype<T>, fwd.relu = c.relu, fwd.epsilon = epsilon;
+  fwd.x = x.device, fwd.residual = c.residual ? residual.device : nullptr;
+  if (c.scale)
+    fwd.scale = {scale.device, stride, kDtype<S>}, fwd.bias = {bias.device, stride, kDtype<S>};
+  fwd.y = y.device;
+  fwd.batch_mean = mean.device, fwd.batch_variance = variance.device;
+  fwd.batch_rstd = rstd.device, fwd.batch_delta = delta.device;
+  fwd.workspace = workspace, fwd.partial_rows = c.partial_rows;
+  Check(BatchNormFwd(CudaContext{nullptr}, fwd));
+  // Statistics alone, and then y of them, give the same.
+  Array<A> again[4] = {
+      {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}};
+  BatchNormFwdArgs statistics = fwd, applied = fwd;
+  statistics.y = nullptr, statistics.residual = nullptr;
+  statistics.batch_mean = again[0].device, statistics.batch_variance = again[1].device;
+  statistics.batch_rstd = again[2].device, statistics.batch_delta = again[3].device;
+  Check(BatchNormFwd(CudaContext{nullptr}, statistics));
+  applied.mean = {mean.device, c.channels, kDtype<A>},
+  applied.rstd = {rstd.device, c.channels, kDtype<A>};
+  applied.delta = {delta.device, c.channels, kDtype<A>};
+  applied.batch_mean = applied.batch_variance = applied.batch_rstd = applied.batch_delta = nullptr;
+  applied.workspace = nullptr, applied.partial_rows = 0, applied.y = y_given.device;
+  Check(BatchNormFwd(CudaContext{nullptr}, applied));
+  Check(cudaDeviceSynchronize());
+  y.Download(), y_given.Download(), mean.Download(), variance.Download(), rstd.Download(),
+      delta.Download();
+  for (auto& array : again) array.Download();
+  for (std::int64_t i = 0; i < n; ++i) Near(c, "y of given statistics", i, y_given[i], y[i], 0);
+
+  const auto affine = [&](std::int64_t group, std::int64_t channel) {
+    const std::int64_t p = param(group, channel);
+    return std::pair(c.scale ? scale[p] : 1.0, c.scale ? bias[p] : 0.0);
+  };
+  for (std::int64_t group = 0; group < c.groups; ++group) {
+    for (std::int64_t channel = 0; channel < c.channels; ++channel) {
+      const std::int64_t p = group * c.channels + channel;
+      const auto terms = static_cast<double>(c.terms());
+      long double sum = 0, square = 0;
+      for (std::int64_t i = 0; i < c.terms(); ++i) sum += x[c.at(group, channel, i)];
+      const long double want = sum / terms;
+      for (std::int64_t i = 0; i < c.terms(); ++i) {
+        const long double distance = x[c.at(group, channel, i)] - want;
+        square += distance * distance;
+      }
+      const auto want_variance = static_cast<double>(square / terms);
+      const double want_rstd = 1 / std::sqrt(want_variance + epsilon);
+      Near(c, "mean", p, mean[p] + delta[p], static_cast<double>(want),
+           4 * accum * std::sqrt(want_variance) + 4e-16 * std::fabs(static_cast<double>(want)));
+      Near(c, "variance", p, variance[p], want_variance, 8 * accum * want_variance + 1e-14 * accum);
+      Near(c, "rstd", p, rstd[p], want_rstd, 8 * accum * want_rstd);
+      Near(c, "mean alone", p, again[0][p], mean[p], 0);
+      Near(c, "variance alone", p, again[1][p], variance[p], 0);
+      Near(c, "rstd alone", p, again[2][p], rstd[p], 0);
+      Near(c, "delta alone", p, again[3][p], delta[p], 0);
+      const auto [a, b] = affine(group, channel);
+      for (std::int64_t i = 0; i < c.terms(); ++i) {
+        const std::int64_t at = c.at(group, channel, i);
+        const double x_hat = static_cast<double>(x[at] - want) * want_rstd;
+        double z = x_hat * a + b + (c.residual ? residual[at] : 0.0);
+        const double size = std::fabs(x_hat * a) + 3;
+        if (c.relu) z = std::max(z, 0.0);
+        Near(c, "y", at, y[at], z, unit * std::fabs(z) + 16 * accum * size);
+      }
+    }
+  }
+
+  BatchNormBwdArgs bwd{};
+  bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.relu = c.relu;
+  T* const dy_device = dy.device;
+  bwd.dy = dy_device, bwd.x = x.device;
+  const bool has_y = c.relu && (c.has_y || c.residual);  // a residual takes y
+  bwd.y = has_y ? y.device : nullptr;
+  bwd.scale = fwd.scale;
+  if (c.relu && !has_y) bwd.bias = fwd.bias;
+  bwd.mean = applied.mean, bwd.rstd = applied.rstd, bwd.delta = applied.delta;
+  bwd.workspace = workspace, bwd.partial_rows = c.partial_rows;
+  bwd.dscale = {dscale.device, kDtype<S>}, bwd.dbias = {dbias.device, kDtype<S>};
+  // Sums alone.
+  BatchNormBwdArgs sums = bwd;
+  Array<S> sums_alone[2] = {{params, 0, arrays}, {params, 0, arrays}};
+  sums.dscale.data = sums_alone[0].device, sums.dbias.data = sums_alone[1].device;
+  Check(BatchNormBwd(CudaContext{nullptr}, sums));
+  bwd.dx = c.in_place ? dy.device : dx.device;
+  if (c.residual) bwd.dresidual = dresidual.device;
+  Check(BatchNormBwd(CudaContext{nullptr}, bwd));
+  Check(cudaDeviceSynchronize());
+  Array<T>& dx_array = c.in_place ? dy : dx;
+  const std::vector<T> dy_host = dy.host;
+  dx_array.Download();
+  const std::vector<T> dx_host = dx_array.host;
+  dy.host = dy_host;
+  dresidual.Download(), dscale.Download(), dbias.Download();
+  for (auto& array : sums_alone) array.Download();
+
+  Array<A> mean_dz(params, 0, arrays), mean_dz_x_hat(params, 0, arrays);
+  std::vector<double> want_dx(static_cast<std::size_t>(n));
+  const auto dz = [&](std::int64_t group, std::int64_t channel, std::int64_t at) {
+    if (!c.relu) return dy[at];
+    if (has_y) return y[at] > 0 ? dy[at] : 0.0;
+    const auto [a, b] = affine(group, channel);
+    const std::int64_t p = group * c.channels + channel;
+    return (x[at] - mean[p] - delta[p]) * rstd[p] * a + b > 0 ? dy[at] : 0.0;
+  };
+  const auto near_dx = [&](const std::vector<T>& got) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      Near(c, "dx", i, static_cast<double>(static_cast<A>(got[at])), want_dx[at],
+           unit * std::fabs(want_dx[at]) + 64 * accum * (std::fabs(want_dx[at]) + 50));
+    }
+  };
+  for (std::int64_t group = 0; group < c.groups; ++group) {
+    for (std::int64_t channel = 0; channel < c.channels; ++channel) {
+      const std::int64_t p = group * c.channels + channel;
+      const auto terms = static_cast<double>(c.terms());
+      const auto x_hat = [&](std::int64_t at) { return (x[at] - mean[p] - delta[p]) * rstd[p]; };
+      long double dz_sum = 0, x_hat_sum = 0;
+      double size = 0, size_x_hat = 0;
+      for (std::int64_t i = 0; i < c.terms(); ++i) {
+        const std::int64_t at = c.at(group, channel, i);
+        const double d = dz(group, channel, at);
+        dz_sum += d, x_hat_sum += d * x_hat(at);
+        size += std::fabs(d), size_x_hat += std::fabs(d * x_hat(at));
+      }
+      const auto of_dz = static_cast<double>(dz_sum), of_x_hat = static_cast<double>(x_hat_sum);
+      Near(c, "dbias", p, dbias[p], of_dz, kUnit<S> * std::fabs(of_dz) + 8 * accum * size);
+      Near(c, "dscale", p, dscale[p], of_x_hat,
+           kUnit<S> * std::fabs(of_x_hat) + 16 * accum * (size_x_hat + size));
+      Near(c, "dscale alone", p, sums_alone[0][p], dscale[p], 0);
+      Near(c, "dbias alone", p, sums_alone[1][p], dbias[p], 0);
+      mean_dz.host[static_cast<std::size_t>(p)] = static_cast<A>(of_dz / terms);
+      mean_dz_x_hat.host[static_cast<std::size_t>(p)] = static_cast<A>(of_x_hat / terms);
+      const double factor = affine(group, channel).first * rstd[p];
+      for (std::int64_t i = 0; i < c.terms(); ++i) {
+        const std::int64_t at = c.at(group, channel, i);
+        const double d = dz(group, channel, at);
+        want_dx[static_cast<std::size_t>(at)] =
+            factor * (d - of_dz / terms - x_hat(at) * of_x_hat / terms);
+        if (c.residual) Near(c, "dresidual", at, dresidual[at], d, 0);
+      }
+    }
+  }
+  near_dx(dx_host);
+  // With given means.
+  mean_dz.Upload(), mean_dz_x_hat.Upload(), dy.Upload();
+  bwd.mean_dz = {mean_dz.device, c.channels, kDtype<A>},
+  bwd.mean_dz_x_hat = {mean_dz_x_hat.device, c.channels, kDtype<A>};
+  bwd.dscale = bwd.dbias = {}, bwd.workspace = nullptr, bwd.partial_rows = 0;
+  bwd.dx = dx.device;
+  Check(BatchNormBwd(CudaContext{nullptr}, bwd));
+  Check(cudaDeviceSynchronize());
+  dx.Download();
+  near_dx(dx.host);
+  return 6;
+}
+
+// No elements: statistics of nothing, sums of nothing.
+template <typename T>
+int RunEmpty() {
+  using A = Accum<T>;
+  Arrays arrays;
+  Array<A> results[4] = {{3, 0, arrays}, {3, 0, arrays}, {3, 0, arrays}, {3, 0, arrays}};
+  BatchNormFwdArgs fwd{};
+  fwd.shape = {{1, 0, 3}, 1}, fwd.dtype = kDtype<T>, fwd.epsilon = 0.25;
+  fwd.batch_mean = results[0].device, fwd.batch_variance = results[1].device;
+  fwd.batch_rstd = results[2].device, fwd.batch_delta = results[3].device;
+  Check(BatchNormFwd(CudaContext{nullptr}, fwd));
+  Array<A> sums[2] = {{3, 0, arrays}, {3, 0, arrays}};
+  BatchNormBwdArgs bwd{};
+  bwd.shape = fwd.shape, bwd.dtype = fwd.dtype;
+  bwd.dscale = {sums[0].device, kDtype<A>}, bwd.dbias = {sums[1].device, kDtype<A>};
+  Check(BatchNormBwd(CudaContext{nullptr}, bwd));
+  Check(cudaDeviceSynchronize());
+  const Case c{{1, 0, 3, 1}, {}};
+  for (int i = 0; i < 4; ++i) {
+    results[i].Download();
+    for (int k = 0; k < 3; ++k) Near(c, "of nothing", k, results[i][k], i == 2 ? 2.0 : 0.0, 1e-6);
+  }
+  for (auto& sum : sums) {
+    sum.Download();
+    for (int k = 0; k < 3; ++k) Near(c, "sum of nothing", k, sum[k], 0, 0);
+  }
+  return 2;
+}
+
+template <typename T, typename S>
+int RunAll() {
+  int calls = RunEmpty<T>();
+  const auto run = [&](const Size& size, const Options& options) {
+    calls += Run<T, S>({size, options});
+  };
+  // Channels last: several rows of x in one of the matrix, one, tiles, single elements.
+  run({1, 1, 1, 1}, {});
+  run({1, 67, 3, 1}, {.relu = true, .has_y = false});
+  run({3, 40, 8, 1}, {.relu = true, .residual = true, .partial_rows = 13});
+  run({1, 1003, 64, 1}, {.relu = true, .in_place = true});
+  run({2, 300, 33, 1}, {.residual = true, .partial_rows = 2});
+  run({1, 200, 1000, 1}, {.relu = true, .in_place = true, .scale = false});
+  run({1, 37, 1001, 1}, {.relu = true, .has_y = false, .partial_rows = 7});
+  run({1, 300, 2056, 1}, {.partial_rows = 64, .shift = 1});
+  run({300, 5, 12, 1}, {.relu = true, .shared = true, .partial_rows = 1});
+  // Channels first: planes of whole packs, framed ones, columns, single elements.
+  run({1, 9, 5, 1024}, {.relu = true, .in_place = true});
+  run({2, 7, 3, 1089}, {.relu = true, .residual = true, .partial_rows = 40});
+  run({2, 3, 6, 777},
+      {.relu = true, .has_y = false, .in_place = true, .shared = true, .partial_rows = 3});
+  run({1, 40, 24, 49}, {.relu = true, .residual = true});
+  run({1, 33, 130, 49}, {.relu = true, .has_y = false, .in_place = true});
+  run({3, 11, 16, 36}, {.shared = true, .partial_rows = 1, .shift = 1});
+  run({1, 2, 3, 300}, {.relu = true, .shift = 1});
+  // More than all blocks keep in shared memory.
+  run({1, 40000, 256 / sizeof(T), 1}, {.relu = true, .residual = true});
+  return calls;
+}
+
+}  // namespace
+}  // namespace gradops
+
+int main() {
+  using namespace gradops;
+  const int calls = RunAll<float, Half>() + RunAll<BFloat16, float>() + RunAll<Half, double>() +
+                    RunAll<double, BFloat16>();
+  std::printf("ran everything that was asked for: %d calls\n", calls);
+  return 0;
+}

@@ -1,0 +1,205 @@
+// Times batch norm's CUDA launchers without JAX: for tuning, where a build of the package takes
+// longer than an idea. Each figure is the median of 9 replays of a CUDA graph of 6 calls over three
+// sets of buffers; "of copy" is the op's traffic without caches, 3 arrays forward (x twice, y) and
+// 5 backward (dy and x twice, dx), over its time, against cudaMemcpyAsync of an array of x's size.
+// Results are not compared: check_batch_norm.cu does that.
+//
+//   nvcc -std=c++20 -arch=sm_90 -O3 --expt-relaxed-constexpr -Iffi -isystem JAXLIB/include
+//     tests/gpu/time_batch_norm.cu -o time_batch_norm    (JAXLIB: the folder of the Python package
+//     jaxlib)
+//   ./time_batch_norm [-t bf16|f16|f32|f64] [-l last|first] [-o fwd|bwd] [-s 256x56x56x64 (batch,
+//     two of space, channels)] [-relu] [-residual] [-statistics: these alone]
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "cuda/batch_norm_bwd.cu"
+#include "cuda/batch_norm_fwd.cu"
+#include "driver.cuh"
+
+namespace gradops {
+namespace {
+
+struct Shape {
+  std::int64_t batch, height, width, channels;
+  std::int64_t elements() const { return batch * height * width * channels; }
+};
+
+struct Options {
+  std::string type = "bf16", layout, only;
+  std::vector<Shape> shapes{{256, 112, 112, 64}, {256, 56, 56, 256},  {256, 56, 56, 64},
+                            {256, 28, 28, 128},  {256, 14, 14, 1024}, {256, 14, 14, 256},
+                            {256, 7, 7, 2048},   {256, 7, 7, 512}};
+  bool relu = false, residual = false, statistics = false;
+};
+
+constexpr int kSets = 3;
+constexpr int kCalls = 6;
+constexpr std::int64_t kPartialRows = 512;
+
+struct Timing {
+  float low, median, high;  // microseconds: 20th, 50th, 80th percentile
+};
+
+cudaStream_t Stream() {
+  static const cudaStream_t stream = [] {
+    cudaStream_t created;
+    Check(cudaStreamCreate(&created));
+    return created;
+  }();
+  return stream;
+}
+
+template <typename Fn>
+Timing Time(const Fn& fn) {
+  cudaEvent_t start, stop;
+  Check(cudaEventCreate(&start));
+  Check(cudaEventCreate(&stop));
+  for (int i = 0; i < kSets; ++i) fn(i);
+  cudaGraph_t graph;
+  cudaGraphExec_t program;
+  Check(cudaStreamBeginCapture(Stream(), cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < kCalls; ++i) fn(i % kSets);
+  Check(cudaStreamEndCapture(Stream(), &graph));
+  Check(cudaGraphInstantiate(&program, graph, 0));
+  std::vector<float> samples;
+  for (int series = 0; series < 10; ++series) {
+    Check(cudaEventRecord(start, Stream()));
+    Check(cudaGraphLaunch(program, Stream()));
+    Check(cudaEventRecord(stop, Stream()));
+    Check(cudaEventSynchronize(stop));
+    float ms = 0;
+    Check(cudaEventElapsedTime(&ms, start, stop));
+    if (series > 0) samples.push_back(ms / kCalls * 1e3f);
+  }
+  Check(cudaGetLastError());
+  Check(cudaGraphExecDestroy(program));
+  Check(cudaGraphDestroy(graph));
+  Check(cudaEventDestroy(start));
+  Check(cudaEventDestroy(stop));
+  std::sort(samples.begin(), samples.end());
+  return {samples[1], samples[4], samples[7]};
+}
+
+template <typename T>
+void Run(const Options& options, const Shape& of) {
+  using A = Accum<T>;
+  Arrays arrays;
+  const std::int64_t n = of.elements(), channels = of.channels;
+  T *x[kSets], *dy[kSets], *y[kSets], *dx[kSets], *residual[kSets], *dresidual[kSets];
+  for (int k = 0; k < kSets; ++k) {
+    x[k] = arrays.Filled<T>(n), dy[k] = arrays.Filled<T>(n);
+    y[k] = arrays.Empty<T>(n), dx[k] = arrays.Empty<T>(n);
+    residual[k] = options.residual ? arrays.Filled<T>(n) : nullptr;
+    dresidual[k] = options.residual && options.relu ? arrays.Empty<T>(n) : nullptr;
+  }
+  const Param scale{arrays.Filled<float>(channels), 0, ffi::F32};
+  const Param bias{arrays.Filled<float>(channels), 0, ffi::F32};
+  A* const mean = arrays.Empty<A>(channels);
+  A* const variance = arrays.Empty<A>(channels);
+  A* const rstd = arrays.Empty<A>(channels);
+  A* const delta = arrays.Empty<A>(channels);
+  A* const dscale = arrays.Empty<A>(channels);
+  A* const dbias = arrays.Empty<A>(channels);
+  A* const workspace = arrays.Empty<A>(kPartialRows * 3 * channels);
+  const auto bytes = static_cast<std::size_t>(n) * sizeof(T);
+  Check(cudaDeviceSynchronize());
+  const Timing copy = Time([&](int k) {
+    Check(cudaMemcpyAsync(y[k], x[k], bytes, cudaMemcpyDeviceToDevice, Stream()));
+  });
+  const double rate = 2.0 * static_cast<double>(bytes) / copy.median;
+  for (const bool last : {true, false}) {
+    if (!options.layout.empty() && options.layout != (last ? "last" : "first")) continue;
+    const std::int64_t space = of.height * of.width;
+    const ChannelShape shape{{1, last ? of.batch * space : of.batch, channels}, last ? 1 : space};
+    const auto forward = [&](int k) {
+      BatchNormFwdArgs args{};
+      args.shape = shape, args.dtype = kDtype<T>, args.relu = options.relu, args.epsilon = 1e-5;
+      args.x = x[k], args.residual = residual[k], args.scale = scale, args.bias = bias;
+      args.y = options.statistics ? nullptr : y[k];
+      args.batch_mean = mean, args.batch_variance = variance;
+      args.batch_rstd = rstd, args.batch_delta = delta;
+      args.workspace = workspace, args.partial_rows = kPartialRows;
+      Check(BatchNormFwd(CudaContext{Stream()}, args));
+    };
+    const auto backward = [&](int k) {
+      BatchNormBwdArgs args{};
+      args.shape = shape, args.dtype = kDtype<T>, args.relu = options.relu;
+      args.dy = dy[k], args.x = x[k], args.y = options.residual ? y[k] : nullptr;
+      args.scale = scale, args.bias = bias;
+      args.mean = {mean, 0, kDtype<A>}, args.rstd = {rstd, 0, kDtype<A>};
+      args.delta = {delta, 0, kDtype<A>};
+      args.dx = options.statistics ? nullptr : dx[k], args.dresidual = dresidual[k];
+      args.dscale = {dscale, kDtype<A>}, args.dbias = {dbias, kDtype<A>};
+      args.workspace = workspace, args.partial_rows = kPartialRows;
+      Check(BatchNormBwd(CudaContext{Stream()}, args));
+    };
+    for (const bool is_forward : {true, false}) {
+      if (!options.only.empty() && options.only != (is_forward ? "fwd" : "bwd")) continue;
+      forward(0);
+      const Timing time = is_forward ? Time(forward) : Time(backward);
+      const double traffic = (is_forward ? 3.0 : 5.0) * static_cast<double>(bytes);
+      std::printf(
+          "%s %lldx%lldx%lldx%-4lld %-5s %s %7.1f us (%.1f-%.1f)  %.3f of copy (%.1f us, %.3f "
+          "TB/s)\n",
+          options.type.c_str(), static_cast<long long>(of.batch), static_cast<long long>(of.height),
+          static_cast<long long>(of.width), static_cast<long long>(channels),
+          last ? "last" : "first", is_forward ? "fwd" : "bwd", time.median, time.low, time.high,
+          traffic / time.median / rate, copy.median, rate * 1e-6);
+      std::fflush(stdout);
+    }
+  }
+}
+
+int Main(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    const auto value = [&]() -> std::string { return i + 1 < argc ? argv[++i] : ""; };
+    if (flag == "-t") {
+      options.type = value();
+    } else if (flag == "-l") {
+      options.layout = value();
+    } else if (flag == "-o") {
+      options.only = value();
+    } else if (flag == "-s") {
+      long long n[4] = {};
+      if (std::sscanf(value().c_str(), "%lldx%lldx%lldx%lld", n, n + 1, n + 2, n + 3) != 4)
+        return 2;
+      options.shapes = {{n[0], n[1], n[2], n[3]}};
+    } else if (flag == "-relu") {
+      options.relu = true;
+    } else if (flag == "-residual") {
+      options.residual = true;
+    } else if (flag == "-statistics") {
+      options.statistics = true;
+    } else {
+      std::printf("unknown %s\n", flag.c_str());
+      return 2;
+    }
+  }
+  for (const Shape& shape : options.shapes) {
+    if (options.type == "bf16") {
+      Run<BFloat16>(options, shape);
+    } else if (options.type == "f16") {
+      Run<Half>(options, shape);
+    } else if (options.type == "f32") {
+      Run<float>(options, shape);
+    } else if (options.type == "f64") {
+      Run<double>(options, shape);
+    } else {
+      std::printf("unknown type %s\n", options.type.c_str());
+      return 2;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace gradops
+
+int main(int argc, char** argv) {
+  return gradops::Main(argc, argv);
+}
