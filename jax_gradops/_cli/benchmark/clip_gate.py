@@ -17,8 +17,6 @@ import jax.numpy as jnp
 
 from jax_gradops._cli.benchmark import formulas
 
-FEW = 32
-
 
 @functools.cache
 def _programs() -> tuple[Any, Any]:
@@ -62,9 +60,9 @@ def mistakes(
     for i, (error, want) in enumerate(jax.device_get(found)):
         relative = math.sqrt(error) / max(math.sqrt(want), 1e-30)
         sums = 1024 * float(jnp.finfo(formulas.wide_dtype(got[i].dtype)).eps)
-        # Roundings add up like steps to either side; in few elements, they may all be to one side.
-        steps = math.sqrt(roundings) if got[i].size >= FEW else roundings
-        if not relative <= (2 + 0.5 * steps) * eps + slack * sums:  # NaN as well
+        # Many in a row are not like steps to either side: of bfloat16 numbers that shrink by 1 % each
+        # time, 128 roundings leave 8 % too much, in large leaves too.
+        if not relative <= (2 + 0.25 * roundings) * eps + slack * sums:  # NaN as well
             return f"leaf {i} is off by {relative:.1e} of its norm", relative
         worst = max(worst, relative)
     return "", worst
