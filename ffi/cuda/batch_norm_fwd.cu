@@ -32,11 +32,13 @@ struct ColumnMoments {
   int packs = 0;
   int rest = 0;  // elements of packs in part: in columns, of one, the first ones of it
 
-  __device__ __forceinline__ void Add(const A (&values)[W], bool plane) {
-    if (packs == 0) {
+  __device__ __forceinline__ void Begin(const A (&values)[W], bool plane) {
+    if (packs > 0) return;
 #pragma unroll
-      for (int j = 0; j < W; ++j) shift[j] = plane ? values[0] : values[j];
-    }
+    for (int j = 0; j < W; ++j) shift[j] = plane ? values[0] : values[j];
+  }
+
+  __device__ __forceinline__ void Add(const A (&values)[W]) {
     ++packs;
     AddDistances(values);
   }
@@ -101,35 +103,33 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
   using A = Accum<T>;
   ForParts<false>(plan, [&](const ChannelPart& part) {
     ColumnMoments<A, W> moments;
-    PackWalk<false> walk(plan, part);
-    Pack<T, W> packs[kMomentPacks];
-    unsigned there = 0;  // bit k: packs[k] is the tile's
-    const auto load = [&](int k) {
-      const std::int64_t start = walk.Next();
-      packs[k] = LoadIfAny<W>(x, start);
-      there = (there & ~(1u << k)) | (start < 0 ? 0u : 1u << k);
+    Pack<T, W> packs[kMomentPacks] = {};
+    int own = static_cast<int>(part.own + part.first), rings = 0;
+    const auto load = [&](int k, int, bool wanted, std::int64_t start) {
+      LoadIf<W>(wanted, x, start, packs[k]);
     };
-#pragma unroll
-    for (int k = 0; k < kMomentPacks; ++k) load(k);
-    int turn = 0;
-    auto own = part.own + part.first;
-    const std::int64_t end = part.own + part.end;
-#pragma unroll 1
-    while (own < end) {
-#pragma unroll
-      for (int k = 0; k < kMomentPacks; ++k, ++own) {
-        if (there & (1u << k)) {
-          if (own < plan.kept_steps) {
-            StorePack(kept[own * kChannelThreads + threadIdx.x].v, packs[k]);
-          }
-          A values[W];
-          Widen(packs[k], values);
-          moments.Add(values, plan.plane);
-        }
-        load(k);
+    const auto begin = [&](int k) {
+      A values[W];
+      Widen(packs[k], values);
+      moments.Begin(values, plan.plane);
+    };
+    const auto use = [&](int k, int step) {
+      if (own + step < plan.kept_steps) {
+        StorePack(kept[(own + step) * kChannelThreads + threadIdx.x].v, packs[k]);
       }
-      if (++turn % kMomentRingsPerSum == 0) moments.EndSum();
-    }
+      A values[W];
+      Widen(packs[k], values);
+      moments.Add(values);
+    };
+    const auto end_ring = [&] {
+      if (++rings % kMomentRingsPerSum == 0) moments.EndSum();
+    };
+    const StepKinds steps(plan, part);
+    ForPacks<kMomentPacks, false, false>(plan, part.tile, part.first, steps.whole, load, begin, use,
+                                         end_ring);
+    own += steps.whole;
+    ForPacks<kMomentPacks, false, true>(plan, part.tile, part.first + steps.whole, steps.others,
+                                        load, begin, use, end_ring);
     moments.EndSum();
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A values[W];
@@ -268,41 +268,38 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
       activate(values);
       StoreSpan(y, span, values);
     });
-    PackWalk<true> walk(plan, part);
-    Pack<T, W> packs[kApplyPacks], others[kApplyPacks];
+    Pack<T, W> packs[kApplyPacks] = {}, others[kApplyPacks] = {};
     std::int64_t starts[kApplyPacks];
-    std::int64_t ahead = part.own + part.end;  // one behind the step whose pack is loaded next
-    const std::int64_t first = part.own + part.first;
-    const auto load = [&](int k) {
-      starts[k] = walk.Next();
-      --ahead;
-      if (ahead >= first && ahead < plan.kept_steps) {
-        packs[k] = LoadPlain<W>(kept[ahead * kChannelThreads + threadIdx.x].v);
-      } else {
-        packs[k] = LoadIfAny<W>(x, starts[k]);
+    int own = static_cast<int>(part.own + part.end) - 1;
+    const auto load = [&](int k, int step, bool wanted, std::int64_t start) {
+      starts[k] = start;
+      if (own - step >= plan.kept_steps) {
+        LoadIf<W>(wanted, x, start, packs[k]);
+      } else if (wanted) {
+        packs[k] = LoadPlain<W>(kept[(own - step) * kChannelThreads + threadIdx.x].v);
       }
-      if (residual != nullptr) others[k] = LoadIfAny<W>(residual, starts[k]);
+      if (residual != nullptr) LoadIf<W>(wanted, residual, start, others[k]);
     };
+    const auto use = [&](int k, int) {
+      A values[W];
+      Widen(packs[k], values);
+      apply(values);
+      if (residual != nullptr) {
+        A terms[W];
+        Widen(others[k], terms);
 #pragma unroll
-    for (int k = 0; k < kApplyPacks; ++k) load(k);
-#pragma unroll 1
-    for (std::int64_t left = part.end - part.first; left > 0; left -= kApplyPacks) {
-#pragma unroll
-      for (int k = 0; k < kApplyPacks; ++k) {
-        A values[W];
-        Widen(packs[k], values);
-        apply(values);
-        if (residual != nullptr) {
-          A terms[W];
-          Widen(others[k], terms);
-#pragma unroll
-          for (int j = 0; j < W; ++j) values[j] += terms[j];
-        }
-        activate(values);
-        StoreIfAny(y, starts[k], Narrow<T>(values));
-        load(k);
+        for (int j = 0; j < W; ++j) values[j] += terms[j];
       }
-    }
+      activate(values);
+      StoreLast(y, starts[k], Narrow<T>(values));
+    };
+    const auto nothing = [](auto...) {};
+    const StepKinds steps(plan, part);
+    ForPacks<kApplyPacks, true, true>(plan, part.tile, part.end - 1, steps.others, load, nothing,
+                                      use, nothing);
+    own -= steps.others;
+    ForPacks<kApplyPacks, true, false>(plan, part.tile, part.end - 1 - steps.others, steps.whole,
+                                       load, nothing, use, nothing);
   });
 }
 

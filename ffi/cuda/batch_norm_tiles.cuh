@@ -20,23 +20,30 @@ constexpr int kChannelWarps = kChannelThreads / kWarp;
 
 // --- Packs ---------------------------------------------------------------------------------------
 
-// The pack at `start`; zeros where that is negative. No load is moved before a store that precedes
-// it, and none is non-coherent: dx may be dy's buffer.
+// The pack at `start`, if it is wanted; otherwise the old one stays. No load is moved before a
+// store that precedes it, and none is non-coherent: dx may be dy's buffer.
 template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> LoadIfAny(const T* array, std::int64_t start) {
+__device__ __forceinline__ void LoadIf(bool wanted, const T* array, std::int64_t start,
+                                       Pack<T, W>& pack) {
   if constexpr (W == 1) {
-    Pack<T, W> pack;
-    pack.v[0] = start < 0 ? T(0.f) : array[start];
-    return pack;
+    if (wanted) pack.v[0] = array[start];
   } else {
-    return LoadPackOnceIf<W>(start >= 0, array + start);
+    uint4& words = AsWords(pack);
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.s32 wanted, %5, 0;\n"
+        "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+        : "l"(array + start), "r"(static_cast<int>(wanted))
+        : "memory");
   }
 }
 
 // What is stored is not read again: it shall not push out of the L2 cache what is.
 template <int W, typename T>
-__device__ __forceinline__ void StoreIfAny(T* array, std::int64_t start, const Pack<T, W>& pack) {
-  if (start < 0) return;
+__device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pack<T, W>& pack) {
   if constexpr (W == 1) {
     __stcs(array + start, pack.v[0]);
   } else {
@@ -81,32 +88,95 @@ __device__ __forceinline__ void ForParts(const ChannelPlan& plan, const Fn& fn) 
   }
 }
 
-// Where this thread's packs of a part's steps start, one after the other; -1 for those that are not
-// the tile's, or only in part, and after the last one.
+// A part's steps in which all packs are whole, the first so many, and the others.
+struct StepKinds {
+  int whole, others;
+
+  __device__ __forceinline__ StepKinds(const ChannelPlan& plan, const ChannelPart& part) {
+    const std::int64_t behind = min(max(plan.whole_steps, part.first), part.end);
+    whole = static_cast<int>(behind - part.first), others = static_cast<int>(part.end - behind);
+  }
+};
+
+// This thread's packs of one step after the other.
 template <bool kBackwards>
 class PackWalk {
  public:
-  __device__ __forceinline__ PackWalk(const ChannelPlan& plan, const ChannelPart& part)
+  __device__ __forceinline__ PackWalk(const ChannelPlan& plan, std::int64_t tile,
+                                      std::int64_t first_step)
       : plan_(plan),
-        place_(plan.PlaceOf(part.tile, kBackwards ? part.end - 1 : part.first,
-                            static_cast<int>(threadIdx.x))),
-        limit_(plan.Limit(part.tile)),
-        left_(static_cast<int>(part.end - part.first)) {}
+        place_(plan.PlaceOf(tile, first_step, static_cast<int>(threadIdx.x))),
+        limit_(plan.Limit(tile)) {}
 
-  __device__ __forceinline__ std::int64_t Next() {
-    const bool any = left_ > 0 && plan_.Whole(place_, limit_);
-    const std::int64_t start = any ? plan_.Start(place_) : -1;
+  __device__ __forceinline__ bool idle() const { return place_.pack < 0; }
+  __device__ __forceinline__ bool whole() const { return plan_.Whole(place_, limit_); }
+  __device__ __forceinline__ std::int64_t start() const { return plan_.Start(place_); }
+  __device__ __forceinline__ void Move() {
     plan_.Move(place_, kBackwards ? plan_.backward : plan_.forward);
-    --left_;
-    return start;
   }
 
  private:
   const ChannelPlan& plan_;
   ChannelPlace place_;
   std::int64_t limit_;
-  int left_;
 };
+
+// load(k, step, wanted, start) and then use(k, step) of this thread's packs in so many steps, up to
+// kRing of them loaded ahead, to place k of the ring in turn; where a load is not wanted, it is not
+// used. begin(k) before the first use, end_ring() after every kRing or fewer. Packs are whole; or,
+// kChecked, those that are not are left out.
+template <int kRing, bool kBackwards, bool kChecked, typename Load, typename Begin, typename Use,
+          typename EndRing>
+__device__ __forceinline__ void ForPacks(const ChannelPlan& plan, std::int64_t tile,
+                                         std::int64_t first_step, int steps, const Load& load,
+                                         const Begin& begin, const Use& use,
+                                         const EndRing& end_ring) {
+  if (steps == 0) return;
+  PackWalk<kBackwards> walk(plan, tile, first_step);
+  if (walk.idle()) return;
+  if constexpr (kChecked) {
+#pragma unroll 1
+    for (int step = 0; step < steps; step += kRing) {
+      bool wanted[kRing];
+#pragma unroll
+      for (int k = 0; k < kRing; ++k) {
+        wanted[k] = step + k < steps && walk.whole();
+        load(k, step + k, wanted[k], walk.start());
+        walk.Move();
+      }
+#pragma unroll
+      for (int k = 0; k < kRing; ++k) {
+        if (!wanted[k]) continue;
+        begin(k);
+        use(k, step + k);
+      }
+      end_ring();
+    }
+  } else {
+    const auto next = [&](int k, int step) {
+      load(k, step, step < steps, walk.start());
+      walk.Move();
+    };
+#pragma unroll
+    for (int k = 0; k < kRing; ++k) next(k, k);
+    begin(0);
+    int step = 0;
+#pragma unroll 1
+    for (; step + kRing <= steps; step += kRing) {
+#pragma unroll
+      for (int k = 0; k < kRing; ++k) {
+        use(k, step + k);
+        next(k, step + k + kRing);
+      }
+      end_ring();
+    }
+#pragma unroll
+    for (int k = 0; k < kRing - 1; ++k) {
+      if (step + k < steps) use(k, step + k);
+    }
+    end_ring();
+  }
+}
 
 // fn(span) for this thread's packs that are the tile's in part.
 template <int W, typename Fn>
