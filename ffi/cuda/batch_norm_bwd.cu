@@ -9,10 +9,13 @@
 //
 // Traffic: dy, x and (of relu, where it is given) y read twice, but for what caches and shared
 // memory hold; dx written, and dresidual. How elements are divided: cuda/batch_norm_policy.h.
-#include <algorithm>
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
+#include "cuda/batch_norm_sums.cuh"
 #include "cuda/batch_norm_tiles.cuh"
+#include "cuda/column_sum.cuh"
 #include "ops/batch_norm.h"
 
 namespace gradops {

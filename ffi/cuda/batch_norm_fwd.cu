@@ -8,10 +8,12 @@
 //
 // Traffic: x read twice, but for what caches and shared memory hold; y written, the residual read.
 // How elements are divided: cuda/batch_norm_policy.h.
-#include <algorithm>
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
 #include "common/math.h"
+#include "cuda/batch_norm_sums.cuh"
 #include "cuda/batch_norm_tiles.cuh"
 #include "ops/batch_norm.h"
 
@@ -89,11 +91,18 @@ struct ColumnMoments {
   }
 };
 
-// The first element of a channel of a group: parts' means are distances from it.
+// What parts' means are distances from: of a channel's first, middle and last element the one
+// between the others, as one alone may be far from the mean.
 template <typename T>
 __device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan, std::int64_t group,
                                            std::int64_t channel) {
-  return static_cast<Accum<T>>(x[group * plan.group_elements + channel * plan.inner]);
+  using A = Accum<T>;
+  const T* const first = x + group * plan.group_elements + channel * plan.inner;
+  const std::int64_t row = plan.channels * plan.inner;
+  const A a = static_cast<A>(first[0]);
+  const A b = static_cast<A>(first[plan.group_rows / 2 * row + plan.inner / 2]);
+  const A c = static_cast<A>(first[(plan.group_rows - 1) * row + plan.inner - 1]);
+  return max(min(a, b), min(max(a, b), c));
 }
 
 template <typename T, int W>
@@ -183,7 +192,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
   });
 }
 
-// Of statistics around a channel's first element: where they are wanted.
+// The mean is so far from the origin.
 template <typename A>
 __device__ __forceinline__ void StoreStatistics(const BatchNormFwdArgs& args, std::int64_t i,
                                                 A origin, double offset, double variance) {
@@ -192,7 +201,7 @@ __device__ __forceinline__ void StoreStatistics(const BatchNormFwdArgs& args, st
   static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
   static_cast<A*>(args.batch_rstd)[i] =
       InverseDeviation(static_cast<A>(variance), static_cast<A>(args.epsilon));
-  // In units of the first element, as the mean itself may have more digits than a double.
+  // From the origin, as the mean itself may have more digits than a double.
   static_cast<A*>(args.batch_delta)[i] =
       static_cast<A>((static_cast<double>(origin) - static_cast<double>(rounded)) + offset);
 }
