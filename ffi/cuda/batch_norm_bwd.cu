@@ -9,10 +9,13 @@
 //
 // Traffic: dy, x and (of relu, where it is given) y read twice, but for what caches and shared
 // memory hold; dx written, and dresidual. How elements are divided: cuda/batch_norm_policy.h.
-#include <algorithm>
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
+#include "cuda/batch_norm_sums.cuh"
 #include "cuda/batch_norm_tiles.cuh"
+#include "cuda/column_sum.cuh"
 #include "ops/batch_norm.h"
 
 namespace gradops {
@@ -34,11 +37,13 @@ struct GradPacks {
 };
 
 template <Mask kMask, int W, typename T>
-__device__ __forceinline__ void LoadGrad(const BatchNormBwdArgs& args, std::int64_t start,
-                                         GradPacks<T, W, kMask>& packs) {
-  packs.dy = LoadIfAny<W>(static_cast<const T*>(args.dy), start);
-  packs.x = LoadIfAny<W>(static_cast<const T*>(args.x), start);
-  if constexpr (kMask == Mask::kOfY) packs.y = LoadIfAny<W>(static_cast<const T*>(args.y), start);
+__device__ __forceinline__ void LoadGrad(const BatchNormBwdArgs& args, bool wanted,
+                                         std::int64_t start, GradPacks<T, W, kMask>& packs) {
+  LoadIf<W>(wanted, static_cast<const T*>(args.dy), start, packs.dy);
+  LoadIf<W>(wanted, static_cast<const T*>(args.x), start, packs.x);
+  if constexpr (kMask == Mask::kOfY) {
+    LoadIf<W>(wanted, static_cast<const T*>(args.y), start, packs.y);
+  }
 }
 
 // Positive numbers, whatever T is.
@@ -86,7 +91,6 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Ch
                                           const ChannelPartials<Accum<T>, 2>& partials,
                                           double2* scratch, Pack<T, W>* kept) {
   using A = Accum<T>;
-  const bool keep = args.dx != nullptr;
   ForParts<false>(plan, [&](const ChannelPart& part) {
     A parameters[3][W];
     LoadParameters(
@@ -109,39 +113,33 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Ch
       }
     };
 
-    PackWalk<false> walk(plan, part);
-    GradPacks<T, W, kMask> ring[kSumPacks];
-    unsigned there = 0;  // bit k: ring[k] is the tile's
-    const auto load = [&](int k) {
-      const std::int64_t start = walk.Next();
-      LoadGrad<kMask>(args, start, ring[k]);
-      there = (there & ~(1u << k)) | (start < 0 ? 0u : 1u << k);
+    GradPacks<T, W, kMask> ring[kSumPacks] = {};
+    int own = static_cast<int>(part.own + part.first), rings = 0;
+    const auto load = [&](int k, int, bool wanted, std::int64_t start) {
+      LoadGrad<kMask>(args, wanted, start, ring[k]);
     };
-#pragma unroll
-    for (int k = 0; k < kSumPacks; ++k) load(k);
-    int turn = 0;
-    std::int64_t own = part.own + part.first;
-    const std::int64_t end = part.own + part.end;
-#pragma unroll 1
-    while (own < end) {
-#pragma unroll
-      for (int k = 0; k < kSumPacks; ++k, ++own) {
-        if (there & (1u << k)) {
-          A dz[W], x[W], y[W];
-          Widen(ring[k].dy, dz);
-          Widen(ring[k].x, x);
-          if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
-          add(dz, x, y);
-          if (keep && own < plan.kept_steps) {
-            Pack<T, W>* const slot = kept + 2 * own * kChannelThreads + threadIdx.x;
-            StorePack(slot->v, kMask == Mask::kNone ? ring[k].dy : Narrow<T>(dz));
-            StorePack(slot[kChannelThreads].v, ring[k].x);
-          }
-        }
-        load(k);
+    const auto use = [&](int k, int step) {
+      A dz[W], x[W], y[W];
+      Widen(ring[k].dy, dz);
+      Widen(ring[k].x, x);
+      if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
+      add(dz, x, y);
+      if (own + step < plan.kept_steps) {
+        Pack<T, W>* const slot = kept + 2 * (own + step) * kChannelThreads + threadIdx.x;
+        StorePack(slot->v, kMask == Mask::kNone ? ring[k].dy : Narrow<T>(dz));
+        StorePack(slot[kChannelThreads].v, ring[k].x);
       }
-      if (++turn % kGradRingsPerSum == 0) end_sum();
-    }
+    };
+    const auto end_ring = [&] {
+      if (++rings % kGradRingsPerSum == 0) end_sum();
+    };
+    const auto nothing = [](auto...) {};
+    const StepKinds steps(plan, part);
+    ForPacks<kSumPacks, false, false>(plan, part.tile, part.first, steps.whole, load, nothing, use,
+                                      end_ring);
+    own += steps.whole;
+    ForPacks<kSumPacks, false, true>(plan, part.tile, part.first + steps.whole, steps.others, load,
+                                     nothing, use, end_ring);
     end_sum();
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A dz[W], x[W], y[W];
@@ -245,40 +243,37 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args, const C
       if (dresidual != nullptr) StoreSpan(dresidual, span, dz);
     });
 
-    PackWalk<true> walk(plan, part);
-    GradPacks<T, W, kMask> ring[kInputGradPacks];
+    GradPacks<T, W, kMask> ring[kInputGradPacks] = {};
     std::int64_t starts[kInputGradPacks];
-    std::int64_t ahead = part.own + part.end;  // one behind the step that is loaded next
-    const std::int64_t first = part.own + part.first;
-    const auto load = [&](int k) {
-      starts[k] = walk.Next();
-      --ahead;
-      if (ahead >= first && ahead < plan.kept_steps) {
-        const Pack<T, W>* const slot = kept + 2 * ahead * kChannelThreads + threadIdx.x;
+    int own = static_cast<int>(part.own + part.end) - 1;
+    const auto load = [&](int k, int step, bool wanted, std::int64_t start) {
+      starts[k] = start;
+      if (own - step >= plan.kept_steps) {
+        LoadGrad<kMask>(args, wanted, start, ring[k]);
+      } else if (wanted) {
+        const Pack<T, W>* const slot = kept + 2 * (own - step) * kChannelThreads + threadIdx.x;
         ring[k].dy = LoadPlain<W>(slot->v);  // masked already
         ring[k].x = LoadPlain<W>(slot[kChannelThreads].v);
         if constexpr (kMask == Mask::kOfY) ring[k].y = Positive<T, W>();
-      } else {
-        LoadGrad<kMask>(args, starts[k], ring[k]);
       }
     };
-#pragma unroll
-    for (int k = 0; k < kInputGradPacks; ++k) load(k);
-#pragma unroll 1
-    for (std::int64_t left = part.end - part.first; left > 0; left -= kInputGradPacks) {
-#pragma unroll
-      for (int k = 0; k < kInputGradPacks; ++k) {
-        A dz[W], x[W], y[W];
-        Widen(ring[k].dy, dz);
-        Widen(ring[k].x, x);
-        if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
-        MaskGrad<kMask>(mean, factor, offset, y, x, dz);
-        apply(dz, x);
-        StoreIfAny(dx, starts[k], Narrow<T>(x));
-        if (dresidual != nullptr) StoreIfAny(dresidual, starts[k], Narrow<T>(dz));
-        load(k);
-      }
-    }
+    const auto use = [&](int k, int) {
+      A dz[W], x[W], y[W];
+      Widen(ring[k].dy, dz);
+      Widen(ring[k].x, x);
+      if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
+      MaskGrad<kMask>(mean, factor, offset, y, x, dz);
+      apply(dz, x);
+      StoreLast(dx, starts[k], Narrow<T>(x));
+      if (dresidual != nullptr) StoreLast(dresidual, starts[k], Narrow<T>(dz));
+    };
+    const auto nothing = [](auto...) {};
+    const StepKinds steps(plan, part);
+    ForPacks<kInputGradPacks, true, true>(plan, part.tile, part.end - 1, steps.others, load,
+                                          nothing, use, nothing);
+    own -= steps.others;
+    ForPacks<kInputGradPacks, true, false>(plan, part.tile, part.end - 1 - steps.others,
+                                           steps.whole, load, nothing, use, nothing);
   });
 }
 

@@ -8,10 +8,12 @@
 //
 // Traffic: x read twice, but for what caches and shared memory hold; y written, the residual read.
 // How elements are divided: cuda/batch_norm_policy.h.
-#include <algorithm>
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
 #include "common/math.h"
+#include "cuda/batch_norm_sums.cuh"
 #include "cuda/batch_norm_tiles.cuh"
 #include "ops/batch_norm.h"
 
@@ -32,11 +34,13 @@ struct ColumnMoments {
   int packs = 0;
   int rest = 0;  // elements of packs in part: in columns, of one, the first ones of it
 
-  __device__ __forceinline__ void Add(const A (&values)[W], bool plane) {
-    if (packs == 0) {
+  __device__ __forceinline__ void Begin(const A (&values)[W], bool plane) {
+    if (packs > 0) return;
 #pragma unroll
-      for (int j = 0; j < W; ++j) shift[j] = plane ? values[0] : values[j];
-    }
+    for (int j = 0; j < W; ++j) shift[j] = plane ? values[0] : values[j];
+  }
+
+  __device__ __forceinline__ void Add(const A (&values)[W]) {
     ++packs;
     AddDistances(values);
   }
@@ -87,11 +91,18 @@ struct ColumnMoments {
   }
 };
 
-// The first element of a channel of a group: parts' means are distances from it.
+// What parts' means are distances from: of a channel's first, middle and last element the one
+// between the others, as one alone may be far from the mean.
 template <typename T>
 __device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan, std::int64_t group,
                                            std::int64_t channel) {
-  return static_cast<Accum<T>>(x[group * plan.group_elements + channel * plan.inner]);
+  using A = Accum<T>;
+  const T* const first = x + group * plan.group_elements + channel * plan.inner;
+  const std::int64_t row = plan.channels * plan.inner;
+  const A a = static_cast<A>(first[0]);
+  const A b = static_cast<A>(first[plan.group_rows / 2 * row + plan.inner / 2]);
+  const A c = static_cast<A>(first[(plan.group_rows - 1) * row + plan.inner - 1]);
+  return max(min(a, b), min(max(a, b), c));
 }
 
 template <typename T, int W>
@@ -101,35 +112,33 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
   using A = Accum<T>;
   ForParts<false>(plan, [&](const ChannelPart& part) {
     ColumnMoments<A, W> moments;
-    PackWalk<false> walk(plan, part);
-    Pack<T, W> packs[kMomentPacks];
-    unsigned there = 0;  // bit k: packs[k] is the tile's
-    const auto load = [&](int k) {
-      const std::int64_t start = walk.Next();
-      packs[k] = LoadIfAny<W>(x, start);
-      there = (there & ~(1u << k)) | (start < 0 ? 0u : 1u << k);
+    Pack<T, W> packs[kMomentPacks] = {};
+    int own = static_cast<int>(part.own + part.first), rings = 0;
+    const auto load = [&](int k, int, bool wanted, std::int64_t start) {
+      LoadIf<W>(wanted, x, start, packs[k]);
     };
-#pragma unroll
-    for (int k = 0; k < kMomentPacks; ++k) load(k);
-    int turn = 0;
-    auto own = part.own + part.first;
-    const std::int64_t end = part.own + part.end;
-#pragma unroll 1
-    while (own < end) {
-#pragma unroll
-      for (int k = 0; k < kMomentPacks; ++k, ++own) {
-        if (there & (1u << k)) {
-          if (own < plan.kept_steps) {
-            StorePack(kept[own * kChannelThreads + threadIdx.x].v, packs[k]);
-          }
-          A values[W];
-          Widen(packs[k], values);
-          moments.Add(values, plan.plane);
-        }
-        load(k);
+    const auto begin = [&](int k) {
+      A values[W];
+      Widen(packs[k], values);
+      moments.Begin(values, plan.plane);
+    };
+    const auto use = [&](int k, int step) {
+      if (own + step < plan.kept_steps) {
+        StorePack(kept[(own + step) * kChannelThreads + threadIdx.x].v, packs[k]);
       }
-      if (++turn % kMomentRingsPerSum == 0) moments.EndSum();
-    }
+      A values[W];
+      Widen(packs[k], values);
+      moments.Add(values);
+    };
+    const auto end_ring = [&] {
+      if (++rings % kMomentRingsPerSum == 0) moments.EndSum();
+    };
+    const StepKinds steps(plan, part);
+    ForPacks<kMomentPacks, false, false>(plan, part.tile, part.first, steps.whole, load, begin, use,
+                                         end_ring);
+    own += steps.whole;
+    ForPacks<kMomentPacks, false, true>(plan, part.tile, part.first + steps.whole, steps.others,
+                                        load, begin, use, end_ring);
     moments.EndSum();
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A values[W];
@@ -183,7 +192,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
   });
 }
 
-// Of statistics around a channel's first element: where they are wanted.
+// The mean is so far from the origin.
 template <typename A>
 __device__ __forceinline__ void StoreStatistics(const BatchNormFwdArgs& args, std::int64_t i,
                                                 A origin, double offset, double variance) {
@@ -192,7 +201,7 @@ __device__ __forceinline__ void StoreStatistics(const BatchNormFwdArgs& args, st
   static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
   static_cast<A*>(args.batch_rstd)[i] =
       InverseDeviation(static_cast<A>(variance), static_cast<A>(args.epsilon));
-  // In units of the first element, as the mean itself may have more digits than a double.
+  // From the origin, as the mean itself may have more digits than a double.
   static_cast<A*>(args.batch_delta)[i] =
       static_cast<A>((static_cast<double>(origin) - static_cast<double>(rounded)) + offset);
 }
@@ -268,41 +277,38 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
       activate(values);
       StoreSpan(y, span, values);
     });
-    PackWalk<true> walk(plan, part);
-    Pack<T, W> packs[kApplyPacks], others[kApplyPacks];
+    Pack<T, W> packs[kApplyPacks] = {}, others[kApplyPacks] = {};
     std::int64_t starts[kApplyPacks];
-    std::int64_t ahead = part.own + part.end;  // one behind the step whose pack is loaded next
-    const std::int64_t first = part.own + part.first;
-    const auto load = [&](int k) {
-      starts[k] = walk.Next();
-      --ahead;
-      if (ahead >= first && ahead < plan.kept_steps) {
-        packs[k] = LoadPlain<W>(kept[ahead * kChannelThreads + threadIdx.x].v);
-      } else {
-        packs[k] = LoadIfAny<W>(x, starts[k]);
+    int own = static_cast<int>(part.own + part.end) - 1;
+    const auto load = [&](int k, int step, bool wanted, std::int64_t start) {
+      starts[k] = start;
+      if (own - step >= plan.kept_steps) {
+        LoadIf<W>(wanted, x, start, packs[k]);
+      } else if (wanted) {
+        packs[k] = LoadPlain<W>(kept[(own - step) * kChannelThreads + threadIdx.x].v);
       }
-      if (residual != nullptr) others[k] = LoadIfAny<W>(residual, starts[k]);
+      if (residual != nullptr) LoadIf<W>(wanted, residual, start, others[k]);
     };
+    const auto use = [&](int k, int) {
+      A values[W];
+      Widen(packs[k], values);
+      apply(values);
+      if (residual != nullptr) {
+        A terms[W];
+        Widen(others[k], terms);
 #pragma unroll
-    for (int k = 0; k < kApplyPacks; ++k) load(k);
-#pragma unroll 1
-    for (std::int64_t left = part.end - part.first; left > 0; left -= kApplyPacks) {
-#pragma unroll
-      for (int k = 0; k < kApplyPacks; ++k) {
-        A values[W];
-        Widen(packs[k], values);
-        apply(values);
-        if (residual != nullptr) {
-          A terms[W];
-          Widen(others[k], terms);
-#pragma unroll
-          for (int j = 0; j < W; ++j) values[j] += terms[j];
-        }
-        activate(values);
-        StoreIfAny(y, starts[k], Narrow<T>(values));
-        load(k);
+        for (int j = 0; j < W; ++j) values[j] += terms[j];
       }
-    }
+      activate(values);
+      StoreLast(y, starts[k], Narrow<T>(values));
+    };
+    const auto nothing = [](auto...) {};
+    const StepKinds steps(plan, part);
+    ForPacks<kApplyPacks, true, true>(plan, part.tile, part.end - 1, steps.others, load, nothing,
+                                      use, nothing);
+    own -= steps.others;
+    ForPacks<kApplyPacks, true, false>(plan, part.tile, part.end - 1 - steps.others, steps.whole,
+                                       load, nothing, use, nothing);
   });
 }
 

@@ -91,7 +91,8 @@ struct ChannelPlan {
   std::int64_t row_packs;      // plane: of a row
   std::int64_t group_rows;     // of x
   std::int64_t group_elements;
-  std::int64_t steps;              // of a tile
+  std::int64_t steps;        // of a tile
+  std::int64_t whole_steps;  // the first so many, in which every thread's pack is whole, if any
   std::int64_t unit_steps, units;  // of a unit, of a tile
   ChannelStride forward, backward;
   int blocks;
@@ -292,6 +293,7 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   plan.row_elements = plan.fold * row;
   plan.row_packs = 0;
   plan.steps = DivideUp(plan.rows, plan.at_once);
+  plan.whole_steps = task.rows / plan.fold / plan.at_once;
   plan.forward = {0, plan.at_once * plan.row_elements};
   plan.backward = {0, -plan.forward.elements};
   return true;
@@ -307,6 +309,7 @@ constexpr void CutPlanes(const ChannelTask& task, ChannelPlan& plan) {
   // Wherever a row starts in its first pack.
   plan.row_packs = DivideUp(task.inner + (plan.framed ? width - 1 : 0), width);
   plan.steps = DivideUp(plan.rows * plan.row_packs, kChannelThreads);
+  plan.whole_steps = plan.framed ? 0 : plan.rows * plan.row_packs / kChannelThreads;
   const auto stride = [&](std::int64_t rows, std::int64_t packs) {
     return ChannelStride{packs, rows * plan.row_elements + packs * width};
   };

@@ -1,42 +1,43 @@
-// What batch norm's two kernels share: parts of tiles, packs of these, sums over a block, launches.
+// What batch norm's two kernels share: parts of tiles, their packs and parameters, launches.
 #pragma once
-
-#include <cooperative_groups.h>
 
 #include <algorithm>
 #include <cstdint>
 
 #include "common/shape.h"
 #include "cuda/batch_norm_policy.h"
-#include "cuda/column_sum.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"
 
 namespace gradops {
 namespace {
 
-constexpr int kChannelWarps = kChannelThreads / kWarp;
-
 // --- Packs ---------------------------------------------------------------------------------------
 
-// The pack at `start`; zeros where that is negative. No load is moved before a store that precedes
-// it, and none is non-coherent: dx may be dy's buffer.
+// The pack at `start`, if it is wanted; otherwise the old one stays. No load is moved before a
+// store that precedes it, and none is non-coherent: dx may be dy's buffer.
 template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> LoadIfAny(const T* array, std::int64_t start) {
+__device__ __forceinline__ void LoadIf(bool wanted, const T* array, std::int64_t start,
+                                       Pack<T, W>& pack) {
   if constexpr (W == 1) {
-    Pack<T, W> pack;
-    pack.v[0] = start < 0 ? T(0.f) : array[start];
-    return pack;
+    if (wanted) pack.v[0] = array[start];
   } else {
-    return LoadPackOnceIf<W>(start >= 0, array + start);
+    uint4& words = AsWords(pack);
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.s32 wanted, %5, 0;\n"
+        "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+        : "l"(array + start), "r"(static_cast<int>(wanted))
+        : "memory");
   }
 }
 
 // What is stored is not read again: it shall not push out of the L2 cache what is.
 template <int W, typename T>
-__device__ __forceinline__ void StoreIfAny(T* array, std::int64_t start, const Pack<T, W>& pack) {
-  if (start < 0) return;
+__device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pack<T, W>& pack) {
   if constexpr (W == 1) {
     __stcs(array + start, pack.v[0]);
   } else {
@@ -81,32 +82,95 @@ __device__ __forceinline__ void ForParts(const ChannelPlan& plan, const Fn& fn) 
   }
 }
 
-// Where this thread's packs of a part's steps start, one after the other; -1 for those that are not
-// the tile's, or only in part, and after the last one.
+// A part's steps in which all packs are whole, the first so many, and the others.
+struct StepKinds {
+  int whole, others;
+
+  __device__ __forceinline__ StepKinds(const ChannelPlan& plan, const ChannelPart& part) {
+    const std::int64_t behind = min(max(plan.whole_steps, part.first), part.end);
+    whole = static_cast<int>(behind - part.first), others = static_cast<int>(part.end - behind);
+  }
+};
+
+// This thread's packs of one step after the other.
 template <bool kBackwards>
 class PackWalk {
  public:
-  __device__ __forceinline__ PackWalk(const ChannelPlan& plan, const ChannelPart& part)
+  __device__ __forceinline__ PackWalk(const ChannelPlan& plan, std::int64_t tile,
+                                      std::int64_t first_step)
       : plan_(plan),
-        place_(plan.PlaceOf(part.tile, kBackwards ? part.end - 1 : part.first,
-                            static_cast<int>(threadIdx.x))),
-        limit_(plan.Limit(part.tile)),
-        left_(static_cast<int>(part.end - part.first)) {}
+        place_(plan.PlaceOf(tile, first_step, static_cast<int>(threadIdx.x))),
+        limit_(plan.Limit(tile)) {}
 
-  __device__ __forceinline__ std::int64_t Next() {
-    const bool any = left_ > 0 && plan_.Whole(place_, limit_);
-    const std::int64_t start = any ? plan_.Start(place_) : -1;
+  __device__ __forceinline__ bool idle() const { return place_.pack < 0; }
+  __device__ __forceinline__ bool whole() const { return plan_.Whole(place_, limit_); }
+  __device__ __forceinline__ std::int64_t start() const { return plan_.Start(place_); }
+  __device__ __forceinline__ void Move() {
     plan_.Move(place_, kBackwards ? plan_.backward : plan_.forward);
-    --left_;
-    return start;
   }
 
  private:
   const ChannelPlan& plan_;
   ChannelPlace place_;
   std::int64_t limit_;
-  int left_;
 };
+
+// load(k, step, wanted, start) and then use(k, step) of this thread's packs in so many steps, up to
+// kRing of them loaded ahead, to place k of the ring in turn; where a load is not wanted, it is not
+// used. begin(k) before the first use, end_ring() after every kRing or fewer. Packs are whole; or,
+// kChecked, those that are not are left out.
+template <int kRing, bool kBackwards, bool kChecked, typename Load, typename Begin, typename Use,
+          typename EndRing>
+__device__ __forceinline__ void ForPacks(const ChannelPlan& plan, std::int64_t tile,
+                                         std::int64_t first_step, int steps, const Load& load,
+                                         const Begin& begin, const Use& use,
+                                         const EndRing& end_ring) {
+  if (steps == 0) return;
+  PackWalk<kBackwards> walk(plan, tile, first_step);
+  if (walk.idle()) return;
+  if constexpr (kChecked) {
+#pragma unroll 1
+    for (int step = 0; step < steps; step += kRing) {
+      bool wanted[kRing];
+#pragma unroll
+      for (int k = 0; k < kRing; ++k) {
+        wanted[k] = step + k < steps && walk.whole();
+        load(k, step + k, wanted[k], walk.start());
+        walk.Move();
+      }
+#pragma unroll
+      for (int k = 0; k < kRing; ++k) {
+        if (!wanted[k]) continue;
+        begin(k);
+        use(k, step + k);
+      }
+      end_ring();
+    }
+  } else {
+    const auto next = [&](int k, int step) {
+      load(k, step, step < steps, walk.start());
+      walk.Move();
+    };
+#pragma unroll
+    for (int k = 0; k < kRing; ++k) next(k, k);
+    begin(0);
+    int step = 0;
+#pragma unroll 1
+    for (; step + kRing <= steps; step += kRing) {
+#pragma unroll
+      for (int k = 0; k < kRing; ++k) {
+        use(k, step + k);
+        next(k, step + k + kRing);
+      }
+      end_ring();
+    }
+#pragma unroll
+    for (int k = 0; k < kRing - 1; ++k) {
+      if (step + k < steps) use(k, step + k);
+    }
+    end_ring();
+  }
+}
 
 // fn(span) for this thread's packs that are the tile's in part.
 template <int W, typename Fn>
@@ -131,121 +195,6 @@ __device__ __forceinline__ void OwnChannels(const ChannelPlan& plan, std::int64_
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     channels[j] = plan.plane ? 0 : plan.ChannelOf(column + j, of_tile);
-  }
-}
-
-// --- Sums over a block ---------------------------------------------------------------------------
-
-// emit(channel in the tile, sum) for each of a tile's channels, where pair(j) is what the thread
-// has added up of its column j; any thread may be told of any channel. In a fixed order.
-template <int W, typename PairOf, typename Emit>
-__device__ __forceinline__ void SumColumns(const ChannelPlan& plan, std::int64_t tile,
-                                           double2* scratch, const PairOf& pair, const Emit& emit) {
-  constexpr int kStaged = W < kStagedColumns ? W : kStagedColumns;
-  double2* const totals = scratch + kStaged * kChannelThreads;  // [lanes][W]
-  const int thread = static_cast<int>(threadIdx.x);
-#pragma unroll
-  for (int first = 0; first < W; first += kStaged) {
-    __syncthreads();  // scratch has been read
-#pragma unroll
-    for (int j = 0; j < kStaged; ++j) scratch[j * kChannelThreads + thread] = pair(first + j);
-    __syncthreads();  // and is written
-    for (int i = thread; i < kStaged * plan.lanes; i += kChannelThreads) {
-      const int j = i / plan.lanes, pack = i % plan.lanes;
-      double2 total{0, 0};
-#pragma unroll 4
-      for (int r = 0; r < plan.at_once; ++r) {
-        const double2 part = scratch[j * kChannelThreads + r * plan.lanes + pack];
-        total.x += part.x, total.y += part.y;
-      }
-      totals[pack * W + first + j] = total;
-    }
-  }
-  __syncthreads();
-  constexpr int kFew = 16;
-  const int of_tile = plan.TileChannels(tile), columns = plan.ChannelColumns();
-  const bool few = columns <= kFew;  // for one thread; else a warp adds them up
-  const int lane = few ? 0 : thread % kWarp, lanes = few ? 1 : kWarp;
-  for (int channel = thread / lanes; channel < of_tile; channel += kChannelThreads / lanes) {
-    double2 total{0, 0};
-    for (int i = lane; i < columns; i += lanes) {
-      const double2 part = totals[plan.ColumnOf(channel, i, of_tile)];
-      total.x += part.x, total.y += part.y;
-    }
-    if (!few) {
-      double values[2] = {total.x, total.y};
-      WarpSums<kWarp>(values);
-      total = {values[0], values[1]};
-    }
-    if (lane == 0) emit(channel, total);
-  }
-}
-
-// Replaces values by their sums over the block, in thread 0.
-template <int kValues>
-__device__ __forceinline__ void SumPlane(double* scratch, double (&values)[kValues]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  WarpSums<kWarp>(values);
-  __syncthreads();  // scratch has been read
-  if (lane == 0) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) scratch[i * kChannelWarps + warp] = values[i];
-  }
-  __syncthreads();  // and is written
-  if (warp == 0) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      values[i] = lane < kChannelWarps ? scratch[i * kChannelWarps + lane] : 0.0;
-    }
-    WarpSums<kWarp>(values);
-  }
-}
-
-// --- Sums over blocks ----------------------------------------------------------------------------
-
-// Partial results in the workspace, [groups, partial_rows, kValues, channels].
-template <typename A, int kValues>
-struct ChannelPartials {
-  A* data;
-  std::int64_t partial_rows, channels;
-
-  __device__ __forceinline__ A& at(std::int64_t group, std::int64_t part, int value,
-                                   std::int64_t channel) const {
-    return data[((group * partial_rows + part) * kValues + value) * channels + channel];
-  }
-};
-
-// All channels of all groups, spread over the grid: add(values, group, part, channel) for each of
-// a channel's partial results, and then finish(group, channel, sums of these values).
-template <int kValues, typename Add, typename Finish>
-__device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
-                                               const Add& add, const Finish& finish) {
-  const std::int64_t all = groups * plan.channels;
-  const std::int64_t warps = std::int64_t{gridDim.x} * kChannelWarps;
-  // Lanes that share a channel's partial results; with other channels' next to each other, reads
-  // are longer.
-  const int lanes = all <= warps ? kWarp : 4, at_once = kWarp / lanes;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const std::int64_t warp =
-      std::int64_t{blockIdx.x} + threadIdx.x / kWarp * std::int64_t{gridDim.x};
-  for (std::int64_t first = warp * at_once; first < all; first += warps * at_once) {
-    const std::int64_t i = first + lane % at_once;
-    const std::int64_t group = i / plan.channels, channel = i % plan.channels;
-    double values[kValues] = {};
-    if (i < all) {
-      const std::int64_t tile = group * plan.tiles + channel / plan.tile_channels;
-      const int parts = plan.LastBlock(tile) - plan.FirstBlock(tile) + 1;
-#pragma unroll 4
-      for (int part = lane / at_once; part < parts; part += lanes) {
-        add(values, group, part, channel);
-      }
-    }
-    for (int distance = kWarp / 2; distance >= at_once; distance /= 2) {
-#pragma unroll
-      for (double& value : values) value += __shfl_xor_sync(0xffffffffu, value, distance);
-    }
-    if (lane < at_once && i < all) finish(group, channel, values);
   }
 }
 

@@ -281,6 +281,52 @@ int Run(const Case& c) {
   return 6;
 }
 
+// Channels that are hard: constant; of a large mean; whose first element is far from the others;
+// and two with NaN and infinity, which are not the others' business.
+int RunHard(const Size& size) {
+  const Case c{size, {}};
+  Arrays arrays;
+  const Array<float> x(c.elements(), 0, arrays, [&](std::int64_t i) {
+    const std::int64_t channel = i / c.inner % c.channels;
+    const double value = Random();
+    const bool first = i < c.channels * c.inner && i % c.inner == 0;
+    if (channel == 0) return 1234567.0;
+    if (channel == 1) return 1e6 + value;
+    if (channel == 2 && first) return 1e5;
+    if (channel == 3 && value > 0.999) return static_cast<double>(NAN);
+    if (channel == 4 && value > 0.999) return static_cast<double>(INFINITY);
+    return value;
+  });
+  Array<float> y(c.elements(), 0, arrays);
+  Array<float> mean(c.channels, 0, arrays), variance(c.channels, 0, arrays);
+  Array<float> rstd(c.channels, 0, arrays), delta(c.channels, 0, arrays);
+  BatchNormFwdArgs fwd{};
+  fwd.shape = {{1, c.rows, c.channels}, c.inner}, fwd.dtype = kDtype<float>, fwd.epsilon = 1e-3;
+  fwd.x = x.device, fwd.y = y.device;
+  fwd.batch_mean = mean.device, fwd.batch_variance = variance.device;
+  fwd.batch_rstd = rstd.device, fwd.batch_delta = delta.device;
+  fwd.partial_rows = 512, fwd.workspace = arrays.Empty<float>(512 * 3 * c.channels);
+  Check(BatchNormFwd(CudaContext{nullptr}, fwd));
+  Check(cudaDeviceSynchronize());
+  y.Download(), mean.Download(), variance.Download(), rstd.Download(), delta.Download();
+  for (std::int64_t channel = 0; channel < c.channels; ++channel) {
+    const bool lost = channel == 3 || channel == 4;
+    double sum = 0, square = 0;
+    for (std::int64_t i = 0; i < c.terms(); ++i) sum += x[c.at(0, channel, i)];
+    const double want = sum / static_cast<double>(c.terms());
+    for (std::int64_t i = 0; i < c.terms(); ++i) {
+      square += (x[c.at(0, channel, i)] - want) * (x[c.at(0, channel, i)] - want);
+      const bool is_nan = std::isnan(y[c.at(0, channel, i)]);
+      Near(c, "NaN", c.at(0, channel, i), is_nan ? 1 : 0, lost ? 1 : 0, 0);
+    }
+    if (lost) continue;
+    square /= static_cast<double>(c.terms());
+    Near(c, "mean", channel, mean[channel] + delta[channel], want, 1e-6 * std::sqrt(square) + 1e-9);
+    Near(c, "variance", channel, variance[channel], square, channel == 0 ? 0 : 1e-5 * square);
+  }
+  return 1;
+}
+
 // No elements: statistics of nothing, sums of nothing.
 template <typename T>
 int RunEmpty() {
@@ -345,8 +391,9 @@ int RunAll() {
 
 int main() {
   using namespace gradops;
-  const int calls = RunAll<float, Half>() + RunAll<BFloat16, float>() + RunAll<Half, double>() +
-                    RunAll<double, BFloat16>();
+  const int hard = RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101});
+  const int calls = hard + RunAll<float, Half>() + RunAll<BFloat16, float>() +
+                    RunAll<Half, double>() + RunAll<double, BFloat16>();
   std::printf("ran everything that was asked for: %d calls\n", calls);
   return 0;
 }

@@ -99,7 +99,8 @@ sanitize() {
 }
 
 # The kernels without JAX, on buffers of exact size, under all four tools. DRIVERS: a folder with
-# check_norms, check_gelu and check_clip, compiled; otherwise that is done here, in three minutes.
+# check_norms, check_batch_norm, check_gelu and check_clip, compiled; otherwise that is done here, in
+# five minutes.
 # TOOLS: some of them. DTYPES: some, of the norms; the others' runs have all.
 driver() {
   if [ -n "${DRIVERS:-}" ]; then
@@ -112,9 +113,10 @@ driver() {
 }
 
 check() {
-  local norms gelu clip tool dtype parts number numbers name status=0 gpus count=0
+  local norms batch gelu clip tool dtype parts number numbers name status=0 gpus count=0
   local -A running
-  norms=$(driver check_norms) && gelu=$(driver check_gelu) && clip=$(driver check_clip) || return
+  norms=$(driver check_norms) && batch=$(driver check_batch_norm) && gelu=$(driver check_gelu) &&
+    clip=$(driver check_clip) || return
   gpus=$(nvidia-smi -L | wc -l)
   # start NAME COMMAND...: the driver's runs are spread over the GPUs.
   start() {
@@ -128,6 +130,7 @@ check() {
   for tool in ${TOOLS:-memcheck racecheck synccheck initcheck}; do
     start "$tool-gelu" "$gelu"
     start "$tool-clip" "$clip"
+    start "$tool-batch" "$batch"
     # The slowest is run in parts, side by side.
     case $tool in
       racecheck) parts="-variant" numbers="0 1 2 3 4 5 6 7 8" ;;
