@@ -60,7 +60,7 @@ def mistakes(
     for i, (error, want) in enumerate(jax.device_get(found)):
         relative = math.sqrt(error) / max(math.sqrt(want), 1e-30)
         sums = 1024 * float(jnp.finfo(formulas.wide_dtype(got[i].dtype)).eps)
-        # Many in a row are not like steps to either side: of bfloat16 numbers that shrink by 1 % each
+        # Many in a row are not like steps to either side: of bfloat16 numbers that shrink by 1 % a
         # time, 128 roundings leave 8 % too much, in large leaves too.
         if not relative <= (2 + 0.25 * roundings) * eps + slack * sums:  # NaN as well
             return f"leaf {i} is off by {relative:.1e} of its norm", relative
