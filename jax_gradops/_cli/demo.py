@@ -155,7 +155,7 @@ def _import_extras(task: str) -> None:
         import rich  # noqa: F401
 
         if task == "digits":
-            import sklearn.datasets  # noqa: F401
+            import sklearn  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise DemoError(f"{error.name} is missing: pip install 'jax_gradops[demo]'") from None
 

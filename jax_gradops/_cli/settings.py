@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 # Exit status after Ctrl-C, as shells have it: 128 + SIGINT.
 INTERRUPTED = 130
+#: By task, the output folder if none is given.
 OUTPUTS = {"text": Path("demo_output"), "digits": Path("demo_output/digits")}
 
 
@@ -21,13 +22,11 @@ class DemoError(Exception):
 class Settings:
     """What every task has. With the same settings and the same data, the same run."""
 
-    #: The task's name; what a step works on; what is measured on data held out, and its short name.
     task: ClassVar[str]
-    unit: ClassVar[str]
-    measure: ClassVar[str]
+    unit: ClassVar[str]  # what a step works on
+    measure: ClassVar[str]  # of how good the model is on data held out
     measure_short: ClassVar[str]
-    #: How often a run measures.
-    evaluations: ClassVar[int]
+    evaluations: ClassVar[int]  # how often a run measures
 
     seed: int
     steps: int
@@ -71,23 +70,22 @@ class DigitsSettings(Settings):
     """A ResNet that tells handwritten digits apart."""
 
     task, unit = "digits", "images"
-    measure, measure_short, evaluations = "test accuracy", "acc", 20
+    measure, measure_short, evaluations = "test accuracy", "acc", 10
 
 
 KINDS: dict[str, type[Settings]] = {kind.task: kind for kind in (TextSettings, DigitsSettings)}
 
 _COMMON = {"seed": 0, "precision": "float32"}
-_DIGITS = _COMMON | dict(steps=400, width=16, batch=128, learning_rate=4e-3)
+_TEXT = _COMMON | {"text": None}
+_DIGITS = _COMMON | dict(steps=300, width=16, batch=128, learning_rate=4e-3)
 #: By task and platform.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     # Two minutes on two cores. On a GPU the text, not the time, is the limit: more steps overfit.
     "text": {
-        "cpu": _COMMON
-        | dict(text=None, steps=1500, width=96, layers=3, heads=3, context=64, batch=16)
-        | dict(learning_rate=4e-3),
-        "gpu": _COMMON
-        | dict(text=None, steps=400, width=384, layers=6, heads=6, context=256, batch=64)
-        | dict(learning_rate=1e-3),
+        "cpu": _TEXT
+        | dict(steps=1500, width=96, layers=3, heads=3, context=64, batch=16, learning_rate=4e-3),
+        "gpu": _TEXT
+        | dict(steps=400, width=384, layers=6, heads=6, context=256, batch=64, learning_rate=1e-3),
     },
     # Half a minute on two cores.
     "digits": {"cpu": _DIGITS, "gpu": _DIGITS},

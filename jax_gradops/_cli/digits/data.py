@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
+from sklearn.model_selection import train_test_split  # pyright: ignore[reportMissingImports]
 
 from jax_gradops._cli.settings import DemoError
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_gradops._cli.digits import data
+from jax_gradops._cli.digits.data import CLASSES, Digits, sample_batch
 from jax_gradops._cli.digits.resnet import ResNet, ResNetConfig
 from jax_gradops._cli.settings import DigitsSettings
 from jax_gradops._cli.trainable import Trainable, TrainState
@@ -22,7 +22,7 @@ class Program(Trainable[DigitsSettings]):
     def __init__(
         self,
         settings: DigitsSettings,
-        digits: data.Digits,
+        digits: Digits,
         implementation: Any,
         *,
         mesh: jax.sharding.Mesh | None = None,
@@ -37,10 +37,10 @@ class Program(Trainable[DigitsSettings]):
 
     def _model(self, rngs: nnx.Rngs) -> ResNet:
         dtype = jnp.bfloat16 if self.settings.precision == "mixed" else jnp.float32
-        return ResNet(ResNetConfig(data.CLASSES, self.settings.width, dtype), rngs=rngs)
+        return ResNet(ResNetConfig(CLASSES, self.settings.width, dtype), rngs=rngs)
 
-    def _loss(self, params: Any, averages: Any, data_: Any, key: jax.Array) -> Any:
-        batch = data.sample_batch(*data_, key, self.settings.batch)
+    def _loss(self, params: Any, averages: Any, data: Any, key: jax.Array) -> Any:
+        batch = sample_batch(data[0], data[1], key, self.settings.batch)
         params, (images, labels) = self._spread(params, batch)
         # A copy, as the averages change in it.
         model = nnx.merge(self._graph, params, averages, copy=True)
@@ -62,6 +62,6 @@ class Program(Trainable[DigitsSettings]):
     def confusion(self, state: TrainState) -> np.ndarray:
         """How many test images of a digit (row) are taken for a digit (column)."""
         found = np.asarray(self._classify(state.params, state.averages, self._test_images))
-        counts = np.zeros((data.CLASSES, data.CLASSES), int)
+        counts = np.zeros((CLASSES, CLASSES), int)
         np.add.at(counts, (self._test_labels, found), 1)
         return counts
