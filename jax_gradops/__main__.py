@@ -14,7 +14,7 @@ COMMANDS = {
     "info": "print versions, platforms, devices, and what each op runs",
     "doctor": "run every op on every device, check the results, and say what is wrong",
     "bench": "time the ops against XLA, PyTorch, others that are installed, and a plain copy",
-    "demo": "train a small language model with these ops",
+    "demo": "train a small language model, or a reader of digits, with these ops",
 }
 
 

@@ -1,7 +1,5 @@
-"""`python -m jax_gradops demo`: its results, what it leaves behind, and its errors."""
+"""`python -m jax_gradops demo`, task text: its results, what it leaves behind, and its errors."""
 
-import argparse
-import csv
 import functools
 import re
 import shutil
@@ -9,12 +7,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import demos
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from demos import interrupt_after, one_error, run, table
 
-from jax_gradops._cli import checkpoint, demo, meshes, runs, settings, text
+from jax_gradops._cli import checkpoint, meshes, settings, text, text_run
 from jax_gradops._cli.program import Program
 
 STEPS = 40
@@ -30,26 +30,13 @@ FILES = {"checkpoint", "metrics.csv", "sample.txt", "training.png"}
 
 @pytest.fixture(scope="module", autouse=True)
 def as_users_have_it():
-    """JAX's defaults instead of conftest's strictness, which Flax and Optax do not stand."""
-    ours = {
-        "jax_enable_x64": False,
-        "jax_numpy_dtype_promotion": "standard",
-        "jax_numpy_rank_promotion": "allow",
-        # Bitwise comparisons: XLA's scatter on GPUs adds in any order.
-        "jax_default_device": jax.devices("cpu")[0],
-        "jax_disable_most_optimizations": True,  # most of the time would be compilation
-    }
-    before = {name: jax.config.values[name] for name in ours}
-    for name, value in ours.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with demos.as_users_have_it():
+        yield
 
 
 @functools.cache
 def program(
-    given: settings.Settings, digest: str, implementation: str | None, mesh: Any = None
+    given: settings.TextSettings, digest: str, implementation: str | None, mesh: Any = None
 ) -> Program:
     """Compiled once for all tests."""
     corpus = text.load_corpus(given.text, given.context)
@@ -60,20 +47,14 @@ def program(
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(as_users_have_it: None):
     def get(
-        given: settings.Settings, corpus: text.Corpus, implementation: str | None, *, mesh: Any
+        given: settings.TextSettings, corpus: text.Corpus, implementation: str | None, *, mesh: Any
     ) -> Program:
         return program(given, corpus.digest, implementation, mesh)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "Program", get)
+        patch.setattr(text_run, "Program", get)
         yield
     program.cache_clear()
-
-
-def run(*options: object) -> int:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return demo.run(parser.parse_args([str(o) for o in options]))
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +75,6 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight") / "deeper" / "output"
     assert run(*options(corpus, folder)) == 0
     return folder
-
-
-def table(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_trains_and_writes_its_files(straight: Path):
@@ -180,20 +156,6 @@ def checkpoint_leaves(state: object) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int, times: int = 1) -> None:
-    """A Ctrl-C in the middle of a step."""
-    train_step, done = Program.train_step, []
-
-    def interrupted(self: Program, state: object) -> object:
-        done.append(None)
-        if len(done) == steps:
-            for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
-        return train_step(self, state)
-
-    monkeypatch.setattr(Program, "train_step", interrupted)
-
-
 def test_interrupted_and_resumed_equals_straight(
     corpus: Path,
     straight: Path,
@@ -202,7 +164,7 @@ def test_interrupted_and_resumed_equals_straight(
     capsys: pytest.CaptureFixture,
 ):
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 5)
+        interrupt_after(patch, Program, 5)
         assert run(*options(corpus, tmp_path)) == 130
     out = capsys.readouterr().out
     assert f"Stopped at step 5 of {STEPS}" in out
@@ -225,7 +187,7 @@ def test_second_interrupt_aborts(
     capsys: pytest.CaptureFixture,
 ):
     before = signal.getsignal(signal.SIGINT)
-    interrupt_after(monkeypatch, 2, times=2)
+    interrupt_after(monkeypatch, Program, 2, times=2)
     assert run(*options(corpus, tmp_path)) == 130
     assert capsys.readouterr().err == "jax_gradops demo: aborted\n"
     assert list(tmp_path.iterdir()) == []
@@ -242,13 +204,6 @@ def test_compare(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     out = capsys.readouterr().out
     assert "native kernel calls" in out and "XLA's own operations only" in out
     assert out.count(" tokens/s\n") == 2
-
-
-def one_error(capsys: pytest.CaptureFixture) -> str:
-    err = capsys.readouterr().err
-    assert err.startswith("jax_gradops demo: error: ") and err.endswith("\n")
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.mark.parametrize(

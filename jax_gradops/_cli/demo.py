@@ -1,16 +1,16 @@
-"""``python -m jax_gradops demo``: trains a character-level GPT with this library's ops."""
+"""``python -m jax_gradops demo``: trains a character-level GPT or a ResNet with these ops."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jax_gradops._cli.settings import (
-    DEFAULT_OUTPUT,
     DEFAULTS,
     INTERRUPTED,
+    OUTPUTS,
     DemoError,
     given,
     new_run,
@@ -20,14 +20,23 @@ from jax_gradops._cli.settings import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options."""
-    cpu, gpu = DEFAULTS["cpu"], DEFAULTS["gpu"]
 
     def number(name: str, what: str) -> None:
-        default = f"{cpu[name]}"
-        if gpu[name] != cpu[name]:
-            default += f", on a GPU {gpu[name]}"
+        texts = []
+        for task, platforms in DEFAULTS.items():
+            cpu, gpu = (platforms[p].get(name) for p in ("cpu", "gpu"))
+            if cpu is not None:
+                texts.append(f"{task} {cpu}" + (f", on a GPU {gpu}" if gpu != cpu else ""))
+        default = "; ".join(texts)
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: {default})")
 
+    parser.add_argument(
+        "--task",
+        choices=tuple(DEFAULTS),
+        default="text",
+        help="text: a GPT that writes; digits: a ResNet that reads scikit-learn's handwritten "
+        "digits (default: %(default)s)",
+    )
     parser.add_argument(
         "--text",
         metavar="FILE",
@@ -37,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="DIR",
         type=Path,
-        default=DEFAULT_OUTPUT,
-        help="folder for the checkpoint, plot, metrics and sample (default: %(default)s)",
+        help="folder for the checkpoint, plots, metrics and sample (default: "
+        + "; ".join(f"{task} {folder}" for task, folder in OUTPUTS.items())
+        + ")",
     )
     parser.add_argument(
         "--resume",
@@ -63,16 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXES",
-        help="train on several devices: data=N spreads the windows of a step, fsdp=N also "
+        help="train on several devices: data=N spreads the batch of a step, fsdp=N also "
         "parameters and optimizer state, such as data=2,fsdp=4 (a CPU becomes as many devices)",
     )
     number("steps", "training steps")
     number("seed", "seed of the initial parameters and the order of the data")
-    number("width", "features of a token")
+    number("width", "features of a token, or channels of the first stage")
     number("layers", "transformer blocks")
     number("heads", "attention heads")
     number("context", "characters in a window")
-    number("batch", "windows in a step")
+    number("batch", "windows or images in a step")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,8 +104,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.compare and (args.resume or args.implementation):
         other = "--resume" if args.resume else "--implementation"
         raise DemoError(f"--compare runs both implementations from the start: leave out {other}")
-    _import_extras()
-    from jax_gradops._cli import checkpoint, files, meshes, runs, text
+    _import_extras(args.task)
+    from jax_gradops._cli import checkpoint, files, meshes
 
     sizes = None if args.mesh is None else meshes.parse(args.mesh)
     if sizes:
@@ -103,25 +113,49 @@ def _run(args: argparse.Namespace) -> int:
     platform = _platform()
     for implementation in ("ffi", "xla") if args.compare else (args.implementation,):
         _check_implementation(implementation)
-    saved = checkpoint.load_about(args.output) if args.resume else None
-    settings = resumed_run(chosen, saved, args.output) if saved else new_run(chosen, platform)
-    corpus = text.load_corpus(settings.text, settings.context)
-    if saved and saved["digest"] != corpus.digest:
-        raise DemoError(f"{corpus.name} has changed since the run in {args.output} began")
+    folder = OUTPUTS[args.task] if args.output is None else args.output
+    saved = checkpoint.load_about(folder) if args.resume else None
+    if saved:
+        settings = resumed_run(chosen, saved, folder, args.task)
+    else:
+        settings = new_run(chosen, platform, args.task)
     mesh = meshes.make_mesh(sizes, settings.batch, platform) if sizes else None
-    files.check_folder(args.output)
-    files.make_folder(args.output)
-    run = runs.Run(args.output, settings, corpus, platform, mesh)
+    make_run = {"text": _text_run, "digits": _digits_run}[args.task]
+    run = make_run(folder, settings, platform, mesh, saved)
+    files.check_folder(folder)
+    files.make_folder(folder)
     return run.compare() if args.compare else run.train(args.implementation, saved)
 
 
-def _import_extras() -> None:
+def _text_run(
+    folder: Path, settings: Any, platform: str, mesh: Any, saved: dict[str, Any] | None
+) -> Any:
+    from jax_gradops._cli import text
+    from jax_gradops._cli.text_run import TextRun
+
+    corpus = text.load_corpus(settings.text, settings.context)
+    if saved and saved["digest"] != corpus.digest:
+        raise DemoError(f"{corpus.name} has changed since the run in {folder} began")
+    return TextRun(folder, settings, corpus, platform, mesh)
+
+
+def _digits_run(folder: Path, settings: Any, platform: str, mesh: Any, saved: object) -> Any:
+    from jax_gradops._cli.digits import data
+    from jax_gradops._cli.digits.run import DigitsRun
+
+    return DigitsRun(folder, settings, data.load(settings.seed, settings.batch), platform, mesh)
+
+
+def _import_extras(task: str) -> None:
     try:
         import flax  # noqa: F401
         import matplotlib  # noqa: F401
         import optax  # noqa: F401
         import orbax.checkpoint  # noqa: F401
         import rich  # noqa: F401
+
+        if task == "digits":
+            import sklearn  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise DemoError(f"{error.name} is missing: pip install 'jax_gradops[demo]'") from None
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_gradops._cli.settings import DemoError
 
-#: Windows are spread over both axes, parameters and optimizer state over the second one.
+#: Examples are spread over both axes, parameters and optimizer state over the second one.
 AXES = ("data", "fsdp")
 
 
@@ -57,8 +57,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def of_windows(mesh: Mesh) -> NamedSharding:
-    """Of arrays whose first axis is that of the windows of a step."""
+def of_batch(mesh: Mesh) -> NamedSharding:
+    """Of arrays whose first axis is that of the examples of a step."""
     return NamedSharding(mesh, P(AXES))
 
 

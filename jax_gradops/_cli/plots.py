@@ -1,4 +1,4 @@
-"""The demo's plots: loss and gradient norm over steps."""
+"""Plots of curves; of the GPT, loss and gradient norm over steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from jax_gradops._cli.training import History  # noqa: E402
 
-_COLORS = ("#1f6fb4", "#d1495b")
+#: Colour and line style of each run in a plot.
+STYLES = (("#1f6fb4", "-"), ("#d1495b", (0, (4, 3))))
 
 
 def plot(runs: Mapping[str, History], bigram_entropy: float, title: str) -> bytes:
@@ -24,22 +25,11 @@ def plot(runs: Mapping[str, History], bigram_entropy: float, title: str) -> byte
     figure = Figure(figsize=(9, 7.5), layout="constrained")
     losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(title)
-    for (name, history), color, style in zip(
-        runs.items(), _COLORS, ("-", (0, (4, 3))), strict=False
-    ):
+    for (name, history), (color, style) in zip(runs.items(), STYLES, strict=False):
         prefix = f"{name}: " if len(runs) > 1 else ""
-        _curve(losses, history.losses, color, style, f"{prefix}training")
-        _curve(norms, history.gradient_norms, color, style, f"{prefix}gradient norm")
-        losses.plot(
-            list(history.validation),
-            list(history.validation.values()),
-            marker="o",
-            markersize=6 if style == "-" else 3,
-            linestyle="none",
-            color=color,
-            markeredgecolor="black",
-            label=f"{prefix}validation",
-        )
+        curve(losses, history.losses, color, style, f"{prefix}training")
+        curve(norms, history.gradient_norms, color, style, f"{prefix}gradient norm")
+        points(losses, history.measured, color, style, f"{prefix}validation")
     losses.axhline(
         bigram_entropy,
         color="0.3",
@@ -56,12 +46,31 @@ def plot(runs: Mapping[str, History], bigram_entropy: float, title: str) -> byte
     for axes in (losses, norms):
         axes.grid(alpha=0.3)
         axes.legend(loc="upper right")
+    return png(figure)
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
 
 
-def _curve(axes: Axes, values: list[float], color: str, style: object, label: str) -> None:
+def points(axes: Axes, values: Mapping[int, float], color: str, style: object, label: str) -> None:
+    """Values at some steps; of the second run smaller, so that both are seen."""
+    axes.plot(
+        list(values),
+        list(values.values()),
+        marker="o",
+        markersize=6 if style == "-" else 3,
+        linestyle="none",
+        color=color,
+        markeredgecolor="black",
+        label=label,
+    )
+
+
+def curve(axes: Axes, values: list[float], color: str, style: object, label: str) -> None:
     """Each step's value, thin, and their running mean."""
     steps = np.arange(1, len(values) + 1)
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)

@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from jax_gradops._cli.settings import Settings
 from jax_gradops._cli.training import History
 
 # Seconds between two lines where there is no terminal.
@@ -35,11 +36,11 @@ def say(text: str = "", *, file: Any = None) -> None:
 class Reporter:
     """A progress bar on a terminal, else a line now and then."""
 
-    def __init__(self, label: str, begin: int, steps: int) -> None:
+    def __init__(self, label: str, begin: int, settings: Settings) -> None:
         self._label = f"{label}  " if label else ""
-        self._steps, self._begin = steps, begin
+        self._settings, self._begin = settings, begin
         self._started = self._shown = time.perf_counter()
-        self._validated = 0
+        self._measured = 0
         self._bar: Progress | None = None
         if sys.stdout.isatty():
             columns: list[ProgressColumn] = [
@@ -50,7 +51,9 @@ class Reporter:
                 TimeRemainingColumn(elapsed_when_finished=True),
             ]
             self._bar = Progress(*columns, console=Console(file=sys.stdout), expand=True)
-            self._task = self._bar.add_task(label, total=steps, completed=begin, numbers="")
+            self._task = self._bar.add_task(
+                label, total=settings.steps, completed=begin, numbers=""
+            )
 
     def __enter__(self) -> Reporter:
         if self._bar:
@@ -63,21 +66,23 @@ class Reporter:
 
     def __call__(self, step: int, history: History, speed: float) -> None:
         """Shows a step; as `jax_gradops._cli.training.train` calls it."""
-        loss, norm = history.losses[-1], history.gradient_norms[-1]
-        validation = f"{list(history.validation.values())[-1]:.3f}" if history.validation else "-"
+        loss, norm, settings = history.losses[-1], history.gradient_norms[-1], self._settings
+        measured = f"{list(history.measured.values())[-1]:.3f}" if history.measured else "-"
+        rate = f"{speed:,.0f} {settings.unit}/s"
         if self._bar:  # in 80 columns
-            numbers = f"loss {loss:.3f}  val {validation}  norm {norm:.2f}  {speed:,.0f} tokens/s"
+            short = settings.measure_short
+            numbers = f"loss {loss:.3f}  {short} {measured}  norm {norm:.2f}  {rate}"
             self._bar.update(self._task, completed=step, numbers=numbers)
             return
         now = time.perf_counter()
-        validated = len(history.validation) > self._validated and step in history.validation
-        if validated or now - self._shown >= _INTERVAL:
-            self._shown, self._validated = now, len(history.validation)
+        evaluated = len(history.measured) > self._measured and step in history.measured
+        if evaluated or now - self._shown >= _INTERVAL:
+            self._shown, self._measured = now, len(history.measured)
             done = max(1, step - self._begin)
-            left = (now - self._started) / done * (self._steps - step)
+            left = (now - self._started) / done * (settings.steps - step)
             say(
-                f"{self._label}step {step}/{self._steps}  loss {loss:.3f}  validation "
-                f"{validation}  gradient norm {norm:.2f}  {speed:,.0f} tokens/s  {left:.0f} s left"
+                f"{self._label}step {step}/{settings.steps}  loss {loss:.3f}  {settings.measure} "
+                f"{measured}  gradient norm {norm:.2f}  {rate}  {left:.0f} s left"
             )
 
 

@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 # Exit status after Ctrl-C, as shells have it: 128 + SIGINT.
 INTERRUPTED = 130
-DEFAULT_OUTPUT = Path("demo_output")
+#: By task, the output folder if none is given.
+OUTPUTS = {"text": Path("demo_output"), "digits": Path("demo_output/digits")}
 
 
 class DemoError(Exception):
@@ -19,44 +20,95 @@ class DemoError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """With the same settings and the same text, the same run."""
+    """What every task has. With the same settings and the same data, the same run."""
 
-    text: str | None
+    task: ClassVar[str]
+    unit: ClassVar[str]  # what a step works on
+    measure: ClassVar[str]  # of how good the model is on data held out
+    measure_short: ClassVar[str]
+    evaluations: ClassVar[int]  # how often a run measures
+
     seed: int
     steps: int
     precision: str
     width: int
-    layers: int
-    heads: int
-    context: int
     batch: int
     learning_rate: float
 
     @property
-    def tokens_per_step(self) -> int:
+    def units_per_step(self) -> int:
+        """How many of the `unit` one step works on."""
+        return self.batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextSettings(Settings):
+    """A GPT that predicts each character of a text from those before it."""
+
+    task, unit = "text", "tokens"
+    measure, measure_short, evaluations = "validation loss", "val", 8
+
+    text: str | None
+    layers: int
+    heads: int
+    context: int
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise DemoError(
+                f"--heads must divide --width, got {self.heads} heads and width {self.width}"
+            )
+
+    @property
+    def units_per_step(self) -> int:
         """How many characters one step predicts."""
         return self.batch * self.context
 
 
-# Two minutes on two cores. On a GPU the text, not the time, is the limit: more steps overfit.
-_COMMON = {"text": None, "seed": 0, "precision": "float32"}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": _COMMON
-    | dict(steps=1500, width=96, layers=3, heads=3, context=64, batch=16, learning_rate=4e-3),
-    "gpu": _COMMON
-    | dict(steps=400, width=384, layers=6, heads=6, context=256, batch=64, learning_rate=1e-3),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DigitsSettings(Settings):
+    """A ResNet that tells handwritten digits apart."""
+
+    task, unit = "digits", "images"
+    measure, measure_short, evaluations = "test accuracy", "acc", 10
+
+
+KINDS: dict[str, type[Settings]] = {kind.task: kind for kind in (TextSettings, DigitsSettings)}
+
+_COMMON = {"seed": 0, "precision": "float32"}
+_TEXT = _COMMON | {"text": None}
+_DIGITS = _COMMON | dict(steps=300, width=16, batch=128, learning_rate=4e-3)
+#: By task and platform.
+DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
+    # Two minutes on two cores. On a GPU the text, not the time, is the limit: more steps overfit.
+    "text": {
+        "cpu": _TEXT
+        | dict(steps=1500, width=96, layers=3, heads=3, context=64, batch=16, learning_rate=4e-3),
+        "gpu": _TEXT
+        | dict(steps=400, width=384, layers=6, heads=6, context=256, batch=64, learning_rate=1e-3),
+    },
+    # Half a minute on two cores.
+    "digits": {"cpu": _DIGITS, "gpu": _DIGITS},
 }
 
 _AT_LEAST = {"seed": 0, "steps": 1, "width": 1, "layers": 1, "heads": 1, "context": 2, "batch": 1}
 
 
+def _names(kind: type[Settings]) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that are on the command line, checked one by one."""
-    chosen = {
-        field.name: value
-        for field in dataclasses.fields(Settings)
-        if (value := getattr(args, field.name, None)) is not None
-    }
+    kind = KINDS[args.task]
+    chosen = {name: value for name, value in vars(args).items() if value is not None}
+    for other in KINDS.values():
+        for name in chosen:
+            if name in _names(other) - _names(kind):
+                raise DemoError(
+                    f"--{name} is an option of --task {other.task}, not of --task {kind.task}"
+                )
+    chosen = {name: value for name, value in chosen.items() if name in _names(kind)}
     for name, least in _AT_LEAST.items():
         if chosen.get(name, least) < least:
             raise DemoError(f"--{name} must be at least {least}, got {chosen[name]}")
@@ -67,13 +119,16 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return chosen
 
 
-def new_run(chosen: dict[str, Any], platform: str) -> Settings:
-    """`chosen`, and the platform's defaults for the rest."""
-    return _checked(Settings(**DEFAULTS["cpu" if platform == "cpu" else "gpu"] | chosen))
+def new_run(chosen: dict[str, Any], platform: str, task: str = "text") -> Any:
+    """`chosen`, and the platform's defaults for the rest, as the task's kind of `Settings`."""
+    defaults = DEFAULTS[task]["cpu" if platform == "cpu" else "gpu"]
+    return KINDS[task](**defaults | chosen)
 
 
-def resumed_run(chosen: dict[str, Any], saved: dict[str, Any], folder: Path) -> Settings:
+def resumed_run(chosen: dict[str, Any], saved: dict[str, Any], folder: Path, task: str) -> Any:
     """The settings of the checkpoint `saved`; of those in `chosen`, only ``steps`` may differ."""
+    if saved["task"] != task:
+        raise DemoError(f"the run in {folder} has --task {saved['task']}, not {task}")
     before, step = saved["settings"], len(saved["history"]["losses"])
     for name, value in chosen.items():
         if name != "steps" and value != before[name]:
@@ -83,12 +138,4 @@ def resumed_run(chosen: dict[str, Any], saved: dict[str, Any], folder: Path) -> 
             )
     if chosen.get("steps", step) < step:
         raise DemoError(f"the run in {folder} is at step {step}, beyond --steps {chosen['steps']}")
-    return _checked(Settings(**before | chosen))
-
-
-def _checked(settings: Settings) -> Settings:
-    if settings.width % settings.heads:
-        raise DemoError(
-            f"--heads must divide --width, got {settings.heads} heads and width {settings.width}"
-        )
-    return settings
+    return KINDS[task](**before | chosen)

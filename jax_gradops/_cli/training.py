@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jax_gradops._cli.program import Metrics, Program, TrainState
+from jax_gradops._cli.settings import Settings
+from jax_gradops._cli.trainable import Metrics, Trainable, TrainState
 
 # How many steps are under way before the first one's results are asked for.
 _LAG = 4
-_EVALUATIONS = 8
 
 
 @dataclasses.dataclass
@@ -21,21 +21,21 @@ class History:
 
     losses: list[float] = dataclasses.field(default_factory=list)
     gradient_norms: list[float] = dataclasses.field(default_factory=list)
-    # Validation loss by step.
-    validation: dict[int, float] = dataclasses.field(default_factory=dict)
+    # By step, what the settings call their measure.
+    measured: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists; JSON has no integer keys."""
-        return dataclasses.asdict(self) | {"validation": list(self.validation.items())}
+        return dataclasses.asdict(self) | {"measured": list(self.measured.items())}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> History:
         """The reverse of `to_json`."""
-        return cls(data["losses"], data["gradient_norms"], dict(data["validation"]))
+        return cls(data["losses"], data["gradient_norms"], dict(data["measured"]))
 
 
 def train(
-    program: Program,
+    program: Trainable[Any],
     state: TrainState,
     history: History,
     *,
@@ -48,11 +48,11 @@ def train(
       program: what to run.
       state: where to begin; its memory is taken over.
       history: its curves so far; they are continued.
-      report: called with each step's number, the curves, and the tokens per second.
+      report: called with each step's number, the curves, and the units per second.
       stop: asked before each step.
 
     Returns:
-      The last state, and the tokens per second without compilation, the first step and validation.
+      The last state, and the units per second without compilation, the first step and evaluation.
     """
     settings = program.settings
     begin = step = timed = int(state.step)
@@ -61,7 +61,7 @@ def train(
 
     def speed() -> float:
         elapsed = seconds + time.perf_counter() - resumed
-        return (len(history.losses) - timed) * settings.tokens_per_step / max(elapsed, 1e-9)
+        return (len(history.losses) - timed) * settings.units_per_step / max(elapsed, 1e-9)
 
     def read(allowed: int) -> None:
         while len(waiting) > allowed:
@@ -77,15 +77,16 @@ def train(
         read(0 if step == begin + 1 else _LAG)
         if step == begin + 1:  # it may load libraries and kernels: the clock starts now
             timed, resumed = step, time.perf_counter()
-        if _evaluates(step, settings.steps):
+        if _evaluates(step, settings):
             read(0)
             seconds += time.perf_counter() - resumed
-            history.validation[step] = program.validation_loss(state)
+            history.measured[step] = program.evaluate(state)
             resumed = time.perf_counter()
             report(step, history, speed())
     read(0)
     return state, speed()
 
 
-def _evaluates(step: int, steps: int) -> bool:
-    return step == steps or step % max(1, -(-steps // _EVALUATIONS)) == 0
+def _evaluates(step: int, settings: Settings) -> bool:
+    interval = max(1, -(-settings.steps // settings.evaluations))
+    return step == settings.steps or step % interval == 0
