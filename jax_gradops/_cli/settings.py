@@ -127,8 +127,9 @@ def new_run(chosen: dict[str, Any], platform: str, task: str = "text") -> Any:
 
 def resumed_run(chosen: dict[str, Any], saved: dict[str, Any], folder: Path, task: str) -> Any:
     """The settings of the checkpoint `saved`; of those in `chosen`, only ``steps`` may differ."""
-    if saved["task"] != task:
-        raise DemoError(f"the run in {folder} has --task {saved['task']}, not {task}")
+    saved_task = saved.get("task", "text")  # the only one there was at first
+    if saved_task != task:
+        raise DemoError(f"the run in {folder} has --task {saved_task}, not {task}")
     before, step = saved["settings"], len(saved["history"]["losses"])
     for name, value in chosen.items():
         if name != "steps" and value != before[name]:
