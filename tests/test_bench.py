@@ -20,7 +20,7 @@ import pytest
 from jax_gradops import _registry
 from jax_gradops.__main__ import main
 from jax_gradops._cli import info
-from jax_gradops._cli.benchmark import cases, clip_loops, clips, peers, timing, trees
+from jax_gradops._cli.benchmark import cases, clip_gate, clip_loops, clips, peers, timing, trees
 
 TINY = ("--device", "cpu", "--shape", "5x33", "--rounds", "1", "--against", "xla")
 
@@ -302,3 +302,18 @@ def test_against_torch(tmp_path: Path) -> None:
     )
     for result in json.loads(path.read_text())["results"]:
         assert "torch" in result["warm"]["peers"], result
+
+
+def test_many_roundings_are_no_mistake():
+    """Of bfloat16 leaves that are clipped again and again; a leaf that is not clipped is one."""
+    with jax.enable_x64(False):
+        pristine = jnp.linspace(-2, 3, 33).astype(jnp.bfloat16)
+        got = pristine
+        for _ in range(128):
+            got = (got.astype(jnp.float32) * 0.99).astype(jnp.bfloat16)
+        factor = 0.99**128
+        assert clip_gate.mistakes([got], [pristine], factor, 128, 1.0)[0] == ""
+        assert "leaf 0 is off" in clip_gate.mistakes([pristine], [pristine], factor, 128, 1.0)[0]
+        wide = pristine.astype(jnp.float32)
+        once = wide * jnp.float32(factor / 0.99)  # one turn too few
+        assert "leaf 0 is off" in clip_gate.mistakes([once], [wide], factor, 128, 1.0)[0]

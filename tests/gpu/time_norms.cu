@@ -9,8 +9,7 @@
 //     jaxlib)
 //   ./time_norms [-t bf16|f16|f32|f64] [-h features,...] [-o "LN fwd"] [-x times as many rows]
 //     [-r rows] [-n: no comparison] and what cuda/layer_norm_policy.h lets force: [-arch 80]
-//     [-threads 256]
-//     [-cluster 8] [-stages 3] [-stream] [-ring]
+//     [-threads 256] [-cluster 8] [-stages 3] [-stream] [-ring]
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
