@@ -244,9 +244,9 @@ void Statistics(const CpuContext& pool, const BatchNormFwdArgs& args) {
   const Runs runs(args.shape);
   const std::int64_t channels = runs.channels;
   const Parts parts(args.shape, sizeof(T), args.partial_rows);
-  auto* const workspace = static_cast<A*>(args.workspace);  // [groups, partial_rows, 3, channels]
+  auto* const workspace = static_cast<A*>(args.workspace);  // [groups, partial_rows, 4, channels]
   const auto partial = [&](std::int64_t group, std::int64_t part, int value) {
-    return workspace + ((group * args.partial_rows + part) * 3 + value) * channels;
+    return workspace + ((group * args.partial_rows + part) * 4 + value) * channels;
   };
   const auto first_of = [&](std::int64_t group, std::int64_t channel) {
     const std::int64_t i = group * runs.elements + channel * args.shape.inner;

@@ -23,8 +23,6 @@ namespace {
 
 constexpr int kSumPacks = 3;        // of a thread and an array, on their way, in the first pass
 constexpr int kInputGradPacks = 2;  // and in the second one
-// Rings of the first pass after which a thread adds its sums to those before, so that rounding
-// errors hardly grow with the number of rows.
 constexpr int kGradRingsPerSum = 12;
 
 // What dz is: dy, or dy where relu's argument was positive, by y or computed anew.
@@ -74,131 +72,130 @@ __device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W
 }
 
 // mean, factor and offset of a channel: relu's argument is (x - mean) * factor + offset.
-template <typename A, int kNumbers>
-__device__ __forceinline__ void LoadAffine(const BatchNormBwdArgs& args, std::int64_t group,
-                                           std::int64_t channel, A (&numbers)[kNumbers]) {
-  const A factor =
-      AccumAt<A>(args.rstd, group, channel) * ParamAt<A>(args.scale, group, channel, 1);
-  numbers[0] = AccumAt<A>(args.mean, group, channel), numbers[1] = factor;
-  numbers[2] =
-      ParamAt<A>(args.bias, group, channel, 0) - AccumAt<A>(args.delta, group, channel) * factor;
-}
+template <typename A>
+struct Affine {
+  A mean, rstd, delta, factor, offset;
+
+  __device__ __forceinline__ Affine(const BatchNormBwdArgs& args, std::int64_t group,
+                                    std::int64_t channel) {
+    mean = ParamAt<A>(args.mean, group, channel, 0);
+    rstd = ParamAt<A>(args.rstd, group, channel, 0);
+    delta = ParamAt<A>(args.delta, group, channel, 0);
+    const A scale = ParamAt<A>(args.scale, group, channel, 1);
+    const A bias = ParamAt<A>(args.bias, group, channel, 0);
+    factor = rstd * scale, offset = bias - delta * factor;
+  }
+};
 
 // --- Sums ----------------------------------------------------------------------------------------
 
 template <typename T, int W, Mask kMask>
 __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const ChannelPlan& plan,
                                           const ChannelPartials<Accum<T>, 2>& partials,
-                                          double2* scratch, Pack<T, W>* kept) {
+                                          char* scratch, Pack<T, W>* kept) {
   using A = Accum<T>;
   ForParts<false>(plan, [&](const ChannelPart& part) {
+    ForFirstPacks<kSumPacks>(plan, part, [&](std::int64_t start) {
+      PrefetchL2(static_cast<const T*>(args.dy) + start);
+      PrefetchL2(static_cast<const T*>(args.x) + start);
+    });
     A parameters[3][W];
     LoadParameters(
-        plan, part.tile, scratch,
+        plan, part.tile, reinterpret_cast<A*>(scratch),
         [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
-          LoadAffine(args, group, channel, numbers);
+          const Affine<A> affine(args, group, channel);
+          numbers[0] = affine.mean, numbers[1] = affine.factor, numbers[2] = affine.offset;
         },
         parameters);
-    A sums[2][W] = {}, all_sums[2][W] = {};
+    ThreadSums<A, W> sums;
     const auto add = [&](A(&dz)[W], A(&x)[W], const A(&y)[W]) {
       MaskGrad<kMask>(parameters[0], parameters[1], parameters[2], y, x, dz);
 #pragma unroll
-      for (int j = 0; j < W; ++j) sums[0][j] += dz[j], sums[1][j] += dz[j] * x[j];
-    };
-    const auto end_sum = [&] {
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        all_sums[0][j] += sums[0][j], all_sums[1][j] += sums[1][j];
-        sums[0][j] = 0, sums[1][j] = 0;
-      }
+      for (int j = 0; j < W; ++j) sums.Add(j, dz[j], dz[j] * x[j]);
     };
 
     GradPacks<T, W, kMask> ring[kSumPacks] = {};
-    int own = static_cast<int>(part.own + part.first), rings = 0;
+    const int own = static_cast<int>(part.own);
+    int rings = 0;
     const auto load = [&](int k, int, bool wanted, std::int64_t start) {
       LoadGrad<kMask>(args, wanted, start, ring[k]);
     };
-    const auto use = [&](int k, int step) {
+    const auto use = [&](int k, int i) {
       A dz[W], x[W], y[W];
       Widen(ring[k].dy, dz);
       Widen(ring[k].x, x);
       if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
       add(dz, x, y);
-      if (own + step < plan.kept_steps) {
-        Pack<T, W>* const slot = kept + 2 * (own + step) * kChannelThreads + threadIdx.x;
+      if (own + i < plan.kept_steps) {
+        Pack<T, W>* const slot = kept + 2 * (own + i) * kChannelThreads + threadIdx.x;
         StorePack(slot->v, kMask == Mask::kNone ? ring[k].dy : Narrow<T>(dz));
         StorePack(slot[kChannelThreads].v, ring[k].x);
       }
     };
     const auto end_ring = [&] {
-      if (++rings % kGradRingsPerSum == 0) end_sum();
+      if (++rings % kGradRingsPerSum == 0) sums.EndSum();
     };
-    const auto nothing = [](auto...) {};
-    const StepKinds steps(plan, part);
-    ForPacks<kSumPacks, false, false>(plan, part.tile, part.first, steps.whole, load, nothing, use,
-                                      end_ring);
-    own += steps.whole;
-    ForPacks<kSumPacks, false, true>(plan, part.tile, part.first + steps.whole, steps.others, load,
-                                     nothing, use, end_ring);
-    end_sum();
+    const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
+    ForPacks<kSumPacks, false, false>(plan, part, 0, whole, load, use, end_ring);
+    ForPacks<kSumPacks, false, true>(plan, part, whole, all, load, use, end_ring);
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A dz[W], x[W], y[W];
       LoadSpan(static_cast<const T*>(args.dy), span, dz);
       LoadSpan(static_cast<const T*>(args.x), span, x);
       if constexpr (kMask == Mask::kOfY) LoadSpan(static_cast<const T*>(args.y), span, y);
       add(dz, x, y);
-      end_sum();
     });
+    sums.EndSum();
 
     const std::int64_t group = part.tile / plan.tiles;
     const std::int64_t slot = blockIdx.x - plan.FirstBlock(part.tile);
     const std::int64_t first_channel = plan.FirstChannel(part.tile);
-    const auto emit = [&](int i, const double2& total) {
-      partials.at(group, slot, 0, first_channel + i) = static_cast<A>(total.x);
-      partials.at(group, slot, 1, first_channel + i) = static_cast<A>(total.y);
-    };
-    if (plan.plane) {
-      double totals[2] = {};
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        totals[0] += static_cast<double>(all_sums[0][j]);
-        totals[1] += static_cast<double>(all_sums[1][j]);
-      }
-      SumPlane(reinterpret_cast<double*>(scratch), totals);
-      if (threadIdx.x == 0) emit(0, {totals[0], totals[1]});
-    } else {
-      SumColumns<W>(
-          plan, part.tile, scratch,
-          [&](int j) -> double2 {
-            return {static_cast<double>(all_sums[0][j]), static_cast<double>(all_sums[1][j])};
-          },
-          emit);
-    }
+    SumPart(plan, part, reinterpret_cast<double2*>(scratch), sums, 0,
+            [&](int channel, const double2& total, double) {
+              partials.at(group, slot, 0, first_channel + channel) = static_cast<A>(total.x);
+              partials.at(group, slot, 1, first_channel + channel) = static_cast<A>(total.y);
+            });
   });
 }
 
-// Gradients of the parameters, and, as a channel's first partial results, the means.
+// dx = factor * (dz - level - (x - mean) * slope), of the means of dz and dz * x_hat.
+template <typename A>
+struct Slope {
+  A level, slope;
+  __device__ __forceinline__ Slope(A mean_dz, A mean_dz_x_hat, A rstd, A delta)
+      : level(mean_dz - delta * (mean_dz_x_hat * rstd)), slope(mean_dz_x_hat * rstd) {}
+};
+
+// Gradients of the parameters, and, as a channel's first partial results, its level and slope.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
                                        const ChannelPartials<A, 2>& partials) {
   const double terms = static_cast<double>(args.shape.outer.rows) * static_cast<double>(plan.inner);
+  struct Given {
+    A rstd, delta;
+  };
   ForChannelSums<2>(
       plan, args.shape.outer.groups,
-      [&](double (&sums)[2], std::int64_t group, int part, std::int64_t channel) {
+      [&](std::int64_t group, std::int64_t channel) {
+        return Given{ParamAt<A>(args.rstd, group, channel, 0),
+                     ParamAt<A>(args.delta, group, channel, 0)};
+      },
+      [&](double (&sums)[2], std::int64_t group, int part, std::int64_t channel, const Given&) {
         sums[0] += static_cast<double>(__ldcg(&partials.at(group, part, 0, channel)));
         sums[1] += static_cast<double>(__ldcg(&partials.at(group, part, 1, channel)));
       },
-      [&](std::int64_t group, std::int64_t channel, const double (&sums)[2]) {
-        const double of_x_hat =
-            (sums[1] - static_cast<double>(AccumAt<A>(args.delta, group, channel)) * sums[0]) *
-            static_cast<double>(AccumAt<A>(args.rstd, group, channel));
+      [&](std::int64_t group, std::int64_t channel, const double (&sums)[2], const Given& given) {
+        const double of_x_hat = (sums[1] - static_cast<double>(given.delta) * sums[0]) *
+                                static_cast<double>(given.rstd);
         const std::int64_t i = group * plan.channels + channel;
         if (args.dscale.data != nullptr) {
           StoreAs(args.dscale.data, args.dscale.dtype, i, of_x_hat);
         }
         if (args.dbias.data != nullptr) StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
-        partials.at(group, 0, 0, channel) = static_cast<A>(sums[0] / terms);
-        partials.at(group, 0, 1, channel) = static_cast<A>(of_x_hat / terms);
+        const Slope<A> line(static_cast<A>(sums[0] / terms), static_cast<A>(of_x_hat / terms),
+                            given.rstd, given.delta);
+        partials.at(group, 0, 0, channel) = line.level;
+        partials.at(group, 0, 1, channel) = line.slope;
       });
 }
 
@@ -207,25 +204,25 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
 template <typename T, int W, Mask kMask>
 __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, 2>& partials,
-                                           double2* scratch, const Pack<T, W>* kept) {
+                                           char* scratch, const Pack<T, W>* kept) {
   using A = Accum<T>;
   T* const dx = static_cast<T*>(args.dx);
   T* const dresidual = static_cast<T*>(args.dresidual);
   ForParts<true>(plan, [&](const ChannelPart& part) {
-    // dx = factor * (dz - level - (x - mean) * slope)
     A parameters[5][W];
     auto& [mean, factor, offset, level, slope] = parameters;
     LoadParameters(
-        plan, part.tile, scratch,
+        plan, part.tile, reinterpret_cast<A*>(scratch),
         [&](std::int64_t group, std::int64_t channel, A(&numbers)[5]) {
-          LoadAffine(args, group, channel, numbers);
           const bool given = args.mean_dz.data != nullptr;
-          const A mean_dz = given ? AccumAt<A>(args.mean_dz, group, channel)
-                                  : __ldcg(&partials.at(group, 0, 0, channel));
-          const A mean_dz_x_hat = given ? AccumAt<A>(args.mean_dz_x_hat, group, channel)
-                                        : __ldcg(&partials.at(group, 0, 1, channel));
-          numbers[4] = mean_dz_x_hat * AccumAt<A>(args.rstd, group, channel);
-          numbers[3] = mean_dz - AccumAt<A>(args.delta, group, channel) * numbers[4];
+          const A first = given ? ParamAt<A>(args.mean_dz, group, channel, 0)
+                                : __ldcg(&partials.at(group, 0, 0, channel));
+          const A second = given ? ParamAt<A>(args.mean_dz_x_hat, group, channel, 0)
+                                 : __ldcg(&partials.at(group, 0, 1, channel));
+          const Affine<A> affine(args, group, channel);
+          const Slope<A> line(first, second, affine.rstd, affine.delta);
+          numbers[0] = affine.mean, numbers[1] = affine.factor, numbers[2] = affine.offset;
+          numbers[3] = given ? line.level : first, numbers[4] = given ? line.slope : second;
         },
         parameters);
     const auto apply = [&](const A(&dz)[W], A(&x)[W]) {
@@ -245,13 +242,13 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args, const C
 
     GradPacks<T, W, kMask> ring[kInputGradPacks] = {};
     std::int64_t starts[kInputGradPacks];
-    int own = static_cast<int>(part.own + part.end) - 1;
-    const auto load = [&](int k, int step, bool wanted, std::int64_t start) {
+    const int own = static_cast<int>(part.own);
+    const auto load = [&](int k, int i, bool wanted, std::int64_t start) {
       starts[k] = start;
-      if (own - step >= plan.kept_steps) {
+      if (own + i >= plan.kept_steps) {
         LoadGrad<kMask>(args, wanted, start, ring[k]);
       } else if (wanted) {
-        const Pack<T, W>* const slot = kept + 2 * (own - step) * kChannelThreads + threadIdx.x;
+        const Pack<T, W>* const slot = kept + 2 * (own + i) * kChannelThreads + threadIdx.x;
         ring[k].dy = LoadPlain<W>(slot->v);  // masked already
         ring[k].x = LoadPlain<W>(slot[kChannelThreads].v);
         if constexpr (kMask == Mask::kOfY) ring[k].y = Positive<T, W>();
@@ -268,12 +265,9 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args, const C
       if (dresidual != nullptr) StoreLast(dresidual, starts[k], Narrow<T>(dz));
     };
     const auto nothing = [](auto...) {};
-    const StepKinds steps(plan, part);
-    ForPacks<kInputGradPacks, true, true>(plan, part.tile, part.end - 1, steps.others, load,
-                                          nothing, use, nothing);
-    own -= steps.others;
-    ForPacks<kInputGradPacks, true, false>(plan, part.tile, part.end - 1 - steps.others,
-                                           steps.whole, load, nothing, use, nothing);
+    const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
+    ForPacks<kInputGradPacks, true, true>(plan, part, whole, all, load, use, nothing);
+    ForPacks<kInputGradPacks, true, false>(plan, part, 0, whole, load, use, nothing);
   });
 }
 
@@ -282,18 +276,17 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
                        const __grid_constant__ ChannelPlan plan) {
   extern __shared__ __align__(16) char shared[];
-  auto* const scratch = reinterpret_cast<double2*>(shared);
   auto* const kept = reinterpret_cast<Pack<T, W>*>(shared + plan.scratch_bytes);
   const ChannelPartials<Accum<T>, 2> partials{static_cast<Accum<T>*>(args.workspace),
                                               args.partial_rows, plan.channels};
   if (args.mean_dz.data == nullptr) {
-    FirstPass<T, W, kMask>(args, plan, partials, scratch, kept);
+    FirstPass<T, W, kMask>(args, plan, partials, shared, kept);
     cooperative_groups::this_grid().sync();  // partial sums are written
     Finish<Accum<T>>(args, plan, partials);
     if (args.dx == nullptr) return;
-    cooperative_groups::this_grid().sync();  // means are
+    cooperative_groups::this_grid().sync();  // levels and slopes are
   }
-  SecondPass<T, W, kMask>(args, plan, partials, scratch, kept);
+  SecondPass<T, W, kMask>(args, plan, partials, shared, kept);
 }
 
 template <typename T>

@@ -1,10 +1,10 @@
 // Batch norm forward, CUDA: one kernel, x to statistics to y.
 //
-// First pass: each thread adds up, of each column of its packs, distances from the first element it
-// met there, and their squares. What blocks make of these, mean, squared deviations and count, goes
-// to the workspace. Behind a barrier of all blocks, channels are spread over these, which put the
-// parts together, in a fixed order. Behind another one, y is computed, from the last pack back to
-// the first: the last ones are in the L2 cache, and the first ones in shared memory.
+// First pass: each block adds up, of each channel of its part, distances from an origin, which is
+// one of its elements, and their squares. Origin, mean, squared deviations and count go to the
+// workspace. Behind a barrier of all blocks, channels are spread over these, which put the parts
+// together, in a fixed order. Behind another one, y is computed, from the last pack back to the
+// first: the last ones are in the L2 cache, and the first ones in shared memory.
 //
 // Traffic: x read twice, but for what caches and shared memory hold; y written, the residual read.
 // How elements are divided: cuda/batch_norm_policy.h.
@@ -21,243 +21,192 @@ namespace gradops {
 namespace {
 
 constexpr int kMomentPacks = 6;  // of a thread, on their way, in the first pass
-constexpr int kApplyPacks = 4;   // and in the second one
-// Rings of the first pass after which a thread adds its sums to those before, so that rounding
-// errors hardly grow with the number of rows.
+constexpr int kApplyPacks = 3;   // and in the second one
 constexpr int kMomentRingsPerSum = 6;
 
-// A thread's distances from `shift`, which is an element of the column, or, in a plane, of the
-// channel: so a large mean costs no digits.
-template <typename A, int W>
-struct ColumnMoments {
-  A shift[W] = {}, sums[W] = {}, squares[W] = {}, all_sums[W] = {}, all_squares[W] = {};
-  int packs = 0;
-  int rest = 0;  // elements of packs in part: in columns, of one, the first ones of it
-
-  __device__ __forceinline__ void Begin(const A (&values)[W], bool plane) {
-    if (packs > 0) return;
-#pragma unroll
-    for (int j = 0; j < W; ++j) shift[j] = plane ? values[0] : values[j];
-  }
-
-  __device__ __forceinline__ void Add(const A (&values)[W]) {
-    ++packs;
-    AddDistances(values);
-  }
-
-  // After all packs.
-  __device__ __forceinline__ void Add(A (&values)[W], const ChannelSpan& span, bool plane) {
-    if (packs + rest == 0) {
-      A first = values[0];
-#pragma unroll
-      for (int j = 1; j < W; ++j) {
-        if (j == span.first) first = values[j];
-      }
-#pragma unroll
-      for (int j = 0; j < W; ++j) shift[j] = plane ? first : values[j];
-    }
-    rest += span.last - span.first;
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      if (!span.has(j)) values[j] = shift[j];
-    }
-    AddDistances(values);
-    EndSum();
-  }
-
-  __device__ __forceinline__ void EndSum() {
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      all_sums[j] += sums[j], all_squares[j] += squares[j];
-      sums[j] = 0, squares[j] = 0;
-    }
-  }
-
-  // The sum of distances from `origin`, and that of their squares.
-  __device__ __forceinline__ double2 Around(A origin, double count, double sum, double square,
-                                            int j) const {
-    const double offset = static_cast<double>(shift[j]) - static_cast<double>(origin);
-    return {sum + count * offset, square + offset * (2 * sum + count * offset)};
-  }
-
- private:
-  __device__ __forceinline__ void AddDistances(const A (&values)[W]) {
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      const A distance = values[j] - shift[j];
-      sums[j] += distance;
-      squares[j] += distance * distance;
-    }
-  }
-};
-
-// What parts' means are distances from: of a channel's first, middle and last element the one
-// between the others, as one alone may be far from the mean.
+// What distances are from, so that a large mean costs no digits: of three elements of the channel
+// in the part the one between the others, as one alone may be far from the mean.
 template <typename T>
-__device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan, std::int64_t group,
-                                           std::int64_t channel) {
+__device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan,
+                                           const ChannelPart& part, int channel) {
   using A = Accum<T>;
-  const T* const first = x + group * plan.group_elements + channel * plan.inner;
-  const std::int64_t row = plan.channels * plan.inner;
-  const A a = static_cast<A>(first[0]);
-  const A b = static_cast<A>(first[plan.group_rows / 2 * row + plan.inner / 2]);
-  const A c = static_cast<A>(first[(plan.group_rows - 1) * row + plan.inner - 1]);
-  return max(min(a, b), min(max(a, b), c));
+  const A a = static_cast<A>(x[plan.Sample(part, channel, 0)]);
+  const A b = static_cast<A>(x[plan.Sample(part, channel, 1)]);
+  const A c = static_cast<A>(x[plan.Sample(part, channel, 2)]);
+  const A origin = max(min(a, b), min(max(a, b), c));
+  return isfinite(origin) ? origin : A{0};
 }
+
+// Of a part, for each channel.
+enum PartialMoments { kOrigin, kMean, kSquares, kCount, kMoments };  // kMean: from the origin
 
 template <typename T, int W>
 __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
-                                          const ChannelPartials<Accum<T>, 3>& partials,
-                                          double2* scratch, Pack<T, W>* kept) {
+                                          const ChannelPartials<Accum<T>, kMoments>& partials,
+                                          char* scratch, Pack<T, W>* kept) {
   using A = Accum<T>;
+  A* const origins = reinterpret_cast<A*>(scratch + plan.origins_at);
   ForParts<false>(plan, [&](const ChannelPart& part) {
-    ColumnMoments<A, W> moments;
+    ForFirstPacks<kMomentPacks>(plan, part, [&](std::int64_t start) { PrefetchL2(x + start); });
+    const std::int64_t group = part.tile / plan.tiles, first_channel = plan.FirstChannel(part.tile);
+    A origin[1][W];
+    LoadParameters(
+        plan, part.tile, origins,
+        [&](std::int64_t, std::int64_t channel, A(&numbers)[1]) {
+          numbers[0] = Origin(x, plan, part, static_cast<int>(channel - first_channel));
+        },
+        origin);
+    ThreadSums<A, W> sums;
+    const auto add = [&](int j, A value) {
+      const A distance = value - origin[0][j];
+      sums.Add(j, distance, distance * distance);
+    };
     Pack<T, W> packs[kMomentPacks] = {};
-    int own = static_cast<int>(part.own + part.first), rings = 0;
+    const int own = static_cast<int>(part.own);
+    int elements = 0, rings = 0;
     const auto load = [&](int k, int, bool wanted, std::int64_t start) {
       LoadIf<W>(wanted, x, start, packs[k]);
     };
-    const auto begin = [&](int k) {
-      A values[W];
-      Widen(packs[k], values);
-      moments.Begin(values, plan.plane);
-    };
-    const auto use = [&](int k, int step) {
-      if (own + step < plan.kept_steps) {
-        StorePack(kept[(own + step) * kChannelThreads + threadIdx.x].v, packs[k]);
+    const auto use = [&](int k, int i) {
+      if (own + i < plan.kept_steps) {
+        StorePack(kept[(own + i) * kChannelThreads + threadIdx.x].v, packs[k]);
       }
       A values[W];
       Widen(packs[k], values);
-      moments.Add(values);
+#pragma unroll
+      for (int j = 0; j < W; ++j) add(j, values[j]);
+      elements += W;
     };
     const auto end_ring = [&] {
-      if (++rings % kMomentRingsPerSum == 0) moments.EndSum();
+      if (++rings % kMomentRingsPerSum == 0) sums.EndSum();
     };
-    const StepKinds steps(plan, part);
-    ForPacks<kMomentPacks, false, false>(plan, part.tile, part.first, steps.whole, load, begin, use,
-                                         end_ring);
-    own += steps.whole;
-    ForPacks<kMomentPacks, false, true>(plan, part.tile, part.first + steps.whole, steps.others,
-                                        load, begin, use, end_ring);
-    moments.EndSum();
+    const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
+    ForPacks<kMomentPacks, false, false>(plan, part, 0, whole, load, use, end_ring);
+    ForPacks<kMomentPacks, false, true>(plan, part, whole, all, load, use, end_ring);
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A values[W];
       LoadSpan(x, span, values);
-      moments.Add(values, span, plan.plane);
-    });
-
-    const std::int64_t group = part.tile / plan.tiles;
-    const std::int64_t slot = blockIdx.x - plan.FirstBlock(part.tile);
-    const std::int64_t first_channel = plan.FirstChannel(part.tile);
-    const auto emit = [&](int i, double count, double sum, double square) {
-      const double mean = count > 0 ? sum / count : 0.0;
-      const double squares = square - sum * mean;
-      const std::int64_t channel = first_channel + i;
-      partials.at(group, slot, 0, channel) = static_cast<A>(mean);
-      partials.at(group, slot, 1, channel) = static_cast<A>(squares < 0 ? 0.0 : squares);
-      partials.at(group, slot, 2, channel) = static_cast<A>(count);
-    };
-    if (plan.plane) {
-      double sum = 0, square = 0;
 #pragma unroll
       for (int j = 0; j < W; ++j) {
-        sum += static_cast<double>(moments.all_sums[j]);
-        square += static_cast<double>(moments.all_squares[j]);
+        if (span.has(j)) add(j, values[j]);
       }
-      const double count = static_cast<double>(moments.packs) * W + moments.rest;
-      double2 around{0, 0};
-      if (count > 0) {
-        around = moments.Around(Origin(x, plan, group, first_channel), count, sum, square, 0);
-      }
-      double values[3] = {count, around.x, around.y};
-      SumPlane(reinterpret_cast<double*>(scratch), values);
-      if (threadIdx.x == 0) emit(0, values[0], values[1], values[2]);
-    } else {
-      int channels[W];
-      OwnChannels(plan, part.tile, channels);
-      SumColumns<W>(
-          plan, part.tile, scratch,
-          [&](int j) -> double2 {
-            const int count = moments.packs + (j < moments.rest ? 1 : 0);
-            if (count == 0) return {0, 0};
-            const A origin = Origin(x, plan, group, first_channel + channels[j]);
-            return moments.Around(origin, count, static_cast<double>(moments.all_sums[j]),
-                                  static_cast<double>(moments.all_squares[j]), j);
-          },
-          [&](int i, const double2& sums) {
-            emit(i, static_cast<double>(plan.ChannelElements(part.first, part.end)), sums.x,
-                 sums.y);
-          });
-    }
+      elements += span.last - span.first;
+    });
+    sums.EndSum();
+
+    const std::int64_t slot = blockIdx.x - plan.FirstBlock(part.tile);
+    SumPart(plan, part, reinterpret_cast<double2*>(scratch), sums, elements,
+            [&](int channel, const double2& sum, double count) {
+              const double mean = sum.x / count, squares = sum.y - sum.x * mean;
+              const auto store = [&](PartialMoments which, A value) {
+                partials.at(group, slot, which, first_channel + channel) = value;
+              };
+              store(kOrigin, origins[channel]);
+              store(kMean, static_cast<A>(mean));
+              store(kSquares, static_cast<A>(squares < 0 ? 0.0 : squares));
+              store(kCount, static_cast<A>(count));
+            });
   });
 }
 
-// The mean is so far from the origin.
+// A channel's numbers in y = (x - mean) * factor + offset.
+enum AffineNumbers { kAffineMean, kFactor, kOffset, kAffine };
+
 template <typename A>
-__device__ __forceinline__ void StoreStatistics(const BatchNormFwdArgs& args, std::int64_t i,
-                                                A origin, double offset, double variance) {
-  const A rounded = static_cast<A>(static_cast<double>(origin) + offset);
-  static_cast<A*>(args.batch_mean)[i] = rounded;
-  static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
-  static_cast<A*>(args.batch_rstd)[i] =
-      InverseDeviation(static_cast<A>(variance), static_cast<A>(args.epsilon));
-  // From the origin, as the mean itself may have more digits than a double.
-  static_cast<A*>(args.batch_delta)[i] =
-      static_cast<A>((static_cast<double>(origin) - static_cast<double>(rounded)) + offset);
+__device__ __forceinline__ void Affine(const BatchNormFwdArgs& args, std::int64_t group,
+                                       std::int64_t channel, A mean, A rstd, A delta,
+                                       A (&numbers)[kAffine]) {
+  const A scale = ParamAt<A>(args.scale, group, channel, 1);
+  const A bias = ParamAt<A>(args.bias, group, channel, 0);
+  numbers[kAffineMean] = mean, numbers[kFactor] = rstd * scale;
+  numbers[kOffset] = bias - delta * numbers[kFactor];
 }
 
-template <typename T>
+// The mean is so far from the origin. Returns the three numbers that y is made of.
+template <typename A>
+__device__ __forceinline__ void StoreStatistics(const BatchNormFwdArgs& args, std::int64_t i,
+                                                A origin, double offset, double variance,
+                                                A (&mean_rstd_delta)[3]) {
+  const A mean = static_cast<A>(static_cast<double>(origin) + offset);
+  const A rstd = InverseDeviation(static_cast<A>(variance), static_cast<A>(args.epsilon));
+  // From the origin, as the mean itself may have more digits than a double.
+  const A delta =
+      static_cast<A>((static_cast<double>(origin) - static_cast<double>(mean)) + offset);
+  static_cast<A*>(args.batch_mean)[i] = mean;
+  static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
+  static_cast<A*>(args.batch_rstd)[i] = rstd;
+  static_cast<A*>(args.batch_delta)[i] = delta;
+  mean_rstd_delta[0] = mean, mean_rstd_delta[1] = rstd, mean_rstd_delta[2] = delta;
+}
+
+// Statistics, and, as a channel's first partial result, what y is made of.
+template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<Accum<T>, 3>& partials) {
-  using A = Accum<T>;
+                                       const ChannelPartials<A, kMoments>& partials) {
+  const auto value = [&](std::int64_t group, int part, PartialMoments which, std::int64_t channel) {
+    return __ldcg(&partials.at(group, part, which, channel));
+  };
+  struct First {
+    A origin, mean;
+  };
   ForChannelSums<3>(
       plan, args.shape.outer.groups,
-      [&](double (&sums)[3], std::int64_t group, int part, std::int64_t channel) {
-        const auto value = [&](int v) {
-          return static_cast<double>(__ldcg(&partials.at(group, part, v, channel)));
-        };
-        const double mean = value(0), squares = value(1), count = value(2);
+      [&](std::int64_t group, std::int64_t channel) {
+        return First{value(group, 0, kOrigin, channel), value(group, 0, kMean, channel)};
+      },
+      [&](double (&sums)[3], std::int64_t group, int part, std::int64_t channel,
+          const First& first) {
+        const A origin = value(group, part, kOrigin, channel);
+        const A of_part = value(group, part, kMean, channel);
+        const double squares = static_cast<double>(value(group, part, kSquares, channel));
+        const double count = static_cast<double>(value(group, part, kCount, channel));
+        // From the first part's mean.
+        const double mean = (static_cast<double>(origin) - static_cast<double>(first.origin)) +
+                            (static_cast<double>(of_part) - static_cast<double>(first.mean));
         sums[0] += count, sums[1] += count * mean, sums[2] += squares + count * mean * mean;
       },
-      [&](std::int64_t group, std::int64_t channel, const double (&sums)[3]) {
-        const double offset = sums[1] / sums[0];
-        const double variance = (sums[2] - sums[1] * offset) / sums[0];
-        StoreStatistics(args, group * plan.channels + channel,
-                        Origin(static_cast<const T*>(args.x), plan, group, channel), offset,
-                        variance < 0 ? 0.0 : variance);
+      [&](std::int64_t group, std::int64_t channel, const double (&sums)[3], const First& first) {
+        const double mean = sums[1] / sums[0];
+        const double variance = (sums[2] - sums[1] * mean) / sums[0];
+        A own[3], numbers[kAffine];
+        StoreStatistics(args, group * plan.channels + channel, first.origin,
+                        static_cast<double>(first.mean) + mean, variance < 0 ? 0.0 : variance, own);
+        Affine(args, group, channel, own[0], own[1], own[2], numbers);
+#pragma unroll
+        for (int v = 0; v < kAffine; ++v) partials.at(group, 0, v, channel) = numbers[v];
       });
 }
 
 template <typename T, int W>
 __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const ChannelPlan& plan,
-                                           double2* scratch, const Pack<T, W>* kept) {
+                                           const ChannelPartials<Accum<T>, kMoments>& partials,
+                                           char* scratch, const Pack<T, W>* kept) {
   using A = Accum<T>;
   const T* const x = static_cast<const T*>(args.x);
   const T* const residual = static_cast<const T*>(args.residual);
   T* const y = static_cast<T*>(args.y);
-  const bool own = args.mean.data == nullptr;
-  const auto statistic = [&](const Param& given, const void* batch) {
-    return own ? Param{batch, plan.channels, kDtype<A>} : given;
-  };
-  const Param mean = statistic(args.mean, args.batch_mean);
-  const Param rstd = statistic(args.rstd, args.batch_rstd);
-  const Param delta = statistic(args.delta, args.batch_delta);
   ForParts<true>(plan, [&](const ChannelPart& part) {
-    A parameters[3][W];
+    A parameters[kAffine][W];
     LoadParameters(
-        plan, part.tile, scratch,
-        [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
-          const A factor =
-              AccumAt<A>(rstd, group, channel) * ParamAt<A>(args.scale, group, channel, 1);
-          numbers[0] = AccumAt<A>(mean, group, channel), numbers[1] = factor;
-          numbers[2] =
-              ParamAt<A>(args.bias, group, channel, 0) - AccumAt<A>(delta, group, channel) * factor;
+        plan, part.tile, reinterpret_cast<A*>(scratch),
+        [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
+          if (args.mean.data == nullptr) {
+#pragma unroll
+            for (int v = 0; v < kAffine; ++v) {
+              numbers[v] = __ldcg(&partials.at(group, 0, v, channel));
+            }
+          } else {
+            Affine(args, group, channel, ParamAt<A>(args.mean, group, channel, 0),
+                   ParamAt<A>(args.rstd, group, channel, 0),
+                   ParamAt<A>(args.delta, group, channel, 0), numbers);
+          }
         },
         parameters);
     const auto apply = [&](A(&values)[W]) {
 #pragma unroll
       for (int j = 0; j < W; ++j) {
-        values[j] = (values[j] - parameters[0][j]) * parameters[1][j] + parameters[2][j];
+        values[j] = (values[j] - parameters[kAffineMean][j]) * parameters[kFactor][j] +
+                    parameters[kOffset][j];
       }
     };
     const auto activate = [&](A(&values)[W]) {
@@ -279,13 +228,13 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
     });
     Pack<T, W> packs[kApplyPacks] = {}, others[kApplyPacks] = {};
     std::int64_t starts[kApplyPacks];
-    int own = static_cast<int>(part.own + part.end) - 1;
-    const auto load = [&](int k, int step, bool wanted, std::int64_t start) {
+    const int own = static_cast<int>(part.own);
+    const auto load = [&](int k, int i, bool wanted, std::int64_t start) {
       starts[k] = start;
-      if (own - step >= plan.kept_steps) {
+      if (own + i >= plan.kept_steps) {
         LoadIf<W>(wanted, x, start, packs[k]);
       } else if (wanted) {
-        packs[k] = LoadPlain<W>(kept[(own - step) * kChannelThreads + threadIdx.x].v);
+        packs[k] = LoadPlain<W>(kept[(own + i) * kChannelThreads + threadIdx.x].v);
       }
       if (residual != nullptr) LoadIf<W>(wanted, residual, start, others[k]);
     };
@@ -303,12 +252,9 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
       StoreLast(y, starts[k], Narrow<T>(values));
     };
     const auto nothing = [](auto...) {};
-    const StepKinds steps(plan, part);
-    ForPacks<kApplyPacks, true, true>(plan, part.tile, part.end - 1, steps.others, load, nothing,
-                                      use, nothing);
-    own -= steps.others;
-    ForPacks<kApplyPacks, true, false>(plan, part.tile, part.end - 1 - steps.others, steps.whole,
-                                       load, nothing, use, nothing);
+    const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
+    ForPacks<kApplyPacks, true, true>(plan, part, whole, all, load, use, nothing);
+    ForPacks<kApplyPacks, true, false>(plan, part, 0, whole, load, use, nothing);
   });
 }
 
@@ -317,18 +263,17 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                        const __grid_constant__ ChannelPlan plan) {
   extern __shared__ __align__(16) char shared[];
-  auto* const scratch = reinterpret_cast<double2*>(shared);
   auto* const kept = reinterpret_cast<Pack<T, W>*>(shared + plan.scratch_bytes);
+  const ChannelPartials<Accum<T>, kMoments> partials{static_cast<Accum<T>*>(args.workspace),
+                                                     args.partial_rows, plan.channels};
   if (args.mean.data == nullptr) {
-    const ChannelPartials<Accum<T>, 3> partials{static_cast<Accum<T>*>(args.workspace),
-                                                args.partial_rows, plan.channels};
-    FirstPass<T, W>(static_cast<const T*>(args.x), plan, partials, scratch, kept);
+    FirstPass<T, W>(static_cast<const T*>(args.x), plan, partials, shared, kept);
     cooperative_groups::this_grid().sync();  // partial results are written
-    Finish<T>(args, plan, partials);
+    Finish<Accum<T>>(args, plan, partials);
     if (args.y == nullptr) return;
-    cooperative_groups::this_grid().sync();  // statistics are
+    cooperative_groups::this_grid().sync();  // what y is made of is
   }
-  SecondPass<T, W>(args, plan, scratch, kept);
+  SecondPass<T, W>(args, plan, partials, shared, kept);
 }
 
 // The statistics of no elements.
@@ -338,7 +283,8 @@ __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs a
   const std::int64_t threads = std::int64_t{gridDim.x} * blockDim.x;
   for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < all;
        i += threads) {
-    StoreStatistics(args, i, A{0}, 0.0, 0.0);
+    A unused[3];
+    StoreStatistics(args, i, A{0}, 0.0, 0.0, unused);
   }
 }
 
@@ -356,7 +302,7 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
   ChannelTask task = ChannelTaskOf<T>(args.shape);
   task.aligned = Aligned(args.x, args.residual, args.y);
   task.statistics = own, task.apply = args.y != nullptr;
-  task.arrays = 1, task.parameters = 3, task.partial_rows = args.partial_rows;
+  task.arrays = 1, task.parameters = kAffine, task.origins = 1, task.partial_rows = args.partial_rows;
   const ChannelPlan plan = ChooseChannelPlan(task);
   return plan.width == 1
              ? LaunchChannels(kOp, BatchNormFwdKernel<T, 1>, stream, plan, own, args, plan)

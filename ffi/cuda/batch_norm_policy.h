@@ -17,10 +17,12 @@
 //   32 and more                            any                     plane
 //   none of these                          any                     columns, packs of one element
 //
-// The steps of all groups' tiles, tile by tile, are one sequence, and each of the blocks, one for
-// each multiprocessor, has as many of them, in a row. So a tile belongs to a few blocks, which
-// leave a partial result each, and a block has parts of a few tiles. Where the workspace has
-// fewer partial rows than that, steps are taken by units, of which a tile has no more than that.
+// There is a block for each multiprocessor. Where each tile of columns can have as many blocks as
+// the others, these take turns: all blocks are at work on the same stretch of memory. Otherwise the
+// steps of all groups' tiles, tile by tile, are one sequence, and each block has as many of them,
+// in a row. So a tile belongs to a few blocks, which leave a partial result each, and a block has
+// parts of a few tiles. Where the workspace has fewer partial rows than that, steps are taken by
+// units, of which a tile has no more than that.
 //
 // What a block has loaded first it keeps in shared memory; the rest is loaded again for the second
 // pass, last step first, as the L2 cache has the latest ones.
@@ -43,6 +45,7 @@ struct ChannelTask {
   bool apply;                 // and a second one
   int arrays;                 // that a thread keeps from the first pass for the second
   int parameters;             // of a channel, in the second pass
+  int origins;                // of a channel, in the first one
   std::int64_t partial_rows;  // of the workspace
   int multiprocessors;
   std::int64_t shared_bytes;  // of a multiprocessor
@@ -67,6 +70,19 @@ struct ChannelStride {
 // started with a pack. Columns: its number in the tile, or -1 where the thread has none.
 struct ChannelPlace {
   std::int64_t pack, at;
+};
+
+// Steps of a block in a tile: so many, from the first one on, and every stride-th of the plan. The
+// block's own number of the i-th of them is i + own.
+struct ChannelPart {
+  std::int64_t tile, first, count, own;
+};
+
+// All steps of a block: so many parts, of one tile after the other. Where blocks take turns, start
+// is the first step in the tile; otherwise it and stop are counted through all tiles.
+struct ChannelShare {
+  std::int64_t start, stop, first_tile;
+  int parts;
 };
 
 // Elements [first, last) of the pack at `start` are the tile's.
@@ -94,10 +110,12 @@ struct ChannelPlan {
   std::int64_t steps;        // of a tile
   std::int64_t whole_steps;  // the first so many, in which every thread's pack is whole, if any
   std::int64_t unit_steps, units;  // of a unit, of a tile
+  std::int64_t stride;       // from a block's step to its next one: 1, or its tile's blocks
   ChannelStride forward, backward;
   int blocks;
   int kept_steps;     // of a block, in shared memory
-  int scratch_bytes;  // of shared memory, before them
+  int origins_at;     // bytes of shared memory, before the origins
+  int scratch_bytes;  // and before the kept steps
   int shared_bytes;
 
   // --- Steps of a tile ---
@@ -143,33 +161,65 @@ struct ChannelPlan {
     return (place.pack > 0 || before == 0) && inner - place.pack * width + before >= width;
   }
 
+  // --- Parts ---
+
+  // The tile's step that is the part's i-th.
+  constexpr std::int64_t StepOf(const ChannelPart& part, std::int64_t i) const {
+    return part.first + i * stride;
+  }
+  constexpr std::int64_t LastStep(const ChannelPart& part) const {
+    return StepOf(part, part.count - 1);
+  }
+  // How many of its steps, the first ones, are whole.
+  constexpr int WholeSteps(const ChannelPart& part) const {
+    const std::int64_t behind = (whole_steps - part.first + stride - 1) / stride;
+    return static_cast<int>(behind < 0 ? 0 : behind < part.count ? behind : part.count);
+  }
+  // Columns: elements of each channel.
+  constexpr std::int64_t ChannelElements(const ChannelPart& part) const {
+    const std::int64_t step_rows = at_once * fold;
+    const std::int64_t beyond = (LastStep(part) + 1) * step_rows - group_rows;
+    return (part.count * step_rows - (beyond > 0 ? beyond : 0)) * inner;
+  }
+
+  // Where a tile's channel has the k-th of three elements, from all over the part.
+  constexpr std::int64_t Sample(const ChannelPart& part, int channel, int k) const {
+    const std::int64_t step = StepOf(part, (part.count - 1) * k / 2);
+    std::int64_t row = step * at_once, i = (inner - 1) * k / 2;
+    if (plane) {
+      row = step * kChannelThreads / row_packs;
+      i = step * kChannelThreads % row_packs * width;
+      i = i < inner ? i : inner - 1;
+    }
+    return FirstElement(part.tile) + row * row_elements + channel * inner + i;
+  }
+
   // --- Packs that are the tile's in part ---
 
-  // How often all threads have to ask for one, in steps [first, end).
-  constexpr std::int64_t EdgeTurns(std::int64_t first, std::int64_t end) const {
+  // How often all threads have to ask for one.
+  constexpr std::int64_t EdgeTurns(const ChannelPart& part) const {
     if (plane && framed) {
-      return (3 * (EndRow(end) - FirstRow(first)) + kChannelThreads - 1) / kChannelThreads;
+      return (3 * (EndRow(part) - FirstRow(part)) + kChannelThreads - 1) / kChannelThreads;
     }
-    return !plane && width > 1 && group_rows % fold != 0 && end == steps ? 1 : 0;
+    return !plane && width > 1 && group_rows % fold != 0 && LastStep(part) + 1 == steps ? 1 : 0;
   }
 
   // Such a pack; or nothing. Columns: of the thread's own ones.
-  constexpr ChannelSpan EdgeSpan(std::int64_t tile, std::int64_t first, std::int64_t end,
-                                 std::int64_t turn, int thread) const {
+  constexpr ChannelSpan EdgeSpan(const ChannelPart& part, std::int64_t turn, int thread) const {
     if (!plane) {
-      const ChannelPlace place = PlaceOf(tile, end - 1, thread);
-      const std::int64_t left = Limit(tile) - place.at;
+      const ChannelPlace place = PlaceOf(part.tile, LastStep(part), thread);
+      const std::int64_t left = Limit(part.tile) - place.at;
       if (place.pack < 0 || left <= 0 || left >= width) return {0, 0, 0};
       return {place.at, 0, static_cast<int>(left)};
     }
     // A row's first pack, and its last two.
-    const std::int64_t i = turn * kChannelThreads + thread, row = FirstRow(first) + i / 3;
-    if (row >= EndRow(end)) return {0, 0, 0};
+    const std::int64_t i = turn * kChannelThreads + thread, row = FirstRow(part) + i / 3;
+    if (row >= EndRow(part)) return {0, 0, 0};
     const std::int64_t pack = i % 3 == 0 ? 0 : row_packs - i % 3;
-    const std::int64_t number = row * row_packs + pack;
-    if (number < first * kChannelThreads || number >= end * kChannelThreads) return {0, 0, 0};
-    const ChannelPlace place = PlaceOfPack(tile, row, pack);
-    if (Whole(place, Limit(tile))) return {0, 0, 0};
+    const std::int64_t step = (row * row_packs + pack) / kChannelThreads;
+    if (step < part.first || step > LastStep(part)) return {0, 0, 0};
+    const ChannelPlace place = PlaceOfPack(part.tile, row, pack);
+    if (Whole(place, Limit(part.tile))) return {0, 0, 0};
     const int before = static_cast<int>(place.at & (width - 1));
     const std::int64_t left = inner - pack * width + before;
     if (left <= 0) return {0, 0, 0};
@@ -199,22 +249,34 @@ struct ChannelPlan {
     const int n = static_cast<int>(inner);
     return (i / n * of_tile + channel) * n + i % n;
   }
-  // Elements of a channel in steps [first, end) of a tile.
-  constexpr std::int64_t ChannelElements(std::int64_t first, std::int64_t end) const {
-    const std::int64_t from = first * at_once * fold, to = end * at_once * fold;
-    return ((to < group_rows ? to : group_rows) - (from < group_rows ? from : group_rows)) * inner;
+
+  // --- Parts of a block ---
+
+  constexpr bool turns() const { return stride > 1; }
+
+  constexpr ChannelShare ShareOf(int block) const {
+    if (turns()) return {block % stride, 0, block / stride, 1};
+    const std::int64_t start = FirstStep(block), stop = FirstStep(block + 1);
+    const std::int64_t first_tile = start / steps;
+    return {start, stop, first_tile,
+            start == stop ? 0 : static_cast<int>((stop - 1) / steps - first_tile) + 1};
+  }
+  constexpr ChannelPart PartOf(const ChannelShare& share, int i) const {
+    const std::int64_t tile = share.first_tile + i;
+    if (turns()) return {tile, share.start, (steps - share.start - 1) / stride + 1, 0};
+    const std::int64_t origin = tile * steps;
+    const std::int64_t first = share.start > origin ? share.start - origin : 0;
+    const std::int64_t end = share.stop - origin < steps ? share.stop - origin : steps;
+    return {tile, first, end - first, origin + first - share.start};
   }
 
-  // --- Steps of a block, counted through all tiles ---
-
-  constexpr std::int64_t FirstStep(std::int64_t block) const {
-    const std::int64_t unit = Share(block);
-    const std::int64_t step = unit % units * unit_steps;
-    return unit / units * steps + (step < steps ? step : steps);
-  }
   // The block of a tile's first step, and that of its last one.
-  constexpr int FirstBlock(std::int64_t tile) const { return BlockOf(tile * units); }
-  constexpr int LastBlock(std::int64_t tile) const { return BlockOf((tile + 1) * units - 1); }
+  constexpr int FirstBlock(std::int64_t tile) const {
+    return turns() ? static_cast<int>(tile * stride) : BlockOf(tile * units);
+  }
+  constexpr int LastBlock(std::int64_t tile) const {
+    return turns() ? static_cast<int>((tile + 1) * stride) - 1 : BlockOf((tile + 1) * units - 1);
+  }
 
  private:
   constexpr std::int64_t FirstElement(std::int64_t tile) const {
@@ -223,13 +285,19 @@ struct ChannelPlan {
   constexpr ChannelPlace PlaceOfPack(std::int64_t tile, std::int64_t row, std::int64_t pack) const {
     return {pack, FirstElement(tile) + row * row_elements + pack * width};
   }
-  // Planes: rows that steps [first, end) have a pack of.
-  constexpr std::int64_t FirstRow(std::int64_t first) const {
-    return first * kChannelThreads / row_packs;
+  // Planes: rows that a part has a pack of.
+  constexpr std::int64_t FirstRow(const ChannelPart& part) const {
+    return part.first * kChannelThreads / row_packs;
   }
-  constexpr std::int64_t EndRow(std::int64_t end) const {
-    const std::int64_t row = (end * kChannelThreads - 1) / row_packs + 1;
+  constexpr std::int64_t EndRow(const ChannelPart& part) const {
+    const std::int64_t row = ((LastStep(part) + 1) * kChannelThreads - 1) / row_packs + 1;
     return row < rows ? row : rows;
+  }
+  // Where blocks do not take turns: a block's first step, counted through all tiles.
+  constexpr std::int64_t FirstStep(std::int64_t block) const {
+    const std::int64_t unit = Share(block);
+    const std::int64_t step = unit % units * unit_steps;
+    return unit / units * steps + (step < steps ? step : steps);
   }
   // The first of a block's units. No memory has so many elements that this exceeds 64 bits.
   constexpr std::int64_t Share(std::int64_t block) const {
@@ -294,8 +362,6 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   plan.row_packs = 0;
   plan.steps = DivideUp(plan.rows, plan.at_once);
   plan.whole_steps = task.rows / plan.fold / plan.at_once;
-  plan.forward = {0, plan.at_once * plan.row_elements};
-  plan.backward = {0, -plan.forward.elements};
   return true;
 }
 
@@ -363,13 +429,24 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
     divide(DivideUp(plan.steps, task.partial_rows));
   }
 
-  // Sums of a block's threads, and of a tile's columns; then parameters.
+  const std::int64_t of_tile = plan.blocks / plan.all_tiles;
+  const bool turns = !plan.plane && plan.unit_steps == 1 && plan.blocks % plan.all_tiles == 0 &&
+                     (!task.statistics || of_tile <= task.partial_rows);
+  plan.stride = turns ? of_tile : 1;
+  if (!plan.plane) {
+    plan.forward = {0, plan.stride * plan.at_once * plan.row_elements};
+    plan.backward = {0, -plan.forward.elements};
+  }
+
+  // Sums of a block's threads, and of a tile's columns; later parameters; then origins.
   const int columns = plan.plane ? 1 : plan.lanes * plan.width;
-  const int staged =
-      plan.plane ? kChannelThreads * 2
-                 : kChannelThreads * std::min(plan.width, kStagedColumns) * 16 + columns * 16;
-  const int parameters = columns * task.parameters * task.accum_bytes;
-  plan.scratch_bytes = (std::max(task.statistics ? staged : 0, parameters) + 15) / 16 * 16;
+  const int sums = plan.plane ? kChannelThreads * 2
+                              : kChannelThreads * std::min(plan.width, kStagedColumns) * 16 +
+                                    columns * 16;
+  const int channel_bytes = static_cast<int>(plan.tile_channels) * task.accum_bytes;
+  plan.origins_at = std::max(task.statistics ? sums : 0, channel_bytes * task.parameters);
+  plan.scratch_bytes =
+      (plan.origins_at + (task.statistics ? channel_bytes * task.origins : 0) + 15) / 16 * 16;
   plan.shared_bytes = plan.scratch_bytes;
   if (task.statistics && task.apply) {
     const std::int64_t budget = MaxChannelBytes(task.shared_bytes) - plan.scratch_bytes;

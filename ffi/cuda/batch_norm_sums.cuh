@@ -11,13 +11,37 @@ namespace {
 
 constexpr int kChannelWarps = kChannelThreads / kWarp;
 
+// --- Sums of a thread ----------------------------------------------------------------------------
+
+// Two sums of each of a thread's columns. EndSum() every so often, so that rounding errors hardly
+// grow with the number of rows.
+template <typename A, int W>
+struct ThreadSums {
+  A recent[2][W] = {}, all[2][W] = {};
+
+  __device__ __forceinline__ void Add(int j, A first, A second) {
+    recent[0][j] += first, recent[1][j] += second;
+  }
+  __device__ __forceinline__ void EndSum() {
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) all[v][j] += recent[v][j], recent[v][j] = 0;
+    }
+  }
+  __device__ __forceinline__ double2 column(int j) const {
+    return {static_cast<double>(all[0][j]), static_cast<double>(all[1][j])};
+  }
+};
+
 // --- Sums over a block ---------------------------------------------------------------------------
 
-// emit(channel in the tile, sum) for each of a tile's channels, where pair(j) is what the thread
-// has added up of its column j; any thread may be told of any channel. In a fixed order.
-template <int W, typename PairOf, typename Emit>
+// emit(channel in the tile, sum) for each of a tile's channels; any thread may be told of any
+// channel. In a fixed order.
+template <typename A, int W, typename Emit>
 __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, std::int64_t tile,
-                                           double2* scratch, const PairOf& pair, const Emit& emit) {
+                                           double2* scratch, const ThreadSums<A, W>& sums,
+                                           const Emit& emit) {
   constexpr int kStaged = W < kStagedColumns ? W : kStagedColumns;
   double2* const totals = scratch + kStaged * kChannelThreads;  // [lanes][W]
   const int thread = static_cast<int>(threadIdx.x);
@@ -25,7 +49,7 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, std::int64_t
   for (int first = 0; first < W; first += kStaged) {
     __syncthreads();  // scratch has been read
 #pragma unroll
-    for (int j = 0; j < kStaged; ++j) scratch[j * kChannelThreads + thread] = pair(first + j);
+    for (int j = 0; j < kStaged; ++j) scratch[j * kChannelThreads + thread] = sums.column(first + j);
     __syncthreads();  // and is written
     for (int i = thread; i < kStaged * plan.lanes; i += kChannelThreads) {
       const int j = i / plan.lanes, pack = i % plan.lanes;
@@ -79,6 +103,27 @@ __device__ __forceinline__ void SumPlane(double* scratch, double (&values)[kValu
   }
 }
 
+// emit(channel in the tile, sum, elements) for each of a tile's channels, of whose elements this
+// thread has added up so many.
+template <typename A, int W, typename Emit>
+__device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPart& part,
+                                        double2* scratch, const ThreadSums<A, W>& sums,
+                                        int elements, const Emit& emit) {
+  if (plan.plane) {
+    double values[3] = {0, 0, static_cast<double>(elements)};
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      values[0] += sums.column(j).x, values[1] += sums.column(j).y;
+    }
+    SumPlane(reinterpret_cast<double*>(scratch), values);
+    if (threadIdx.x == 0) emit(0, double2{values[0], values[1]}, values[2]);
+  } else {
+    const double of_channel = static_cast<double>(plan.ChannelElements(part));
+    SumColumns(plan, part.tile, scratch, sums,
+               [&](int channel, const double2& sum) { emit(channel, sum, of_channel); });
+  }
+}
+
 // --- Sums over blocks ----------------------------------------------------------------------------
 
 // Partial results in the workspace, [groups, partial_rows, kValues, channels].
@@ -93,11 +138,13 @@ struct ChannelPartials {
   }
 };
 
-// All channels of all groups, spread over the grid: add(values, group, part, channel) for each of
-// a channel's partial results, and then finish(group, channel, sums of these values).
-template <int kValues, typename Add, typename Finish>
+// All channels of all groups, spread over the grid: begin(group, channel), whose result is the last
+// argument of add(values, group, part, channel, .), for each of a channel's partial results, and of
+// finish(group, channel, sums of these values, .).
+template <int kValues, typename Begin, typename Add, typename Finish>
 __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
-                                               const Add& add, const Finish& finish) {
+                                               const Begin& begin, const Add& add,
+                                               const Finish& finish) {
   const std::int64_t all = groups * plan.channels;
   const std::int64_t warps = std::int64_t{gridDim.x} * kChannelWarps;
   // Lanes that share a channel's partial results; with other channels' next to each other, reads
@@ -107,22 +154,22 @@ __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int
   const std::int64_t warp =
       std::int64_t{blockIdx.x} + threadIdx.x / kWarp * std::int64_t{gridDim.x};
   for (std::int64_t first = warp * at_once; first < all; first += warps * at_once) {
-    const std::int64_t i = first + lane % at_once;
+    const std::int64_t own = first + lane % at_once;
+    const std::int64_t i = min(own, all - 1);  // lanes that have none add up the last one's, too
     const std::int64_t group = i / plan.channels, channel = i % plan.channels;
+    const std::int64_t tile = group * plan.tiles + channel / plan.tile_channels;
+    const auto of_channel = begin(group, channel);
+    const int parts = plan.LastBlock(tile) - plan.FirstBlock(tile) + 1;
     double values[kValues] = {};
-    if (i < all) {
-      const std::int64_t tile = group * plan.tiles + channel / plan.tile_channels;
-      const int parts = plan.LastBlock(tile) - plan.FirstBlock(tile) + 1;
 #pragma unroll 4
-      for (int part = lane / at_once; part < parts; part += lanes) {
-        add(values, group, part, channel);
-      }
+    for (int part = lane / at_once; part < parts; part += lanes) {
+      add(values, group, part, channel, of_channel);
     }
     for (int distance = kWarp / 2; distance >= at_once; distance /= 2) {
 #pragma unroll
       for (double& value : values) value += __shfl_xor_sync(0xffffffffu, value, distance);
     }
-    if (lane < at_once && i < all) finish(group, channel, values);
+    if (lane < at_once && own < all) finish(group, channel, values, of_channel);
   }
 }
 

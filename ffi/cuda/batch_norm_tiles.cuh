@@ -35,6 +35,10 @@ __device__ __forceinline__ void LoadIf(bool wanted, const T* array, std::int64_t
   }
 }
 
+__device__ __forceinline__ void PrefetchL2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // What is stored is not read again: it shall not push out of the L2 cache what is.
 template <int W, typename T>
 __device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pack<T, W>& pack) {
@@ -63,34 +67,14 @@ __device__ __forceinline__ void StoreSpan(T* array, const ChannelSpan& span, con
 
 // --- Parts ---------------------------------------------------------------------------------------
 
-// A block's steps [first, end) of a tile; the block's own number of step i is i + own.
-struct ChannelPart {
-  std::int64_t tile, first, end, own;
-};
-
 // fn(part) for the parts of this block's steps, from the first to the last or the other way round.
 template <bool kBackwards, typename Fn>
 __device__ __forceinline__ void ForParts(const ChannelPlan& plan, const Fn& fn) {
-  const std::int64_t start = plan.FirstStep(blockIdx.x), stop = plan.FirstStep(blockIdx.x + 1);
-  if (start == stop) return;
-  const std::int64_t first_tile = start / plan.steps, last_tile = (stop - 1) / plan.steps;
-  for (std::int64_t i = 0; i <= last_tile - first_tile; ++i) {
-    const std::int64_t tile = kBackwards ? last_tile - i : first_tile + i;
-    const std::int64_t origin = tile * plan.steps;
-    fn(ChannelPart{tile, max(start - origin, std::int64_t{0}), min(stop - origin, plan.steps),
-                   origin - start});
+  const ChannelShare share = plan.ShareOf(static_cast<int>(blockIdx.x));
+  for (int i = 0; i < share.parts; ++i) {
+    fn(plan.PartOf(share, kBackwards ? share.parts - 1 - i : i));
   }
 }
-
-// A part's steps in which all packs are whole, the first so many, and the others.
-struct StepKinds {
-  int whole, others;
-
-  __device__ __forceinline__ StepKinds(const ChannelPlan& plan, const ChannelPart& part) {
-    const std::int64_t behind = min(max(plan.whole_steps, part.first), part.end);
-    whole = static_cast<int>(behind - part.first), others = static_cast<int>(part.end - behind);
-  }
-};
 
 // This thread's packs of one step after the other.
 template <bool kBackwards>
@@ -115,18 +99,18 @@ class PackWalk {
   std::int64_t limit_;
 };
 
-// load(k, step, wanted, start) and then use(k, step) of this thread's packs in so many steps, up to
-// kRing of them loaded ahead, to place k of the ring in turn; where a load is not wanted, it is not
-// used. begin(k) before the first use, end_ring() after every kRing or fewer. Packs are whole; or,
-// kChecked, those that are not are left out.
-template <int kRing, bool kBackwards, bool kChecked, typename Load, typename Begin, typename Use,
-          typename EndRing>
-__device__ __forceinline__ void ForPacks(const ChannelPlan& plan, std::int64_t tile,
-                                         std::int64_t first_step, int steps, const Load& load,
-                                         const Begin& begin, const Use& use,
+// load(k, i, wanted, start) and then use(k, i) of this thread's packs in a part's steps [first, end)
+// or, backwards, from the last one of them to the first, up to kRing of them loaded ahead, to place
+// k of the ring in turn; where a load is not wanted, it is not used. end_ring() after every kRing or
+// fewer. Packs are whole; or, kChecked, those that are not are left out.
+template <int kRing, bool kBackwards, bool kChecked, typename Load, typename Use, typename EndRing>
+__device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelPart& part,
+                                         int first, int end, const Load& load, const Use& use,
                                          const EndRing& end_ring) {
+  const int steps = end - first;
   if (steps == 0) return;
-  PackWalk<kBackwards> walk(plan, tile, first_step);
+  const auto number = [&](int step) { return kBackwards ? end - 1 - step : first + step; };
+  PackWalk<kBackwards> walk(plan, part.tile, plan.StepOf(part, number(0)));
   if (walk.idle()) return;
   if constexpr (kChecked) {
 #pragma unroll 1
@@ -135,40 +119,51 @@ __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, std::int64_t t
 #pragma unroll
       for (int k = 0; k < kRing; ++k) {
         wanted[k] = step + k < steps && walk.whole();
-        load(k, step + k, wanted[k], walk.start());
+        load(k, number(step + k), wanted[k], walk.start());
         walk.Move();
       }
 #pragma unroll
       for (int k = 0; k < kRing; ++k) {
-        if (!wanted[k]) continue;
-        begin(k);
-        use(k, step + k);
+        if (wanted[k]) use(k, number(step + k));
       }
       end_ring();
     }
   } else {
     const auto next = [&](int k, int step) {
-      load(k, step, step < steps, walk.start());
+      load(k, number(step), step < steps, walk.start());
       walk.Move();
     };
 #pragma unroll
     for (int k = 0; k < kRing; ++k) next(k, k);
-    begin(0);
     int step = 0;
 #pragma unroll 1
     for (; step + kRing <= steps; step += kRing) {
 #pragma unroll
       for (int k = 0; k < kRing; ++k) {
-        use(k, step + k);
+        use(k, number(step + k));
         next(k, step + k + kRing);
       }
       end_ring();
     }
 #pragma unroll
     for (int k = 0; k < kRing - 1; ++k) {
-      if (step + k < steps) use(k, step + k);
+      if (step + k < steps) use(k, number(step + k));
     }
     end_ring();
+  }
+}
+
+// fetch(start) of this thread's first packs of a part: to bring them to the L2 cache while the block
+// does what it has to before it loads them.
+template <int kRing, typename Fetch>
+__device__ __forceinline__ void ForFirstPacks(const ChannelPlan& plan, const ChannelPart& part,
+                                              const Fetch& fetch) {
+  PackWalk<false> walk(plan, part.tile, part.first);
+  if (walk.idle()) return;
+#pragma unroll
+  for (int k = 0; k < kRing; ++k) {
+    if (k < part.count && walk.whole()) fetch(walk.start());
+    walk.Move();
   }
 }
 
@@ -177,11 +172,10 @@ template <int W, typename Fn>
 __device__ __forceinline__ void ForEdges(const ChannelPlan& plan, const ChannelPart& part,
                                          const Fn& fn) {
   if constexpr (W == 1) return;
-  const std::int64_t turns = plan.EdgeTurns(part.first, part.end);
+  const std::int64_t turns = plan.EdgeTurns(part);
 #pragma unroll 1
   for (std::int64_t turn = 0; turn < turns; ++turn) {
-    const ChannelSpan span =
-        plan.EdgeSpan(part.tile, part.first, part.end, turn, static_cast<int>(threadIdx.x));
+    const ChannelSpan span = plan.EdgeSpan(part, turn, static_cast<int>(threadIdx.x));
     if (span.first < span.last) fn(span);
   }
 }
@@ -191,10 +185,15 @@ template <int W>
 __device__ __forceinline__ void OwnChannels(const ChannelPlan& plan, std::int64_t tile,
                                             int (&channels)[W]) {
   const int column = static_cast<int>(threadIdx.x) % plan.lanes * W;
-  const int of_tile = plan.TileChannels(tile);
+  const int of_tile = plan.TileChannels(tile), inner = static_cast<int>(plan.inner);
+  int channel = plan.plane ? 0 : column / inner % of_tile, i = plan.plane ? 0 : column % inner;
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    channels[j] = plan.plane ? 0 : plan.ChannelOf(column + j, of_tile);
+    channels[j] = channel;
+    if (!plan.plane && ++i == inner) {
+      i = 0;
+      if (++channel == of_tile) channel = 0;
+    }
   }
 }
 
@@ -216,32 +215,24 @@ __device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std
   }
 }
 
-// What this kernel may have written, before a barrier of the grid.
-template <typename A>
-__device__ __forceinline__ A AccumAt(const Param& param, std::int64_t group, std::int64_t channel) {
-  if (param.data == nullptr) return 0;
-  return __ldcg(static_cast<const A*>(param.data) + group * param.group_stride + channel);
-}
-
 // Fills values[v][j] with number v of the thread's column j: table(group, channel, numbers) gives
-// those of a channel.
+// those of a channel. They stay in `shared`, [kValues][channels of the tile].
 template <int kValues, typename A, int W, typename Table>
 __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, std::int64_t tile,
-                                               void* scratch, const Table& table,
+                                               A* shared, const Table& table,
                                                A (&values)[kValues][W]) {
-  A* const shared = static_cast<A*>(scratch);  // [kValues][channels of the tile]
   const std::int64_t group = tile / plan.tiles, first = plan.FirstChannel(tile);
   const int of_tile = plan.TileChannels(tile);
-  __syncthreads();  // scratch has been read
+  __syncthreads();  // it has been read
   for (int i = static_cast<int>(threadIdx.x); i < of_tile; i += kChannelThreads) {
     A numbers[kValues];
     table(group, first + i, numbers);
 #pragma unroll
     for (int v = 0; v < kValues; ++v) shared[v * of_tile + i] = numbers[v];
   }
-  __syncthreads();  // and is written
   int channels[W];
   OwnChannels(plan, tile, channels);
+  __syncthreads();  // and is written
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
 #pragma unroll

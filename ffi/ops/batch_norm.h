@@ -34,7 +34,7 @@ struct BatchNormFwdArgs {
   // The batch's own: [groups, channels] in the accumulation dtype; all of them, or, where mean is
   // given, none. The variance is the biased one; rstd is InverseDeviation (common/math.h) of it.
   void *batch_mean, *batch_variance, *batch_rstd, *batch_delta;
-  // Scratch in the accumulation dtype, [groups, partial_rows, 3, channels]: partial_rows is an
+  // Scratch in the accumulation dtype, [groups, partial_rows, 4, channels]: partial_rows is an
   // upper bound for the number of parts that have statistics of their own. 0 where mean is given.
   void* workspace;
   std::int64_t partial_rows;
@@ -107,7 +107,7 @@ struct BatchNorm {
     }
     check.Number("epsilon", epsilon, epsilon >= 0, "finite and >= 0");
     const bool own = args.batch_mean != nullptr && args.shape.elements() > 0;
-    args.partial_rows = check.PartialRows("workspace", *workspace, own ? 3 : 0);
+    args.partial_rows = check.PartialRows("workspace", *workspace, own ? 4 : 0);
     return check.ok() ? BatchNormFwd(ctx, args) : check.error();
   }
   static auto BindFwd() {

@@ -200,7 +200,7 @@ FWD = Kernel(
     results={"y": Result("ndm", "x"), **{name: Result("d") for name in _STATISTICS}},
     reference=_forward,
     # Of each part: its mean, squared deviations from it, and how many elements it has.
-    workspace=functools.partial(_workspace, 3),
+    workspace=functools.partial(_workspace, 4),
     stages=merge_statistics,
 )
 BWD = Kernel(

@@ -118,7 +118,7 @@ int Run(const Case& c) {
   Array<S> dscale(params, 0, arrays), dbias(params, 0, arrays);
   Array<A> mean(params, 0, arrays), variance(params, 0, arrays), rstd(params, 0, arrays),
       delta(params, 0, arrays);
-  A* const workspace = arrays.Empty<A>(c.groups * c.partial_rows * 3 * c.channels);
+  A* const workspace = arrays.Empty<A>(c.groups * c.partial_rows * 4 * c.channels);
   const std::int64_t stride = c.shared ? 0 : c.channels;
   const ChannelShape shape{{c.groups, c.rows, c.channels}, c.inner};
   const auto param = [&](std::int64_t group, std::int64_t channel) {
@@ -306,7 +306,7 @@ int RunHard(const Size& size) {
   fwd.x = x.device, fwd.y = y.device;
   fwd.batch_mean = mean.device, fwd.batch_variance = variance.device;
   fwd.batch_rstd = rstd.device, fwd.batch_delta = delta.device;
-  fwd.partial_rows = 512, fwd.workspace = arrays.Empty<float>(512 * 3 * c.channels);
+  fwd.partial_rows = 512, fwd.workspace = arrays.Empty<float>(512 * 4 * c.channels);
   Check(BatchNormFwd(CudaContext{nullptr}, fwd));
   Check(cudaDeviceSynchronize());
   y.Download(), mean.Download(), variance.Download(), rstd.Download(), delta.Download();

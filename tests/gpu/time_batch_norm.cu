@@ -103,7 +103,7 @@ void Run(const Options& options, const Shape& of) {
   A* const delta = arrays.Empty<A>(channels);
   A* const dscale = arrays.Empty<A>(channels);
   A* const dbias = arrays.Empty<A>(channels);
-  A* const workspace = arrays.Empty<A>(kPartialRows * 3 * channels);
+  A* const workspace = arrays.Empty<A>(kPartialRows * 4 * channels);
   const auto bytes = static_cast<std::size_t>(n) * sizeof(T);
   Check(cudaDeviceSynchronize());
   const Timing copy = Time([&](int k) {
