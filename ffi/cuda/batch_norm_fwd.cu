@@ -113,9 +113,9 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
 enum AffineNumbers { kAffineMean, kFactor, kOffset, kAffine };
 
 template <typename A>
-__device__ __forceinline__ void Affine(const BatchNormFwdArgs& args, std::int64_t group,
-                                       std::int64_t channel, A mean, A rstd, A delta,
-                                       A (&numbers)[kAffine]) {
+__device__ __forceinline__ void SetAffine(const BatchNormFwdArgs& args, std::int64_t group,
+                                          std::int64_t channel, A mean, A rstd, A delta,
+                                          A (&numbers)[kAffine]) {
   const A scale = ParamAt<A>(args.scale, group, channel, 1);
   const A bias = ParamAt<A>(args.bias, group, channel, 0);
   numbers[kAffineMean] = mean, numbers[kFactor] = rstd * scale;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
         A own[3], numbers[kAffine];
         StoreStatistics(args, group * plan.channels + channel, first.origin,
                         static_cast<double>(first.mean) + mean, variance < 0 ? 0.0 : variance, own);
-        Affine(args, group, channel, own[0], own[1], own[2], numbers);
+        SetAffine(args, group, channel, own[0], own[1], own[2], numbers);
 #pragma unroll
         for (int v = 0; v < kAffine; ++v) partials.at(group, 0, v, channel) = numbers[v];
       });
@@ -196,9 +196,9 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
               numbers[v] = __ldcg(&partials.at(group, 0, v, channel));
             }
           } else {
-            Affine(args, group, channel, ParamAt<A>(args.mean, group, channel, 0),
-                   ParamAt<A>(args.rstd, group, channel, 0),
-                   ParamAt<A>(args.delta, group, channel, 0), numbers);
+            SetAffine(args, group, channel, ParamAt<A>(args.mean, group, channel, 0),
+                      ParamAt<A>(args.rstd, group, channel, 0),
+                      ParamAt<A>(args.delta, group, channel, 0), numbers);
           }
         },
         parameters);
@@ -302,7 +302,8 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
   ChannelTask task = ChannelTaskOf<T>(args.shape);
   task.aligned = Aligned(args.x, args.residual, args.y);
   task.statistics = own, task.apply = args.y != nullptr;
-  task.arrays = 1, task.parameters = kAffine, task.origins = 1, task.partial_rows = args.partial_rows;
+  task.arrays = 1, task.parameters = kAffine, task.origins = 1,
+  task.partial_rows = args.partial_rows;
   const ChannelPlan plan = ChooseChannelPlan(task);
   return plan.width == 1
              ? LaunchChannels(kOp, BatchNormFwdKernel<T, 1>, stream, plan, own, args, plan)

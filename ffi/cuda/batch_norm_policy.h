@@ -110,7 +110,7 @@ struct ChannelPlan {
   std::int64_t steps;        // of a tile
   std::int64_t whole_steps;  // the first so many, in which every thread's pack is whole, if any
   std::int64_t unit_steps, units;  // of a unit, of a tile
-  std::int64_t stride;       // from a block's step to its next one: 1, or its tile's blocks
+  std::int64_t stride;             // from a block's step to its next one: 1, or its tile's blocks
   ChannelStride forward, backward;
   int blocks;
   int kept_steps;     // of a block, in shared memory
@@ -440,9 +440,9 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
 
   // Sums of a block's threads, and of a tile's columns; later parameters; then origins.
   const int columns = plan.plane ? 1 : plan.lanes * plan.width;
-  const int sums = plan.plane ? kChannelThreads * 2
-                              : kChannelThreads * std::min(plan.width, kStagedColumns) * 16 +
-                                    columns * 16;
+  const int sums = plan.plane
+                       ? kChannelThreads * 2
+                       : kChannelThreads * std::min(plan.width, kStagedColumns) * 16 + columns * 16;
   const int channel_bytes = static_cast<int>(plan.tile_channels) * task.accum_bytes;
   plan.origins_at = std::max(task.statistics ? sums : 0, channel_bytes * task.parameters);
   plan.scratch_bytes =

@@ -49,7 +49,8 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, std::int64_t
   for (int first = 0; first < W; first += kStaged) {
     __syncthreads();  // scratch has been read
 #pragma unroll
-    for (int j = 0; j < kStaged; ++j) scratch[j * kChannelThreads + thread] = sums.column(first + j);
+    for (int j = 0; j < kStaged; ++j)
+      scratch[j * kChannelThreads + thread] = sums.column(first + j);
     __syncthreads();  // and is written
     for (int i = thread; i < kStaged * plan.lanes; i += kChannelThreads) {
       const int j = i / plan.lanes, pack = i % plan.lanes;

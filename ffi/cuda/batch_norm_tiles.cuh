@@ -99,10 +99,10 @@ class PackWalk {
   std::int64_t limit_;
 };
 
-// load(k, i, wanted, start) and then use(k, i) of this thread's packs in a part's steps [first, end)
-// or, backwards, from the last one of them to the first, up to kRing of them loaded ahead, to place
-// k of the ring in turn; where a load is not wanted, it is not used. end_ring() after every kRing or
-// fewer. Packs are whole; or, kChecked, those that are not are left out.
+// load(k, i, wanted, start) and then use(k, i) of this thread's packs in a part's steps [first,
+// end) or, backwards, from the last one of them to the first, up to kRing of them loaded ahead, to
+// place k of the ring in turn; where a load is not wanted, it is not used. end_ring() after every
+// kRing or fewer. Packs are whole; or, kChecked, those that are not are left out.
 template <int kRing, bool kBackwards, bool kChecked, typename Load, typename Use, typename EndRing>
 __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelPart& part,
                                          int first, int end, const Load& load, const Use& use,
@@ -153,8 +153,8 @@ __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelP
   }
 }
 
-// fetch(start) of this thread's first packs of a part: to bring them to the L2 cache while the block
-// does what it has to before it loads them.
+// fetch(start) of this thread's first packs of a part: to bring them to the L2 cache while the
+// block does what it has to before it loads them.
 template <int kRing, typename Fetch>
 __device__ __forceinline__ void ForFirstPacks(const ChannelPlan& plan, const ChannelPart& part,
                                               const Fetch& fetch) {
