@@ -152,8 +152,8 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Ch
     const std::int64_t first_channel = plan.FirstChannel(part.tile);
     SumPart(plan, part, reinterpret_cast<double2*>(scratch), sums, 0,
             [&](int channel, const double2& total, double) {
-              partials.at(group, slot, 0, first_channel + channel) = static_cast<A>(total.x);
-              partials.at(group, slot, 1, first_channel + channel) = static_cast<A>(total.y);
+              partials.at(group, slot, first_channel + channel) = {static_cast<A>(total.x),
+                                                                   static_cast<A>(total.y)};
             });
   });
 }
@@ -175,14 +175,13 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
     A rstd, delta;
   };
   ForChannelSums<2>(
-      plan, args.shape.outer.groups,
+      plan, args.shape.outer.groups, partials,
       [&](std::int64_t group, std::int64_t channel) {
         return Given{ParamAt<A>(args.rstd, group, channel, 0),
                      ParamAt<A>(args.delta, group, channel, 0)};
       },
-      [&](double (&sums)[2], std::int64_t group, int part, std::int64_t channel, const Given&) {
-        sums[0] += static_cast<double>(__ldcg(&partials.at(group, part, 0, channel)));
-        sums[1] += static_cast<double>(__ldcg(&partials.at(group, part, 1, channel)));
+      [](double (&sums)[2], const ChannelPartial<A, 2>& part, const Given&) {
+        sums[0] += static_cast<double>(part.v[0]), sums[1] += static_cast<double>(part.v[1]);
       },
       [&](std::int64_t group, std::int64_t channel, const double (&sums)[2], const Given& given) {
         const double of_x_hat = (sums[1] - static_cast<double>(given.delta) * sums[0]) *
@@ -194,8 +193,7 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
         if (args.dbias.data != nullptr) StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
         const Slope<A> line(static_cast<A>(sums[0] / terms), static_cast<A>(of_x_hat / terms),
                             given.rstd, given.delta);
-        partials.at(group, 0, 0, channel) = line.level;
-        partials.at(group, 0, 1, channel) = line.slope;
+        partials.at(group, 0, channel) = {line.level, line.slope};
       });
 }
 
@@ -215,14 +213,17 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args, const C
         plan, part.tile, reinterpret_cast<A*>(scratch),
         [&](std::int64_t group, std::int64_t channel, A(&numbers)[5]) {
           const bool given = args.mean_dz.data != nullptr;
-          const A first = given ? ParamAt<A>(args.mean_dz, group, channel, 0)
-                                : __ldcg(&partials.at(group, 0, 0, channel));
-          const A second = given ? ParamAt<A>(args.mean_dz_x_hat, group, channel, 0)
-                                 : __ldcg(&partials.at(group, 0, 1, channel));
+          ChannelPartial<A, 2> line{};
+          if (!given) line = partials.Load(group, 0, channel);
           const Affine<A> affine(args, group, channel);
-          const Slope<A> line(first, second, affine.rstd, affine.delta);
+          if (given) {
+            const Slope<A> own(ParamAt<A>(args.mean_dz, group, channel, 0),
+                               ParamAt<A>(args.mean_dz_x_hat, group, channel, 0), affine.rstd,
+                               affine.delta);
+            line = {own.level, own.slope};
+          }
           numbers[0] = affine.mean, numbers[1] = affine.factor, numbers[2] = affine.offset;
-          numbers[3] = given ? line.level : first, numbers[4] = given ? line.slope : second;
+          numbers[3] = line.v[0], numbers[4] = line.v[1];
         },
         parameters);
     const auto apply = [&](const A(&dz)[W], A(&x)[W]) {
@@ -277,8 +278,7 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
                        const __grid_constant__ ChannelPlan plan) {
   extern __shared__ __align__(16) char shared[];
   auto* const kept = reinterpret_cast<Pack<T, W>*>(shared + plan.scratch_bytes);
-  const ChannelPartials<Accum<T>, 2> partials{static_cast<Accum<T>*>(args.workspace),
-                                              args.partial_rows, plan.channels};
+  const ChannelPartials<Accum<T>, 2> partials(args.workspace, args.partial_rows, plan.channels);
   if (args.mean_dz.data == nullptr) {
     FirstPass<T, W, kMask>(args, plan, partials, shared, kept);
     cooperative_groups::this_grid().sync();  // partial sums are written

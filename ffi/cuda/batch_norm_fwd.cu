@@ -21,7 +21,7 @@ namespace gradops {
 namespace {
 
 constexpr int kMomentPacks = 6;  // of a thread, on their way, in the first pass
-constexpr int kApplyPacks = 3;   // and in the second one
+constexpr int kApplyPacks = 4;   // and in the second one
 constexpr int kMomentRingsPerSum = 6;
 
 // What distances are from, so that a large mean costs no digits: of three elements of the channel
@@ -98,13 +98,9 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
     SumPart(plan, part, reinterpret_cast<double2*>(scratch), sums, elements,
             [&](int channel, const double2& sum, double count) {
               const double mean = sum.x / count, squares = sum.y - sum.x * mean;
-              const auto store = [&](PartialMoments which, A value) {
-                partials.at(group, slot, which, first_channel + channel) = value;
-              };
-              store(kOrigin, origins[channel]);
-              store(kMean, static_cast<A>(mean));
-              store(kSquares, static_cast<A>(squares < 0 ? 0.0 : squares));
-              store(kCount, static_cast<A>(count));
+              partials.at(group, slot, first_channel + channel) = {
+                  origins[channel], static_cast<A>(mean),
+                  static_cast<A>(squares < 0 ? 0.0 : squares), static_cast<A>(count)};
             });
   });
 }
@@ -143,37 +139,29 @@ __device__ __forceinline__ void StoreStatistics(const BatchNormFwdArgs& args, st
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
                                        const ChannelPartials<A, kMoments>& partials) {
-  const auto value = [&](std::int64_t group, int part, PartialMoments which, std::int64_t channel) {
-    return __ldcg(&partials.at(group, part, which, channel));
-  };
-  struct First {
-    A origin, mean;
-  };
+  using Partial = ChannelPartial<A, kMoments>;
   ForChannelSums<3>(
-      plan, args.shape.outer.groups,
-      [&](std::int64_t group, std::int64_t channel) {
-        return First{value(group, 0, kOrigin, channel), value(group, 0, kMean, channel)};
-      },
-      [&](double (&sums)[3], std::int64_t group, int part, std::int64_t channel,
-          const First& first) {
-        const A origin = value(group, part, kOrigin, channel);
-        const A of_part = value(group, part, kMean, channel);
-        const double squares = static_cast<double>(value(group, part, kSquares, channel));
-        const double count = static_cast<double>(value(group, part, kCount, channel));
+      plan, args.shape.outer.groups, partials,
+      [&](std::int64_t group, std::int64_t channel) { return partials.Load(group, 0, channel); },
+      [](double (&sums)[3], const Partial& part, const Partial& first) {
+        const auto difference = [&](PartialMoments which) {
+          return static_cast<double>(part.v[which]) - static_cast<double>(first.v[which]);
+        };
         // From the first part's mean.
-        const double mean = (static_cast<double>(origin) - static_cast<double>(first.origin)) +
-                            (static_cast<double>(of_part) - static_cast<double>(first.mean));
-        sums[0] += count, sums[1] += count * mean, sums[2] += squares + count * mean * mean;
+        const double mean = difference(kOrigin) + difference(kMean);
+        const double count = static_cast<double>(part.v[kCount]);
+        sums[0] += count, sums[1] += count * mean;
+        sums[2] += static_cast<double>(part.v[kSquares]) + count * mean * mean;
       },
-      [&](std::int64_t group, std::int64_t channel, const double (&sums)[3], const First& first) {
+      [&](std::int64_t group, std::int64_t channel, const double (&sums)[3], const Partial& first) {
         const double mean = sums[1] / sums[0];
         const double variance = (sums[2] - sums[1] * mean) / sums[0];
         A own[3], numbers[kAffine];
-        StoreStatistics(args, group * plan.channels + channel, first.origin,
-                        static_cast<double>(first.mean) + mean, variance < 0 ? 0.0 : variance, own);
+        StoreStatistics(args, group * plan.channels + channel, first.v[kOrigin],
+                        static_cast<double>(first.v[kMean]) + mean, variance < 0 ? 0.0 : variance,
+                        own);
         SetAffine(args, group, channel, own[0], own[1], own[2], numbers);
-#pragma unroll
-        for (int v = 0; v < kAffine; ++v) partials.at(group, 0, v, channel) = numbers[v];
+        partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
       });
 }
 
@@ -191,10 +179,9 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
         plan, part.tile, reinterpret_cast<A*>(scratch),
         [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
           if (args.mean.data == nullptr) {
+            const ChannelPartial<A, kMoments> own = partials.Load(group, 0, channel);
 #pragma unroll
-            for (int v = 0; v < kAffine; ++v) {
-              numbers[v] = __ldcg(&partials.at(group, 0, v, channel));
-            }
+            for (int v = 0; v < kAffine; ++v) numbers[v] = own.v[v];
           } else {
             SetAffine(args, group, channel, ParamAt<A>(args.mean, group, channel, 0),
                       ParamAt<A>(args.rstd, group, channel, 0),
@@ -264,8 +251,8 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
                        const __grid_constant__ ChannelPlan plan) {
   extern __shared__ __align__(16) char shared[];
   auto* const kept = reinterpret_cast<Pack<T, W>*>(shared + plan.scratch_bytes);
-  const ChannelPartials<Accum<T>, kMoments> partials{static_cast<Accum<T>*>(args.workspace),
-                                                     args.partial_rows, plan.channels};
+  const ChannelPartials<Accum<T>, kMoments> partials(args.workspace, args.partial_rows,
+                                                     plan.channels);
   if (args.mean.data == nullptr) {
     FirstPass<T, W>(static_cast<const T*>(args.x), plan, partials, shared, kept);
     cooperative_groups::this_grid().sync();  // partial results are written

@@ -11,18 +11,21 @@
 //            Where the channels of a row are few, a row of the matrix is several of x (`fold`).
 //
 //   inner (of 16-bit elements)             channels * inner        way       lanes
-//   256 and more, whole packs              any                     plane
+//   256 and more, whole packs              any                     plane; columns, if a block would
+//                                                                  have half as many tiles, or
+//                                                                  fewer
 //   any                                    up to 1024              columns   one tile; about 64
 //   up to 2048 to where a pack ends        more, whole packs       columns   32 to 256
 //   32 and more                            any                     plane
 //   none of these                          any                     columns, packs of one element
 //
-// There is a block for each multiprocessor. Where each tile of columns can have as many blocks as
-// the others, these take turns: all blocks are at work on the same stretch of memory. Otherwise the
+// There is a block for each multiprocessor. Where that leaves few without work, tiles are dealt out
+// to them whole, or each to as many blocks as the others, which take turns with its steps: so all
+// blocks are at work on the same stretch of memory, and have few tiles to add up. Otherwise the
 // steps of all groups' tiles, tile by tile, are one sequence, and each block has as many of them,
-// in a row. So a tile belongs to a few blocks, which leave a partial result each, and a block has
-// parts of a few tiles. Where the workspace has fewer partial rows than that, steps are taken by
-// units, of which a tile has no more than that.
+// in a row: it has parts of a few tiles. A tile's blocks leave a partial result each. Where the
+// workspace has fewer partial rows than that, steps are taken by units, of which a tile has no more
+// than that.
 //
 // What a block has loaded first it keeps in shared memory; the rest is loaded again for the second
 // pass, last step first, as the L2 cache has the latest ones.
@@ -78,8 +81,8 @@ struct ChannelPart {
   std::int64_t tile, first, count, own;
 };
 
-// All steps of a block: so many parts, of one tile after the other. Where blocks take turns, start
-// is the first step in the tile; otherwise it and stop are counted through all tiles.
+// All steps of a block: so many parts, of one tile after the other. Where tiles are dealt out,
+// start is the first step in a tile; otherwise it and stop are counted through all tiles.
 struct ChannelShare {
   std::int64_t start, stop, first_tile;
   int parts;
@@ -110,7 +113,9 @@ struct ChannelPlan {
   std::int64_t steps;        // of a tile
   std::int64_t whole_steps;  // the first so many, in which every thread's pack is whole, if any
   std::int64_t unit_steps, units;  // of a unit, of a tile
-  std::int64_t stride;             // from a block's step to its next one: 1, or its tile's blocks
+  // Where tiles are dealt out: so many blocks take turns with a tile's steps, and so many tiles are
+  // at work on at a time; otherwise 1 and 0.
+  std::int64_t stride, tile_stride;
   ChannelStride forward, backward;
   int blocks;
   int kept_steps;     // of a block, in shared memory
@@ -216,8 +221,8 @@ struct ChannelPlan {
     const std::int64_t i = turn * kChannelThreads + thread, row = FirstRow(part) + i / 3;
     if (row >= EndRow(part)) return {0, 0, 0};
     const std::int64_t pack = i % 3 == 0 ? 0 : row_packs - i % 3;
-    const std::int64_t step = (row * row_packs + pack) / kChannelThreads;
-    if (step < part.first || step > LastStep(part)) return {0, 0, 0};
+    const std::int64_t step = (row * row_packs + pack) / kChannelThreads - part.first;
+    if (step < 0 || step >= part.count * stride || step % stride != 0) return {0, 0, 0};
     const ChannelPlace place = PlaceOfPack(part.tile, row, pack);
     if (Whole(place, Limit(part.tile))) return {0, 0, 0};
     const int before = static_cast<int>(place.at & (width - 1));
@@ -252,18 +257,24 @@ struct ChannelPlan {
 
   // --- Parts of a block ---
 
-  constexpr bool turns() const { return stride > 1; }
+  constexpr bool dealt() const { return tile_stride > 0; }
 
   constexpr ChannelShare ShareOf(int block) const {
-    if (turns()) return {block % stride, 0, block / stride, 1};
+    if (dealt()) {
+      const std::int64_t tile = block / stride;
+      return {block % stride, 0, tile, static_cast<int>((all_tiles - tile - 1) / tile_stride) + 1};
+    }
     const std::int64_t start = FirstStep(block), stop = FirstStep(block + 1);
     const std::int64_t first_tile = start / steps;
     return {start, stop, first_tile,
             start == stop ? 0 : static_cast<int>((stop - 1) / steps - first_tile) + 1};
   }
   constexpr ChannelPart PartOf(const ChannelShare& share, int i) const {
+    if (dealt()) {
+      return {share.first_tile + i * tile_stride, share.start,
+              (steps - share.start - 1) / stride + 1, i * steps};
+    }
     const std::int64_t tile = share.first_tile + i;
-    if (turns()) return {tile, share.start, (steps - share.start - 1) / stride + 1, 0};
     const std::int64_t origin = tile * steps;
     const std::int64_t first = share.start > origin ? share.start - origin : 0;
     const std::int64_t end = share.stop - origin < steps ? share.stop - origin : steps;
@@ -272,10 +283,11 @@ struct ChannelPlan {
 
   // The block of a tile's first step, and that of its last one.
   constexpr int FirstBlock(std::int64_t tile) const {
-    return turns() ? static_cast<int>(tile * stride) : BlockOf(tile * units);
+    return dealt() ? static_cast<int>(tile % tile_stride * stride) : BlockOf(tile * units);
   }
   constexpr int LastBlock(std::int64_t tile) const {
-    return turns() ? static_cast<int>((tile + 1) * stride) - 1 : BlockOf((tile + 1) * units - 1);
+    return dealt() ? FirstBlock(tile) + static_cast<int>(stride) - 1
+                   : BlockOf((tile + 1) * units - 1);
   }
 
  private:
@@ -293,7 +305,7 @@ struct ChannelPlan {
     const std::int64_t row = ((LastStep(part) + 1) * kChannelThreads - 1) / row_packs + 1;
     return row < rows ? row : rows;
   }
-  // Where blocks do not take turns: a block's first step, counted through all tiles.
+  // Where tiles are not dealt out: a block's first step, counted through all tiles.
   constexpr std::int64_t FirstStep(std::int64_t block) const {
     const std::int64_t unit = Share(block);
     const std::int64_t step = unit % units * unit_steps;
@@ -315,15 +327,51 @@ constexpr std::int64_t DivideUp(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-// How well so many lanes do, in 1/1024: the share of threads that have a pack, less something for
-// tiles whose rows are short to read, or long to add up.
-constexpr std::int64_t Fitness(std::int64_t lanes, std::int64_t tiles, std::int64_t packs,
-                               std::int64_t rows) {
+// How tiles are dealt out to blocks, if they are: see ChannelPlan; rounds: of a block's tiles.
+struct Deal {
+  std::int64_t stride, tile_stride, rounds;
+};
+
+// A step or a few are too little work for a block to be waited for.
+constexpr std::int64_t BlocksFor(const ChannelTask& task, std::int64_t tiles, std::int64_t steps) {
+  constexpr std::int64_t kLeastSteps = 4;
+  return std::clamp<std::int64_t>(DivideUp(tiles * steps, kLeastSteps), 1, task.multiprocessors);
+}
+
+constexpr Deal DealOut(const ChannelTask& task, std::int64_t tiles, std::int64_t steps) {
+  const std::int64_t blocks = BlocksFor(task, tiles, steps);
+  const std::int64_t rounds = DivideUp(tiles, blocks);
+  const std::int64_t at_once = DivideUp(tiles, rounds);
+  std::int64_t stride = std::min(blocks / at_once, steps);
+  if (task.statistics) stride = std::min(stride, task.partial_rows);
+  if (rounds > 1) stride = 1;
+  const bool few_idle = 100 * tiles * stride >= 85 * rounds * blocks;
+  return few_idle ? Deal{stride, at_once, rounds} : Deal{1, 0, 2};
+}
+
+// How well tiles of so many lanes do: the share of threads that have a pack, half of it, as memory
+// is slower than threads are, by the time that a block has for its steps, by what a tile takes
+// besides; less something for tiles whose rows are short to read, or long to add up.
+constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t lanes, std::int64_t tiles,
+                               std::int64_t packs) {
+  constexpr std::int64_t kStepsOfTile = 16;  // take the time that sums and parameters of a tile do
   const std::int64_t at_once = kChannelThreads / lanes;
-  const std::int64_t taken = 1024 * at_once * packs / (kChannelThreads * tiles);
-  const std::int64_t of_rows = rows * 1024 / (DivideUp(rows, at_once) * at_once);
-  const std::int64_t cost = lanes < 16 ? 200 : lanes < 32 ? 60 : lanes > 128 ? 60 : 0;
-  return taken * of_rows / 1024 - cost;
+  const std::int64_t steps = DivideUp(task.rows, at_once);
+  const std::int64_t taken =
+      1024 * at_once * packs * task.rows / (kChannelThreads * tiles) / (steps * at_once);
+  const std::int64_t all_tiles = task.groups * tiles;
+  const std::int64_t blocks = BlocksFor(task, all_tiles, steps);
+  const Deal deal = DealOut(task, all_tiles, steps);
+  const std::int64_t own = DivideUp(all_tiles * steps, blocks);  // steps of a block, at best
+  // Blocks that are not at work on the same stretch of memory are slower.
+  const std::int64_t slowest =
+      deal.tile_stride > 0 ? deal.rounds * DivideUp(steps, deal.stride) : own * 9 / 8;
+  const std::int64_t cost = lanes < 16    ? 200
+                            : lanes < 32  ? 60
+                            : lanes < 128 ? 8
+                            : lanes > 128 ? 60
+                                          : 0;
+  return (1024 + taken) / 2 * own / (slowest + deal.rounds * kStepsOfTile) - cost;
 }
 
 // Sets what columns need; false where packs of this width cannot be cut so.
@@ -348,7 +396,7 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
     for (std::int64_t times = 1; times * unit <= kMaxLanes; ++times) {
       const std::int64_t tiles = DivideUp(all, times);
       if (times > 1 && DivideUp(all, tiles) != times) continue;
-      const std::int64_t fitness = Fitness(times * unit, tiles, packs, task.rows);
+      const std::int64_t fitness = Fitness(task, times * unit, tiles, packs);
       if (fitness <= best) continue;
       best = fitness, plan.lanes = static_cast<int>(times * unit);
       plan.tile_channels = times * least_channels;
@@ -376,19 +424,32 @@ constexpr void CutPlanes(const ChannelTask& task, ChannelPlan& plan) {
   plan.row_packs = DivideUp(task.inner + (plan.framed ? width - 1 : 0), width);
   plan.steps = DivideUp(plan.rows * plan.row_packs, kChannelThreads);
   plan.whole_steps = plan.framed ? 0 : plan.rows * plan.row_packs / kChannelThreads;
-  const auto stride = [&](std::int64_t rows, std::int64_t packs) {
-    return ChannelStride{packs, rows * plan.row_elements + packs * width};
-  };
-  const std::int64_t rows = kChannelThreads / plan.row_packs;
-  const std::int64_t packs = kChannelThreads % plan.row_packs;
-  plan.forward = stride(rows, packs);
-  plan.backward = stride(-rows - 1, plan.row_packs - packs);
+}
+
+// How many tiles a block has, about.
+constexpr std::int64_t Rounds(const ChannelTask& task, const ChannelPlan& plan) {
+  return DealOut(task, task.groups * plan.tiles, plan.steps).rounds;
 }
 
 // How many blocks may have a part of the same tile.
 constexpr std::int64_t BlocksOfTile(const ChannelPlan& plan) {
   const std::int64_t least = plan.all_tiles * plan.units / plan.blocks;  // units of a block
   return std::min<std::int64_t>({plan.blocks, plan.units, (plan.units - 1) / least + 2});
+}
+
+// A thread's next pack in a block's next step, and its previous one.
+constexpr void SetStrides(ChannelPlan& plan) {
+  const auto stride = [&](std::int64_t rows, std::int64_t packs) {
+    return ChannelStride{packs, rows * plan.row_elements + packs * plan.width};
+  };
+  if (plan.plane) {
+    const std::int64_t packs = plan.stride * kChannelThreads;
+    const std::int64_t rows = packs / plan.row_packs, rest = packs % plan.row_packs;
+    plan.forward = stride(rows, rest), plan.backward = stride(-rows - 1, plan.row_packs - rest);
+  } else {
+    plan.forward = stride(plan.stride * plan.at_once, 0);
+    plan.backward = stride(-plan.stride * plan.at_once, 0);
+  }
 }
 
 }  // namespace channel_policy
@@ -405,6 +466,11 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
   // Rows whose ends are masked lose about two of their packs.
   if (width > 1 && task.inner % width == 0 && task.inner >= 32 * width) {
     CutPlanes(task, plan);
+    ChannelPlan columns = plan;
+    if (Rounds(task, plan) > 2 && CutColumns(task, columns) &&
+        2 * Rounds(task, columns) <= Rounds(task, plan)) {
+      plan = columns;
+    }
   } else if (!CutColumns(task, plan)) {
     if (task.inner >= (width > 1 ? 4 * width : kMaxLanes)) {
       CutPlanes(task, plan);
@@ -415,28 +481,21 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
   }
   plan.all_tiles = task.groups * plan.tiles;
 
-  // A step or a few are too little work for a block to be waited for.
-  constexpr std::int64_t kLeastSteps = 4;
+  const Deal deal = DealOut(task, plan.all_tiles, plan.steps);
+  plan.stride = deal.stride, plan.tile_stride = deal.tile_stride;
   const auto divide = [&](std::int64_t unit_steps) {
     plan.unit_steps = unit_steps;
     plan.units = DivideUp(plan.steps, unit_steps);
-    plan.blocks = static_cast<int>(std::clamp<std::int64_t>(
-        std::min(DivideUp(plan.all_tiles * plan.steps, kLeastSteps), plan.all_tiles * plan.units),
-        1, task.multiprocessors));
+    plan.blocks = static_cast<int>(
+        std::min(BlocksFor(task, plan.all_tiles, plan.steps), plan.all_tiles * plan.units));
   };
   divide(1);
-  if (task.statistics && BlocksOfTile(plan) > task.partial_rows) {
+  if (plan.dealt()) {
+    plan.blocks = static_cast<int>(deal.stride * deal.tile_stride);
+  } else if (task.statistics && BlocksOfTile(plan) > task.partial_rows) {
     divide(DivideUp(plan.steps, task.partial_rows));
   }
-
-  const std::int64_t of_tile = plan.blocks / plan.all_tiles;
-  const bool turns = !plan.plane && plan.unit_steps == 1 && plan.blocks % plan.all_tiles == 0 &&
-                     (!task.statistics || of_tile <= task.partial_rows);
-  plan.stride = turns ? of_tile : 1;
-  if (!plan.plane) {
-    plan.forward = {0, plan.stride * plan.at_once * plan.row_elements};
-    plan.backward = {0, -plan.forward.elements};
-  }
+  SetStrides(plan);
 
   // Sums of a block's threads, and of a tile's columns; later parameters; then origins.
   const int columns = plan.plane ? 1 : plan.lanes * plan.width;
@@ -452,7 +511,8 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
     const std::int64_t budget = MaxChannelBytes(task.shared_bytes) - plan.scratch_bytes;
     const int step_bytes = kChannelThreads * plan.width * task.element_bytes * task.arrays;
     const std::int64_t steps =
-        (DivideUp(plan.all_tiles * plan.units, plan.blocks)) * plan.unit_steps;
+        plan.dealt() ? deal.rounds * DivideUp(plan.steps, plan.stride)
+                     : DivideUp(plan.all_tiles * plan.units, plan.blocks) * plan.unit_steps;
     plan.kept_steps = static_cast<int>(std::clamp<std::int64_t>(budget / step_bytes, 0, steps));
     plan.shared_bytes += plan.kept_steps * step_bytes;
   }

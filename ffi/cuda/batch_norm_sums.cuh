@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/batch_norm_policy.h"
 #include "cuda/reduce.cuh"
@@ -127,23 +128,51 @@ __device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPa
 
 // --- Sums over blocks ----------------------------------------------------------------------------
 
-// Partial results in the workspace, [groups, partial_rows, kValues, channels].
+// What a part leaves of a channel, written and read at once. Not before a barrier of the grid is it
+// seen by other blocks, which have to read it from the L2 cache.
+template <typename A, int kValues>
+struct alignas(sizeof(A) * kValues < 16 ? sizeof(A) * kValues : 16) ChannelPartial {
+  A v[kValues];
+};
+template <typename A, int kValues>
+__device__ __forceinline__ ChannelPartial<A, kValues> LoadShared(
+    const ChannelPartial<A, kValues>& from) {
+  using Word = std::conditional_t<sizeof(from) % 16 == 0, uint4, uint2>;
+  ChannelPartial<A, kValues> partial;
+#pragma unroll
+  for (std::size_t i = 0; i < sizeof(from) / sizeof(Word); ++i) {
+    reinterpret_cast<Word*>(&partial)[i] = __ldcg(reinterpret_cast<const Word*>(&from) + i);
+  }
+  return partial;
+}
+
+// The workspace, [groups, partial_rows, channels] of these.
 template <typename A, int kValues>
 struct ChannelPartials {
-  A* data;
+  ChannelPartial<A, kValues>* data;
   std::int64_t partial_rows, channels;
 
-  __device__ __forceinline__ A& at(std::int64_t group, std::int64_t part, int value,
-                                   std::int64_t channel) const {
-    return data[((group * partial_rows + part) * kValues + value) * channels + channel];
+  __device__ __forceinline__ ChannelPartials(void* workspace, std::int64_t partial_rows,
+                                             std::int64_t channels)
+      : data(static_cast<ChannelPartial<A, kValues>*>(workspace)),
+        partial_rows(partial_rows),
+        channels(channels) {}
+  __device__ __forceinline__ ChannelPartial<A, kValues>& at(std::int64_t group, std::int64_t part,
+                                                            std::int64_t channel) const {
+    return data[(group * partial_rows + part) * channels + channel];
+  }
+  __device__ __forceinline__ ChannelPartial<A, kValues> Load(std::int64_t group, std::int64_t part,
+                                                             std::int64_t channel) const {
+    return LoadShared(at(group, part, channel));
   }
 };
 
 // All channels of all groups, spread over the grid: begin(group, channel), whose result is the last
-// argument of add(values, group, part, channel, .), for each of a channel's partial results, and of
-// finish(group, channel, sums of these values, .).
-template <int kValues, typename Begin, typename Add, typename Finish>
+// argument of add(sums, partial, .), for each of a channel's partial results, and of finish(group,
+// channel, sums, .).
+template <int kSums, typename A, int kValues, typename Begin, typename Add, typename Finish>
 __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
+                                               const ChannelPartials<A, kValues>& partials,
                                                const Begin& begin, const Add& add,
                                                const Finish& finish) {
   const std::int64_t all = groups * plan.channels;
@@ -161,16 +190,16 @@ __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int
     const std::int64_t tile = group * plan.tiles + channel / plan.tile_channels;
     const auto of_channel = begin(group, channel);
     const int parts = plan.LastBlock(tile) - plan.FirstBlock(tile) + 1;
-    double values[kValues] = {};
+    double sums[kSums] = {};
 #pragma unroll 4
     for (int part = lane / at_once; part < parts; part += lanes) {
-      add(values, group, part, channel, of_channel);
+      add(sums, partials.Load(group, part, channel), of_channel);
     }
     for (int distance = kWarp / 2; distance >= at_once; distance /= 2) {
 #pragma unroll
-      for (double& value : values) value += __shfl_xor_sync(0xffffffffu, value, distance);
+      for (double& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
-    if (lane < at_once && own < all) finish(group, channel, values, of_channel);
+    if (lane < at_once && own < all) finish(group, channel, sums, of_channel);
   }
 }
 

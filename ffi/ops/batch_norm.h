@@ -34,7 +34,7 @@ struct BatchNormFwdArgs {
   // The batch's own: [groups, channels] in the accumulation dtype; all of them, or, where mean is
   // given, none. The variance is the biased one; rstd is InverseDeviation (common/math.h) of it.
   void *batch_mean, *batch_variance, *batch_rstd, *batch_delta;
-  // Scratch in the accumulation dtype, [groups, partial_rows, 4, channels]: partial_rows is an
+  // Scratch in the accumulation dtype, [groups, partial_rows, channels, 4]: partial_rows is an
   // upper bound for the number of parts that have statistics of their own. 0 where mean is given.
   void* workspace;
   std::int64_t partial_rows;
@@ -60,7 +60,7 @@ struct BatchNormBwdArgs {
   void* dx;                      // as x; null: only sums are wanted
   void* dresidual;               // as x; null: not wanted; ignored without dx
   ParamGrad dscale, dbias;       // [groups, channels]; null where means are given
-  // Scratch in the accumulation dtype, [groups, partial_rows, 2, channels], as forward.
+  // Scratch in the accumulation dtype, [groups, partial_rows, channels, 2], as forward.
   void* workspace;
   std::int64_t partial_rows;
 };
