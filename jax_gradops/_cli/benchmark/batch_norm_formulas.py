@@ -61,7 +61,10 @@ def batch_norm(x: jax.Array, *others: jax.Array, axis: int, relu: bool) -> Array
 def batch_norm_vjp(
     dy: jax.Array, x: jax.Array, *others: jax.Array, axis: int, relu: bool
 ) -> Arrays:
-    """The gradients by JAX's autodiff, from saved statistics; of these, what it would come to."""
+    """Its gradients by JAX's autodiff, from saved statistics.
+
+    The derivative of `statistics` is written out: autodiff would compute them again.
+    """
     *residual, scale, bias, mean, var = others
     wide = x.astype(mean.dtype)
 
