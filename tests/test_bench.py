@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -38,16 +39,18 @@ def bench(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_every_op_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    status, report = bench(tmp_path, "--dtype", "f32")
+    status, report = bench(tmp_path, "--dtype", "f32", "--shape", "5x33,2x3x4x5")
     assert status == 0 and report["left_out"] == []
     assert report["command"].startswith("python -m jax_gradops bench --device cpu")
     assert report["copy"] == "device_copy" and report["versions"]["jax"] == jax.__version__
-    timed = {(r["op"], r["form"], r["direction"]) for r in report["results"]}
+    timed = {(r["op"], r["form"], r["layout"], r["direction"]) for r in report["results"]}
     assert timed == {(*key, d) for key, op in cases.OPERATIONS.items() for d in op.traffic}
     for result in report["results"]:
         assert result["wrong"] == result["failed"] == {}
         assert result["errors"].keys() == {"ours", "xla"}
-        assert result["bytes"] >= 5 * 33 * 4
+        layout = {"": [5, 33], "nhwc": [2, 3, 4, 5], "nchw": [2, 5, 3, 4]}
+        assert result["shape"] == layout[result["layout"]]
+        assert result["bytes"] >= math.prod(result["shape"]) * 4
         figure = result["warm"]
         assert figure["best_peer"] == "xla" and figure["speed_up_over_xla"] > 0
         assert figure["peers"].keys() == {"ours", "xla", "copy"}
@@ -55,13 +58,14 @@ def test_every_op_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
             assert 0 < timed_peer["p20"] <= timed_peer["us"] <= timed_peer["p80"]
             assert timed_peer["fraction_of_copy"] > 0 and timed_peer["gb_per_s"] > 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("layer_norm bwd f32 5x33 ") for line in lines)
+    for case in ("layer_norm bwd f32 5x33 ", "batch_norm add_relu bwd nchw f32 2x5x3x4 "):
+        assert any(line.startswith(case) for line in lines)
 
 
 def test_a_wrong_competitor_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    formulas = cases.OPERATIONS["layer_norm", ""].xla
+    formulas = cases.OPERATIONS["layer_norm", "", ""].xla
     right = formulas["bwd"]
 
     def wrong(*args: jax.Array) -> list[jax.Array]:
@@ -79,12 +83,42 @@ def test_a_wrong_competitor_is_not_timed(
     assert "layer_norm bwd f64 5x33: xla is wrong: dscale is off by" in out
 
 
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("form", ["", "add_relu"])
+def test_a_small_part_of_a_gradient_is_missed(
+    form: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of batch norm's dx, what keeps the variance: it has to show beside roundings to bfloat16."""
+    operation = cases.OPERATIONS["batch_norm", form, layout]
+    right = operation.xla["bwd"]
+
+    def wrong(dy: jax.Array, x: jax.Array, *others: jax.Array) -> list[jax.Array]:
+        dx, *rest = right(dy, x, *others)
+        dscale, (scale, _, mean, var) = rest[-2], others[-4:]
+        count = x.size // scale.size
+        slope, center = (
+            jnp.expand_dims(a, [i for i in range(x.ndim) if i != operation.axis])
+            for a in (dscale * scale / (count * var), mean)
+        )
+        wide = x.astype(jnp.float32)
+        return [(dx.astype(jnp.float32) + slope * (wide - center)).astype(dx.dtype), *rest]
+
+    monkeypatch.setitem(operation.xla, "bwd", wrong)
+    arguments = ("--shape", "16x28x28x3", "--layout", layout, "--direction", "bwd")
+    status, report = bench(tmp_path, "--op", "batch_norm", "--dtype", "bf16", *arguments)
+    assert status == 0
+    found = {r["form"]: r["wrong"] for r in report["results"]}
+    assert found.pop(form)["xla"].startswith("dx is off")
+    assert found and not any(found.values())
+
+
 def test_being_wrong_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    right = cases.OPERATIONS["rms_norm", ""]
+    key = ("rms_norm", "", "")
+    right = cases.OPERATIONS[key]
     wrong = dataclasses.replace(right, ours=lambda *a: right.ours(*a) * jnp.float32(1.0001))
-    monkeypatch.setitem(cases.OPERATIONS, ("rms_norm", ""), wrong)
+    monkeypatch.setitem(cases.OPERATIONS, key, wrong)
     arguments = ("--op", "rms_norm", "--direction", "fwd", "--dtype", "float32")
     status, report = bench(tmp_path, *arguments)
     assert status == 1
@@ -140,6 +174,8 @@ def test_device_copy(platform: str, dtype: str, size: int) -> None:
         (("--against", "numpy"), "unknown against 'numpy'; known are xla, torch"),
         (("--shape", "12"), "unknown shape '12'; expected ROWSxFEATURES"),
         (("--shape", "0x3"), "unknown shape '0x3'"),
+        (("--shape", "8x14x64"), "unknown shape '8x14x64'"),
+        (("--layout", "nhcw"), "unknown layout 'nhcw'; known are nhwc, nchw"),
         (("--rounds", "0"), "must be a number above 0, got '0'"),
         (("--device", "tpu"), "invalid choice: 'tpu'"),
         (("--suite", "train"), "invalid choice: 'train'"),
@@ -159,7 +195,14 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
     [
         (("--device", "gpu"), "there is no GPU here: JAX has cpu devices only"),
         (("--against", "liger"), "cannot compare with liger: "),
+        (("--against", "cudnn"), "cannot compare with cudnn: "),
         (("--op", "clip", "--direction", "bwd"), "clip has no bwd to time"),
+        (
+            ("--op", "clip", "--shape", "2x3x4x5,6x7x8x9"),
+            "clip has no fwd, bwd to time in shape 2x3x4x5, 6x7x8x9",
+        ),
+        (("--op", "layer_norm", "--layout", "nchw"), "--layout: for shapes of four axes only"),
+        (("--suite", "clip", "--layout", "nchw"), "--layout: for --suite ops only"),
         (("--suite", "clip", "--shape", "3x5"), "--shape: for --suite ops only"),
         (("--tree", "3x5", "--form", "step"), "--form, --tree: for --suite clip only"),
         (("--suite", "clip", "--against", "liger"), "cannot compare with liger: there is no clip"),
@@ -293,7 +336,7 @@ def test_against_torch(tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("PyTorch is not installed")
     path = tmp_path / "bench.json"
-    options = ("--device", "cpu", "--shape", "5x33", "--rounds", "1", "--dtype", "f32")
+    options = ("--device", "cpu", "--shape", "5x33,2x3x4x5", "--rounds", "1", "--dtype", "f32")
     subprocess.run(
         [sys.executable, "-P", "-m", "jax_gradops", "bench", *options, "--json", str(path)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},

@@ -29,19 +29,28 @@ from jax_gradops._cli.benchmark import (
 #: What competitors are called on PyPI.
 PACKAGES = {
     "torch": "torch",
+    "cudnn": "torch",
     "liger": "liger_kernel",
     "quack": "quack_kernels",
     "triton": "triton",
 }
 #: By suite, the options that no other has.
-OPTIONS = {"ops": ("op", "direction", "shape"), "clip": ("form", "tree")}
-FORMATS = "ROWSxFEATURES, as in 32768x4096, or default, or all"
+OPTIONS = {"ops": ("op", "direction", "shape", "layout"), "clip": ("form", "tree")}
+FORMATS = (
+    "ROWSxFEATURES, as in 32768x4096, or of images, which batch_norm has too, "
+    "BATCHxHEIGHTxWIDTHxCHANNELS, as in 256x56x56x256, or default, or all"
+)
 NOTE = """
 A figure is the median over interleaved rounds of the device's time per call, in microseconds, with
 the 20th and the 80th percentile. "cold" goes through three times the cache or more, "warm" stays in
 it, "latency" is one call from Python to its results. "Of copy" is the rate of the least number of
 bytes that the op has to move, over that of a plain copy of as many in the same rounds. * marks
 figures that the host's dispatch is in. Every result is compared with float64 before it is timed.
+
+Batch norm is that of training: alone, with relu, and with a residual's addition and relu
+("add_relu"). Images are asked for with channels last, and lie in memory as --layout says. XLA has
+Flax's formula; "torch" is PyTorch's own kernels, "cudnn" those of cuDNN, called from PyTorch, which
+has further kernels for relu and the addition.
 
 The suite "ops" has each op on one array, the suite "clip" clipping whole trees of gradients: alone
 ("transform"), with the gradients donated, and in the program of an AdamW step ("step"), where the
@@ -87,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE,…",
         help=f"{FORMATS}: rows of 64 to 65536 features, many and few",
     )
+    add("layout", cases.LAYOUTS, "all", "of shapes of four axes")
     parser.add_argument(
         "--tree",
         type=_trees,
@@ -125,9 +135,10 @@ def _shapes(text: str) -> list[cases.Shape | str]:
             shapes.append(part)
             continue
         sizes = part.split("x")
-        if len(sizes) != 2 or not all(s.isascii() and s.isdigit() and int(s) for s in sizes):
+        numbers = all(s.isascii() and s.isdigit() and int(s) for s in sizes)
+        if len(sizes) not in (2, 4) or not numbers:
             raise argparse.ArgumentTypeError(f"unknown shape {part!r}; expected {FORMATS}")
-        shapes.append((int(sizes[0]), int(sizes[1])))
+        shapes.append(tuple(map(int, sizes)))
     return shapes
 
 
@@ -163,9 +174,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         _check_suite(args)
-        device = _device(args.device)
-        competitors = _competitors(args, device)
-        return _run(args, device, competitors)
+        return _run(args, _device(args.device))
     except BenchError as error:
         print(f"jax_gradops bench: error: {error}", file=sys.stderr)
         return 2
@@ -198,13 +207,14 @@ def _device(wanted: str | None) -> Any:
     return devices[0]
 
 
-def _competitors(args: argparse.Namespace, device: Any) -> list[str]:
+def _competitors(args: argparse.Namespace, platform: str, chosen: Any) -> list[str]:
+    """Those asked for, or those that are installed and have something of what is timed."""
     known = clip_measuring.COMPETITORS if args.suite == "clip" else measuring.COMPETITORS
     wanted: Sequence[str] | None = args.against
-    platform = "cpu" if device.platform == "cpu" else "gpu"
     reasons = {c: measuring.why_not_installed(c, platform) for c in known}
     if wanted is None:
-        return [c for c, reason in reasons.items() if not reason]
+        installed = (c for c, reason in reasons.items() if not reason)
+        return [c for c in installed if args.suite == "clip" or measuring.has_any(c, chosen)]
     for competitor in wanted:
         if reasons[competitor]:
             raise BenchError(f"cannot compare with {competitor}: {reasons[competitor]}")
@@ -216,15 +226,23 @@ def _chosen(args: argparse.Namespace, platform: str) -> Sequence[cases.Timed]:
     if args.suite == "clip":
         return clips.select(args.tree or trees.DEFAULT, args.form or list(clips.FORMS), dtypes)
     ops, directions = args.op or cases.OPS, args.direction or cases.DIRECTIONS
-    chosen = cases.select(ops, directions, dtypes, args.shape or ["default"], platform)
+    shapes, layouts = args.shape or ["default"], args.layout or cases.LAYOUTS
+    chosen = cases.select(ops, directions, dtypes, shapes, layouts, platform)
     if not chosen:
-        raise BenchError(f"{', '.join(ops)} has no {', '.join(directions)} to time")
+        asked = ", ".join(
+            s if isinstance(s, str) else cases.shape_text(s) for s in args.shape or []
+        )
+        where = f" in shape {asked}" if asked else ""
+        raise BenchError(f"{', '.join(ops)} has no {', '.join(directions)} to time{where}")
+    if args.layout and not any(case.layout for case in chosen):
+        raise BenchError("--layout: for shapes of four axes only, which batch_norm has")
     return chosen
 
 
-def _run(args: argparse.Namespace, device: Any, competitors: Sequence[str]) -> int:
+def _run(args: argparse.Namespace, device: Any) -> int:
     platform = "cpu" if device.platform == "cpu" else "gpu"
     chosen: Any = _chosen(args, platform)
+    competitors = _competitors(args, platform, chosen)
     run_all = {"ops": measuring.run_all, "clip": clip_measuring.run_all}[args.suite]
     environment = _environment(device, platform, competitors)
     print(_describe(environment), flush=True)
@@ -233,7 +251,7 @@ def _run(args: argparse.Namespace, device: Any, competitors: Sequence[str]) -> i
     def expired() -> bool:
         return args.time_limit is not None and time.perf_counter() - started > args.time_limit
 
-    with peers.scope(device), report.Report(competitors, len(chosen)) as shown:
+    with peers.scope(device), report.Report(competitors, chosen) as shown:
         for result in run_all(chosen, device, competitors, args.rounds, expired):
             results.append(result)
             shown.add(result)

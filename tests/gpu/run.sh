@@ -182,8 +182,8 @@ for name in "${steps[@]}"; do
     test) step test run_python -m pytest -n "${WORKERS:-8}" -q ;;
     doctor) step doctor run_python -m jax_gradops doctor ;;
     bench)
-      TAIL=60 step bench run_python -m jax_gradops bench --device gpu --shape 32768x4096 \
-        --dtype bfloat16,float32 --json "$out/bench.json"
+      TAIL=60 step bench run_python -m jax_gradops bench --device gpu \
+        --shape 32768x4096,256x14x14x1024 --dtype bfloat16,float32 --json "$out/bench.json"
       ;;
     demo) step demo run_python -m jax_gradops demo --compare --output "$out/demo" ;;
     *) echo "unknown step $name" >&2; exit 2 ;;

@@ -1,7 +1,7 @@
 """The parts of ``python -m jax_gradops bench``.
 
-`formulas` and `cases` say what is run, `peers` and `torch_peers` who runs it, `timing` how it is
-timed, `gate` whether it is right, `measuring` takes one case through all of these, and `report`
-shows what came of it. For the suite "clip": `trees`, `clips`, `clip_loops`, `torch_clip`,
-`clip_gate` and `clip_measuring`, in the same order.
+`formulas`, `batch_norm_formulas` and `cases` say what is run, `peers` and `torch_peers` who runs
+it, `timing` how it is timed, `gate` whether it is right, `measuring` takes one case through all of
+these, and `report` shows what came of it. For the suite "clip": `trees`, `clips`, `clip_loops`,
+`torch_clip`, `clip_gate` and `clip_measuring`, in the same order.
 """

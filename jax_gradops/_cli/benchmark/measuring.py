@@ -59,6 +59,11 @@ def why_not_installed(competitor: str, platform: str) -> str:
     return "" if on_cpu or platform == "gpu" else "it runs on GPUs only"
 
 
+def has_any(competitor: str, cases: Sequence[Case]) -> bool:
+    """Whether a competitor has any of these."""
+    return competitor == "xla" or any(torch_functions.covers(competitor, c) for c in cases)
+
+
 def make_peers(case: Case, plan: Plan, competitors: Sequence[str]) -> dict[str, Peer]:
     """All that are timed on a case."""
     made: dict[str, Peer] = {"ours": peers.ours(case, plan), "copy": peers.copy(case, plan)}
@@ -125,9 +130,8 @@ def run_case(case: Case, result: Result, made: dict[str, Peer], rounds: int) -> 
             started = peer.start(inputs)
             if name != "copy":
                 results = started[result.plan.figures[0]].results()
-                slack = 1.0 if name == "ours" else gate.SLACK_OF_OTHERS
                 mistake, result.errors[name] = gate.mistakes(
-                    case, result.plan.device, inputs, results, slack
+                    case, result.plan.device, inputs, results, name == "ours"
                 )
                 if mistake:
                     result.wrong[name] = mistake

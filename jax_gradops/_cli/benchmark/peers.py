@@ -25,6 +25,7 @@ MIN_CALLS = {"gpu": 4, "cpu": 1}  # one on the CPU, where dispatch takes next to
 MAX_CALLS = 64
 # One on the CPU: XLA removes barriers early there, and would merge calls on the same inputs.
 WARM_CALLS = {"gpu": 64, "cpu": 1}
+_SHARED_SEED = 2**31
 CACHES = 3  # how many times the cache's size cold programs go through
 
 
@@ -82,12 +83,16 @@ def scope(device: Any) -> Iterator[None]:
 
 @functools.cache
 def random(shape: tuple[int, ...], dtype: str, result: str, device: Any) -> Callable[[int], Any]:
-    """Makes normal numbers around 1/2 from a seed: numbers of `dtype`, in an array of `result`."""
+    """Makes normal numbers around 1/2 from a seed: numbers of `dtype`, in an array of `result`.
+
+    Those of two seeds are correlated. Else the mean of dy * x, which gradients of norms need, would
+    next to vanish in long sums, and a gradient without it look right.
+    """
 
     def numbers(seed: jax.Array) -> jax.Array:
-        key = jax.random.key(seed, impl="rbg")
-        wide = formulas.wide_dtype(dtype)
-        return (2 * jax.random.normal(key, shape, wide) + 0.5).astype(dtype).astype(result)
+        keys = [jax.random.key(s, impl="rbg") for s in (seed, _SHARED_SEED)]
+        own, shared = (jax.random.normal(k, shape, formulas.wide_dtype(dtype)) for k in keys)
+        return (math.sqrt(2) * (own + shared) + 0.5).astype(dtype).astype(result)
 
     with scope(device):
         compiled = jax.jit(numbers).lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
@@ -95,16 +100,18 @@ def random(shape: tuple[int, ...], dtype: str, result: str, device: Any) -> Call
 
 
 def input_types(case: Case) -> tuple[list[Any], list[Any]]:
-    """Types of one call's arrays (x, and backward dy) and of the parameters."""
+    """Types of one call's arrays (backward dy, then x and others like it) and of the parameters."""
     wide = formulas.wide_dtype(case.dtype)
     x = jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
-    parameter = jax.ShapeDtypeStruct(case.shape[1:], wide)
-    return [x] * (2 if case.direction == "bwd" else 1), [parameter] * case.operation.parameters
+    operation = case.operation
+    parameter = jax.ShapeDtypeStruct((case.shape[operation.axis],), wide)
+    count = operation.arrays + (case.direction == "bwd")
+    return [x] * count, [parameter] * operation.parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a case's calls take: x and, backward, dy of each; parameters, shared.
+    """What a case's calls take: arrays of each, in the order of `input_types`; parameters, shared.
 
     Parameters are float32 (float64 for float64), and numbers of x's dtype, so that peers may take
     them in that.
@@ -118,7 +125,7 @@ class Inputs:
     def make(cls, case: Case, plan: Plan) -> Inputs:
         """Inputs of all calls of the plan's cold program."""
         array, parameter = _generators(case, plan)
-        each, count = (2 if case.direction == "bwd" else 1), max(1, plan.calls)
+        each, count = len(input_types(case)[0]), max(1, plan.calls)
         arrays = [array(seed) for seed in range(each * count)]
         parameters = [parameter(1000 + i) for i in range(case.operation.parameters)]
         calls = [tuple(arrays[each * k : each * (k + 1)]) for k in range(count)]
@@ -160,8 +167,8 @@ class JaxPeer:
 
     Attributes:
       call: takes one call's arguments, returns a list of results.
-      case: says what these arguments are: forward, x and the parameters; backward, dy and what
-        `save` returns for x and the parameters.
+      case: says what these arguments are: forward, arrays and parameters; backward, dy and what
+        `save` returns for the other arrays and the parameters.
       target: what the compiled program must hold.
     """
 
@@ -176,14 +183,14 @@ class JaxPeer:
         arrays, parameters = input_types(self.case)
         if self.save is None:
             return [*arrays, *parameters]
-        self._save = jax.jit(self.save).lower(arrays[0], *parameters).compile()
-        return [arrays[1], *jax.tree.leaves(self._save.out_info)]
+        self._save = jax.jit(self.save).lower(*arrays[1:], *parameters).compile()
+        return [arrays[0], *jax.tree.leaves(self._save.out_info)]
 
     def arguments(self, inputs: Inputs) -> list[tuple[Any, ...]]:
         """Of each call."""
         if self.save is None:
             return [(*a, *inputs.parameters) for a in inputs.calls]
-        return [(dy, *self._save(x, *inputs.parameters)) for x, dy in inputs.calls]
+        return [(dy, *self._save(*a, *inputs.parameters)) for dy, *a in inputs.calls]
 
     def compile(self) -> None:
         """Does what needs no device, in any thread."""
@@ -248,8 +255,8 @@ def ours(case: Case, plan: Plan) -> JaxPeer:
         return JaxPeer(plan, case, lambda *a: [public(*a)], target=target)
     structure: list[Any] = []
 
-    def save(x: jax.Array, *parameters: jax.Array) -> list[jax.Array]:
-        leaves, tree = jax.tree.flatten(jax.vjp(public, x, *parameters)[1])
+    def save(*arguments: jax.Array) -> list[jax.Array]:
+        leaves, tree = jax.tree.flatten(jax.vjp(public, *arguments)[1])
         structure[:] = [tree]
         return leaves
 
@@ -265,8 +272,8 @@ def xla(case: Case, plan: Plan) -> JaxPeer:
     if case.direction == "fwd":
         return JaxPeer(plan, case, formula)
 
-    def save(x: jax.Array, *parameters: jax.Array) -> list[jax.Array]:
-        return [x, *parameters, *(saved(x) if saved else [])]
+    def save(x: jax.Array, *others: jax.Array) -> list[jax.Array]:
+        return [x, *others, *(saved(x) if saved else [])]
 
     return JaxPeer(plan, case, formula, save)
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from jax_gradops._cli.benchmark import peers
+from jax_gradops._cli.benchmark.cases import Timed
 from jax_gradops._cli.benchmark.measuring import Result
 from jax_gradops._cli.benchmark.timing import Timing
 
@@ -94,20 +95,29 @@ def _timing(result: Result, figure: peers.Figure, name: str, timing: Timing) -> 
 class Report:
     """Lines as they come; on a terminal with Rich a bar, and a table at the end."""
 
-    def __init__(self, competitors: Sequence[str], cases: int) -> None:
-        self._competitors, self._cases = competitors, cases
+    def __init__(self, competitors: Sequence[str], cases: Sequence[Timed]) -> None:
+        self._competitors, self._cases = competitors, len(cases)
         self._columns = [
             "case", "figure", "ours µs", "of copy", "copy GB/s",
             *(f"{c} µs" for c in competitors), "best of copy", "over XLA",
         ]  # fmt: skip
-        self._widths = [40, 7, 18, 7, 9, *(18 for _ in competitors), 12, 8]
+        self._widths = [
+            max(len(str(c)) for c in cases),
+            7,
+            18,
+            7,
+            9,
+            *(18 for _ in competitors),
+            12,
+            8,
+        ]
         self._rows: list[list[str]] = []
         self._started, self._done, self._bar = time.perf_counter(), 0, None
         if sys.stdout.isatty() and importlib.util.find_spec("rich"):
             from rich.progress import Progress
 
             self._bar = Progress(transient=True)
-            self._task = self._bar.add_task("compiling", total=cases)
+            self._task = self._bar.add_task("compiling", total=len(cases))
 
     def __enter__(self) -> Report:
         if self._bar:

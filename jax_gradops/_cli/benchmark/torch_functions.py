@@ -25,12 +25,12 @@ class TorchFunction:
 
     Attributes:
       call: from what `save` returns, and backward dy, in front; returns a list of results.
-      save: from x and the parameters.
+      save: from x, others like it, and the parameters.
       wide_parameters: takes float32 parameters beside 16-bit x; else they get x's dtype.
     """
 
     call: Callable[..., Sequence[Any]]
-    save: Callable[..., Sequence[Any]] = lambda x, *parameters: [x, *parameters]
+    save: Callable[..., Sequence[Any]] = lambda *arguments: arguments
     wide_parameters: bool = False
 
 
@@ -82,6 +82,71 @@ def _torch_layer_norm(case: Case) -> TorchFunction:
 def _torch_rms_norm(case: Case) -> TorchFunction:
     norm, width = torch_module().nn.functional.rms_norm, list(case.shape[1:])
     return _of(case, lambda x, w: norm(x, width, w, formulas.EPSILON))
+
+
+def _batch_norm(
+    case: Case, forward: Callable[..., Sequence[Any]], backward: Callable[..., Sequence[Any]]
+) -> TorchFunction:
+    """Batch norm, and what follows it in place, as torchvision's residual networks have it.
+
+    `forward` returns y and what `backward` takes after dy, x and the scale. Channels are PyTorch's
+    second axis; where they are last, tensors are of the memory format that is called so.
+    """
+    threshold = torch_module().ops.aten.threshold_backward
+    relu, axis = bool(case.form), case.operation.axis
+
+    def call(*arguments: Any) -> list[Any]:
+        *arrays, w, b = arguments
+        x, *residual = (a.movedim(axis, 1) for a in arrays)
+        y, *saved = forward(x, w, b)
+        for r in residual:
+            y.add_(r)
+        if relu:
+            y.relu_()
+        return [y.movedim(1, axis), *saved]
+
+    def save(x: Any, *others: Any) -> list[Any]:
+        y, *saved = call(x, *others)
+        return [y if relu else None, x, others[-2], *saved]
+
+    def call_backward(dy: Any, y: Any, x: Any, w: Any, *saved: Any) -> list[Any]:
+        dz = threshold(dy, y, 0) if relu else dy
+        dx, dw, db = backward(dz.movedim(axis, 1), x.movedim(axis, 1), w, *saved)
+        residual = [dz] if case.operation.arrays > 1 else []
+        return [dx.movedim(1, axis), *residual, dw, db]
+
+    if case.direction == "bwd":
+        return TorchFunction(call_backward, save, wide_parameters=True)
+    return TorchFunction(lambda *a: call(*a)[:1], wide_parameters=True)
+
+
+def _torch_batch_norm(case: Case) -> TorchFunction:
+    """PyTorch's own kernels: what chooses between these and cuDNN's is a layer above."""
+    aten = torch_module().ops.aten
+
+    def backward(dy: Any, x: Any, w: Any, mean: Any, rstd: Any) -> Sequence[Any]:
+        return aten.native_batch_norm_backward(
+            dy, x, w, None, None, mean, rstd, True, formulas.EPSILON, [True] * 3
+        )
+
+    def forward(x: Any, w: Any, b: Any) -> Sequence[Any]:
+        return aten.native_batch_norm(x, w, b, None, None, True, 0.0, formulas.EPSILON)
+
+    return _batch_norm(case, forward, backward)
+
+
+def _cudnn_batch_norm(case: Case) -> TorchFunction:
+    aten = torch_module().ops.aten
+
+    def backward(dy: Any, x: Any, w: Any, mean: Any, rstd: Any, reserve: Any) -> Sequence[Any]:
+        return aten.cudnn_batch_norm_backward(
+            x, dy, w, None, None, mean, rstd, formulas.EPSILON, reserve
+        )
+
+    def forward(x: Any, w: Any, b: Any) -> Sequence[Any]:
+        return aten.cudnn_batch_norm(x, w, b, None, None, True, 0.0, formulas.EPSILON)
+
+    return _batch_norm(case, forward, backward)
 
 
 def _torch_gelu(case: Case) -> TorchFunction:
@@ -148,11 +213,13 @@ MAKERS: dict[str, dict[str, Callable[[Case], TorchFunction]]] = {
     "torch": {
         "layer_norm": _torch_layer_norm,
         "rms_norm": _torch_rms_norm,
+        "batch_norm": _torch_batch_norm,
         "gelu": _torch_gelu,
         "bias_gelu": _torch_gelu,
         "global_norm": _torch_global_norm,
         "clip": _torch_clip,
     },
+    "cudnn": {"batch_norm": _cudnn_batch_norm},
     "liger": dict.fromkeys(_NORMS, _liger),
     "quack": dict.fromkeys(_NORMS, _quack),
     "triton": dict.fromkeys(_NORMS, _triton),
@@ -160,6 +227,7 @@ MAKERS: dict[str, dict[str, Callable[[Case], TorchFunction]]] = {
 #: What has to be importable for each of these peers, and whether it runs on the CPU.
 REQUIREMENTS = {
     "torch": (("torch",), True),
+    "cudnn": (("torch",), False),
     "liger": (("torch", "liger_kernel"), False),
     "quack": (("torch", "quack"), False),
     "triton": (("torch", "triton"), False),

@@ -57,7 +57,8 @@ class TorchPeer:
         given = [_tensor(p) for p in parameters]
         if not function.wide_parameters:
             given = [p.to(tensors[0].dtype) for p in given]
-        return [*tensors[1:], *function.save(tensors[0], *given)]
+        dy = tensors[:1] if self._case.direction == "bwd" else []
+        return [*dy, *function.save(*tensors[len(dy) :], *given)]
 
     def _runner(
         self,
