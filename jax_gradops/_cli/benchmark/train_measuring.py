@@ -40,7 +40,7 @@ class Variant:
     """What there is to say of one variant.
 
     Attributes:
-      ms: of a step.
+      time: of a step.
       over_stock: stock's time over this one's, in the same rounds: the median, the 20th and the
         80th percentile.
       losses: of the first steps, each before its update.
@@ -49,7 +49,7 @@ class Variant:
       memory: bytes at most: arguments, results and what is between.
     """
 
-    ms: timing.Timing | None = None
+    time: timing.Timing | None = None
     over_stock: tuple[float, float, float] | None = None
     losses: list[float] = dataclasses.field(default_factory=list)
     off: float | None = None
@@ -248,10 +248,7 @@ def _time(result: Result, trainers: dict[str, Trainer], rounds: int, device: Any
             seconds, waited = trainer.sample(result.case.steps)
             samples[name].append((seconds, waited and device.platform != "cpu"))
     for name, taken in samples.items():
-        us = timing.summary(taken)
-        result.variants[name].ms = timing.Timing(
-            us.us / 1e3, us.p20 / 1e3, us.p80 / 1e3, us.host_bound
-        )
+        result.variants[name].time = timing.summary(taken)
         if STOCK in samples:
             pairs = zip(samples[STOCK], taken, strict=True)
             ratios = [stock / own for (stock, _), (own, _) in pairs]

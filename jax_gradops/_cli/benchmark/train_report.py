@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax_gradops._cli.benchmark.timing import Timing
 from jax_gradops._cli.benchmark.train_measuring import Result, Variant
 
 _COLUMNS = {
@@ -26,10 +27,10 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def _variant(result: Result, variant: Variant) -> dict[str, Any]:
-    ms, over = variant.ms, variant.over_stock
+    time, over = variant.time, variant.over_stock
     return {
-        "ms": ms and {"median": ms.us, "p20": ms.p20, "p80": ms.p80},
-        "host_bound": ms and ms.host_bound,
+        "ms": time and dict(zip(("median", "p20", "p80"), _ms(time), strict=True)),
+        "host_bound": time and time.host_bound,
         "examples_per_s": _rate(result, variant),
         "over_stock": over and dict(zip(("median", "p20", "p80"), over, strict=True)),
         "memory_bytes": variant.memory,
@@ -40,8 +41,12 @@ def _variant(result: Result, variant: Variant) -> dict[str, Any]:
     }
 
 
+def _ms(time: Timing) -> tuple[float, float, float]:
+    return time.us / 1e3, time.p20 / 1e3, time.p80 / 1e3
+
+
 def _rate(result: Result, variant: Variant) -> float | None:
-    return result.setup.examples / variant.ms.us * 1e3 if variant.ms else None
+    return result.setup.examples / variant.time.us * 1e6 if variant.time else None
 
 
 class Report:
@@ -71,12 +76,14 @@ class Report:
 
 
 def _row(result: Result, name: str, variant: Variant) -> list[str]:
-    ms, over, rate = variant.ms, variant.over_stock, _rate(result, variant)
+    time, over, rate = variant.time, variant.over_stock, _rate(result, variant)
     calls = (f"{count} {kernel}" for kernel, count in variant.kernel_calls.items())
     return [
         str(result.case),
         name,
-        f"{ms.us:.2f}{'*' if ms.host_bound else ''} ({ms.p20:.2f}–{ms.p80:.2f})" if ms else "-",
+        "{:.2f}{mark} ({:.2f}–{:.2f})".format(*_ms(time), mark="*" * time.host_bound)
+        if time
+        else "-",
         f"{rate:.0f} {result.setup.unit}/s" if rate else "-",
         "-" if variant.memory is None else f"{variant.memory / 1e9:.2f}",
         "{:.3f}× ({:.3f}–{:.3f})".format(*over) if over else "-",
