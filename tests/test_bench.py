@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -18,10 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_gradops
 from jax_gradops import _registry
 from jax_gradops.__main__ import main
 from jax_gradops._cli import info
-from jax_gradops._cli.benchmark import cases, clip_gate, clip_loops, clips, peers, timing, trees
+from jax_gradops._cli.benchmark import (
+    cases,
+    clip_gate,
+    clip_loops,
+    clips,
+    peers,
+    timing,
+    train_measuring,
+    train_resnet,
+    trees,
+)
 
 TINY = ("--device", "cpu", "--shape", "5x33", "--rounds", "1", "--against", "xla")
 
@@ -178,9 +190,13 @@ def test_device_copy(platform: str, dtype: str, size: int) -> None:
         (("--layout", "nhcw"), "unknown layout 'nhcw'; known are nhwc, nchw"),
         (("--rounds", "0"), "must be a number above 0, got '0'"),
         (("--device", "tpu"), "invalid choice: 'tpu'"),
-        (("--suite", "train"), "invalid choice: 'train'"),
+        (("--suite", "training"), "invalid choice: 'training'"),
         (("--suite", "clip", "--tree", "gpt3"), "unknown tree 'gpt3'; expected gpt2-124m"),
         (("--suite", "clip", "--form", "adam"), "unknown form 'adam'; known are transform, step"),
+        (("--suite", "train", "--model", "resnet"), "unknown model 'resnet'; known are resnet50"),
+        (("--suite", "train", "--variant", "ours"), "unknown variant 'ours'; known are stock"),
+        (("--suite", "train", "--stages", "5"), "unknown stages '5'; known are 0, 1, 2, 3, 4"),
+        (("--suite", "train", "--batch", "0"), "must be a number above 0, got '0'"),
     ],
 )
 def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture) -> None:
@@ -207,6 +223,10 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         (("--tree", "3x5", "--form", "step"), "--form, --tree: for --suite clip only"),
         (("--suite", "clip", "--against", "liger"), "cannot compare with liger: there is no clip"),
         (("--op", "clip", *TINY, "--json", "/proc/x.json"), "cannot write to /proc/x.json"),
+        (("--batch", "2", "--image-size", "32"), "--batch, --image-size: for --suite train only"),
+        (("--suite", "train", "--against", "torch"), "with torch: there is no training step"),
+        (("--suite", "train", "--dtype", "f16"), "no model is trained in float16"),
+        (("--suite", "train", "--profile", "/proc/x"), "cannot write to /proc/x"),
     ],
 )
 def test_what_cannot_be_done(
@@ -330,6 +350,87 @@ def test_mixed_tree() -> None:
     assert {t.shape for t in types} >= {(), (0,)}
     assert len({(t.shape, t.dtype) for t in types}) == 39
     assert 40e6 < trees.size_in_bytes(types) < 60e6
+
+
+TRAIN = ("--suite", "train", "--model", "resnet50", "--device", "cpu", "--rounds", "1")
+
+
+def bench_training(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "train.json"
+    options = ("--batch", "4", "--image-size", "32", "--steps", "2", "--json", str(path))
+    status = main(["bench", *TRAIN, *options, *args])
+    return status, json.loads(path.read_text())
+
+
+@pytest.fixture
+def short_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_resnet, "BLOCKS", (1,))
+
+
+@pytest.mark.usefixtures("standard_promotion", "short_resnet")
+def test_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ("--dtype", "f32", "--variant", "jax_gradops,unfused", "--stages", "1")
+    status, report = bench_training(tmp_path, *arguments)
+    assert status == 0 and report["suite"] == "train" and report["left_out"] == []
+    (result,) = report["results"]
+    assert (result["model"], result["batch"], result["unit"]) == ("resnet50", 4, "images")
+    assert result["wrong"] == result["failed"] == {}
+    assert list(result["variants"]) == ["stock", "jax_gradops", "unfused"]
+    for name, variant in result["variants"].items():
+        assert 0 < variant["ms"]["p20"] <= variant["ms"]["median"] <= variant["ms"]["p80"]
+        assert variant["examples_per_s"] == pytest.approx(4e3 / variant["ms"]["median"])
+        assert variant["over_stock"]["median"] > 0 and variant["memory_bytes"] > 1e6
+        norms = 4 if name != "stock" else 0  # of a block with a shortcut; not the stem's
+        kernels = dict.fromkeys(("batch_norm_bwd", "batch_norm_fwd"), norms) if norms else {}
+        assert variant["kernel_calls"] == kernels
+        assert variant["losses_off_by"] < 1e-4  # in float32
+        first, second = variant["losses"]
+        assert 5 < first < 10 and first != second
+    assert len(result["noise"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("resnet50 f32 4x32x32x3 ") for line in lines)
+
+
+@pytest.mark.usefixtures("standard_promotion", "short_resnet")
+def test_training_something_else_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    right = train_resnet.BatchNorm.__call__
+
+    def without_relu(self: Any, x: jax.Array, *, relu: bool = False, **options: Any) -> jax.Array:
+        del relu
+        return right(self, x, **options)
+
+    monkeypatch.setattr(train_resnet.BatchNorm, "__call__", without_relu)
+    status, report = bench_training(tmp_path)
+    assert status == 1
+    (result,) = report["results"]
+    assert result["wrong"].keys() == {"jax_gradops"} and result["failed"] == {}
+    assert "jax_gradops is wrong: the loss of step 1 is " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("standard_promotion", "short_resnet")
+def test_training_without_kernels_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    without = functools.partial(jax_gradops.batch_norm, implementation="xla")
+    monkeypatch.setattr(jax_gradops, "batch_norm", without)
+    status, report = bench_training(tmp_path)
+    assert status == 1
+    (result,) = report["results"]
+    assert result["failed"].keys() == {"jax_gradops"} and result["wrong"] == {}
+    assert result["variants"]["jax_gradops"]["ms"] is None
+    assert "no kernel of this library" in capsys.readouterr().err
+
+
+def test_losses_that_roundings_explain() -> None:
+    expected, noise = [7.0, 6.0, 5.0], np.array([0.001, 0.01, 0.0])
+    mistakes = train_measuring.mistakes
+    assert mistakes(expected, noise, [7.03, 6.2, 5.2]) == ""
+    assert mistakes(expected, noise, [7.1, 6.0, 5.0]).startswith("the loss of step 1 is 7.1,")
+    assert "step 3 is 5.3, stock's 5: off by 0.06," in mistakes(expected, noise, [7.0, 6.0, 5.3])
+    assert "step 2 is nan" in mistakes(expected, noise, [7.0, float("nan"), 5.0])
+    assert mistakes([np.inf], noise[:1], [7.0]) == "losses are not finite"
 
 
 def test_against_torch(tmp_path: Path) -> None:

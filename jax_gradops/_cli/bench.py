@@ -23,6 +23,9 @@ from jax_gradops._cli.benchmark import (
     peers,
     report,
     timing,
+    train,
+    train_measuring,
+    train_report,
     trees,
 )
 
@@ -35,7 +38,23 @@ PACKAGES = {
     "triton": "triton",
 }
 #: By suite, the options that no other has.
-OPTIONS = {"ops": ("op", "direction", "shape", "layout"), "clip": ("form", "tree")}
+OPTIONS = {
+    "ops": ("op", "direction", "shape", "layout"),
+    "clip": ("form", "tree"),
+    "train": train.OPTIONS,
+}
+#: By suite, who can be named as a competitor.
+COMPETITORS = {
+    "ops": measuring.COMPETITORS,
+    "clip": clip_measuring.COMPETITORS,
+    "train": train_measuring.COMPETITORS,
+}
+#: What runs a suite, and what shows and writes its results.
+RUNNERS = {
+    "ops": (measuring.run_all, report),
+    "clip": (clip_measuring.run_all, report),
+    "train": (train_measuring.run_all, train_report),
+}
 FORMATS = (
     "ROWSxFEATURES, as in 32768x4096, or of images, which batch_norm has too, "
     "BATCHxHEIGHTxWIDTHxCHANNELS, as in 256x56x56x256, or default, or all"
@@ -58,6 +77,11 @@ figure is what the step takes longer than without a clip; and both again with
 backward.inplace_clip_by_global_norm, in whose step all keep the clipped gradients ("inplace",
 "inplace_step"). Each with something to clip and nothing. Here competitors whose results are wrong
 are timed, too, and marked.
+
+The suite "train" has whole training steps, jitted, their state donated: as users of Flax and Optax
+write them ("stock"), and with this library's ops. All train from the same state on the same random
+batch. Figures are milliseconds; "over stock" is stock's time over the variant's, in the same
+rounds. It is an error if a variant's losses differ from stock's by more than roundings explain.
 """
 
 
@@ -103,6 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TREE,…",
         help=f"suite clip: {trees.FORMATS} (default: {','.join(trees.DEFAULT)})",
     )
+    train.add_arguments(add, parser, _positive(int))
     parser.add_argument("--device", choices=("cpu", "gpu"), help="default: the GPU if there is one")
     parser.add_argument("--rounds", type=_positive(int), default=15, help="default: %(default)s")
     parser.add_argument(
@@ -181,17 +206,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_suite(args: argparse.Namespace) -> None:
-    """Refuses options of other suites; in the clip's, what it cannot do without or compare with."""
+    """Refuses options of other suites, what a suite cannot do without, or cannot compare with."""
     for suite, options in OPTIONS.items():
-        given = [f"--{o}" for o in options if getattr(args, o) is not None]
+        given = [f"--{o.replace('_', '-')}" for o in options if getattr(args, o) is not None]
         if suite != args.suite and given:
             raise BenchError(f"{', '.join(given)}: for --suite {suite} only")
-    if args.suite == "clip":
-        if importlib.util.find_spec("optax") is None:
-            raise BenchError("--suite clip needs Optax: pip install optax")
-        others = [c for c in args.against or () if c not in clip_measuring.COMPETITORS]
-        if others:
-            raise BenchError(f"cannot compare with {', '.join(others)}: there is no clip")
+    needed = {"ops": (), "clip": ("Optax",), "train": ("Optax", "Flax")}[args.suite]
+    for package in needed:
+        if importlib.util.find_spec(package.lower()) is None:
+            raise BenchError(f"--suite {args.suite} needs {package}: pip install {package.lower()}")
+    others = [c for c in args.against or () if c not in COMPETITORS[args.suite]]
+    if others:
+        what = {"clip": "clip", "train": "training step"}[args.suite]
+        raise BenchError(f"cannot compare with {', '.join(others)}: there is no {what}")
+    dtypes = [d for d in args.dtype or () if d not in train.DTYPES]
+    if args.suite == "train" and dtypes:
+        raise BenchError(f"no model is trained in {', '.join(dtypes)}")
+    if args.profile is not None:
+        try:
+            args.profile.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(args.profile, error) from None
 
 
 def _device(wanted: str | None) -> Any:
@@ -209,19 +244,21 @@ def _device(wanted: str | None) -> Any:
 
 def _competitors(args: argparse.Namespace, platform: str, chosen: Any) -> list[str]:
     """Those asked for, or those that are installed and have something of what is timed."""
-    known = clip_measuring.COMPETITORS if args.suite == "clip" else measuring.COMPETITORS
+    known = COMPETITORS[args.suite]
     wanted: Sequence[str] | None = args.against
     reasons = {c: measuring.why_not_installed(c, platform) for c in known}
     if wanted is None:
         installed = (c for c, reason in reasons.items() if not reason)
-        return [c for c in installed if args.suite == "clip" or measuring.has_any(c, chosen)]
+        return [c for c in installed if args.suite != "ops" or measuring.has_any(c, chosen)]
     for competitor in wanted:
         if reasons[competitor]:
             raise BenchError(f"cannot compare with {competitor}: {reasons[competitor]}")
     return [c for c in known if c in wanted]
 
 
-def _chosen(args: argparse.Namespace, platform: str) -> Sequence[cases.Timed]:
+def _chosen(args: argparse.Namespace, platform: str) -> Sequence[Any]:
+    if args.suite == "train":
+        return train.select(args)
     dtypes = args.dtype or ["bfloat16", "float32"]
     if args.suite == "clip":
         return clips.select(args.tree or trees.DEFAULT, args.form or list(clips.FORMS), dtypes)
@@ -243,7 +280,7 @@ def _run(args: argparse.Namespace, device: Any) -> int:
     platform = "cpu" if device.platform == "cpu" else "gpu"
     chosen: Any = _chosen(args, platform)
     competitors = _competitors(args, platform, chosen)
-    run_all = {"ops": measuring.run_all, "clip": clip_measuring.run_all}[args.suite]
+    run_all, shows = RUNNERS[args.suite]
     environment = _environment(device, platform, competitors)
     print(_describe(environment), flush=True)
     started, results = time.perf_counter(), []
@@ -251,7 +288,7 @@ def _run(args: argparse.Namespace, device: Any) -> int:
     def expired() -> bool:
         return args.time_limit is not None and time.perf_counter() - started > args.time_limit
 
-    with peers.scope(device), report.Report(competitors, chosen) as shown:
+    with peers.scope(device), shows.Report(competitors, chosen) as shown:
         for result in run_all(chosen, device, competitors, args.rounds, expired):
             results.append(result)
             shown.add(result)
@@ -299,8 +336,8 @@ def _write(
     path: Path | None,
     environment: dict[str, Any],
     args: argparse.Namespace,
-    results: Sequence[measuring.Result],
-    chosen: Sequence[cases.Timed],
+    results: Sequence[Any],
+    chosen: Sequence[Any],
 ) -> None:
     if path is None:
         return
@@ -309,10 +346,14 @@ def _write(
         "suite": args.suite,
         "rounds": args.rounds,
         **environment,
-        "results": [report.as_json(r) for r in results],
+        "results": [RUNNERS[args.suite][1].as_json(r) for r in results],
         "left_out": [str(case) for case in chosen[len(results) :]],
     }
     try:
         path.write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise BenchError(f"cannot write to {path}: {error.strerror or error}") from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> BenchError:
+    return BenchError(f"cannot write to {path}: {error.strerror or error}")

@@ -3,5 +3,6 @@
 `formulas`, `batch_norm_formulas` and `cases` say what is run, `peers` and `torch_peers` who runs
 it, `timing` how it is timed, `gate` whether it is right, `measuring` takes one case through all of
 these, and `report` shows what came of it. For the suite "clip": `trees`, `clips`, `clip_loops`,
-`torch_clip`, `clip_gate` and `clip_measuring`, in the same order.
+`torch_clip`, `clip_gate` and `clip_measuring`, in the same order. For the
+suite "train": `train` (cases), the models (`train_resnet`), `train_measuring` and `train_report`.
 """
