@@ -8,7 +8,8 @@
 // does.
 //
 // Traffic: dy, x and (of relu, where it is given) y read twice, but for what caches and shared
-// memory hold; dx written, and dresidual. How elements are divided: cuda/batch_norm_policy.h.
+// memory hold; dx written, and dresidual: by the first pass, so that the second one reads it
+// instead of dy and y. How elements are divided: cuda/batch_norm_policy.h.
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -21,12 +22,14 @@
 namespace gradops {
 namespace {
 
-constexpr int kSumPacks = 3;        // of a thread and an array, on their way, in the first pass
-constexpr int kInputGradPacks = 2;  // and in the second one
-constexpr int kGradRingsPerSum = 12;
-
 // What dz is: dy, or dy where relu's argument was positive, by y or computed anew.
 enum class Mask { kNone, kOfY, kOfX };
+
+// Packs of a thread and an array, on their way, in the first pass: of three arrays, or of two,
+template <Mask kMask>
+constexpr int kSumPacks = kMask == Mask::kOfY ? 2 : 3;
+constexpr int kInputGradPacks = 2;  // and in the second one
+constexpr int kGradRingsPerSum = 12;
 
 // What is loaded at a time.
 template <typename T, int W, Mask kMask>
@@ -34,14 +37,26 @@ struct GradPacks {
   Pack<T, W> dy, x, y;
 };
 
+// A pass's arrays; dresidual is null where it does not write it.
+template <typename T>
+struct GradArrays {
+  const T *dy, *x, *y;
+  T* dresidual;
+};
+
 template <Mask kMask, int W, typename T>
-__device__ __forceinline__ void LoadGrad(const BatchNormBwdArgs& args, bool wanted,
+__device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, bool wanted,
                                          std::int64_t start, GradPacks<T, W, kMask>& packs) {
-  LoadIf<W>(wanted, static_cast<const T*>(args.dy), start, packs.dy);
-  LoadIf<W>(wanted, static_cast<const T*>(args.x), start, packs.x);
-  if constexpr (kMask == Mask::kOfY) {
-    LoadIf<W>(wanted, static_cast<const T*>(args.y), start, packs.y);
-  }
+  LoadIf<W>(wanted, arrays.dy, start, packs.dy);
+  LoadIf<W>(wanted, arrays.x, start, packs.x);
+  if constexpr (kMask == Mask::kOfY) LoadIf<W>(wanted, arrays.y, start, packs.y);
+}
+template <Mask kMask, typename T, typename A, int W>
+__device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const ChannelSpan& span,
+                                         A (&dy)[W], A (&x)[W], A (&y)[W]) {
+  LoadSpan(arrays.dy, span, dy);
+  LoadSpan(arrays.x, span, x);
+  if constexpr (kMask == Mask::kOfY) LoadSpan(arrays.y, span, y);
 }
 
 // Positive numbers, whatever T is.
@@ -90,14 +105,15 @@ struct Affine {
 // --- Sums ----------------------------------------------------------------------------------------
 
 template <typename T, int W, Mask kMask>
-__device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const ChannelPlan& plan,
+__device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const GradArrays<T>& arrays,
+                                          const ChannelPlan& plan,
                                           const ChannelPartials<Accum<T>, 2>& partials,
                                           char* scratch, Pack<T, W>* kept) {
   using A = Accum<T>;
   ForParts<false>(plan, [&](const ChannelPart& part) {
-    ForFirstPacks<kSumPacks>(plan, part, [&](std::int64_t start) {
-      PrefetchL2(static_cast<const T*>(args.dy) + start);
-      PrefetchL2(static_cast<const T*>(args.x) + start);
+    ForFirstPacks<kSumPacks<kMask>>(plan, part, [&](std::int64_t start) {
+      PrefetchL2(arrays.dy + start);
+      PrefetchL2(arrays.x + start);
     });
     A parameters[3][W];
     LoadParameters(
@@ -114,11 +130,13 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Ch
       for (int j = 0; j < W; ++j) sums.Add(j, dz[j], dz[j] * x[j]);
     };
 
-    GradPacks<T, W, kMask> ring[kSumPacks] = {};
+    GradPacks<T, W, kMask> ring[kSumPacks<kMask>] = {};
+    PackStart<W> starts[kSumPacks<kMask>];
     const int own = static_cast<int>(part.own);
     int rings = 0;
     const auto load = [&](int k, int, bool wanted, std::int64_t start) {
-      LoadGrad<kMask>(args, wanted, start, ring[k]);
+      starts[k] = start;
+      LoadGrad<kMask>(arrays, wanted, start, ring[k]);
     };
     const auto use = [&](int k, int i) {
       A dz[W], x[W], y[W];
@@ -126,9 +144,13 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Ch
       Widen(ring[k].x, x);
       if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
       add(dz, x, y);
+      const Pack<T, W> masked = kMask == Mask::kNone ? ring[k].dy : Narrow<T>(dz);
+      if constexpr (kMask == Mask::kOfY) {
+        if (arrays.dresidual != nullptr) StoreFirst(arrays.dresidual, starts[k], masked);
+      }
       if (own + i < plan.kept_steps) {
         Pack<T, W>* const slot = kept + 2 * (own + i) * kChannelThreads + threadIdx.x;
-        StorePack(slot->v, kMask == Mask::kNone ? ring[k].dy : Narrow<T>(dz));
+        StorePack(slot->v, masked);
         StorePack(slot[kChannelThreads].v, ring[k].x);
       }
     };
@@ -136,14 +158,15 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Ch
       if (++rings % kGradRingsPerSum == 0) sums.EndSum();
     };
     const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
-    ForPacks<kSumPacks, false, false>(plan, part, 0, whole, load, use, end_ring);
-    ForPacks<kSumPacks, false, true>(plan, part, whole, all, load, use, end_ring);
+    ForPacks<kSumPacks<kMask>, false, false>(plan, part, 0, whole, load, use, end_ring);
+    ForPacks<kSumPacks<kMask>, false, true>(plan, part, whole, all, load, use, end_ring);
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A dz[W], x[W], y[W];
-      LoadSpan(static_cast<const T*>(args.dy), span, dz);
-      LoadSpan(static_cast<const T*>(args.x), span, x);
-      if constexpr (kMask == Mask::kOfY) LoadSpan(static_cast<const T*>(args.y), span, y);
+      LoadGrad<kMask>(arrays, span, dz, x, y);
       add(dz, x, y);
+      if constexpr (kMask == Mask::kOfY) {
+        if (arrays.dresidual != nullptr) StoreSpan(arrays.dresidual, span, dz);
+      }
     });
     sums.EndSum();
 
@@ -200,12 +223,12 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
 // --- dx ------------------------------------------------------------------------------------------
 
 template <typename T, int W, Mask kMask>
-__device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args, const ChannelPlan& plan,
+__device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
+                                           const GradArrays<T>& arrays, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, 2>& partials,
                                            char* scratch, const Pack<T, W>* kept) {
   using A = Accum<T>;
   T* const dx = static_cast<T*>(args.dx);
-  T* const dresidual = static_cast<T*>(args.dresidual);
   ForParts<true>(plan, [&](const ChannelPart& part) {
     A parameters[5][W];
     auto& [mean, factor, offset, level, slope] = parameters;
@@ -232,22 +255,20 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args, const C
     };
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A dz[W], x[W], y[W];
-      LoadSpan(static_cast<const T*>(args.dy), span, dz);
-      LoadSpan(static_cast<const T*>(args.x), span, x);
-      if constexpr (kMask == Mask::kOfY) LoadSpan(static_cast<const T*>(args.y), span, y);
+      LoadGrad<kMask>(arrays, span, dz, x, y);
       MaskGrad<kMask>(mean, factor, offset, y, x, dz);
       apply(dz, x);
       StoreSpan(dx, span, x);
-      if (dresidual != nullptr) StoreSpan(dresidual, span, dz);
+      if (arrays.dresidual != nullptr) StoreSpan(arrays.dresidual, span, dz);
     });
 
     GradPacks<T, W, kMask> ring[kInputGradPacks] = {};
-    std::int64_t starts[kInputGradPacks];
+    PackStart<W> starts[kInputGradPacks];
     const int own = static_cast<int>(part.own);
     const auto load = [&](int k, int i, bool wanted, std::int64_t start) {
       starts[k] = start;
       if (own + i >= plan.kept_steps) {
-        LoadGrad<kMask>(args, wanted, start, ring[k]);
+        LoadGrad<kMask>(arrays, wanted, start, ring[k]);
       } else if (wanted) {
         const Pack<T, W>* const slot = kept + 2 * (own + i) * kChannelThreads + threadIdx.x;
         ring[k].dy = LoadPlain<W>(slot->v);  // masked already
@@ -263,7 +284,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args, const C
       MaskGrad<kMask>(mean, factor, offset, y, x, dz);
       apply(dz, x);
       StoreLast(dx, starts[k], Narrow<T>(x));
-      if (dresidual != nullptr) StoreLast(dresidual, starts[k], Narrow<T>(dz));
+      if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, starts[k], Narrow<T>(dz));
     };
     const auto nothing = [](auto...) {};
     const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
@@ -279,14 +300,24 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   extern __shared__ __align__(16) char shared[];
   auto* const kept = reinterpret_cast<Pack<T, W>*>(shared + plan.scratch_bytes);
   const ChannelPartials<Accum<T>, 2> partials(args.workspace, args.partial_rows, plan.channels);
+  GradArrays<T> arrays{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
+                       static_cast<const T*>(args.y), static_cast<T*>(args.dresidual)};
   if (args.mean_dz.data == nullptr) {
-    FirstPass<T, W, kMask>(args, plan, partials, shared, kept);
+    if (args.dx == nullptr) arrays.dresidual = nullptr;
+    FirstPass<T, W, kMask>(args, arrays, plan, partials, shared, kept);
     cooperative_groups::this_grid().sync();  // partial sums are written
     Finish<Accum<T>>(args, plan, partials);
     if (args.dx == nullptr) return;
     cooperative_groups::this_grid().sync();  // levels and slopes are
+    if constexpr (kMask == Mask::kOfY) {
+      if (arrays.dresidual != nullptr) {  // it is dz: each thread reads what it wrote itself
+        arrays.dy = arrays.dresidual, arrays.dresidual = nullptr;
+        SecondPass<T, W, Mask::kNone>(args, arrays, plan, partials, shared, kept);
+        return;
+      }
+    }
   }
-  SecondPass<T, W, kMask>(args, plan, partials, shared, kept);
+  SecondPass<T, W, kMask>(args, arrays, plan, partials, shared, kept);
 }
 
 template <typename T>

@@ -21,7 +21,8 @@ namespace gradops {
 namespace {
 
 constexpr int kMomentPacks = 6;  // of a thread, on their way, in the first pass
-constexpr int kApplyPacks = 4;   // and in the second one
+constexpr int kApplyPacks = 4;   // and in the second one, where there is no residual
+constexpr int kAddPacks = 2;     // and where there is one
 constexpr int kMomentRingsPerSum = 6;
 
 // What distances are from, so that a large mean costs no digits: of three elements of the channel
@@ -213,35 +214,42 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
       activate(values);
       StoreSpan(y, span, values);
     });
-    Pack<T, W> packs[kApplyPacks] = {}, others[kApplyPacks] = {};
-    std::int64_t starts[kApplyPacks];
-    const int own = static_cast<int>(part.own);
-    const auto load = [&](int k, int i, bool wanted, std::int64_t start) {
-      starts[k] = start;
-      if (own + i >= plan.kept_steps) {
-        LoadIf<W>(wanted, x, start, packs[k]);
-      } else if (wanted) {
-        packs[k] = LoadPlain<W>(kept[(own + i) * kChannelThreads + threadIdx.x].v);
-      }
-      if (residual != nullptr) LoadIf<W>(wanted, residual, start, others[k]);
-    };
-    const auto use = [&](int k, int) {
-      A values[W];
-      Widen(packs[k], values);
-      apply(values);
-      if (residual != nullptr) {
-        A terms[W];
-        Widen(others[k], terms);
+    const auto stream = [&]<int kRing, bool kResidual>() {
+      Pack<T, W> packs[kRing] = {}, others[kRing] = {};
+      PackStart<W> starts[kRing];
+      const int own = static_cast<int>(part.own);
+      const auto load = [&](int k, int i, bool wanted, std::int64_t start) {
+        starts[k] = start;
+        if (own + i >= plan.kept_steps) {
+          LoadIf<W>(wanted, x, start, packs[k]);
+        } else if (wanted) {
+          packs[k] = LoadPlain<W>(kept[(own + i) * kChannelThreads + threadIdx.x].v);
+        }
+        if constexpr (kResidual) LoadIf<W>(wanted, residual, start, others[k]);
+      };
+      const auto use = [&](int k, int) {
+        A values[W];
+        Widen(packs[k], values);
+        apply(values);
+        if constexpr (kResidual) {
+          A terms[W];
+          Widen(others[k], terms);
 #pragma unroll
-        for (int j = 0; j < W; ++j) values[j] += terms[j];
-      }
-      activate(values);
-      StoreLast(y, starts[k], Narrow<T>(values));
+          for (int j = 0; j < W; ++j) values[j] += terms[j];
+        }
+        activate(values);
+        StoreLast(y, starts[k], Narrow<T>(values));
+      };
+      const auto nothing = [](auto...) {};
+      const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
+      ForPacks<kRing, true, true>(plan, part, whole, all, load, use, nothing);
+      ForPacks<kRing, true, false>(plan, part, 0, whole, load, use, nothing);
     };
-    const auto nothing = [](auto...) {};
-    const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
-    ForPacks<kApplyPacks, true, true>(plan, part, whole, all, load, use, nothing);
-    ForPacks<kApplyPacks, true, false>(plan, part, 0, whole, load, use, nothing);
+    if (residual == nullptr) {
+      stream.template operator()<kApplyPacks, false>();
+    } else {
+      stream.template operator()<kAddPacks, true>();
+    }
   });
 }
 

@@ -187,9 +187,9 @@ struct ChannelPlan {
     return (part.count * step_rows - (beyond > 0 ? beyond : 0)) * inner;
   }
 
-  // Where a tile's channel has the k-th of three elements, from all over the part.
+  // Where a tile's channel has the k-th of three elements, of the part's first steps.
   constexpr std::int64_t Sample(const ChannelPart& part, int channel, int k) const {
-    const std::int64_t step = StepOf(part, (part.count - 1) * k / 2);
+    const std::int64_t step = StepOf(part, k < part.count ? k : part.count - 1);
     std::int64_t row = step * at_once, i = (inner - 1) * k / 2;
     if (plane) {
       row = step * kChannelThreads / row_packs;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/shape.h"
 #include "cuda/batch_norm_policy.h"
@@ -13,6 +14,23 @@ namespace gradops {
 namespace {
 
 // --- Packs ---------------------------------------------------------------------------------------
+
+// Where a pack starts, in packs: 64 GB of them.
+template <int W>
+class PackStart {
+ public:
+  __device__ __forceinline__ PackStart& operator=(std::int64_t start) {
+    number_ = static_cast<Number>(start / W);
+    return *this;
+  }
+  __device__ __forceinline__ operator std::int64_t() const {
+    return static_cast<std::int64_t>(number_) * W;
+  }
+
+ private:
+  using Number = std::conditional_t<W == 1, std::int64_t, std::uint32_t>;
+  Number number_;
+};
 
 // The pack at `start`, if it is wanted; otherwise the old one stays. No load is moved before a
 // store that precedes it, and none is non-coherent: dx may be dy's buffer.
@@ -47,6 +65,12 @@ __device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pa
   } else {
     __stcs(reinterpret_cast<uint4*>(array + start), reinterpret_cast<const uint4&>(pack));
   }
+}
+
+// What is read again.
+template <int W, typename T>
+__device__ __forceinline__ void StoreFirst(T* array, std::int64_t start, const Pack<T, W>& pack) {
+  StorePack(array + start, pack);
 }
 
 // The same of a span, element by element.
@@ -224,11 +248,22 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, std::int
   const std::int64_t group = tile / plan.tiles, first = plan.FirstChannel(tile);
   const int of_tile = plan.TileChannels(tile);
   __syncthreads();  // it has been read
-  for (int i = static_cast<int>(threadIdx.x); i < of_tile; i += kChannelThreads) {
-    A numbers[kValues];
-    table(group, first + i, numbers);
+  constexpr int kAtOnce = 2;
+  for (int start = static_cast<int>(threadIdx.x); start < of_tile;
+       start += kAtOnce * kChannelThreads) {
+    A numbers[kAtOnce][kValues];
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) shared[v * of_tile + i] = numbers[v];
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int i = start + k * kChannelThreads;
+      if (i < of_tile) table(group, first + i, numbers[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int i = start + k * kChannelThreads;
+      if (i >= of_tile) break;
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) shared[v * of_tile + i] = numbers[k][v];
+    }
   }
   int channels[W];
   OwnChannels(plan, tile, channels);
