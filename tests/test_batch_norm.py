@@ -12,6 +12,7 @@ import oracles
 import pytest
 from comparing import OPTIMIZED, assert_bitwise_equal, assert_matches, widen
 from conformance import OpTests
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
@@ -362,6 +363,73 @@ def test_constant_channels(platform, axis, dtype):
     y, mean, var = jax_gradops.batch_norm(x, None, bias, axis=axis, implementation="ffi")
     assert (channels_last(y, axis) == bias).all()
     assert (widen(mean) == widen(values)).all() and not np.asarray(var).any()
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize(
+    ("mean", "deviation", "dtype"),
+    [(5, 0.1, "bfloat16"), (0, 3e4, "float16"), (6e4, 100, "float16"), (0, 1e-6, "float16")],
+    ids=["N8", "large", "saturated", "subnormal"],
+)
+def test_hard_halves(platform, implementation, axis, mean, deviation, dtype, rng):
+    """16-bit data near the ends of its type's range: statistics are float32's, dx is finite."""
+    shape = (32, 8, 8, 5) if axis == -1 else (32, 5, 8, 8)
+    x, dy = mean + deviation * rng.standard_normal(shape), rng.standard_normal(shape)
+    largest = float(jnp.finfo(dtype).max)
+    x, dy = (np.clip(a, -largest, largest).astype(dtype) for a in (x, dy))
+    epsilon = 1e-5 if deviation > 1 else 1e-12
+
+    def op(x: Any) -> Any:
+        return jax_gradops.batch_norm(x, axis=axis, epsilon=epsilon, implementation=implementation)
+
+    _, mean_, var = op(x)
+    assert mean_.dtype == var.dtype == np.float32
+    y, dx = jax.jit(vjp_of(lambda x: op(x)[0]))(dy, x)
+    wide, wide_dy = channels_last(x, axis), channels_last(dy, axis)
+    assert_last(y, oracles.batch_norm(wide, epsilon=epsilon), axis, dtype, "y")
+    expected = oracles.batch_norm_vjp(wide_dy, wide, epsilon=epsilon)[0]
+    finite = np.abs(expected.value) < largest
+    got = channels_last(dx, axis)
+    assert np.isfinite(got[finite]).all()
+    np.testing.assert_allclose(
+        got[finite], expected.value[finite], rtol=2**-7, atol=2**-6 * expected.magnitude.min()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_thousand_runs(platform, dtype, rng):
+    """Bitwise equal, in one loop, in both layouts."""
+    dtype = jnp.dtype(dtype)
+    dy, x, residual, scale, bias = ordinary((20, 6, 7, 40), -1, dtype, rng)
+    bits = {2: jnp.uint16, 4: jnp.uint32}
+
+    def run(x: Any) -> list[Any]:
+        results = []
+        for axis, channels in ((-1, 40), (1, 6)):
+            op = functools.partial(
+                jax_gradops.batch_norm, axis=axis, activation="relu", implementation="ffi"
+            )
+            (y, mean, var), pull = jax.vjp(
+                lambda x, *p, op=op: op(x, *p, residual=residual),
+                x,
+                scale[:channels],
+                bias[:channels],
+            )
+            results += [y, mean, var, *pull((dy, mean, var))]
+        return [lax.bitcast_convert_type(a, bits[a.dtype.itemsize]) for a in results]
+
+    @jax.jit
+    def different(x: Any) -> Any:
+        first = run(x)
+
+        def step(i: Any, count: Any) -> Any:
+            # The barrier: else XLA could take the runs out of the loop.
+            again = run(lax.optimization_barrier((x, i))[0])
+            return count + sum(jnp.sum(a != b) for a, b in zip(first, again, strict=True))
+
+        return lax.fori_loop(0, 1000, step, 0)
+
+    assert different(x) == 0
 
 
 def test_outlier_at_the_beginning(platform, implementation, rng):

@@ -97,6 +97,53 @@ def check_rows(op: str, rows: int, distinct: np.ndarray) -> None:
     assert_matches(gradient, repeated_sum(terms, rows), np.float32, np.float32, "gradient")
 
 
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_batch_norm(platform, rows, distinct, axis):
+    """Statistics, every element of y and dx, and the parameters' gradients."""
+    shape = (FEATURES,) if axis == -1 else (4, FEATURES // 4)
+    distinct = distinct.reshape(2, DISTINCT, *shape)
+    scale, bias = np.linspace(0.5, 2, shape[0]), np.linspace(-1, 1, shape[0])
+
+    def apply(x: Any, scale: Any, bias: Any) -> Any:
+        return jax_gradops.batch_norm(x, scale, bias, axis=axis, implementation="ffi")
+
+    @jax.jit
+    def f(distinct: Any) -> Any:
+        index = jnp.arange(rows) % DISTINCT
+        dy, x = distinct[:, index]
+        parameters = (p.astype(np.float32) for p in (scale, bias))
+        y, pull, statistics = jax.vjp(lambda *args: (lambda y, *s: (y, s))(*apply(*args)), x,
+                                      *parameters, has_aux=True)  # fmt: skip
+        dx, *gradients = pull(dy)
+        wrong = [jnp.sum(a != a[:DISTINCT][index]) for a in (y, dx)]
+        return wrong, (*statistics, *gradients), (y[:DISTINCT], dx[:DISTINCT])
+
+    wrong, of_channels, few = f(distinct)
+    assert wrong == [0, 0]
+    # In float64, each distinct row as often as it occurs; channels last.
+    counts = rows // DISTINCT + (np.arange(DISTINCT) < rows % DISTINCT)
+    dy, x = (np.moveaxis(widen(a).reshape(DISTINCT, *shape), axis, -1) for a in distinct)
+    weights = np.broadcast_to(counts.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
+
+    def mean_of(a: np.ndarray) -> np.ndarray:
+        return np.average(a.reshape(-1, a.shape[-1]), 0, weights.reshape(-1, a.shape[-1]))
+
+    mean = mean_of(x)
+    var = mean_of((x - mean) ** 2)
+    x_hat = (x - mean) / np.sqrt(var + 1e-5)
+    terms = weights.sum() / weights.shape[-1]
+    dscale, dbias = mean_of(dy * x_hat) * terms, mean_of(dy) * terms
+    dx = scale / np.sqrt(var + 1e-5) * (dy - dbias / terms - x_hat * dscale / terms)
+    size = np.sqrt(terms)  # of the sums' terms
+    for actual, expected, atol in zip(
+        of_channels, (mean, var, dscale, dbias), (1e-6, 1e-6, 1e-3 * size, 1e-3 * size), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=atol)
+    for actual, expected in zip(few, (x_hat * scale + bias, dx), strict=True):
+        actual = np.moveaxis(widen(actual), axis, -1)
+        np.testing.assert_allclose(actual, expected, rtol=2**-8, atol=1e-4)
+
+
 def test_norm(platform, rows, distinct):
     """One leaf of more than 2^31 elements."""
     x = distinct[1]
