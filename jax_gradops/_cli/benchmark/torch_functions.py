@@ -234,6 +234,11 @@ REQUIREMENTS = {
 }
 
 
+#: Dtypes that a peer does not take; those that are not here have none in float64. PyTorch has no way
+#: to cuDNN's batch norm with bfloat16 data and float32 parameters.
+WITHOUT = {"torch": (), "cudnn": ("bfloat16", "float64")}
+
+
 def covers(name: str, case: Case) -> bool:
     """Whether the peer has the case's op at all."""
-    return case.op in MAKERS[name] and not (case.dtype == "float64" and name != "torch")
+    return case.op in MAKERS[name] and case.dtype not in WITHOUT.get(name, ("float64",))
