@@ -234,8 +234,8 @@ REQUIREMENTS = {
 }
 
 
-#: Dtypes that a peer does not take; those that are not here have none in float64. PyTorch has no way
-#: to cuDNN's batch norm with bfloat16 data and float32 parameters.
+#: Dtypes that a peer does not take; those that are not here have none in float64. PyTorch has no
+#: way to cuDNN's batch norm with bfloat16 data and float32 parameters.
 WITHOUT = {"torch": (), "cudnn": ("bfloat16", "float64")}
 
 
