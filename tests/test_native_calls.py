@@ -86,7 +86,7 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "batch_variance": PARAMETER,
             "batch_rstd": PARAMETER,
             "batch_delta": PARAMETER,
-            "workspace": scratch(1, 1, 3, 4),
+            "workspace": scratch(1, 1, 4, 4),
         },
         BATCH_NORM | EPSILON,
     ),
