@@ -43,14 +43,30 @@ void Merge(double count, double* __restrict__ means, double* __restrict__ square
   }
 }
 
-// Of n elements from the sums of their differences from `shift` and of these squared, in units of
+// What is taken off first: shift, and then rest, which has the digits that shift has not. Without
+// it, differences from a large mean would all be multiples of a number that is not small, and their
+// squares be rounded in one direction.
+template <typename A>
+struct Guess {
+  A shift, rest = 0;
+  A difference(A x) const { return (x - shift) - rest; }
+  // Moves it by so much.
+  Guess operator+(A by) const {
+    const A moved = shift + (rest + by);
+    return {moved, (rest + by) - (moved - shift)};
+  }
+};
+
+// Of n elements from the sums of their differences from a guess and of these squared, in units of
 // `base`.
 template <typename A, typename Sum>
-void ToMoments(A base, A shift, Sum sum, Sum sum_squares, double n, double& mean, double& squares) {
+void ToMoments(A base, Guess<A> guess, Sum sum, Sum sum_squares, double n, double& mean,
+               double& squares) {
   const double offset = static_cast<double>(sum) / n;
-  mean = (static_cast<double>(shift) - static_cast<double>(base)) + offset;
-  const double rest = static_cast<double>(sum_squares) - offset * static_cast<double>(sum);
-  squares = rest < 0 ? 0 : rest;
+  mean = (static_cast<double>(guess.shift) - static_cast<double>(base)) +
+         (static_cast<double>(guess.rest) + offset);
+  const double left = static_cast<double>(sum_squares) - offset * static_cast<double>(sum);
+  squares = left < 0 ? 0 : left;
 }
 
 // Channels last: of columns [start, start + n) in `rows` rows from x on.
@@ -59,13 +75,18 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
                    const Accum<T>* base, double* means, double* squares) {
   using A = Accum<T>;
   constexpr std::int64_t kSamples = 8;
-  A shift[kBlock], sums[2][kBlock], guess[1][kBlock] = {};
+  A shifts[kBlock], rests[kBlock], sums[2][kBlock], sampled[1][kBlock] = {};
+  const auto guess = [&](std::int64_t i) { return Guess<A>{shifts[i], rests[i]}; };
+  const auto set_guess = [&](std::int64_t i, Guess<A> to) {
+    shifts[i] = to.shift, rests[i] = to.rest;
+  };
   const std::int64_t samples = std::min(rows, kSamples), step = rows / samples * width;
   const auto sample = [=](std::int64_t r, std::int64_t i) {
     return std::array{static_cast<A>(x[r * step + i]) - base[i]};
   };
-  AddRows(samples, n, sample, [](std::int64_t) {}, guess);
-  for (std::int64_t i = 0; i < n; ++i) shift[i] = base[i] + guess[0][i] / static_cast<A>(samples);
+  AddRows(samples, n, sample, [](std::int64_t) {}, sampled);
+  for (std::int64_t i = 0; i < n; ++i)
+    set_guess(i, Guess<A>{base[i]} + sampled[0][i] / static_cast<A>(samples));
 
   for (std::int64_t row = 0; row < rows; row += kRowsPerSum) {
     const std::int64_t count = std::min(kRowsPerSum, rows - row);
@@ -75,8 +96,8 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
       for (auto& sum : sums) std::fill_n(sum, n, A{0});
       AddRows(
           count, n,
-          [first, width, &shift](std::int64_t r, std::int64_t i) {
-            const A difference = static_cast<A>(first[r * width + i]) - shift[i];
+          [first, width, &guess](std::int64_t r, std::int64_t i) {
+            const A difference = guess(i).difference(static_cast<A>(first[r * width + i]));
             return std::array{difference, difference * difference};
           },
           [=](std::int64_t r) { Prefetch(first + r * width + std::max(kAhead<T>, width), n); },
@@ -87,11 +108,11 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
         far |= sums[0][i] * sums[0][i] <= A{0.5} * terms * sums[1][i] ? 0 : 1;
       }
       if (far == 0) break;
-      for (std::int64_t i = 0; i < n; ++i) shift[i] += sums[0][i] / terms;
+      for (std::int64_t i = 0; i < n; ++i) set_guess(i, guess(i) + sums[0][i] / terms);
     }
     double of_means[kBlock], of_squares[kBlock];
     for (std::int64_t i = 0; i < n; ++i) {
-      ToMoments(base[i], shift[i], sums[0][i], sums[1][i], static_cast<double>(count), of_means[i],
+      ToMoments(base[i], guess(i), sums[0][i], sums[1][i], static_cast<double>(count), of_means[i],
                 of_squares[i]);
     }
     Merge(static_cast<double>(row), means, squares, static_cast<double>(count), of_means,
@@ -142,26 +163,26 @@ void MomentsOf(const T* x, const Layout<true>& layout, const Piece& piece,
   for (std::int64_t channel = piece.channel; channel < piece.end_channel; ++channel) {
     const T* const first = x + layout.offset(piece.group, piece.row) + channel * layout.inner;
     const A base = bases.Get(0, piece.group, channel).value;
-    A guess = 0;
+    A sampled = 0;
     for (std::int64_t k = 0; k < kSamples; ++k) {
       const std::int64_t i = k * terms / kSamples;
-      guess += static_cast<A>(first[i / layout.inner * layout.width + i % layout.inner]) - base;
+      sampled += static_cast<A>(first[i / layout.inner * layout.width + i % layout.inner]) - base;
     }
-    A shift = base + guess / A{kSamples};
+    Guess<A> guess = Guess<A>{base} + sampled / A{kSamples};
     std::array<double, 2> sums;
     for (const bool again : {false, true}) {
       sums = SumRuns<A, 2>(
           rows, layout.inner, layout.width,
           [=](std::int64_t i) {
-            const A difference = static_cast<A>(first[i]) - shift;
+            const A difference = guess.difference(static_cast<A>(first[i]));
             return std::array{difference, difference * difference};
           },
           [=](std::int64_t i, std::int64_t n) { Prefetch(first + i, n); });
       if (again || sums[0] * sums[0] <= 0.5 * count * sums[1]) break;
-      shift += static_cast<A>(sums[0] / count);
+      guess = guess + static_cast<A>(sums[0] / count);
     }
     const auto i = static_cast<std::size_t>(channel - piece.channel);
-    ToMoments(base, shift, sums[0], sums[1], count, moments.means[i], moments.squares[i]);
+    ToMoments(base, guess, sums[0], sums[1], count, moments.means[i], moments.squares[i]);
   }
 }
 
