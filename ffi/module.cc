@@ -1,4 +1,4 @@
-// The list of handlers, compiled once per backend with GRADOPS_CONTEXT and GRADOPS_MODULE defined.
+// The list of handlers, compiled once per module with GRADOPS_CONTEXT and GRADOPS_MODULE defined.
 #include <nanobind/nanobind.h>
 
 #include <type_traits>
@@ -109,6 +109,9 @@ void BindRowPlans(nb::module_& m) {
 NB_MODULE(GRADOPS_MODULE, m) {
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("build_info") = gradops::kBuildInfo;
+  nb::dict levels;
+  for (const auto& [level, supported] : gradops::CpuLevels()) levels[level] = supported;
+  m.attr("cpu_levels") = levels;
   m.attr("cuda_skipped") = gradops::kCudaSkipped;
   m.def("registrations", &gradops::Registrations<gradops::GRADOPS_CONTEXT>);
   gradops::BindRowPlans<gradops::GRADOPS_CONTEXT>(m);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 import warnings
@@ -12,6 +13,7 @@ from types import ModuleType
 import jax
 
 TARGET_PREFIX = "jax_gradops."
+CPU_LEVEL = "JAX_GRADOPS_CPU_LEVEL"
 
 # XLA's name of the platform, and the module that carries its kernels. The keys are the names that
 # `jax.lax.platform_dependent` takes.
@@ -48,11 +50,38 @@ def _built_without(platform: str) -> str:
     return f"jax_gradops was built without {platform.upper()}" + (f": {reason}" if reason else "")
 
 
+def _of_cpu_level(baseline: ModuleType) -> ModuleType:
+    """The CPU module for the highest level of x86-64 that the processor has, or the one asked for.
+
+    Each is built from the same sources. Code of a level that the processor lacks would crash.
+    """
+    supported: dict[str, bool] = baseline.cpu_levels  # from the lowest, the baseline's
+    usable = [level for level, has_it in supported.items() if has_it]
+    level = os.environ.get(CPU_LEVEL) or (usable[-1] if usable else None)
+    if level is None:
+        return baseline
+    if level not in supported:
+        known = f"must be one of {', '.join(supported)}" if supported else "is for x86-64 only"
+        raise ValueError(
+            f"jax_gradops: the environment variable {CPU_LEVEL} {known}, got {level!r}"
+        )
+    if level not in usable:
+        raise ValueError(
+            f"jax_gradops: {CPU_LEVEL}={level}, but this processor has only {', '.join(usable)} of "
+            "x86-64: unset it, and the best one is used"
+        )
+    if level == usable[0]:
+        return baseline
+    return importlib.import_module(f"{baseline.__name__}_{level}")
+
+
 def _load(platform: str) -> tuple[ModuleType | None, str]:
     """Loads and registers one backend. Returns its module, or None and the reason."""
     xla_platform, name = _BACKENDS[platform]
     try:
         module = importlib.import_module(f"jax_gradops.{name}")
+        if platform == "cpu":
+            module = _of_cpu_level(module)
     except ModuleNotFoundError:
         if platform != "cpu":
             return None, _built_without(platform)

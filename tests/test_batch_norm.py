@@ -432,13 +432,35 @@ def test_a_thousand_runs(platform, dtype, rng):
     assert different(x) == 0
 
 
-def test_outlier_at_the_beginning(platform, implementation, rng):
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_outlier_at_the_beginning(platform, implementation, axis, rng):
     """What is taken off first is no good guess of the mean."""
-    x = rng.standard_normal((4096, 3)).astype(np.float32)
-    x[0] = 1e6
+    x = rng.standard_normal((2, 2048, 3)).astype(np.float32)
+    x[0, 0] = 1e6
     want = oracles.batch_norm(widen(x), epsilon=0.0).value
-    got = normalized(x, -1, implementation)
+    got = np.moveaxis(normalized(np.moveaxis(x, -1, axis), axis, implementation), axis, -1)
     assert np.abs(got - want).max() <= 8 * 2.0**-24 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 63, 63, 117), -1), ((5, 70, 63, 63), 1)], ids=str)
+def test_large_results(platform, shape, axis, rng):
+    """So large that the CPU's kernels write them past the caches; images differ in their means."""
+    dy, x, residual, scale, bias = ordinary(shape, axis, np.float32, rng)
+    x += np.linspace(-9, 9, shape[0], dtype=np.float32).reshape(-1, 1, 1, 1)
+
+    def op(x: Any, residual: Any) -> Any:
+        return jax_gradops.batch_norm(
+            x, scale, bias, axis=axis, epsilon=EPSILON, activation="relu", residual=residual,
+            implementation="ffi",
+        )[0]  # fmt: skip
+
+    y, dx, dresidual = jax.jit(vjp_of(op))(dy, x, residual)
+    wide = [*(channels_last(a, axis) for a in (dy, x)), widen(scale), widen(bias)]
+    rest = {"epsilon": EPSILON, "relu": True, "residual": channels_last(residual, axis)}
+    assert_last(y, oracles.batch_norm(*wide[1:], **rest), axis, np.float32, "y")
+    expected = oracles.batch_norm_vjp(*wide, **rest)
+    assert_last(dx, expected[0], axis, np.float32, "dx")
+    assert_last(dresidual, expected[3], axis, np.float32, "dresidual")
 
 
 @pytest.mark.parametrize("axis", [-1, 1])

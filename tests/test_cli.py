@@ -18,7 +18,7 @@ from jax_gradops import _registry, _status
 from jax_gradops.__main__ import main
 from jax_gradops._cli import cases, doctor, info
 
-V2 = f"fp {info.X86_LEVELS['x86-64-v2']}"
+CPU_LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable]
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +49,7 @@ def test_info_says_why_there_are_no_cuda_kernels() -> None:
     if "cuda" in _registry.MODULES:
         assert reason is None
         return
-    skipped = getattr(_registry.MODULES["cpu"], "cuda_skipped", "")
+    skipped = sys.modules["jax_gradops._cpu"].cuda_skipped
     assert reason == "jax_gradops was built without CUDA" + (f": {skipped}" if skipped else "")
     assert reason in info.describe(environment)
     assert jax_gradops.implementation_in_use("gelu", "cuda") == ("xla", reason)
@@ -72,34 +72,25 @@ def test_doctor_warns_of_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) 
     assert doctor.installation_failures(environment) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "level"),
-    [
-        (None, None),
-        ("", None),
-        ("fp asimd", None),
-        (V2, "x86-64-v2"),
-        (f"{V2} avx512f avx512bw avx512cd avx512dq avx512vl", "x86-64-v2"),
-        (f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe avx512f", "x86-64-v3"),
-        (f"{V2} {info.X86_LEVELS['x86-64-v3']} {info.X86_LEVELS['x86-64-v4']}", "x86-64-v4"),
-    ],
-)
-def test_simd_level(flags: str | None, level: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "cpuinfo"
-    if flags is not None:
-        path.write_text(f"processor\t: 0\nvmx flags\t: vnmi\nflags\t\t: {flags}\n\nflags: x\n")
-    assert info.simd_level(path) == level
-
-
 def test_cases_cover_every_op() -> None:
     """An op that `doctor` does not run is one that it says is right."""
     assert {c.op for c in cases.all_cases()} == _status.OPS.keys()
 
 
-def test_doctor_is_content_with_this_installation() -> None:
-    result = run("doctor")
+@pytest.mark.parametrize("level", CPU_LEVELS or [""])
+def test_doctor_is_content_with_this_installation(level: str) -> None:
+    """Whichever of the processor's levels the CPU's kernels are built for."""
+    result = run("doctor", **{_registry.CPU_LEVEL: level})
     assert result.returncode == 0, result.stdout + result.stderr
     assert "FAIL" not in result.stdout and "All ops give right results" in result.stdout
+    if level:
+        assert f"built for x86-64-{level} (" in result.stdout
+
+
+def test_unknown_cpu_level() -> None:
+    result = run("--version", **{_registry.CPU_LEVEL: "avx2"})
+    assert result.returncode != 0
+    assert f"{_registry.CPU_LEVEL} " in result.stderr and "got 'avx2'" in result.stderr
 
 
 def test_doctor_runs_the_kernels(

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from typing import Any
 
 import jax
@@ -132,6 +133,37 @@ def test_runtime_ffi_version():
         assert _registry.mismatch(tuple(module.ffi_api_version), (major, minor)) is None
 
 
+@pytest.mark.parametrize(
+    ("levels", "wanted", "expected"),
+    [
+        ({"v2": True, "v3": True, "v4": False}, None, "_cpu_v3"),
+        ({"v2": True, "v3": True, "v4": False}, "", "_cpu_v3"),
+        ({"v2": True, "v3": True, "v4": True}, None, "_cpu_v4"),
+        ({"v2": True, "v3": True, "v4": True}, "v3", "_cpu_v3"),
+        ({"v2": True, "v3": False, "v4": False}, None, "_cpu"),
+        ({"v2": True, "v3": True, "v4": False}, "v2", "_cpu"),
+        ({"v2": True, "v3": True, "v4": False}, "v4", "has only v2, v3 of x86-64"),
+        ({"v2": True, "v3": True, "v4": False}, "V3", "must be one of v2, v3, v4, got 'V3'"),
+        ({}, None, "_cpu"),
+        ({}, "v3", "is for x86-64 only, got 'v3'"),
+    ],
+)
+def test_cpu_level(levels, wanted, expected, monkeypatch):
+    """The best that the processor has, or the one asked for, if it has that."""
+    baseline: Any = types.SimpleNamespace(__name__="_cpu", cpu_levels=levels)
+    monkeypatch.setattr(
+        _registry.importlib, "import_module", lambda name: types.SimpleNamespace(__name__=name)
+    )
+    monkeypatch.delenv(_registry.CPU_LEVEL, raising=False)
+    if wanted is not None:
+        monkeypatch.setenv(_registry.CPU_LEVEL, wanted)
+    if expected.startswith("_cpu"):
+        assert _registry._of_cpu_level(baseline).__name__ == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            _registry._of_cpu_level(baseline)
+
+
 BROKEN_MODULE = """
 import importlib, json, types, warnings
 real = importlib.import_module
@@ -166,7 +198,7 @@ print(json.dumps({{
     ("failure", "message"),
     [
         (
-            "return types.SimpleNamespace(ffi_api_version=(0, 99), registrations=None)",
+            "return types.SimpleNamespace(ffi_api_version=(0, 99), cpu_levels={})",
             r"was built for XLA FFI API 0\.99.*installed jaxlib has 0\.\d+: install a newer jaxlib",
         ),
         ("raise ModuleNotFoundError(name)", r"no native module in .*pip install"),

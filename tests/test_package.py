@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -106,6 +107,18 @@ def test_handlers_are_kernels(platform):
     kernels = [k for kernels in _status.OPS.values() for k in kernels]
     handlers = {k.name for k in kernels} | {"device_copy"}
     assert set(_registry.MODULES[platform].registrations()) == handlers
+
+
+def test_cpu_levels():
+    """A module for each level of x86-64, all with the same handlers, also in one process."""
+    levels: dict[str, bool] = _registry.MODULES["cpu"].cpu_levels
+    names = ["_cpu", *(f"_cpu_{level}" for level in list(levels)[1:])]
+    assert all(importlib.util.find_spec(f"jax_gradops.{name}") for name in names)
+    usable = names[: max(1, sum(levels.values()))]
+    modules = [importlib.import_module(f"jax_gradops.{name}") for name in usable]
+    assert len({m.build_info for m in modules}) == len(modules)
+    assert len({tuple(m.registrations()) for m in modules}) == 1
+    assert _registry.MODULES["cpu"] in modules
 
 
 def test_every_kernel_belongs_to_an_op():

@@ -1,20 +1,41 @@
-// What `python -m jax_gradops info` says of a compiled module.
+// What Python is told of a compiled module.
 #pragma once
+
+#include <array>
+#include <utility>
 
 namespace gradops {
 
 #if defined(GRADOPS_CUDA_ARCHITECTURES)
 inline constexpr const char* kBuildInfo = GRADOPS_CUDA_ARCHITECTURES;
 #elif defined(__AVX512F__)
-inline constexpr const char* kBuildInfo = "AVX-512";
+inline constexpr const char* kBuildInfo = "x86-64-v4 (AVX-512)";
 #elif defined(__AVX2__)
-inline constexpr const char* kBuildInfo = "AVX2";
+inline constexpr const char* kBuildInfo = "x86-64-v3 (AVX2)";
 #elif defined(__SSE4_2__)
-inline constexpr const char* kBuildInfo = "SSE4.2 (x86-64-v2)";
+inline constexpr const char* kBuildInfo = "x86-64-v2 (SSE4.2)";
 #elif defined(__ARM_NEON)
 inline constexpr const char* kBuildInfo = "NEON";
 #else
 inline constexpr const char* kBuildInfo = "compiler's baseline";
+#endif
+
+// The levels of x86-64 that the CPU's kernels are built for (CMakeLists.txt), and whether the
+// processor, and its operating system, have them; none on other processors.
+#if defined(__x86_64__)
+inline std::array<std::pair<const char*, bool>, 3> CpuLevels() {
+  __builtin_cpu_init();
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                  __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+  return {{{"v2", true}, {"v3", v3}, {"v4", v4}}};
+}
+#else
+inline std::array<std::pair<const char*, bool>, 0> CpuLevels() {
+  return {};
+}
 #endif
 
 // Why there is no CUDA module beside this one; empty where there is.

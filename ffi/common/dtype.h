@@ -34,8 +34,8 @@ struct BFloat16 {
   explicit BFloat16(float value) {
     const auto u = std::bit_cast<std::uint32_t>(value);
     const std::uint32_t rounded = u + 0x7fffu + ((u >> 16) & 1u);
-    const std::uint32_t quiet_nan = u | 0x00400000u;
-    bits = static_cast<std::uint16_t>((value != value ? quiet_nan : rounded) >> 16);
+    const std::uint32_t nan = 0x7fc00000u & (0u - static_cast<std::uint32_t>(value != value));
+    bits = static_cast<std::uint16_t>((rounded | nan) >> 16);
   }
   explicit operator float() const { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
 };

@@ -120,12 +120,8 @@ class TileBias {
 };
 
 // One block: out = gelu(x + bias), or with dy out = dy gelu'(x + bias), which may overwrite dy and
-// is also added to sums unless that is null. Short loops over the stack, as those are vectorised,
-// for each of three instruction sets; the first call chooses.
+// is also added to sums unless that is null. Short loops over the stack, as those are vectorised.
 template <typename T, bool kApproximate, bool kBackward>
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-[[gnu::target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")]]
-#endif
 [[gnu::flatten]] void ComputeBlock(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n,
                                    T* out, Accum<T>* sums) {
   using A = Accum<T>;

@@ -13,20 +13,20 @@
 
 namespace gradops {
 
-// Calls body(chunk) for every chunk in [0, chunks), in any order, on any thread, and returns when
-// all are done. Chunks must be cut by the size of the problem, never by the number of threads: then
-// results do not depend on who ran what.
+// Calls body(context, chunk) for every chunk in [0, chunks), in any order, on any thread, and
+// returns when all are done. Chunks must be cut by the size of the problem, never by the number of
+// threads: then results do not depend on who ran what.
 //
 // Waiting in a handler for scheduled tasks deadlocks ordinary graphs: handlers run on the pool's
 // own threads, so all of them may wait while nobody works. Hence the caller takes part: chunks are
 // claimed from a counter, helpers are scheduled as best effort, the caller claims until none is
 // left, and then waits only for chunks that a live thread already runs. A helper that comes too
 // late touches nothing but the shared state.
-template <typename Body>
-void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) {
+inline void ParallelChunks(const CpuContext& pool, std::int64_t chunks,
+                           void (*body)(const void*, std::int64_t), const void* context) {
   const std::int64_t helpers = std::min(pool.num_threads(), chunks) - 1;
   if (helpers <= 0) {
-    for (std::int64_t chunk = 0; chunk < chunks; ++chunk) body(chunk);
+    for (std::int64_t chunk = 0; chunk < chunks; ++chunk) body(context, chunk);
     return;
   }
   struct State {
@@ -36,12 +36,13 @@ void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) 
     std::int64_t done = 0;  // guarded by mutex
   };
   const auto state = std::make_shared<State>();
-  const auto work = [state, chunks, body = &body] {
+  const auto work = [state, chunks, body, context] {
     std::int64_t finished = 0;
     for (;;) {
       const std::int64_t chunk = state->next.fetch_add(1, std::memory_order_relaxed);
       if (chunk >= chunks) break;
-      (*body)(chunk);  // `body` outlives every claimed chunk, as the caller waits for those
+      body(context,
+           chunk);  // `context` outlives every claimed chunk, as the caller waits for those
       ++finished;
     }
     if (finished == 0) return;
@@ -54,6 +55,15 @@ void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) 
   work();
   std::unique_lock lock(state->mutex);
   state->all_done.wait(lock, [&] { return state->done == chunks; });
+}
+
+// The same with a function object. Only this is compiled for each of them.
+template <typename Body>
+void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) {
+  ParallelChunks(
+      pool, chunks,
+      [](const void* context, std::int64_t chunk) { (*static_cast<const Body*>(context))(chunk); },
+      &body);
 }
 
 // Below this many bytes of traffic a chunk is not worth handing to another thread.

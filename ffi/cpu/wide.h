@@ -120,6 +120,19 @@ void ForEach(const CpuContext& pool, std::int64_t n, const Fn& fn) {
   });
 }
 
+// One number of a parameter, in the accumulation type; `absent` where there is none.
+template <typename A>
+A ReadParam(const Param& param, std::int64_t group, std::int64_t feature, A absent) {
+  A value = absent;
+  if (param.data == nullptr) return value;
+  (void)DispatchDtype(FloatTypes{}, "parameter", param.dtype, [&]<typename P>() {
+    const P* const values = static_cast<const P*>(param.data) + group * param.group_stride;
+    value = static_cast<A>(static_cast<Accum<P>>(values[feature]));
+    return ffi::Error::Success();
+  });
+  return value;
+}
+
 // A parameter plus `offset` in the accumulation type, for all groups; a constant where it is
 // absent. Zeros become `zero`.
 template <typename A, int kAbsent>
@@ -145,9 +158,6 @@ class WideParam {
       });
       return ffi::Error::Success();
     });
-  }
-  A at(std::int64_t group, std::int64_t feature) const {
-    return data_ == nullptr ? A{kAbsent} : data_[group * stride_ + feature];
   }
   const A* operator()(std::int64_t group, std::int64_t start) const {
     if (data_ == nullptr) return kConstantBlock<A, kAbsent>.data();

@@ -318,7 +318,6 @@ def _environment(device: Any, platform: str, competitors: Sequence[str]) -> dict
         "versions": found["versions"] | versions,
         "kernels": found["kernels"],
         "threads": found["threads"],
-        "simd": found["simd"],
     }
 
 

@@ -19,13 +19,6 @@ from jax_gradops import _registry, _status
 Device: TypeAlias = Any  # jax.Device, which is no type to pyright
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 
-# The instruction sets of the x86-64 psABI, each with those above it, by Linux's names.
-X86_LEVELS = {
-    "x86-64-v2": "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3",
-    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe",
-    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
@@ -63,7 +56,6 @@ def collect() -> dict[str, Any]:
         "devices": [_device(device) for device in devices],
         "error": error,
         "threads": usable_cpus(),
-        "simd": simd_level(),
         "ops": {} if error else _implementations(sorted({d.platform for d in devices})),
     }
 
@@ -87,24 +79,6 @@ def usable_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def simd_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """The processor's x86-64 level; None where that cannot be told.
-
-    Kernels are built for the baseline that their module names. GCC builds of the GELU kernels have
-    clones for x86-64-v3 and v4, of which the first call chooses.
-    """
-    try:
-        found = re.search(r"^flags\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
-    except OSError:  # not Linux
-        found = None
-    level, flags = None, set(found[1].split() if found else [])
-    for name, needed in X86_LEVELS.items():
-        if not flags.issuperset(needed.split()):
-            break
-        level = name
-    return level
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -131,8 +105,6 @@ def describe(environment: dict[str, Any]) -> str:
         lines.append(("device", f"{device['name']}: {device['kind']}"))
     if environment["error"]:
         lines.append(("devices", f"none: {environment['error']}"))
-    if environment["simd"]:
-        lines.append(("processor", f"{environment['simd']}, used by GELU kernels built by GCC"))
     lines.append(("CPU threads", str(environment["threads"])))
     for name, platforms in environment["ops"].items():
         in_use = (f"{p}: {use['implementation']}" for p, use in platforms.items())
@@ -150,7 +122,7 @@ def version(package: str) -> str | None:
 
 
 def _kernels(name: str) -> dict[str, str | None]:
-    """The build is the baseline's SIMD level, or the CUDA architectures."""
+    """The build is the SIMD level in use, or the CUDA architectures."""
     module = _registry.MODULES.get(name)
     return {
         "build": None if module is None else module.build_info,

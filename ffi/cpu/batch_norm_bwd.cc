@@ -1,0 +1,258 @@
+// Batch norm on the CPU, backward: one sweep over memory for sum(dz) and sum(dz * (x - mean)) of
+// each channel, one for dx.
+//
+// Sums are added up in the accumulation type for a few rows at a time, and these in double. Parts
+// are cut by the shape alone, and their sums added in a fixed order.
+//
+// Memory traffic: dy and x (and y, of relu with a residual) are read twice, dx (and dresidual)
+// written; read once where a piece holds whole channels, and so stays in a cache.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/batch_norm_pieces.h"
+#include "cpu/column_sum.h"
+#include "ops/batch_norm.h"
+
+namespace gradops {
+namespace {
+
+// dx = (dz - level - (x - mean) * slope) * factor; relu's argument is (x - mean) * factor + offset.
+enum { kMean, kFactor, kOffset, kLevel, kSlope, kNumbers };
+template <typename A, bool kFirst>
+using Numbers = Coefficients<A, kFirst, kNumbers>;
+
+// Where dz is dy, and not 0: everywhere, where relu's argument is positive, or where y is.
+enum class Mask { kNone, kArgument, kOutput };
+
+// From `offset` on: dz and x - mean, element by element.
+template <typename T, bool kFirst, Mask kMask>
+class Terms {
+ public:
+  using A = Accum<T>;
+  // `start`: the channel, or, channels last, the column.
+  Terms(const BatchNormBwdArgs& args, const Numbers<A, kFirst>& numbers, std::int64_t offset,
+        std::int64_t group, std::int64_t start)
+      : dy_(static_cast<const T*>(args.dy) + offset),
+        x_(static_cast<const T*>(args.x) + offset),
+        y_(kMask == Mask::kOutput ? static_cast<const T*>(args.y) + offset : nullptr),
+        mean_(numbers.Get(kMean, group, start)),
+        factor_(numbers.Get(kFactor, group, start)),
+        offset_(numbers.Get(kOffset, group, start)) {}
+
+  // Of element i, which has the numbers of column c.
+  A centered(std::int64_t i, std::int64_t c) const { return static_cast<A>(x_[i]) - mean_[c]; }
+  A dz(std::int64_t i, std::int64_t c) const {
+    const A dy = static_cast<A>(dy_[i]);
+    if constexpr (kMask == Mask::kArgument) {
+      return centered(i, c) * factor_[c] + offset_[c] > 0 ? dy : A{0};
+    } else if constexpr (kMask == Mask::kOutput) {
+      return static_cast<A>(y_[i]) > 0 ? dy : A{0};
+    } else {
+      return dy;
+    }
+  }
+  void PrefetchFrom(std::int64_t i, std::int64_t n) const {
+    Prefetch(dy_ + i, n);
+    Prefetch(x_ + i, n);
+    if constexpr (kMask == Mask::kOutput) Prefetch(y_ + i, n);
+  }
+  std::array<A, 2> operator()(std::int64_t i, std::int64_t c) const {
+    const A gradient = dz(i, c);
+    return {gradient, gradient * centered(i, c)};
+  }
+
+ private:
+  const T *dy_, *x_, *y_;
+  Along<A, kFirst> mean_, factor_, offset_;
+};
+
+// Of some channels: sum(dz) and sum(dz * (x - mean)).
+using Sums = std::array<std::vector<double>, 2>;
+
+Sums Zeros(std::int64_t n) {
+  const std::vector<double> zeros(static_cast<std::size_t>(n));
+  return {zeros, zeros};
+}
+
+template <typename T, Mask kMask>
+void AddSums(const BatchNormBwdArgs& args, const Layout<true>& layout,
+             const Numbers<Accum<T>, true>& numbers, const Piece& piece, Sums& sums) {
+  using A = Accum<T>;
+  for (std::int64_t channel = piece.channel; channel < piece.end_channel; ++channel) {
+    const std::int64_t offset = layout.offset(piece.group, piece.row) + channel * layout.inner;
+    const Terms<T, true, kMask> terms(args, numbers, offset, piece.group, channel);
+    const auto added = SumRuns<A, 2>(
+        piece.end_row - piece.row, layout.inner, layout.width,
+        [=](std::int64_t i) { return terms(i, 0); },
+        [=](std::int64_t i, std::int64_t n) { terms.PrefetchFrom(i, n); });
+    for (std::size_t s = 0; s < 2; ++s) {
+      sums[s][static_cast<std::size_t>(channel - piece.channel)] = added[s];
+    }
+  }
+}
+
+template <typename T, Mask kMask>
+void AddSums(const BatchNormBwdArgs& args, const Layout<false>& layout,
+             const Numbers<Accum<T>, false>& numbers, const Piece& piece, Sums& totals) {
+  using A = Accum<T>;
+  A sums[2][kBlock];
+  for (std::int64_t row = piece.row; row < piece.end_row; row += kRowsPerSum) {
+    const std::int64_t end = std::min(piece.end_row, row + kRowsPerSum);
+    ForBlocks(layout.width, [&](std::int64_t start, std::int64_t n) {
+      for (auto& sum : sums) std::fill_n(sum, n, A{0});
+      const std::int64_t offset = layout.offset(piece.group, row) + start;
+      const Terms<T, false, kMask> terms(args, numbers, offset, piece.group, start);
+      const auto add = [&](std::int64_t first, std::int64_t rows, std::int64_t columns) {
+        const std::int64_t width = layout.width, skipped = first * width;
+        AddRows(
+            rows, columns,
+            [=](std::int64_t r, std::int64_t i) { return terms(skipped + r * width + i, i); },
+            [=](std::int64_t r) {
+              terms.PrefetchFrom(skipped + r * width + std::max(kAhead<T>, width), columns);
+            },
+            sums);
+      };
+      const std::int64_t last = layout.width_of(end - 1);  // the only one that may be shorter
+      if (last == layout.width) {
+        add(0, end - row, n);
+      } else {
+        add(0, end - row - 1, n);
+        add(end - row - 1, 1, std::min(n, last - start));
+      }
+      for (std::size_t s = 0; s < 2; ++s) {
+        for (std::int64_t i = 0; i < n; i += layout.channels) {
+          double* const total = totals[s].data() + start;
+          const std::int64_t count = std::min(layout.channels, n - i);
+          for (std::int64_t c = 0; c < count; ++c) total[c] += static_cast<double>(sums[s][i + c]);
+        }
+      }
+    });
+  }
+}
+
+template <typename T, Mask kMask, bool kFirst>
+void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
+           const Numbers<Accum<T>, kFirst>& numbers, const Piece& piece) {
+  using A = Accum<T>;
+  const bool streamed = IsStreamed<T>(layout);
+  ForBlocksOf(layout, piece, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
+    const Terms<T, kFirst, kMask> terms(args, numbers, offset, piece.group, start);
+    if constexpr (!kFirst) terms.PrefetchFrom(kAhead<T>, n);
+    const Along<A, kFirst> factor = numbers.Get(kFactor, piece.group, start),
+                           level = numbers.Get(kLevel, piece.group, start),
+                           slope = numbers.Get(kSlope, piece.group, start);
+    StoreBlock(static_cast<T*>(args.dx) + offset, n, streamed, [=](std::int64_t i) {
+      return (terms.dz(i, i) - level[i] - terms.centered(i, i) * slope[i]) * factor[i];
+    });
+    if (args.dresidual != nullptr) {
+      StoreBlock(static_cast<T*>(args.dresidual) + offset, n, streamed,
+                 [=](std::int64_t i) { return terms.dz(i, i); });
+    }
+  });
+  if (streamed) StreamFence();
+}
+
+template <typename T, Mask kMask, bool kFirst>
+ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
+  using A = Accum<T>;
+  const Layout<kFirst> layout(args.shape);
+  const std::int64_t channels = layout.channels;
+  const Numbers<A, kFirst> numbers(layout);
+  // dx needs level and slope, which come later.
+  const auto set_numbers = [&](std::int64_t group, std::int64_t channel, A mean_dz,
+                               A mean_dz_x_hat) {
+    const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
+    const A rstd = given(args.rstd), delta = given(args.delta);
+    const A factor = rstd * ReadParam(args.scale, group, channel, A{1});
+    const A slope = mean_dz_x_hat * rstd;
+    numbers.Set(group, channel,
+                {given(args.mean), factor, given(args.bias) - delta * factor,
+                 mean_dz - delta * slope, slope});
+  };
+  ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
+    set_numbers(group, channel, ReadParam(args.mean_dz, group, channel, A{0}),
+                ReadParam(args.mean_dz_x_hat, group, channel, A{0}));
+  });
+  const bool wants_dx = args.dx != nullptr && layout.elements > 0;
+  const auto apply = [&](const Piece& piece) { Apply<T, kMask>(args, layout, numbers, piece); };
+  if (args.mean_dz.data != nullptr) {
+    if (wants_dx) ForPiecesReversed(pool, layout, 3 * sizeof(T), apply);
+    return ffi::Error::Success();
+  }
+
+  const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
+  const double terms = static_cast<double>(std::max<std::int64_t>(1, args.shape.terms()));
+  const auto finish = [&](std::int64_t group, std::int64_t first, const Sums& sums) {
+    for (std::size_t c = 0; c < sums[0].size(); ++c) {
+      const std::int64_t channel = first + static_cast<std::int64_t>(c),
+                         i = group * channels + channel;
+      const A delta = ReadParam(args.delta, group, channel, A{0}),
+              rstd = ReadParam(args.rstd, group, channel, A{0});
+      const double of_dz = sums[0][c];
+      const double of_x_hat =
+          (sums[1][c] - static_cast<double>(delta) * of_dz) * static_cast<double>(rstd);
+      if (dscale.data() != nullptr) dscale.data()[i] = static_cast<A>(of_x_hat);
+      if (dbias.data() != nullptr) dbias.data()[i] = static_cast<A>(of_dz);
+      set_numbers(group, channel, static_cast<A>(of_dz / terms), static_cast<A>(of_x_hat / terms));
+    }
+  };
+  const auto store = [&] {
+    const ffi::Error error = dscale.Store(pool);
+    return error.failure() ? error : dbias.Store(pool);
+  };
+  if (layout.elements == 0) {
+    for (std::int64_t group = 0; group < layout.groups; ++group) finish(group, 0, Zeros(channels));
+    return store();
+  }
+  const Pieces<kFirst> pieces = Pieces<kFirst>::ForSums(layout, 2 * sizeof(T), args.partial_rows);
+  auto* const workspace = static_cast<A*>(args.workspace);  // [groups, partial_rows, 2, channels]
+  ForPieces(pool, pieces, [&](const Piece& piece) {
+    Sums sums = Zeros(piece.channels());
+    AddSums<T, kMask>(args, layout, numbers, piece, sums);
+    if (pieces.parts == 1) {
+      finish(piece.group, piece.channel, sums);
+      if (wants_dx) apply(piece);
+      return;
+    }
+    A* const partial = workspace + (piece.group * args.partial_rows + piece.part) * 2 * channels;
+    for (std::int64_t s = 0; s < 2; ++s) {
+      const std::vector<double>& sum = sums[static_cast<std::size_t>(s)];
+      std::transform(sum.begin(), sum.end(), partial + s * channels + piece.channel,
+                     [](double value) { return static_cast<A>(value); });
+    }
+  });
+  if (pieces.parts > 1) {
+    ForChannelBlocks(pool, layout, [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
+      Sums all = Zeros(n);
+      for (std::int64_t part = 0; part < pieces.parts; ++part) {
+        const A* partial = workspace + (group * args.partial_rows + part) * 2 * channels + channel;
+        for (std::vector<double>& sum : all) {
+          for (std::int64_t c = 0; c < n; ++c)
+            sum[static_cast<std::size_t>(c)] += static_cast<double>(partial[c]);
+          partial += channels;
+        }
+      }
+      finish(group, channel, all);
+    });
+    if (wants_dx) ForPiecesReversed(pool, layout, 3 * sizeof(T), apply);
+  }
+  return store();
+}
+
+}  // namespace
+
+ffi::Error BatchNormBwd(CpuContext pool, const BatchNormBwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, "batch_norm_bwd", args.dtype, [&]<typename T>() {
+    const auto with_mask = [&]<Mask kMask>() {
+      return args.shape.inner > 1 ? Backward<T, kMask, true>(pool, args)
+                                  : Backward<T, kMask, false>(pool, args);
+    };
+    if (!args.relu) return with_mask.template operator()<Mask::kNone>();
+    return args.y == nullptr ? with_mask.template operator()<Mask::kArgument>()
+                             : with_mask.template operator()<Mask::kOutput>();
+  });
+}
+
+}  // namespace gradops

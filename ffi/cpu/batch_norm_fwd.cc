@@ -1,0 +1,331 @@
+// Batch norm on the CPU, forward: one sweep over memory for statistics, one for y.
+//
+// Statistics are of differences from a guess of the channel's mean, and of as many elements at a
+// time as are added up in the accumulation type. A guess that turns out to be further off than the
+// deviation is replaced by the mean of these elements, and they are read again, from a cache: so
+// neither a large mean nor a bad guess costs digits. Then they are put together in double: Chan,
+// Golub, LeVeque, Algorithms for computing the sample variance (1983). Parts are cut by the shape
+// alone, and put together in a fixed order.
+//
+// Memory traffic: x is read twice and y written; once where a piece holds whole channels, and so
+// stays in a cache.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "common/math.h"
+#include "cpu/batch_norm_pieces.h"
+#include "cpu/column_sum.h"
+#include "ops/batch_norm.h"
+
+namespace gradops {
+namespace {
+
+// Of some channels: means, in units that a caller knows, and squared deviations from them.
+struct Moments {
+  std::vector<double> means, squares;
+
+  explicit Moments(std::int64_t n)
+      : means(static_cast<std::size_t>(n)), squares(static_cast<std::size_t>(n)) {}
+};
+
+// Adds those of `added` elements to those of `count`, for each i < n.
+template <typename A>
+void Merge(double count, double* __restrict__ means, double* __restrict__ squares, double added,
+           const A* __restrict__ other_means, const A* __restrict__ other_squares, std::int64_t n) {
+  const double share = added / (count + added), weight = count * share;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const double delta = static_cast<double>(other_means[i]) - means[i];
+    means[i] += delta * share;
+    squares[i] += static_cast<double>(other_squares[i]) + delta * delta * weight;
+  }
+}
+
+// What is taken off first: shift, and then rest, which has the digits that shift has not. Without
+// it, differences from a large mean would all be multiples of a number that is not small, and their
+// squares be rounded in one direction.
+template <typename A>
+struct Guess {
+  A shift, rest = 0;
+  A difference(A x) const { return (x - shift) - rest; }
+  // Moves it by so much.
+  Guess operator+(A by) const {
+    const A moved = shift + (rest + by);
+    return {moved, (rest + by) - (moved - shift)};
+  }
+};
+
+// Of n elements from the sums of their differences from a guess and of these squared, in units of
+// `base`.
+template <typename A, typename Sum>
+void ToMoments(A base, Guess<A> guess, Sum sum, Sum sum_squares, double n, double& mean,
+               double& squares) {
+  const double offset = static_cast<double>(sum) / n;
+  mean = (static_cast<double>(guess.shift) - static_cast<double>(base)) +
+         (static_cast<double>(guess.rest) + offset);
+  const double left = static_cast<double>(sum_squares) - offset * static_cast<double>(sum);
+  squares = left < 0 ? 0 : left;
+}
+
+// Channels last: of columns [start, start + n) in `rows` rows from x on.
+template <typename T>
+void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64_t n,
+                   const Accum<T>* base, double* means, double* squares) {
+  using A = Accum<T>;
+  constexpr std::int64_t kSamples = 8;
+  A shifts[kBlock], rests[kBlock], sums[2][kBlock], sampled[1][kBlock] = {};
+  const auto guess = [&](std::int64_t i) { return Guess<A>{shifts[i], rests[i]}; };
+  const auto set_guess = [&](std::int64_t i, Guess<A> to) {
+    shifts[i] = to.shift, rests[i] = to.rest;
+  };
+  const std::int64_t samples = std::min(rows, kSamples), step = rows / samples * width;
+  const auto sample = [=](std::int64_t r, std::int64_t i) {
+    return std::array{static_cast<A>(x[r * step + i]) - base[i]};
+  };
+  AddRows(samples, n, sample, [](std::int64_t) {}, sampled);
+  for (std::int64_t i = 0; i < n; ++i)
+    set_guess(i, Guess<A>{base[i]} + sampled[0][i] / static_cast<A>(samples));
+
+  for (std::int64_t row = 0; row < rows; row += kRowsPerSum) {
+    const std::int64_t count = std::min(kRowsPerSum, rows - row);
+    const A terms = static_cast<A>(count);
+    const T* const first = x + row * width;
+    for (const bool again : {false, true}) {
+      for (auto& sum : sums) std::fill_n(sum, n, A{0});
+      AddRows(
+          count, n,
+          [first, width, &guess](std::int64_t r, std::int64_t i) {
+            const A difference = guess(i).difference(static_cast<A>(first[r * width + i]));
+            return std::array{difference, difference * difference};
+          },
+          [=](std::int64_t r) { Prefetch(first + r * width + std::max(kAhead<T>, width), n); },
+          sums);
+      if (again) break;
+      int far = 0;
+      for (std::int64_t i = 0; i < n; ++i) {
+        far |= sums[0][i] * sums[0][i] <= A{0.5} * terms * sums[1][i] ? 0 : 1;
+      }
+      if (far == 0) break;
+      for (std::int64_t i = 0; i < n; ++i) set_guess(i, guess(i) + sums[0][i] / terms);
+    }
+    double of_means[kBlock], of_squares[kBlock];
+    for (std::int64_t i = 0; i < n; ++i) {
+      ToMoments(base[i], guess(i), sums[0][i], sums[1][i], static_cast<double>(count), of_means[i],
+                of_squares[i]);
+    }
+    Merge(static_cast<double>(row), means, squares, static_cast<double>(count), of_means,
+          of_squares, n);
+  }
+}
+
+// Of all channels of a piece of x; `base` is the first element of each, or, channels last, of each
+// column's.
+template <typename T>
+void MomentsOf(const T* x, const Layout<false>& layout, const Piece& piece,
+               const Coefficients<Accum<T>, false, 1>& base, Moments& moments) {
+  using A = Accum<T>;
+  const std::int64_t channels = layout.channels;
+  const std::int64_t end =
+      std::min(piece.end_row, layout.elements / layout.width);  // of whole rows
+  const std::int64_t rows = end - piece.row;
+  double count = 0;
+  for (std::int64_t start = 0; rows > 0 && start < layout.width; start += kBlock) {
+    const std::int64_t n = std::min(kBlock, layout.width - start);
+    double means[kBlock] = {}, squares[kBlock] = {};
+    ColumnMoments(x + layout.offset(piece.group, piece.row) + start, rows, layout.width, n,
+                  base.Get(0, piece.group, start).value, means, squares);
+    count = 0;
+    for (std::int64_t i = 0; i < n; i += channels, count += static_cast<double>(rows)) {
+      Merge(count, moments.means.data() + start, moments.squares.data() + start,
+            static_cast<double>(rows), means + i, squares + i, std::min(channels, n - i));
+    }
+  }
+  if (end == piece.end_row) return;
+  const T* row = x + layout.offset(piece.group, end);
+  for (std::int64_t i = 0; i < layout.width_of(end); i += channels, count += 1) {
+    A means[kBlock], squares[kBlock] = {};
+    for (std::int64_t c = 0; c < channels; ++c) {
+      means[c] = static_cast<A>(row[i + c]) - base.Get(0, piece.group, c)[0];
+    }
+    Merge(count, moments.means.data(), moments.squares.data(), 1, means, squares, channels);
+  }
+}
+
+template <typename T>
+void MomentsOf(const T* x, const Layout<true>& layout, const Piece& piece,
+               const Coefficients<Accum<T>, true, 1>& bases, Moments& moments) {
+  using A = Accum<T>;
+  constexpr std::int64_t kSamples = 16;
+  const std::int64_t rows = piece.end_row - piece.row, terms = rows * layout.inner;
+  const auto count = static_cast<double>(terms);
+  for (std::int64_t channel = piece.channel; channel < piece.end_channel; ++channel) {
+    const T* const first = x + layout.offset(piece.group, piece.row) + channel * layout.inner;
+    const A base = bases.Get(0, piece.group, channel).value;
+    A sampled = 0;
+    for (std::int64_t k = 0; k < kSamples; ++k) {
+      const std::int64_t i = k * terms / kSamples;
+      sampled += static_cast<A>(first[i / layout.inner * layout.width + i % layout.inner]) - base;
+    }
+    Guess<A> guess = Guess<A>{base} + sampled / A{kSamples};
+    std::array<double, 2> sums;
+    for (const bool again : {false, true}) {
+      sums = SumRuns<A, 2>(
+          rows, layout.inner, layout.width,
+          [=](std::int64_t i) {
+            const A difference = guess.difference(static_cast<A>(first[i]));
+            return std::array{difference, difference * difference};
+          },
+          [=](std::int64_t i, std::int64_t n) { Prefetch(first + i, n); });
+      if (again || sums[0] * sums[0] <= 0.5 * count * sums[1]) break;
+      guess = guess + static_cast<A>(sums[0] / count);
+    }
+    const auto i = static_cast<std::size_t>(channel - piece.channel);
+    ToMoments(base, guess, sums[0], sums[1], count, moments.means[i], moments.squares[i]);
+  }
+}
+
+enum { kMean, kFactor, kOffset, kNumbers };  // y = act((x - mean) * factor + offset + residual)
+
+// y of a piece.
+template <typename T, bool kFirst>
+void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
+           const Coefficients<Accum<T>, kFirst, kNumbers>& numbers, const Piece& piece) {
+  using A = Accum<T>;
+  const bool streamed = IsStreamed<T>(layout);
+  const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
+  const T* const all_x = static_cast<const T*>(args.x);
+  const T* const all_residual = static_cast<const T*>(args.residual);
+  ForBlocksOf(layout, piece, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
+    const T* const x = all_x + offset;
+    if constexpr (!kFirst) Prefetch(x + kAhead<T>, n);
+    const auto mean = numbers.Get(kMean, piece.group, start),
+               factor = numbers.Get(kFactor, piece.group, start),
+               shift = numbers.Get(kOffset, piece.group, start);
+    const auto act = [least](A z) { return z < least ? least : z; };  // NaN stays
+    T* const y = static_cast<T*>(args.y) + offset;
+    if (all_residual == nullptr) {
+      StoreBlock(y, n, streamed, [=](std::int64_t i) {
+        return act((static_cast<A>(x[i]) - mean[i]) * factor[i] + shift[i]);
+      });
+    } else {
+      const T* const residual = all_residual + offset;
+      StoreBlock(y, n, streamed, [=](std::int64_t i) {
+        return act((static_cast<A>(x[i]) - mean[i]) * factor[i] + shift[i] +
+                   static_cast<A>(residual[i]));
+      });
+    }
+  });
+  if (streamed) StreamFence();
+}
+
+// Where there is nothing to average: mean and variance 0.
+template <typename A>
+void EmptyStatistics(const BatchNormFwdArgs& args) {
+  const std::int64_t n = args.shape.outer.groups * args.shape.channels();
+  for (void* const zeros : {args.batch_mean, args.batch_variance, args.batch_delta}) {
+    std::fill_n(static_cast<A*>(zeros), n, A{0});
+  }
+  std::fill_n(static_cast<A*>(args.batch_rstd), n,
+              InverseDeviation(A{0}, static_cast<A>(args.epsilon)));
+}
+
+template <typename T, bool kFirst>
+ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
+  using A = Accum<T>;
+  const bool own = args.mean.data == nullptr;
+  if (args.shape.elements() == 0) {
+    if (own) EmptyStatistics<A>(args);
+    return ffi::Error::Success();
+  }
+  const Layout<kFirst> layout(args.shape);
+  const std::int64_t channels = layout.channels;
+  const Coefficients<A, kFirst, kNumbers> numbers(layout);
+  const auto set_numbers = [&](std::int64_t group, std::int64_t channel, A mean, A rstd, A delta) {
+    const A factor = rstd * ReadParam(args.scale, group, channel, A{1});
+    const A offset = ReadParam(args.bias, group, channel, A{0}) - delta * factor;
+    numbers.Set(group, channel, {mean, factor, offset});
+  };
+  const auto apply = [&](const Piece& piece) { Apply<T>(args, layout, numbers, piece); };
+  if (!own) {
+    ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
+      const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
+      set_numbers(group, channel, given(args.mean), given(args.rstd), given(args.delta));
+    });
+    ForPiecesReversed(pool, layout, 2 * sizeof(T), apply);
+    return ffi::Error::Success();
+  }
+
+  const Coefficients<A, kFirst, 1> base(layout);
+  ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
+    const T* const x = static_cast<const T*>(args.x) + layout.offset(group, 0);
+    base.Set(group, channel, {static_cast<A>(x[channel * layout.inner])});
+  });
+  const auto finish = [&](std::int64_t group, std::int64_t channel, double offset, double squares) {
+    const A first = base.Get(0, group, channel)[0];
+    const A variance = static_cast<A>(squares / static_cast<double>(args.shape.terms()));
+    const A mean = static_cast<A>(static_cast<double>(first) + offset);
+    // In units of the first element, as the mean itself may have more digits than a double.
+    const A delta =
+        static_cast<A>((static_cast<double>(first) - static_cast<double>(mean)) + offset);
+    const A rstd = InverseDeviation(variance, static_cast<A>(args.epsilon));
+    const std::int64_t i = group * channels + channel;
+    static_cast<A*>(args.batch_mean)[i] = mean;
+    static_cast<A*>(args.batch_variance)[i] = variance;
+    static_cast<A*>(args.batch_rstd)[i] = rstd;
+    static_cast<A*>(args.batch_delta)[i] = delta;
+    set_numbers(group, channel, mean, rstd, delta);
+  };
+  const auto finish_all = [&](std::int64_t group, std::int64_t channel, const Moments& moments) {
+    for (std::size_t i = 0; i < moments.means.size(); ++i) {
+      finish(group, channel + static_cast<std::int64_t>(i), moments.means[i], moments.squares[i]);
+    }
+  };
+  const Pieces<kFirst> pieces = Pieces<kFirst>::ForSums(layout, sizeof(T), args.partial_rows);
+  auto* const workspace = static_cast<A*>(args.workspace);  // [groups, partial_rows, 4, channels]
+  const auto partial = [&](std::int64_t group, std::int64_t part, int value) {
+    return workspace + ((group * args.partial_rows + part) * 4 + value) * channels;
+  };
+  ForPieces(pool, pieces, [&](const Piece& piece) {
+    Moments moments(piece.channels());
+    MomentsOf(static_cast<const T*>(args.x), layout, piece, base, moments);
+    if (pieces.parts == 1) {
+      finish_all(piece.group, piece.channel, moments);
+      if (args.y != nullptr) apply(piece);
+      return;
+    }
+    const auto round = [](double value) { return static_cast<A>(value); };
+    std::transform(moments.means.begin(), moments.means.end(),
+                   partial(piece.group, piece.part, 0) + piece.channel, round);
+    std::transform(moments.squares.begin(), moments.squares.end(),
+                   partial(piece.group, piece.part, 1) + piece.channel, round);
+  });
+  if (pieces.parts == 1) return ffi::Error::Success();
+
+  ForChannelBlocks(pool, layout, [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
+    Moments all(n);
+    double count = 0;
+    for (std::int64_t part = 0; part < pieces.parts; ++part) {
+      const std::int64_t row = part * pieces.rows, end = std::min(layout.rows, row + pieces.rows);
+      const auto added = static_cast<double>(
+          (std::min(end * layout.width, layout.elements) - row * layout.width) / channels);
+      Merge(count, all.means.data(), all.squares.data(), added, partial(group, part, 0) + channel,
+            partial(group, part, 1) + channel, n);
+      count += added;
+    }
+    finish_all(group, channel, all);
+  });
+  if (args.y != nullptr) ForPiecesReversed(pool, layout, 2 * sizeof(T), apply);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error BatchNormFwd(CpuContext pool, const BatchNormFwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, "batch_norm_fwd", args.dtype, [&]<typename T>() {
+    return args.shape.inner > 1 ? Forward<T, true>(pool, args) : Forward<T, false>(pool, args);
+  });
+}
+
+}  // namespace gradops
