@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "cuda/batch_norm_apply.cuh"
 #include "cuda/batch_norm_sums.cuh"
 #include "cuda/batch_norm_tiles.cuh"
 #include "cuda/column_sum.cuh"
@@ -30,6 +31,7 @@ template <Mask kMask>
 constexpr int kSumPacks = kMask == Mask::kOfY ? 2 : 3;
 constexpr int kInputGradPacks = 2;  // and in the second one
 constexpr int kGradRingsPerSum = 12;
+constexpr int kInputGradPacksApart = 2;  // of a thread and an array, in a kernel of its own
 
 // What is loaded at a time.
 template <typename T, int W, Mask kMask>
@@ -189,10 +191,23 @@ struct Slope {
       : level(mean_dz - delta * (mean_dz_x_hat * rstd)), slope(mean_dz_x_hat * rstd) {}
 };
 
-// Gradients of the parameters, and, as a channel's first partial results, its level and slope.
+// What dx is made of, of a channel.
+enum InputGradNumbers { kMean, kFactor, kOffset, kLevel, kSlope, kInputGradNumbers };
+
+template <typename A, int W>
+__device__ __forceinline__ void ApplyInputGrad(const A (&numbers)[kInputGradNumbers][W],
+                                               const A (&dz)[W], A (&x)[W]) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    x[j] = (dz[j] - numbers[kLevel][j] - x[j] * numbers[kSlope][j]) * numbers[kFactor][j];
+  }
+}
+
+// Gradients of the parameters, and, as a channel's first partial result, its level and slope; for
+// another kernel, the other numbers that dx is made of, too, as the second and the third.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, 2>& partials) {
+                                       const ChannelPartials<A, 2>& partials, bool apart) {
   const double terms = static_cast<double>(args.shape.outer.rows) * static_cast<double>(plan.inner);
   struct Given {
     A rstd, delta;
@@ -217,6 +232,11 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
         const Slope<A> line(static_cast<A>(sums[0] / terms), static_cast<A>(of_x_hat / terms),
                             given.rstd, given.delta);
         partials.at(group, 0, channel) = {line.level, line.slope};
+        if (apart) {
+          const Affine<A> affine(args, group, channel);
+          partials.at(group, 1, channel) = {affine.mean, affine.factor};
+          partials.at(group, 2, channel) = {affine.offset, 0};
+        }
       });
 }
 
@@ -230,11 +250,11 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
   using A = Accum<T>;
   T* const dx = static_cast<T*>(args.dx);
   ForParts<true>(plan, [&](const ChannelPart& part) {
-    A parameters[5][W];
+    A parameters[kInputGradNumbers][W];
     auto& [mean, factor, offset, level, slope] = parameters;
     LoadParameters(
         plan, part.tile, reinterpret_cast<A*>(scratch),
-        [&](std::int64_t group, std::int64_t channel, A(&numbers)[5]) {
+        [&](std::int64_t group, std::int64_t channel, A(&numbers)[kInputGradNumbers]) {
           const bool given = args.mean_dz.data != nullptr;
           ChannelPartial<A, 2> line{};
           if (!given) line = partials.Load(group, 0, channel);
@@ -245,19 +265,16 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
                                affine.delta);
             line = {own.level, own.slope};
           }
-          numbers[0] = affine.mean, numbers[1] = affine.factor, numbers[2] = affine.offset;
-          numbers[3] = line.v[0], numbers[4] = line.v[1];
+          numbers[kMean] = affine.mean, numbers[kFactor] = affine.factor;
+          numbers[kOffset] = affine.offset;
+          numbers[kLevel] = line.v[0], numbers[kSlope] = line.v[1];
         },
         parameters);
-    const auto apply = [&](const A(&dz)[W], A(&x)[W]) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) x[j] = (dz[j] - level[j] - x[j] * slope[j]) * factor[j];
-    };
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A dz[W], x[W], y[W];
       LoadGrad<kMask>(arrays, span, dz, x, y);
       MaskGrad<kMask>(mean, factor, offset, y, x, dz);
-      apply(dz, x);
+      ApplyInputGrad(parameters, dz, x);
       StoreSpan(dx, span, x);
       if (arrays.dresidual != nullptr) StoreSpan(arrays.dresidual, span, dz);
     });
@@ -282,7 +299,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
       Widen(ring[k].x, x);
       if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
       MaskGrad<kMask>(mean, factor, offset, y, x, dz);
-      apply(dz, x);
+      ApplyInputGrad(parameters, dz, x);
       StoreLast(dx, starts[k], Narrow<T>(x));
       if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, starts[k], Narrow<T>(dz));
     };
@@ -296,7 +313,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
 template <typename T, int W, Mask kMask>
 __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
-                       const __grid_constant__ ChannelPlan plan) {
+                       const __grid_constant__ ChannelPlan plan, bool apart) {
   extern __shared__ __align__(16) char shared[];
   auto* const kept = reinterpret_cast<Pack<T, W>*>(shared + plan.scratch_bytes);
   const ChannelPartials<Accum<T>, 2> partials(args.workspace, args.partial_rows, plan.channels);
@@ -306,8 +323,8 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     if (args.dx == nullptr) arrays.dresidual = nullptr;
     FirstPass<T, W, kMask>(args, arrays, plan, partials, shared, kept);
     cooperative_groups::this_grid().sync();  // partial sums are written
-    Finish<Accum<T>>(args, plan, partials);
-    if (args.dx == nullptr) return;
+    Finish<Accum<T>>(args, plan, partials, apart);
+    if (args.dx == nullptr || apart) return;
     cooperative_groups::this_grid().sync();  // levels and slopes are
     if constexpr (kMask == Mask::kOfY) {
       if (arrays.dresidual != nullptr) {  // it is dz: each thread reads what it wrote itself
@@ -318,6 +335,38 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     }
   }
   SecondPass<T, W, kMask>(args, arrays, plan, partials, shared, kept);
+}
+
+// dx where the other kernel has left what it is made of.
+template <typename T, int W, Mask kMask>
+__global__ void __launch_bounds__(kApplyThreads, 3)
+    BatchNormInputGradKernel(const __grid_constant__ BatchNormBwdArgs args,
+                             const GradArrays<T> arrays, const __grid_constant__ ApplyPlan plan) {
+  using A = Accum<T>;
+  const ChannelPartials<A, 2> partials(args.workspace, args.partial_rows, plan.channels);
+  GradPacks<T, W, kMask> packs[kInputGradPacksApart] = {};
+  ForApplyPacks<kInputGradPacksApart, kInputGradNumbers, A, W>(
+      plan,
+      [&](std::int64_t group, std::int64_t channel, A(&numbers)[kInputGradNumbers]) {
+        const ChannelPartial<A, 2> line = partials.at(group, 0, channel);
+        const ChannelPartial<A, 2> affine = partials.at(group, 1, channel);
+        numbers[kMean] = affine.v[0], numbers[kFactor] = affine.v[1];
+        numbers[kLevel] = line.v[0], numbers[kSlope] = line.v[1];
+        numbers[kOffset] = kMask == Mask::kOfX ? partials.at(group, 2, channel).v[0] : A{0};
+      },
+      [&](int k, bool wanted, std::int64_t start) {
+        LoadGrad<kMask>(arrays, wanted, start, packs[k]);
+      },
+      [&](int k, std::int64_t start, const A(&numbers)[kInputGradNumbers][W]) {
+        A dz[W], x[W], y[W];
+        Widen(packs[k].dy, dz);
+        Widen(packs[k].x, x);
+        if constexpr (kMask == Mask::kOfY) Widen(packs[k].y, y);
+        MaskGrad<kMask>(numbers[kMean], numbers[kFactor], numbers[kOffset], y, x, dz);
+        ApplyInputGrad(numbers, dz, x);
+        StoreLast(static_cast<T*>(args.dx), start, Narrow<T>(x));
+        if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
+      });
 }
 
 template <typename T>
@@ -340,12 +389,28 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args) {
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
   task.statistics = own, task.apply = args.dx != nullptr;
   task.arrays = 2, task.parameters = 5, task.partial_rows = args.partial_rows;
-  const ChannelPlan plan = ChooseChannelPlan(task);
+  ChannelPlan plan = ChooseChannelPlan(task);
+  const bool apart = own && task.apply && ApplyApart(task, plan, OnChipBytes());
+  if (apart) task.apply = false, plan = ChooseChannelPlan(task);
   const auto launch = [&]<Mask kMask>() {
-    return plan.width == 1
-               ? LaunchChannels(kOp, BatchNormBwdKernel<T, 1, kMask>, stream, plan, own, args, plan)
-               : LaunchChannels(kOp, BatchNormBwdKernel<T, kVec<T>, kMask>, stream, plan, own, args,
-                                plan);
+    const ffi::Error error = plan.width == 1
+                                 ? LaunchChannels(kOp, BatchNormBwdKernel<T, 1, kMask>, stream,
+                                                  plan, own, args, plan, apart)
+                                 : LaunchChannels(kOp, BatchNormBwdKernel<T, kVec<T>, kMask>,
+                                                  stream, plan, own, args, plan, apart);
+    if (error.failure() || !apart) return error;
+    const auto apply = [&]<Mask kLeft>(const GradArrays<T>& arrays) {
+      const ApplyPlan apply_plan(task, kVec<T>, kInputGradPacksApart);
+      return LaunchApply(kOp, BatchNormInputGradKernel<T, kVec<T>, kLeft>, stream, apply_plan,
+                         task.groups, args, arrays, apply_plan);
+    };
+    const auto* const x = static_cast<const T*>(args.x);
+    auto* const dresidual = static_cast<T*>(args.dresidual);
+    if (kMask == Mask::kOfY && dresidual != nullptr) {  // it is dz
+      return apply.template operator()<Mask::kNone>({dresidual, x, nullptr, nullptr});
+    }
+    return apply.template operator()<kMask>(
+        {static_cast<const T*>(args.dy), x, static_cast<const T*>(args.y), dresidual});
   };
   if (!args.relu) return launch.template operator()<Mask::kNone>();
   return y != nullptr ? launch.template operator()<Mask::kOfY>()

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "common/math.h"
+#include "cuda/batch_norm_apply.cuh"
 #include "cuda/batch_norm_sums.cuh"
 #include "cuda/batch_norm_tiles.cuh"
 #include "ops/batch_norm.h"
@@ -24,6 +25,9 @@ constexpr int kMomentPacks = 6;  // of a thread, on their way, in the first pass
 constexpr int kApplyPacks = 4;   // and in the second one, where there is no residual
 constexpr int kAddPacks = 2;     // and where there is one
 constexpr int kMomentRingsPerSum = 6;
+// Of a thread, in a kernel of its own.
+template <bool kResidual>
+constexpr int kApplyPacksApart = kResidual ? 2 : 4;
 
 // What distances are from, so that a large mean costs no digits: of three elements of the channel
 // in the part the one between the others, as one alone may be far from the mean.
@@ -119,6 +123,20 @@ __device__ __forceinline__ void SetAffine(const BatchNormFwdArgs& args, std::int
   numbers[kOffset] = bias - delta * numbers[kFactor];
 }
 
+template <typename A, int W>
+__device__ __forceinline__ void ApplyAffine(const A (&numbers)[kAffine][W], A (&values)[W]) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    values[j] = (values[j] - numbers[kAffineMean][j]) * numbers[kFactor][j] + numbers[kOffset][j];
+  }
+}
+template <typename A, int W>
+__device__ __forceinline__ void Activate(bool relu, A (&values)[W]) {
+  if (!relu) return;
+#pragma unroll
+  for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays
+}
+
 // The mean is so far from the origin. Returns the three numbers that y is made of.
 template <typename A>
 __device__ __forceinline__ void StoreStatistics(const BatchNormFwdArgs& args, std::int64_t i,
@@ -190,28 +208,16 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
           }
         },
         parameters);
-    const auto apply = [&](A(&values)[W]) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        values[j] = (values[j] - parameters[kAffineMean][j]) * parameters[kFactor][j] +
-                    parameters[kOffset][j];
-      }
-    };
-    const auto activate = [&](A(&values)[W]) {
-      if (!args.relu) return;
-#pragma unroll
-      for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays
-    };
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A values[W], terms[W];
       LoadSpan(x, span, values);
-      apply(values);
+      ApplyAffine(parameters, values);
       if (residual != nullptr) {
         LoadSpan(residual, span, terms);
 #pragma unroll
         for (int j = 0; j < W; ++j) values[j] += terms[j];
       }
-      activate(values);
+      Activate(args.relu, values);
       StoreSpan(y, span, values);
     });
     const auto stream = [&]<int kRing, bool kResidual>() {
@@ -230,14 +236,14 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
       const auto use = [&](int k, int) {
         A values[W];
         Widen(packs[k], values);
-        apply(values);
+        ApplyAffine(parameters, values);
         if constexpr (kResidual) {
           A terms[W];
           Widen(others[k], terms);
 #pragma unroll
           for (int j = 0; j < W; ++j) values[j] += terms[j];
         }
-        activate(values);
+        Activate(args.relu, values);
         StoreLast(y, starts[k], Narrow<T>(values));
       };
       const auto nothing = [](auto...) {};
@@ -271,6 +277,42 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   SecondPass<T, W>(args, plan, partials, shared, kept);
 }
 
+// y where the other kernel has left what it is made of.
+template <typename T, int W, bool kResidual>
+__global__ void __launch_bounds__(kApplyThreads, 4)
+    BatchNormApplyKernel(const __grid_constant__ BatchNormFwdArgs args,
+                         const __grid_constant__ ApplyPlan plan) {
+  using A = Accum<T>;
+  constexpr int kPacks = kApplyPacksApart<kResidual>;
+  const ChannelPartials<A, kMoments> partials(args.workspace, args.partial_rows, plan.channels);
+  Pack<T, W> packs[kPacks] = {}, others[kPacks] = {};
+  ForApplyPacks<kPacks, kAffine, A, W>(
+      plan,
+      [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
+        const ChannelPartial<A, kMoments> own = partials.at(group, 0, channel);
+#pragma unroll
+        for (int v = 0; v < kAffine; ++v) numbers[v] = own.v[v];
+      },
+      [&](int k, bool wanted, std::int64_t start) {
+        LoadIf<W>(wanted, static_cast<const T*>(args.x), start, packs[k]);
+        if constexpr (kResidual) {
+          LoadIf<W>(wanted, static_cast<const T*>(args.residual), start, others[k]);
+        }
+      },
+      [&](int k, std::int64_t start, const A(&numbers)[kAffine][W]) {
+        A values[W], terms[W];
+        Widen(packs[k], values);
+        ApplyAffine(numbers, values);
+        if constexpr (kResidual) {
+          Widen(others[k], terms);
+#pragma unroll
+          for (int j = 0; j < W; ++j) values[j] += terms[j];
+        }
+        Activate(args.relu, values);
+        StoreLast(static_cast<T*>(args.y), start, Narrow<T>(values));
+      });
+}
+
 // The statistics of no elements.
 template <typename A>
 __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
@@ -299,10 +341,26 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
   task.statistics = own, task.apply = args.y != nullptr;
   task.arrays = 1, task.parameters = kAffine, task.origins = 1,
   task.partial_rows = args.partial_rows;
-  const ChannelPlan plan = ChooseChannelPlan(task);
-  return plan.width == 1
-             ? LaunchChannels(kOp, BatchNormFwdKernel<T, 1>, stream, plan, own, args, plan)
-             : LaunchChannels(kOp, BatchNormFwdKernel<T, kVec<T>>, stream, plan, own, args, plan);
+  ChannelPlan plan = ChooseChannelPlan(task);
+  const auto launch = [&](const BatchNormFwdArgs& wanted) {
+    return plan.width == 1
+               ? LaunchChannels(kOp, BatchNormFwdKernel<T, 1>, stream, plan, own, wanted, plan)
+               : LaunchChannels(kOp, BatchNormFwdKernel<T, kVec<T>>, stream, plan, own, wanted,
+                                plan);
+  };
+  if (!task.statistics || !task.apply || !ApplyApart(task, plan, OnChipBytes())) {
+    return launch(args);
+  }
+  BatchNormFwdArgs statistics = args;
+  statistics.y = nullptr, task.apply = false, plan = ChooseChannelPlan(task);
+  if (const ffi::Error error = launch(statistics); error.failure()) return error;
+  const auto apply = [&]<bool kResidual>() {
+    const ApplyPlan apply_plan(task, kVec<T>, kApplyPacksApart<kResidual>);
+    return LaunchApply(kOp, BatchNormApplyKernel<T, kVec<T>, kResidual>, stream, apply_plan,
+                       task.groups, args, apply_plan);
+  };
+  return args.residual == nullptr ? apply.template operator()<false>()
+                                  : apply.template operator()<true>();
 }
 
 }  // namespace

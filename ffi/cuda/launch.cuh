@@ -35,6 +35,7 @@ struct Device {
       0;  // 10 * major + minor: the GPU's, or what the code was compiled for if older
   int multiprocessors = 1;
   int shared_bytes = 0;  // of a multiprocessor
+  int l2_bytes = 0;
 };
 
 // The current device, which is the one of the stream that XLA gives.
@@ -55,7 +56,8 @@ inline Device CurrentDevice() {
                                attribute(cudaDevAttrComputeCapabilityMinor),
                            compiled.ptxVersion),
                   std::max(1, attribute(cudaDevAttrMultiProcessorCount)),
-                  attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+                  attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+                  attribute(cudaDevAttrL2CacheSize)};
   };
   if (index < 0 || index >= 64) return ask();
   const auto i = static_cast<std::size_t>(index);

@@ -65,8 +65,8 @@ struct BatchNormBwdArgs {
   std::int64_t partial_rows;
 };
 
-ffi::Error BatchNormFwd(CpuContext, const BatchNormFwdArgs&);   // cpu/batch_norm.cc
-ffi::Error BatchNormBwd(CpuContext, const BatchNormBwdArgs&);   // cpu/batch_norm.cc
+ffi::Error BatchNormFwd(CpuContext, const BatchNormFwdArgs&);   // cpu/batch_norm_fwd.cc
+ffi::Error BatchNormBwd(CpuContext, const BatchNormBwdArgs&);   // cpu/batch_norm_bwd.cc
 ffi::Error BatchNormFwd(CudaContext, const BatchNormFwdArgs&);  // cuda/batch_norm_fwd.cu
 ffi::Error BatchNormBwd(CudaContext, const BatchNormBwdArgs&);  // cuda/batch_norm_bwd.cu
 

@@ -382,6 +382,11 @@ int RunAll() {
   run({1, 33, 130, 49}, {.relu = true, .has_y = false, .in_place = true});
   run({3, 11, 16, 36}, {.shared = true, .partial_rows = 1, .shift = 1});
   run({1, 2, 3, 300}, {.relu = true, .shift = 1});
+  // Of a second pass of its own: wide rows, packs of two channels, groups.
+  run({1, 700, 2560, 1}, {.relu = true, .residual = true});
+  run({1, 70, 24, 1}, {.relu = true, .has_y = false});
+  run({2, 64, 5, 20}, {.relu = true, .residual = true, .partial_rows = 20});
+  run({3, 64, 9, 49}, {.relu = true, .has_y = false, .in_place = true});
   // More than all blocks keep in shared memory.
   run({1, 40000, 256 / sizeof(T), 1}, {.relu = true, .residual = true});
   return calls;
@@ -393,8 +398,13 @@ int RunAll() {
 int main() {
   using namespace gradops;
   const int hard = RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101});
-  const int calls = hard + RunAll<float, Half>() + RunAll<BFloat16, float>() +
-                    RunAll<Half, double>() + RunAll<double, BFloat16>();
+  const auto run_all = [] {
+    return RunAll<float, Half>() + RunAll<BFloat16, float>() + RunAll<Half, double>() +
+           RunAll<double, BFloat16>();
+  };
+  int calls = hard + run_all();
+  always_apart = true;
+  calls += run_all();
   std::printf("ran everything that was asked for: %d calls\n", calls);
   return 0;
 }
