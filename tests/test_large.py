@@ -97,10 +97,10 @@ def check_rows(op: str, rows: int, distinct: np.ndarray) -> None:
     assert_matches(gradient, repeated_sum(terms, rows), np.float32, np.float32, "gradient")
 
 
-@pytest.mark.parametrize("axis", [-1, 1])
-def test_batch_norm(platform, rows, distinct, axis):
+@pytest.mark.parametrize(("axis", "channels"), [(-1, FEATURES), (1, 4), (1, 64)])
+def test_batch_norm(platform, rows, distinct, axis, channels):
     """Statistics, every element of y and dx, and the parameters' gradients."""
-    shape = (FEATURES,) if axis == -1 else (4, FEATURES // 4)
+    shape = (FEATURES,) if axis == -1 else (channels, FEATURES // channels)
     distinct = distinct.reshape(2, DISTINCT, *shape)
     scale, bias = np.linspace(0.5, 2, shape[0]), np.linspace(-1, 1, shape[0])
 

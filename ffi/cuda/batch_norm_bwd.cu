@@ -192,14 +192,14 @@ struct Slope {
 };
 
 // What dx is made of, of a channel.
-enum InputGradNumbers { kMean, kFactor, kOffset, kLevel, kSlope, kInputGradNumbers };
+enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
 
 template <typename A, int W>
-__device__ __forceinline__ void ApplyInputGrad(const A (&numbers)[kInputGradNumbers][W],
-                                               const A (&dz)[W], A (&x)[W]) {
+__device__ __forceinline__ void ApplyInputGrad(const A (&numbers)[kDxNumbers][W], const A (&dz)[W],
+                                               A (&x)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    x[j] = (dz[j] - numbers[kLevel][j] - x[j] * numbers[kSlope][j]) * numbers[kFactor][j];
+    x[j] = (dz[j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) * numbers[kDxFactor][j];
   }
 }
 
@@ -250,11 +250,11 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
   using A = Accum<T>;
   T* const dx = static_cast<T*>(args.dx);
   ForParts<true>(plan, [&](const ChannelPart& part) {
-    A parameters[kInputGradNumbers][W];
+    A parameters[kDxNumbers][W];
     auto& [mean, factor, offset, level, slope] = parameters;
     LoadParameters(
         plan, part.tile, reinterpret_cast<A*>(scratch),
-        [&](std::int64_t group, std::int64_t channel, A(&numbers)[kInputGradNumbers]) {
+        [&](std::int64_t group, std::int64_t channel, A(&numbers)[kDxNumbers]) {
           const bool given = args.mean_dz.data != nullptr;
           ChannelPartial<A, 2> line{};
           if (!given) line = partials.Load(group, 0, channel);
@@ -265,9 +265,9 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
                                affine.delta);
             line = {own.level, own.slope};
           }
-          numbers[kMean] = affine.mean, numbers[kFactor] = affine.factor;
-          numbers[kOffset] = affine.offset;
-          numbers[kLevel] = line.v[0], numbers[kSlope] = line.v[1];
+          numbers[kDxMean] = affine.mean, numbers[kDxFactor] = affine.factor;
+          numbers[kDxOffset] = affine.offset;
+          numbers[kDxLevel] = line.v[0], numbers[kDxSlope] = line.v[1];
         },
         parameters);
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
@@ -345,24 +345,24 @@ __global__ void __launch_bounds__(kApplyThreads, 3)
   using A = Accum<T>;
   const ChannelPartials<A, 2> partials(args.workspace, args.partial_rows, plan.channels);
   GradPacks<T, W, kMask> packs[kInputGradPacksApart] = {};
-  ForApplyPacks<kInputGradPacksApart, kInputGradNumbers, A, W>(
+  ForApplyPacks<kInputGradPacksApart, kDxNumbers, A, W>(
       plan,
-      [&](std::int64_t group, std::int64_t channel, A(&numbers)[kInputGradNumbers]) {
+      [&](std::int64_t group, std::int64_t channel, A(&numbers)[kDxNumbers]) {
         const ChannelPartial<A, 2> line = partials.at(group, 0, channel);
         const ChannelPartial<A, 2> affine = partials.at(group, 1, channel);
-        numbers[kMean] = affine.v[0], numbers[kFactor] = affine.v[1];
-        numbers[kLevel] = line.v[0], numbers[kSlope] = line.v[1];
-        numbers[kOffset] = kMask == Mask::kOfX ? partials.at(group, 2, channel).v[0] : A{0};
+        numbers[kDxMean] = affine.v[0], numbers[kDxFactor] = affine.v[1];
+        numbers[kDxLevel] = line.v[0], numbers[kDxSlope] = line.v[1];
+        numbers[kDxOffset] = kMask == Mask::kOfX ? partials.at(group, 2, channel).v[0] : A{0};
       },
       [&](int k, bool wanted, std::int64_t start) {
         LoadGrad<kMask>(arrays, wanted, start, packs[k]);
       },
-      [&](int k, std::int64_t start, const A(&numbers)[kInputGradNumbers][W]) {
+      [&](int k, std::int64_t start, const A(&numbers)[kDxNumbers][W]) {
         A dz[W], x[W], y[W];
         Widen(packs[k].dy, dz);
         Widen(packs[k].x, x);
         if constexpr (kMask == Mask::kOfY) Widen(packs[k].y, y);
-        MaskGrad<kMask>(numbers[kMean], numbers[kFactor], numbers[kOffset], y, x, dz);
+        MaskGrad<kMask>(numbers[kDxMean], numbers[kDxFactor], numbers[kDxOffset], y, x, dz);
         ApplyInputGrad(numbers, dz, x);
         StoreLast(static_cast<T*>(args.dx), start, Narrow<T>(x));
         if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
