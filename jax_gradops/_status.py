@@ -78,9 +78,9 @@ def implementation_in_use(
     default = _implementation.resolve_implementation(None, op_name)
     if default == "xla":
         return _implementation.ImplementationInUse("xla", "use_implementation('xla') is in force")
-    if default is None and op_name in _BY_XLA:
-        return _implementation.ImplementationInUse("xla", _BY_XLA[op_name])
     reason = _registry.why_unavailable(platform)
+    if reason is None and default is None:
+        reason = _BY_XLA.get(op_name)
     if reason is not None:
         return _implementation.ImplementationInUse("xla", reason)
     return _implementation.ImplementationInUse(
