@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +33,14 @@ def load(seed: int, batch: int) -> Digits:
     """The images, split by the seed; of each digit the same share is for the test."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels.reshape(-1, _SIZE, _SIZE) / _WHITE).astype(np.float32)
-    train_images, test_images, train_labels, test_labels = train_test_split(
+    parts: list[Any] = train_test_split(
         images,
         labels.astype(np.int32),
         test_size=_TEST_SHARE,
         random_state=seed,
         stratify=labels,
     )
+    train_images, test_images, train_labels, test_labels = parts
     count = len(train_images)
     if batch > count:
         raise DemoError(f"--batch must be at most {count}, the images to train on; got {batch}")
