@@ -349,10 +349,12 @@ def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) 
     operands = FWD.prepare(x, residual, scale, bias, *nothing, inner=norm.inner)[:4]
     if norm.implementation == "xla":  # differentiated by JAX itself, so that forward mode works
         y, *statistics = norm.forward(*operands)[:3]
-        mean, variance = map(lax.stop_gradient, statistics)
     else:
         results: Any = _batch_norm(norm, *operands)
-        y, mean, variance = results
+        y, *statistics = results
+    # Said of the kernels', too: under vmap with an axis name they are shared, and JAX from 0.12 on
+    # takes no cotangent of what is shared, not even one that the rule ignores.
+    mean, variance = map(lax.stop_gradient, statistics)
     return reshard_like(y, x), mean, variance
 
 
