@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from oracles import Reference
 
 # Rounding errors of the accumulation dtype that a result may show, each relative to the magnitude
@@ -80,3 +82,24 @@ def assert_bitwise_equal(actual: Any, expected: Any, what: str = "") -> None:
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
     same = np.frombuffer(actual.tobytes(), np.uint8) == np.frombuffer(expected.tobytes(), np.uint8)
     assert same.all(), f"{what}: results differ: {actual} and {expected}"
+
+
+def assert_a_thousand_runs_equal(run: Callable[[Any], Sequence[Any]], x: Any) -> None:
+    """Bitwise, run(x), in one loop of one program."""
+    bits = {2: jnp.uint16, 4: jnp.uint32}
+
+    def bits_of(x: Any) -> list[Any]:
+        return [lax.bitcast_convert_type(a, bits[a.dtype.itemsize]) for a in run(x)]
+
+    @jax.jit
+    def different(x: Any) -> Any:
+        first = bits_of(x)
+
+        def step(i: Any, count: Any) -> Any:
+            # The barrier: else XLA could take the runs out of the loop.
+            again = bits_of(lax.optimization_barrier((x, i))[0])
+            return count + sum(jnp.sum(a != b) for a, b in zip(first, again, strict=True))
+
+        return lax.fori_loop(0, 1000, step, 0)
+
+    assert different(x) == 0

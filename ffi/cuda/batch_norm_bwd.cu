@@ -148,7 +148,7 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
       add(dz, x, y);
       const Pack<T, W> masked = kMask == Mask::kNone ? ring[k].dy : Narrow<T>(dz);
       if constexpr (kMask == Mask::kOfY) {
-        if (arrays.dresidual != nullptr) StoreFirst(arrays.dresidual, starts[k], masked);
+        if (arrays.dresidual != nullptr) StorePack(arrays.dresidual + starts[k], masked);
       }
       if (own + i < plan.kept_steps) {
         Pack<T, W>* const slot = kept + 2 * (own + i) * kChannelThreads + threadIdx.x;

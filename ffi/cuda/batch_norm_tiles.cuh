@@ -67,12 +67,6 @@ __device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pa
   }
 }
 
-// What is read again.
-template <int W, typename T>
-__device__ __forceinline__ void StoreFirst(T* array, std::int64_t start, const Pack<T, W>& pack) {
-  StorePack(array + start, pack);
-}
-
 // The same of a span, element by element.
 template <typename A, int W, typename T>
 __device__ __forceinline__ void LoadSpan(const T* array, const ChannelSpan& span, A (&values)[W]) {
