@@ -1,22 +1,50 @@
 """What the Flax modules of `jax_gradops.linen` and `jax_gradops.nnx` have in common.
 
-Each function computes what Flax's module does, to roundings, or returns None where the kernels do
-not cover it: then Flax's own code has to.
+What Flax's module would compute, up to roundings, on this library's ops; and what they do not
+cover, which Flax's own code then has to compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.linen import dtypes
+from flax.linen.dtypes import canonicalize_dtype
 
 from jax_gradops._ops.batch_norm import batch_norm as _batch_norm
-from jax_gradops._ops.layer_norm import layer_norm, rms_norm
+from jax_gradops._ops.bias_gelu import bias_gelu, gelu
+from jax_gradops._ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _FLOATS = tuple(jnp.dtype(d) for d in ("float16", "bfloat16", "float32", "float64"))
+
+
+class Sum(NamedTuple):
+    """An argument of a norm: to be added first, in the same pass. The result is a pair, with it."""
+
+    x: jax.Array
+    residual: jax.Array
+
+    def plain(self) -> jax.Array:
+        """The sum by itself."""
+        return self.x + self.residual
+
+
+def add_norm(ours: tuple[type, ...], norm: Any, x: Any, residual: Any) -> tuple[Any, Any]:
+    """The function of that name in both APIs; `ours` are the modules that take a `Sum`."""
+    if isinstance(norm, ours):
+        return norm(Sum(x, residual))
+    total = x + residual
+    return norm(total), total
+
+
+# More than any array has: where the rank is not known, negative axes are told from others by it.
+_MANY_AXES = 1000
+
+
+def _last(rank: int, count: int) -> tuple[int, ...]:
+    return tuple(range(rank - count, rank))
 
 
 def canonical_axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
@@ -25,68 +53,113 @@ def canonical_axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({rank + axis if axis < 0 else axis for axis in given}))
 
 
-def trailing_axes(rank: int, reduction_axes: Any, feature_axes: Any) -> int | None:
-    """How many trailing axes are both normalised and the parameters', or None."""
-    axes = canonical_axes(rank, reduction_axes)
-    if axes != canonical_axes(rank, feature_axes) or not axes:
-        return None
-    return len(axes) if axes == tuple(range(rank - len(axes), rank)) else None
+def why_uncovered(module: Any) -> str:
+    """Why Flax's own code has to compute a norm, whatever its input; "" if an op may."""
+    dtypes = [module.param_dtype] + ([] if module.dtype is None else [module.dtype])
+    for dtype in map(jnp.dtype, dtypes):
+        if dtype not in _FLOATS:
+            return f"no kernel for {dtype}"
+    if module.axis_index_groups is not None:
+        return "axis_index_groups is set"
+    if not getattr(module, "force_float32_reductions", True):
+        return "force_float32_reductions is False"
+    if hasattr(module, "reduction_axes"):
+        if module.axis_name is not None:
+            return "axis_name is set"
+        last = canonical_axes(_MANY_AXES, module.reduction_axes)
+        if last != canonical_axes(_MANY_AXES, module.feature_axes):
+            return "reduction_axes and feature_axes differ"
+        if not last or (last[0] > _MANY_AXES // 2 and last != _last(_MANY_AXES, len(last))):
+            return "reduction_axes are not the last ones"
+    elif len(canonical_axes(_MANY_AXES, module.axis)) != 1:
+        return "more than one axis"
+    return ""
 
 
-def _covered(*arrays: Any) -> bool:
-    return all(a is None or jnp.result_type(a) in _FLOATS for a in arrays)
+def _is_covered(module: Any, x: Any, mask: Any) -> bool:
+    plain = mask is None and jnp.result_type(x) in _FLOATS and jnp.size(x) > 0
+    return plain and not why_uncovered(module)
 
 
-def _in_and_out(x: jax.Array, params: tuple[Any, ...], dtype: Any) -> tuple[jax.Array, Any]:
-    """x as the kernel takes it, and the result's dtype: Flax's, which normalises in float32 or
-    wider, and rounds to the dtype asked for, or that of x and the parameters together, once."""
-    result = jnp.dtype(
-        dtypes.canonicalize_dtype(x, *(p for p in params if p is not None), dtype=dtype)
-    )
+def _in_and_out(module: Any, x: jax.Array, scale: Any, bias: Any) -> tuple[jax.Array, Any]:
+    """`x` as the op takes it, and the result's dtype.
+
+    Flax normalises in float32 or wider, and rounds once, to the dtype asked for or to that of x and
+    the parameters together.
+    """
+    given = (a for a in (x, scale, bias) if a is not None)
+    result = jnp.dtype(canonicalize_dtype(*given, dtype=module.dtype))
     return x.astype(jnp.promote_types(x.dtype, result)), result
 
 
-def norm(
-    x: jax.Array,
-    scale: Any,
-    bias: Any,
-    *,
-    centered: bool,
-    epsilon: float,
-    dtype: Any,
-    reduction_axes: Any,
-    feature_axes: Any,
-) -> jax.Array | None:
-    """LayerNorm's result (`centered`) or RMSNorm's."""
-    axes = trailing_axes(x.ndim, reduction_axes, feature_axes)
-    if axes is None or x.size == 0 or not _covered(x, scale, bias):
+# --- Layer norm and RMS norm ---------------------------------------------------------------------
+
+
+def normalized_shape(module: Any, x: Any, mask: Any) -> tuple[int, ...] | None:
+    """The trailing axes that a LayerNorm or RMSNorm normalises; None if Flax's own code has to."""
+    x = x.x if isinstance(x, Sum) else x
+    shape = jnp.shape(x)
+    axes = canonical_axes(len(shape), module.reduction_axes)
+    if not _is_covered(module, x, mask) or axes != _last(len(shape), len(axes)):
         return None
-    x, result = _in_and_out(x, (scale, bias), dtype)
-    if result not in _FLOATS:
-        return None
-    if centered:
-        y = layer_norm(x, scale, bias, begin_norm_axis=-axes, epsilon=epsilon)
-    else:
-        y = rms_norm(x, scale, begin_norm_axis=-axes, epsilon=epsilon)
+    return shape[-len(axes) :]
+
+
+def norm(module: Any, x: Any, scale: Any, bias: Any, *, centered: bool) -> Any:
+    """A LayerNorm's result (`centered`) or an RMSNorm's; of a `Sum`, the result and the sum."""
+    parameters = [scale, bias] if centered else [scale]
+    options: Any = {
+        "begin_norm_axis": -len(canonical_axes(_MANY_AXES, module.reduction_axes)),
+        "epsilon": module.epsilon,
+        "residuals": module.residuals,
+    }
+    if isinstance(x, Sum):
+        first, second = map(jnp.asarray, x)
+        _, result = _in_and_out(module, first, scale, bias)
+        if first.dtype == second.dtype == result and first.shape == second.shape:
+            fused = add_layer_norm if centered else add_rms_norm
+            return fused(first, second, *parameters, **options)
+        total = x.plain()
+        return norm(module, total, scale, bias, centered=centered), total
+    x, result = _in_and_out(module, jnp.asarray(x), scale, bias)
+    y = layer_norm(x, *parameters, **options) if centered else rms_norm(x, *parameters, **options)
     return y.astype(result)
 
 
+# --- Batch norm ----------------------------------------------------------------------------------
+
+
+def channel_axis(module: Any, x: Any, mask: Any) -> int | None:
+    """The axis of a BatchNorm's channels; None if Flax's own code has to normalise by the batch."""
+    covered = _is_covered(module, x, mask) and 2 <= jnp.ndim(x) <= 5
+    return canonical_axes(jnp.ndim(x), module.axis)[0] if covered else None
+
+
 def batch_norm(
-    x: jax.Array,
-    scale: Any,
-    bias: Any,
-    *,
-    axis: Any,
-    epsilon: float,
-    dtype: Any,
-    axis_name: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    """BatchNorm's result in training, and the batch's mean and variance."""
-    axes = canonical_axes(x.ndim, axis)
-    if len(axes) != 1 or not 2 <= x.ndim <= 5 or x.size == 0 or not _covered(x, scale, bias):
-        return None
-    x, result = _in_and_out(x, (scale, bias), dtype)
-    if result not in _FLOATS:
-        return None
-    y, mean, var = _batch_norm(x, scale, bias, axis=axes[0], epsilon=epsilon, axis_name=axis_name)
-    return y.astype(result), mean, var
+    module: Any, x: Any, scale: Any, bias: Any, *, axis: int, axis_name: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A BatchNorm's result in training, and the batch's mean and variance."""
+    given = jnp.asarray(x)
+    x, result = _in_and_out(module, given, scale, bias)
+    y, mean, var = _batch_norm(
+        x, scale, bias, axis=axis, epsilon=module.epsilon, axis_name=axis_name
+    )
+    stats = jnp.promote_types(given.dtype if module.dtype is None else module.dtype, jnp.float32)
+    return y.astype(result), mean.astype(stats), var.astype(stats)
+
+
+def running(module: Any, average: jax.Array, new: jax.Array) -> jax.Array:
+    """A running average after one more batch."""
+    return module.momentum * average + (1 - module.momentum) * new
+
+
+# --- Dense with GELU -----------------------------------------------------------------------------
+
+
+def gelu_of_sum(y: jax.Array, bias: jax.Array | None, approximate: bool) -> jax.Array:
+    """GELU of a matrix product and its bias."""
+    if y.dtype not in _FLOATS or y.size == 0 or (bias is not None and bias.dtype != y.dtype):
+        if bias is not None:
+            y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
+        return jax.nn.gelu(y, approximate)
+    return gelu(y, approximate) if bias is None else bias_gelu(y, bias, approximate)

@@ -1,14 +1,20 @@
-"""Flax linen's norms, and Dense with GELU, on this library's kernels.
+"""Flax linen's norms on this library's kernels, and a dense layer with GELU.
 
-Constructors, calls, parameters, collections and initial values are Flax's, so that a checkpoint made
-with one loads into the other; the classes are subclasses of Flax's.
+Constructors, calls, parameters, collections and initial values are Flax's: a checkpoint made with
+one loads into the other. The classes are subclasses of Flax's.
 
-    >>> from jax_gradops import linen as nn
+    >>> from flax import linen as nn
+    >>> import jax_gradops.linen
+    >>> norm = jax_gradops.linen.LayerNorm(epsilon=1e-5)  # was nn.LayerNorm(epsilon=1e-5)
+    >>> isinstance(norm, nn.LayerNorm)
+    True
 
-What the kernels do not cover takes Flax's own path: `mask`, `axis_index_groups`,
-`force_float32_reductions=False`, complex or integer inputs, axes that are not trailing. Differences
-are roundings; and that the variance is always computed from deviations, never as E[x²] - E[x]²,
-whatever `use_fast_variance` says.
+What the kernels do not cover takes Flax's own path: `mask`, `axis_index_groups`, LayerNorm and
+RMSNorm with an `axis_name` or with axes that are not the last ones, BatchNorm with several axes or
+with running averages, `force_float32_reductions=False`, complex or integer arrays.
+
+Differences are roundings, and one improvement: the variance is always that of the deviations, never
+E[x²] - E[x]², whatever `use_fast_variance` says.
 """
 
 from __future__ import annotations
@@ -21,75 +27,42 @@ from flax import linen
 from jax import lax
 
 from jax_gradops import _modules
-from jax_gradops._ops.bias_gelu import bias_gelu, gelu
 
-__all__ = ["BatchNorm", "DenseGelu", "LayerNorm", "RMSNorm"]
-
-
-def _parameters(module: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """scale and bias, or None."""
-    scale = bias = None
-    if module.use_scale:
-        scale = module.param("scale", module.scale_init, shape, module.param_dtype)
-    if getattr(module, "use_bias", False):
-        bias = module.param("bias", module.bias_init, shape, module.param_dtype)
-    return scale, bias
-
-
-def _is_plain(module: Any, x: Any, mask: Any) -> bool:
-    return (
-        mask is None
-        and module.axis_index_groups is None
-        and module.force_float32_reductions
-        and jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        and jnp.issubdtype(module.param_dtype, jnp.floating)
-        and (module.dtype is None or jnp.issubdtype(module.dtype, jnp.floating))
-    )
-
-
-def _norm(module: Any, x: Any, mask: Any, centered: bool) -> jax.Array | None:
-    if not _is_plain(module, x, mask) or module.axis_name is not None:
-        return None
-    x = jnp.asarray(x)
-    axes = _modules.trailing_axes(x.ndim, module.reduction_axes, module.feature_axes)
-    if axes is None or x.size == 0:
-        return None
-    scale, bias = _parameters(module, x.shape[x.ndim - axes :])
-    return _modules.norm(
-        x,
-        scale,
-        bias,
-        centered=centered,
-        epsilon=module.epsilon,
-        dtype=module.dtype,
-        reduction_axes=module.reduction_axes,
-        feature_axes=module.feature_axes,
-    )
+__all__ = ["BatchNorm", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"]
 
 
 class LayerNorm(linen.LayerNorm):
-    """`flax.linen.LayerNorm` on `jax_gradops.layer_norm`."""
+    """`flax.linen.LayerNorm` on `jax_gradops.layer_norm`.
+
+    A subclass with `residuals = "output"` saves its result for the backward pass, not its input:
+    less memory where the result is kept anyway, for a matrix product say. See
+    `jax_gradops.layer_norm`.
+    """
+
+    residuals = "input"
 
     @linen.compact
-    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
-        y = _norm(self, x, mask, centered=True)
-        return super().__call__(x, mask=mask) if y is None else y
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
+        """Normalises `x`, as `flax.linen.LayerNorm` does."""
+        return _norm(self, super().__call__, x, mask)
 
 
 class RMSNorm(linen.RMSNorm):
-    """`flax.linen.RMSNorm` on `jax_gradops.rms_norm`."""
+    """`flax.linen.RMSNorm` on `jax_gradops.rms_norm`; `residuals` as for `LayerNorm`."""
+
+    residuals = "input"
 
     @linen.compact
-    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
-        y = _norm(self, x, mask, centered=False)
-        return super().__call__(x, mask=mask) if y is None else y
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
+        """Normalises `x`, as `flax.linen.RMSNorm` does."""
+        return _norm(self, super().__call__, x, mask)
 
 
 class BatchNorm(linen.BatchNorm):
-    """`flax.linen.BatchNorm` on `jax_gradops.batch_norm` in training; with running averages it is
-    Flax's, which XLA fuses with what comes before and after.
+    """`flax.linen.BatchNorm` on `jax_gradops.batch_norm` in training.
 
-    The batch's statistics, of which the running averages are made, have no gradient.
+    With running averages it is Flax's, which XLA fuses with what comes before and after. The
+    batch's statistics, of which the running averages are made, have no gradient.
     """
 
     @linen.compact
@@ -100,40 +73,33 @@ class BatchNorm(linen.BatchNorm):
         *,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        running = linen.merge_param(
+        """Normalises `x`, as `flax.linen.BatchNorm` does."""
+        axis = _modules.channel_axis(self, x, mask)
+        if axis is None or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
-        )
-        axes = _modules.canonical_axes(jnp.ndim(x), self.axis)
-        if running or not _is_plain(self, x, mask) or len(axes) != 1 or jnp.size(x) == 0:
-            return super().__call__(
-                x, running if self.use_running_average is None else None, mask=mask
-            )
-        if not 2 <= jnp.ndim(x) <= 5:
-            return super().__call__(
-                x, running if self.use_running_average is None else None, mask=mask
-            )
-        x = jnp.asarray(x)
-        shape = (x.shape[axes[0]],)
-        ra_mean = self.variable("batch_stats", "mean", lambda s: jnp.zeros(s, jnp.float32), shape)
-        ra_var = self.variable("batch_stats", "var", lambda s: jnp.ones(s, jnp.float32), shape)
-        result = _modules.batch_norm(
+        ):
+            return super().__call__(x, use_running_average, mask=mask)
+        shape = (jnp.shape(x)[axis],)
+        mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
+        var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
+        initializing = self.is_initializing()
+        y, batch_mean, batch_var = _modules.batch_norm(
+            self,
             x,
             *_parameters(self, shape),
-            axis=axes,
-            epsilon=self.epsilon,
-            dtype=self.dtype,
-            axis_name=None if self.is_initializing() else self.axis_name,
+            axis=axis,
+            axis_name=None if initializing else self.axis_name,
         )
-        assert result is not None
-        y, mean, var = result
-        if not self.is_initializing():
-            ra_mean.value = self.momentum * ra_mean.value + (1 - self.momentum) * mean
-            ra_var.value = self.momentum * ra_var.value + (1 - self.momentum) * var
+        if not initializing:
+            mean.value = _modules.running(self, mean.value, batch_mean)
+            var.value = _modules.running(self, var.value, batch_var)
         return y
 
 
 class DenseGelu(linen.Dense):
-    """gelu(Dense(x)): `flax.linen.Dense`, of which the bias and GELU are one operation.
+    """`gelu(Dense(x))`: `flax.linen.Dense`, whose bias and GELU are one operation.
+
+    Parameters are `kernel` and `bias`, as Flax's.
 
     Attributes:
       approximate: the tanh form, as in `jax.nn.gelu`.
@@ -143,21 +109,52 @@ class DenseGelu(linen.Dense):
 
     @linen.compact
     def __call__(self, inputs: Any) -> jax.Array:
-        kernel: Any = self.param(
-            "kernel", self.kernel_init, (jnp.shape(inputs)[-1], self.features), self.param_dtype
-        )
+        """[..., inputs] to [..., features]."""
+        shape = (jnp.shape(inputs)[-1], self.features)
+        kernel: Any = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias: Any = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        dot_general = self.dot_general or lax.dot_general
+        dot_general: Any = self.dot_general or lax.dot_general
         if self.dot_general_cls is not None:
             dot_general = self.dot_general_cls()
-        y = dot_general(
-            inputs, kernel, (((inputs.ndim - 1,), (0,)), ((), ())), precision=self.precision
-        )
-        if not jnp.issubdtype(y.dtype, jnp.floating):  # complex: no kernel
-            return jax.nn.gelu(y if bias is None else y + bias, self.approximate)
-        if bias is None:
-            return gelu(y, self.approximate)
-        return bias_gelu(y, bias.astype(y.dtype), self.approximate)
+        dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
+        y = dot_general(inputs, kernel, dimensions, precision=self.precision)
+        return _modules.gelu_of_sum(y, bias, self.approximate)
+
+
+def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`(norm(x + residual), x + residual)`, in one pass over memory if `norm` is of this module.
+
+    So is the backward pass, which sums the cotangents of both: with a norm on its own, each
+    addition to a residual stream is a pass more.
+
+    Args:
+      norm: a linen module; `LayerNorm` and `RMSNorm` of this one fuse the addition.
+      x: any shape.
+      residual: same shape and dtype.
+    """
+    return _modules.add_norm((LayerNorm, RMSNorm), norm, x, residual)
+
+
+def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
+    """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
+    shape = _modules.normalized_shape(module, x, mask)
+    if shape is None:
+        if not isinstance(x, _modules.Sum):
+            return flax(x, mask=mask)
+        total = x.plain()
+        return flax(total, mask=mask), total
+    centered = isinstance(module, linen.LayerNorm)
+    return _modules.norm(module, x, *_parameters(module, shape), centered=centered)
+
+
+def _parameters(module: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Scale and bias; None for one that the module does not have."""
+    scale = bias = None
+    if module.use_scale:
+        scale = module.param("scale", module.scale_init, shape, module.param_dtype)
+    if getattr(module, "use_bias", False):
+        bias = module.param("bias", module.bias_init, shape, module.param_dtype)
+    return scale, bias

@@ -1,0 +1,359 @@
+"""Flax NNX's norms on this library's kernels, a linear layer with GELU, and `fuse`.
+
+Constructors, calls, parameters and initial values are Flax's, so that a checkpoint made with one
+loads into the other. The classes are subclasses of Flax's.
+
+    >>> from flax import nnx
+    >>> import jax_gradops.nnx
+    >>> norm = jax_gradops.nnx.LayerNorm(8, rngs=nnx.Rngs(0))  # was nnx.LayerNorm(...)
+    >>> isinstance(norm, nnx.LayerNorm)
+    True
+
+`fuse` gives a model that exists already the classes of this module.
+
+What the kernels do not cover takes Flax's own path: `mask`, `axis_index_groups`, LayerNorm and
+RMSNorm with an `axis_name` or with axes that are not the last ones, BatchNorm with several axes or
+with running averages, complex or integer arrays.
+
+Differences are roundings, and one improvement: the variance is always that of the deviations, never
+E[x²] - E[x]², whatever `use_fast_variance` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+import jax
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from jax_gradops import _modules
+from jax_gradops._ops.bias_gelu import gelu
+
+__all__ = [
+    "BatchNorm",
+    "DenseGelu",
+    "FuseReport",
+    "LayerNorm",
+    "RMSNorm",
+    "Sequential",
+    "add_norm",
+    "fuse",
+    "unfuse",
+]
+
+_logger = logging.getLogger("jax_gradops")
+
+
+class LayerNorm(nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` on `jax_gradops.layer_norm`.
+
+    Attributes:
+      residuals: "input", or "output" to save the result for the backward pass, not the input: less
+        memory where the result is kept anyway, for a matrix product say. See
+        `jax_gradops.layer_norm`. Set it after construction.
+    """
+
+    residuals = "input"
+
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
+        """Normalises `x`, as `flax.nnx.LayerNorm` does."""
+        return _norm(self, super().__call__, x, mask)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """`flax.nnx.RMSNorm` on `jax_gradops.rms_norm`; `residuals` as for `LayerNorm`."""
+
+    residuals = "input"
+
+    def __call__(self, x: Any, mask: jax.Array | None = None) -> Any:
+        """Normalises `x`, as `flax.nnx.RMSNorm` does."""
+        return _norm(self, super().__call__, x, mask)
+
+
+class BatchNorm(nnx.BatchNorm):
+    """`flax.nnx.BatchNorm` on `jax_gradops.batch_norm` in training.
+
+    With running averages it is Flax's, which XLA fuses with what comes before and after. The
+    batch's statistics, of which the running averages are made, have no gradient.
+    """
+
+    def __call__(
+        self,
+        x: Any,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normalises `x`, as `flax.nnx.BatchNorm` does."""
+        axis = _modules.channel_axis(self, x, mask)
+        running = self.use_running_average if use_running_average is None else use_running_average
+        if axis is None or running is None or running:
+            return super().__call__(x, use_running_average, mask=mask)
+        values = (x, _value(self.mean), _value(self.var), _value(self.scale), _value(self.bias))
+        x, _, _, scale, bias = self.promote_dtype(values, dtype=self.dtype)
+        y, mean, var = _modules.batch_norm(
+            self, x, scale, bias, axis=axis, axis_name=self.axis_name
+        )
+        self.mean[...] = _modules.running(self, self.mean[...], mean)
+        self.var[...] = _modules.running(self, self.var[...], var)
+        return y
+
+
+class DenseGelu(nnx.Linear):
+    """`gelu(Linear(x))`: `flax.nnx.Linear`, whose bias and GELU are one operation.
+
+    Parameters are `kernel` and `bias`, as Flax's.
+
+    Args:
+      in_features: as `flax.nnx.Linear`.
+      out_features: as `flax.nnx.Linear`.
+      approximate: the tanh form, as in `jax.nn.gelu`.
+      **linear: all other arguments of `flax.nnx.Linear`.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, approximate: bool = True, **linear: Any
+    ) -> None:
+        super().__init__(in_features, out_features, **linear)
+        self.approximate = approximate
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
+        """[..., in_features] to [..., out_features]."""
+        return _linear_gelu(self, inputs, out_sharding, self.approximate)
+
+
+class Sequential(nnx.Sequential):
+    """`flax.nnx.Sequential`, in which a `Linear` and the GELU after it are computed as `DenseGelu`.
+
+    GELU is `jax.nn.gelu` (which `nnx.gelu` is), `jax_gradops.gelu`, or a `functools.partial` of one
+    of them with `approximate`. The layers themselves are not changed.
+    """
+
+    def __call__(self, *args: Any, rngs: nnx.Rngs | None = None, **kwargs: Any) -> Any:
+        """Calls one layer after the other, as `flax.nnx.Sequential` does."""
+        layers = _with_pairs(list(self.layers))
+        if len(layers) == len(self.layers):
+            return super().__call__(*args, rngs=rngs, **kwargs)
+        return nnx.Sequential(*layers)(*args, rngs=rngs, **kwargs)
+
+
+def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`(norm(x + residual), x + residual)`, in one pass over memory if `norm` is of this module.
+
+    So is the backward pass, which sums the cotangents of both: with a norm on its own, each
+    addition to a residual stream is a pass more.
+
+        def __call__(self, x, update):  # a transformer's block: x + update is its input
+            y, x = add_norm(self.attention_norm, x, update)
+            y, x = add_norm(self.mlp_norm, x, self.attention(y))
+            return x, self.mlp(y)
+
+    Args:
+      norm: any callable; `LayerNorm` and `RMSNorm` of this module fuse the addition.
+      x: any shape.
+      residual: same shape and dtype.
+    """
+    return _modules.add_norm((LayerNorm, RMSNorm), norm, x, residual)
+
+
+# --- Models that exist already -------------------------------------------------------------------
+
+_Model = TypeVar("_Model", bound=nnx.Module)
+_NORMS = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm, nnx.BatchNorm: BatchNorm}
+_FLAX = {ours: flax for flax, ours in _NORMS.items()} | {Sequential: nnx.Sequential}
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseReport:
+    """What `fuse` did to a model.
+
+    Attributes:
+      changed: by path of the module in the model, what it is now.
+      left: by path, why a norm, or what may have a GELU, is as it was.
+    """
+
+    changed: dict[str, str]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"fused {len(self.changed)}, left {len(self.left)}"]
+        lines += [f"  {path}: now {what}" for path, what in self.changed.items()]
+        lines += [f"  {path}: left, {why}" for path, why in self.left.items()]
+        return "\n".join(lines)
+
+
+def fuse(
+    model: _Model,
+    *,
+    gelu: bool = False,
+    residuals: Literal["input", "output"] = "input",
+    report: Callable[[FuseReport], Any] | None = None,
+) -> _Model:
+    """Gives a model's layer, RMS and batch norms the classes of this module, in place.
+
+    Modules and parameters stay the same objects under the same names: optimizers, checkpoints and
+    references stay valid. Call it outside of `nnx.jit`.
+
+        model = jax_gradops.nnx.fuse(model, report=print)
+
+    Args:
+      model: what to change.
+      gelu: also compute each `Linear` of an `nnx.Sequential` together with a GELU that follows it.
+        Elsewhere a GELU is code of a module's, of which nothing can be proved: use `DenseGelu`.
+      residuals: what layer and RMS norms save for the backward pass: see `jax_gradops.layer_norm`.
+      report: is given what was changed, what was left and why; by default, it is logged by the
+        logger "jax_gradops" at level INFO.
+
+    Returns:
+      `model`.
+
+    Raises:
+      TypeError: if it is not an NNX module.
+      ValueError: if `residuals` is neither.
+    """
+    if residuals not in ("input", "output"):
+        raise ValueError(f'fuse: residuals must be "input" or "output", got {residuals!r}')
+    changed: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for path, module in _modules_of("fuse", model):
+        kind = type(module)
+        ours = _NORMS.get(kind, kind)
+        why = _why_left(module, gelu)
+        if why:
+            left[path] = why
+        elif kind in _NORMS or (kind is nnx.Sequential and gelu and _has_pairs(module)):
+            ours = _NORMS.get(kind, Sequential)
+            module.__class__ = ours
+            changed[path] = f"jax_gradops.nnx.{ours.__name__}"
+        if isinstance(module, (LayerNorm, RMSNorm)) and module.residuals != residuals:
+            module.residuals = residuals
+    done = FuseReport(changed, left)
+    (report or functools.partial(_logger.info, "%s"))(done)
+    return model
+
+
+def unfuse(model: _Model) -> _Model:
+    """Undoes `fuse`, in place: gives the modules that have classes of this module Flax's.
+
+    `DenseGelu` stays, as no module of Flax's does the same.
+
+    Returns:
+      `model`.
+    """
+    for _, module in _modules_of("unfuse", model):
+        if type(module) in _FLAX:
+            module.__class__ = _FLAX[type(module)]
+            vars(module).pop("residuals", None)
+    return model
+
+
+def _modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
+    """All modules of a model, each once, by path."""
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"{function}: model must be a flax.nnx.Module, got {type(model).__name__}")
+    found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+    for path, module in found:
+        yield ".".join(map(str, path)) or "the model", module
+
+
+def _why_left(module: Any, gelu: bool) -> str:
+    """Why `fuse` does not change a norm, or a Sequential with GELU; "" if nothing keeps it."""
+    kind = type(module)
+    if kind in _NORMS:
+        return _modules.why_uncovered(module)
+    if kind in _FLAX:
+        return ""
+    for flax in _NORMS:
+        if isinstance(module, flax):
+            return f"{kind.__name__} is a subclass of {flax.__name__}, with code of its own"
+    if isinstance(module, (nnx.GroupNorm, nnx.InstanceNorm, nnx.WeightNorm, nnx.SpectralNorm)):
+        return f"no kernel for {kind.__name__}"
+    if gelu and isinstance(module, nnx.Sequential) and kind is not nnx.Sequential:
+        return f"{kind.__name__} is a subclass of Sequential, with code of its own"
+    return ""
+
+
+# --- What the modules share ----------------------------------------------------------------------
+
+
+def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
+    """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
+    if isinstance(x, _modules.Sum):
+        return _add_norm(module, flax, x, mask)
+    shape = _modules.normalized_shape(module, x, mask)
+    if shape is None:
+        return flax(x, mask=mask)
+    x, *parameters = _promoted(module, x, shape)
+    return _modules.norm(module, x, *parameters, centered=isinstance(module, nnx.LayerNorm))
+
+
+def _add_norm(module: Any, flax: Any, x: _modules.Sum, mask: Any) -> Any:
+    shape = _modules.normalized_shape(module, x, mask)
+    own_promotion = module.promote_dtype is not promote_dtype
+    if shape is not None and not own_promotion:
+        promoted, *parameters = _promoted(module, x.x, shape)
+        if promoted.dtype == x.x.dtype:
+            return _modules.norm(module, x, *parameters, centered=isinstance(module, nnx.LayerNorm))
+    total = x.plain()
+    return _norm(module, flax, total, mask), total
+
+
+def _promoted(module: Any, x: Any, shape: tuple[int, ...]) -> list[Any]:
+    """`x`, scale and bias as Flax takes them, the parameters in `shape`."""
+    bias = None
+    if isinstance(module, nnx.LayerNorm):
+        values = (x, _value(module.scale), _value(module.bias))
+        x, scale, bias = module.promote_dtype(values, dtype=module.dtype)
+    else:
+        x, scale = module.promote_dtype((x, _value(module.scale)), dtype=module.dtype)
+    return [x, *(None if p is None else p.reshape(shape) for p in (scale, bias))]
+
+
+def _linear_gelu(linear: Any, inputs: Any, out_sharding: Any, approximate: bool) -> jax.Array:
+    values = (inputs, _value(linear.kernel), _value(linear.bias))
+    inputs, kernel, bias = linear.promote_dtype(values, dtype=linear.dtype)
+    options: dict[str, Any] = {"precision": linear.precision, "out_sharding": out_sharding}
+    if linear.preferred_element_type is not None:
+        options["preferred_element_type"] = linear.preferred_element_type
+    dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
+    y = linear.dot_general(inputs, kernel, dimensions, **options)
+    return _modules.gelu_of_sum(y, bias, approximate)
+
+
+def _value(variable: Any) -> Any:
+    return None if variable is None else variable[...]
+
+
+def _approximate(layer: Any) -> bool | None:
+    """Of a GELU, which form it is; None if `layer` is something else."""
+    given: dict[str, Any] = {}
+    if isinstance(layer, functools.partial) and not layer.args:
+        layer, given = layer.func, layer.keywords
+    known = layer is jax.nn.gelu or layer is nnx.gelu or layer is gelu
+    return (
+        bool(given.get("approximate", True)) if known and given.keys() <= {"approximate"} else None
+    )
+
+
+def _with_pairs(layers: list[Any]) -> list[Any]:
+    """A Sequential's layers, each Linear in one with the GELU after it."""
+    result: list[Any] = []
+    for layer in layers:
+        approximate = _approximate(layer)
+        if result and type(result[-1]) is nnx.Linear and approximate is not None:
+            result[-1] = functools.partial(
+                _linear_gelu, result[-1], out_sharding=None, approximate=approximate
+            )
+        else:
+            result.append(layer)
+    return result
+
+
+def _has_pairs(module: nnx.Sequential) -> bool:
+    layers = list(module.layers)
+    return len(_with_pairs(layers)) < len(layers)
