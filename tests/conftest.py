@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from collections.abc import Iterator
 
 # Before JAX is imported: several CPU devices, for meshes, and the CPU beside any other platform.
 os.environ["XLA_FLAGS"] = (
@@ -96,3 +97,12 @@ def dtype(request: pytest.FixtureRequest) -> np.dtype:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Seeded by the test's name, so that tests do not depend on their order."""
     return np.random.default_rng(list(request.node.nodeid.rpartition("::")[2].encode()))
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """As Optax's AdamW needs it; in all threads, as programs are compiled in several."""
+    before = jax.config.jax_numpy_dtype_promotion
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", before)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_gradops
 from jax_gradops import _registry
 from jax_gradops.__main__ import main
 from jax_gradops._cli import info
@@ -30,8 +27,6 @@ from jax_gradops._cli.benchmark import (
     clips,
     peers,
     timing,
-    train_measuring,
-    train_resnet,
     trees,
 )
 
@@ -251,15 +246,6 @@ def test_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 CLIP = ("--suite", "clip", "--device", "cpu", "--rounds", "2", "--against", "xla")
 
 
-@pytest.fixture
-def standard_promotion() -> Iterator[None]:
-    """As Optax's AdamW needs it; in all threads, as programs are compiled in several."""
-    before = jax.config.jax_numpy_dtype_promotion
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    yield
-    jax.config.update("jax_numpy_dtype_promotion", before)
-
-
 def bench_clip(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
     path = tmp_path / "clip.json"
     status = main(["bench", *CLIP, "--json", str(path), *args])
@@ -350,87 +336,6 @@ def test_mixed_tree() -> None:
     assert {t.shape for t in types} >= {(), (0,)}
     assert len({(t.shape, t.dtype) for t in types}) == 39
     assert 40e6 < trees.size_in_bytes(types) < 60e6
-
-
-TRAIN = ("--suite", "train", "--model", "resnet50", "--device", "cpu", "--rounds", "1")
-
-
-def bench_training(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
-    path = tmp_path / "train.json"
-    options = ("--batch", "4", "--image-size", "32", "--steps", "2", "--json", str(path))
-    status = main(["bench", *TRAIN, *options, *args])
-    return status, json.loads(path.read_text())
-
-
-@pytest.fixture
-def short_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_resnet, "BLOCKS", (1,))
-
-
-@pytest.mark.usefixtures("standard_promotion", "short_resnet")
-def test_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    arguments = ("--dtype", "f32", "--variant", "jax_gradops,unfused", "--stages", "1")
-    status, report = bench_training(tmp_path, *arguments)
-    assert status == 0 and report["suite"] == "train" and report["left_out"] == []
-    (result,) = report["results"]
-    assert (result["model"], result["batch"], result["unit"]) == ("resnet50", 4, "images")
-    assert result["wrong"] == result["failed"] == {}
-    assert list(result["variants"]) == ["stock", "jax_gradops", "unfused"]
-    for name, variant in result["variants"].items():
-        assert 0 < variant["ms"]["p20"] <= variant["ms"]["median"] <= variant["ms"]["p80"]
-        assert variant["examples_per_s"] == pytest.approx(4e3 / variant["ms"]["median"])
-        assert variant["over_stock"]["median"] > 0 and variant["memory_bytes"] > 1e6
-        norms = 4 if name != "stock" else 0  # of a block with a shortcut; not the stem's
-        kernels = dict.fromkeys(("batch_norm_bwd", "batch_norm_fwd"), norms) if norms else {}
-        assert variant["kernel_calls"] == kernels
-        assert variant["losses_off_by"] < 1e-4  # in float32
-        first, second = variant["losses"]
-        assert 5 < first < 10 and first != second
-    assert len(result["noise"]) == 2
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("resnet50 f32 4x32x32x3 ") for line in lines)
-
-
-@pytest.mark.usefixtures("standard_promotion", "short_resnet")
-def test_training_something_else_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    right = train_resnet.BatchNorm.__call__
-
-    def without_relu(self: Any, x: jax.Array, *, relu: bool = False, **options: Any) -> jax.Array:
-        del relu
-        return right(self, x, **options)
-
-    monkeypatch.setattr(train_resnet.BatchNorm, "__call__", without_relu)
-    status, report = bench_training(tmp_path)
-    assert status == 1
-    (result,) = report["results"]
-    assert result["wrong"].keys() == {"jax_gradops"} and result["failed"] == {}
-    assert "jax_gradops is wrong: the loss of step 1 is " in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("standard_promotion", "short_resnet")
-def test_training_without_kernels_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    without = functools.partial(jax_gradops.batch_norm, implementation="xla")
-    monkeypatch.setattr(jax_gradops, "batch_norm", without)
-    status, report = bench_training(tmp_path)
-    assert status == 1
-    (result,) = report["results"]
-    assert result["failed"].keys() == {"jax_gradops"} and result["wrong"] == {}
-    assert result["variants"]["jax_gradops"]["ms"] is None
-    assert "no kernel of this library" in capsys.readouterr().err
-
-
-def test_losses_that_roundings_explain() -> None:
-    expected, noise = [7.0, 6.0, 5.0], np.array([0.001, 0.01, 0.0])
-    mistakes = train_measuring.mistakes
-    assert mistakes(expected, noise, [7.03, 6.2, 5.2]) == ""
-    assert mistakes(expected, noise, [7.1, 6.0, 5.0]).startswith("the loss of step 1 is 7.1,")
-    assert "step 3 is 5.3, stock's 5: off by 0.06," in mistakes(expected, noise, [7.0, 6.0, 5.3])
-    assert "step 2 is nan" in mistakes(expected, noise, [7.0, float("nan"), 5.0])
-    assert mistakes([np.inf], noise[:1], [7.0]) == "losses are not finite"
 
 
 def test_against_torch(tmp_path: Path) -> None:

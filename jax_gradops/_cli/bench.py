@@ -219,9 +219,8 @@ def _check_suite(args: argparse.Namespace) -> None:
     if others:
         what = {"clip": "clip", "train": "training step"}[args.suite]
         raise BenchError(f"cannot compare with {', '.join(others)}: there is no {what}")
-    dtypes = [d for d in args.dtype or () if d not in train.DTYPES]
-    if args.suite == "train" and dtypes:
-        raise BenchError(f"no model is trained in {', '.join(dtypes)}")
+    if args.suite == "train" and train.why_not(args):
+        raise BenchError(train.why_not(args))
     if args.profile is not None:
         try:
             args.profile.mkdir(parents=True, exist_ok=True)
@@ -258,7 +257,7 @@ def _competitors(args: argparse.Namespace, platform: str, chosen: Any) -> list[s
 
 def _chosen(args: argparse.Namespace, platform: str) -> Sequence[Any]:
     if args.suite == "train":
-        return train.select(args)
+        return train.select(args, platform)
     dtypes = args.dtype or ["bfloat16", "float32"]
     if args.suite == "clip":
         return clips.select(args.tree or trees.DEFAULT, args.form or list(clips.FORMS), dtypes)

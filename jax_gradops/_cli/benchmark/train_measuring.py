@@ -1,6 +1,6 @@
 """Takes a training step from what was asked for to figures, in all variants.
 
-All variants train from the same state on the same batch, and each sample begins there again, so
+All variants train from the same parameters on the same data, and each sample begins there again, so
 that all samples do the same work on the same numbers. One step's loss is waited for while others
 are queued: the host's dispatch is not in the figures, unless it is slower than the device.
 """
@@ -14,6 +14,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,18 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_gradops import _registry
-from jax_gradops._cli.benchmark import timing
+from jax_gradops._cli.benchmark import timing, train_curves, train_profile
 from jax_gradops._cli.benchmark.train import STOCK, Setup, TrainCase
 
 #: Who can be named as a competitor; it is always there.
 COMPETITORS = ("xla",)
+#: Steps of a sample, if the loss curves have as many.
+SAMPLE_STEPS = 10
 _AHEAD = 4  # steps that are queued beyond the one that is waited for
 _PROFILED_STEPS = 3
-# A curve may be off by so many times what rounding the parameters once changes, the most of so many
-# ways to round them, and by _SLACK.
-_TIMES_NOISE = 4.0
 _WAYS_TO_ROUND = 4
-_SLACK = 2.0**-8
 
 
 @dataclasses.dataclass
@@ -47,6 +46,7 @@ class Variant:
       off: by how much the losses differ from stock's at most, as a fraction of these.
       kernel_calls: how often the compiled program has each of this library's kernels.
       memory: bytes at most: arguments, results and what is between.
+      profile: what a step's time goes into, if asked for.
     """
 
     time: timing.Timing | None = None
@@ -56,6 +56,7 @@ class Variant:
     kernel_calls: dict[str, int] = dataclasses.field(default_factory=dict)
     memory: int | None = None
     compile_seconds: float = 0.0
+    profile: list[train_profile.Group] | None = None
 
 
 @dataclasses.dataclass
@@ -84,11 +85,18 @@ class Result:
         return f"{self.case}: {'; '.join(problems)}" if problems else ""
 
 
+class Start(NamedTuple):
+    """What all variants begin with, as `Setup.init` makes it."""
+
+    parameters: Any
+    carried: Any
+
+
 class State(NamedTuple):
     """What a step changes; donated."""
 
     parameters: Any
-    averages: Any
+    carried: Any
     optimizer: Any
 
 
@@ -135,21 +143,20 @@ def _run_case(case: TrainCase, device: Any, rounds: int) -> Result:
     _time(result, trainers, rounds, device)
     if case.profile is not None:
         for name, trainer in trainers.items():
-            with jax.profiler.trace(str(case.profile / name)):
-                trainer.losses(_PROFILED_STEPS)
+            directory = case.profile / f"{case.model}-{case.dtype}-{name}"
+            result.variants[name].profile = trainer.profile(directory)
     return result
 
 
 # --- Training ------------------------------------------------------------------------------------
 
 
-def _begin(setup: Setup) -> tuple[State, Any]:
-    """The state that all begin with, and the batch that they are trained on."""
+def _begin(setup: Setup) -> tuple[Start, Any]:
+    """What all begin with, and what each step is given."""
 
-    def begin(key: jax.Array) -> tuple[State, Any]:
+    def begin(key: jax.Array) -> tuple[Start, Any]:
         first, second = jax.random.split(key)
-        parameters, averages = setup.init(first)
-        return State(parameters, averages, setup.optimizer.init(parameters)), setup.batch(second)
+        return Start(*setup.init(first)), setup.batch(second)
 
     return jax.jit(begin)(jax.random.key(0))
 
@@ -157,20 +164,28 @@ def _begin(setup: Setup) -> tuple[State, Any]:
 def step(setup: Setup, variant: str, state: State, batch: Any) -> tuple[State, Any]:
     """One step of training; returns the new state and the loss before it."""
     gradient = jax.value_and_grad(setup.loss(variant), has_aux=True)
-    (loss, averages), gradients = gradient(state.parameters, state.averages, batch)
-    updates, optimizer = setup.optimizer.update(gradients, state.optimizer, state.parameters)
+    (loss, carried), gradients = gradient(state.parameters, state.carried, batch)
+    update = setup.optimizer(variant).update
+    updates, optimizer = update(gradients, state.optimizer, state.parameters)
     parameters = jax.tree.map(jnp.add, state.parameters, updates)
-    return State(parameters, averages, optimizer), loss
+    return State(parameters, carried, optimizer), loss
 
 
 class Trainer:
     """A compiled step, and the state that it goes on from."""
 
-    def __init__(self, setup: Setup, name: str, start: State, batch: Any, variant: Variant) -> None:
-        began = time.perf_counter()
+    def __init__(self, setup: Setup, name: str, start: Start, batch: Any, variant: Variant) -> None:
+        def first(start: Start) -> State:
+            parameters, carried = jax.tree.map(jnp.copy, start)
+            return State(parameters, carried, setup.optimizer(name).init(parameters))
+
+        self._start, self._batch, self._first = start, batch, jax.jit(first)
         run = functools.partial(step, setup, name)
-        self._compiled = jax.jit(run, donate_argnums=0).lower(start, batch).compile()
-        self._start, self._batch = start, batch
+        state = self._first(start)
+        began = time.perf_counter()
+        lowered = jax.jit(run, donate_argnums=0).lower(state, batch)
+        del state  # XLA needs memory to try algorithms
+        self._compiled = lowered.compile()
         variant.compile_seconds = time.perf_counter() - began
         variant.kernel_calls = kernel_calls(self._compiled)
         variant.memory = _memory(self._compiled)
@@ -178,15 +193,15 @@ class Trainer:
             found = variant.kernel_calls or "no kernel of this library"
             raise RuntimeError(f"the compiled step has {found}")
 
-    def _restart(self, start: State | None = None) -> None:
+    def _restart(self, start: Start | None = None) -> None:
         self._state = None  # before there is another
-        self._state = jax.block_until_ready(_copy(self._start if start is None else start))
+        self._state = jax.block_until_ready(self._first(self._start if start is None else start))
 
     def _step(self) -> jax.Array:
         self._state, loss = self._compiled(self._state, self._batch)
         return loss
 
-    def losses(self, steps: int, start: State | None = None) -> list[float]:
+    def losses(self, steps: int, start: Start | None = None) -> list[float]:
         """Of the first steps from the start."""
         self._restart(start)
         losses = [self._step() for _ in range(steps)]
@@ -213,10 +228,14 @@ class Trainer:
         self._state = None
         return (ends[-1] - ends[0]) / steps, waited
 
-
-@jax.jit
-def _copy(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
+    def profile(self, directory: Path) -> list[train_profile.Group]:
+        """What a few steps' time goes into; the traces are written to the directory."""
+        self._restart()
+        jax.block_until_ready(self._step())
+        with jax.profiler.trace(str(directory)):
+            jax.block_until_ready([self._step() for _ in range(_PROFILED_STEPS)])
+        self._state = None
+        return train_profile.read(directory, _PROFILED_STEPS)
 
 
 def kernel_calls(compiled: Any) -> dict[str, int]:
@@ -243,9 +262,10 @@ def _memory(compiled: Any) -> int | None:
 
 def _time(result: Result, trainers: dict[str, Trainer], rounds: int, device: Any) -> None:
     samples: dict[str, list[timing.Sample]] = {name: [] for name in trainers}
+    steps = min(result.case.steps, SAMPLE_STEPS)
     for _ in range(rounds):
         for name, trainer in trainers.items():
-            seconds, waited = trainer.sample(result.case.steps)
+            seconds, waited = trainer.sample(steps)
             samples[name].append((seconds, waited and device.platform != "cpu"))
     for name, taken in samples.items():
         result.variants[name].time = timing.summary(taken)
@@ -256,7 +276,7 @@ def _time(result: Result, trainers: dict[str, Trainer], rounds: int, device: Any
             result.variants[name].over_stock = middle, low, high
 
 
-def _compare(result: Result, stock: Trainer, start: State) -> None:
+def _compare(result: Result, stock: Trainer, start: Start) -> None:
     """Says which variants do not train as stock does."""
     expected = result.variants[STOCK].losses
     change = jax.jit(functools.partial(_rounded, result.case.dtype))
@@ -264,47 +284,20 @@ def _compare(result: Result, stock: Trainer, start: State) -> None:
         stock.losses(len(expected), change(start, jax.random.key(1 + way)))
         for way in range(_WAYS_TO_ROUND)
     ]
-    noise = np.max([difference(expected, losses) for losses in changed], axis=0)
+    noise = np.max([train_curves.difference(expected, losses) for losses in changed], axis=0)
     result.noise = noise.tolist()
     for name, variant in result.variants.items():
         if variant.losses:
-            variant.off = float(np.max(difference(expected, variant.losses)))
-            mistake = mistakes(expected, noise, variant.losses)
+            variant.off = float(np.max(train_curves.difference(expected, variant.losses)))
+            mistake = train_curves.mistakes(expected, noise, variant.losses)
             if mistake:
                 result.wrong[name] = mistake
 
 
-def _rounded(dtype: str, state: State, key: jax.Array) -> State:
-    """Parameters that differ from the state's as if each had been rounded to `dtype`."""
+def _rounded(dtype: str, start: Start, key: jax.Array) -> Start:
+    """Parameters that differ from the start's as if each had been rounded to `dtype`."""
     size = float(jnp.finfo(dtype).eps) / 4  # about the root mean square of such differences
-    leaves, tree = jax.tree.flatten(state.parameters)
+    leaves, tree = jax.tree.flatten(start.parameters)
     pairs = zip(leaves, jax.random.split(key, len(leaves)), strict=True)
     changed = [x * (1 + size * jax.random.normal(k, x.shape, x.dtype)) for x, k in pairs]
-    return state._replace(parameters=jax.tree.unflatten(tree, changed))
-
-
-def difference(expected: Sequence[float], got: Sequence[float]) -> np.ndarray:
-    """Of each step's loss, as a fraction; infinite where one is not finite."""
-    wanted = np.asarray(expected, np.float64)
-    found = np.abs(np.asarray(got, np.float64) - wanted) / np.abs(wanted)
-    return np.where(np.isfinite(found), found, np.inf)
-
-
-def mistakes(expected: Sequence[float], noise: np.ndarray, got: Sequence[float]) -> str:
-    """What is wrong with a loss curve, if anything is.
-
-    Differences grow from step to step. Up to each, they may be a few times as large as the `noise`
-    up to there.
-    """
-    if not np.all(np.isfinite(expected)):
-        return "losses are not finite"
-    allowed = _TIMES_NOISE * np.maximum.accumulate(noise) + _SLACK
-    found = difference(expected, got)
-    over = np.flatnonzero(~(found <= allowed))
-    if not over.size:
-        return ""
-    i = int(over[0])
-    return (
-        f"the loss of step {i + 1} is {got[i]:.6g}, stock's {expected[i]:.6g}: off by "
-        f"{found[i]:.2g}, and roundings explain {allowed[i]:.2g}"
-    )
+    return start._replace(parameters=jax.tree.unflatten(tree, changed))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from jax_gradops._cli.benchmark.timing import Timing
 from jax_gradops._cli.benchmark.train_measuring import Result, Variant
+from jax_gradops._cli.benchmark.train_profile import Group
 
 _COLUMNS = {
-    "case": 32, "variant": 12, "ms a step": 24, "rate": 15, "memory GB": 10,
-    "over stock": 22, "losses off by": 14, "kernel calls": 0,
+    "case": 32, "variant": 12, "ms a step": 24, "rate": 17, "memory GB": 10,
+    "over stock": 22, "losses off by": 14, "compile s": 10, "kernel calls": 0,
 }  # fmt: skip
+_SHOWN_LOSSES = 11  # of a curve: the first, the last and some between; --json has all
+_SHOWN_KERNELS = 20  # of a profile
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -38,7 +42,13 @@ def _variant(result: Result, variant: Variant) -> dict[str, Any]:
         "compile_seconds": variant.compile_seconds,
         "losses": variant.losses,
         "losses_off_by": variant.off,
+        "profile": variant.profile and [_group(group) for group in variant.profile],
     }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    kernels = [dataclasses.asdict(kernel) for kernel in group.kernels]
+    return {"group": group.name, "calls": group.calls, "ms": group.ms, "kernels": kernels}
 
 
 def _ms(time: Timing) -> tuple[float, float, float]:
@@ -70,7 +80,11 @@ class Report:
             if variant.losses:
                 _print_curve(f"losses, {name}", variant.losses)
         if result.noise:
-            _print_curve("stock off by, with its first parameters rounded", result.noise)
+            what = f"stock off by up to {max(result.noise):.2g}, with its first parameters rounded"
+            _print_curve(what, result.noise)
+        for name, variant in result.variants.items():
+            if variant.profile is not None:
+                _print_profile(f"{result.case} {name}", variant.profile)
         if result.problem:
             print(f"  {result.problem}", flush=True)
 
@@ -88,6 +102,7 @@ def _row(result: Result, name: str, variant: Variant) -> list[str]:
         "-" if variant.memory is None else f"{variant.memory / 1e9:.2f}",
         "{:.3f}× ({:.3f}–{:.3f})".format(*over) if over else "-",
         "-" if variant.off is None else f"{variant.off:.1e}",
+        f"{variant.compile_seconds:.1f}",
         ", ".join(calls) or "none",
     ]
 
@@ -100,4 +115,22 @@ def _print(row: Sequence[str]) -> None:
 
 
 def _print_curve(what: str, values: Sequence[float]) -> None:
-    print(f"  {what}: {' '.join(f'{value:.4g}' for value in values)}", flush=True)
+    last = len(values) - 1
+    count = min(_SHOWN_LOSSES, len(values))
+    shown = [round(i * last / max(count - 1, 1)) for i in range(count)]
+    where = f" (steps {', '.join(str(i + 1) for i in shown)})" if count <= last else ""
+    print(f"  {what}{where}: {' '.join(f'{values[i]:.4g}' for i in shown)}", flush=True)
+
+
+def _print_profile(what: str, groups: Sequence[Group]) -> None:
+    """Groups of kernels, then the kernels that take longest."""
+    total = sum(group.ms for group in groups)
+    print(f"\n  {what}: kernels of a step{'' if groups else ': the trace has none'}")
+    print(f"  {'calls':>9} {'ms':>9} {'%':>6}  group, or kernel [group]")
+    kernels = [
+        (f"{kernel.name} [{group.name}]", kernel) for group in groups for kernel in group.kernels
+    ]
+    kernels.sort(key=lambda line: -line[1].ms)
+    for name, found in [*((group.name, group) for group in groups), *kernels[:_SHOWN_KERNELS]]:
+        share = 100 * found.ms / max(total, 1e-9)
+        print(f"  {found.calls:>9.1f} {found.ms:>9.3f} {share:>6.1f}  {name}", flush=True)

@@ -17,7 +17,7 @@ import optax
 from flax import linen as nn
 
 import jax_gradops
-from jax_gradops._cli.benchmark.train import STOCK, Setup, TrainCase
+from jax_gradops._cli.benchmark.train import STOCK, Setup, TrainCase, is_matrix
 
 BLOCKS = (3, 4, 6, 3)
 CLASSES = 1000
@@ -135,7 +135,7 @@ def setup(case: TrainCase) -> Setup:
     """Images and labels are random: what a step takes does not depend on what they show."""
     dtype = jnp.dtype(case.dtype)
     make = functools.partial(ResNet50, stages=case.stages, dtype=dtype)
-    shape = (case.batch, case.image_size, case.image_size, 3)
+    shape = case.shape
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         variables = make(STOCK).init(key, jnp.zeros((1, *shape[1:]), dtype))
@@ -160,13 +160,8 @@ def setup(case: TrainCase) -> Setup:
 
         return apply
 
-    rate = _LEARNING_RATE * case.batch / 256
     optimizer = optax.chain(
-        optax.add_decayed_weights(_WEIGHT_DECAY, mask=_is_matrix), optax.sgd(rate, _MOMENTUM)
+        optax.add_decayed_weights(_WEIGHT_DECAY, mask=is_matrix),
+        optax.sgd(_LEARNING_RATE * case.shape[0] / 256, _MOMENTUM),
     )
-    return Setup("images", case.batch, optimizer, init, batch, loss)
-
-
-def _is_matrix(parameters: Any) -> Any:
-    """Scales and biases do not decay."""
-    return jax.tree.map(lambda parameter: parameter.ndim > 1, parameters)
+    return Setup("images", case.shape[0], init, batch, loss, lambda variant: optimizer)

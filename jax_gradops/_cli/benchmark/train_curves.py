@@ -1,0 +1,38 @@
+"""Loss curves: how much they differ, and how much they may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# A curve may be off by so many times what rounding the parameters once changes, and by _SLACK.
+_TIMES_NOISE = 4.0
+_SLACK = 2.0**-8
+
+
+def difference(expected: Sequence[float], got: Sequence[float]) -> np.ndarray:
+    """Of each step's loss, as a fraction; infinite where one is not finite."""
+    wanted = np.asarray(expected, np.float64)
+    found = np.abs(np.asarray(got, np.float64) - wanted) / np.abs(wanted)
+    return np.where(np.isfinite(found), found, np.inf)
+
+
+def mistakes(expected: Sequence[float], noise: np.ndarray, got: Sequence[float]) -> str:
+    """What is wrong with a loss curve, if anything is.
+
+    Differences grow from step to step. Up to each, they may be a few times as large as the `noise`
+    up to there.
+    """
+    if not np.all(np.isfinite(expected)):
+        return "losses are not finite"
+    allowed = _TIMES_NOISE * np.maximum.accumulate(noise) + _SLACK
+    found = difference(expected, got)
+    over = np.flatnonzero(~(found <= allowed))
+    if not over.size:
+        return ""
+    i = int(over[0])
+    return (
+        f"the loss of step {i + 1} is {got[i]:.6g}, stock's {expected[i]:.6g}: off by "
+        f"{found[i]:.2g}, and roundings explain {allowed[i]:.2g}"
+    )

@@ -1,0 +1,106 @@
+"""What a step's time goes into, by kernel, from what `jax.profiler` writes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+#: By group, what its kernels' names have in them; a kernel is in the first group that fits. Names
+#: of CUDA kernels have their arguments' types in them, which tells this library's apart.
+GROUPS = {
+    "jax_gradops norms": r"gradops.*(Layer|Batch)Norm",
+    "jax_gradops GELU": r"gradops.*BiasGelu",
+    "jax_gradops clip": r"gradops.*(PartialSum|Finalize|Scale)Kernel",
+    "jax_gradops, other": r"gradops",
+    "attention": r"sdpa|attention|flash|fmha|dot_do_o|convert_dq",
+    "convolution": r"convolution|fprop|dgrad|wgrad|implicit",
+    "matrix product": r"gemm|nvjet|cutlass|xmma|cublas|splitk|^dot",
+    "copy": r"memcpy|memset|^((wrapped|loop|input)_)?(copy|transpose)(_fusion)?([._]\d+)*$",
+    "scatter, gather": r"scatter|gather",
+    "reduction": r"reduce",
+    "custom call": r"ffi_call|custom.call",
+    "other fusion": r"fusion|wrapped_",
+    "other": "",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Calls and milliseconds of a step; the name is a `short_name`."""
+
+    name: str
+    calls: float
+    ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Kernels of one kind, the slowest first."""
+
+    name: str
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def calls(self) -> float:
+        """Of all its kernels."""
+        return sum(kernel.calls for kernel in self.kernels)
+
+    @property
+    def ms(self) -> float:
+        """Of all its kernels."""
+        return sum(kernel.ms for kernel in self.kernels)
+
+
+def read(directory: Path, steps: int) -> list[Group]:
+    """Groups of the last profile in the directory, which has so many steps; the slowest first."""
+    traces = sorted(directory.glob("plugins/profile/*/*.trace.json.gz"))
+    if not traces:
+        return []
+    with gzip.open(traces[-1], "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    calls, us = collections.Counter[tuple[str, str]](), collections.Counter[tuple[str, str]]()
+    for event in _kernels(events):
+        key = group_of(event["name"]), short_name(event["name"])
+        calls[key] += 1
+        us[key] += event.get("dur", 0)
+    kernels: dict[str, list[Kernel]] = collections.defaultdict(list)
+    for (group, name), time in us.most_common():
+        kernels[group].append(Kernel(name, calls[group, name] / steps, time / 1e3 / steps))
+    groups = [Group(name, tuple(found)) for name, found in kernels.items()]
+    return sorted(groups, key=lambda group: -group.ms)
+
+
+def _kernels(events: list[Any]) -> Iterator[Any]:
+    """What ran on the streams of GPUs; where there are none, XLA's operations on the CPU."""
+    names: dict[Any, str] = {}
+    for event in events:
+        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):
+            names[event["pid"], event.get("tid")] = event["args"]["name"]
+    gpu = any(name.startswith("/device:GPU") for name in names.values())
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        if gpu:
+            process, thread = names.get((event["pid"], None), ""), (event["pid"], event["tid"])
+            wanted = process.startswith("/device:GPU") and "Stream" in names.get(thread, "")
+        else:
+            wanted = "hlo_op" in event.get("args", {})
+        if wanted:
+            yield event
+
+
+def group_of(name: str) -> str:
+    """The group of a kernel."""
+    return next(g for g, found in GROUPS.items() if re.search(found, name, re.IGNORECASE))
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without what differs from one instance to the next."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.sub(r"([._]\d+)+$", "", re.split(r"[<(]", name)[0]) or name

@@ -1,0 +1,162 @@
+"""`python -m jax_gradops bench --suite train`, on tiny models."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jax_gradops
+from jax_gradops.__main__ import main
+from jax_gradops._cli.benchmark import (
+    train_curves,
+    train_profile,
+    train_resnet,
+)
+
+TRAIN = ("--suite", "train", "--device", "cpu", "--rounds", "1")
+
+
+def bench_training(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "train.json"
+    status = main(["bench", *TRAIN, "--json", str(path), *args])
+    return status, json.loads(path.read_text())
+
+
+RESNET = ("--model", "resnet50", "--batch", "4", "--image-size", "32", "--steps", "2")
+
+
+@pytest.fixture
+def short_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_resnet, "BLOCKS", (1,))
+
+
+@pytest.mark.usefixtures("standard_promotion", "short_resnet")
+def test_resnet(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ("--dtype", "f32", "--variant", "jax_gradops,unfused", "--stages", "1")
+    status, report = bench_training(tmp_path, *RESNET, *arguments)
+    assert status == 0 and report["suite"] == "train" and report["left_out"] == []
+    (result,) = report["results"]
+    assert (result["model"], result["unit"]) == ("resnet50", "images")
+    assert (result["shape"], result["stages"]) == ([4, 32, 32, 3], ["1"])
+    assert result["wrong"] == result["failed"] == {}
+    assert list(result["variants"]) == ["stock", "jax_gradops", "unfused"]
+    for name, variant in result["variants"].items():
+        assert 0 < variant["ms"]["p20"] <= variant["ms"]["median"] <= variant["ms"]["p80"]
+        assert variant["examples_per_s"] == pytest.approx(4e3 / variant["ms"]["median"])
+        assert variant["over_stock"]["median"] > 0 and variant["memory_bytes"] > 1e6
+        norms = 4 if name != "stock" else 0  # of a block with a shortcut; not the stem's
+        kernels = dict.fromkeys(("batch_norm_bwd", "batch_norm_fwd"), norms) if norms else {}
+        assert variant["kernel_calls"] == kernels
+        assert variant["losses_off_by"] < 1e-4  # in float32
+        first, second = variant["losses"]
+        assert 5 < first < 10 and first != second
+    assert len(result["noise"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("resnet50 f32 4x32x32x3 ") for line in lines)
+
+
+@pytest.mark.usefixtures("standard_promotion", "short_resnet")
+def test_training_something_else_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    right = train_resnet.BatchNorm.__call__
+
+    def without_relu(self: Any, x: jax.Array, *, relu: bool = False, **options: Any) -> jax.Array:
+        del relu
+        return right(self, x, **options)
+
+    monkeypatch.setattr(train_resnet.BatchNorm, "__call__", without_relu)
+    status, report = bench_training(tmp_path, *RESNET)
+    assert status == 1
+    (result,) = report["results"]
+    assert result["wrong"].keys() == {"jax_gradops"} and result["failed"] == {}
+    assert "jax_gradops is wrong: the loss of step 1 is " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("standard_promotion", "short_resnet")
+def test_training_without_kernels_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    without = functools.partial(jax_gradops.batch_norm, implementation="xla")
+    monkeypatch.setattr(jax_gradops, "batch_norm", without)
+    status, report = bench_training(tmp_path, *RESNET)
+    assert status == 1
+    (result,) = report["results"]
+    assert result["failed"].keys() == {"jax_gradops"} and result["wrong"] == {}
+    assert result["variants"]["jax_gradops"]["ms"] is None
+    assert "no kernel of this library" in capsys.readouterr().err
+
+
+def test_losses_that_roundings_explain() -> None:
+    expected, noise = [7.0, 6.0, 5.0], np.array([0.001, 0.01, 0.0])
+    mistakes = train_curves.mistakes
+    assert mistakes(expected, noise, [7.03, 6.2, 5.2]) == ""
+    assert mistakes(expected, noise, [7.1, 6.0, 5.0]).startswith("the loss of step 1 is 7.1,")
+    assert "step 3 is 5.3, stock's 5: off by 0.06," in mistakes(expected, noise, [7.0, 6.0, 5.3])
+    assert "step 2 is nan" in mistakes(expected, noise, [7.0, float("nan"), 5.0])
+    assert mistakes([np.inf], noise[:1], [7.0]) == "losses are not finite"
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "short"),
+    [
+        (
+            "void gradops::(anonymous namespace)::ForwardKernel<float, 1>(LayerNormFwdArgs)",
+            "jax_gradops norms",
+            "gradops::ForwardKernel",
+        ),
+        ("_ZN7gradops13ForwardKernelENS_15BiasGeluFwdArgsE", "jax_gradops GELU", None),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_9x1", "attention", None),
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "matrix product", None),
+        ("gemm_fusion_dot_12", "matrix product", "gemm_fusion_dot"),
+        ("sm90_xmma_wgrad_implicit_gemm_bf16", "convolution", None),
+        ("input_scatter_fusion_3", "scatter, gather", "input_scatter_fusion"),
+        ("input_reduce_fusion.17", "reduction", "input_reduce_fusion"),
+        ("loop_convert_fusion_2", "other fusion", "loop_convert_fusion"),
+        ("wrapped_transpose", "copy", None),
+        ("MemcpyD2D", "copy", None),
+        ("RaggedKernel", "other", None),
+    ],
+)
+def test_groups_of_kernels(name: str, group: str, short: str | None) -> None:
+    assert train_profile.group_of(name) == group
+    assert train_profile.short_name(name) == (short or name)
+
+
+def test_profile_of_a_gpu(tmp_path: Path) -> None:
+    """What ran on its streams, and nothing else of the trace."""
+
+    def named(kind: str, pid: int, name: str, **thread: int) -> dict[str, Any]:
+        return {"ph": "M", "pid": pid, "name": kind, "args": {"name": name}, **thread}
+
+    def ran(pid: int, tid: int, name: str, us: float) -> dict[str, Any]:
+        args = {"hlo_op": "fusion"}
+        return {"ph": "X", "pid": pid, "tid": tid, "ts": 1, "dur": us, "name": name, "args": args}
+
+    events = [
+        named("process_name", 1, "/device:GPU:0"),
+        named("thread_name", 1, "Stream #13(Compute)", tid=2),
+        named("thread_name", 1, "XLA Ops", tid=3),
+        named("process_name", 9, "/host:CPU"),
+        named("thread_name", 9, "python", tid=2),
+        *(ran(1, 2, f"gemm_fusion_dot_{i}", 500) for i in range(4)),
+        ran(1, 2, "input_reduce_fusion_1", 3000),
+        ran(1, 3, "input_reduce_fusion_1", 3000),
+        ran(9, 2, "a function", 7000),
+        {"ph": "C", "pid": 1, "name": "a counter", "args": {}},
+        {},
+    ]
+    path = tmp_path / "plugins" / "profile" / "2026" / "host.trace.json.gz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    reduction, product = train_profile.read(tmp_path, 2)
+    assert (reduction.name, reduction.calls, reduction.ms) == ("reduction", 0.5, 1.5)
+    assert product.kernels == (train_profile.Kernel("gemm_fusion_dot", 2, 1.0),)
+    assert train_profile.read(tmp_path / "nothing", 2) == []
