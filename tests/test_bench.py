@@ -222,6 +222,15 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         (("--suite", "train", "--against", "torch"), "with torch: there is no training step"),
         (("--suite", "train", "--dtype", "f16"), "no model is trained in float16"),
         (("--suite", "train", "--profile", "/proc/x"), "cannot write to /proc/x"),
+        (("--suite", "train", "--model", "gpt2", "--stages", "1"), "--stages: for resnet50 only"),
+        (
+            ("--suite", "train", "--model", "resnet50", "--context", "8"),
+            "--context: for gpt2, gpt2-exact only",
+        ),
+        (
+            ("--suite", "train", "--model", "resnet50", "--variant", "unfused,save_output"),
+            "--variant save_output: for gpt2, gpt2-exact only",
+        ),
     ],
 )
 def test_what_cannot_be_done(

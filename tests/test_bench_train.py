@@ -15,7 +15,9 @@ import pytest
 import jax_gradops
 from jax_gradops.__main__ import main
 from jax_gradops._cli.benchmark import (
+    train,
     train_curves,
+    train_gpt2,
     train_profile,
     train_resnet,
 )
@@ -102,6 +104,69 @@ def test_losses_that_roundings_explain() -> None:
     assert "step 3 is 5.3, stock's 5: off by 0.06," in mistakes(expected, noise, [7.0, 6.0, 5.3])
     assert "step 2 is nan" in mistakes(expected, noise, [7.0, float("nan"), 5.0])
     assert mistakes([np.inf], noise[:1], [7.0]) == "losses are not finite"
+
+
+GPT2 = ("--model", "gpt2", "--batch", "2", "--context", "16", "--steps", "12")
+
+
+@pytest.fixture
+def small_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = train_gpt2.Config(layers=1, heads=2, width=32, vocabulary=200, padded=256)
+    monkeypatch.setattr(train_gpt2, "CONFIG", small)
+    monkeypatch.setattr(train_gpt2, "read_text", lambda: "to be, or not to be: that is it\n" * 99)
+
+
+@pytest.mark.usefixtures("standard_promotion", "small_gpt2")
+def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    names = ["stock", "jax_gradops", "unfused", "save_output"]
+    options = ("--dtype", "f32", "--variant", ",".join(names), "--profile", str(tmp_path))
+    status, report = bench_training(tmp_path, *GPT2, *options)
+    assert status == 0
+    (result,) = report["results"]
+    assert (result["shape"], result["unit"], result["steps"]) == ([2, 16], "tokens", 12)
+    assert "stages" not in result and result["wrong"] == result["failed"] == {}
+    assert list(result["variants"]) == names
+    gelu, clip = {"bias_gelu_bwd": 1, "bias_gelu_fwd": 1}, {"sum_of_squares": 1}
+    norms = {"layer_norm_bwd": 3, "layer_norm_fwd": 3}
+    from_output = {"layer_norm_bwd_from_output": 3, "layer_norm_fwd": 3}
+    expected = [{}, gelu | norms | clip, norms | clip, gelu | from_output | clip]
+    for variant, kernels in zip(result["variants"].values(), expected, strict=True):
+        assert variant["kernel_calls"] == kernels
+        assert variant["examples_per_s"] == pytest.approx(32e3 / variant["ms"]["median"])
+        assert variant["memory_bytes"] > 0 and variant["compile_seconds"] > 0
+        assert len(variant["losses"]) == 12 and variant["losses_off_by"] < 1e-4
+        assert variant["losses"][0] == pytest.approx(np.log(256), rel=0.1)
+        assert variant["losses"][-1] < variant["losses"][0] - 0.1
+        for group in variant["profile"]:
+            assert group["ms"] == pytest.approx(sum(kernel["ms"] for kernel in group["kernels"]))
+        assert any(group["group"] == "matrix product" for group in variant["profile"])
+    assert (tmp_path / "gpt2-float32-unfused").is_dir() and len(result["noise"]) == 12
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("gpt2 f32 2x16 ") for line in lines)
+    assert any(line.startswith("  losses, stock (steps 1, 2, 3,") for line in lines)
+    assert any(line.startswith("  gpt2 f32 2x16 stock: kernels of a step") for line in lines)
+
+
+@pytest.mark.usefixtures("standard_promotion", "small_gpt2")
+@pytest.mark.parametrize(("model", "function"), [("gpt2", "tanh"), ("gpt2-exact", "erf")])
+def test_gpt2_steps(model: str, function: str) -> None:
+    """Each has a batch of its own, and GELU is the model's."""
+    with jax.enable_x64(False):
+        setup = train.TrainCase(model, "float32", "cpu", (2, 16), ("stock",)).setup()
+        parameters, number = jax.jit(setup.init)(jax.random.key(0))
+        loss = jax.jit(setup.loss("stock"))
+        corpus = setup.batch(jax.random.key(1))
+        first, second = loss(parameters, number, corpus)
+        assert second == number + 1 and loss(parameters, second, corpus)[0] != first
+        text = str(jax.make_jaxpr(loss)(parameters, number, corpus))
+        assert [name in text for name in ("tanh", "erf")] == [function == "tanh", function == "erf"]
+
+
+def test_tokens() -> None:
+    words = ["to", " be", ",", " or", " not", " to", " be", ":", "\n", " be"]
+    tokens = train_gpt2.tokens("".join(words), 5)
+    assert tokens.tolist() == [1, 0, 2, 3, 4, 4, 0, 4, 4, 0]
+    assert train_gpt2.tokens(train_gpt2.read_text(), 50257).size > 100_000
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def load_corpus(path: str | None, context: int) -> Corpus:
       DemoError: if the text cannot be read, or is too short.
     """
     name, text = (
-        ("the Python language reference", _python_reference()) if path is None else _read(path)
+        ("the Python language reference", python_reference()) if path is None else _read(path)
     )
     shortest = round((context + 1) / VALIDATION_FRACTION)
     if len(text) < shortest:
@@ -62,7 +62,8 @@ def load_corpus(path: str | None, context: int) -> Corpus:
     )
 
 
-def _python_reference() -> str:
+def python_reference() -> str:
+    """The Python language reference, which comes with Python."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[key] for key in sorted(topics))
@@ -93,7 +94,7 @@ def bigram_entropy(tokens: np.ndarray) -> float:
 def sample_batch(tokens: jax.Array, key: jax.Array, batch: int, context: int) -> jax.Array:
     """`batch` random windows of `context + 1` tokens, [batch, context + 1]; for use under jit."""
     starts = jax.random.randint(key, (batch, 1), 0, len(tokens) - context)
-    return tokens[starts + jnp.arange(context + 1)].astype(jnp.int32)
+    return tokens[starts + jnp.arange(context + 1)[None]].astype(jnp.int32)
 
 
 def windows(tokens: np.ndarray, context: int) -> np.ndarray:

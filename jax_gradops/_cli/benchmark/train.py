@@ -17,13 +17,14 @@ import jax
 from jax_gradops._cli.benchmark.cases import SHORT_DTYPES
 
 STOCK = "stock"
-#: The ops from Flax and XLA; this library's, fused with their neighbours; this library's, alone.
-VARIANTS = (STOCK, "jax_gradops", "unfused")
+#: Ops from Flax, Optax and XLA; this library's, fused with their neighbours; this library's, alone;
+#: and fused, but the norms keep their results for the derivative, not what they were given.
+VARIANTS = (STOCK, "jax_gradops", "unfused", "save_output")
 #: Of resnet50: 0 is what comes before the first stage.
 STAGES = ("0", "1", "2", "3", "4")
 #: The first of them if none is named.
 DTYPES = ("bfloat16", "float32")
-STEPS, IMAGES, IMAGE_SIZE = 10, 256, 224
+STEPS, IMAGES, IMAGE_SIZE, WINDOWS, CONTEXT = 10, 256, 224, 32, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +49,16 @@ def _images(args: argparse.Namespace) -> tuple[int, ...]:
     return (args.batch or IMAGES, size, size, 3)
 
 
+def _windows(args: argparse.Namespace) -> tuple[int, ...]:
+    return (args.batch or WINDOWS, args.context or CONTEXT)
+
+
+_GPT2 = Model("train_gpt2", _windows, VARIANTS, ("context",))
 #: By name.
 MODELS = {
-    "resnet50": Model("train_resnet", _images, VARIANTS, ("image_size", "stages")),
+    "resnet50": Model("train_resnet", _images, VARIANTS[:3], ("image_size", "stages")),
+    "gpt2": _GPT2,
+    "gpt2-exact": _GPT2,
 }
 
 
@@ -130,8 +138,9 @@ def add_arguments(
     add("variant", VARIANTS, others, "suite train: where ops come from")
     add("stages", STAGES, "all", "suite train: where resnet50 has jax_gradops's batch norm")
     for name, default, what in (
-        ("batch", IMAGES, "examples of a step"),
+        ("batch", f"{IMAGES} images, {WINDOWS} windows of text", "examples of a step"),
         ("image-size", IMAGE_SIZE, "pixels of a side, of resnet50"),
+        ("context", CONTEXT, "tokens of a window, of gpt2"),
         ("steps", STEPS, "steps of the loss curves; a sample has as many, or 10"),
     ):
         parser.add_argument(
@@ -145,7 +154,7 @@ def add_arguments(
     )
 
 
-OPTIONS = ("model", "variant", "stages", "batch", "image_size", "steps", "profile")
+OPTIONS = ("model", "variant", "stages", "batch", "image_size", "context", "steps", "profile")
 
 
 def why_not(args: argparse.Namespace) -> str:
