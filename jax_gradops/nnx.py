@@ -99,8 +99,8 @@ class BatchNorm(nnx.BatchNorm):
         y, mean, var = _modules.batch_norm(
             self, x, scale, bias, axis=axis, axis_name=self.axis_name
         )
-        self.mean[...] = _modules.running(self, self.mean[...], mean)
-        self.var[...] = _modules.running(self, self.var[...], var)
+        for average, new in ((self.mean, mean), (self.var, var)):
+            average[...] = _modules.running(self, average[...], new).astype(average.dtype)
         return y
 
 

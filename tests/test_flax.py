@@ -1,0 +1,72 @@
+"""Flax's modules and ours, side by side: constructors, variables, results, gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax_cases import APIS, CASES, Case, results
+
+NORMS = ("LayerNorm", "RMSNorm", "BatchNorm")
+
+
+@pytest.fixture(autouse=True)
+def promotion() -> Iterator[None]:
+    """As users have it: Flax's own code counts on it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def assert_same(expected: Any, actual: Any, dtypes: tuple[Any, ...], factor: float = 64) -> None:
+    """The same tree of arrays, up to some roundings of the narrowest of `dtypes`."""
+    one, two = jax.tree.structure(expected), jax.tree.structure(actual)
+    assert one == two, f"{two}, expected {one}"
+    eps = max(float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact))
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True
+    ):
+        what = jax.tree_util.keystr(path)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{what}: {b.shape} {b.dtype}"
+        a, b = (np.asarray(v, np.complex128 if jnp.iscomplexobj(v) else np.float64) for v in (a, b))
+        scale = np.max(np.abs(a), initial=1)
+        np.testing.assert_allclose(b, a, rtol=0, atol=factor * eps * scale, err_msg=what)
+
+
+def cases() -> Iterator[Any]:
+    for api in APIS:
+        for case in CASES:
+            if case.only in (None, api):
+                yield pytest.param(api, case, id=f"{api}-{case}")
+
+
+@pytest.mark.parametrize(("api", "case"), list(cases()))
+# Flax's own running averages of float64, where parameters are float32.
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
+def test_as_flax(api: str, case: Case, platform: str) -> None:
+    (flax, _), (ours, program) = (results(api, modules, case) for modules in APIS[api])
+    jax.tree.map(np.testing.assert_array_equal, flax["initial"], ours.pop("initial"))
+    initial = flax.pop("initial")
+    dtypes = {jnp.dtype(case.dtype), *(v.dtype for v in jax.tree.leaves((initial, flax)))}
+    assert_same(flax, ours, tuple(dtypes))
+    assert ("jax_gradops" in program) == case.kernel
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("name", NORMS)
+def test_signatures(api: str, name: str) -> None:
+    flax, ours = (getattr(modules, name) for modules in APIS[api])
+    assert issubclass(ours, flax)
+    for method in ("__init__", "__call__"):
+        expected, found = (
+            [
+                (p.name, p.kind, p.default)
+                for p in inspect.signature(getattr(c, method)).parameters.values()
+            ]
+            for c in (flax, ours)
+        )
+        assert expected == found, method
