@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
@@ -94,8 +95,9 @@ class BatchNorm(nnx.BatchNorm):
         running = self.use_running_average if use_running_average is None else use_running_average
         if axis is None or running is None or running:
             return super().__call__(x, use_running_average, mask=mask)
-        values = (x, _value(self.mean), _value(self.var), _value(self.scale), _value(self.bias))
-        x, _, _, scale, bias = self.promote_dtype(values, dtype=self.dtype)
+        given = [_value(v) for v in (self.mean, self.var, self.scale, self.bias)]
+        x, *promoted = self.promote_dtype((x, *given), dtype=self.dtype)
+        _, _, scale, bias = _not_rounded(self, given, promoted)
         y, mean, var = _modules.batch_norm(
             self, x, scale, bias, axis=axis, axis_name=self.axis_name
         )
@@ -294,8 +296,7 @@ def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
 
 def _add_norm(module: Any, flax: Any, x: _modules.Sum, mask: Any) -> Any:
     shape = _modules.normalized_shape(module, x, mask)
-    own_promotion = module.promote_dtype is not promote_dtype
-    if shape is not None and not own_promotion:
+    if shape is not None and module.promote_dtype is promote_dtype:
         promoted, *parameters = _promoted(module, x.x, shape)
         if promoted.dtype == x.x.dtype:
             return _modules.norm(module, x, *parameters, centered=isinstance(module, nnx.LayerNorm))
@@ -304,14 +305,24 @@ def _add_norm(module: Any, flax: Any, x: _modules.Sum, mask: Any) -> Any:
 
 
 def _promoted(module: Any, x: Any, shape: tuple[int, ...]) -> list[Any]:
-    """`x`, scale and bias as Flax takes them, the parameters in `shape`."""
-    bias = None
+    """`x`, scale and bias as Flax takes them, the parameters in `shape`.
+
+    But for what Flax's own function does to parameters: where `dtype` is narrower, it rounds them,
+    and their gradients. The op computes in float32, so that this would only take time and digits.
+    """
+    given = [_value(module.scale)]
     if isinstance(module, nnx.LayerNorm):
-        values = (x, _value(module.scale), _value(module.bias))
-        x, scale, bias = module.promote_dtype(values, dtype=module.dtype)
-    else:
-        x, scale = module.promote_dtype((x, _value(module.scale)), dtype=module.dtype)
-    return [x, *(None if p is None else p.reshape(shape) for p in (scale, bias))]
+        given.append(_value(module.bias))
+    x, *promoted = module.promote_dtype((x, *given), dtype=module.dtype)
+    parameters = _not_rounded(module, given, promoted)
+    return [x, *(None if p is None else p.reshape(shape) for p in parameters)]
+
+
+def _not_rounded(module: Any, given: list[Any], promoted: list[Any]) -> list[Any]:
+    if module.promote_dtype is not promote_dtype:
+        return promoted
+    pairs = zip(given, promoted, strict=True)
+    return [p if p is None or jnp.can_cast(v.dtype, p.dtype) else v for v, p in pairs]
 
 
 def _linear_gelu(linear: Any, inputs: Any, out_sharding: Any, approximate: bool) -> jax.Array:

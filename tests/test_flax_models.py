@@ -46,7 +46,7 @@ def assert_close(expected: Any, actual: Any, dtype: Any = jnp.float32) -> None:
     assert jax.tree.structure(expected) == jax.tree.structure(actual)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         a, b = (np.asarray(v, np.float64) for v in (a, b))
-        allowed = 500 * float(jnp.finfo(dtype).eps) * np.max(np.abs(a), initial=1)
+        allowed = 2000 * float(jnp.finfo(dtype).eps) * np.max(np.abs(a), initial=1)
         np.testing.assert_allclose(b, a, rtol=0, atol=allowed)
 
 
@@ -429,7 +429,8 @@ def test_saving_the_output_takes_less_memory() -> None:
             return x
 
         _, vjp = jax.vjp(forward, x, jnp.ones((WIDTH, WIDTH)))
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(vjp) if leaf.size > x.size // 2)
+        large = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size == x.size]
+        return sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in large}.values())
 
     assert saved("output") == saved("input") / 2
 
@@ -510,16 +511,16 @@ def test_sharding_metadata(api: str) -> None:
         y = jax.jit(model.apply)(variables, x)
         expected = Partitioned(linen).apply(variables, x)
     else:
-        models = [
-            modules.LayerNorm(
-                WIDTH,
-                scale_metadata={"out_sharding": ("model",), "mine": 3},
-                bias_metadata={"out_sharding": ("model",)},
-                rngs=nnx.Rngs(0),
+        with jax.set_mesh(mesh):
+            flax, ours = (
+                modules.LayerNorm(
+                    WIDTH,
+                    scale_metadata={"out_sharding": ("model",), "mine": 3},
+                    bias_metadata={"out_sharding": ("model",)},
+                    rngs=nnx.Rngs(0),
+                )
+                for modules in (nnx, jax_gradops.nnx)
             )
-            for modules in (nnx, jax_gradops.nnx)
-        ]
-        flax, ours = models
         assert ours.scale.get_metadata() == flax.scale.get_metadata()
         assert ours.scale.get_metadata("mine") == 3
         y, expected = nnx.jit(lambda m, x: m(x))(ours, x), flax(x)

@@ -52,8 +52,8 @@ _EPSILON = 1e-5
 _DEVIATION = 0.02  # of first parameters
 _MAX_NORM = 1.0
 _WEIGHT_DECAY = 0.1
-_LEARNING_RATE = 6e-4
-_WARM_UP = 20  # steps
+_LEARNING_RATE = 3e-4
+_WARM_UP = 100  # steps
 
 
 # --- Model ---------------------------------------------------------------------------------------
@@ -107,10 +107,10 @@ class GPT2(nnx.Module):
         embed = functools.partial(
             nnx.Embed,
             features=CONFIG.width,
-            dtype=jnp.dtype(case.dtype),
             embedding_init=nnx.initializers.normal(_DEVIATION),
             rngs=rngs,
         )
+        self.dtype = jnp.dtype(case.dtype)
         gelu = functools.partial(jax.nn.gelu, approximate=case.model != "gpt2-exact")
         self.tokens = embed(CONFIG.padded)
         self.positions = embed(case.shape[1])
@@ -119,12 +119,15 @@ class GPT2(nnx.Module):
 
     def __call__(self, tokens: jax.Array, add_norm: AddNorm) -> jax.Array:
         """Tokens [batch, time] to logits [batch, time, CONFIG.padded]."""
+        # In float32: the gradient of a frequent token has hundreds of terms, and atomic additions of
+        # 16 bits, which would be many times slower, would lose most of them.
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[-1])[None])
+        x = x.astype(self.dtype)
         delta: Any = None
         for block in self.blocks:
             x, delta = block(x, delta, add_norm)
         y, _ = add_norm(self.ln_f, x, delta)
-        return self.tokens.attend(y)
+        return y @ self.tokens.embedding[...].astype(self.dtype).T
 
 
 def _linear(
