@@ -105,7 +105,7 @@ def normalized_shape(module: Any, x: Any, mask: Any) -> tuple[int, ...] | None:
     return shape[-len(axes) :]
 
 
-def norm(module: Any, x: Any, scale: Any, bias: Any, *, centered: bool) -> Any:
+def norm(module: Any, x: Any, scale: Any, bias: Any = None, *, centered: bool) -> Any:
     """A LayerNorm's result (`centered`) or an RMSNorm's; of a `Sum`, the result and the sum."""
     parameters = [scale, bias] if centered else [scale]
     options: Any = {

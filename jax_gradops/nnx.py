@@ -250,7 +250,8 @@ def unfuse(model: _Model) -> _Model:
     for _, module in _modules_of("unfuse", model):
         if type(module) in _FLAX:
             module.__class__ = _FLAX[type(module)]
-            vars(module).pop("residuals", None)
+            if "residuals" in vars(module):
+                del module.residuals
     return model
 
 

@@ -136,7 +136,7 @@ def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert variant["memory_bytes"] > 0 and variant["compile_seconds"] > 0
         assert len(variant["losses"]) == 12 and variant["losses_off_by"] < 1e-4
         assert variant["losses"][0] == pytest.approx(np.log(256), rel=0.1)
-        assert variant["losses"][-1] < variant["losses"][0] - 0.1
+        assert variant["losses"][-1] < variant["losses"][0] - 0.01
         for group in variant["profile"]:
             assert group["ms"] == pytest.approx(sum(kernel["ms"] for kernel in group["kernels"]))
         assert any(group["group"] == "matrix product" for group in variant["profile"])

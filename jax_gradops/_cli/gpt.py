@@ -1,16 +1,17 @@
-"""A small GPT in Flax NNX, with this library's layer norm and bias + GELU."""
+"""A small GPT in Flax NNX, with this library's modules for layer norm and bias + GELU."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-import jax_gradops
+from jax_gradops.nnx import DenseGelu, LayerNorm, add_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +24,6 @@ class GPTConfig:
     heads: int
     context: int
     dtype: DTypeLike = jnp.float32
-
-
-class LayerNorm(nnx.Module):
-    """`jax_gradops.layer_norm` with its parameters."""
-
-    def __init__(self, width: int) -> None:
-        self.scale = nnx.Param(jnp.ones(width))
-        self.bias = nnx.Param(jnp.zeros(width))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises the last axis."""
-        return jax_gradops.layer_norm(x, self.scale[...], self.bias[...])
 
 
 class Attention(nnx.Module):
@@ -57,28 +46,29 @@ class MLP(nnx.Module):
     """Two linear layers; the first one's bias and the GELU are one operation."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.up = _linear(config, config.width, 4 * config.width, rngs)
-        self.bias = nnx.Param(jnp.zeros(4 * config.width))
-        self.down = _linear(config, 4 * config.width, config.width, rngs, residual=True)
+        hidden = 4 * config.width
+        self.up = DenseGelu(config.width, hidden, rngs=rngs, **_options(config, config.width))
+        self.down = _linear(config, hidden, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, time, width] to the same."""
-        return self.down(jax_gradops.bias_gelu(self.up(x), self.bias[...]))
+        return self.down(self.up(x))
 
 
 class Block(nnx.Module):
-    """A pre-norm transformer block."""
+    """A pre-norm transformer block; each addition is one operation with the norm after it."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = LayerNorm(config.width)
+        self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = LayerNorm(config.width)
+        self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, time, width] to the same."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The input is `x + update`, and so is the output: each [batch, time, width]."""
+        y, x = add_norm(self.attention_norm, x, update)
+        y, x = add_norm(self.mlp_norm, x, self.attention(y))
+        return x, self.mlp(y)
 
 
 class GPT(nnx.Module):
@@ -95,26 +85,30 @@ class GPT(nnx.Module):
         self.tokens = embed(config.vocabulary)
         self.positions = embed(config.context)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.norm = LayerNorm(config.width)
+        self.norm = _norm(config, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Integer tokens [batch, time] to float32 logits [batch, time, vocabulary]."""
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
+        x = self.tokens(tokens)
+        update = jnp.broadcast_to(self.positions(jnp.arange(tokens.shape[-1])), x.shape)
         for block in self.blocks:
-            x = block(x)
-        return self.tokens.attend(self.norm(x)).astype(jnp.float32)
+            x, update = block(x, update)
+        y, _ = add_norm(self.norm, x, update)
+        return self.tokens.attend(y).astype(jnp.float32)
+
+
+def _norm(config: GPTConfig, rngs: nnx.Rngs) -> LayerNorm:
+    return LayerNorm(config.width, dtype=config.dtype, rngs=rngs)
 
 
 def _linear(
     config: GPTConfig, inputs: int, outputs: int, rngs: nnx.Rngs, *, residual: bool = False
 ) -> nnx.Linear:
+    options = _options(config, inputs, residual)
+    return nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs, **options)
+
+
+def _options(config: GPTConfig, inputs: int, residual: bool = False) -> dict[str, Any]:
     # GPT-2: layers that add to the residual stream start smaller, by the number of such additions.
     deviation = inputs**-0.5 / ((2 * config.layers) ** 0.5 if residual else 1)
-    return nnx.Linear(
-        inputs,
-        outputs,
-        use_bias=False,
-        dtype=config.dtype,
-        kernel_init=nnx.initializers.normal(deviation),
-        rngs=rngs,
-    )
+    return {"dtype": config.dtype, "kernel_init": nnx.initializers.normal(deviation)}

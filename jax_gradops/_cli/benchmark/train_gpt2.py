@@ -119,8 +119,8 @@ class GPT2(nnx.Module):
 
     def __call__(self, tokens: jax.Array, add_norm: AddNorm) -> jax.Array:
         """Tokens [batch, time] to logits [batch, time, CONFIG.padded]."""
-        # In float32: the gradient of a frequent token has hundreds of terms, and atomic additions of
-        # 16 bits, which would be many times slower, would lose most of them.
+        # In float32: the gradient of a frequent token has hundreds of terms, most of which atomic
+        # additions of 16 bits would lose, which are many times slower, too.
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[-1])[None])
         x = x.astype(self.dtype)
         delta: Any = None
