@@ -45,6 +45,8 @@ class TestBiasGelu(RowOpTests):
 class TestGelu(RowOpTests):
     """Without a bias, in the exact form."""
 
+    variant = True
+
     kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
     all_reduces = (0,)
 
@@ -221,6 +223,7 @@ def test_widths(platform, groups, dtype):
         for rows, features in shapes
     ]
     results = jax.jit(lambda all_: [gradients(*one) for one in all_])(arguments)
+    results = jax.tree.map(np.asarray, results)  # JAX would compile the slicing
     for shape, one, result in zip(shapes, arguments, results, strict=True):
         for group in range(groups) if groups else [()]:
             wide = [widen(a[group]) for a in one]
