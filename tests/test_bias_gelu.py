@@ -24,6 +24,7 @@ from comparing import (
 from conformance import RowOpTests
 
 import jax_gradops
+from jax_gradops import _registry
 
 
 class TestBiasGelu(RowOpTests):
@@ -115,6 +116,8 @@ def test_float32_value(platform, implementation, approximate):
     tail = ~near
     relative = (error / np.maximum(np.abs(expected), 1e-300))[tail]
     limit = 1e-5 if implementation == "ffi" else 2e-5
+    if limit == 1e-5 and platform == "cpu" and "v2" in _registry.MODULES["cpu"].build_info:
+        limit = 1.3e-5  # without FMA
     assert relative.max() <= limit, f"{relative.max()} at {x[tail][relative.argmax()]}"
 
 
