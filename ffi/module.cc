@@ -1,6 +1,7 @@
 // The list of handlers, compiled once per module with GRADOPS_CONTEXT and GRADOPS_MODULE defined.
 #include <nanobind/nanobind.h>
 
+#include <string_view>
 #include <type_traits>
 
 #include "common/build_info.h"
@@ -110,7 +111,9 @@ NB_MODULE(GRADOPS_MODULE, m) {
   m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("build_info") = gradops::kBuildInfo;
   nb::dict levels;
-  for (const auto& [level, supported] : gradops::CpuLevels()) levels[level] = supported;
+  for (const auto& [level, supported] : gradops::CpuLevels()) {
+    if (gradops::kCpuLevels.find(level) != std::string_view::npos) levels[level] = supported;
+  }
   m.attr("cpu_levels") = levels;
   m.attr("cuda_skipped") = gradops::kCudaSkipped;
   m.def("registrations", &gradops::Registrations<gradops::GRADOPS_CONTEXT>);

@@ -230,7 +230,7 @@ def fuse(
             left[path] = why
         elif kind in _NORMS or (kind is nnx.Sequential and gelu and _has_pairs(module)):
             ours = _NORMS.get(kind, Sequential)
-            module.__class__ = ours
+            object.__setattr__(module, "__class__", ours)
             changed[path] = f"jax_gradops.nnx.{ours.__name__}"
         if isinstance(module, (LayerNorm, RMSNorm)) and module.residuals != residuals:
             module.residuals = residuals
@@ -249,7 +249,7 @@ def unfuse(model: _Model) -> _Model:
     """
     for _, module in _modules_of("unfuse", model):
         if type(module) in _FLAX:
-            module.__class__ = _FLAX[type(module)]
+            object.__setattr__(module, "__class__", _FLAX[type(module)])
             if "residuals" in vars(module):
                 del module.residuals
     return model

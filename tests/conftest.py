@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 # Before JAX is imported: several CPU devices, for meshes, and the CPU beside any other platform.
 os.environ["XLA_FLAGS"] = (
@@ -54,6 +55,50 @@ def pytest_configure(config: pytest.Config) -> None:
             f"the jax_gradops under test ({jax_gradops.__file__}) has no native CPU module: "
             f"{_registry.why_unavailable('cpu')}. Install the package first: `pip install -e .`"
         )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out, on the CPU, what variants of ops would only prove once more.
+
+    Transformations and meshes are the business of `jax_gradops/_core.py` and `_sharding.py`, which
+    all ops share. So ops meet all combinations of them with dtypes and options; their variants meet
+    each transformation, mesh, dtype and option, with the kernels.
+    """
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        cls, callspec = getattr(item, "cls", None), getattr(item, "callspec", None)
+        test = getattr(item, "function", None)
+        shared = getattr(test, "__module__", None) in ("transformations", "meshes")
+        if callspec and shared and cls.variant and callspec.params.get("platform") == "cpu":
+            groups.setdefault((cls, test), []).append(item)
+    grouped = {item for group in groups.values() for item in group}
+    left_out = grouped.difference(*map(_covering, groups.values()))
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _covering(items: list[Any]) -> list[Any]:
+    """Some of a test's items, with every value of each parameter, as evenly as possible."""
+    values = {
+        item: [(name, repr(value)) for name, value in item.callspec.params.items()]
+        for item in items
+        if item.callspec.params.get("implementation") != "xla"
+    }
+    if not values:  # asked for by name
+        return items
+    turn = len(items[0].cls.__name__) % len(values)  # variants of an op combine them differently
+    left = [*values][turn:] + [*values][:turn]
+    uses = dict.fromkeys((v for of_item in values.values() for v in of_item), 0)
+    chosen = []
+    while not all(uses.values()):
+        counts = {item: [uses[v] for v in values[item]] for item in left}
+        best = max(left, key=lambda item: (counts[item].count(0), -sum(counts[item])))
+        left.remove(best)
+        chosen.append(best)
+        for value in values[best]:
+            uses[value] += 1
+    return chosen
 
 
 def pytest_collection_finish() -> None:

@@ -17,7 +17,7 @@ from comparing import (
     assert_matches,
     widen,
 )
-from conformance import OpTests
+from conformance import IMPLEMENTATIONS_AND_DTYPES, OpTests
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
@@ -68,6 +68,8 @@ class BatchNormTests(OpTests):
 
 
 class TestChannelsFirst(BatchNormTests):
+    variant = True
+
     def batch_norm(self, x, *parameters, residual=None, **options):
         first = jnp.moveaxis(x, -1, 1)
         if residual is not None:
@@ -124,9 +126,11 @@ def channels_last(x: Any, axis: int) -> np.ndarray:
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "residual"])
 def test_layouts(platform, implementation, shape, axis, activation, adds, rng):
     """y, statistics and all gradients, the residual's too."""
-    if implementation == "xla" and len(shape) != 4:
-        return  # the same formula
     dtypes = (np.float16, np.float32) if adds else (jnp.bfloat16, np.float32)
+    if implementation == "xla":
+        if shape not in ((2, 3, 4, 5), (3, 70, 33, 33)):
+            return  # the same formula
+        dtypes = dtypes[:1] if axis == 1 else dtypes[1:]
     for dtype in dtypes:
         dy, x, residual, scale, bias = ordinary(shape, axis, dtype, rng)
         operands = (x, scale, bias, *((residual,) if adds else ()))
@@ -300,6 +304,8 @@ def transcription(dy: Any, x: Any, scale: Any, mean: Any, rstd: Any) -> tuple[An
 )  # fmt: skip
 def test_gradient_operator(platform, implementation, shape, x_dtype, scale_dtype, rng):
     """With statistics in float32, or float64 for float64."""
+    if implementation == "xla" and len(shape) != 4:
+        return  # the same formula
     dtype, parameter = jnp.dtype(x_dtype), jnp.dtype(scale_dtype)
     dy, x = ((2 * rng.standard_normal(shape) + 0.5).astype(dtype) for _ in range(2))
     scale = rng.uniform(0.5, 2, 5).astype(parameter)
@@ -457,6 +463,7 @@ def test_large_results(platform, shape, axis, rng):
 
 
 @pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
 def test_nonfinite(platform, implementation, axis, dtype, rng):
     """NaN or infinity spoils its channel and no other."""
     shape = (8, 5, 6)

@@ -24,6 +24,7 @@ from comparing import (
 from conformance import RowOpTests
 
 import jax_gradops
+from jax_gradops import _registry
 
 
 class TestBiasGelu(RowOpTests):
@@ -44,6 +45,8 @@ class TestBiasGelu(RowOpTests):
 
 class TestGelu(RowOpTests):
     """Without a bias, in the exact form."""
+
+    variant = True
 
     kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
     all_reduces = (0,)
@@ -113,6 +116,8 @@ def test_float32_value(platform, implementation, approximate):
     tail = ~near
     relative = (error / np.maximum(np.abs(expected), 1e-300))[tail]
     limit = 1e-5 if implementation == "ffi" else 2e-5
+    if limit == 1e-5 and platform == "cpu" and "v2" in _registry.MODULES["cpu"].build_info:
+        limit = 1.3e-5  # without FMA
     assert relative.max() <= limit, f"{relative.max()} at {x[tail][relative.argmax()]}"
 
 
@@ -221,6 +226,7 @@ def test_widths(platform, groups, dtype):
         for rows, features in shapes
     ]
     results = jax.jit(lambda all_: [gradients(*one) for one in all_])(arguments)
+    results = jax.tree.map(np.asarray, results)  # JAX would compile the slicing
     for shape, one, result in zip(shapes, arguments, results, strict=True):
         for group in range(groups) if groups else [()]:
             wide = [widen(a[group]) for a in one]

@@ -91,6 +91,7 @@ class TestClip(TestGlobalNorm):
 class TestInplaceClip(TestClip):
     """The same by the native scaling."""
 
+    variant = True
     kernels = ("sum_of_squares", "scale")
     forward_kernels = 2
     # One for both; two, and one for each mesh axis.

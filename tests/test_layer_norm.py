@@ -23,7 +23,7 @@ from comparing import (
     sums_of_small_integers,
     widen,
 )
-from conformance import RowOpTests
+from conformance import IMPLEMENTATIONS_AND_DTYPES, RowOpTests
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh
@@ -246,6 +246,7 @@ def test_outlier(platform, implementation, features, where, rng):
     assert (error <= 24 * float(np.finfo(np.float32).eps)).all(), error
 
 
+@pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
 def test_constant_rows(platform, implementation, dtype, rng):
     """N4, N7: exactly the bias, at any magnitude and width; and gradients without NaN."""
     values = [0, 1, 1 / 3, -1234.0, 1e-7, 5e4, -6e4, 1e-20, 1e18, -1e30, 3e38]

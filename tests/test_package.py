@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ import jax_gradops
 from jax_gradops import _core, _registry, _status
 
 PACKAGE = Path(jax_gradops.__file__).parent
-PUBLIC = {n: v for n, v in vars(jax_gradops).items() if not n.startswith("_")}
+# Imported by those who have Flax, maybe in this process.
+FLAX = {"linen", "nnx"}
+PUBLIC = {n: v for n, v in vars(jax_gradops).items() if not n.startswith("_") and n not in FLAX}
 FUNCTIONS = {n: v for n, v in PUBLIC.items() if inspect.isfunction(v)}
 BACKWARD = {n: v for n, v in vars(jax_gradops.backward).items() if not n.startswith("_")}
 DOCUMENTED = PUBLIC | {f"backward.{n}": v for n, v in BACKWARD.items()}
@@ -119,6 +124,20 @@ def test_cpu_levels():
     assert len({m.build_info for m in modules}) == len(modules)
     assert len({tuple(m.registrations()) for m in modules}) == 1
     assert _registry.MODULES["cpu"] in modules
+
+
+def test_flax_is_optional():
+    code = "import sys, jax_gradops; print({'flax', 'optax'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-Pc", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_public_names_of_flax_modules():
+    linen = importlib.import_module("jax_gradops.linen")
+    nnx = importlib.import_module("jax_gradops.nnx")
+    both = {"BatchNorm", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"}
+    assert set(linen.__all__) == both
+    assert set(nnx.__all__) == both | {"FuseReport", "Sequential", "fuse", "unfuse"}
 
 
 def test_every_kernel_belongs_to_an_op():

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <string_view>
 #include <utility>
 
 namespace gradops {
@@ -20,8 +21,15 @@ inline constexpr const char* kBuildInfo = "NEON";
 inline constexpr const char* kBuildInfo = "compiler's baseline";
 #endif
 
-// The levels of x86-64 that the CPU's kernels are built for (CMakeLists.txt), and whether the
-// processor, and its operating system, have them; none on other processors.
+// The levels of x86-64 that the CPU's kernels are built for (CMakeLists.txt).
+#if defined(GRADOPS_CPU_LEVELS)
+inline constexpr std::string_view kCpuLevels = GRADOPS_CPU_LEVELS;
+#else
+inline constexpr std::string_view kCpuLevels = "";
+#endif
+
+// All that there may be, and whether the processor, and its operating system, have them; none on
+// other processors.
 #if defined(__x86_64__)
 inline std::array<std::pair<const char*, bool>, 3> CpuLevels() {
   __builtin_cpu_init();
