@@ -139,7 +139,7 @@ def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert variant["losses"][-1] < variant["losses"][0] - 0.01
         for group in variant["profile"]:
             assert group["ms"] == pytest.approx(sum(kernel["ms"] for kernel in group["kernels"]))
-        assert any(group["group"] == "matrix product" for group in variant["profile"])
+        assert sum(group["calls"] for group in variant["profile"]) > 10
     assert (tmp_path / "gpt2-float32-unfused").is_dir() and len(result["noise"]) == 12
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("gpt2 f32 2x16 ") for line in lines)

@@ -30,9 +30,13 @@ FLAX, OURS = (linen, nnx), (jax_gradops.linen, jax_gradops.nnx)
 
 
 @pytest.fixture(autouse=True)
-def promotion() -> Iterator[None]:
-    """As users have it: Flax's own code counts on it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+def settings() -> Iterator[None]:
+    """Promotion as users have it: Flax's own code counts on it. Products of float32 are of float32."""
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.default_matmul_precision("highest"),
+    ):
         yield
 
 
@@ -417,7 +421,7 @@ def test_fuse_refuses(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_saving_the_output_takes_less_memory() -> None:
-    x, weight = x_of(64, 32, WIDTH), jnp.ones((WIDTH, WIDTH))
+    x, weight = np.asarray(x_of(64, 32, WIDTH)), np.ones((WIDTH, WIDTH), np.float32)
     layers = 6
 
     def memory(residuals: Any) -> int:
@@ -429,10 +433,11 @@ def test_saving_the_output_takes_less_memory() -> None:
                 x = x + jnp.sin(norm(x)) @ weight
             return jnp.sum(x)
 
-        analysis = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight).compile().memory_analysis()
-        return analysis.temp_size_in_bytes
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
-    assert memory("output") <= memory("input") - (layers - 2) * x.nbytes
+    with jax.default_device(jax.devices("cpu")[0]):  # GPUs have workspaces that are larger
+        assert memory("output") <= memory("input") - (layers - 2) * x.nbytes
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
