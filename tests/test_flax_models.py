@@ -31,7 +31,7 @@ FLAX, OURS = (linen, nnx), (jax_gradops.linen, jax_gradops.nnx)
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
-    """Promotion as users have it: Flax's own code counts on it. Products of float32 are of float32."""
+    """Promotion as users have it, which Flax's own code counts on; no TensorFloat-32."""
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
