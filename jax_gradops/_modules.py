@@ -6,11 +6,13 @@ cover, which Flax's own code then has to compute.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen.dtypes import canonicalize_dtype
 
 from jax_gradops._ops.batch_norm import batch_norm as _batch_norm
@@ -21,7 +23,10 @@ _FLOATS = tuple(jnp.dtype(d) for d in ("float16", "bfloat16", "float32", "float6
 
 
 class Sum(NamedTuple):
-    """An argument of a norm: to be added first, in the same pass. The result is a pair, with it."""
+    """An argument of a norm: to be added first, in the same pass. The result is a pair, with it.
+
+    Both have the same shape and dtype.
+    """
 
     x: jax.Array
     residual: jax.Array
@@ -31,10 +36,15 @@ class Sum(NamedTuple):
         return self.x + self.residual
 
 
-def add_norm(ours: tuple[type, ...], norm: Any, x: Any, residual: Any) -> tuple[Any, Any]:
-    """The function of that name in both APIs; `ours` are the modules that take a `Sum`."""
-    if isinstance(norm, ours):
-        return norm(Sum(x, residual))
+def add_norm(calls: tuple[Any, ...], norm: Any, x: Any, residual: Any) -> tuple[Any, Any]:
+    """The function of that name in both APIs; `calls` are the methods that take a `Sum`.
+
+    A subclass that has a method of its own does not know of sums; one that Flax's transformations
+    made wraps ours.
+    """
+    alike = jnp.shape(x) == jnp.shape(residual) and jnp.result_type(x) == jnp.result_type(residual)
+    if alike and inspect.unwrap(type(norm).__call__) in calls:
+        return norm(Sum(jnp.asarray(x), jnp.asarray(residual)))
     total = x + residual
     return norm(total), total
 
@@ -55,10 +65,11 @@ def canonical_axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
 
 def why_uncovered(module: Any) -> str:
     """Why Flax's own code has to compute a norm, whatever its input; "" if an op may."""
-    dtypes = [module.param_dtype] + ([] if module.dtype is None else [module.dtype])
-    for dtype in map(jnp.dtype, dtypes):
-        if dtype not in _FLOATS:
-            return f"no kernel for {dtype}"
+    for dtype in (module.param_dtype, module.dtype):
+        if dtype is not None and jnp.dtype(dtype) not in _FLOATS:
+            return f"no kernel for {jnp.dtype(dtype)}"
+    if not isinstance(module.epsilon, (int, float, np.number)) or not 0 <= module.epsilon < np.inf:
+        return "epsilon is no number, or negative"
     if module.axis_index_groups is not None:
         return "axis_index_groups is set"
     if not getattr(module, "force_float32_reductions", True):
@@ -88,7 +99,7 @@ def _in_and_out(module: Any, x: jax.Array, scale: Any, bias: Any) -> tuple[jax.A
     the parameters together.
     """
     given = (a for a in (x, scale, bias) if a is not None)
-    result = jnp.dtype(canonicalize_dtype(*given, dtype=module.dtype))
+    result = jax.dtypes.canonicalize_dtype(canonicalize_dtype(*given, dtype=module.dtype))
     return x.astype(jnp.promote_types(x.dtype, result)), result
 
 
@@ -100,27 +111,27 @@ def normalized_shape(module: Any, x: Any, mask: Any) -> tuple[int, ...] | None:
     x = x.x if isinstance(x, Sum) else x
     shape = jnp.shape(x)
     axes = canonical_axes(len(shape), module.reduction_axes)
-    if not _is_covered(module, x, mask) or axes != _last(len(shape), len(axes)):
-        return None
-    return shape[-len(axes) :]
+    trailing = 0 < len(axes) <= len(shape) and axes == _last(len(shape), len(axes))
+    return shape[-len(axes) :] if trailing and _is_covered(module, x, mask) else None
 
 
-def norm(module: Any, x: Any, scale: Any, bias: Any = None, *, centered: bool) -> Any:
+def norm(
+    module: Any, x: Any, shape: tuple[int, ...], scale: Any, bias: Any = None, *, centered: bool
+) -> Any:
     """A LayerNorm's result (`centered`) or an RMSNorm's; of a `Sum`, the result and the sum."""
     parameters = [scale, bias] if centered else [scale]
     options: Any = {
-        "begin_norm_axis": -len(canonical_axes(_MANY_AXES, module.reduction_axes)),
+        "begin_norm_axis": -len(shape),
         "epsilon": module.epsilon,
         "residuals": module.residuals,
     }
     if isinstance(x, Sum):
-        first, second = map(jnp.asarray, x)
-        _, result = _in_and_out(module, first, scale, bias)
-        if first.dtype == second.dtype == result and first.shape == second.shape:
+        _, result = _in_and_out(module, x.x, scale, bias)
+        if x.x.dtype == result:
             fused = add_layer_norm if centered else add_rms_norm
-            return fused(first, second, *parameters, **options)
+            return fused(*x, *parameters, **options)
         total = x.plain()
-        return norm(module, total, scale, bias, centered=centered), total
+        return norm(module, total, shape, scale, bias, centered=centered), total
     x, result = _in_and_out(module, jnp.asarray(x), scale, bias)
     y = layer_norm(x, *parameters, **options) if centered else rms_norm(x, *parameters, **options)
     return y.astype(result)
@@ -144,7 +155,8 @@ def batch_norm(
     y, mean, var = _batch_norm(
         x, scale, bias, axis=axis, epsilon=module.epsilon, axis_name=axis_name
     )
-    stats = jnp.promote_types(given.dtype if module.dtype is None else module.dtype, jnp.float32)
+    stats = given.dtype if module.dtype is None else jax.dtypes.canonicalize_dtype(module.dtype)
+    stats = jnp.promote_types(stats, jnp.float32)
     return y.astype(result), mean.astype(stats), var.astype(stats)
 
 

@@ -13,12 +13,15 @@ What the kernels do not cover takes Flax's own path: `mask`, `axis_index_groups`
 RMSNorm with an `axis_name` or with axes that are not the last ones, BatchNorm with several axes or
 with running averages, `force_float32_reductions=False`, complex or integer arrays.
 
-Differences are roundings, and one improvement: the variance is always that of the deviations, never
-E[x²] - E[x]², whatever `use_fast_variance` says.
+Differences: roundings; the variance is always that of the deviations, never E[x²] - E[x]², whatever
+`use_fast_variance` says; no gradient flows through the running averages that BatchNorm stores; and
+forward mode (`jax.jvp`, `jax.jacfwd`) is a TypeError, but for
+`jax_gradops.use_implementation("xla")`.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -31,11 +34,18 @@ from jax_gradops import _modules
 __all__ = ["BatchNorm", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"]
 
 
+# Without linen's wrapper: interceptors, and what captures results, have seen the call already.
+_LAYER_NORM, _RMS_NORM, _BATCH_NORM = (
+    inspect.unwrap(module.__call__) for module in (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
+)
+
+
 class LayerNorm(linen.LayerNorm):
     """`flax.linen.LayerNorm` on `jax_gradops.layer_norm`.
 
     A subclass with `residuals = "output"` saves its result for the backward pass, not its input:
-    less memory where the result is kept anyway, for a matrix product say. See
+    less memory where the result is kept anyway, in the same dtype, for a matrix product say. Where
+    a scale is 0 it then stays so, as the result says nothing of the input: see
     `jax_gradops.layer_norm`.
     """
 
@@ -44,7 +54,7 @@ class LayerNorm(linen.LayerNorm):
     @linen.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
         """Normalises `x`, as `flax.linen.LayerNorm` does."""
-        return _norm(self, super().__call__, x, mask)
+        return _norm(self, _LAYER_NORM, x, mask)
 
 
 class RMSNorm(linen.RMSNorm):
@@ -55,7 +65,7 @@ class RMSNorm(linen.RMSNorm):
     @linen.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
         """Normalises `x`, as `flax.linen.RMSNorm` does."""
-        return _norm(self, super().__call__, x, mask)
+        return _norm(self, _RMS_NORM, x, mask)
 
 
 class BatchNorm(linen.BatchNorm):
@@ -78,7 +88,7 @@ class BatchNorm(linen.BatchNorm):
         if axis is None or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         ):
-            return super().__call__(x, use_running_average, mask=mask)
+            return _BATCH_NORM(self, x, use_running_average, mask=mask)
         shape = (jnp.shape(x)[axis],)
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
         var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
@@ -99,7 +109,8 @@ class BatchNorm(linen.BatchNorm):
 class DenseGelu(linen.Dense):
     """`gelu(Dense(x))`: `flax.linen.Dense`, whose bias and GELU are one operation.
 
-    Parameters are `kernel` and `bias`, as Flax's.
+    Parameters are `kernel` and `bias`, as Flax's: with the name that a `Dense` had, "Dense_0" say,
+    it loads that one's checkpoint.
 
     Attributes:
       approximate: the tanh form, as in `jax.nn.gelu`.
@@ -133,9 +144,10 @@ def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, j
     Args:
       norm: a linen module; `LayerNorm` and `RMSNorm` of this one fuse the addition.
       x: any shape.
-      residual: same shape and dtype.
+      residual: of the same shape and dtype, else the addition is one of its own.
     """
-    return _modules.add_norm((LayerNorm, RMSNorm), norm, x, residual)
+    calls = tuple(inspect.unwrap(module.__call__) for module in (LayerNorm, RMSNorm))
+    return _modules.add_norm(calls, norm, x, residual)
 
 
 def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
@@ -143,11 +155,11 @@ def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
     shape = _modules.normalized_shape(module, x, mask)
     if shape is None:
         if not isinstance(x, _modules.Sum):
-            return flax(x, mask=mask)
+            return flax(module, x, mask=mask)
         total = x.plain()
-        return flax(total, mask=mask), total
+        return flax(module, total, mask=mask), total
     centered = isinstance(module, linen.LayerNorm)
-    return _modules.norm(module, x, *_parameters(module, shape), centered=centered)
+    return _modules.norm(module, x, shape, *_parameters(module, shape), centered=centered)
 
 
 def _parameters(module: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:

@@ -15,8 +15,10 @@ What the kernels do not cover takes Flax's own path: `mask`, `axis_index_groups`
 RMSNorm with an `axis_name` or with axes that are not the last ones, BatchNorm with several axes or
 with running averages, complex or integer arrays.
 
-Differences are roundings, and one improvement: the variance is always that of the deviations, never
-E[x²] - E[x]², whatever `use_fast_variance` says.
+Differences: roundings, fewer where `dtype` is narrower than the parameters, which Flax rounds; the
+variance is always that of the deviations, never E[x²] - E[x]², whatever `use_fast_variance`
+says; no gradient flows through the running averages that BatchNorm stores; and forward mode
+(`jax.jvp`, `jax.jacfwd`) is a TypeError, but for `jax_gradops.use_implementation("xla")`.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+from flax import linen, nnx
+from flax.nnx import bridge
 from flax.nnx.nn.dtypes import promote_dtype
+from jax.core import Tracer
 
 from jax_gradops import _modules
 from jax_gradops._ops.bias_gelu import gelu
@@ -48,6 +54,12 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("jax_gradops")
+# As they are now: what watches calls, `nnx.tabulate` say, puts others in their place for a while,
+# and has seen the call already.
+_LAYER_NORM: Any = nnx.LayerNorm.__call__
+_RMS_NORM: Any = nnx.RMSNorm.__call__
+_BATCH_NORM: Any = nnx.BatchNorm.__call__
+_SEQUENTIAL: Any = nnx.Sequential.__call__
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -55,7 +67,8 @@ class LayerNorm(nnx.LayerNorm):
 
     Attributes:
       residuals: "input", or "output" to save the result for the backward pass, not the input: less
-        memory where the result is kept anyway, for a matrix product say. See
+        memory where the result is kept anyway, in the same dtype, for a matrix product say. Where a
+        scale is 0 it then stays so, as the result says nothing of the input: see
         `jax_gradops.layer_norm`. Set it after construction.
     """
 
@@ -63,7 +76,7 @@ class LayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
         """Normalises `x`, as `flax.nnx.LayerNorm` does."""
-        return _norm(self, super().__call__, x, mask)
+        return _norm(self, _LAYER_NORM, x, mask)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -73,7 +86,7 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: Any, mask: jax.Array | None = None) -> Any:
         """Normalises `x`, as `flax.nnx.RMSNorm` does."""
-        return _norm(self, super().__call__, x, mask)
+        return _norm(self, _RMS_NORM, x, mask)
 
 
 class BatchNorm(nnx.BatchNorm):
@@ -91,10 +104,11 @@ class BatchNorm(nnx.BatchNorm):
         mask: jax.Array | None = None,
     ) -> jax.Array:
         """Normalises `x`, as `flax.nnx.BatchNorm` does."""
+        x = jnp.asarray(x)
         axis = _modules.channel_axis(self, x, mask)
         running = self.use_running_average if use_running_average is None else use_running_average
         if axis is None or running is None or running:
-            return super().__call__(x, use_running_average, mask=mask)
+            return _BATCH_NORM(self, x, use_running_average, mask=mask)
         given = [_value(v) for v in (self.mean, self.var, self.scale, self.bias)]
         x, *promoted = self.promote_dtype((x, *given), dtype=self.dtype)
         _, _, scale, bias = _not_rounded(self, given, promoted)
@@ -102,7 +116,7 @@ class BatchNorm(nnx.BatchNorm):
             self, x, scale, bias, axis=axis, axis_name=self.axis_name
         )
         for average, new in ((self.mean, mean), (self.var, var)):
-            average[...] = _modules.running(self, average[...], new).astype(average.dtype)
+            average[...] = _modules.running(self, average[...], new).astype(average[...].dtype)
         return y
 
 
@@ -126,22 +140,21 @@ class DenseGelu(nnx.Linear):
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] to [..., out_features]."""
-        return _linear_gelu(self, inputs, out_sharding, self.approximate)
+        return _linear_gelu(self.approximate, self, inputs, out_sharding)
 
 
 class Sequential(nnx.Sequential):
     """`flax.nnx.Sequential`, in which a `Linear` and the GELU after it are computed as `DenseGelu`.
 
     GELU is `jax.nn.gelu` (which `nnx.gelu` is), `jax_gradops.gelu`, or a `functools.partial` of one
-    of them with `approximate`. The layers themselves are not changed.
+    of them with `approximate`. The layers themselves are not changed; what watches their calls, as
+    `nnx.tabulate` does, does not see such a `Linear`'s.
     """
 
-    def __call__(self, *args: Any, rngs: nnx.Rngs | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls one layer after the other, as `flax.nnx.Sequential` does."""
-        layers = _with_pairs(list(self.layers))
-        if len(layers) == len(self.layers):
-            return super().__call__(*args, rngs=rngs, **kwargs)
-        return nnx.Sequential(*layers)(*args, rngs=rngs, **kwargs)
+        paired: Any = types.SimpleNamespace(layers=_with_pairs(list(self.layers)))
+        return _SEQUENTIAL(paired, *args, **kwargs)
 
 
 def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -158,9 +171,9 @@ def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, j
     Args:
       norm: any callable; `LayerNorm` and `RMSNorm` of this module fuse the addition.
       x: any shape.
-      residual: same shape and dtype.
+      residual: of the same shape and dtype, else the addition is one of its own.
     """
-    return _modules.add_norm((LayerNorm, RMSNorm), norm, x, residual)
+    return _modules.add_norm((LayerNorm.__call__, RMSNorm.__call__), norm, x, residual)
 
 
 # --- Models that exist already -------------------------------------------------------------------
@@ -176,7 +189,7 @@ class FuseReport:
 
     Attributes:
       changed: by path of the module in the model, what it is now.
-      left: by path, why a norm, or what may have a GELU, is as it was.
+      left: by path, why a norm is as it was, or a subclass of `Sequential`.
     """
 
     changed: dict[str, str]
@@ -193,7 +206,7 @@ def fuse(
     model: _Model,
     *,
     gelu: bool = False,
-    residuals: Literal["input", "output"] = "input",
+    residuals: Literal["input", "output"] | None = None,
     report: Callable[[FuseReport], Any] | None = None,
 ) -> _Model:
     """Gives a model's layer, RMS and batch norms the classes of this module, in place.
@@ -207,7 +220,9 @@ def fuse(
       model: what to change.
       gelu: also compute each `Linear` of an `nnx.Sequential` together with a GELU that follows it.
         Elsewhere a GELU is code of a module's, of which nothing can be proved: use `DenseGelu`.
-      residuals: what layer and RMS norms save for the backward pass: see `jax_gradops.layer_norm`.
+      residuals: what layer and RMS norms save for the backward pass: see `LayerNorm`. None leaves
+        each as it is, "input" at first. A norm whose scale has zeros, which would stay so with
+        "output", keeps "input".
       report: is given what was changed, what was left and why; by default, it is logged by the
         logger "jax_gradops" at level INFO.
 
@@ -218,13 +233,12 @@ def fuse(
       TypeError: if it is not an NNX module.
       ValueError: if `residuals` is neither.
     """
-    if residuals not in ("input", "output"):
+    if residuals not in ("input", "output", None):
         raise ValueError(f'fuse: residuals must be "input" or "output", got {residuals!r}')
     changed: dict[str, str] = {}
     left: dict[str, str] = {}
     for path, module in _modules_of("fuse", model):
         kind = type(module)
-        ours = _NORMS.get(kind, kind)
         why = _why_left(module, gelu)
         if why:
             left[path] = why
@@ -232,8 +246,13 @@ def fuse(
             ours = _NORMS.get(kind, Sequential)
             object.__setattr__(module, "__class__", ours)
             changed[path] = f"jax_gradops.nnx.{ours.__name__}"
-        if isinstance(module, (LayerNorm, RMSNorm)) and module.residuals != residuals:
-            module.residuals = residuals
+        if type(module) in (LayerNorm, RMSNorm) and residuals not in (None, module.residuals):
+            name = f"jax_gradops.nnx.{type(module).__name__}"
+            if residuals == "output" and _has_zeros(module.scale):
+                changed[path] = f"{name}, without residuals={residuals!r}: its scale has zeros"
+            else:
+                module.residuals = residuals
+                changed[path] = f"{name}, residuals={residuals!r}"
     done = FuseReport(changed, left)
     (report or functools.partial(_logger.info, "%s"))(done)
     return model
@@ -271,13 +290,17 @@ def _why_left(module: Any, gelu: bool) -> str:
         return _modules.why_uncovered(module)
     if kind in _FLAX:
         return ""
-    for flax in _NORMS:
-        if isinstance(module, flax):
-            return f"{kind.__name__} is a subclass of {flax.__name__}, with code of its own"
+    for flax, ours in _NORMS.items():
+        if isinstance(module, flax) and not isinstance(module, ours):
+            return f"{kind.__name__} is a subclass of {flax.__name__}, maybe with code of its own"
+    if isinstance(module, bridge.ToNNX) and isinstance(
+        module.to_nnx__module, (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
+    ):
+        return "a linen module: jax_gradops.linen has its like"
     if isinstance(module, (nnx.GroupNorm, nnx.InstanceNorm, nnx.WeightNorm, nnx.SpectralNorm)):
         return f"no kernel for {kind.__name__}"
     if gelu and isinstance(module, nnx.Sequential) and kind is not nnx.Sequential:
-        return f"{kind.__name__} is a subclass of Sequential, with code of its own"
+        return f"{kind.__name__} is a subclass of Sequential, maybe with code of its own"
     return ""
 
 
@@ -288,11 +311,13 @@ def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
     """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
     if isinstance(x, _modules.Sum):
         return _add_norm(module, flax, x, mask)
+    x = jnp.asarray(x)
     shape = _modules.normalized_shape(module, x, mask)
     if shape is None:
-        return flax(x, mask=mask)
+        return flax(module, x, mask=mask)
     x, *parameters = _promoted(module, x, shape)
-    return _modules.norm(module, x, *parameters, centered=isinstance(module, nnx.LayerNorm))
+    centered = isinstance(module, nnx.LayerNorm)
+    return _modules.norm(module, x, shape, *parameters, centered=centered)
 
 
 def _add_norm(module: Any, flax: Any, x: _modules.Sum, mask: Any) -> Any:
@@ -300,7 +325,8 @@ def _add_norm(module: Any, flax: Any, x: _modules.Sum, mask: Any) -> Any:
     if shape is not None and module.promote_dtype is promote_dtype:
         promoted, *parameters = _promoted(module, x.x, shape)
         if promoted.dtype == x.x.dtype:
-            return _modules.norm(module, x, *parameters, centered=isinstance(module, nnx.LayerNorm))
+            centered = isinstance(module, nnx.LayerNorm)
+            return _modules.norm(module, x, shape, *parameters, centered=centered)
     total = x.plain()
     return _norm(module, flax, total, mask), total
 
@@ -326,7 +352,9 @@ def _not_rounded(module: Any, given: list[Any], promoted: list[Any]) -> list[Any
     return [p if p is None or jnp.can_cast(v.dtype, p.dtype) else v for v, p in pairs]
 
 
-def _linear_gelu(linear: Any, inputs: Any, out_sharding: Any, approximate: bool) -> jax.Array:
+def _linear_gelu(
+    approximate: bool, linear: Any, inputs: Any, out_sharding: Any = None
+) -> jax.Array:
     values = (inputs, _value(linear.kernel), _value(linear.bias))
     inputs, kernel, bias = linear.promote_dtype(values, dtype=linear.dtype)
     options: dict[str, Any] = {"precision": linear.precision, "out_sharding": out_sharding}
@@ -335,6 +363,13 @@ def _linear_gelu(linear: Any, inputs: Any, out_sharding: Any, approximate: bool)
     dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
     y = linear.dot_general(inputs, kernel, dimensions, **options)
     return _modules.gelu_of_sum(y, bias, approximate)
+
+
+def _has_zeros(variable: Any) -> bool:
+    """Of a parameter that has values; one of an abstract model has none."""
+    value = _value(variable)
+    concrete = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer)
+    return concrete and not bool(jnp.all(value != 0))
 
 
 def _value(variable: Any) -> Any:
@@ -358,9 +393,7 @@ def _with_pairs(layers: list[Any]) -> list[Any]:
     for layer in layers:
         approximate = _approximate(layer)
         if result and type(result[-1]) is nnx.Linear and approximate is not None:
-            result[-1] = functools.partial(
-                _linear_gelu, result[-1], out_sharding=None, approximate=approximate
-            )
+            result[-1] = functools.partial(_linear_gelu, approximate, result[-1])
         else:
             result.append(layer)
     return result

@@ -151,3 +151,10 @@ def standard_promotion() -> Iterator[None]:
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     yield
     jax.config.update("jax_numpy_dtype_promotion", before)
+
+
+@pytest.fixture
+def flax_settings(standard_promotion: None) -> Iterator[None]:
+    """As Flax's own code has to have it; and no TensorFloat-32."""
+    with jax.numpy_rank_promotion("allow"), jax.default_matmul_precision("highest"):
+        yield

@@ -1,11 +1,9 @@
-"""Our modules inside Flax's transformations, train states, checkpoints and bridges; and `fuse`."""
+"""Our modules inside Flax's transformations, train states, checkpoints and bridges."""
 
 from __future__ import annotations
 
 import functools
-import logging
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,126 +16,31 @@ import pytest
 from flax import linen, nnx
 from flax.nnx import bridge
 from flax.training.train_state import TrainState
+from flax_models import (
+    WIDTH,
+    Model,
+    Partitioned,
+    Plain,
+    Scanned,
+    Synchronised,
+    Vmapped,
+    assert_close,
+    kernels,
+    result_of,
+    x_of,
+)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_gradops
 import jax_gradops.linen
 import jax_gradops.nnx
-from jax_gradops.nnx import add_norm, fuse, unfuse
+from jax_gradops.nnx import fuse
 
-WIDTH = 8
+pytestmark = pytest.mark.usefixtures("flax_settings")
 FLAX, OURS = (linen, nnx), (jax_gradops.linen, jax_gradops.nnx)
 
 
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    """Promotion as users have it, which Flax's own code counts on; no TensorFloat-32."""
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-        jax.default_matmul_precision("highest"),
-    ):
-        yield
-
-
-def x_of(*shape: int) -> jax.Array:
-    x = np.random.default_rng(0).standard_normal(shape or (4, 6, WIDTH))
-    return jnp.asarray(x, jnp.float32)
-
-
-def assert_close(expected: Any, actual: Any, dtype: Any = jnp.float32) -> None:
-    """Equal but for roundings; each model has several layers, which multiply them."""
-    assert jax.tree.structure(expected) == jax.tree.structure(actual)
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
-        a, b = (np.asarray(v, np.float64) for v in (a, b))
-        allowed = 2000 * float(jnp.finfo(dtype).eps) * np.max(np.abs(a), initial=1)
-        np.testing.assert_allclose(b, a, rtol=0, atol=allowed)
-
-
-def kernels(function: Callable[..., Any], *arguments: Any) -> set[str]:
-    """Those that the lowered program calls."""
-    text = jax.jit(function).lower(*arguments).as_text()
-    return set(re.findall(r"custom_call @jax_gradops[.\w]*?\.(\w+)", text))
-
-
 # --- linen ---------------------------------------------------------------------------------------
-
-
-class Block(linen.Module):
-    """One of everything; `modules` are Flax's or ours."""
-
-    modules: Any
-
-    @linen.compact
-    def __call__(self, x: jax.Array, _: Any = None) -> Any:
-        y = self.modules.LayerNorm(name="layer")(x)
-        y = self.modules.RMSNorm(name="rms")(linen.Dense(WIDTH, name="dense")(y))
-        y = self.modules.BatchNorm(use_running_average=False, name="batch")(y)
-        return x + y, None
-
-
-class Plain(linen.Module):
-    modules: Any
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return Block(self.modules)(x)[0]
-
-
-class Scanned(linen.Module):
-    """Layers under `linen.scan`, each rematerialised."""
-
-    modules: Any
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        block = linen.remat(Block, prevent_cse=False)
-        axes: Any = {"params": 0, "batch_stats": 0}
-        layers = linen.scan(block, variable_axes=axes, split_rngs={"params": True}, length=3)
-        return layers(self.modules)(x, None)[0]
-
-
-class Vmapped(linen.Module):
-    """A module for each of the batch; the last one's variables are shared."""
-
-    modules: Any
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        own: Any = {"params": 0, "batch_stats": 0}
-        each = linen.vmap(Plain, variable_axes=own, split_rngs={"params": True})
-        shared = linen.vmap(
-            self.modules.LayerNorm, variable_axes={"params": None}, split_rngs={"params": False}
-        )
-        return shared()(each(self.modules)(x))
-
-
-class Synchronised(linen.Module):
-    """Statistics over the axis that `x` is mapped over."""
-
-    modules: Any
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        axes: Any = {"params": None, "batch_stats": None}
-        norm = linen.vmap(
-            self.modules.BatchNorm,
-            variable_axes=axes,
-            split_rngs={"params": False},
-            axis_name="devices",
-        )
-        return norm(use_running_average=False, axis_name="devices")(x)
-
-
-class Partitioned(linen.Module):
-    """Parameters with names of mesh axes."""
-
-    modules: Any
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        init = linen.with_partitioning(linen.initializers.ones, ("model",))
-        return self.modules.LayerNorm(scale_init=init, bias_init=init)(x)
 
 
 def gradient(model: Any, variables: Any, x: jax.Array) -> Any:
@@ -232,33 +135,6 @@ def test_linen_add_norm(platform: str) -> None:
 # --- NNX -----------------------------------------------------------------------------------------
 
 
-class Model(nnx.Module):
-    """One of everything that `fuse` knows, with norms of a module given."""
-
-    def __init__(self, rngs: nnx.Rngs, modules: Any = nnx) -> None:
-        self.layer = modules.LayerNorm(WIDTH, rngs=rngs)
-        self.blocks = nnx.List([modules.RMSNorm(WIDTH, rngs=rngs) for _ in range(2)])
-        self.batch = modules.BatchNorm(WIDTH, rngs=rngs)
-        self.mlp = nnx.Sequential(
-            nnx.Linear(WIDTH, 16, rngs=rngs), jax.nn.gelu, nnx.Linear(16, WIDTH, rngs=rngs)
-        )
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y, x = add_norm(self.layer, x, jnp.sin(x))
-        for norm in self.blocks:
-            y = norm(y + 1)
-        return x + self.batch(self.mlp(y))
-
-
-def loss_of(model: Any, x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.sin(model(x)))
-
-
-def result_of(model: Any, x: jax.Array) -> Any:
-    result = nnx.jit(nnx.value_and_grad(loss_of))(model, x)
-    return nnx.to_pure_dict(result[1]), result[0], nnx.to_pure_dict(nnx.state(model))
-
-
 def stacked(modules: Any) -> Any:
     """Three models in one, as NNX's users stack layers."""
 
@@ -306,138 +182,6 @@ def test_nnx_transformations(how: str, platform: str) -> None:
         return result_of(model, x)
 
     assert_close(run(nnx), run(jax_gradops.nnx))
-
-
-def test_training_goes_on_after_fuse() -> None:
-    x = x_of()
-
-    def train(fuse_at: int | None) -> Any:
-        model = Model(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
-            loss, gradients = nnx.value_and_grad(loss_of)(model, x)
-            optimizer.update(model, gradients)
-            return loss
-
-        losses = []
-        for i in range(4):
-            if i == fuse_at:
-                fuse(model, gelu=True)
-            losses.append(step(model, optimizer, x))
-        return losses, nnx.to_pure_dict(nnx.state(optimizer))
-
-    expected = train(None)
-    assert_close(expected, train(0))
-    assert_close(expected, train(2))
-
-
-def test_fuse_and_unfuse() -> None:
-    model = Model(nnx.Rngs(0))
-    modules = {path: m for path, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
-    variables = jax.tree.leaves(nnx.variables(model), is_leaf=lambda v: isinstance(v, nnx.Variable))
-    before = nnx.graphdef(model)
-    reports: list[Any] = []
-    assert fuse(model, gelu=True, residuals="output", report=reports.append) is model
-    after = {path: m for path, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
-    assert all(after[path] is m for path, m in modules.items()) and len(after) == len(modules)
-    now = jax.tree.leaves(nnx.variables(model), is_leaf=lambda v: isinstance(v, nnx.Variable))
-    assert all(a is b for a, b in zip(variables, now, strict=True))
-    assert reports[0].changed == {
-        "batch": "jax_gradops.nnx.BatchNorm",
-        "blocks.0": "jax_gradops.nnx.RMSNorm",
-        "blocks.1": "jax_gradops.nnx.RMSNorm",
-        "layer": "jax_gradops.nnx.LayerNorm",
-        "mlp": "jax_gradops.nnx.Sequential",
-    }
-    assert not reports[0].left
-    assert isinstance(model.layer, nnx.LayerNorm) and model.layer.residuals == "output"
-    graph, state = nnx.split(model)
-    found = kernels(lambda s, x: nnx.merge(graph, s)(x), state, x_of())
-    assert found == {"layer_norm_fwd", "rms_norm_fwd", "batch_norm_fwd", "bias_gelu_fwd"}
-    assert unfuse(model) is model
-    assert nnx.graphdef(model) == before
-
-
-class Own(nnx.LayerNorm):
-    """A user's."""
-
-
-def test_fuse_says_what_it_leaves() -> None:
-    rngs = nnx.Rngs(0)
-    gelu = functools.partial(jax.nn.gelu, approximate=False)
-    linear = functools.partial(nnx.Linear, WIDTH, WIDTH, rngs=rngs)
-    model = nnx.Dict(
-        own=Own(WIDTH, rngs=rngs),
-        group=nnx.GroupNorm(WIDTH, num_groups=2, rngs=rngs),
-        axis=nnx.LayerNorm(WIDTH, axis_name="devices", rngs=rngs),
-        other=nnx.RMSNorm(WIDTH, reduction_axes=-2, feature_axes=-2, rngs=rngs),
-        differ=nnx.RMSNorm(WIDTH, reduction_axes=(-2, -1), rngs=rngs),
-        groups=nnx.BatchNorm(WIDTH, axis_name="d", axis_index_groups=[[0], [1]], rngs=rngs),
-        complex=nnx.LayerNorm(WIDTH, param_dtype=jnp.complex64, rngs=rngs),
-        relu=nnx.Sequential(linear(), jax.nn.relu),
-        exact=nnx.Sequential(linear(), gelu, linear(), jax_gradops.gelu, jax.nn.gelu),
-        sure=nnx.LayerNorm(WIDTH, reduction_axes=2, feature_axes=2, rngs=rngs),
-    )
-    reports: list[Any] = []
-    fuse(model, gelu=True, report=reports.append)
-    assert reports[0].changed == {
-        "exact": "jax_gradops.nnx.Sequential",
-        "sure": "jax_gradops.nnx.LayerNorm",
-    }
-    assert reports[0].left == {
-        "axis": "axis_name is set",
-        "complex": "no kernel for complex64",
-        "differ": "reduction_axes and feature_axes differ",
-        "group": "no kernel for GroupNorm",
-        "groups": "axis_index_groups is set",
-        "other": "reduction_axes are not the last ones",
-        "own": "Own is a subclass of LayerNorm, with code of its own",
-    }
-    assert str(reports[0]).splitlines()[:2] == [
-        "fused 2, left 7",
-        "  exact: now jax_gradops.nnx.Sequential",
-    ]
-    x = x_of()
-    ours = model["exact"](x)
-    assert kernels(lambda x: model["exact"](x), x) == {"bias_gelu_fwd"}
-    assert_close(unfuse(model)["exact"](x), ours)
-    again: list[Any] = []
-    fuse(fuse(model), report=again.append)
-    assert not again[0].changed
-
-
-def test_fuse_refuses(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(TypeError, match=r"fuse: model must be a flax.nnx.Module, got dict"):
-        fuse({})  # type: ignore[type-var]
-    with pytest.raises(TypeError, match=r"unfuse: model must be a flax.nnx.Module, got Dense"):
-        unfuse(linen.Dense(3))  # type: ignore[type-var]
-    with pytest.raises(ValueError, match="residuals must be .* got 'both'"):
-        fuse(Model(nnx.Rngs(0)), residuals="both")  # type: ignore[arg-type]
-    with caplog.at_level(logging.INFO, logger="jax_gradops"):
-        fuse(Model(nnx.Rngs(0)))
-    assert "fused 4, left 0" in caplog.text
-
-
-def test_saving_the_output_takes_less_memory() -> None:
-    x, weight = np.asarray(x_of(64, 32, WIDTH)), np.ones((WIDTH, WIDTH), np.float32)
-    layers = 6
-
-    def memory(residuals: Any) -> int:
-        """Of a program with norms that matrices follow: they keep the input, or the result."""
-        norm = fuse(nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0)), residuals=residuals)
-
-        def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
-            for _ in range(layers):
-                x = x + jnp.sin(norm(x)) @ weight
-            return jnp.sum(x)
-
-        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    with jax.default_device(jax.devices("cpu")[0]):  # GPUs have workspaces that are larger
-        assert memory("output") <= memory("input") - (layers - 2) * x.nbytes
 
 
 @pytest.mark.parametrize("use_bias", [True, False])

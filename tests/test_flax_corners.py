@@ -1,0 +1,195 @@
+"""What users meet beside plain calls of our Flax modules: tools that watch, odd arguments."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from flax_models import WIDTH, x_of
+
+import jax_gradops
+import jax_gradops.linen
+import jax_gradops.nnx
+from jax_gradops.nnx import fuse, unfuse
+
+pytestmark = pytest.mark.usefixtures("flax_settings")
+
+
+def mlp(rngs: nnx.Rngs) -> nnx.Sequential:
+    return nnx.Sequential(
+        nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 5, rngs=rngs), jax.nn.gelu
+    )
+
+
+# --- What watches calls --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_interceptors_see_a_call_once(running: bool) -> None:
+    def twice(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        y = call(*args, **kwargs)
+        return 2 * y if context.method_name == "__call__" else y
+
+    results = []
+    for modules in (linen, jax_gradops.linen):
+        model = modules.BatchNorm(use_running_average=running)
+        variables = model.init(jax.random.key(0), x_of())
+        with linen.intercept_methods(twice):
+            results.append(model.apply(variables, x_of(), mutable=["batch_stats"])[0])
+        _, state = model.apply(
+            variables, x_of(), mutable=["batch_stats", "intermediates"], capture_intermediates=True
+        )
+        assert len(state["intermediates"]["__call__"]) == 1
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_tables_and_captures() -> None:
+    model = fuse(mlp(nnx.Rngs(0)), gelu=True)
+    table = nnx.tabulate(model, x_of())
+    assert "LayerNorm" in table and "Sequential" in table
+    assert "LayerNorm" in linen.tabulate(jax_gradops.linen.LayerNorm(), jax.random.key(0))(x_of())
+    expected = unfuse(copy.deepcopy(model))(x_of())
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), nnx.clone(model)):
+        np.testing.assert_allclose(other(x_of()), expected, rtol=1e-5, atol=1e-5)
+    mixed = nnx.Sequential(
+        *(
+            m.BatchNorm(WIDTH, use_running_average=True, rngs=nnx.Rngs(0))
+            for m in (nnx, jax_gradops.nnx)
+        )
+    )
+    assert nnx.tabulate(mixed, x_of()).count("BatchNorm") == 2
+
+
+def test_sequential_is_called_as_flax_calls_it() -> None:
+    rngs = nnx.Rngs(0)
+
+    def two(x: jax.Array) -> Any:
+        return x, None
+
+    def options(x: jax.Array, **given: Any) -> jax.Array:
+        assert given == {}
+        return x
+
+    for layers in ((two, nnx.Linear(WIDTH, 5, rngs=rngs), jax.nn.gelu), (options,), ()):
+        flax, ours = nnx.Sequential(*layers), jax_gradops.nnx.Sequential(*layers)
+        arguments = (x_of(),) if layers else ()
+        expected, got = flax(*arguments), ours(*arguments)
+        assert (expected is None) == (got is None)
+        if expected is not None:
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    linear = nnx.Sequential(nnx.Linear(WIDTH, 5, rngs=rngs), jax.nn.gelu)
+    expected = linear(x_of(), None)
+    np.testing.assert_allclose(
+        fuse(linear, gelu=True)(x_of(), None), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+# --- Arguments -----------------------------------------------------------------------------------
+
+
+def both(name: str, x: Any, **options: Any) -> list[Any]:
+    """Flax's result and ours, in linen and in NNX."""
+    results = []
+    for modules in (linen, jax_gradops.linen):
+        model = getattr(modules, name)(**options)
+        results.append(model.init_with_output(jax.random.key(0), x)[0])
+    features = np.prod(
+        [np.shape(x)[a] for a in {a % np.ndim(x) for a in options.get("feature_axes", [-1])}]
+    )
+    for modules in (nnx, jax_gradops.nnx):
+        results.append(getattr(modules, name)(int(features), **options, rngs=nnx.Rngs(0))(x))
+    return results
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_options_that_are_odd(name: str) -> None:
+    same = {"reduction_axes": (-1, 2), "feature_axes": (-1, 2)}  # the last axis, twice
+    for options in (
+        same,
+        {"epsilon": -1e-9},
+        {"epsilon": np.float32(0.1)},
+        {"epsilon": jnp.ones(())},
+    ):
+        flax, ours, flax_nnx, ours_nnx = both(name, x_of(), **options)
+        np.testing.assert_allclose(ours, flax, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(ours_nnx, flax_nnx, rtol=1e-4, atol=1e-4)
+    with jax.enable_x64(False):
+        for y in both(name, x_of(), dtype=float):
+            assert y.dtype == jnp.float32
+
+
+def test_lists_in_nnx() -> None:
+    rows = [[1.0, 2.0, 4.0], [0.0, 1.0, 5.0]]
+    for name in ("LayerNorm", "RMSNorm"):
+        flax, ours = (getattr(m, name)(3, rngs=nnx.Rngs(0))(rows) for m in (nnx, jax_gradops.nnx))
+        np.testing.assert_allclose(ours, flax, rtol=1e-5, atol=1e-5)
+
+
+class Doubled(jax_gradops.nnx.LayerNorm):
+    """A user's."""
+
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
+        return 2 * super().__call__(x.astype(jnp.float32), mask=mask)
+
+
+class DoubledLinen(jax_gradops.linen.LayerNorm):
+    @linen.compact
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
+        return 2 * super().__call__(x.astype(jnp.float32), mask=mask)
+
+
+def test_add_norm_of_others() -> None:
+    x, residual = x_of(), x_of() + 1
+    norm = Doubled(WIDTH, rngs=nnx.Rngs(0))
+    y, total = jax_gradops.nnx.add_norm(norm, x, residual)
+    np.testing.assert_array_equal(total, x + residual)
+    np.testing.assert_array_equal(y, norm(x + residual))
+    for other in (x[..., :1], x_of(WIDTH), jnp.float32(2), residual.astype(jnp.bfloat16)):
+        y, total = jax_gradops.nnx.add_norm(
+            jax_gradops.nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0)), x, other
+        )
+        expected = nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))(x + other)
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+        assert total.dtype == (x + other).dtype
+
+    class Model(linen.Module):
+        norm: Any
+
+        @linen.compact
+        def __call__(self, x: jax.Array) -> Any:
+            return jax_gradops.linen.add_norm(self.norm(), x, residual)
+
+    ours = jax_gradops.linen.LayerNorm
+    for norm in (DoubledLinen, ours, linen.remat(ours), linen.jit(ours)):
+        (y, total), variables = Model(norm).init_with_output(jax.random.key(0), x)
+        factor = 2 if norm is DoubledLinen else 1
+        expected = factor * np.asarray(
+            linen.LayerNorm().init_with_output(jax.random.key(0), x + residual)[0]
+        )
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(total, x + residual)
+        text = jax.jit(Model(norm).apply).lower(variables, x).as_text()
+        assert ("stablehlo.add" in text) == (norm is DoubledLinen)
+
+
+def test_a_dense_checkpoint_loads() -> None:
+    class Flax(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = jax.nn.gelu(linen.Dense(5)(x))
+            return linen.Dense(3)(y)
+
+    class Ours(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = jax_gradops.linen.DenseGelu(5, name="Dense_0")(x)
+            return linen.Dense(3, name="Dense_1")(y)
+
+    y, variables = Flax().init_with_output(jax.random.key(0), x_of())
+    np.testing.assert_allclose(Ours().apply(variables, x_of()), y, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,193 @@
+"""`fuse` and `unfuse`: what they change, leave, say and refuse."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.nnx import bridge
+from flax_models import WIDTH, Model, assert_close, kernels, loss_of, x_of
+
+import jax_gradops
+import jax_gradops.nnx
+from jax_gradops.nnx import fuse, unfuse
+
+pytestmark = pytest.mark.usefixtures("flax_settings")
+
+
+def test_fuse_and_unfuse() -> None:
+    model = Model(nnx.Rngs(0))
+    modules = {path: m for path, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
+    variables = jax.tree.leaves(nnx.variables(model), is_leaf=lambda v: isinstance(v, nnx.Variable))
+    before = nnx.graphdef(model)
+    reports: list[Any] = []
+    assert fuse(model, gelu=True, residuals="output", report=reports.append) is model
+    after = {path: m for path, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
+    assert all(after[path] is m for path, m in modules.items()) and len(after) == len(modules)
+    now = jax.tree.leaves(nnx.variables(model), is_leaf=lambda v: isinstance(v, nnx.Variable))
+    assert all(a is b for a, b in zip(variables, now, strict=True))
+    assert reports[0].changed == {
+        "batch": "jax_gradops.nnx.BatchNorm",
+        "blocks.0": "jax_gradops.nnx.RMSNorm, residuals='output'",
+        "blocks.1": "jax_gradops.nnx.RMSNorm, residuals='output'",
+        "layer": "jax_gradops.nnx.LayerNorm, residuals='output'",
+        "mlp": "jax_gradops.nnx.Sequential",
+    }
+    assert not reports[0].left
+    assert isinstance(model.layer, nnx.LayerNorm) and model.layer.residuals == "output"
+    graph, state = nnx.split(model)
+    found = kernels(lambda s, x: nnx.merge(graph, s)(x), state, x_of())
+    assert found == {"layer_norm_fwd", "rms_norm_fwd", "batch_norm_fwd", "bias_gelu_fwd"}
+    assert unfuse(model) is model
+    assert nnx.graphdef(model) == before
+
+
+class Own(nnx.LayerNorm):
+    """A user's."""
+
+
+def test_fuse_says_what_it_leaves() -> None:
+    rngs = nnx.Rngs(0)
+    gelu = functools.partial(jax.nn.gelu, approximate=False)
+    linear = functools.partial(nnx.Linear, WIDTH, WIDTH, rngs=rngs)
+    model = nnx.Dict(
+        own=Own(WIDTH, rngs=rngs),
+        group=nnx.GroupNorm(WIDTH, num_groups=2, rngs=rngs),
+        axis=nnx.LayerNorm(WIDTH, axis_name="devices", rngs=rngs),
+        other=nnx.RMSNorm(WIDTH, reduction_axes=-2, feature_axes=-2, rngs=rngs),
+        differ=nnx.RMSNorm(WIDTH, reduction_axes=(-2, -1), rngs=rngs),
+        groups=nnx.BatchNorm(WIDTH, axis_name="d", axis_index_groups=[[0], [1]], rngs=rngs),
+        complex=nnx.LayerNorm(WIDTH, param_dtype=jnp.complex64, rngs=rngs),
+        relu=nnx.Sequential(linear(), jax.nn.relu),
+        exact=nnx.Sequential(linear(), gelu, linear(), jax_gradops.gelu, jax.nn.gelu),
+        sure=nnx.LayerNorm(WIDTH, reduction_axes=2, feature_axes=2, rngs=rngs),
+    )
+    reports: list[Any] = []
+    fuse(model, gelu=True, report=reports.append)
+    assert reports[0].changed == {
+        "exact": "jax_gradops.nnx.Sequential",
+        "sure": "jax_gradops.nnx.LayerNorm",
+    }
+    assert reports[0].left == {
+        "axis": "axis_name is set",
+        "complex": "no kernel for complex64",
+        "differ": "reduction_axes and feature_axes differ",
+        "group": "no kernel for GroupNorm",
+        "groups": "axis_index_groups is set",
+        "other": "reduction_axes are not the last ones",
+        "own": "Own is a subclass of LayerNorm, maybe with code of its own",
+    }
+    assert str(reports[0]).splitlines()[:2] == [
+        "fused 2, left 7",
+        "  exact: now jax_gradops.nnx.Sequential",
+    ]
+    x = x_of()
+    ours = model["exact"](x)
+    assert kernels(lambda x: model["exact"](x), x) == {"bias_gelu_fwd"}
+    assert_close(unfuse(model)["exact"](x), ours)
+    again: list[Any] = []
+    fuse(fuse(model), report=again.append)
+    assert not again[0].changed
+
+
+def test_fuse_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TypeError, match=r"fuse: model must be a flax.nnx.Module, got dict"):
+        fuse({})  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"unfuse: model must be a flax.nnx.Module, got Dense"):
+        unfuse(linen.Dense(3))  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="residuals must be .* got 'both'"):
+        fuse(Model(nnx.Rngs(0)), residuals="both")  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO, logger="jax_gradops"):
+        fuse(Model(nnx.Rngs(0)))
+    assert "fused 4, left 0" in caplog.text
+
+
+def test_training_goes_on_after_fuse() -> None:
+    x = x_of()
+
+    def train(fuse_at: int | None) -> Any:
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+            loss, gradients = nnx.value_and_grad(loss_of)(model, x)
+            optimizer.update(model, gradients)
+            return loss
+
+        losses = []
+        for i in range(4):
+            if i == fuse_at:
+                fuse(model, gelu=True)
+            losses.append(step(model, optimizer, x))
+        return losses, nnx.to_pure_dict(nnx.state(optimizer))
+
+    expected = train(None)
+    assert_close(expected, train(0))
+    assert_close(expected, train(2))
+
+
+def test_saving_the_output_takes_less_memory() -> None:
+    x, weight = np.asarray(x_of(64, 32, WIDTH)), np.ones((WIDTH, WIDTH), np.float32)
+    layers = 6
+
+    def memory(residuals: Any) -> int:
+        """Of a program with norms that matrices follow: they keep the input, or the result."""
+        norm = fuse(nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0)), residuals=residuals)
+
+        def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
+            for _ in range(layers):
+                x = x + jnp.sin(norm(x)) @ weight
+            return jnp.sum(x)
+
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    with jax.default_device(jax.devices("cpu")[0]):  # GPUs have workspaces that are larger
+        assert memory("output") <= memory("input") - (layers - 2) * x.nbytes
+
+
+def small() -> nnx.Sequential:
+    rngs = nnx.Rngs(0)
+    norm, linear = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 5, rngs=rngs)
+    return nnx.Sequential(norm, linear, jax.nn.gelu)
+
+
+def test_scales_of_zero_keep_the_input() -> None:
+    zeros = nnx.LayerNorm(WIDTH, scale_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
+    model = nnx.Sequential(zeros, nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0)))
+    reports: list[Any] = []
+    fuse(model, residuals="output", report=reports.append)
+    assert reports[0].changed == {
+        "layers.0": "jax_gradops.nnx.LayerNorm, without residuals='output': its scale has zeros",
+        "layers.1": "jax_gradops.nnx.LayerNorm, residuals='output'",
+    }
+    gradient = nnx.grad(lambda norm, x: jnp.sum(jnp.sin(norm(x) + x)))(model.layers[0], x_of())
+    assert np.all(np.asarray(gradient["scale"][...]) != 0)
+
+
+def test_fuse_leaves_residuals_that_are_set() -> None:
+    reports: list[Any] = []
+    model = fuse(small(), residuals="output")
+    fuse(model, gelu=True, report=reports.append)
+    assert model.layers[0].residuals == "output" and list(reports[0].changed) == ["the model"]
+    fuse(model, residuals="input", report=reports.append)
+    assert reports[1].changed == {"layers.0": "jax_gradops.nnx.LayerNorm, residuals='input'"}
+
+
+def test_fuse_of_linen_modules() -> None:
+    model = nnx.Dict(
+        norm=bridge.ToNNX(linen.LayerNorm(), rngs=nnx.Rngs(0)),
+        ours=jax_gradops.nnx.LayerNorm(3, rngs=nnx.Rngs(0)),
+    )
+    reports: list[Any] = []
+    fuse(model, report=reports.append)
+    assert reports[0].left == {"norm": "a linen module: jax_gradops.linen has its like"}
+    assert not reports[0].changed
