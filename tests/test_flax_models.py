@@ -26,6 +26,7 @@ from flax_models import (
     Vmapped,
     assert_close,
     kernels,
+    loss_of,
     result_of,
     x_of,
 )

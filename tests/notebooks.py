@@ -1,0 +1,49 @@
+"""Executes the notebooks: for tests, and as a program, to refresh the committed outputs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib.font_manager  # noqa: F401  (where it has no font cache, it makes one, and says so)
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+CELL_SECONDS = 300
+
+
+def execute(path: Path, environment: Mapping[str, str]) -> nbformat.NotebookNode:
+    """The notebook with new outputs; raises what one of its cells raises. The file stays as it is.
+
+    Its kernel runs in an empty folder, on this interpreter.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        manager = AsyncKernelManager(
+            kernel_name="python3",
+            # Installed kernels, of which one may be another interpreter's, are in folders.
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
+            transport="ipc",  # no ports that several workers could take at once
+            connection_file=f"{folder}/kernel.json",
+        )
+        NotebookClient(
+            notebook,
+            km=manager,
+            timeout=CELL_SECONDS,
+            record_timing=False,
+            resources={"metadata": {"path": folder}},
+        ).execute(env=dict(environment), cleanup_kc=True)
+    # What is left out would differ with each interpreter that refreshes it.
+    notebook.metadata["language_info"] = {"name": "python"}
+    return notebook
+
+
+if __name__ == "__main__":
+    for notebook_path in NOTEBOOKS:
+        nbformat.write(execute(notebook_path, os.environ), notebook_path)
+        print(f"{notebook_path.name}: executed, {notebook_path.stat().st_size / 1e3:.0f} kB")
