@@ -390,7 +390,9 @@ def clip_by_global_norm(
 
     Returns:
       An `optax.GradientTransformation` whose state is a `ClipByGlobalNormState`: it holds the norm
-      of the last updates, so that a training loop can show it at no cost.
+      of the last updates, so that a training loop can show it at no cost. In chains it is
+      ``optax.tree.get(state, "global_norm")``; of an `nnx.Optimizer`'s ``opt_state`` that is a
+      variable, which the next step changes: take its value, ``[...]``.
 
     Raises:
       ImportError: if Optax is not installed (``pip install optax``).
