@@ -367,7 +367,7 @@ def _linear_gelu(
 
 def _has_zeros(variable: Any) -> bool:
     """Of a parameter that has values; one of an abstract model has none."""
-    value = _value(variable)
+    value = None if variable is None else variable.get_value()
     concrete = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer)
     return concrete and not bool(jnp.all(value != 0))
 

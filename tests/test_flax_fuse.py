@@ -173,6 +173,14 @@ def test_scales_of_zero_keep_the_input() -> None:
     assert np.all(np.asarray(gradient["scale"][...]) != 0)
 
 
+def test_fuse_of_an_abstract_model() -> None:
+    model = fuse(nnx.eval_shape(small), gelu=True, residuals="output")
+    assert model.layers[0].residuals == "output"
+    _, state = nnx.split(small())
+    expected = small()(x_of())
+    assert_close(expected, nnx.merge(nnx.graphdef(model), state)(x_of()))
+
+
 def test_fuse_leaves_residuals_that_are_set() -> None:
     reports: list[Any] = []
     model = fuse(small(), residuals="output")
