@@ -21,7 +21,11 @@ void Prefetch(const T* elements, std::int64_t n) {
 }
 
 // Results of at least as many bytes are streamed: memory then need not be read before it is
-// written.
+// written. Batch norm does so. Tried for layer norm and GELU of [8192, 2048], two cores, and not
+// kept: in memory that is used again, float32 took 16.7 and 22 to 24 ms instead of 18 to 19 and 25,
+// bfloat16 14 to 16 and 14 to 15 instead of 14 to 15 and 12; in memory that is new to the process,
+// float32 34 to 35 and 40 to 44 ms instead of 25 to 27 and 31 to 36, as the kernel's zeros are in
+// the caches then.
 inline constexpr std::int64_t kStreamedBytes = 4 << 20;
 
 // Whole cache lines go past the caches, what is left at the ends does not.
