@@ -153,7 +153,7 @@ class Sequential(nnx.Sequential):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls one layer after the other, as `flax.nnx.Sequential` does."""
-        paired: Any = types.SimpleNamespace(layers=_with_pairs(list(self.layers)))
+        paired: Any = types.SimpleNamespace(layers=_with_pairs(self))
         return _SEQUENTIAL(paired, *args, **kwargs)
 
 
@@ -242,7 +242,9 @@ def fuse(
         why = _why_left(module, gelu)
         if why:
             left[path] = why
-        elif kind in _NORMS or (kind is nnx.Sequential and gelu and _has_pairs(module)):
+        elif kind in _NORMS or (
+            kind is nnx.Sequential and gelu and len(_with_pairs(module)) < len(module.layers)
+        ):
             ours = _NORMS.get(kind, Sequential)
             object.__setattr__(module, "__class__", ours)
             changed[path] = f"jax_gradops.nnx.{ours.__name__}"
@@ -387,18 +389,13 @@ def _approximate(layer: Any) -> bool | None:
     )
 
 
-def _with_pairs(layers: list[Any]) -> list[Any]:
+def _with_pairs(module: nnx.Sequential) -> list[Any]:
     """A Sequential's layers, each Linear in one with the GELU after it."""
     result: list[Any] = []
-    for layer in layers:
+    for layer in module.layers:
         approximate = _approximate(layer)
         if result and type(result[-1]) is nnx.Linear and approximate is not None:
             result[-1] = functools.partial(_linear_gelu, approximate, result[-1])
         else:
             result.append(layer)
     return result
-
-
-def _has_pairs(module: nnx.Sequential) -> bool:
-    layers = list(module.layers)
-    return len(_with_pairs(layers)) < len(layers)
