@@ -201,9 +201,9 @@ def test_profile_of_a_gpu(tmp_path: Path) -> None:
     def named(kind: str, pid: int, name: str, **thread: int) -> dict[str, Any]:
         return {"ph": "M", "pid": pid, "name": kind, "args": {"name": name}, **thread}
 
-    def ran(pid: int, tid: int, name: str, us: float) -> dict[str, Any]:
+    def ran(pid: int, tid: int, name: str, us: float, ts: float = 0) -> dict[str, Any]:
         args = {"hlo_op": "fusion"}
-        return {"ph": "X", "pid": pid, "tid": tid, "ts": 1, "dur": us, "name": name, "args": args}
+        return {"ph": "X", "pid": pid, "tid": tid, "ts": ts, "dur": us, "name": name, "args": args}
 
     events = [
         named("process_name", 1, "/device:GPU:0"),
@@ -211,8 +211,8 @@ def test_profile_of_a_gpu(tmp_path: Path) -> None:
         named("thread_name", 1, "XLA Ops", tid=3),
         named("process_name", 9, "/host:CPU"),
         named("thread_name", 9, "python", tid=2),
-        *(ran(1, 2, f"gemm_fusion_dot_{i}", 500) for i in range(4)),
-        ran(1, 2, "input_reduce_fusion_1", 3000),
+        *(ran(1, 2, f"gemm_fusion_dot_{i}", 500, 400 * i) for i in range(4)),
+        ran(1, 2, "input_reduce_fusion_1", 3000, 2700),
         ran(1, 3, "input_reduce_fusion_1", 3000),
         ran(9, 2, "a function", 7000),
         {"ph": "C", "pid": 1, "name": "a counter", "args": {}},
@@ -221,7 +221,8 @@ def test_profile_of_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "plugins" / "profile" / "2026" / "host.trace.json.gz"
     path.parent.mkdir(parents=True)
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    reduction, product = train_profile.read(tmp_path, 2)
+    reduction, product, idle = train_profile.read(tmp_path, 2)
     assert (reduction.name, reduction.calls, reduction.ms) == ("reduction", 0.5, 1.5)
     assert product.kernels == (train_profile.Kernel("gemm_fusion_dot", 2, 1.0),)
+    assert idle.kernels == (train_profile.Kernel("idle", 0.5, 0.5),)  # from 1,700 to 2,700
     assert train_profile.read(tmp_path / "nothing", 2) == []

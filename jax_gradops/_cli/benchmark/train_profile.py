@@ -7,7 +7,7 @@ import dataclasses
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ GROUPS = {
     "other fusion": r"fusion|wrapped_",
     "other": "",
 }
+
+#: The group of the time in which no kernel of a GPU runs.
+IDLE = "idle"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,25 +67,40 @@ def read(directory: Path, steps: int) -> list[Group]:
         return []
     with gzip.open(traces[-1], "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
+    gpu, events = _kernels(events)
     calls, us = collections.Counter[tuple[str, str]](), collections.Counter[tuple[str, str]]()
-    for event in _kernels(events):
+    for event in events:
         key = group_of(event["name"]), short_name(event["name"])
         calls[key] += 1
         us[key] += event.get("dur", 0)
     kernels: dict[str, list[Kernel]] = collections.defaultdict(list)
     for (group, name), time in us.most_common():
         kernels[group].append(Kernel(name, calls[group, name] / steps, time / 1e3 / steps))
+    if gpu and events:
+        gaps = list(_gaps(events))
+        kernels[IDLE].append(Kernel(IDLE, len(gaps) / steps, sum(gaps) / 1e3 / steps))
     groups = [Group(name, tuple(found)) for name, found in kernels.items()]
     return sorted(groups, key=lambda group: -group.ms)
 
 
-def _kernels(events: list[Any]) -> Iterator[Any]:
-    """What ran on the streams of GPUs; where there are none, XLA's operations on the CPU."""
+def _gaps(events: Sequence[Any]) -> Iterator[float]:
+    """Microseconds of each time in which nothing ran, from the first kernel to the last."""
+    events = sorted(events, key=lambda event: event["ts"])
+    end = events[0]["ts"]
+    for event in events:
+        if event["ts"] > end:
+            yield event["ts"] - end
+        end = max(end, event["ts"] + event.get("dur", 0))
+
+
+def _kernels(events: list[Any]) -> tuple[bool, list[Any]]:
+    """Whether there are GPUs, and what ran on their streams; else XLA's operations on the CPU."""
     names: dict[Any, str] = {}
     for event in events:
         if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):
             names[event["pid"], event.get("tid")] = event["args"]["name"]
     gpu = any(name.startswith("/device:GPU") for name in names.values())
+    found = []
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -92,7 +110,8 @@ def _kernels(events: list[Any]) -> Iterator[Any]:
         else:
             wanted = "hlo_op" in event.get("args", {})
         if wanted:
-            yield event
+            found.append(event)
+    return gpu, found
 
 
 def group_of(name: str) -> str:
