@@ -1,4 +1,5 @@
-// GELU and its derivative for one element: one definition for host and device.
+// GELU and its derivative for one element: one definition for host and device. Float formulas are
+// templates over F: float, or several of them (cpu/lanes.h), which have the primitives below, too.
 //
 //   exact  y = x Phi(x)
 //   tanh   y = x sigmoid(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3)
@@ -66,12 +67,12 @@ inline constexpr float kLog2e = 1.44269504f;
 inline constexpr float kInvSqrt2Pi = 0.398942280f;
 
 // c0 + s (c1 + s (c2 + ...))
-template <typename A>
-GRADOPS_HOST_DEVICE inline A Horner(A /*s*/, A c0) {
+template <typename F>
+GRADOPS_HOST_DEVICE inline F Horner(F /*s*/, float c0) {
   return c0;
 }
-template <typename A, typename... Rest>
-GRADOPS_HOST_DEVICE inline A Horner(A s, A c0, Rest... rest) {
+template <typename F, typename... Rest>
+GRADOPS_HOST_DEVICE inline F Horner(F s, float c0, Rest... rest) {
   return c0 + s * Horner(s, rest...);
 }
 
@@ -136,56 +137,60 @@ GRADOPS_HOST_DEVICE inline float Upper12Bits(float x) {
 
 // round(z log2(e) / 2) for 0 <= z < 2^8, and 2^40 over 2 to its power. Adding 1.5 * 2^23 leaves the
 // integer in the last bits of the sum.
+template <typename F>
 struct Exponent {
-  float n, scale;
+  F n, scale;
 };
-GRADOPS_HOST_DEVICE inline Exponent HalfExponent(float z) {
+template <typename F>
+GRADOPS_HOST_DEVICE inline Exponent<F> HalfExponent(F z) {
   constexpr float kMagic = 0x1.8p23f;
-  const float sum = z * (0.5f * kLog2e) + kMagic;
-  constexpr std::uint32_t kBias = 127 + 40 + 0x4b400000u;  // kMagic's bits
-  const std::uint32_t bits = (kBias - std::bit_cast<std::uint32_t>(sum)) << 23;
-  return {sum - kMagic, std::bit_cast<float>(bits)};
+  const F sum = z * (0.5f * kLog2e) + kMagic;
+  constexpr std::int32_t kBias = 127 + 40 + 0x4b400000;  // kMagic's bits
+  return {sum - kMagic, FromBits((kBias - Bits(sum)) << 23)};
 }
 
 // 2^40 exp(-(hi + lo) / 2) for 0 <= hi + lo <= 225; hi has no rounding error and dominates.
-GRADOPS_HOST_DEVICE inline float ExpMinusHalf(float hi, float lo) {
-  const Exponent e = HalfExponent(hi + lo);
+template <typename F>
+GRADOPS_HOST_DEVICE inline F ExpMinusHalf(F hi, F lo) {
+  const Exponent<F> e = HalfExponent(hi + lo);
   // 2 ln 2 in two parts; n times the first is exact, and so is the difference where it counts.
-  const float r = (e.n * 0x1.62e4p0f - hi) - lo + e.n * 0x1.7f7d1cp-19f;
+  const F r = (e.n * 0x1.62e4p0f - hi) - lo + e.n * 0x1.7f7d1cp-19f;
   return e.scale * Horner(r, 1.0f, 0.5f, 0.124999985f, 0.02083314f, 0.0026042678f, 0.00026155714f,
                           2.159665e-05f);
 }
 
 // The same to 16 bits or more.
-GRADOPS_HOST_DEVICE inline float ShortExpMinusHalf(float z) {
+template <typename F>
+GRADOPS_HOST_DEVICE inline F ShortExpMinusHalf(F z) {
 #if defined(__CUDA_ARCH__)
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(z, -0.5f * kLog2e, 40.0f)));
   return result;
 #else
-  const Exponent e = HalfExponent(z);
-  const float r = e.n * 1.38629436f - z;
+  const Exponent<F> e = HalfExponent(z);
+  const F r = e.n * 1.38629436f - z;
   return e.scale * Horner(r, 1.0f, 0.5f, 0.12501383f, 0.02094627f, 0.0025789125f);
 #endif
 }
 
 // exp(-a^2/2) 2^40 and R(a).
+template <typename F>
 struct Gaussian {
-  float a, exponential, ratio;
+  F a, exponential, ratio;
 };
-template <bool kShort>
-GRADOPS_HOST_DEVICE inline Gaussian GaussianTail(float x) {
-  const float a = ClampedAbs(x, 14.8f);
+template <bool kShort, typename F>
+GRADOPS_HOST_DEVICE inline Gaussian<F> GaussianTail(F x) {
+  const F a = ClampedAbs(x, 14.8f);
   if constexpr (kShort) {
-    const float s = Reciprocal(a + 3.5f);
-    const float ratio =
+    const F s = Reciprocal(a + 3.5f);
+    const F ratio =
         s * Horner(s, 0.40384948f, 1.1825544f, 8.065995f, -16.79352f, 157.54895f, -161.96097f);
     return {a, ShortExpMinusHalf(a * a), ratio};
   } else {
-    const float s = Reciprocal(a + 3.0f);
-    const float ratio = s * Horner(a * s, 1.5f, -2.0904796f, 1.0689933f, 0.20790806f, -0.2668536f,
-                                   -0.0868413f, -0.043377828f, 0.18660364f, -0.07712412f);
-    const float upper = Upper12Bits(a);
+    const F s = Reciprocal(a + 3.0f);
+    const F ratio = s * Horner(a * s, 1.5f, -2.0904796f, 1.0689933f, 0.20790806f, -0.2668536f,
+                               -0.0868413f, -0.043377828f, 0.18660364f, -0.07712412f);
+    const F upper = Upper12Bits(a);
     return {a, ExpMinusHalf(upper * upper, (a - upper) * (a + upper)), ratio};
   }
 }
@@ -194,19 +199,20 @@ GRADOPS_HOST_DEVICE inline Gaussian GaussianTail(float x) {
 inline constexpr float kCubic = 0.044715f;
 // 4 sqrt(2/pi), so that 2 v = kTwiceV (a + kCubic a^3).
 inline constexpr float kTwiceV = 3.19153824f;
+template <typename F>
 struct Logistic {
-  float a, square, exponential, complement;
+  F a, square, exponential, complement;
 };
-template <bool kShort>
-GRADOPS_HOST_DEVICE inline Logistic LogisticTail(float x) {
-  const float a = ClampedAbs(x, 11.0f);
-  const float square = a * a;
-  float exponential;
+template <bool kShort, typename F>
+GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
+  const F a = ClampedAbs(x, 11.0f);
+  const F square = a * a;
+  F exponential;
   if constexpr (kShort) {
     exponential = ShortExpMinusHalf(a * (kTwiceV + kTwiceV * kCubic * square));
   } else {
     constexpr float kUpper = 3.19140625f, kLower = 0.0001319932f;  // kTwiceV in two parts
-    const float upper = Upper12Bits(a);
+    const F upper = Upper12Bits(a);
     exponential =
         ExpMinusHalf(kUpper * upper, kUpper * (a - upper) + a * (kLower + 0.14270963f * square));
   }
@@ -245,50 +251,51 @@ GRADOPS_HOST_DEVICE inline double LogisticExp(double a) {
 }  // namespace gelu
 
 // GELU for element type T, in and out in the compute type.
-template <typename T, bool kApproximate>
-GRADOPS_HOST_DEVICE inline Accum<T> Gelu(Accum<T> x) {
+template <typename T, bool kApproximate, typename F>
+GRADOPS_HOST_DEVICE inline F Gelu(F x) {
+  using namespace gelu;
   constexpr bool kShort = sizeof(T) == 2;
   if constexpr (std::is_same_v<T, double>) {
-    const double a = gelu::ClampedAbs(x);
+    const double a = ClampedAbs(x);
     if constexpr (kApproximate) {
-      const double e = gelu::LogisticExp(a);
-      return gelu::PositivePart(x) - a * e * gelu::Reciprocal(1.0 + e);
+      const double e = LogisticExp(a);
+      return PositivePart(x) - a * e * Reciprocal(1.0 + e);
     } else {
-      return gelu::PositivePart(x) - a * gelu::GaussianTail(a);
+      return PositivePart(x) - a * GaussianTail(a);
     }
   } else if constexpr (kApproximate) {
-    const gelu::Logistic t = gelu::LogisticTail<kShort>(x);
-    return gelu::PositivePart(x) - (t.a * t.exponential) * t.complement * gelu::kDown;
+    const Logistic<F> t = LogisticTail<kShort>(x);
+    return PositivePart(x) - (t.a * t.exponential) * t.complement * kDown;
   } else {
-    const gelu::Gaussian t = gelu::GaussianTail<kShort>(x);
-    return gelu::PositivePart(x) - (t.a * t.exponential) * t.ratio * gelu::kDown;
+    const Gaussian<F> t = GaussianTail<kShort>(x);
+    return PositivePart(x) - (t.a * t.exponential) * t.ratio * kDown;
   }
 }
 
 // Its derivative.
-template <typename T, bool kApproximate>
-GRADOPS_HOST_DEVICE inline Accum<T> GeluDerivative(Accum<T> x) {
+template <typename T, bool kApproximate, typename F>
+GRADOPS_HOST_DEVICE inline F GeluDerivative(F x) {
+  using namespace gelu;
   constexpr bool kShort = sizeof(T) == 2;
-  using A = Accum<T>;
-  A d;
+  F d;
   if constexpr (std::is_same_v<T, double>) {
-    const double a = gelu::ClampedAbs(x);
+    const double a = ClampedAbs(x);
     if constexpr (kApproximate) {
-      const double e = gelu::LogisticExp(a), r = gelu::Reciprocal(1.0 + e);
+      const double e = LogisticExp(a), r = Reciprocal(1.0 + e);
       d = e * r * (1.0 - a * r * 1.5957691216057307117 * (1.0 + 3 * 0.044715 * a * a));
     } else {
-      d = gelu::GaussianTail(a) - a * 0.39894228040143267794 * std::exp(-0.5 * a * a);
+      d = GaussianTail(a) - a * 0.39894228040143267794 * std::exp(-0.5 * a * a);
     }
   } else if constexpr (kApproximate) {
-    const gelu::Logistic t = gelu::LogisticTail<kShort>(x);
-    constexpr float kSlope = 0.5f * gelu::kTwiceV;
-    const float a_slope = t.a * (kSlope + 3 * kSlope * gelu::kCubic * t.square);
-    d = t.exponential * t.complement * (1.0f - a_slope * t.complement) * gelu::kDown;
+    const Logistic<F> t = LogisticTail<kShort>(x);
+    constexpr float kSlope = 0.5f * kTwiceV;
+    const F a_slope = t.a * (kSlope + 3 * kSlope * kCubic * t.square);
+    d = t.exponential * t.complement * (1.0f - a_slope * t.complement) * kDown;
   } else {
-    const gelu::Gaussian t = gelu::GaussianTail<kShort>(x);
-    d = t.exponential * (t.ratio - t.a * gelu::kInvSqrt2Pi) * gelu::kDown;
+    const Gaussian<F> t = GaussianTail<kShort>(x);
+    d = t.exponential * (t.ratio - t.a * kInvSqrt2Pi) * kDown;
   }
-  return gelu::SelectBySign(x, d, A{1} - d);
+  return SelectBySign(x, d, F(1) - d);
 }
 
 }  // namespace gradops

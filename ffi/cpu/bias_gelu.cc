@@ -1,8 +1,7 @@
 // GELU and bias + GELU on the CPU.
 //
-// The arrays are cut into tiles of columns and rows, by shape alone; a tile's rows go through stack
-// blocks of float (double for double) in separate short loops, widen, compute, round, each of which
-// compilers vectorise. Formulas and source: common/gelu.h.
+// The arrays are cut into tiles of columns and rows, by shape alone. Elements are widened and
+// rounded in registers; double is computed one by one. Formulas and source: common/gelu.h.
 //
 // Traffic: forward reads x and writes y. Backward reads dy and x and writes dx; each tile also sums
 // its rows' dz on the stack, one partial row per chunk of rows; see cpu/column_sum.h.
@@ -12,15 +11,42 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "common/gelu.h"
 #include "cpu/column_sum.h"
+#include "cpu/lanes.h"
 #include "cpu/parallel.h"
 
 namespace gradops {
+
+// What common/gelu.h has for one float.
+using Floats = Lanes<float, lanes::kWidth<float>>;
+inline auto Bits(const Floats& x) {
+  return x.As<std::int32_t>();
+}
+inline Floats FromBits(const Lanes<std::int32_t, lanes::kWidth<float>>& bits) {
+  return bits.As<float>();
+}
+inline Floats ClampedAbs(const Floats& x, float limit) {
+  const Floats a = FromBits(Bits(x) & 0x7fffffff);
+  return IfGreater(a, limit, limit, a);
+}
+inline Floats PositivePart(const Floats& x) {
+  return IfGreater(x, 0.0f, x, 0.0f);
+}
+inline Floats SelectBySign(const Floats& x, const Floats& negative, const Floats& positive) {
+  return IfGreater(0.0f, x, negative, positive);
+}
+inline Floats Reciprocal(const Floats& x) {
+  return 1.0f / x;
+}
+inline Floats Upper12Bits(const Floats& x) {
+  return FromBits(Bits(x) & ~0xfff);
+}
+
 namespace {
 
-constexpr std::int64_t kBlock = 512;         // elements that go through the stack at a time
 constexpr std::int64_t kTileColumns = 2048;  // so that a tile's row and its sums stay in L1
 constexpr std::int64_t kShortRow = 256;      // shorter rows are joined
 constexpr std::int64_t kMaxChunks = 64;      // of rows, per group
@@ -80,17 +106,14 @@ void ForEachTile(const CpuContext& pool, const Tiling& t, std::int64_t element_b
   });
 }
 
-// Calls body(offset, start, n): n <= kBlock elements of x from `offset`, at column
-// tile.column + start of their joined row; row after row.
+// Calls body(offset, n): n elements of x from `offset`, at column tile.column of their joined row;
+// row after row.
 template <typename Body>
-void ForEachBlock(const Tiling& t, const Tile& tile, const Body& body) {
+void ForEachRow(const Tiling& t, const Tile& tile, const Body& body) {
   for (std::int64_t row = tile.row; row < tile.row + tile.rows; ++row) {
     const std::int64_t in_group = row * t.columns + tile.column;
     const std::int64_t columns = std::min(tile.columns, t.group_elements - in_group);
-    for (std::int64_t start = 0; start < columns; start += kBlock) {
-      body(tile.group * t.group_elements + in_group + start, start,
-           std::min(kBlock, columns - start));
-    }
+    body(tile.group * t.group_elements + in_group, columns);
   }
 }
 
@@ -119,23 +142,39 @@ class TileBias {
   const A* data_ = repeated_;
 };
 
-// One block: out = gelu(x + bias), or with dy out = dy gelu'(x + bias), which may overwrite dy and
-// is also added to sums unless that is null. Short loops over the stack, as those are vectorised.
+// A tile's part of a row: out = gelu(x + bias), or with dy out = dy gelu'(x + bias), which may
+// overwrite dy and is also added to sums unless that is null.
 template <typename T, bool kApproximate, bool kBackward>
-[[gnu::flatten]] void ComputeBlock(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n,
-                                   T* out, Accum<T>* sums) {
+void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T* out,
+                Accum<T>* sums) {
   using A = Accum<T>;
-  A z[kBlock], result[kBlock];
-  for (std::int64_t i = 0; i < n; ++i) z[i] = static_cast<A>(x[i]) + bias[i];
-  if constexpr (kBackward) {
-    for (std::int64_t i = 0; i < n; ++i) result[i] = static_cast<A>(dy[i]);
-    for (std::int64_t i = 0; i < n; ++i) result[i] *= GeluDerivative<T, kApproximate>(z[i]);
-  } else {
-    for (std::int64_t i = 0; i < n; ++i) result[i] = Gelu<T, kApproximate>(z[i]);
+  // Formulas, then rounding: a processor has a few iterations under way at a time, and those of two
+  // short loops take less time than those of one long.
+  constexpr std::int64_t kBlock = 512;
+  A block[kBlock];
+  for (std::int64_t start = 0; start < n; start += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - start);
+    A* results = block;
+    if constexpr (std::is_same_v<T, A>) results = out + start;
+    const auto compute = [=](auto at) {
+      const auto z = at(x + start) + at(bias + start);
+      if constexpr (kBackward) {
+        at.Store(results, at(dy + start) * GeluDerivative<T, kApproximate>(z));
+      } else {
+        at.Store(results, Gelu<T, kApproximate>(z));
+      }
+    };
+    if constexpr (std::is_same_v<T, double>) {  // the library's functions
+      for (std::int64_t i = 0; i < count; ++i) compute(AtElement{i});
+    } else {
+      ForLanes<lanes::kWidth<A>>(count, compute);
+    }
+    ForLanes<kLanes<A>>(count, [=](auto at) {
+      const auto result = at(results);
+      if constexpr (!std::is_same_v<T, A>) at.Store(out + start, result);
+      if (sums != nullptr) at.Store(sums + start, at(sums + start) + result);
+    });
   }
-  for (std::int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(result[i]);
-  if (sums == nullptr) return;
-  for (std::int64_t i = 0; i < n; ++i) sums[i] += result[i];
 }
 
 // The same arrays with as few groups and as long rows as may be, where rows are not summed.
@@ -155,9 +194,8 @@ void Forward(const CpuContext& pool, const BiasGeluFwdArgs& args) {
   const Tiling t = MakeTiling(shape, 2 * sizeof(T), shape.rows);
   ForEachTile(pool, t, 2 * sizeof(T), [&](const Tile& tile) {
     const TileBias<A> bias(args.bias, shape.features, tile);
-    ForEachBlock(t, tile, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
-      ComputeBlock<T, kApproximate, false>(x + offset, bias.data() + start, nullptr, n, y + offset,
-                                           nullptr);
+    ForEachRow(t, tile, [&](std::int64_t offset, std::int64_t n) {
+      ComputeRow<T, kApproximate, false>(x + offset, bias.data(), nullptr, n, y + offset, nullptr);
     });
   });
 }
@@ -195,9 +233,9 @@ void Backward(const CpuContext& pool, const BiasGeluBwdArgs& args) {
     Tile part = tile;
     for (; part.row < tile.row + tile.rows; part.row += kRowsPerSum) {
       part.rows = std::min(kRowsPerSum, tile.row + tile.rows - part.row);
-      ForEachBlock(t, part, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
-        ComputeBlock<T, kApproximate, true>(x + offset, bias.data() + start, dy + offset, n,
-                                            dx + offset, wants_sums ? sums + start : nullptr);
+      ForEachRow(t, part, [&](std::int64_t offset, std::int64_t n) {
+        ComputeRow<T, kApproximate, true>(x + offset, bias.data(), dy + offset, n, dx + offset,
+                                          wants_sums ? sums : nullptr);
       });
       if (wants_sums) MoveSums(sums, tile.columns, totals);
     }

@@ -2,10 +2,9 @@
 //
 // Rows in parallel, each in two or three passes while it lies in the L1 or L2 cache: memory sees x
 // read and y written (forward), dy and x read and dx written (backward; dy and y, from the output);
-// a residual, its sum with x and the sum's cotangent are one array more each. 16-bit rows are
-// widened block by block to the stack; parameters, which all rows share, once in a call. Sums run
-// in kLanes independent lanes, which compilers vectorise without -ffast-math, and are combined in a
-// fixed order.
+// a residual, its sum with x and the sum's cotangent are one array more each. 16-bit elements are
+// widened in registers; parameters, which all rows share, once in a call. Sums run in independent
+// lanes, which are combined in a fixed order.
 //
 // Mean: from differences to the row's first element, which is exact for constant rows, then
 // rounded; y and the variance are of differences from that, corrected by what their own mean is off
@@ -18,11 +17,11 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
 #include "common/math.h"
 #include "cpu/column_sum.h"
+#include "cpu/lanes.h"
 #include "cpu/parallel.h"
 #include "cpu/wide.h"
 
@@ -41,19 +40,22 @@ struct WideParams {
   WideParam<A, 1> divisor{};  // scale, with infinity in the place of 0
 };
 
+// Columns [start, start + kBlock) of a row of [rows, columns]; zeros where there is none.
+template <typename T>
+const T* RowBlock(const void* rows, std::int64_t row, std::int64_t columns, std::int64_t start) {
+  if (rows == nullptr) return kConstantBlock<T, 0>.data();
+  return static_cast<const T*>(rows) + row * columns + start;
+}
+
 // What is normalised: x, or its sum with the residual, which is stored first.
 template <typename T>
 const T* RowToNormalise(const LayerNormFwdArgs& args, std::int64_t row) {
-  using A = Accum<T>;
-  const std::int64_t features = args.shape.features;
-  if (args.residual == nullptr) return static_cast<const T*>(args.x) + row * features;
-  WideRow<T> x_blocks(args.x, row, features), residual_blocks(args.residual, row, features);
-  T* const sum = static_cast<T*>(args.sum) + row * features;
-  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-    const A* const x = x_blocks(start);
-    const A* const residual = residual_blocks(start);
-    StoreEach(sum + start, count, [&](std::int64_t i) { return x[i] + residual[i]; });
-  });
+  const std::int64_t features = args.shape.features, offset = row * features;
+  const T* const x = static_cast<const T*>(args.x) + offset;
+  if (args.residual == nullptr) return x;
+  const T* const residual = static_cast<const T*>(args.residual) + offset;
+  T* const sum = static_cast<T*>(args.sum) + offset;
+  ForLanes<kLanes<Accum<T>>>(features, [=](auto at) { at.Store(sum, at(x) + at(residual)); });
   return sum;
 }
 
@@ -64,8 +66,7 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   const std::int64_t features = args.shape.features;
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
   const T* const x_row = RowToNormalise<T>(args, row);
-  T* const y = static_cast<T*>(args.y) + row * features;
-  WideRow<T> x_blocks(x_row, 0, features);
+  T* const y_row = static_cast<T*>(args.y) + row * features;
 
   A mean = 0, delta = 0;   // delta: what the rounded mean is off by
   double sum_squares = 0;  // of blocks
@@ -73,15 +74,14 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
     const A shift = features > 0 ? static_cast<A>(x_row[0]) : A{0};
     A sum_shifted = 0;
     ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-      const A* const x = x_blocks(start);
-      sum_shifted +=
-          LaneSums<A, 1>(count, [&](std::int64_t i) { return std::array{x[i] - shift}; })[0];
+      const T* const x = x_row + start;
+      sum_shifted += LaneSums<A, 1>(count, [=](auto at) { return std::array{at(x) - shift}; })[0];
     });
     mean = shift + sum_shifted / n;
-    ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-      const A* const x = x_blocks(start);
-      const auto sums = LaneSums<A, 2>(count, [&](std::int64_t i) {
-        const A centered = x[i] - mean;
+    ForBlocks(features, [&, mean](std::int64_t start, std::int64_t count) {
+      const T* const x = x_row + start;
+      const auto sums = LaneSums<A, 2>(count, [=](auto at) {
+        const auto centered = at(x) - mean;
         return std::array{centered, centered * centered};
       });
       delta += sums[0], sum_squares += sums[1];
@@ -89,22 +89,23 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
     delta /= n;
   } else {
     ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-      const A* const x = x_blocks(start);
-      sum_squares +=
-          LaneSums<A, 1>(count, [&](std::int64_t i) { return std::array{x[i] * x[i]}; })[0];
+      const T* const x = x_row + start;
+      sum_squares += LaneSums<A, 1>(count, [=](auto at) { return std::array{at(x) * at(x)}; })[0];
     });
   }
   const A mean_square = static_cast<A>(sum_squares / n);
   const A rstd = InverseDeviation(VarianceOf(mean_square, delta), static_cast<A>(args.epsilon));
 
   const std::int64_t group = row / args.shape.rows;
-  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-    const A* const x = x_blocks(start);
+  ForBlocks(features, [&, mean, delta](std::int64_t start, std::int64_t count) {
+    const T* const x = x_row + start;
+    T* const y = y_row + start;
     const A* const scale = params.scale(group, start);
     const A* const bias = params.bias(group, start);
-    StoreEach(y + start, count, [&](std::int64_t i) {
-      const A centered = kCentered ? (x[i] - mean) - delta : x[i];
-      return centered * rstd * scale[i] + bias[i];
+    ForLanes<kLanes<A>>(count, [=](auto at) {
+      auto centered = at(x);
+      if constexpr (kCentered) centered = (centered - mean) - delta;
+      at.Store(y, centered * rstd * at(scale) + at(bias));
     });
   });
   if constexpr (kCentered) static_cast<A*>(args.mean)[row] = mean + delta;
@@ -119,26 +120,26 @@ class Shifted {
  public:
   using A = Accum<T>;
   Shifted(const LayerNormBwdArgs& args, const WideParams<A>& params, std::int64_t row)
-      : blocks_(args.x, row, args.shape.features),
+      : x_(static_cast<const T*>(args.x) + row * args.shape.features),
         params_(params),
         group_(row / args.shape.rows),
         mean_(kCentered && !kFromOutput ? static_cast<const A*>(args.mean)[row] : A{0}) {}
-  // Of columns [start, start + kBlock): element i; valid until the next call.
-  auto operator()(std::int64_t start) {
-    const A* const x = blocks_(start);
+  // Of the block from column start on: a function of where a loop is.
+  auto operator()(std::int64_t start) const {
+    const T* const x = x_ + start;
     if constexpr (kFromOutput) {
       const A* const divisor = params_.divisor(group_, start);
       const A* const bias = params_.bias(group_, start);
-      return [=](std::int64_t i) { return (x[i] - bias[i]) / divisor[i]; };
+      return [=](auto at) { return (at(x) - at(bias)) / at(divisor); };
     } else if constexpr (kCentered) {
-      return [x, mean = mean_](std::int64_t i) { return x[i] - mean; };
+      return [x, mean = mean_](auto at) { return at(x) - mean; };
     } else {
-      return [x](std::int64_t i) { return x[i]; };
+      return [x](auto at) { return at(x); };
     }
   }
 
  private:
-  WideRow<T> blocks_;
+  const T* x_;
   const WideParams<A>& params_;
   std::int64_t group_;
   A mean_;
@@ -154,29 +155,27 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
   const std::int64_t group = row / args.shape.rows;
   const A rstd = static_cast<const A*>(args.rstd)[row];
   const A factor = kFromOutput ? A{1} : rstd;
-  Shifted<T, kCentered, kFromOutput> shifted_blocks(args, params, row);
-  WideRow<T> dy_blocks(args.dy, row, features), dsum_blocks(args.dsum, row, features);
-  T* const dx = static_cast<T*>(args.dx) + row * features;
+  const Shifted<T, kCentered, kFromOutput> shifted_blocks(args, params, row);
 
   A sum_shifted = 0, sum_wdy = 0, sum_wdy_shifted = 0;
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
     const auto shifted = shifted_blocks(start);
-    const A* const dy = dy_blocks(start);
+    const T* const dy = RowBlock<T>(args.dy, row, features, start);
     const A* const scale = params.scale(group, start);
-    if constexpr (kCentered) {
-      const auto sums = LaneSums<A, kFromOutput ? 2 : 3>(count, [&](std::int64_t i) {
-        const A wdy = dy[i] * scale[i], x = shifted(i);
-        if constexpr (kFromOutput)
-          return std::array{wdy * x, wdy};
-        else
-          return std::array{wdy * x, wdy, x};
-      });
-      sum_wdy_shifted += sums[0], sum_wdy += sums[1];
-      if constexpr (!kFromOutput) sum_shifted += sums[2];
-    } else {
-      sum_wdy_shifted += LaneSums<A, 1>(
-          count, [&](std::int64_t i) { return std::array{dy[i] * scale[i] * shifted(i)}; })[0];
-    }
+    constexpr int kSums = !kCentered ? 1 : kFromOutput ? 2 : 3;
+    const auto sums = LaneSums<A, kSums>(count, [=](auto at) {
+      const auto wdy = at(dy) * at(scale), x = shifted(at);
+      if constexpr (kSums == 1) {
+        return std::array{wdy * x};
+      } else if constexpr (kSums == 2) {
+        return std::array{wdy * x, wdy};
+      } else {
+        return std::array{wdy * x, wdy, x};
+      }
+    });
+    sum_wdy_shifted += sums[0];
+    if constexpr (kSums > 1) sum_wdy += sums[1];
+    if constexpr (kSums > 2) sum_shifted += sums[2];
   });
   const A delta = sum_shifted / n;
   const A mean_wdy = sum_wdy / n;
@@ -184,20 +183,20 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
 
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
     const auto shifted = shifted_blocks(start);
-    const auto x_hat = [&](std::int64_t i) { return (shifted(i) - delta) * factor; };
-    const A* const dy = dy_blocks(start);
-    const A* const dsum = dsum_blocks(start);
+    const T* const dy = RowBlock<T>(args.dy, row, features, start);
+    const T* const dsum = RowBlock<T>(args.dsum, row, features, start);
+    T* const dx = static_cast<T*>(args.dx) + row * features + start;
     const A* const scale = params.scale(group, start);
-    StoreEach(dx + start, count, [&](std::int64_t i) {
-      return NormInputGrad(dy[i] * scale[i], x_hat(i), mean_wdy, mean_wdy_x_hat, rstd) + dsum[i];
+    A* const dscales = dscale == nullptr ? nullptr : dscale + start;
+    A* const dbiases = dbias == nullptr ? nullptr : dbias + start;
+    ForLanes<kLanes<A>>(count, [=](auto at) {
+      const auto dy_here = at(dy), x_hat = (shifted(at) - delta) * factor;
+      const auto added = at(dsum);  // before dx is stored, which may lie there
+      if (dscales != nullptr) at.Store(dscales, at(dscales) + dy_here * x_hat);
+      if (dbiases != nullptr) at.Store(dbiases, at(dbiases) + dy_here);
+      at.Store(dx,
+               NormInputGrad(dy_here * at(scale), x_hat, mean_wdy, mean_wdy_x_hat, rstd) + added);
     });
-    const auto add_to = [&](A* __restrict__ sums, const auto& term) {
-      for (std::int64_t i = 0; i < count; ++i) sums[i] += term(i);
-    };
-    if (dscale != nullptr) {
-      add_to(dscale + start, [&](std::int64_t i) { return dy[i] * x_hat(i); });
-    }
-    if (dbias != nullptr) add_to(dbias + start, [&](std::int64_t i) { return dy[i]; });
   });
 }
 
@@ -248,7 +247,8 @@ void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& par
 template <typename T, bool kCentered, bool kFromOutput>
 ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   using A = Accum<T>;
-  const auto [groups, rows, features] = args.shape;
+  const std::int64_t groups = args.shape.groups, rows = args.shape.rows;
+  const std::int64_t features = args.shape.features;
   WideParams<A> params{.scale = {pool, args.scale, args.shape, args.scale_offset},
                        .bias = {pool, args.bias, args.shape, 0}};
   if constexpr (kFromOutput) {

@@ -1,11 +1,10 @@
-// Rows, parameters and their gradients in the accumulation type, and loops over blocks of columns.
+// Parameters and their gradients in the accumulation type, and loops over blocks of columns.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
-#include <type_traits>
 
 #include "common/dtype.h"
 #include "common/shape.h"
@@ -15,101 +14,14 @@ namespace gradops {
 
 // Columns at a time. Adding up per block also keeps the rounding error of long sums small.
 inline constexpr std::int64_t kBlock = 1024;
-inline constexpr int kLanes = 16;
 
 // What stands for an absent operand.
-template <typename A, int kValue>
-inline constexpr std::array<A, kBlock> kConstantBlock = [] {
-  std::array<A, kBlock> block{};
-  block.fill(kValue);
+template <typename T, int kValue>
+inline const std::array<T, kBlock> kConstantBlock = [] {
+  std::array<T, kBlock> block{};
+  block.fill(static_cast<T>(static_cast<Accum<T>>(kValue)));
   return block;
 }();
-
-// A row in the accumulation type, block by block; zeros where there is none.
-template <typename T>
-class WideRow {
- public:
-  using A = Accum<T>;
-  // `rows` is [rows, columns], or null.
-  WideRow(const void* rows, std::int64_t row, std::int64_t columns)
-      : row_(rows == nullptr ? nullptr : static_cast<const T*>(rows) + row * columns),
-        columns_(columns) {}
-
-  // Columns [start, start + kBlock) of the row; valid until the next call.
-  const A* operator()(std::int64_t start) {
-    if (row_ == nullptr) return kConstantBlock<A, 0>.data();
-    if constexpr (std::is_same_v<T, A>) {
-      return row_ + start;
-    } else {
-      if (start != start_) Widen(row_ + start, std::min(kBlock, columns_ - start), block_);
-      start_ = start;
-      return block_;
-    }
-  }
-
- private:
-  struct Empty {};
-
-  static void Widen(const T* __restrict__ row, std::int64_t n, A* __restrict__ block) {
-    for (std::int64_t i = 0; i < n; ++i) block[i] = static_cast<A>(row[i]);
-  }
-
-  const T* row_;
-  std::int64_t columns_;
-  std::int64_t start_ = -1;
-  [[no_unique_address]] std::conditional_t<std::is_same_v<T, A>, Empty, A[kBlock]> block_;
-};
-
-// row[i] = fn(i) for each i < n <= kBlock, where fn computes in the accumulation type.
-template <typename T, typename Fn>
-void StoreEach(T* __restrict__ row, std::int64_t n, const Fn& fn) {
-  using A = Accum<T>;
-  if constexpr (std::is_same_v<T, A>) {
-    for (std::int64_t i = 0; i < n; ++i) row[i] = fn(i);
-  } else {
-    A block[kBlock];
-    for (std::int64_t i = 0; i < n; ++i) block[i] = fn(i);
-    for (std::int64_t i = 0; i < n; ++i) row[i] = static_cast<T>(block[i]);
-  }
-}
-
-// The sums over i < n of terms(i), which returns an array of kSums values. Each lane adds up a few
-// terms at a time. Many in a row would be biased: the squares of numbers on a grid, as differences
-// of large numbers are, all round in the same direction.
-template <typename A, int kSums, typename Terms>
-std::array<A, kSums> LaneSums(std::int64_t n, const Terms& terms) {
-  constexpr std::int64_t kAtATime = 16 * kLanes;
-  using Lanes = A[kSums][kLanes];
-  const auto add_terms = [&](std::int64_t i, std::int64_t end, Lanes& lanes) {
-    for (; i + kLanes <= end; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const std::array<A, kSums> term = terms(i + lane);
-        for (int s = 0; s < kSums; ++s) lanes[s][lane] += term[s];
-      }
-    }
-    for (int lane = 0; i + lane < end; ++lane) {
-      const std::array<A, kSums> term = terms(i + lane);
-      for (int s = 0; s < kSums; ++s) lanes[s][lane] += term[s];
-    }
-  };
-  Lanes lanes = {};
-  add_terms(0, std::min(n, kAtATime), lanes);
-  for (std::int64_t start = kAtATime; start < n; start += kAtATime) {
-    Lanes few = {};
-    add_terms(start, std::min(n, start + kAtATime), few);
-    for (int s = 0; s < kSums; ++s) {
-      for (int lane = 0; lane < kLanes; ++lane) lanes[s][lane] += few[s][lane];
-    }
-  }
-  std::array<A, kSums> sums;
-  for (int s = 0; s < kSums; ++s) {
-    for (int half = kLanes / 2; half > 0; half /= 2) {
-      for (int lane = 0; lane < half; ++lane) lanes[s][lane] += lanes[s][lane + half];
-    }
-    sums[s] = lanes[s][0];
-  }
-  return sums;
-}
 
 // fn(i) for each i < n, in the pool where there are many.
 template <typename Fn>
