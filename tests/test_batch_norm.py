@@ -232,55 +232,6 @@ def test_inference_is_xlas_unless_asked_for(platform):
         assert "jax_gradops." in jax.jit(lambda x: op(x, one, one)).lower(x).as_text()
 
 
-X = np.ones((4, 3, 2), np.float32)
-MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
-    "x of one axis": (
-        lambda bn: bn(np.ones(3, np.float32)), ValueError, "x must have at least two axes"
-    ),
-    "integer x": (lambda bn: bn(np.ones((2, 3), int)), TypeError, "x must have dtype float16"),
-    "axis": (lambda bn: bn(X, axis=3), ValueError, r"axis must be in \[-3, 3\)"),
-    "axis that is no integer": (lambda bn: bn(X, axis=1.0), TypeError, "axis must be an integer"),
-    "scale of another axis": (
-        lambda bn: bn(X, np.ones(3, np.float32)), ValueError,
-        r"scale must have one number a channel, in shape \(x.shape\[2\],\) = \(2,\), got \(3,\)",
-    ),
-    "bias": (lambda bn: bn(X, None, np.ones((1, 2), np.float32)), ValueError, "bias must have one"),
-    "epsilon": (lambda bn: bn(X, epsilon=-1.0), ValueError, "epsilon must be finite and >= 0"),
-    "activation": (
-        lambda bn: bn(X, activation="gelu"), ValueError, "activation must be 'relu' or None, got"
-    ),
-    "residual": (
-        lambda bn: bn(X, residual=X[:1]), ValueError, r"residual must have x's shape \(4, 3, 2\)"
-    ),
-    "residual's dtype": (
-        lambda bn: bn(X, residual=X.astype(np.float16)), ValueError, "residual.astype"
-    ),
-    "axis_name": (
-        lambda bn: bn(X, axis_name="batch"), ValueError, "axis_name='batch' names no axis here"
-    ),
-    "implementation": (
-        lambda bn: bn(X, implementation="cuda"), ValueError, "implementation must be 'ffi'"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake):
-    call, kind, message = MISTAKES[mistake]
-    with pytest.raises(kind, match="batch_norm: .*" + message):
-        call(jax_gradops.batch_norm)
-
-
-def test_mistakes_of_others():
-    one = np.ones(2, np.float32)
-    with pytest.raises(TypeError, match="batch_norm_inference: mean must be an array, got None"):
-        jax_gradops.batch_norm_inference(X, None, one)
-    with pytest.raises(ValueError, match="batch_norm_backward: rstd must have one number a chan"):
-        backward.batch_norm_backward(X, X, None, one, np.ones(3, np.float32))
-    with pytest.raises(ValueError, match="batch_norm_backward: dy must have x's shape"):
-        backward.batch_norm_backward(X[:1], X, None, one, one)
-
-
 # --- BatchNormalizationGrad ----------------------------------------------------------------------
 
 

@@ -73,15 +73,6 @@ def test_argument_wins_over_use_implementation(platform):
         assert TARGET in f.lower(X).compile().as_text()
 
 
-@pytest.mark.parametrize("wrong", ["cuda", "", 1, True])
-def test_use_implementation_errors(wrong):
-    with (
-        pytest.raises(ValueError, match=r"^use_implementation: implementation must be.*got"),
-        jax_gradops.use_implementation(wrong),
-    ):
-        pass
-
-
 def test_implementation_in_use(platform):
     for op in _status.OPS:
         expected = "xla" if op == "batch_norm_inference" else "ffi"
@@ -89,8 +80,6 @@ def test_implementation_in_use(platform):
         assert jax_gradops.implementation_in_use(op, platform).implementation == expected
         implementation, reason = jax_gradops.implementation_in_use(op, "tpu")
         assert implementation == "xla" and "'tpu'" in reason
-    with pytest.raises(ValueError, match=r"unknown op 'softmax'; known are layer_norm"):
-        jax_gradops.implementation_in_use("softmax")
 
 
 def test_platform_without_kernels():
