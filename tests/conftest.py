@@ -23,6 +23,7 @@ os.environ.setdefault(
     "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
 )  # pytest-xdist's workers share a GPU
 
+import catalogue
 import hypothesis
 import jax
 import numpy as np
@@ -50,6 +51,8 @@ hypothesis.settings.load_profile("jax_gradops")
 
 def pytest_configure(config: pytest.Config) -> None:
     """A suite that runs without the kernels would pass, and say nothing about them."""
+    for row, (what, threads) in catalogue.ROWS.items():
+        config.addinivalue_line("markers", f"{row}: {what} ({threads})")
     if "cpu" not in _registry.MODULES:
         raise pytest.UsageError(
             f"the jax_gradops under test ({jax_gradops.__file__}) has no native CPU module: "

@@ -155,6 +155,8 @@ def check(actual: Any, references: list[Reference], dtypes: list[Any], what: str
             assert_matches(result, reference, dtype, accum, name)
 
 
+@pytest.mark.G4
+@pytest.mark.G6
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 def test_operators(platform, implementation, dtypes, affine, rng):
     """At every axis, and with zeros in scale; for XLA's operations, at two."""
@@ -285,6 +287,8 @@ def calls(dtype: Any, shape: tuple[int, int], rng: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.G6
+@pytest.mark.G10
 @pytest.mark.parametrize("shape", [(3001, 130), (70_000, 4), (517, 8192)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_exact_sums(platform, shape, dtype, rng):
@@ -299,6 +303,7 @@ def test_exact_sums(platform, shape, dtype, rng):
             assert_bitwise_equal(actual, expected.astype(np.float32), name)
 
 
+@pytest.mark.R2
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_thousand_runs(platform, dtype, rng):
     """Bitwise equal, in one loop: norms, GELU, clipping."""

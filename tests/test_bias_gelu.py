@@ -202,6 +202,8 @@ def test_any_values(shape, dtype, approximate, log_size, seed):
 WIDTHS = (1, 3, 5, 8, 17, 24, 40, 100, 129, 200, 257, 1000, 4097)
 
 
+@pytest.mark.M6
+@pytest.mark.G10
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("groups", [0, 3])
 def test_widths(platform, groups, dtype):

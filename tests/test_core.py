@@ -97,6 +97,7 @@ def test_platform_without_kernels():
 # --- Loading the native modules ------------------------------------------------------------------
 
 
+@pytest.mark.P1
 @pytest.mark.parametrize(
     ("compiled", "runtime", "fits"),
     [
@@ -184,6 +185,7 @@ print(json.dumps({{
 """
 
 
+@pytest.mark.P1
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
@@ -299,6 +301,7 @@ print(json.dumps([digest.hexdigest(), calls]))
 """
 
 
+@pytest.mark.P2
 @pytest.mark.gpu
 def test_cuda_graph(tmp_path):
     """XLA captures every kernel into a CUDA graph, whose replays give what launches give."""
@@ -356,9 +359,10 @@ print(json.dumps([digest.hexdigest(), float(norm)]))
 """
 
 
+@pytest.mark.R6
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 def test_threads_do_not_deadlock_and_do_not_matter(tmp_path):
-    """R6: as many threads as there are, and one; results of the kernels are bitwise the same."""
+    """As many threads as there are, and one; results of the kernels are bitwise the same."""
     many = run_python(STRESS, tmp_path, timeout=240)
     one = run_python(STRESS, tmp_path, timeout=240, ONE_CPU="1")
     assert many[0] == one[0]
@@ -389,8 +393,9 @@ def test_python_threads(platform):
                     assert_bitwise_equal(a, b)
 
 
+@pytest.mark.R4
 def test_every_device(platform):
-    """R4: kernels run where their operands are, on all devices at the same time."""
+    """Kernels run where their operands are, on all devices at the same time."""
     x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
 
     @jax.jit
@@ -410,8 +415,9 @@ def test_every_device(platform):
             assert_bitwise_equal(a, b)
 
 
+@pytest.mark.R4
 def test_every_device_from_its_own_thread(platform):
-    """R4: a thread's current device is not that of the operands."""
+    """A thread's current device is not that of the operands."""
     x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
     f = jax.jit(lambda x: (jax_gradops.rms_norm(x), jax_gradops.global_norm([x, x])))
     expected = f(x)
@@ -428,8 +434,9 @@ def test_every_device_from_its_own_thread(platform):
                     assert_bitwise_equal(a, b)
 
 
+@pytest.mark.R2
 def test_digest_of_results_is_stable_within_a_process(platform):
-    """R2: many runs in a row, bitwise."""
+    """Many runs in a row, bitwise."""
     x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
 
     @jax.jit

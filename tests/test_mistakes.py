@@ -57,6 +57,7 @@ def said(code: str, **arrays: Any) -> str:
     return f"nothing, but it returned {result}"
 
 
+@pytest.mark.M11
 @pytest.mark.parametrize(("code", "message"), [pytest.param(*m, id=m[0]) for m in mistakes()])
 def test_mistakes(code, message):
     """To the letter; of traced arrays too."""
