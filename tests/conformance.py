@@ -158,10 +158,11 @@ class OpTests(TransformationTests, MeshTests):
         self.check_all(examples, implementation)
 
     @pytest.mark.R2
-    @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
-    def test_runs_are_bitwise_equal(self, platform, implementation, dtype, rng):
-        """Of the same program, with another call between."""
-        f = jax.jit(self.value_and_vjp(implementation))
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_runs_are_bitwise_equal(self, platform, dtype, rng):
+        """Of the same program, with another call between; others: `a_thousand_runs`."""
+        dtype = jnp.dtype(dtype)
+        f = jax.jit(self.value_and_vjp("ffi"))
         examples = [self.example(rng, (300, 129), dtype) for _ in range(2)]
         first = [f(*e) for e in examples]
         for result, example in zip(first, examples, strict=True):

@@ -46,6 +46,13 @@ hypothesis.settings.register_profile(
     database=None,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # each example is compiled
 )
+# Other examples each time, as many as there is time for: `make fuzz`.
+hypothesis.settings.register_profile(
+    "fuzz",
+    deadline=None,
+    max_examples=int(os.environ.get("JAX_GRADOPS_FUZZ_EXAMPLES", "500")),
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
 hypothesis.settings.load_profile("jax_gradops")
 
 
