@@ -218,7 +218,8 @@ def levels(monkeypatch):
             results[name] = compiled(*arguments)
         return results
 
-    yield run
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield run
     _forget_traces()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -17,10 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
+import pytest
 from comparing import assert_bitwise_equal, assert_matches, widen
 from transformations import vjp_of
 
 import jax_gradops
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    """Where a row's bits do not depend on its place."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
 
 LONG = hypothesis.settings().max_examples > 100
 DTYPES = st.sampled_from(["float16", "bfloat16", "float32", "float64"]).map(jnp.dtype)
