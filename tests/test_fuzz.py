@@ -68,6 +68,16 @@ def close(actual: Any, expected: Any, magnitude: Any, what: str, roundings: floa
     assert (error <= bound).all(), f"{what}: {np.max(error / bound)} times the bound"
 
 
+def assert_all_match(results: Any, references: Any, x: np.ndarray, what: str) -> None:
+    """As `assert_matches`; a float64 oracle's own sums over many rows are not exact either."""
+    rows = x.size // x.shape[-1]
+    for i, (a, reference) in enumerate(zip(results, references, strict=True)):
+        if x.dtype == np.float64 and np.ndim(a) < x.ndim:
+            growth = 1 + math.sqrt(rows) / 16
+            reference = reference._replace(magnitude=growth * reference.magnitude)
+        assert_matches(a, reference, a.dtype, accum(x.dtype), f"{what}, result {i}")
+
+
 # --- Norms ---------------------------------------------------------------------------------------
 
 _NORMS = st.sampled_from(["layer_norm", "rms_norm"])
@@ -178,9 +188,8 @@ def test_norm_and_its_variants(op, given, parameters, offset):
     wide = [widen(a) for a in (total, *affine)]
     references = [oracles.norm(*wide, **settings)]
     references += oracles.norm_vjp(widen(dy), *wide[:2], **settings)[: len(affine) + 1]
-    dtypes = [x.dtype, x.dtype, *[parameters] * 2]
-    for a, reference, dtype in zip(results, references, dtypes, strict=False):
-        assert_matches(a, reference, dtype, accum(x.dtype), op)
+    assert [r.dtype for r in results] == [x.dtype] * 2 + [parameters] * len(affine)
+    assert_all_match(results, references, x, op)
 
 
 SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 3e38, -3e38, 1e30, 1e-30]
@@ -272,9 +281,8 @@ def test_batch_norm(given, axis, relu, adds, power):
     rest = {"epsilon": 0.25, "relu": relu, "residual": widen(residual) if adds else None}
     reference = oracles.batch_norm(*wide, **rest)
     gradients = oracles.batch_norm_vjp(widen(dy), *wide, **rest)
-    for i, (a, r) in enumerate(zip(results, (reference, *gradients), strict=True)):
-        if i < 4 or adds:
-            assert_matches(a, r, a.dtype, accum(x.dtype), f"result {i}")
+    count = 5 if adds else 4
+    assert_all_match(results[:count], (reference, *gradients)[:count], x, "batch_norm")
     close(permuted, widen(results[0])[order], reference.magnitude[order], "permuted")
     spread = np.abs(wide[0] - wide[0].mean(0)).max(0) + np.abs(wide[0]).max(0)
     eps = float(jnp.finfo(wide_x).eps)
@@ -325,8 +333,7 @@ def test_gelu(given, approximate):
     wide = [widen(a) for a in (x, bias)]
     references = [oracles.bias_gelu(*wide, approximate=approximate)]
     references += oracles.bias_gelu_vjp(widen(dy), *wide, approximate=approximate)
-    for i, (a, reference) in enumerate(zip(with_bias, references, strict=True)):
-        assert_matches(a, reference, x.dtype, accum(x.dtype), f"result {i}")
+    assert_all_match(with_bias, references, x, "bias_gelu")
 
 
 # --- Clipping ------------------------------------------------------------------------------------
