@@ -346,7 +346,10 @@ def kernels(x, scale):
     y, pull = jax.vjp(jax_gradops.layer_norm, x, scale)
     z, pull_z = jax.vjp(jax_gradops.bias_gelu, y, scale)
     r, pull_r = jax.vjp(jax_gradops.rms_norm, z, scale)
-    return y, z, r, pull(y), pull_z(y), pull_r(y), jax_gradops.global_norm([x, y, z])
+    b, pull_b = jax.vjp(lambda x, s: jax_gradops.batch_norm(x, s)[0], x, scale)
+    c, pull_c = jax.vjp(lambda x: jax_gradops.batch_norm(x[..., None], axis=1)[0][..., 0], x)
+    clipped = jax_gradops.backward.inplace_clip_by_global_norm([x, y, z], 1.0)
+    return y, z, r, b, c, pull(y), pull_z(y), pull_r(y), pull_b(y), pull_c(y), clipped
 scale = np.linspace(0.5, 2, 129, dtype=np.float32)
 for _ in range(10):
     outs, norm = jax.block_until_ready(run(xs, scale))
@@ -361,7 +364,7 @@ print(json.dumps([digest.hexdigest(), float(norm)]))
 @pytest.mark.R6
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 def test_threads_do_not_deadlock_and_do_not_matter(tmp_path):
-    """As many threads as there are, and one; results of the kernels are bitwise the same."""
+    """As many threads as there are, and one; results of all kernels are bitwise the same."""
     many = run_python(STRESS, tmp_path, timeout=240)
     one = run_python(STRESS, tmp_path, timeout=240, ONE_CPU="1")
     assert many[0] == one[0]
