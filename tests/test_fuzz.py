@@ -8,6 +8,7 @@ runs shapes come from small pools.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -37,9 +38,19 @@ DTYPES = st.sampled_from(["float16", "bfloat16", "float32", "float64"]).map(jnp.
 ROWS, FEATURES = (1, 2, 5, 37), (1, 2, 7, 33, 64, 129, 1000)
 
 
+_examples = itertools.count(1)
+
+
+def forget_now_and_then() -> None:
+    """Else JAX keeps the programs of all examples."""
+    if next(_examples) % 100 == 0:
+        jax.clear_caches()
+
+
 @st.composite
 def shapes(draw: Any) -> tuple[int, int]:
     if LONG:
+        forget_now_and_then()
         features = draw(st.one_of(st.integers(1, 70), st.integers(1, 9000)))
         return draw(st.integers(1, max(2, min(600, 60_000 // features)))), features
     return draw(st.sampled_from(ROWS)), draw(st.sampled_from(FEATURES))
@@ -351,6 +362,7 @@ def test_clip(sizes, dtypes, logs, share, in_place, seed):
     """Direction, bound, what stays as it was; the norm, however the elements are spread."""
     rng = np.random.default_rng(seed)
     if LONG:
+        forget_now_and_then()
         sizes = [size * int(rng.integers(1, 900)) for size in sizes]
     leaves = [
         (10.0**log * rng.standard_normal(size)).astype(dtype)
