@@ -342,7 +342,9 @@ def test_gelu(given, approximate):
         assert_bitwise_equal(a, b, "a bias of 0")
     np.testing.assert_array_equal(-negative, dx)
     wide = [widen(a) for a in (x, bias)]
-    references = [oracles.bias_gelu(*wide, approximate=approximate)]
+    # Far in the tail, a factor of x may be flushed to 0.
+    flushed = 64 * float(jnp.finfo(x.dtype).tiny)
+    references = [oracles.bias_gelu(*wide, approximate=approximate)._replace(error=flushed)]
     references += oracles.bias_gelu_vjp(widen(dy), *wide, approximate=approximate)
     assert_all_match(with_bias, references, x, "bias_gelu")
 
