@@ -7,13 +7,18 @@ EXTRAS ?= test$(if $(shell command -v nvidia-smi),$(comma)cuda13)
 comma := ,
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ffi/*.* ffi/*/*)
 
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test fuzz test-gpu lint format clean
 
 demo: $(VENV)/.installed ## train a small GPT on real text with this library's ops
 	$(BIN)/python -m jax_gradops demo $(ARGS)
 
 test: $(VENV)/.installed ## the whole test suite; what needs a GPU skips where there is none
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+# EXAMPLES of each test, which take half a second each.
+EXAMPLES ?= 500
+fuzz: $(VENV)/.installed ## the relations of tests/test_fuzz.py, of ever other arrays
+	JAX_GRADOPS_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n auto --hypothesis-profile=fuzz --hypothesis-show-statistics tests/test_fuzz.py $(ARGS)
 
 # Everything that needs a GPU, in one go, with the packages that are there: nothing is downloaded.
 # Builds, checks memory and races with compute-sanitizer, runs the suite and the doctor, benchmarks.

@@ -15,19 +15,47 @@ from jax.core import Tracer
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
+def described(value: Any) -> str:
+    """What came, on one line: an array by its shape and dtype, what is long by its type."""
+    if isinstance(value, Tracer):
+        return f"a traced {value.dtype.name}[{','.join(map(str, value.shape))}]"
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of shape {value.shape} and dtype {value.dtype.name}"
+    text = repr(value)
+    return type(value).__name__ if len(text) > 60 or " at 0x" in text else text
+
+
+def wrong(op: str, name: str, expected: str, value: Any, error: type[Exception]) -> Exception:
+    """The exception for an argument that has to be known while a function is traced."""
+    fix = (
+        ". It has to be known while tracing: mark the argument in static_argnames"
+        if isinstance(value, Tracer)
+        else ""
+    )
+    return error(f"{op}: {name} must be {expected}, got {described(value)}{fix}")
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is what JAX's functions take for an array; a list is not."""
+    scalars_and_arrays = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+    return isinstance(value, scalars_and_arrays) or hasattr(value, "__jax_array__")
+
+
 def array(op: str, name: str, value: Any) -> jax.Array:
     """`value` as an array of one of the four float dtypes, not weakly typed."""
-    if not (
-        isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-        or hasattr(value, "__jax_array__")
-    ):
-        raise TypeError(f"{op}: {name} must be an array, got {type(value).__name__}")
-    x = jnp.asarray(value)
+    if not is_array(value) or isinstance(value, np.ma.MaskedArray):
+        fix = f". Pass jnp.asarray({name})" if isinstance(value, list | tuple) else ""
+        raise TypeError(f"{op}: {name} must be an array, got {type(value).__name__}{fix}")
+    # A dtype of NumPy's that JAX does not have would be JAX's error.
+    x = value if isinstance(value, np.ndarray | np.generic) else jnp.asarray(value)
     if x.dtype.name not in FLOAT_DTYPES:
+        is_number = x.dtype == bool or is_real(x)
+        fix = f". Cast it first: jnp.asarray({name}, jnp.float32)" if is_number else ""
         raise TypeError(
             f"{op}: {name} must have dtype {', '.join(FLOAT_DTYPES[:-1])} or {FLOAT_DTYPES[-1]}, "
-            f"got {x.dtype.name}. Cast it first: {name}.astype(jnp.float32)"
+            f"got {x.dtype.name}{fix}"
         )
+    x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype)
 
 
@@ -47,7 +75,7 @@ def like(op: str, name: str, value: Any, other: str, x: jax.Array) -> jax.Array:
     return result
 
 
-def is_real(value: jax.Array | np.ndarray) -> bool:
+def is_real(value: jax.Array | np.ndarray | np.generic) -> bool:
     """Whether an array's dtype is an integer's or a floating-point number's."""
     return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating))
 
@@ -56,19 +84,15 @@ def number(
     op: str, name: str, value: Any, *, minimum: float | None = None, finite: bool = True
 ) -> float:
     """`value` as a Python float: a static real number, not a bool, not NaN."""
-    if isinstance(value, Tracer):
-        raise TypeError(
-            f"{op}: {name} must be a static number, got a traced {jax.typeof(value)}. Pass a "
-            "Python number, or mark the argument in static_argnames"
-        )
-    if isinstance(value, bool | np.bool_) or not (
+    if isinstance(value, Tracer | bool | np.bool_) or not (
         isinstance(value, int | float | np.integer | np.floating)
         or (isinstance(value, jax.Array | np.ndarray) and value.ndim == 0 and is_real(value))
     ):
-        shape = getattr(value, "shape", None)
-        got = repr(value) if shape is None else f"an array of shape {shape}"
-        raise TypeError(f"{op}: {name} must be a number, got {got}")
-    result = float(value)
+        raise wrong(op, name, "a number", value, TypeError)
+    try:
+        result = float(value)
+    except OverflowError:  # an integer
+        result = math.inf if value > 0 else -math.inf
     if (
         math.isnan(result)
         or (finite and math.isinf(result))
@@ -86,8 +110,16 @@ def number(
 def flag(op: str, name: str, value: Any) -> bool:
     """`value` as a Python bool; numbers and strings are refused."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+        raise wrong(op, name, "True or False", value, TypeError)
     return bool(value)
+
+
+def choice(op: str, name: str, value: Any, *choices: str | None) -> Any:
+    """`value`, if it is one of the strings, or None where that is among them."""
+    if isinstance(value, str | None) and value in choices:
+        return value
+    *others, last = map(repr, choices)
+    raise wrong(op, name, f"{', '.join(others)} or {last}", value, ValueError)
 
 
 def axis(op: str, name: str, value: Any, ndim: int) -> int:
@@ -97,9 +129,9 @@ def axis(op: str, name: str, value: Any, ndim: int) -> int:
             raise TypeError
         result = operator.index(value)
     except TypeError:
-        raise TypeError(f"{op}: {name} must be an integer, got {value!r}") from None
+        raise wrong(op, name, "an integer", value, TypeError) from None
     if not -ndim <= result < ndim:
         raise ValueError(
-            f"{op}: {name} must be in [{-ndim}, {ndim}) for x with {ndim} axes, got {result}"
+            f"{op}: {name} must be in [{-ndim}, {ndim}) for an array of {ndim} axes, got {result}"
         )
     return result % ndim

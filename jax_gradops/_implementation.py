@@ -9,13 +9,17 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 
-from jax_gradops import _registry
+from jax_gradops import _checks, _registry
 
 Implementation: TypeAlias = Literal["ffi", "xla"] | None
 
 _default_implementation: contextvars.ContextVar[Implementation] = contextvars.ContextVar(
     "jax_gradops_implementation", default=None
 )
+
+
+def _checked(op: str, implementation: object) -> Implementation:
+    return _checks.choice(op, "implementation", implementation, "ffi", "xla", None)
 
 
 @contextlib.contextmanager
@@ -37,18 +41,11 @@ def use_implementation(implementation: Implementation) -> Iterator[None]:
     >>> "jax_gradops.layer_norm_fwd" in text
     False
     """
-    token = _default_implementation.set(check_implementation(implementation, "use_implementation"))
+    token = _default_implementation.set(_checked("use_implementation", implementation))
     try:
         yield
     finally:
         _default_implementation.reset(token)
-
-
-def check_implementation(implementation: object, op: str) -> Implementation:
-    """Returns `implementation`, or raises ValueError if it is none of the three."""
-    if implementation is None or implementation == "ffi" or implementation == "xla":
-        return implementation  # type: ignore[return-value]
-    raise ValueError(f"{op}: implementation must be 'ffi', 'xla' or None, got {implementation!r}")
 
 
 def default_platform() -> str:
@@ -61,7 +58,7 @@ def default_platform() -> str:
 
 def resolve_implementation(implementation: Implementation, op: str) -> Implementation:
     """Applies `use_implementation`'s default; ``"ffi"`` insists on a kernel."""
-    implementation = check_implementation(implementation, op)
+    implementation = _checked(op, implementation)
     if implementation is None:
         implementation = _default_implementation.get()
     if implementation == "ffi" and (reason := _registry.why_unavailable(default_platform())):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import canonicalize_dtype
 
+from jax_gradops import _checks
 from jax_gradops._ops.batch_norm import batch_norm as _batch_norm
 from jax_gradops._ops.bias_gelu import bias_gelu, gelu
 from jax_gradops._ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -42,11 +43,17 @@ def add_norm(calls: tuple[Any, ...], norm: Any, x: Any, residual: Any) -> tuple[
     A subclass that has a method of its own does not know of sums; one that Flax's transformations
     made wraps ours.
     """
+    for name, value in (("x", x), ("residual", residual)):
+        if not _checks.is_array(value):  # lists, say, have another addition
+            raise TypeError(f"add_norm: {name} must be an array, got {type(value).__name__}")
+    if isinstance(norm, type) or not callable(norm):
+        raise _checks.wrong("add_norm", "norm", "a module, or a function", norm, TypeError)
+    call: Any = norm
     alike = jnp.shape(x) == jnp.shape(residual) and jnp.result_type(x) == jnp.result_type(residual)
     if alike and inspect.unwrap(type(norm).__call__) in calls:
-        return norm(Sum(jnp.asarray(x), jnp.asarray(residual)))
+        return call(Sum(jnp.asarray(x), jnp.asarray(residual)))
     total = x + residual
-    return norm(total), total
+    return call(total), total
 
 
 # More than any array has: where the rank is not known, negative axes are told from others by it.
@@ -88,7 +95,9 @@ def why_uncovered(module: Any) -> str:
 
 
 def _is_covered(module: Any, x: Any, mask: Any) -> bool:
-    plain = mask is None and jnp.result_type(x) in _FLOATS and jnp.size(x) > 0
+    plain = (
+        mask is None and _checks.is_array(x) and jnp.result_type(x) in _FLOATS and jnp.size(x) > 0
+    )
     return plain and not why_uncovered(module)
 
 
@@ -109,7 +118,7 @@ def _in_and_out(module: Any, x: jax.Array, scale: Any, bias: Any) -> tuple[jax.A
 def normalized_shape(module: Any, x: Any, mask: Any) -> tuple[int, ...] | None:
     """The trailing axes that a LayerNorm or RMSNorm normalises; None if Flax's own code has to."""
     x = x.x if isinstance(x, Sum) else x
-    shape = jnp.shape(x)
+    shape = np.shape(x)
     axes = canonical_axes(len(shape), module.reduction_axes)
     trailing = 0 < len(axes) <= len(shape) and axes == _last(len(shape), len(axes))
     return shape[-len(axes) :] if trailing and _is_covered(module, x, mask) else None
@@ -170,6 +179,7 @@ def running(module: Any, average: jax.Array, new: jax.Array) -> jax.Array:
 
 def gelu_of_sum(y: jax.Array, bias: jax.Array | None, approximate: bool) -> jax.Array:
     """GELU of a matrix product and its bias."""
+    _checks.flag("DenseGelu", "approximate", approximate)
     if y.dtype not in _FLOATS or y.size == 0 or (bias is not None and bias.dtype != y.dtype):
         if bias is not None:
             y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))

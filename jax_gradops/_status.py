@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax import export
 
-from jax_gradops import _implementation, _registry
+from jax_gradops import _checks, _implementation, _registry
 from jax_gradops._core import Kernel
 from jax_gradops._ops import batch_norm_kernels, bias_gelu, global_norm, norm_kernels
 
@@ -65,16 +65,18 @@ def implementation_in_use(
 
     Raises:
       ValueError: for an unknown op; the message lists the known ones.
+      TypeError: for a platform that is no string.
 
     >>> import jax_gradops
     >>> jax_gradops.implementation_in_use("layer_norm", "tpu").implementation
     'xla'
     """
-    if op_name not in OPS:
-        raise ValueError(
-            f"implementation_in_use: unknown op {op_name!r}; known are {', '.join(OPS)}"
-        )
+    op = "implementation_in_use"
+    _checks.choice(op, "op_name", op_name, *OPS)
     platform = _implementation.default_platform() if platform is None else platform
+    if not isinstance(platform, str):
+        expected = "None or a name such as 'cpu', 'cuda' or 'tpu'"
+        raise _checks.wrong(op, "platform", expected, platform, TypeError)
     default = _implementation.resolve_implementation(None, op_name)
     if default == "xla":
         return _implementation.ImplementationInUse("xla", "use_implementation('xla') is in force")

@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
@@ -38,7 +39,7 @@ from flax.nnx import bridge
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 
-from jax_gradops import _modules
+from jax_gradops import _checks, _modules
 from jax_gradops._ops.bias_gelu import gelu
 
 __all__ = [
@@ -136,7 +137,7 @@ class DenseGelu(nnx.Linear):
         self, in_features: int, out_features: int, *, approximate: bool = True, **linear: Any
     ) -> None:
         super().__init__(in_features, out_features, **linear)
-        self.approximate = approximate
+        self.approximate = _checks.flag("DenseGelu", "approximate", approximate)
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] to [..., out_features]."""
@@ -230,11 +231,13 @@ def fuse(
       `model`.
 
     Raises:
-      TypeError: if it is not an NNX module.
+      TypeError: if it is not an NNX module, or another argument is of a wrong kind.
       ValueError: if `residuals` is neither.
     """
-    if residuals not in ("input", "output", None):
-        raise ValueError(f'fuse: residuals must be "input" or "output", got {residuals!r}')
+    _checks.choice("fuse", "residuals", residuals, "input", "output", None)
+    _checks.flag("fuse", "gelu", gelu)
+    if report is not None and not callable(report):
+        raise _checks.wrong("fuse", "report", "a function, print say", report, TypeError)
     changed: dict[str, str] = {}
     left: dict[str, str] = {}
     for path, module in _modules_of("fuse", model):
@@ -344,6 +347,12 @@ def _promoted(module: Any, x: Any, shape: tuple[int, ...]) -> list[Any]:
         given.append(_value(module.bias))
     x, *promoted = module.promote_dtype((x, *given), dtype=module.dtype)
     parameters = _not_rounded(module, given, promoted)
+    for p in parameters:
+        if p is not None and p.size != math.prod(shape):
+            raise ValueError(
+                f"{type(module).__name__}: x must have as many features as num_features says, "
+                f"{p.size}, got shape {jnp.shape(x)}"
+            )
     return [x, *(None if p is None else p.reshape(shape) for p in parameters)]
 
 

@@ -1,8 +1,6 @@
 """The suite that every op goes through: test files subclass `OpTests` and say what the op is.
 
-Marks such as G3 are rows of a catalogue of bugs that other projects had. Of its rows, N6 and M7 are
-for compute-sanitizer and for builds with other instruction sets, R1 and R3 for its racecheck, and
-M3 for whoever reads the kernels: 64-bit offsets.
+Marks such as G3 are rows of a catalogue of bugs that other projects had: `catalogue.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ FEATURES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 127, 128, 129, 1000, 1023, 1024, 
 ROWS = (1, 2, 3, 5, 37)
 RANKS = ((7,), (3, 7), (2, 3, 7), (2, 1, 3, 7), (1, 2, 1, 3, 7))
 WIDE = (3, 70_000)
-MODELS = ((2, 1536), (2, 1600), (2, 5120))  # G1, G12
+MODELS = ((2, 1536), (2, 1600), (2, 3584), (2, 5120))  # G1, G12, M6
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The kernels in each dtype; XLA's operations, which are one formula for all, in one.
 IMPLEMENTATIONS_AND_DTYPES = [
@@ -132,12 +130,21 @@ class OpTests(TransformationTests, MeshTests):
 
     # --- Values ---
 
+    @pytest.mark.N12
+    @pytest.mark.N16
+    @pytest.mark.G1
+    @pytest.mark.G3
+    @pytest.mark.G7
+    @pytest.mark.G9
+    @pytest.mark.G12
+    @pytest.mark.M6
     def test_sizes(self, platform, implementation, dtype, rng):
         examples = [self.example(rng, s, dtype) for s in self.sizes(implementation, dtype)]
         self.check_all(examples, implementation)
 
+    @pytest.mark.M8
     def test_empty(self, platform, implementation, rng):
-        """M8: results have the right shape, and parameters' gradients are exact zeros."""
+        """Results have the right shape, and parameters' gradients are exact zeros."""
         examples = [self.example(rng, s, jnp.float32) for s in EMPTY]
         self.check_all(examples, implementation)
 
@@ -150,10 +157,12 @@ class OpTests(TransformationTests, MeshTests):
         ]
         self.check_all(examples, implementation)
 
-    @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
-    def test_runs_are_bitwise_equal(self, platform, implementation, dtype, rng):
-        """Of the same program, with another call between."""
-        f = jax.jit(self.value_and_vjp(implementation))
+    @pytest.mark.R2
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_runs_are_bitwise_equal(self, platform, dtype, rng):
+        """Of the same program, with another call between; others: `a_thousand_runs`."""
+        dtype = jnp.dtype(dtype)
+        f = jax.jit(self.value_and_vjp("ffi"))
         examples = [self.example(rng, (300, 129), dtype) for _ in range(2)]
         first = [f(*e) for e in examples]
         for result, example in zip(first, examples, strict=True):
@@ -215,6 +224,7 @@ class OpTests(TransformationTests, MeshTests):
                     ]
                 self.check([r[index] for r in results], slices, f"in_axes {level}, slice {index}")
 
+    @pytest.mark.G12
     @pytest.mark.parametrize(("groups", "shape"), [(3, (300, 129)), (600, (40, 33))], ids=str)
     def test_vmap_of_many_rows(self, platform, groups, shape, rng):
         """Each group's sums have partial sums of their own, in one workspace."""
@@ -241,6 +251,7 @@ class OpTests(TransformationTests, MeshTests):
 
         return [build(i, levels) for i in range(2 + self.parameters)]
 
+    @pytest.mark.G12
     def test_scan_with_shared_parameters(self, platform, implementation, rng):
         """Their gradients are summed over the steps."""
         steps = [self.example(rng, (5, 33), jnp.float32) for _ in range(3)]
@@ -268,6 +279,7 @@ class OpTests(TransformationTests, MeshTests):
             what = "a gradient summed in a scan"
             assert_matches(grad, oracles.total(refs), jnp.float32, jnp.float32, what)
 
+    @pytest.mark.P4
     @pytest.mark.parametrize("requested", [None, "ffi", "xla"])
     def test_custom_call(self, platform, requested, rng):
         """The kernels are in the compiled program, or they are not: forward, and backward."""
@@ -279,6 +291,8 @@ class OpTests(TransformationTests, MeshTests):
         if requested == "xla":
             assert target not in both
             return
+        calls = [line for line in both.splitlines() if target in line]
+        assert all("api_version=API_VERSION_TYPED_FFI" in line for line in calls)
         n = self.forward_kernels
         assert all(f'{target}{k}"' in forward for k in self.kernels[:n])
         assert all(f'{target}{k}"' not in forward for k in self.kernels[n:])
@@ -295,6 +309,8 @@ class RowOpTests(RowMeshTests, OpTests):
         for eager, jitted in zip(f(*example), jax.jit(f)(*example), strict=True):
             assert_bitwise_equal(eager, jitted)
 
+    @pytest.mark.N13
+    @pytest.mark.M6
     @pytest.mark.parametrize("features", [128, 129])
     def test_rows_are_independent(self, platform, features, dtype, rng):
         """Bitwise: a row's y and dx depend neither on the number of rows nor on their order.
@@ -315,6 +331,7 @@ class RowOpTests(RowMeshTests, OpTests):
             for actual, all_rows in zip(part, whole, strict=True):
                 assert_bitwise_equal(actual, np.asarray(all_rows)[pick], str(pick))
 
+    @pytest.mark.N9
     @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
     def test_nonfinite(self, platform, implementation, dtype, rng):
         """NaN or infinity spoils its row and, through the sums, columns; nothing else."""

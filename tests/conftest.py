@@ -23,6 +23,7 @@ os.environ.setdefault(
     "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
 )  # pytest-xdist's workers share a GPU
 
+import catalogue
 import hypothesis
 import jax
 import numpy as np
@@ -45,11 +46,20 @@ hypothesis.settings.register_profile(
     database=None,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # each example is compiled
 )
+# Other examples each time, as many as there is time for: `make fuzz`.
+hypothesis.settings.register_profile(
+    "fuzz",
+    deadline=None,
+    max_examples=int(os.environ.get("JAX_GRADOPS_FUZZ_EXAMPLES", "500")),
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
 hypothesis.settings.load_profile("jax_gradops")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A suite that runs without the kernels would pass, and say nothing about them."""
+    for row, (what, threads) in catalogue.ROWS.items():
+        config.addinivalue_line("markers", f"{row}: {what} ({threads})")
     if "cpu" not in _registry.MODULES:
         raise pytest.UsageError(
             f"the jax_gradops under test ({jax_gradops.__file__}) has no native CPU module: "

@@ -67,13 +67,14 @@ class MeshTests:
             jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(example, specs, strict=True)
         ]
 
+    @pytest.mark.R5
     @pytest.mark.parametrize(
         "spec",
         [P("data"), P(("data", "model")), P("data", "model"), P("model", None), P(None, "data")],
         ids=str,
     )
     def test_rows_spread(self, platform, spec, rng):
-        """R5: equal to the unsharded result, and with the kernels only partial sums travel."""
+        """Equal to the unsharded result, and with the kernels only partial sums travel."""
         devices = mesh(platform, AxisType.Auto)
         example = self.example(rng, self.mesh_shape, jnp.float32)
         arrays = self.placed(devices, spec, example)

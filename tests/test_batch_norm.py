@@ -112,6 +112,8 @@ def channels_last(x: Any, axis: int) -> np.ndarray:
     return np.moveaxis(widen(x), axis, -1)
 
 
+@pytest.mark.B5
+@pytest.mark.G4
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [
@@ -232,55 +234,6 @@ def test_inference_is_xlas_unless_asked_for(platform):
         assert "jax_gradops." in jax.jit(lambda x: op(x, one, one)).lower(x).as_text()
 
 
-X = np.ones((4, 3, 2), np.float32)
-MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
-    "x of one axis": (
-        lambda bn: bn(np.ones(3, np.float32)), ValueError, "x must have at least two axes"
-    ),
-    "integer x": (lambda bn: bn(np.ones((2, 3), int)), TypeError, "x must have dtype float16"),
-    "axis": (lambda bn: bn(X, axis=3), ValueError, r"axis must be in \[-3, 3\)"),
-    "axis that is no integer": (lambda bn: bn(X, axis=1.0), TypeError, "axis must be an integer"),
-    "scale of another axis": (
-        lambda bn: bn(X, np.ones(3, np.float32)), ValueError,
-        r"scale must have one number a channel, in shape \(x.shape\[2\],\) = \(2,\), got \(3,\)",
-    ),
-    "bias": (lambda bn: bn(X, None, np.ones((1, 2), np.float32)), ValueError, "bias must have one"),
-    "epsilon": (lambda bn: bn(X, epsilon=-1.0), ValueError, "epsilon must be finite and >= 0"),
-    "activation": (
-        lambda bn: bn(X, activation="gelu"), ValueError, "activation must be 'relu' or None, got"
-    ),
-    "residual": (
-        lambda bn: bn(X, residual=X[:1]), ValueError, r"residual must have x's shape \(4, 3, 2\)"
-    ),
-    "residual's dtype": (
-        lambda bn: bn(X, residual=X.astype(np.float16)), ValueError, "residual.astype"
-    ),
-    "axis_name": (
-        lambda bn: bn(X, axis_name="batch"), ValueError, "axis_name='batch' names no axis here"
-    ),
-    "implementation": (
-        lambda bn: bn(X, implementation="cuda"), ValueError, "implementation must be 'ffi'"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake):
-    call, kind, message = MISTAKES[mistake]
-    with pytest.raises(kind, match="batch_norm: .*" + message):
-        call(jax_gradops.batch_norm)
-
-
-def test_mistakes_of_others():
-    one = np.ones(2, np.float32)
-    with pytest.raises(TypeError, match="batch_norm_inference: mean must be an array, got None"):
-        jax_gradops.batch_norm_inference(X, None, one)
-    with pytest.raises(ValueError, match="batch_norm_backward: rstd must have one number a chan"):
-        backward.batch_norm_backward(X, X, None, one, np.ones(3, np.float32))
-    with pytest.raises(ValueError, match="batch_norm_backward: dy must have x's shape"):
-        backward.batch_norm_backward(X[:1], X, None, one, one)
-
-
 # --- BatchNormalizationGrad ----------------------------------------------------------------------
 
 
@@ -343,6 +296,8 @@ def normalized(x: Any, axis: int, implementation: str) -> np.ndarray:
     return widen(jax.jit(lambda x: f(x)[0], compiler_options=OPTIMIZED)(x))
 
 
+@pytest.mark.N1
+@pytest.mark.N2
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
 def test_large_means(platform, implementation, axis, offset, rng):
@@ -364,6 +319,8 @@ def test_large_means(platform, implementation, axis, offset, rng):
     assert_last(dx, expected, axis, np.float32, f"dx, offset {offset}")
 
 
+@pytest.mark.N4
+@pytest.mark.N7
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_constant_channels(platform, axis, dtype):
     """A constant channel gives exactly its bias, at any magnitude."""
@@ -376,11 +333,15 @@ def test_constant_channels(platform, axis, dtype):
     assert (widen(mean) == widen(values)).all() and not np.asarray(var).any()
 
 
+@pytest.mark.N8
+@pytest.mark.N11
+@pytest.mark.B3
+@pytest.mark.B4
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize(
     ("mean", "deviation", "dtype"),
     [(5, 0.1, "bfloat16"), (0, 3e4, "float16"), (6e4, 100, "float16"), (0, 1e-6, "float16")],
-    ids=["N8", "large", "saturated", "subnormal"],
+    ids=["large mean", "large", "saturated", "subnormal"],
 )
 def test_hard_halves(platform, implementation, axis, mean, deviation, dtype, rng):
     """16-bit data near the ends of its type's range: statistics are float32's, dx is finite."""
@@ -407,6 +368,7 @@ def test_hard_halves(platform, implementation, axis, mean, deviation, dtype, rng
     )
 
 
+@pytest.mark.R2
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_thousand_runs(platform, dtype, rng):
     """Bitwise equal, in one loop, in both layouts."""
@@ -492,6 +454,8 @@ def test_relu_keeps_nan(platform, implementation):
     assert np.isnan(y[:, 1]).all() and not np.isnan(y[:, 0]).any()
 
 
+@pytest.mark.B1
+@pytest.mark.B2
 def test_batch_of_one(platform, implementation):
     """The biased variance of one element is 0: y is the bias, and x has no gradient."""
     x, bias = np.full((1, 3), 7, np.float32), np.arange(3).astype(np.float32)
@@ -581,6 +545,7 @@ def test_without_axis_name_statistics_are_the_devices_own(platform, rng):
     np.testing.assert_allclose(jax.jit(mapped)(x), np.concatenate(parts), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.R5
 @pytest.mark.parametrize("spec", [P("data"), P(None, None, "data"), P("data", "model")], ids=str)
 def test_images_spread(platform, spec, rng):
     """NCHW, spread over the batch, over the height, and over batch and channels: large means too.

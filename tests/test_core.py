@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
 import json
 import os
 import re
@@ -73,15 +72,6 @@ def test_argument_wins_over_use_implementation(platform):
         assert TARGET in f.lower(X).compile().as_text()
 
 
-@pytest.mark.parametrize("wrong", ["cuda", "", 1, True])
-def test_use_implementation_errors(wrong):
-    with (
-        pytest.raises(ValueError, match=r"^use_implementation: implementation must be.*got"),
-        jax_gradops.use_implementation(wrong),
-    ):
-        pass
-
-
 def test_implementation_in_use(platform):
     for op in _status.OPS:
         expected = "xla" if op == "batch_norm_inference" else "ffi"
@@ -89,8 +79,6 @@ def test_implementation_in_use(platform):
         assert jax_gradops.implementation_in_use(op, platform).implementation == expected
         implementation, reason = jax_gradops.implementation_in_use(op, "tpu")
         assert implementation == "xla" and "'tpu'" in reason
-    with pytest.raises(ValueError, match=r"unknown op 'softmax'; known are layer_norm"):
-        jax_gradops.implementation_in_use("softmax")
 
 
 def test_platform_without_kernels():
@@ -108,6 +96,7 @@ def test_platform_without_kernels():
 # --- Loading the native modules ------------------------------------------------------------------
 
 
+@pytest.mark.P1
 @pytest.mark.parametrize(
     ("compiled", "runtime", "fits"),
     [
@@ -195,6 +184,7 @@ print(json.dumps({{
 """
 
 
+@pytest.mark.P1
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
@@ -310,6 +300,7 @@ print(json.dumps([digest.hexdigest(), calls]))
 """
 
 
+@pytest.mark.P2
 @pytest.mark.gpu
 def test_cuda_graph(tmp_path):
     """XLA captures every kernel into a CUDA graph, whose replays give what launches give."""
@@ -355,7 +346,10 @@ def kernels(x, scale):
     y, pull = jax.vjp(jax_gradops.layer_norm, x, scale)
     z, pull_z = jax.vjp(jax_gradops.bias_gelu, y, scale)
     r, pull_r = jax.vjp(jax_gradops.rms_norm, z, scale)
-    return y, z, r, pull(y), pull_z(y), pull_r(y), jax_gradops.global_norm([x, y, z])
+    b, pull_b = jax.vjp(lambda x, s: jax_gradops.batch_norm(x, s)[0], x, scale)
+    c, pull_c = jax.vjp(lambda x: jax_gradops.batch_norm(x[..., None], axis=1)[0][..., 0], x)
+    clipped = jax_gradops.backward.inplace_clip_by_global_norm([x, y, z], 1.0)
+    return y, z, r, b, c, pull(y), pull_z(y), pull_r(y), pull_b(y), pull_c(y), clipped
 scale = np.linspace(0.5, 2, 129, dtype=np.float32)
 for _ in range(10):
     outs, norm = jax.block_until_ready(run(xs, scale))
@@ -367,9 +361,10 @@ print(json.dumps([digest.hexdigest(), float(norm)]))
 """
 
 
+@pytest.mark.R6
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 def test_threads_do_not_deadlock_and_do_not_matter(tmp_path):
-    """R6: as many threads as there are, and one; results of the kernels are bitwise the same."""
+    """As many threads as there are, and one; results of all kernels are bitwise the same."""
     many = run_python(STRESS, tmp_path, timeout=240)
     one = run_python(STRESS, tmp_path, timeout=240, ONE_CPU="1")
     assert many[0] == one[0]
@@ -400,8 +395,9 @@ def test_python_threads(platform):
                     assert_bitwise_equal(a, b)
 
 
+@pytest.mark.R4
 def test_every_device(platform):
-    """R4: kernels run where their operands are, on all devices at the same time."""
+    """Kernels run where their operands are, on all devices at the same time."""
     x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
 
     @jax.jit
@@ -421,8 +417,9 @@ def test_every_device(platform):
             assert_bitwise_equal(a, b)
 
 
+@pytest.mark.R4
 def test_every_device_from_its_own_thread(platform):
-    """R4: a thread's current device is not that of the operands."""
+    """A thread's current device is not that of the operands."""
     x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
     f = jax.jit(lambda x: (jax_gradops.rms_norm(x), jax_gradops.global_norm([x, x])))
     expected = f(x)
@@ -439,16 +436,20 @@ def test_every_device_from_its_own_thread(platform):
                     assert_bitwise_equal(a, b)
 
 
-def test_digest_of_results_is_stable_within_a_process(platform):
-    """R2: many runs in a row, bitwise."""
-    x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
+def test_out_of_memory(platform):
+    """An error that says so; the next call works."""
+    memory = jax.devices("gpu")[0].memory_stats() if platform == "cuda" else None
+    rows = (memory or {"bytes_limit": 2**60})["bytes_limit"] // 2**12
 
     @jax.jit
     def f(x: Any) -> Any:
-        y, pull = jax.vjp(lambda x, s: jax_gradops.layer_norm(x, s, s), x, x[0])
-        return y, *pull(x), jax_gradops.global_norm(x)
+        rows_ = x[None] + jnp.zeros((rows, 1), x.dtype)
+        y, pull = jax.vjp(lambda x, s: jax_gradops.layer_norm(x, s), rows_, x)
+        return y, *pull(y)
 
-    def digest() -> str:
-        return hashlib.sha256(b"".join(np.asarray(a).tobytes() for a in f(x))).hexdigest()
-
-    assert len({digest() for _ in range(200)}) == 1
+    x = np.linspace(-1, 1, 4096, dtype=np.float32)
+    expected = jax_gradops.layer_norm(x)
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: Out of memory"):
+            jax.block_until_ready(f(x))
+        assert_bitwise_equal(jax_gradops.layer_norm(x), expected)

@@ -1,4 +1,4 @@
-"""Arrays of more than 2^31 elements on GPUs (M1, M2, M4); on the CPU, the same with fewer rows.
+"""Arrays of more than 2^31 elements on GPUs; on the CPU, the same with fewer rows.
 
 Rows repeat, so that the expected results are those of a few rows; a row's result does not depend on
 where it is.
@@ -19,18 +19,27 @@ from comparing import assert_matches, widen
 import jax_gradops
 from jax_gradops.backward import inplace_clip_by_global_norm
 
+# Each takes most of a GPU's memory: there, by themselves (`make test-gpu`).
+pytestmark = pytest.mark.large
+
 FEATURES = 1024
 DISTINCT = 257  # no power of two: a wrapped offset leads to another row
 
 
-@pytest.fixture
-def rows(platform):
+# Elements: a row less than 2^31, as many, a row more; more than 2^32.
+ROWS = [2**21 - 1, 2**21, 2**21 + 1, 2**22 + 3]
+
+
+@pytest.fixture(params=ROWS, ids=lambda rows: f"{rows} rows")
+def rows(platform, request):
     if platform == "cpu":
+        if request.param != ROWS[0]:
+            pytest.skip("for GPUs")
         return 2**11 + 3
     memory = jax.devices("gpu")[0].memory_stats() or {}
-    if memory.get("bytes_limit", 0) < 45e9:
-        pytest.skip("needs 45 GB of GPU memory")
-    return 2**21 + 3
+    if memory.get("bytes_limit", 0) < (needed := 22e3 * request.param):
+        pytest.skip(f"needs {needed / 1e9:.0f} GB of GPU memory")
+    return request.param
 
 
 @pytest.fixture
@@ -46,6 +55,8 @@ def repeated_sum(terms: np.ndarray, rows: int) -> oracles.Reference:
     return oracles.Reference(total, magnitude)
 
 
+@pytest.mark.M1
+@pytest.mark.M2
 @pytest.mark.parametrize("op", ["layer_norm", "bias_gelu"])
 def test_rows(platform, rows, distinct, op):
     """Every row of y and dx is right, and so are the parameters' gradients."""
@@ -97,6 +108,8 @@ def check_rows(op: str, rows: int, distinct: np.ndarray) -> None:
     assert_matches(gradient, repeated_sum(terms, rows), np.float32, np.float32, "gradient")
 
 
+@pytest.mark.M1
+@pytest.mark.M2
 @pytest.mark.parametrize(("axis", "channels"), [(-1, FEATURES), (1, 4), (1, 64)])
 def test_batch_norm(platform, rows, distinct, axis, channels):
     """Statistics, every element of y and dx, and the parameters' gradients."""
@@ -144,6 +157,9 @@ def test_batch_norm(platform, rows, distinct, axis, channels):
         np.testing.assert_allclose(actual, expected, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.M1
+@pytest.mark.M2
+@pytest.mark.M4
 def test_norm(platform, rows, distinct):
     """One leaf of more than 2^31 elements."""
     x = distinct[1]

@@ -140,6 +140,7 @@ def call(target: str, **changes: Any) -> Any:
     return jax.block_until_ready(run(*operands.values()))
 
 
+@pytest.mark.P3
 @pytest.mark.parametrize("target", GOOD)
 def test_good(platform, target):
     """Else the errors below would say nothing."""
@@ -147,6 +148,8 @@ def test_good(platform, target):
     call(target)
 
 
+@pytest.mark.M9
+@pytest.mark.M10
 @pytest.mark.parametrize(
     ("target", "changes", "message"),
     [
@@ -257,7 +260,7 @@ def test_good(platform, target):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_malformed(platform, target, changes, message):
-    """M9, M10: an error, and no crash; the process goes on."""
+    """An error, and no crash; the process goes on."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target}.*{message}"):
         call(target, **changes)
     call(target)

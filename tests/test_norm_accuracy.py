@@ -52,6 +52,9 @@ def size_of_y(op: str, x: Any, scale: Any, *bias: Any) -> tuple[np.ndarray, np.n
     return y, functools.reduce(np.maximum, (np.abs(y), np.abs(y - shift), np.abs(shift), usual))
 
 
+@pytest.mark.N1
+@pytest.mark.N2
+@pytest.mark.N13
 @pytest.mark.parametrize("mean", [0.0, 100.0, 1e4])
 def test_float32(platform, op, mean, rng):
     """Forward, also where the mean is large beside the deviation."""
@@ -65,6 +68,8 @@ def test_float32(platform, op, mean, rng):
         assert error <= ULPS, f"{x.shape}, {len(parameters)} parameters: {error} ulp"
 
 
+@pytest.mark.N12
+@pytest.mark.N16
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bits(platform, op, dtype, rng):
     """y and dx are within one unit of their dtype, but for what float32 cannot hold either."""

@@ -80,6 +80,7 @@ def owned(p: dict[str, Any], features: int, element_bytes: int) -> None:
         assert missing == 0 if p["division"] == EVEN else 0 <= missing <= owners
 
 
+@pytest.mark.G10
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
@@ -105,6 +106,7 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
         assert gpu != "A100" or p["cluster"] == 1
 
 
+@pytest.mark.G10
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:

@@ -281,6 +281,7 @@ class TransformationTests:
             one_hot[index] = 1
             self.check((y, *(j[index] for j in jacobians)), [one_hot, *operands], f"row {index}")
 
+    @pytest.mark.G9
     @pytest.mark.parametrize("order", ["reverse over reverse", "forward over reverse"])
     @pytest.mark.parametrize(
         ("implementation", "dtype"), [("ffi", "float32"), ("ffi", "float64"), ("xla", "float64")]
@@ -338,6 +339,8 @@ class TransformationTests:
             functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), ours, expected
         )
 
+    @pytest.mark.G9
+    @pytest.mark.G11
     def test_check_grads(self, platform, implementation, rng):
         _, *operands = self.example(rng, (2, 5), jnp.float64)
         op = jax.jit(functools.partial(self.op, implementation=implementation))

@@ -43,8 +43,7 @@ def _per_channel(op: str, name: str, value: Any, x: jax.Array, axis: int) -> Any
 
 def _statistic(op: str, name: str, value: Any, x: jax.Array, axis: int) -> jax.Array:
     """One number a channel, in the accumulation dtype."""
-    if value is None:
-        raise TypeError(f"{op}: {name} must be an array, got None")
+    value = _checks.array(op, name, value)
     return _per_channel(op, name, value, x, axis).astype(accum_dtype(x.dtype))
 
 
@@ -120,8 +119,7 @@ def batch_norm(
     op = "batch_norm"
     x, axis = _checked_x(op, x, axis)
     names, shards = _checked_axis_name(op, axis_name)
-    if activation not in (None, "relu"):
-        raise ValueError(f"{op}: activation must be 'relu' or None, got {activation!r}")
+    activation = _checks.choice(op, "activation", activation, "relu", None)
     return kernels.normalize(
         x,
         None if residual is None else _checks.like(op, "residual", residual, "x", x),
@@ -144,12 +142,16 @@ def _checked_axis_name(op: str, value: Any) -> tuple[Any, int]:
         return None, 1
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
     try:
-        hash(names)
-        return names, math.prod(jax.lax.axis_size(name) for name in names)
+        repeated = len(set(names)) < len(names)
     except TypeError:
-        raise TypeError(
-            f"{op}: axis_name must be the name of a mapped axis, or several, got {value!r}"
-        ) from None
+        repeated = None  # what cannot be hashed is no name
+    if repeated is None or any(isinstance(name, int) for name in names):
+        expected = "the name of a mapped axis, or several"
+        raise _checks.wrong(op, "axis_name", expected, value, TypeError)
+    if repeated:
+        raise ValueError(f"{op}: axis_name={value!r} has a name twice")
+    try:
+        return names, math.prod(jax.lax.axis_size(name) for name in names)
     except NameError:
         raise ValueError(
             f"{op}: axis_name={value!r} names no axis here. Names are bound inside jax.shard_map, "

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
@@ -161,9 +160,9 @@ def _traced_norm(leaves: tuple[jax.Array, ...], *, implementation: Implementatio
 # --- Public functions ----------------------------------------------------------------------------
 
 
-def _leaves(op: str, tree: Any) -> list[jax.Array]:
+def _leaves(op: str, tree: Any, name: str = "tree") -> list[jax.Array]:
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [_checks.array(op, f"tree{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths]
+    return [_checks.array(op, name + jax.tree_util.keystr(path), leaf) for path, leaf in paths]
 
 
 def _norm_of_all(leaves: list[jax.Array], implementation: Implementation) -> jax.Array:
@@ -203,15 +202,19 @@ def _check_max_norm(op: str, max_norm: Any) -> ArrayLike:
     """A number that is known now is checked now; a traced one is checked for its kind only."""
     if isinstance(max_norm, jax.Array) and max_norm.shape == () and _checks.is_real(max_norm):
         return max_norm  # a look at a device array's value would wait for the device
-    if isinstance(max_norm, Tracer):
-        raise ValueError(f"{op}: max_norm must be a real scalar, got {jax.typeof(max_norm)}")
+    if isinstance(max_norm, jax.Array):
+        got = _checks.described(max_norm)
+        raise TypeError(f"{op}: max_norm must be a number, got {got}")
+    if callable(max_norm) and op == "clip_by_global_norm":
+        raise TypeError(
+            f"{op}: max_norm must be a number, got a function. For a schedule there is "
+            "optax.inject_hyperparams(jax_gradops.clip_by_global_norm)(max_norm=schedule)"
+        )
     return _checks.number(op, "max_norm", max_norm, minimum=0, finite=False)
 
 
 def _check_nonfinite(op: str, nonfinite: Any) -> Nonfinite:
-    if nonfinite not in ("propagate", "zero"):
-        raise ValueError(f"{op}: nonfinite must be 'propagate' or 'zero', got {nonfinite!r}")
-    return nonfinite
+    return _checks.choice(op, "nonfinite", nonfinite, "propagate", "zero")
 
 
 def clip_tree_by_global_norm(
@@ -232,7 +235,8 @@ def clip_tree_by_global_norm(
     Args:
       tree: any pytree of float16, bfloat16, float32 or float64 arrays, in any mixture. None,
         `optax.MaskedNode` and empty leaves pass through.
-      max_norm: a number, or a scalar array, which may be traced; at least 0.
+      max_norm: a number, or a scalar array, which may be traced; at least 0. An array is not looked
+        at: a negative one makes clipped leaves NaN, as NaN does.
       nonfinite: what to do when the norm is infinite or NaN. ``"propagate"``, as Optax: a NaN norm
         makes all leaves NaN, an infinite one makes them ``g * 0`` (NaN if `max_norm` is infinite,
         too). ``"zero"``: all leaves become 0.
@@ -262,10 +266,21 @@ def clip_tree_by_global_norm(
     [0.6 0.8] 5.0
     """
     op = "clip_tree_by_global_norm"
+    return _clip(op, "tree", tree, max_norm, nonfinite, implementation)
+
+
+def _clip(
+    op: str,
+    name: str,
+    tree: Any,
+    max_norm: ArrayLike,
+    nonfinite: Nonfinite,
+    implementation: Implementation,
+) -> tuple[Any, jax.Array]:
     limit = _check_max_norm(op, max_norm)
     nonfinite = _check_nonfinite(op, nonfinite)
     implementation = resolve_implementation(implementation, op)
-    leaves = _leaves(op, tree)
+    leaves = _leaves(op, tree, name)
     norm = _norm_of_all(leaves, implementation)
     clipped = _scale(tuple(leaves), norm, limit, nonfinite=nonfinite)
     return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm
@@ -274,6 +289,7 @@ def clip_tree_by_global_norm(
 def _factor(norm: jax.Array, max_norm: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Whether leaves are kept as they are, and by what they are multiplied: 1 if they are."""
     max_norm = jnp.asarray(max_norm, norm.dtype)
+    max_norm = jnp.where(max_norm < 0, jnp.nan, max_norm)  # else gradients would be turned round
     keep = (norm < max_norm) | (norm == 0)
     # Where it is not used it is 1 / 1, so that no derivative is infinite times 0.
     return keep, _quotient(jnp.where(keep, 1, max_norm), jnp.where(keep, 1, norm))
@@ -415,14 +431,17 @@ def clip_by_global_norm(
     resolve_implementation(implementation, op)
 
     def init(params: Any) -> ClipByGlobalNormState:
-        dtypes = (leaf.dtype for leaf in _leaves(op, params))
+        dtypes = (leaf.dtype for leaf in _leaves(op, params, "params"))
         return ClipByGlobalNormState(jnp.zeros((), accum_dtype(*dtypes)))
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
-        clipped, norm = clip_tree_by_global_norm(
-            updates, max_norm, nonfinite=nonfinite, implementation=implementation
-        )
+        if not hasattr(state, "global_norm"):
+            raise TypeError(
+                f"{op}: state must be a ClipByGlobalNormState, as init returns it, got "
+                f"{type(state).__name__}"
+            )
+        clipped, norm = _clip(op, "updates", updates, max_norm, nonfinite, implementation)
         return clipped, ClipByGlobalNormState(norm.astype(state.global_norm.dtype))
 
     return optax.GradientTransformation(init, update)

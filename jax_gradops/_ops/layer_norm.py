@@ -27,8 +27,6 @@ def _norm(
 ) -> tuple[jax.Array, Any]:
     arguments = Arguments.of(op, "x", x, begin_norm_axis)
     adds = op.startswith("add_")
-    if residuals not in ("input", "output"):
-        raise ValueError(f"{op}: residuals must be 'input' or 'output', got {residuals!r}")
     y, total = normalize(
         arguments.flat(arguments.x),
         arguments.like_x("residual", residual) if adds else None,
@@ -38,7 +36,7 @@ def _norm(
             centered=op.endswith("layer_norm"),
             epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
             scale_offset=_checks.number(op, "scale_offset", scale_offset),
-            residuals=residuals,
+            residuals=_checks.choice(op, "residuals", residuals, "input", "output"),
             implementation=resolve_implementation(implementation, op),
         ),
     )

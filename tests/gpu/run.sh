@@ -179,7 +179,11 @@ for name in "${steps[@]}"; do
     sanitize) step sanitize sanitize ;;
     check) TAIL=40 step check check ;;
     sweep) step sweep sweep ;;
-    test) step test run_python -m pytest -n "${WORKERS:-8}" -q ;;
+    test)
+      step test run_python -m pytest -n "${WORKERS:-8}" -q -m "not large"
+      XLA_PYTHON_CLIENT_PREALLOCATE=true XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 \
+        step large run_python -m pytest -q -m large
+      ;;
     doctor) step doctor run_python -m jax_gradops doctor ;;
     bench)
       TAIL=60 step bench run_python -m jax_gradops bench --device gpu \

@@ -1,0 +1,123 @@
+"""Every mistake that a user may make gets an answer: the messages are in mistakes.txt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_gradops
+import jax_gradops.linen
+import jax_gradops.nnx
+
+TABLE = Path(__file__).with_name("mistakes.txt")
+
+ARRAYS = {
+    "x": np.ones((2, 3, 4), np.float32),
+    "half": np.ones((2, 3, 4), np.float16),
+    "scale": np.ones(4, np.float32),
+    "rows": np.ones((2, 3), np.float32),
+    "ints": np.ones((2, 3, 4), np.int32),
+    "complexes": np.ones((2, 3, 4), np.complex64),
+}
+NAMES: dict[str, Any] = {
+    **{name: value for name, value in vars(jax_gradops).items() if not name.startswith("_")},
+    "linen": jax_gradops.linen,
+    "nnx": jax_gradops.nnx,
+    "flax": flax,
+    "jax": jax,
+    "jnp": jnp,
+    "np": np,
+    "optax": optax,
+    "objects": np.array([[1.0, None]]),
+    "masked": np.ma.masked_array(np.ones(3)),
+    "rngs": lambda: flax.nnx.Rngs(0),
+    "norm": lambda: jax_gradops.nnx.LayerNorm(4, rngs=flax.nnx.Rngs(0)),
+}
+
+
+def mistakes() -> list[tuple[str, str]]:
+    """Calls and what is said of them."""
+    lines = [line for line in TABLE.read_text().splitlines() if line and line[0] != "#"]
+    return list(zip(lines[::2], map(str.strip, lines[1::2]), strict=True))
+
+
+def said(code: str, **arrays: Any) -> str:
+    try:
+        result = eval(code, NAMES | arrays)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"nothing, but it returned {result}"
+
+
+@pytest.mark.M11
+@pytest.mark.parametrize(("code", "message"), [pytest.param(*m, id=m[0]) for m in mistakes()])
+def test_mistakes(code, message):
+    """To the letter; of traced arrays too."""
+    assert said(code, **ARRAYS) == message
+    if "an array of shape" not in message:
+        traced = []
+        jax.eval_shape(lambda arrays: traced.append(said(code, **arrays)), ARRAYS)
+        assert traced == [message]
+
+
+def test_every_function_is_in_the_table():
+    """With each of its arguments that can be wrong."""
+    calls = "\n".join(code for code, _ in mistakes())
+    public = [n for n, v in vars(jax_gradops).items() if callable(v) and n[0].islower()]
+    operators = [n for n in vars(jax_gradops.backward) if n[0].islower()]
+    modules = jax_gradops.nnx.__all__
+    unmentioned = [n for n in (*public, *operators, *modules) if f"{n}(" not in calls]
+    assert unmentioned == ["FuseReport", "Sequential"]  # a result; a constructor of Flax's
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "batch_norm", "bias_gelu"])
+def test_options_have_names(op):
+    with pytest.raises(TypeError, match=r"takes from \d to \d positional arguments but \d"):
+        getattr(jax_gradops, op)(*[ARRAYS["x"]] * 5)
+
+
+# What Flax refuses, ours refuse with the same kind of exception: theirs comes.
+OF_FLAX = [
+    "nnx.LayerNorm(4, rngs=rngs())(None)",
+    "nnx.LayerNorm(4, rngs=rngs())('x')",
+    "nnx.RMSNorm(4, rngs=rngs())(np.float32(1))",
+    "nnx.LayerNorm(4, reduction_axes=5, rngs=rngs())(x)",
+    "nnx.LayerNorm(4, epsilon='a', rngs=rngs())(x)",
+    "nnx.LayerNorm(4)",
+    "nnx.LayerNorm(4, residuals='output', rngs=rngs())",
+    "nnx.BatchNorm(4, rngs=rngs())(objects)",
+    "linen.LayerNorm().init(jax.random.key(0), None)",
+    "linen.LayerNorm().init(jax.random.key(0), 'x')",
+    "linen.RMSNorm().init(jax.random.key(0), np.float32(1))",
+    "linen.LayerNorm().apply({}, x)",
+    "linen.LayerNorm().apply({'params': {'scale': scale[:2], 'bias': scale}}, x)",
+    "linen.LayerNorm(reduction_axes=3).init(jax.random.key(0), x)",
+    "linen.LayerNorm(reduction_axes=None).init(jax.random.key(0), x)",
+    "linen.BatchNorm().init(jax.random.key(0), x)",
+    "linen.BatchNorm(use_running_average=False, axis=3).init(jax.random.key(0), x)",
+]
+
+
+@pytest.mark.parametrize("code", OF_FLAX)
+def test_mistakes_of_flax(code, flax_settings):
+    ours = said(code, **ARRAYS)
+    flaxs = said(code, **ARRAYS, linen=flax.linen, nnx=flax.nnx)
+    assert ours.partition(":")[0] == flaxs.partition(":")[0] != "nothing, but it returned"
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
+def test_wrong_max_norm_that_is_not_looked_at(wrong):
+    """A traced one, or a device's: NaN, not gradients that were turned round."""
+    leaf = np.ones(3, np.float32)
+    clip = jax_gradops.clip_tree_by_global_norm
+    for limit, f in ((jnp.float32(wrong), clip), (wrong, jax.jit(clip))):
+        (clipped,), norm = f([leaf], limit)
+        assert np.isnan(clipped).all() and norm > 1
