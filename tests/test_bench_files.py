@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def test_goes_on_where_it_was_interrupted(
     assert [r["case"] for r in content["results"]] == CASES and content["left_out"] == []
     assert content["results"][0] == first["results"][0]
     assert content["commands"] == first["commands"]
+    assert content["commands"][0].endswith("--against xla --json bench.json")  # no folder
 
     # Nothing is left; and other cases than those that were asked for then stay.
     assert main(["bench", *run, "--resume", "--shape", "5x33,2x7"]) == 0
@@ -135,6 +137,20 @@ def test_flax_and_optax_take_part(tmp_path: Path) -> None:
         assert result["wrong"] == result["failed"] == {}
         assert result["warm"]["peers"].keys() == {"ours", "copy", peer}
         assert 0 <= result["errors"][peer] < 1e-4
+
+
+COMMITTED = sorted((Path(__file__).parent.parent / "benchmarks").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_measurements(path: Path) -> None:
+    """They are of a GPU, right, and have nothing of the folders of the machine."""
+    pytest.importorskip("matplotlib")
+    content = record.read(path)
+    assert content["platform"] == "gpu" and content["copy"] == "device_copy"
+    assert content["results"] and not [r["problem"] for r in content["results"] if r["problem"]]
+    assert not re.search(r"/(home|Users|root|tmp|var|opt|work|usr)/", path.read_text())
+    assert plots.draw(content).axes
 
 
 # --- Of files with figures that were not measured ------------------------------------------------

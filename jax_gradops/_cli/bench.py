@@ -136,8 +136,7 @@ def _run(args: argparse.Namespace, device: Any) -> int:
     competitors = _competitors(args, platform)
     header = {"suite": args.suite, "rounds": args.rounds}
     header |= record.environment(device, platform, competitors)
-    words = [word for word in args.command_line if word != "--resume"]
-    recorded = record.Record(args.json, header, shlex.join(["python", "-m", "jax_gradops", *words]))
+    recorded = record.Record(args.json, header, _command(args))
     if args.resume:
         recorded.go_on()
     print(record.describe(header), flush=True)
@@ -157,6 +156,14 @@ def _run(args: argparse.Namespace, device: Any) -> int:
     if recorded.results:
         _write_others(args, recorded.content)
     return _conclude(args, recorded, left, interrupted)
+
+
+def _command(args: argparse.Namespace) -> str:
+    """What was typed, but for the folders of this machine: files of figures are for others, too."""
+    words = [word for word in args.command_line if word != "--resume"]
+    for path in filter(None, (args.json, args.csv, args.plot, args.profile)):
+        words = [word.replace(str(path), path.name) for word in words]
+    return shlex.join(["python", "-m", "jax_gradops", *words])
 
 
 def _measure(

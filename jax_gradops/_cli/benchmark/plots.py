@@ -217,17 +217,18 @@ def _draw_clips(content: dict[str, Any]) -> Any:
         for j, name in enumerate(bars):
             height = 0.8 / len(bars)
             wrong = name in result["wrong"]
+            style = STYLES["optax" if name == "xla" else name]  # XLA runs Optax's here
             bar = axes.barh(
                 i - 0.4 + (j + 0.5) * height,
                 peers_of(result)[name]["fraction_of_copy"],
                 height,
-                color=STYLES[name].color,
+                color=style.color,
                 hatch="////" if wrong else None,
                 edgecolor="white",
-                label="Optax" if name == "xla" else STYLES[name].label,
+                label=style.label,
             )
-            if not wrong:
-                drawn.setdefault(name, bar)
+            if name not in drawn or not wrong:
+                drawn[name] = bar
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("fraction of a copy's rate (hatched: the result is wrong)")
@@ -268,6 +269,7 @@ def _draw_training(content: dict[str, Any]) -> Any:
         bars.set_xlabel("milliseconds of a step; over Flax and Optax")
         curves.set_title("loss")
         curves.set_xlabel("step")
+        curves.xaxis.get_major_locator().set_params(integer=True)
         curves.grid(alpha=0.25, linewidth=0.5)
     title = "Training steps; shorter is better"
     return _finish(figure, content, title, list(drawn.values()))
