@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,17 +14,21 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CELL_SECONDS = 300
 
 
 def execute(path: Path, environment: Mapping[str, str]) -> nbformat.NotebookNode:
     """The notebook with new outputs; raises what one of its cells raises. The file stays as it is.
 
-    Its kernel runs in an empty folder, on this interpreter.
+    Its kernel runs on this interpreter, in an empty folder beside the committed measurements.
     """
     notebook = nbformat.read(path, as_version=4)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as parent:
+        (Path(parent) / "benchmarks").symlink_to(ROOT / "benchmarks")
+        folder = Path(parent) / "notebooks"
+        folder.mkdir()
         manager = AsyncKernelManager(
             kernel_name="python3",
             # Installed kernels, of which one may be another interpreter's, are in folders.
@@ -36,14 +41,15 @@ def execute(path: Path, environment: Mapping[str, str]) -> nbformat.NotebookNode
             km=manager,
             timeout=CELL_SECONDS,
             record_timing=False,
-            resources={"metadata": {"path": folder}},
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(folder)}},
         ).execute(env=dict(environment), cleanup_kc=True)
     # What is left out would differ with each interpreter that refreshes it.
     notebook.metadata["language_info"] = {"name": "python"}
     return notebook
 
 
-if __name__ == "__main__":
-    for notebook_path in NOTEBOOKS:
+if __name__ == "__main__":  # all of them, or those that are named
+    for notebook_path in map(Path, sys.argv[1:]) if sys.argv[1:] else NOTEBOOKS:
         nbformat.write(execute(notebook_path, os.environ), notebook_path)
         print(f"{notebook_path.name}: executed, {notebook_path.stat().st_size / 1e3:.0f} kB")

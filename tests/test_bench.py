@@ -48,7 +48,8 @@ def bench(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
 def test_every_op_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     status, report = bench(tmp_path, "--dtype", "f32", "--shape", "5x33,2x3x4x5")
     assert status == 0 and report["left_out"] == []
-    assert report["command"].startswith("python -m jax_gradops bench --device cpu")
+    (command,) = report["commands"]
+    assert command.startswith("python -m jax_gradops bench --device cpu")
     assert report["copy"] == "device_copy" and report["versions"]["jax"] == jax.__version__
     timed = {(r["op"], r["form"], r["layout"], r["direction"]) for r in report["results"]}
     assert timed == {(*key, d) for key, op in cases.OPERATIONS.items() for d in op.traffic}
@@ -176,19 +177,23 @@ def test_device_copy(platform: str, dtype: str, size: int) -> None:
     ("args", "message"),
     [
         (("--op", "layer_norm,softmax"), "unknown op 'softmax'; known are layer_norm, rms_norm"),
+        (("--op", "layernorm"), "unknown op 'layernorm'; did you mean layer_norm? known are "),
         (("--dtype", "int8"), "unknown dtype 'int8'; known are float16, bfloat16"),
         (("--direction", "up"), "unknown direction 'up'; known are fwd, bwd"),
-        (("--against", "numpy"), "unknown against 'numpy'; known are xla, torch"),
+        (("--against", "numpy"), "unknown against 'numpy'; known are xla, flax"),
         (("--shape", "12"), "unknown shape '12'; expected ROWSxFEATURES"),
         (("--shape", "0x3"), "unknown shape '0x3'"),
         (("--shape", "8x14x64"), "unknown shape '8x14x64'"),
-        (("--layout", "nhcw"), "unknown layout 'nhcw'; known are nhwc, nchw"),
+        (("--layout", "nhcw"), "unknown layout 'nhcw'; did you mean nhwc?"),
         (("--rounds", "0"), "must be a number above 0, got '0'"),
         (("--device", "tpu"), "invalid choice: 'tpu'"),
         (("--suite", "training"), "invalid choice: 'training'"),
         (("--suite", "clip", "--tree", "gpt3"), "unknown tree 'gpt3'; expected gpt2-124m"),
-        (("--suite", "clip", "--form", "adam"), "unknown form 'adam'; known are transform, step"),
-        (("--suite", "train", "--model", "resnet"), "unknown model 'resnet'; known are resnet50"),
+        (("--suite", "clip", "--form", "adam"), "unknown form 'adam'; known are plain, relu"),
+        (
+            ("--suite", "train", "--model", "resnet"),
+            "unknown model 'resnet'; did you mean resnet50?",
+        ),
         (("--suite", "train", "--variant", "ours"), "unknown variant 'ours'; known are stock"),
         (("--suite", "train", "--stages", "5"), "unknown stages '5'; known are 0, 1, 2, 3, 4"),
         (("--suite", "train", "--batch", "0"), "must be a number above 0, got '0'"),
@@ -215,9 +220,19 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         (("--op", "layer_norm", "--layout", "nchw"), "--layout: for shapes of four axes only"),
         (("--suite", "clip", "--layout", "nchw"), "--layout: for --suite ops only"),
         (("--suite", "clip", "--shape", "3x5"), "--shape: for --suite ops only"),
-        (("--tree", "3x5", "--form", "step"), "--form, --tree: for --suite clip only"),
+        (("--tree", "3x5"), "--tree: for --suite clip only"),
+        (("--form", "step,tanh"), "--form step: --suite ops has plain, relu, add_relu, tanh"),
+        (("--suite", "clip", "--form", "relu"), "--form relu: --suite clip has transform, step"),
+        (("--suite", "train", "--form", "relu"), "--form: for --suite ops only"),
+        (("--op", "clip", "--form", "tanh"), "clip has no fwd, bwd to time in form tanh"),
         (("--suite", "clip", "--against", "liger"), "cannot compare with liger: there is no clip"),
-        (("--op", "clip", *TINY, "--json", "/proc/x.json"), "cannot write to /proc/x.json"),
+        (("--json", "/proc/x.json"), "cannot write to /proc/x.json"),
+        (("--csv", "no_such_folder/x.csv"), "x.csv: there is no folder no_such_folder"),
+        (("--json", "."), "cannot write to .: it is a folder"),
+        (("--plot", "x.gif"), "--plot x.gif: expected a name that ends in .svg, .png, .pdf"),
+        (("--resume",), "--resume: --json FILE says what to go on with"),
+        (("--from", "no_such_file"), "cannot read no_such_file: No such file"),
+        (("--from", "x", "--rounds", "3", "--device", "cpu"), "--device, --rounds: for measuring"),
         (("--batch", "2", "--image-size", "32"), "--batch, --image-size: for --suite train only"),
         (("--suite", "train", "--against", "torch"), "with torch: there is no training step"),
         (("--suite", "train", "--dtype", "f16"), "no model is trained in float16"),

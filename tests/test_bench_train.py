@@ -51,7 +51,7 @@ def test_resnet(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert list(result["variants"]) == ["stock", "jax_gradops", "unfused"]
     for name, variant in result["variants"].items():
         assert 0 < variant["ms"]["p20"] <= variant["ms"]["median"] <= variant["ms"]["p80"]
-        assert variant["examples_per_s"] == pytest.approx(4e3 / variant["ms"]["median"])
+        assert variant["examples_per_s"] == pytest.approx(4e3 / variant["ms"]["median"], rel=1e-4)
         assert variant["over_stock"]["median"] > 0 and variant["memory_bytes"] > 1e6
         norms = 4 if name != "stock" else 0  # of a block with a shortcut; not the stem's
         kernels = dict.fromkeys(("batch_norm_bwd", "batch_norm_fwd"), norms) if norms else {}
@@ -132,13 +132,14 @@ def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     expected = [{}, gelu | norms | clip, norms | clip, gelu | from_output | clip]
     for variant, kernels in zip(result["variants"].values(), expected, strict=True):
         assert variant["kernel_calls"] == kernels
-        assert variant["examples_per_s"] == pytest.approx(32e3 / variant["ms"]["median"])
+        assert variant["examples_per_s"] == pytest.approx(32e3 / variant["ms"]["median"], rel=1e-4)
         assert variant["memory_bytes"] > 0 and variant["compile_seconds"] > 0
         assert len(variant["losses"]) == 12 and variant["losses_off_by"] < 1e-4
         assert variant["losses"][0] == pytest.approx(np.log(256), rel=0.1)
         assert variant["losses"][-1] < variant["losses"][0] - 0.01
         for group in variant["profile"]:
-            assert group["ms"] == pytest.approx(sum(kernel["ms"] for kernel in group["kernels"]))
+            sum_of_kernels = sum(kernel["ms"] for kernel in group["kernels"])
+            assert group["ms"] == pytest.approx(sum_of_kernels, rel=1e-3)
         assert sum(group["calls"] for group in variant["profile"]) > 10
     assert (tmp_path / "gpt2-float32-unfused").is_dir() and len(result["noise"]) == 12
     lines = capsys.readouterr().out.splitlines()

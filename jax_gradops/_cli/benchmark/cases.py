@@ -176,6 +176,10 @@ OPERATIONS: dict[Key, Operation] = {
     ),
 }
 OPS = tuple(dict.fromkeys(name for name, *_ in OPERATIONS))
+PLAIN = "plain"  # what the form is called that has no name
+FORMS = tuple(dict.fromkeys(form or PLAIN for _, form, _ in OPERATIONS))
+#: Names that stand for several shapes.
+SHAPE_SETS = ("default", "widths", "all")
 
 
 class Timed(Protocol):
@@ -227,6 +231,8 @@ class Case:
 
 # Widths from a sub-warp's to a cluster's, two odd ones and one that is no power of two among them.
 WIDTHS = (64, 128, 256, 512, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 12288, 16384, 32768, 65536)
+# Of them, what a plot of rates over widths has.
+POWERS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 FEW_ROWS = tuple(itertools.product((1, 37, 199), (4096, 65536)))
 _NORM_ROWS = ((131072, 1024), (32768, 4096), (8192, 16384))
 #: By device and op; "" is all others.
@@ -251,18 +257,17 @@ def shape_text(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
-def _rows(dtype: str, device: str) -> Iterator[Shape]:
-    """All shapes of two axes."""
+def _rows(dtype: str, device: str, widths: Sequence[int] = WIDTHS) -> Iterator[Shape]:
+    """Rows of as many bytes in all, of each width."""
     # float64 as float32 with half the elements, which has as many bytes.
     elements = {2: 2**27, 4: 2**26, 8: 2**25}[jnp.dtype(dtype).itemsize]
     if device == "cpu":
         elements //= 8
-    yield from ((elements // width, width) for width in WIDTHS)
-    yield from FEW_ROWS
+    yield from ((elements // width, width) for width in widths)
 
 
 def shapes_of(key: Key, dtype: str, device: str, wanted: Sequence[Shape | str]) -> Iterator[Shape]:
-    """The shapes that `wanted` means: some given, ``"default"``, ``"all"``.
+    """The shapes that `wanted` means: some given, ``"default"``, ``"widths"``, ``"all"``.
 
     Those of four axes are asked for with channels last; they are returned as the layout has them.
     """
@@ -271,8 +276,10 @@ def shapes_of(key: Key, dtype: str, device: str, wanted: Sequence[Shape | str]) 
     for shape in wanted:
         if not isinstance(shape, str):
             shapes: Iterable[Shape] = [shape]
+        elif shape == "widths":
+            shapes = _rows(dtype, device, POWERS)
         elif shape == "all" and op != "batch_norm":
-            shapes = _rows(dtype, device)
+            shapes = (*_rows(dtype, device), *FEW_ROWS)
         else:
             shapes = defaults
         for n, *between, c in shapes:
@@ -282,6 +289,7 @@ def shapes_of(key: Key, dtype: str, device: str, wanted: Sequence[Shape | str]) 
 
 def select(
     ops: Sequence[str],
+    forms: Sequence[str],
     directions: Sequence[str],
     dtypes: Sequence[str],
     shapes: Sequence[Shape | str],
@@ -292,7 +300,7 @@ def select(
     found = {}
     for key, operation in OPERATIONS.items():
         op, form, layout = key
-        if op not in ops or layout not in ("", *layouts):
+        if op not in ops or (form or PLAIN) not in forms or layout not in ("", *layouts):
             continue
         for direction, dtype in itertools.product(DIRECTIONS, dtypes):
             if direction in directions and direction in operation.traffic:

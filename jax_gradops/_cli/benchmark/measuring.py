@@ -9,12 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_gradops._cli import info
-from jax_gradops._cli.benchmark import gate, peers, timing, torch_functions, torch_peers
+from jax_gradops._cli.benchmark import (
+    gate,
+    jax_functions,
+    peers,
+    timing,
+    torch_functions,
+    torch_peers,
+)
 from jax_gradops._cli.benchmark.cases import Case, Timed
 from jax_gradops._cli.benchmark.peers import Figure, Inputs, Peer, PeerError, Plan
 
 #: Who can be named as a competitor, in the order of the table.
-COMPETITORS = ("xla", *torch_functions.REQUIREMENTS)
+COMPETITORS = ("xla", *jax_functions.MAKERS, *torch_functions.REQUIREMENTS)
 
 
 @dataclasses.dataclass
@@ -52,7 +59,7 @@ def why_not_installed(competitor: str, platform: str) -> str:
     """Why a competitor cannot take part; empty if it can."""
     if competitor == "xla":
         return ""
-    packages, on_cpu = torch_functions.REQUIREMENTS[competitor]
+    packages, on_cpu = torch_functions.REQUIREMENTS.get(competitor, ((competitor,), True))
     missing = [p for p in packages if importlib.util.find_spec(p) is None]
     if missing:
         return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
@@ -61,16 +68,27 @@ def why_not_installed(competitor: str, platform: str) -> str:
 
 def has_any(competitor: str, cases: Sequence[Case]) -> bool:
     """Whether a competitor has any of these."""
-    return competitor == "xla" or any(torch_functions.covers(competitor, c) for c in cases)
+    return any(_covers(competitor, case) for case in cases)
+
+
+def _covers(competitor: str, case: Case) -> bool:
+    if competitor in jax_functions.MAKERS:
+        return case.op in jax_functions.MAKERS[competitor]
+    return competitor == "xla" or torch_functions.covers(competitor, case)
 
 
 def make_peers(case: Case, plan: Plan, competitors: Sequence[str]) -> dict[str, Peer]:
     """All that are timed on a case."""
     made: dict[str, Peer] = {"ours": peers.ours(case, plan), "copy": peers.copy(case, plan)}
     for name in competitors:
+        if not _covers(name, case):
+            continue
         if name == "xla":
             made[name] = peers.xla(case, plan)
-        elif torch_functions.covers(name, case):
+        elif name in jax_functions.MAKERS:
+            function = jax_functions.MAKERS[name][case.op](case)
+            made[name] = peers.differentiable(case, plan, function)
+        else:
             made[name] = torch_peers.TorchPeer(name, case, plan)
     return made
 
@@ -100,7 +118,11 @@ def run_all(
                 )
                 batch.append((case, Result(case, plan), made, compiled))
                 tasks += [*shared, *compiled.values()]
-            concurrent.futures.wait(tasks)
+            try:
+                concurrent.futures.wait(tasks)
+            except KeyboardInterrupt:
+                pool.shutdown(cancel_futures=True)
+                raise
             while batch:
                 if expired():
                     return

@@ -249,8 +249,12 @@ class JaxPeer:
 
 
 def ours(case: Case, plan: Plan) -> JaxPeer:
-    """The op of this library; backward, `jax.vjp`'s pullback: its forward part is not timed."""
-    public, target = case.operation.ours, _registry.TARGET_PREFIX
+    """The op of this library."""
+    return differentiable(case, plan, case.operation.ours, _registry.TARGET_PREFIX)
+
+
+def differentiable(case: Case, plan: Plan, public: Callable[..., Any], target: str = "") -> JaxPeer:
+    """A public function; backward, `jax.vjp`'s pullback: its forward part is not timed."""
     if case.direction == "fwd":
         return JaxPeer(plan, case, lambda *a: [public(*a)], target=target)
     structure: list[Any] = []
