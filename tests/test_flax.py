@@ -55,7 +55,9 @@ def test_as_flax(api: str, case: Case, platform: str) -> None:
     (flax, _), (ours, program) = (results(api, modules, case) for modules in APIS[api])
     jax.tree.map(np.testing.assert_array_equal, flax["initial"], ours.pop("initial"))
     initial = flax.pop("initial")
-    assert_same(flax.pop("after"), ours.pop("after"))
+    # NNX rounds x to `dtype` first, which XLA leaves out on GPUs, but not before our kernel.
+    rounded = case.options.get("dtype") if (api, platform) == ("nnx", "cuda") else None
+    assert_same(flax.pop("after"), ours.pop("after"), () if rounded is None else (rounded,))
     # Where an output is rounded, its cotangent differs by as much; so do all gradients.
     dtypes = {jnp.dtype(case.dtype), *(v.dtype for v in jax.tree.leaves((initial, flax)))}
     assert_same(flax, ours, tuple(dtypes))

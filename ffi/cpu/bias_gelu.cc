@@ -156,18 +156,24 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
     const std::int64_t count = std::min(kBlock, n - start);
     A* results = block;
     if constexpr (std::is_same_v<T, A>) results = out + start;
-    const auto compute = [=](auto at) {
-      const auto z = at(x + start) + at(bias + start);
-      if constexpr (kBackward) {
-        at.Store(results, at(dy + start) * GeluDerivative<T, kApproximate>(z));
-      } else {
-        at.Store(results, Gelu<T, kApproximate>(z));
-      }
-    };
     if constexpr (std::is_same_v<T, double>) {  // the library's functions
-      for (std::int64_t i = 0; i < count; ++i) compute(AtElement{i});
+      for (std::int64_t i = 0; i < count; ++i) {
+        const A z = x[start + i] + bias[start + i];
+        if constexpr (kBackward) {
+          results[i] = dy[start + i] * GeluDerivative<T, kApproximate>(z);
+        } else {
+          results[i] = Gelu<T, kApproximate>(z);
+        }
+      }
     } else {
-      ForLanes<lanes::kWidth<A>>(count, compute);
+      ForWholeLanes<lanes::kWidth<A>>(count, [=](auto at) {
+        const auto z = at(x + start) + at(bias + start);
+        if constexpr (kBackward) {
+          at.Store(results, at(dy + start) * GeluDerivative<T, kApproximate>(z));
+        } else {
+          at.Store(results, Gelu<T, kApproximate>(z));
+        }
+      });
     }
     ForLanes<kLanes<A>>(count, [=](auto at) {
       const auto result = at(results);

@@ -220,8 +220,7 @@ void StoreLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
   }
 }
 
-// Where a loop over elements is: at kCount of them from i on, or at element i. So one generic
-// function computes both.
+// Where a loop over elements is: at kCount of them from i on.
 template <int kCount>
 struct AtLanes {
   std::int64_t i;
@@ -234,6 +233,26 @@ struct AtLanes {
     StoreLanes(elements + i, values);
   }
 };
+// The same at the last few elements, of which there are `count`: what other lanes have is 0, and is
+// not stored. Results are those of AtLanes, bit by bit; for a single element, as below, a compiler
+// may fuse other products and sums.
+template <int kCount>
+struct AtLast {
+  std::int64_t i, count;
+  template <typename T>
+  auto operator()(const T* elements) const {
+    T some[kCount] = {};
+    std::copy_n(elements + i, count, some);
+    return LoadLanes<kCount>(some);
+  }
+  template <typename T>
+  void Store(T* elements, const Lanes<Accum<T>, kCount>& values) const {
+    T some[kCount];
+    StoreLanes(some, values);
+    std::copy_n(some, count, elements + i);
+  }
+};
+
 struct AtElement {
   std::int64_t i;
   template <typename T>
@@ -246,12 +265,21 @@ struct AtElement {
   }
 };
 
-// fn(at) for all of n elements, kCount at a time.
+// fn(at) for all of n elements, kCount at a time, and the last ones one by one, which takes less
+// time than AtLast. For files in which products and sums are not fused.
 template <int kCount, typename Fn>
 void ForLanes(std::int64_t n, const Fn& fn) {
   std::int64_t i = 0;
   for (; i + kCount <= n; i += kCount) fn(AtLanes<kCount>{i});
   for (; i < n; ++i) fn(AtElement{i});
+}
+
+// The same where they are.
+template <int kCount, typename Fn>
+void ForWholeLanes(std::int64_t n, const Fn& fn) {
+  std::int64_t i = 0;
+  for (; i + kCount <= n; i += kCount) fn(AtLanes<kCount>{i});
+  if (i < n) fn(AtLast<kCount>{i, n - i});
 }
 
 // The sums over i < n of terms(at), which returns an array of kSums of them. Each lane adds up a
@@ -277,15 +305,15 @@ std::array<A, kSums> LaneSums(std::int64_t n, const Terms& terms) {
     add(sums, few);
   }
   std::array<A, kSums> results;
-  A rest[kSums][kLanes<A>] = {};
+  A last[kSums][kLanes<A>];
   for (int lane = 0; i + lane < n; ++lane) {
     const auto term = terms(AtElement{i + lane});
-    for (int s = 0; s < kSums; ++s) rest[s][lane] = term[s];
+    for (int s = 0; s < kSums; ++s) last[s][lane] = term[s];
   }
   for (int s = 0; s < kSums; ++s) {
-    if (i < n) sums[s] += LoadLanes<kLanes<A>>(rest[s]);
     A values[kLanes<A>];
     StoreLanes(values, sums[s]);
+    for (int lane = 0; i + lane < n; ++lane) values[lane] += last[s][lane];
     for (int half = kLanes<A> / 2; half > 0; half /= 2) {
       for (int lane = 0; lane < half; ++lane) values[lane] += values[lane + half];
     }

@@ -289,7 +289,9 @@ def _clip(
 def _factor(norm: jax.Array, max_norm: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Whether leaves are kept as they are, and by what they are multiplied: 1 if they are."""
     max_norm = jnp.asarray(max_norm, norm.dtype)
-    max_norm = jnp.where(max_norm < 0, jnp.nan, max_norm)  # else gradients would be turned round
+    # NaN if it is negative, as gradients would be turned round. With a root, as a NaN written here
+    # would stop jax_debug_nans.
+    max_norm += jnp.sqrt(jnp.where(max_norm < 0, -1, 0).astype(norm.dtype))
     keep = (norm < max_norm) | (norm == 0)
     # Where it is not used it is 1 / 1, so that no derivative is infinite times 0.
     return keep, _quotient(jnp.where(keep, 1, max_norm), jnp.where(keep, 1, norm))

@@ -76,7 +76,7 @@ def read(directory: Path, steps: int) -> list[Group]:
     kernels: dict[str, list[Kernel]] = collections.defaultdict(list)
     for (group, name), time in us.most_common():
         kernels[group].append(Kernel(name, calls[group, name] / steps, time / 1e3 / steps))
-    if gpu and events:
+    if gpu:
         gaps = list(_gaps(events))
         kernels[IDLE].append(Kernel(IDLE, len(gaps) / steps, sum(gaps) / 1e3 / steps))
     groups = [Group(name, tuple(found)) for name, found in kernels.items()]
@@ -94,24 +94,21 @@ def _gaps(events: Sequence[Any]) -> Iterator[float]:
 
 
 def _kernels(events: list[Any]) -> tuple[bool, list[Any]]:
-    """Whether there are GPUs, and what ran on their streams; else XLA's operations on the CPU."""
+    """Whether anything ran on a GPU's streams, and what; else XLA's operations on the CPU."""
     names: dict[Any, str] = {}
     for event in events:
         if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):
             names[event["pid"], event.get("tid")] = event["args"]["name"]
-    gpu = any(name.startswith("/device:GPU") for name in names.values())
-    found = []
+    on_gpu, on_cpu = [], []
     for event in events:
         if event.get("ph") != "X":
             continue
-        if gpu:
-            process, thread = names.get((event["pid"], None), ""), (event["pid"], event["tid"])
-            wanted = process.startswith("/device:GPU") and "Stream" in names.get(thread, "")
-        else:
-            wanted = "hlo_op" in event.get("args", {})
-        if wanted:
-            found.append(event)
-    return gpu, found
+        process, thread = names.get((event["pid"], None), ""), (event["pid"], event["tid"])
+        if process.startswith("/device:GPU") and "Stream" in names.get(thread, ""):
+            on_gpu.append(event)
+        elif "hlo_op" in event.get("args", {}):
+            on_cpu.append(event)
+    return bool(on_gpu), on_gpu or on_cpu
 
 
 def group_of(name: str) -> str:
