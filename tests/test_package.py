@@ -163,3 +163,14 @@ def test_column_sum_workspace():
                 assert 1 <= shape[1] <= min(rows, 512)
     for nothing in [(1, 0, 8, 2), (1, 8, 0, 2), (0, 8, 8, 2), (1, 8, 8, 0)]:
         assert _core.column_sum_workspace(*nothing) == (0,)
+
+
+def test_cpu_offsets_have_64_bits():
+    """M3: compilers warn of what is cut off without a word; here is no such word.
+
+    Arrays of more than 2^31 elements are tested on GPUs (test_large.py).
+    """
+    sources = Path(__file__).parents[1] / "ffi"
+    for path in [*sources.glob("cpu/*"), *sources.glob("ops/*")]:
+        found = re.findall(r"static_cast<(?:int|unsigned|std::u?int32_t)>", path.read_text())
+        assert not found, f"{path}: {found}"
