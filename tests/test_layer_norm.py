@@ -350,6 +350,17 @@ def test_exact_sums(platform, shape):
     assert_bitwise_equal(dbias(), sums_of_small_integers(shape).astype(np.float32))
 
 
+def test_partial_sums_on_the_cpu():
+    """The sums of slices of rows are added up in double: in float32, ones would be lost."""
+    dy = np.zeros((3200, 129), np.float32)  # in 64 slices
+    dy[0], dy[100::50] = 2**24, 1
+    x, bias = np.ones_like(dy), np.zeros(129, np.float32)
+    f = functools.partial(jax_gradops.layer_norm, x, None, implementation="ffi")
+    with jax.default_device(jax.devices("cpu")[0]):
+        (dbias,) = jax.vjp(f, bias)[1](dy)
+    np.testing.assert_array_equal(dbias, np.float32(2**24 + 62))
+
+
 def test_long_sums(platform, op):
     """Rounding errors of the parameters' gradients do not grow with the number of rows."""
     dy = np.full((1_000_000, 4), 0.1, np.float32)

@@ -5,7 +5,7 @@
 `faults.py` has the faults. They are applied in a copy of this repository (`--work`), whose native
 modules are built there once; a fault then compiles again only what it touches. The tests that a
 fault names have to pass without it, and one of them has to fail with it: a fault that survives is a
-hole in the tests. Needs what the `test` extra installs, CMake, Ninja and nanobind (`make mutate`);
+hole in the tests. Needs what the `test` extra installs, CMake and nanobind (`make mutate`);
 ``--backend cuda`` needs a GPU and nvcc.
 """
 
@@ -45,7 +45,8 @@ class Workshop:
         (self.source / "sitecustomize.py").write_text(SITE)
         if self.pristine.exists():  # a run that was killed may have left a fault in the other one
             self._restore_build()
-        command = ["cmake", "-G", "Ninja", "-S", str(self.source), "-B", str(self.build)]
+        command = ["cmake", "-S", str(self.source), "-B", str(self.build)]
+        command += ["-G", "Ninja"] if shutil.which("ninja") else []
         settings = {
             # One level of the CPU's kernels, as quickly compiled as may be.
             "CMAKE_BUILD_TYPE": "Release",
@@ -110,7 +111,9 @@ class Workshop:
 
     def _compile(self) -> str:
         """Builds and installs beside the Python files; returns what the compiler has against it."""
-        done = self._run(["cmake", "--build", str(self.build)], check=False)
+        done = self._run(
+            ["cmake", "--build", str(self.build), "--parallel", str(os.cpu_count())], check=False
+        )
         if done.returncode != 0:
             return done.stdout[-2000:]
         self._install()
