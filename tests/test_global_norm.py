@@ -316,6 +316,15 @@ def test_rounded_once_beside_a_tie(platform, dtype):
         np.testing.assert_array_equal(widen(clipped), 0.5 + eps / 2)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_ties_go_to_even(platform, dtype):
+    eps = float(jnp.finfo(dtype).eps)
+    leaf = np.ones(4, jnp.dtype(dtype))  # of norm 2
+    for factor, even in ((0.5 + eps / 4, 0.5), (0.5 + 3 * eps / 4, 0.5 + eps)):
+        (clipped,), _ = inplace_clip_by_global_norm([leaf], 2 * factor, implementation="ffi")
+        np.testing.assert_array_equal(widen(clipped), even)
+
+
 # --- In place ------------------------------------------------------------------------------------
 
 

@@ -227,6 +227,7 @@ def test_column_sum_workspace():
                 shape = _core.column_sum_workspace(groups, rows, features, 2)
                 assert (shape[0], *shape[2:]) == (groups, 2, features)
                 assert 1 <= shape[1] <= min(rows, 512)
+                assert groups * shape[1] <= max(512, groups) or features >= 2048
     for nothing in [(1, 0, 8, 2), (1, 8, 0, 2), (0, 8, 8, 2), (1, 8, 8, 0)]:
         assert _core.column_sum_workspace(*nothing) == (0,)
 
