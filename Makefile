@@ -5,20 +5,26 @@ BIN := $(VENV)/bin
 # On a machine with an NVIDIA GPU, JAX's CUDA libraries come along.
 EXTRAS ?= test$(if $(shell command -v nvidia-smi),$(comma)cuda13)
 comma := ,
+# What is installed: this folder, so that edits count at once, or an sdist or a wheel.
+PACKAGE ?= -e ".[$(EXTRAS)]"
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ffi/*.* ffi/*/*)
 
-.PHONY: demo test fuzz test-gpu lint format clean
+.PHONY: demo test fuzz mutate test-gpu lint format clean
 
 demo: $(VENV)/.installed ## train a small GPT on real text with this library's ops
 	$(BIN)/python -m jax_gradops demo $(ARGS)
 
 test: $(VENV)/.installed ## the whole test suite; what needs a GPU skips where there is none
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -P -m pytest -n auto $(ARGS)
+
+mutate: $(VENV)/.installed ## faults, one at a time, that some test must find; half an hour and more (nightly)
+	$(BIN)/python -m pip install --quiet cmake ninja nanobind
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/mutation/run.py $(ARGS)
 
 # EXAMPLES of each test, which take half a second each.
 EXAMPLES ?= 500
 fuzz: $(VENV)/.installed ## the relations of tests/test_fuzz.py, of ever other arrays
-	JAX_GRADOPS_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n auto --hypothesis-profile=fuzz --hypothesis-show-statistics tests/test_fuzz.py $(ARGS)
+	JAX_GRADOPS_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -P -m pytest -n auto --hypothesis-profile=fuzz --hypothesis-show-statistics tests/test_fuzz.py $(ARGS)
 
 # Everything that needs a GPU, in one go, with the packages that are there: nothing is downloaded.
 # Builds, checks memory and races with compute-sanitizer, runs the suite and the doctor, benchmarks.
@@ -46,7 +52,7 @@ $(VENV)/.installed: $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3")'
 	$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --quiet $(PACKAGE)
 	touch $@
 
 # The tools of the `dev` extra, without building the library once more.

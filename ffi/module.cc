@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/build_info.h"
+#include "cuda/devices.h"
 #include "cuda/layer_norm_override.h"
 #include "ops/batch_norm.h"
 #include "ops/bias_gelu.h"
@@ -45,6 +46,19 @@ nb::dict Registrations() {
   handlers["scale"] = Capsule<&GlobalNorm::BindScale, &GlobalNorm::Scale>();
   handlers["device_copy"] = Capsule<&DeviceCopy<Context>::Bind, &DeviceCopy<Context>::Run>();
   return handlers;
+}
+
+// Whether kernels can run on the GPUs that there are: jax_gradops/_registry.py.
+template <class Context>
+void BindDevices(nb::module_& m) {
+  if constexpr (std::is_same_v<Context, CudaContext>) {
+    m.def("devices", [] {
+      const FoundDevices found = FindDevices();
+      nb::list architectures;
+      for (const int architecture : found.architectures) architectures.append(architecture);
+      return nb::make_tuple(architectures, found.driver, found.runtime);
+    });
+  }
 }
 
 // Layer norm's choice of a plan on GPUs, for tests: what it is, and what it shall be.
@@ -117,5 +131,6 @@ NB_MODULE(GRADOPS_MODULE, m) {
   m.attr("cpu_levels") = levels;
   m.attr("cuda_skipped") = gradops::kCudaSkipped;
   m.def("registrations", &gradops::Registrations<gradops::GRADOPS_CONTEXT>);
+  gradops::BindDevices<gradops::GRADOPS_CONTEXT>(m);
   gradops::BindRowPlans<gradops::GRADOPS_CONTEXT>(m);
 }

@@ -275,7 +275,7 @@ def _differentiable(call: Call, implementation: Implementation) -> Callable[...,
     @jax.custom_jvp
     def op(*arrays: jax.Array) -> Arrays:
         ffi = _vmappable(call, 0)
-        branches = {p: ffi for p in _registry.PLATFORMS}
+        branches = {p: ffi for p in _registry.platforms()}
         if implementation == "ffi":
             return lax.platform_dependent(*arrays, **branches)
         return lax.platform_dependent(*arrays, default=call.reference, **branches)

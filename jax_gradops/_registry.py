@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -114,8 +115,61 @@ _loaded = {platform: _load(platform) for platform in _BACKENDS}
 
 #: The loaded native modules by platform.
 MODULES: dict[str, ModuleType] = {p: module for p, (module, _) in _loaded.items() if module}
-#: Platforms that have kernels here.
-PLATFORMS: tuple[str, ...] = tuple(MODULES)
+
+
+def platforms() -> tuple[str, ...]:
+    """Platforms that have kernels here. Not for use at import: it looks at the machine's GPUs."""
+    return tuple(p for p in MODULES if p != "cuda" or _why_gpus_cannot() is None)
+
+
+def covers(build: str, architecture: int) -> bool:
+    """Whether kernels built for these architectures ("80-real,90") run on such a GPU.
+
+    Machine code ("80-real") runs on GPUs of the same generation that are as new or newer, PTX
+    ("80-virtual") on all that are as new or newer; without a suffix there are both. "90a" is for
+    one architecture, "100f" for one generation.
+    """
+    for entry in build.split(","):
+        name, _, kind = entry.partition("-")
+        built = int(name.rstrip("af"))
+        if built == architecture:
+            return True
+        same_generation = built // 10 == architecture // 10 and not name.endswith("a")
+        if built < architecture and (same_generation or (name.isdigit() and kind != "real")):
+            return True
+    return False
+
+
+def gpu_mismatch(build: str, architectures: list[int], driver: int, runtime: int) -> str | None:
+    """Why kernels of this build cannot run on these GPUs; None if they can, or if there is none.
+
+    `driver` and `runtime` are CUDA versions as in 13000: that which the driver knows, 0 without
+    one, and that of the build.
+    """
+    if 0 < driver // 1000 < runtime // 1000:
+        return (
+            f"the NVIDIA driver knows CUDA {driver // 1000}, and the CUDA kernels were built for "
+            f"GPUs with CUDA {runtime // 1000}: install a newer driver"
+        )
+    lacking = sorted(a for a in set(architectures) if not covers(build, a))
+    if not lacking:
+        return None
+    return (
+        f"the CUDA kernels were built for GPUs of architecture {build}, and this machine's has "
+        f"{', '.join(map(str, lacking))}: build them for it (JAX_GRADOPS_CUDA_ARCHITECTURES)"
+    )
+
+
+@functools.cache
+def _why_gpus_cannot() -> str | None:
+    """Asked when an op is first traced, as CUDA's start takes time; with one warning."""
+    module, chosen = MODULES["cuda"], jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen and not {"cuda", "gpu"}.intersection(chosen.split(",")):
+        return None
+    reason = gpu_mismatch(module.build_info, *module.devices())
+    if reason is not None:
+        warnings.warn(f"jax_gradops: {reason}. Using XLA's own operations.", stacklevel=2)
+    return reason
 
 
 def canonical_platform(platform: str) -> str:
@@ -134,7 +188,7 @@ def why_unavailable(platform: str) -> str | None:
     """None if `platform` has kernels here, else the reason why not."""
     platform = canonical_platform(platform)
     if platform in MODULES:
-        return None
+        return _why_gpus_cannot() if platform == "cuda" else None
     if platform in _loaded:
         return _loaded[platform][1]
     return f"jax_gradops has no kernels for platform {platform!r}"

@@ -393,6 +393,20 @@ def test_a_thousand_runs(platform, dtype, rng):
     assert_a_thousand_runs_equal(run, x)
 
 
+@pytest.mark.parametrize(
+    ("shape", "axis", "every"), [((65_536, 256), -1, 128), ((1, 16, 16_384), 1, 1024)], ids=str
+)
+def test_guess_of_the_mean_that_is_far_off(shape, axis, every, rng):
+    """The elements that the CPU's kernel looks at first, to guess means, are unlike the others."""
+    values = rng.standard_normal(max(shape)).astype(np.float32)
+    values[::every] = 1e4
+    x = np.broadcast_to(values[:, None] if axis == -1 else values, shape)
+    with jax.default_device(jax.devices("cpu")[0]):
+        _, mean, var = jax_gradops.batch_norm(x, axis=axis, implementation="ffi")
+    np.testing.assert_allclose(mean, np.mean(values, dtype=np.float64), rtol=3e-7)
+    np.testing.assert_allclose(var, np.var(values.astype(np.float64)), rtol=3e-7)
+
+
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_outlier_at_the_beginning(platform, implementation, axis, rng):
     """What is taken off first is no good guess of the mean."""
@@ -403,7 +417,11 @@ def test_outlier_at_the_beginning(platform, implementation, axis, rng):
     assert np.abs(got - want).max() <= 8 * 2.0**-24 * np.abs(want).max()
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((3, 63, 63, 117), -1), ((5, 70, 63, 63), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((3, 63, 63, 117), -1), ((5, 70, 63, 63), 1), ((8, 4, 200, 250), 1)],
+    ids=str,
+)
 def test_large_results(platform, shape, axis, rng):
     """So large that the CPU's kernels write them past the caches; images differ in their means."""
     dy, x, residual, scale, bias = ordinary(shape, axis, np.float32, rng)
@@ -446,6 +464,21 @@ def test_nonfinite(platform, implementation, axis, dtype, rng):
                 assert np.isnan(widen(got[..., 4])).all()
             others = np.arange(got.shape[-1]) != 4
             assert_bitwise_equal(got[..., others], want[..., others])
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["x", "x and residual"])
+def test_relu_at_zero(platform, implementation, adds):
+    """Its derivative is 0 there, as that of `jax.nn.relu`: of channels that are constant."""
+    x, zeros = jnp.full((6, 5), 3.0, jnp.float32), jnp.zeros(5, jnp.float32)
+
+    def op(x: Any, bias: Any) -> Any:
+        residual = jnp.zeros_like(x) if adds else None
+        return jax_gradops.batch_norm(
+            x, None, bias, activation="relu", residual=residual, implementation=implementation
+        )[0]
+
+    y, dx, dbias = jax.jit(vjp_of(op))(jnp.ones_like(x), x, zeros)
+    assert not np.any(y) and not np.any(dx) and not np.any(dbias)
 
 
 def test_relu_keeps_nan(platform, implementation):

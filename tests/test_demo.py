@@ -1,5 +1,6 @@
 """`python -m jax_gradops demo`, task text: its results, what it leaves behind, and its errors."""
 
+import dataclasses
 import functools
 import re
 import shutil
@@ -286,6 +287,43 @@ def test_resume_of_a_damaged_checkpoint(
         path.unlink()
     assert run("--resume", "--output", tmp_path / "output") == 2
     assert "cannot be read" in one_error(capsys)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": None},
+        {"settings": {}},
+        {"history": []},
+        {"settings": {"steps": "many"}},
+        {"settings": {"width": 0}},
+    ],
+    ids=str,
+)
+def test_resume_of_another_kind_of_checkpoint(change: dict[str, Any]):
+    """JSON that says something else is a mistake like any other."""
+    good = settings.new_run({}, "cpu")
+    saved = {"settings": dataclasses.asdict(good), "history": {"losses": []}, "task": "text"}
+    assert settings.resumed_run({}, saved, Path("here"), "text") == good
+    for name, value in change.items():
+        merged = isinstance(value, dict) and value
+        saved[name] = saved[name] | value if merged else value
+    with pytest.raises(settings.DemoError, match="not one of this demo|must be at least 1"):
+        settings.resumed_run({}, saved, Path("here"), "text")
+
+
+def test_write_follows_no_link(tmp_path: Path):
+    """Not even where a link has the file's name; and permissions are the user's usual ones."""
+    from jax_gradops._cli import files
+
+    (tmp_path / "elsewhere").write_text("mine")
+    (tmp_path / "sample.txt").symlink_to(tmp_path / "elsewhere")
+    files.write(tmp_path / "sample.txt", "text")
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+    assert (tmp_path / "sample.txt").read_text() == "text"
+    assert not (tmp_path / "sample.txt").is_symlink()
+    (tmp_path / "usual").touch()
+    assert (tmp_path / "sample.txt").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path):

@@ -198,6 +198,12 @@ def test_large_leaves(platform, clip, rng):
         check_norm(clip(leaves, 1.0)[1], *leaves)
 
 
+def test_float64_norm_of_16_bit_leaves(platform, clip, rng):
+    """A few squares may be added up in float32 only where the norm is float32 itself."""
+    leaves = [rng.standard_normal(4097).astype(jnp.dtype(d)) for d in ("float16", "bfloat16")]
+    check_norm(clip([*leaves, np.ones(1)], 1.0)[1], *leaves, np.ones(1))
+
+
 # --- What passes through, and what is not clipped ------------------------------------------------
 
 
@@ -319,6 +325,26 @@ def test_rounded_once(platform):
             neighbour = (clipped.view(np.uint16).astype(int) + step).astype(np.uint16)
             off = np.abs(widen(neighbour.view(x.dtype)) - exact)
             assert np.all(np.abs(widen(clipped) - exact) <= off)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rounded_once_beside_a_tie(platform, dtype):
+    """A product so near to the middle of two numbers that float32 has no number between."""
+    eps = float(jnp.finfo(dtype).eps)
+    leaves = [np.ones(3, jnp.dtype(dtype)), np.ones(1)]  # of norm 2
+    for factor in (0.5 + eps / 4 + 2.0**-40, 0.5 + 3 * eps / 4 - 2.0**-40):
+        (clipped, _), norm = inplace_clip_by_global_norm(leaves, 2 * factor, implementation="ffi")
+        assert norm == 2
+        np.testing.assert_array_equal(widen(clipped), 0.5 + eps / 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_ties_go_to_even(platform, dtype):
+    eps = float(jnp.finfo(dtype).eps)
+    leaf = np.ones(4, jnp.dtype(dtype))  # of norm 2
+    for factor, even in ((0.5 + eps / 4, 0.5), (0.5 + 3 * eps / 4, 0.5 + eps)):
+        (clipped,), _ = inplace_clip_by_global_norm([leaf], 2 * factor, implementation="ffi")
+        np.testing.assert_array_equal(widen(clipped), even)
 
 
 # --- In place ------------------------------------------------------------------------------------

@@ -410,6 +410,36 @@ def test_exact_sums(platform, shape):
     assert_bitwise_equal(dbias(), sums_of_small_integers(shape).astype(np.float32))
 
 
+def test_gradient_summed_over_axes_is_rounded_once(platform, implementation, rng):
+    """A bias for each channel, of several normalised axes: the terms, 259, are no bfloat16s."""
+    x = rng.standard_normal((7, 48, 4)).astype(np.float32)
+    scale, bias = jnp.ones(4, jnp.bfloat16), jnp.zeros(4, jnp.bfloat16)
+    options = {"begin_norm_axis": 1, "implementation": implementation}
+    f = functools.partial(jax_gradops.layer_norm, x, scale, **options)
+    (dbias,) = jax.vjp(f, bias)[1](jnp.full(x.shape, 37, jnp.float32))
+    assert dbias.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(dbias.astype(jnp.float32), 12_416)  # 48 * 259, rounded
+
+
+def test_float16_overflows_to_infinity(platform, implementation):
+    """From the middle of the largest number and 2^16 on."""
+    scale = np.array([65_504, 65_519, 65_520, 65_536, 7e4, 131_071, 131_072, 1e30], np.float32)
+    x = np.ones((2, len(scale)), np.float16)
+    y = jax_gradops.rms_norm(x, scale, epsilon=0.0, implementation=implementation)
+    np.testing.assert_array_equal(y, [[65_504] * 2 + [np.inf] * 6] * 2)
+
+
+def test_partial_sums_on_the_cpu():
+    """The sums of slices of rows are added up in double: in float32, ones would be lost."""
+    dy = np.zeros((3200, 129), np.float32)  # in 64 slices
+    dy[0], dy[100::50] = 2**24, 1
+    x, bias = np.ones_like(dy), np.zeros(129, np.float32)
+    f = functools.partial(jax_gradops.layer_norm, x, None, implementation="ffi")
+    with jax.default_device(jax.devices("cpu")[0]):
+        (dbias,) = jax.vjp(f, bias)[1](dy)
+    np.testing.assert_array_equal(dbias, np.float32(2**24 + 62))
+
+
 def test_long_sums(platform, op):
     """Rounding errors of the parameters' gradients do not grow with the number of rows."""
     dy = np.full((1_000_000, 4), 0.1, np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -84,6 +85,22 @@ def test_version_and_typing():
     assert (PACKAGE / "py.typed").exists()
 
 
+def test_data_is_not_code():
+    """SECURITY.md: nothing that runs what a file holds, and no other processes."""
+    refused = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "subprocess", "yaml"}
+    refused |= {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "np.load"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = set()
+            if isinstance(node, ast.Import):
+                names = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {str(node.module).partition(".")[0]}
+            elif isinstance(node, ast.Call):
+                names = {ast.unparse(node.func)}
+            assert not names & refused, f"{path}: {names}"
+
+
 def test_no_private_jax():
     """Nothing of `jax._src`, `jaxlib` or `jax.interpreters`: they change without notice."""
     for path in PACKAGE.rglob("*.py"):
@@ -126,6 +143,55 @@ def test_cpu_levels():
     assert _registry.MODULES["cpu"] in modules
 
 
+@pytest.mark.parametrize("platform", _registry.MODULES)
+def test_stubs(platform):
+    """A native module has what its stub says, and nothing more."""
+    module = importlib.import_module(f"jax_gradops._{platform}")
+    stub = ast.parse((PACKAGE / f"_{platform}.pyi").read_text())
+    names = set()
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.AnnAssign):
+            names.add(ast.unparse(node.target))
+        else:
+            assert isinstance(node, ast.FunctionDef)
+            names.add(node.name)
+            signature = getattr(module, node.name).__nb_signature__[0][0]
+            arguments = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+            assert re.findall(r"(\w+): ", signature) == arguments, node.name
+    assert names == {name for name in vars(module) if not name.startswith("__")}
+
+
+def test_sizes_of_native_modules():
+    """A library that grows by half has something in it twice. Optimised: 1.5 MB, 17 of CUDA."""
+    modules = [m for m in _registry.MODULES.values() if m.__file__]
+    for path in [p for m in modules for p in Path(str(m.__file__)).parent.glob("_c*.so")]:
+        cuda = path.name.startswith("_cuda")
+        parts = _registry.MODULES["cuda"].build_info.count(",") + 1 if cuda else 1
+        assert path.stat().st_size < (26e6 if cuda else 2.3e6) * parts, path
+
+
+IMPORT = """
+import sys, time
+import jax
+sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
+start = time.process_time()
+import jax_gradops
+print(time.process_time() - start)
+"""
+
+
+def test_import_time(tmp_path):
+    """Processor time beyond JAX's own, with compiled bytecode: 20 ms. Slack for slow machines."""
+    seconds = []
+    for _ in range(3):  # the first one compiles
+        command = [sys.executable, "-Pc", IMPORT, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds.append(float(done.stdout))
+    assert min(seconds) < 0.1
+
+
 def test_flax_is_optional():
     code = "import sys, jax_gradops; print({'flax', 'optax'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-Pc", code], capture_output=True, text=True, check=True)
@@ -161,5 +227,17 @@ def test_column_sum_workspace():
                 shape = _core.column_sum_workspace(groups, rows, features, 2)
                 assert (shape[0], *shape[2:]) == (groups, 2, features)
                 assert 1 <= shape[1] <= min(rows, 512)
+                assert groups * shape[1] <= max(512, groups) or features >= 2048
     for nothing in [(1, 0, 8, 2), (1, 8, 0, 2), (0, 8, 8, 2), (1, 8, 8, 0)]:
         assert _core.column_sum_workspace(*nothing) == (0,)
+
+
+def test_cpu_offsets_have_64_bits():
+    """M3: compilers warn of what is cut off without a word; here is no such word.
+
+    Arrays of more than 2^31 elements are tested on GPUs (test_large.py).
+    """
+    sources = Path(__file__).parents[1] / "ffi"
+    for path in [*sources.glob("cpu/*"), *sources.glob("ops/*")]:
+        found = re.findall(r"static_cast<(?:int|unsigned|std::u?int32_t)>", path.read_text())
+        assert not found, f"{path}: {found}"

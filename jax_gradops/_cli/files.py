@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -39,24 +41,17 @@ def make_folder(folder: Path) -> None:
 
 def write(path: Path, data: str | bytes) -> None:
     """Writes a file as a whole, or not at all: it gets its name when it is complete."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(handle, "wb") as file:
+        with open(temporary, "xb") as file:  # x: follows no link that somebody has put there
             file.write(data.encode() if isinstance(data, str) else data)
-        # mkstemp makes files that nobody else can read.
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException as error:
-        os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         if isinstance(error, OSError):
             raise _unwritable(path, error) from None
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _unwritable(path: Path, error: Exception) -> DemoError:

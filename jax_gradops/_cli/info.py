@@ -125,7 +125,7 @@ def _kernels(name: str) -> dict[str, str | None]:
     """The build is the SIMD level in use, or the CUDA architectures."""
     module = _registry.MODULES.get(name)
     return {
-        "build": None if module is None else module.build_info,
+        "build": None if module is None else module.build_info.replace("-real", ""),
         "reason": _registry.why_unavailable(name),
     }
 

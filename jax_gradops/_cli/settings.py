@@ -109,14 +109,18 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
                     f"--{name} is an option of --task {other.task}, not of --task {kind.task}"
                 )
     chosen = {name: value for name, value in chosen.items() if name in _names(kind)}
-    for name, least in _AT_LEAST.items():
-        if chosen.get(name, least) < least:
-            raise DemoError(f"--{name} must be at least {least}, got {chosen[name]}")
-    if chosen.get("seed", 0) >= 2**32:
-        raise DemoError(f"--seed must be less than 2**32, got {chosen['seed']}")
+    _check_ranges(chosen)
     if "text" in chosen:
         chosen["text"] = os.path.abspath(chosen["text"])
     return chosen
+
+
+def _check_ranges(values: dict[str, Any]) -> None:
+    for name, least in _AT_LEAST.items():
+        if values.get(name, least) < least:
+            raise DemoError(f"--{name} must be at least {least}, got {values[name]}")
+    if values.get("seed", 0) >= 2**32:
+        raise DemoError(f"--seed must be less than 2**32, got {values['seed']}")
 
 
 def new_run(chosen: dict[str, Any], platform: str, task: str = "text") -> Any:
@@ -130,7 +134,12 @@ def resumed_run(chosen: dict[str, Any], saved: dict[str, Any], folder: Path, tas
     saved_task = saved.get("task", "text")  # the only one there was at first
     if saved_task != task:
         raise DemoError(f"the run in {folder} has --task {saved_task}, not {task}")
-    before, step = saved["settings"], len(saved["history"]["losses"])
+    try:
+        before, step = saved["settings"], len(saved["history"]["losses"])
+        _check_ranges(before)
+        KINDS[task](**before)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DemoError(f"the checkpoint in {folder} is not one of this demo: {error!r}") from None
     for name, value in chosen.items():
         if name != "steps" and value != before[name]:
             was = before[name] if before[name] is not None else "the Python language reference"

@@ -1,0 +1,30 @@
+# What ffi/module.cc makes for CUDA.
+from jax_gradops._cpu import build_info as build_info
+from jax_gradops._cpu import cpu_levels as cpu_levels
+from jax_gradops._cpu import cuda_skipped as cuda_skipped
+from jax_gradops._cpu import ffi_api_version as ffi_api_version
+from jax_gradops._cpu import registrations as registrations
+
+def devices() -> tuple[list[int], int, int]: ...
+def row_plan(
+    *,
+    rows: int,
+    features: int,
+    element_bytes: int,
+    arrays: int,
+    backward: bool,
+    aligned: bool,
+    aligned_params: bool,
+    architecture: int,
+    multiprocessors: int,
+    shared_bytes: int,
+) -> dict[str, int | bool]: ...
+def force_row_plan(
+    *,
+    architecture: int = 0,
+    max_cluster: int = 0,
+    max_threads: int = 0,
+    max_stages: int = 0,
+    stream: bool = False,
+    ring: bool = False,
+) -> None: ...

@@ -1,0 +1,757 @@
+"""The faults that `run.py` puts into the library, and for each the tests that have to find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Fault(NamedTuple):
+    """Replaces what occurs once in a file; `tests` are arguments of pytest."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+    def applied(self, text: str) -> str:
+        """The file's text with the fault."""
+        if (count := text.count(self.old)) != 1 or self.old == self.new:
+            raise ValueError(f"{self.path}: {self.name}: {count} times in the file: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+def _k(file: str, expression: str) -> str:
+    return f'tests/test_{file}.py -k "({expression}) and not cuda"'
+
+
+def _gpu(file: str, expression: str) -> str:
+    return f'tests/test_{file}.py -k "({expression}) and cuda"'
+
+
+_NORM = _k("layer_norm", "(TestLayerNorm or TestRmsNorm) and test_sizes and ffi")
+_NORM_GROUPS = _k(
+    "layer_norm", "TestLayerNorm and (test_vmap_of_many_rows or test_vmap) and not xla"
+)
+_FROM_OUTPUT = _k("norm_variants", "FromOutput and test_sizes and ffi")
+_ADD = _k("norm_variants", "TestAddLayerNorm and test_sizes and ffi")
+_GELU = _k("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_many_groups")
+_GELU_VALUES = _k("bias_gelu", "test_float32 or test_every_small or test_float64 or test_special")
+_BATCH = _k("batch_norm", "(test_sizes or test_layouts) and ffi")
+_BATCH_VALUES = _k("batch_norm", "(test_large or test_hard or test_outlier) and ffi")
+_BATCH_LARGE = _k("batch_norm", "test_large_results")
+_CLIP = _k("global_norm", "test_sizes or test_large or test_range or test_mixed")
+_GROUPS = _k("global_norm", "test_in_place_groups or test_per_example")
+_CALLS = "tests/test_native_calls.py -k cpu"
+_SOURCES = "tests/test_package.py -k offsets"
+
+CPU = [
+    # --- The CPU's kernels ---
+    Fault(
+        "y without what the rounded mean is off by",
+        "ffi/cpu/layer_norm.cc",
+        "kCentered ? (x[i] - mean) - delta : x[i]",
+        "kCentered ? x[i] - mean : x[i]",
+        _k("layer_norm", "test_large_mean and ffi"),
+    ),
+    Fault(
+        "bias left out",
+        "ffi/cpu/layer_norm.cc",
+        "centered * rstd * scale[i] + bias[i]",
+        "centered * rstd * scale[i]",
+        _NORM,
+    ),
+    Fault(
+        "a chunk of rows ends one early",
+        "ffi/cpu/layer_norm.cc",
+        "std::min(rows, (chunk + 1) * chunk_rows)",
+        "std::min(rows, (chunk + 1) * chunk_rows - 1)",
+        _NORM,
+    ),
+    Fault(
+        "both column sums at the same place",
+        "ffi/cpu/layer_norm.cc",
+        "* sums + sum) * features",
+        "* sums) * features",
+        _NORM,
+    ),
+    Fault(
+        "groups share a place for their sums",
+        "ffi/cpu/layer_norm.cc",
+        "results[sum] + group * features\n",
+        "results[sum]\n",
+        _NORM_GROUPS,
+    ),
+    Fault(
+        "sums of many rows without the last block of them",
+        "ffi/cpu/layer_norm.cc",
+        "const std::int64_t block_end = std::min(end, row + kRowsPerSum);",
+        "const std::int64_t block_end = std::min(end - 1, row + kRowsPerSum);\n"
+        "    if (block_end <= row) break;",
+        _NORM,
+    ),
+    Fault(
+        "the rest of the mean's error ignored in dscale",
+        "ffi/cpu/layer_norm.cc",
+        "return (shifted(i) - delta) * factor; }",
+        "return shifted(i) * factor; }",
+        _k("layer_norm", "test_large_mean and ffi"),
+    ),
+    Fault(
+        "from the output: a scale of zero divides",
+        "ffi/cpu/layer_norm.cc",
+        "args.shape, args.scale_offset, kInfinity}",
+        "args.shape, args.scale_offset}",
+        _k("norm_variants", "test_zero_scale"),
+    ),
+    Fault(
+        "from the output: the bias stays in x_hat",
+        "ffi/cpu/layer_norm.cc",
+        "(x[i] - bias[i]) / divisor[i]",
+        "x[i] / divisor[i]",
+        _FROM_OUTPUT,
+    ),
+    Fault(
+        "the cotangent of the sum is dropped",
+        "ffi/cpu/layer_norm.cc",
+        "mean_wdy_x_hat, rstd) + dsum[i];",
+        "mean_wdy_x_hat, rstd);",
+        _ADD,
+    ),
+    Fault(
+        "a 32-bit offset",
+        "ffi/cpu/layer_norm.cc",
+        "static_cast<T*>(args.y) + row * features",
+        "static_cast<T*>(args.y) + static_cast<std::int32_t>(row * features)",
+        _SOURCES,
+    ),
+    Fault(
+        "the lanes lose the tail",
+        "ffi/cpu/wide.h",
+        "for (int lane = 0; i + lane < end; ++lane)",
+        "for (int lane = 0; i + lane + 1 < end; ++lane)",
+        _NORM,
+    ),
+    Fault(
+        "long sums in one run of float32",
+        "ffi/cpu/wide.h",
+        "constexpr std::int64_t kAtATime = 16 * kLanes;",
+        "constexpr std::int64_t kAtATime = std::int64_t{1} << 40;",
+        "tests/test_norm_accuracy.py tests/test_layer_norm.py"
+        ' -k "not cuda and not xla and (test_float32 or test_long or test_exact or hard or WIDE)"',
+    ),
+    Fault(
+        "every group reads the first one's parameters",
+        "ffi/cpu/wide.h",
+        "return data_ + group * stride_ + start;",
+        "return data_ + start;",
+        _NORM_GROUPS,
+    ),
+    Fault(
+        "partial rows added up in float32",
+        "ffi/cpu/column_sum.h",
+        "double totals[kColumns];",
+        "A totals[kColumns];",
+        _k("layer_norm", "test_partial_sums"),
+    ),
+    Fault(
+        "thousands of rows added up in float32",
+        "ffi/cpu/column_sum.h",
+        "kRowsPerSum = 128;",
+        "kRowsPerSum = std::int64_t{1} << 40;",
+        "tests/test_layer_norm.py tests/test_bias_gelu.py"
+        ' -k "(test_exact_sums or test_long_sums) and not cuda"',
+    ),
+    Fault(
+        "the caller does not wait for its helpers",
+        "ffi/cpu/parallel.h",
+        "state->all_done.wait(lock, [&] { return state->done == chunks; });",
+        "",
+        "tests/test_core.py tests/test_layer_norm.py"
+        ' -k "(test_python_threads or test_digest or TestLayerNorm) and not cuda and not xla"',
+    ),
+    Fault(
+        "work is cut by the number of threads",
+        "ffi/cpu/layer_norm.cc",
+        "std::min(args.partial_rows, kMaxSlices)",
+        "std::min(args.partial_rows, 3 * pool.num_threads())",
+        _k("core", "test_threads_do_not"),
+    ),
+    Fault(
+        "GELU's bias is that of the next element",
+        "ffi/cpu/bias_gelu.cc",
+        "static_cast<A>(x[i]) + bias[i];",
+        "static_cast<A>(x[i]) + bias[i + 1 < n ? i + 1 : i];",
+        _GELU,
+    ),
+    Fault(
+        "joined rows' sums lose one of them",
+        "ffi/cpu/bias_gelu.cc",
+        "for (std::int64_t c = own; c < tile.columns; c += own)",
+        "for (std::int64_t c = 2 * own; c < tile.columns; c += own)",
+        _GELU,
+    ),
+    Fault(
+        "the last rows of a chunk are left out",
+        "ffi/cpu/bias_gelu.cc",
+        ".rows = std::min(t.rows_per_chunk, t.rows - row)}",
+        ".rows = std::min(t.rows_per_chunk, t.rows - row) - (t.rows > 9)}",
+        _GELU,
+    ),
+    Fault(
+        "partial rows of the wrong group",
+        "ffi/cpu/bias_gelu.cc",
+        "AddPartialRows(workspace + group * args.partial_rows * shape.features",
+        "AddPartialRows(workspace + group * t.row_chunks * shape.features",
+        _k("bias_gelu", "TestBiasGelu and test_vmap_of_many_rows"),
+    ),
+    Fault(
+        "groups share a bias",
+        "ffi/cpu/bias_gelu.cc",
+        "static_cast<const A*>(bias.data) + tile.group * bias.group_stride",
+        "static_cast<const A*>(bias.data)",
+        _k("bias_gelu", "TestBiasGelu and test_vmap and not xla"),
+    ),
+    Fault(
+        "the tanh form's derivative without the slope of the cube",
+        "ffi/common/gelu.h",
+        "(kSlope + 3 * kSlope * gelu::kCubic * t.square)",
+        "(kSlope + kSlope * gelu::kCubic * t.square)",
+        _GELU_VALUES,
+    ),
+    Fault(
+        "a polynomial without its last term",
+        "ffi/common/gelu.h",
+        "0.18660364f, -0.07712412f);",
+        "0.18660364f);",
+        _GELU_VALUES,
+    ),
+    Fault(
+        "infinity times zero in the tail",
+        "ffi/common/gelu.h",
+        "ClampedAbs(x, 14.8f)",
+        "ClampedAbs(x, 1e30f)",
+        _GELU_VALUES,
+    ),
+    Fault(
+        "leaves are those of the first group",
+        "ffi/cpu/global_norm.cc",
+        "group * leaf.count + begin - (ends_[i] - leaf.count)",
+        "begin - (ends_[i] - leaf.count)",
+        _GROUPS,
+    ),
+    Fault(
+        "the last element of a part is left out",
+        "ffi/cpu/global_norm.cc",
+        "for (std::int64_t i = whole; i < n; ++i)",
+        "for (std::int64_t i = whole; i < n - 1; ++i)",
+        _CLIP,
+    ),
+    Fault(
+        "parts are added up in float32",
+        "ffi/cpu/global_norm.cc",
+        "    double sum = 0;\n    for (std::int64_t part = 0;",
+        "    float sum = 0;\n    for (std::int64_t part = 0;",
+        _CLIP,
+    ),
+    Fault(
+        "a product is rounded twice",
+        "ffi/cpu/global_norm.cc",
+        "static_cast<T>(RoundToOdd(scaled))",
+        "static_cast<T>(static_cast<float>(scaled))",
+        _k("global_norm", "test_rounded_once"),
+    ),
+    Fault(
+        "what is not clipped is written",
+        "ffi/cpu/global_norm.cc",
+        "if (factors[group] != 1) {",
+        "if (factors[group] != 2) {",
+        _k("global_norm", "test_nothing_is_written"),
+    ),
+    Fault(
+        "squares are added up in float32 for a float64 result",
+        "ffi/ops/global_norm.h",
+        "return result == ffi::F64 ? -1.0f : 0x1p100f;",
+        "return 0x1p127f;",
+        _k("global_norm", "test_float64_norm"),
+    ),
+    Fault(
+        "the distance of the parts' means left out",
+        "ffi/cpu/batch_norm_fwd.cc",
+        "static_cast<double>(other_squares[i]) + delta * delta * weight;",
+        "static_cast<double>(other_squares[i]);",
+        _BATCH,
+    ),
+    Fault(
+        "the variance of a sample",
+        "ffi/cpu/batch_norm_fwd.cc",
+        "static_cast<A>(squares / static_cast<double>(args.shape.terms()))",
+        "static_cast<A>(squares / static_cast<double>(args.shape.terms() - 1))",
+        _BATCH,
+    ),
+    Fault(
+        "what the guess is off by left out of the variance",
+        "ffi/cpu/batch_norm_fwd.cc",
+        "static_cast<double>(sum_squares) - offset * static_cast<double>(sum);",
+        "static_cast<double>(sum_squares);",
+        _BATCH,
+    ),
+    Fault(
+        "what the rounded mean is off by is lost",
+        "ffi/cpu/batch_norm_fwd.cc",
+        "set_numbers(group, channel, mean, rstd, delta);",
+        "set_numbers(group, channel, mean, rstd, A{0});",
+        _BATCH_VALUES,
+    ),
+    Fault(
+        "a bad guess is kept",
+        "ffi/cpu/batch_norm_fwd.cc",
+        "if (far == 0) break;",
+        "break;",
+        _k("batch_norm", "test_guess"),
+    ),
+    Fault(
+        "channels first, a bad guess is kept",
+        "ffi/cpu/batch_norm_fwd.cc",
+        "if (again || sums[0] * sums[0] <= 0.5 * count * sums[1]) break;",
+        "break;",
+        _k("batch_norm", "test_guess"),
+    ),
+    Fault(
+        "relu swallows NaN",
+        "ffi/cpu/batch_norm_fwd.cc",
+        "return z < least ? least : z; }",
+        "return z > least ? z : least; }",
+        _k("batch_norm", "test_relu_keeps_nan or test_nonfinite"),
+    ),
+    Fault(
+        "relu's gradient at zero is 1",
+        "ffi/cpu/batch_norm_bwd.cc",
+        "factor_[c] + offset_[c] > 0 ? dy : A{0}",
+        "factor_[c] + offset_[c] >= 0 ? dy : A{0}",
+        _k("batch_norm", "test_relu_at_zero"),
+    ),
+    Fault(
+        "relu's gradient at zero is 1, by y",
+        "ffi/cpu/batch_norm_bwd.cc",
+        "static_cast<A>(y_[i]) > 0 ? dy : A{0}",
+        "static_cast<A>(y_[i]) >= 0 ? dy : A{0}",
+        _k("batch_norm", "test_relu_at_zero"),
+    ),
+    Fault(
+        "dx without the projection on x_hat",
+        "ffi/cpu/batch_norm_bwd.cc",
+        "(terms.dz(i, i) - level[i] - terms.centered(i, i) * slope[i]) * factor[i]",
+        "(terms.dz(i, i) - level[i]) * factor[i]",
+        _BATCH,
+    ),
+    Fault(
+        "blocks of channels share a place for their sums",
+        "ffi/cpu/batch_norm_bwd.cc",
+        "partial + s * channels + piece.channel,",
+        "partial + s * channels,",
+        _BATCH_LARGE,
+    ),
+    Fault(
+        "the odd one is left out of pairwise sums",
+        "ffi/cpu/batch_norm_pieces.h",
+        "for (; n > 1; n -= n / 2) {",
+        "for (; n > 1; n /= 2) {",
+        _BATCH,
+    ),
+    Fault(
+        "a shorter last row is taken for a whole one",
+        "ffi/cpu/batch_norm_pieces.h",
+        "ForBlocks(layout.width_of(row),",
+        "ForBlocks(layout.width_of(row) / layout.channels * layout.channels - (row > 0 ? 1 : 0),",
+        _BATCH,
+    ),
+    Fault(
+        "what is after the last cache line is not stored",
+        "ffi/cpu/stream.h",
+        "  std::memcpy(out, in, static_cast<std::size_t>(bytes));\n#else",
+        "#else",
+        _BATCH_LARGE,
+    ),
+    # --- Formulas and dtypes ---
+    Fault(
+        "dx without the projection on x_hat, of norms",
+        "ffi/common/math.h",
+        "(wdy - mean_wdy - x_hat * mean_wdy_x_hat) * rstd",
+        "(wdy - mean_wdy) * rstd",
+        _NORM,
+    ),
+    Fault(
+        "epsilon outside of the root",
+        "ffi/common/math.h",
+        "return A{1} / std::sqrt(square) + nan_if_infinite;",
+        "return A{1} / (std::sqrt(variance) + epsilon) + nan_if_infinite;",
+        _k("layer_norm", "test_epsilon and ffi"),
+    ),
+    Fault(
+        "an overflow becomes zeros",
+        "ffi/common/math.h",
+        "std::sqrt(square) + nan_if_infinite;",
+        "std::sqrt(square);",
+        _k("layer_norm", "test_overflowing_variance or test_nonfinite"),
+    ),
+    Fault(
+        "bfloat16 halves are rounded up",
+        "ffi/common/dtype.h",
+        "u + 0x7fffu + ((u >> 16) & 1u)",
+        "u + 0x8000u",
+        _k("global_norm", "test_ties"),
+    ),
+    Fault(
+        "bfloat16 NaN may become infinity",
+        "ffi/common/dtype.h",
+        "(rounded | nan) >> 16",
+        "rounded >> 16",
+        _k("bias_gelu", "test_special_values or test_nonfinite or test_every_small_float"),
+    ),
+    Fault(
+        "float16 overflows late",
+        "ffi/common/dtype.h",
+        "mask(magnitude >= 0x47800000u)",
+        "mask(magnitude >= 0x48000000u)",
+        _k("layer_norm", "test_float16_overflows"),
+    ),
+    # --- Handlers ---
+    Fault(
+        "a parameter may have any length",
+        "ffi/common/shape.h",
+        "dims.size() == groups + 1 && dims.back() == x_dims[feature_axis_];",
+        "dims.size() == groups + 1;",
+        _CALLS,
+    ),
+    Fault(
+        "dy is not checked",
+        "ffi/ops/layer_norm.h",
+        'check.Rows("dy", in.dy).Rows("dx", out.dx)',
+        'check.Rows("dx", out.dx)',
+        _CALLS,
+    ),
+    Fault(
+        "a batched parameter is taken for a shared one",
+        "ffi/common/shape.h",
+        "shared ? 0 : shape_.features, buffer.element_type()};",
+        "0, buffer.element_type()};",
+        _NORM_GROUPS,
+    ),
+    Fault(
+        "attributes in the wrong order",
+        "ffi/ops/layer_norm.h",
+        '.template Attr<double>("epsilon")\n        .template Attr<double>("scale_offset")',
+        '.template Attr<double>("scale_offset")\n        .template Attr<double>("epsilon")',
+        _k("layer_norm", "(test_epsilon or test_scale_offset) and ffi"),
+    ),
+    Fault(
+        "operands in the wrong order",
+        "ffi/ops/bias_gelu.h",
+        "(Context ctx, std::int64_t group_rank, bool approximate, In dy, In x,",
+        "(Context ctx, std::int64_t group_rank, bool approximate, In x, In dy,",
+        _GELU,
+    ),
+    Fault(
+        "the workspace's size is not checked",
+        "ffi/ops/global_norm.h",
+        "if (!args.leaves.empty() && args.workspace_doubles < args.groups) {",
+        "if (args.workspace_doubles < 0) {",
+        _CALLS,
+    ),
+    Fault(
+        "a handler under another name",
+        "ffi/module.cc",
+        'handlers["rms_norm_bwd"] =',
+        'handlers["rms_norm_backward"] =',
+        "tests/test_package.py -k handlers",
+    ),
+    # --- The Python core ---
+    Fault(
+        "a psum is skipped",
+        "jax_gradops/_sharding.py",
+        "return lax.psum(parts, axes) if axes else parts",
+        "return parts",
+        _k("layer_norm", "TestLayerNorm and test_rows_spread and not unequally"),
+    ),
+    Fault(
+        "copies of a partial sum are added up",
+        "jax_gradops/_sharding.py",
+        "lax.psum([part / copies for part in parts], everywhere)",
+        "lax.psum(parts, everywhere)",
+        _k("layer_norm", "TestLayerNorm and (test_partial_manual or test_three_axes)"),
+    ),
+    Fault(
+        "sums have what fills up unequal shards",
+        "jax_gradops/_sharding.py",
+        "specs = [_even(s, o.shape, over.axes) for s, o in zip(specs, operands, strict=True)]",
+        "pass",
+        _k("layer_norm", "TestLayerNorm and test_rows_spread_unequally"),
+    ),
+    Fault(
+        "a parameter's gradient is rounded before its sum over shards",
+        "jax_gradops/_sharding.py",
+        "if dtype is not None and a.dtype.itemsize < dtype.itemsize:",
+        "if False:",
+        _k("norm_variants", "test_sums_over_shards_are_wide"),
+    ),
+    Fault(
+        "an image's axes are not summed over",
+        "jax_gradops/_sharding.py",
+        'for e in (*letters["n"], *letters["m"]) for a in',
+        'for e in letters["n"] for a in',
+        _k("batch_norm", "test_images_spread"),
+    ),
+    Fault(
+        "float64 is looked for in the first array only",
+        "jax_gradops/_sharding.py",
+        "any(d == jnp.float64 for d in dtypes)",
+        "any(d == jnp.float64 for d in dtypes[:1])",
+        _k("global_norm", "test_mixed_dtypes"),
+    ),
+    Fault(
+        "a mapped parameter is folded into the rows",
+        "jax_gradops/_core.py",
+        'and not any(b for _, b, dims in operands if "n" not in dims)',
+        "",
+        _k("layer_norm", "TestLayerNorm and test_vmap and not xla"),
+    ),
+    Fault(
+        "gradients of groups are added up",
+        "jax_gradops/_core.py",
+        'and all("n" in r.dims for r in call.wanted)',
+        "",
+        _k("layer_norm", "TestLayerNorm and test_vmap and not xla"),
+    ),
+    Fault(
+        "partial sums are rounded",
+        "jax_gradops/_core.py",
+        "return dataclasses.replace(self, dtypes=())",
+        "return self",
+        _k("norm_variants", "test_sums_over_shards_are_wide"),
+    ),
+    Fault(
+        "partial sums of many groups",
+        "jax_gradops/_core.py",
+        "max(1, min(rows, 512 // groups, 2**23 // (features * groups)))",
+        "max(1, min(rows, 512, 2**23 // (features * groups)))",
+        "tests/test_package.py -k workspace",
+    ),
+    Fault(
+        "no derivative through the derivative",
+        "jax_gradops/_core.py",
+        "return op(*primals), jax.jvp(call.reference, primals, tangents)[1]",
+        "return op(*primals), jax.tree.map(jnp.zeros_like, op(*primals))",
+        _k("layer_norm", "TestLayerNorm and test_hessian and not xla"),
+    ),
+    Fault(
+        "wrong alias",
+        "jax_gradops/_ops/bias_gelu.py",
+        'in_place={"dx": "dy"},',
+        'in_place={"dx": "x"},',
+        _k("backward", "test_bias_gelu_in_place"),
+    ),
+    Fault(
+        "a leaf's memory becomes another one's result",
+        "jax_gradops/_core.py",
+        "aliases = {i: i for i in range(call.arrays)}",
+        "aliases = {i: call.arrays - 1 - i for i in range(call.arrays)}",
+        _k("global_norm", "test_in_place"),
+    ),
+    Fault(
+        "shards' variances without their means' distances",
+        "jax_gradops/_ops/batch_norm_kernels.py",
+        'partial["batch_variance"] + jnp.square(offset))',
+        'partial["batch_variance"])',
+        _k("batch_norm", "test_axis_name or test_images_spread"),
+    ),
+    Fault(
+        "means over one shard's rows",
+        "jax_gradops/_ops/batch_norm_kernels.py",
+        "n = shards * (max(1, rows) if isinstance(rows, int) else rows)",
+        "n = max(1, rows) if isinstance(rows, int) else rows",
+        _k("batch_norm", "test_axis_name or test_images_spread"),
+    ),
+    Fault(
+        "zero over zero",
+        "jax_gradops/_ops/global_norm.py",
+        "keep = (norm < max_norm) | (norm == 0)",
+        "keep = norm < max_norm",
+        _k("global_norm", "test_zero_norm"),
+    ),
+    Fault(
+        "huge leaves' norm is halved",
+        "jax_gradops/_ops/global_norm.py",
+        "jnp.sqrt(huge) * 2.0**96,",
+        "jnp.sqrt(huge) * 2.0**95,",
+        _k("global_norm", "test_range"),
+    ),
+    Fault(
+        "the residual's gradient is the sum's",
+        "jax_gradops/_ops/norm_kernels.py",
+        "return dx, None if dsum is None else dx, dscale, dbias",
+        "return dx, dsum, dscale, dbias",
+        _ADD,
+    ),
+    Fault(
+        "a gradient summed over axes is rounded before",
+        "jax_gradops/_ops/norm_arguments.py",
+        "parameter.dtype.itemsize < self.accum_dtype.itemsize:",
+        "False:",
+        _k("layer_norm", "test_gradient_summed"),
+    ),
+    Fault(
+        "a bool is a number",
+        "jax_gradops/_checks.py",
+        "if isinstance(value, bool | np.bool_) or not (",
+        "if not (",
+        _k("layer_norm", "test_errors"),
+    ),
+    Fault(
+        "handlers that are too new are registered",
+        "jax_gradops/_registry.py",
+        "compiled[0] == runtime[0] and compiled[1] <= runtime[1]",
+        "compiled[0] == runtime[0]",
+        _k("core", "test_ffi_version_guard or test_unusable"),
+    ),
+]
+
+CUDA = [
+    # Each compiles one or two files again.
+    Fault(
+        "GELU: sums are read before they are written",
+        "ffi/cuda/bias_gelu.cu",
+        "__syncthreads();  // all sums are written",
+        "",
+        _gpu("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_widths or exact_sums"),
+    ),
+    Fault(
+        "GELU: the next sums overwrite what is still read",
+        "ffi/cuda/bias_gelu.cu",
+        "__syncthreads();  // all sums are read before the next ones are written",
+        "",
+        _gpu("bias_gelu", "test_widths or test_many_groups or test_vmap_of_many_rows"),
+    ),
+    Fault(
+        "GELU: the elements after the last whole pack are left out",
+        "ffi/cuda/bias_gelu.cu",
+        "if (first + k * step != cut.packs) continue;",
+        "if (first + k * step != cut.packs + 1) continue;",
+        _gpu("bias_gelu", "TestBiasGelu and test_sizes and ffi"),
+    ),
+    Fault(
+        "GELU: a 32-bit offset",
+        "ffi/cuda/bias_gelu.cu",
+        "StorePackOnce(y + (first + k * step) * W, Narrow<T>(values));",
+        "StorePackOnce(y + static_cast<int>((first + k * step) * W), Narrow<T>(values));",
+        _gpu("large", "test_rows and bias_gelu"),
+    ),
+    Fault(
+        "GELU: groups share partial rows",
+        "ffi/cuda/bias_gelu.cu",
+        "slice_sums.sums + group * slice_sums.group_pitch + slice",
+        "slice_sums.sums + slice",
+        _gpu("bias_gelu", "test_vmap_of_many_rows or test_many_groups or test_widths"),
+    ),
+    Fault(
+        "GELU: a sum without a copy of the row",
+        "ffi/cuda/bias_gelu.cu",
+        "for (int copy = 1; copy < cut.copies; ++copy)",
+        "for (int copy = 2; copy < cut.copies; ++copy)",
+        _gpu("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_exact_sums"),
+    ),
+    Fault(
+        "norm: storage is reused before it is read",
+        "ffi/cuda/global_norm.cu",
+        "__syncthreads();  // `storage` is free for the next item",
+        "",
+        _gpu("global_norm", "test_large or test_many or test_per_example or thousand or vmap"),
+    ),
+    Fault(
+        "norm: the tail is left out",
+        "ffi/cuda/global_norm.cu",
+        "if (division.tail() < count) sum += Square(x[division.tail()]);",
+        "",
+        _gpu("global_norm", "test_sizes or test_large"),
+    ),
+    Fault(
+        "norm: leaves are the first group's",
+        "ffi/cuda/global_norm.cu",
+        "static_cast<const T*>(leaf.data) + group * count + first",
+        "static_cast<const T*>(leaf.data) + first",
+        _gpu("global_norm", "test_in_place_groups or test_per_example or test_vmap"),
+    ),
+    Fault(
+        "norm: a 32-bit offset",
+        "ffi/cuda/global_norm.cu",
+        "const std::int64_t first = (chunk - leaf_begin) * kChunk;",
+        "const std::int64_t first = static_cast<int>((chunk - leaf_begin) * kChunk);",
+        _gpu("large", "test_norm"),
+    ),
+    Fault(
+        "norm: later tables overwrite the sums of earlier ones",
+        "ffi/cuda/global_norm.cu",
+        "accumulate ? partials[item] + sum : sum;",
+        "sum;",
+        _gpu("global_norm", "test_many_leaves"),
+    ),
+    Fault(
+        "clip: what is not clipped is written, and more",
+        "ffi/cuda/global_norm.cu",
+        "if (factor == 1) continue;",
+        "if (factor != 1) continue;",
+        _gpu("global_norm", "test_in_place or test_operator"),
+    ),
+    Fault(
+        "layer norm: y without what the rounded mean is off by",
+        "ffi/cuda/layer_norm_fwd.cuh",
+        "const A shift = -moments.delta * moments.rstd;",
+        "const A shift = 0;",
+        _gpu("layer_norm", "test_large_mean and ffi"),
+    ),
+    Fault(
+        "layer norm: rows that start anywhere are framed by the first one",
+        "ffi/cuda/layer_norm_fwd.cuh",
+        "row * static_cast<std::uint64_t>(features) % W));",
+        "row * static_cast<std::uint64_t>(features) % W) & (W / 2 - 1));",
+        _gpu("layer_norm", "TestLayerNorm and test_sizes and ffi"),
+    ),
+    Fault(
+        "layer norm backward: wrong term",
+        "ffi/cuda/layer_norm_bwd.cuh",
+        "mean_wdy_x_hat -= delta * total[1];",
+        "mean_wdy_x_hat -= delta;",
+        _gpu("layer_norm", "test_large_mean and ffi"),
+    ),
+    Fault(
+        "layer norm backward: sums overwrite those of earlier rows",
+        "ffi/cuda/layer_norm_bwd.cuh",
+        "const bool store = pass == 0 && done == 0;",
+        "const bool store = true;",
+        _gpu("layer_norm", "test_exact_sums or test_long_sums"),
+    ),
+    Fault(
+        "layer norm backward: units' sums are read before they are written",
+        "ffi/cuda/layer_norm_bwd.cuh",
+        "__syncthreads();  // all units' sums are written",
+        "",
+        _gpu("layer_norm", "(TestLayerNorm and test_sizes and ffi) or test_exact_sums"),
+    ),
+    Fault(
+        "batch norm: partial sums are read before they are written",
+        "ffi/cuda/batch_norm_bwd.cu",
+        "cooperative_groups::this_grid().sync();  // partial sums are written",
+        "",
+        _gpu("batch_norm", "(test_sizes or test_layouts or thousand) and not xla"),
+    ),
+    Fault(
+        "batch norm: dx without what the mean is off by",
+        "ffi/cuda/batch_norm_bwd.cu",
+        "level(mean_dz - delta * (mean_dz_x_hat * rstd))",
+        "level(mean_dz)",
+        _gpu("batch_norm", "test_large_means and ffi"),
+    ),
+]

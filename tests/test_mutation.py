@@ -1,0 +1,29 @@
+"""That the faults of tests/mutation can be put into the sources; `make mutate` does so."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests" / "mutation"))
+
+import faults  # noqa: E402
+
+
+@pytest.mark.parametrize("fault", faults.CPU + faults.CUDA, ids=lambda f: f"{f.path}: {f.name}")
+def test_fault_can_be_applied(fault):
+    """What it replaces is there, once, and the tests that have to find it are."""
+    assert fault.applied((ROOT / fault.path).read_text())
+    assert (fault in faults.CUDA) == fault.path.startswith("ffi/cuda/")
+    *files, option, _ = shlex.split(fault.tests)
+    assert option == "-k" and all((ROOT / file).is_file() for file in files)
+
+
+def test_faults_have_names():
+    names = [(f.path, f.name) for f in faults.CPU + faults.CUDA]
+    assert len(names) == len(set(names))
+    assert len(faults.CPU) >= 25 and len(faults.CUDA) >= 10
