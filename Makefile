@@ -7,9 +7,10 @@ EXTRAS ?= test$(if $(shell command -v nvidia-smi),$(comma)cuda13)
 comma := ,
 # What is installed: this folder, so that edits count at once, or an sdist or a wheel.
 PACKAGE ?= -e ".[$(EXTRAS)]"
+CPP := $(wildcard ffi/*.cc ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh tests/native/*.h tests/native/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ffi/*.* ffi/*/*)
 
-.PHONY: demo test fuzz mutate test-gpu lint format clean
+.PHONY: demo test fuzz mutate test-gpu native fuzz-native lint format clean
 
 demo: $(VENV)/.installed ## train a small GPT on real text with this library's ops
 	$(BIN)/python -m jax_gradops demo $(ARGS)
@@ -33,16 +34,32 @@ OUT ?= gpu_output
 test-gpu:
 	PYTHON=$(PYTHON) OUT=$(OUT) tests/gpu/run.sh $(STEPS)
 
+# Longer than tests/test_native.py: optimised builds with sanitizers, large arrays, many threads.
+NATIVE := $(MAKE) -C tests/native JAXLIB=$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("jaxlib").submodule_search_locations[0])') \
+  BUILD=$(CURDIR)/build/native-long
+native: $(VENV)/.installed
+	$(NATIVE) asan tsan
+	build/native-long/asan/driver malformed memory-long threads allocations
+	build/native-long/tsan/driver memory threads-long
+
+# Call frames from bytes, with clang's libFuzzer; the corpus stays. SECONDS: how long.
+SECONDS ?= 1800
+fuzz-native: $(VENV)/.installed
+	$(NATIVE) fuzz CXX=clang++
+	mkdir -p build/native-long/corpus
+	build/native-long/fuzz/fuzzer -max_len=96 -len_control=0 -timeout=60 -print_final_stats=1 \
+	  -max_total_time=$(SECONDS) build/native-long/corpus
+
 lint: $(VENV)/.dev ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run -Werror $(wildcard ffi/*.cc ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh)
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(wildcard ffi/*.cc ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh)
+	$(BIN)/clang-format -i $(CPP)
 
 clean:
 	rm -rf build dist $(VENV) .venv-ci-*

@@ -1,4 +1,4 @@
-// The list of handlers, compiled once per module with GRADOPS_CONTEXT and GRADOPS_MODULE defined.
+// A Python module, compiled once per backend with GRADOPS_CONTEXT and GRADOPS_MODULE defined.
 #include <nanobind/nanobind.h>
 
 #include <string_view>
@@ -7,44 +7,19 @@
 #include "common/build_info.h"
 #include "cuda/devices.h"
 #include "cuda/layer_norm_override.h"
-#include "ops/batch_norm.h"
-#include "ops/bias_gelu.h"
-#include "ops/device_copy.h"
-#include "ops/global_norm.h"
-#include "ops/layer_norm.h"
+#include "ops/handlers.h"
 
 namespace nb = nanobind;
 
 namespace gradops {
 namespace {
 
-template <auto MakeBinding, auto Impl>
-nb::capsule Capsule() {
-  return nb::capsule(reinterpret_cast<void*>(&Handler<MakeBinding, Impl>));
-}
-
 template <class Context>
 nb::dict Registrations() {
-  using LayerNorm = gradops::LayerNorm<Context>;
-  using BiasGelu = gradops::BiasGelu<Context>;
-  using GlobalNorm = gradops::GlobalNorm<Context>;
-  using BatchNorm = gradops::BatchNorm<Context>;
   nb::dict handlers;
-  handlers["layer_norm_fwd"] = Capsule<&LayerNorm::BindFwd, &LayerNorm::Fwd>();
-  handlers["layer_norm_bwd"] = Capsule<&LayerNorm::BindBwd, &LayerNorm::Bwd>();
-  handlers["rms_norm_fwd"] = Capsule<&LayerNorm::BindRmsFwd, &LayerNorm::RmsFwd>();
-  handlers["rms_norm_bwd"] = Capsule<&LayerNorm::BindRmsBwd, &LayerNorm::RmsBwd>();
-  handlers["layer_norm_bwd_from_output"] =
-      Capsule<&LayerNorm::BindBwdFromOutput, &LayerNorm::BwdFromOutput>();
-  handlers["rms_norm_bwd_from_output"] =
-      Capsule<&LayerNorm::BindRmsBwdFromOutput, &LayerNorm::RmsBwdFromOutput>();
-  handlers["bias_gelu_fwd"] = Capsule<&BiasGelu::BindFwd, &BiasGelu::Fwd>();
-  handlers["bias_gelu_bwd"] = Capsule<&BiasGelu::BindBwd, &BiasGelu::Bwd>();
-  handlers["batch_norm_fwd"] = Capsule<&BatchNorm::BindFwd, &BatchNorm::Fwd>();
-  handlers["batch_norm_bwd"] = Capsule<&BatchNorm::BindBwd, &BatchNorm::Bwd>();
-  handlers["sum_of_squares"] = Capsule<&GlobalNorm::BindSumOfSquares, &GlobalNorm::SumOfSquares>();
-  handlers["scale"] = Capsule<&GlobalNorm::BindScale, &GlobalNorm::Scale>();
-  handlers["device_copy"] = Capsule<&DeviceCopy<Context>::Bind, &DeviceCopy<Context>::Run>();
+  for (const NamedHandler& handler : Handlers<Context>()) {
+    handlers[handler.name] = nb::capsule(reinterpret_cast<void*>(handler.call));
+  }
   return handlers;
 }
 

@@ -1,4 +1,8 @@
-"""What Python does not let through, the handlers refuse as well, with the name of the operand."""
+"""What Python does not let through, the handlers refuse as well, with the name of the operand.
+
+Here, through JAX and so on GPUs too, how operands go together; each operand's own shape, dtype and
+memory are the business of `test_native.py`.
+"""
 
 from __future__ import annotations
 
@@ -126,6 +130,13 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+# What changes a good forward batch norm to one with given statistics.
+GIVEN = {
+    **dict.fromkeys(("mean", "rstd"), PARAMETER),
+    **dict.fromkeys(("batch_mean", "batch_variance", "batch_rstd", "batch_delta"), NOTHING),
+    "workspace": scratch(0),
+}
+
 
 def call(target: str, **changes: Any) -> Any:
     """Runs a handler; an operand, result or attribute that is named is replaced."""
@@ -154,108 +165,51 @@ def test_good(platform, target):
     ("target", "changes", "message"),
     [
         ("layer_norm_fwd", {"x": full(3, 4, dtype=np.int32)}, "x"),
-        ("layer_norm_fwd", {"x": full()}, "x"),
-        ("layer_norm_fwd", {"scale": full(3)}, "scale"),
-        ("layer_norm_fwd", {"bias": full(5)}, "bias"),
         ("layer_norm_fwd", {"bias": full(4, dtype=np.int32)}, "bias.*float16, bfloat16"),
         ("layer_norm_fwd", {"bias": full(0, dtype=np.float64)}, "bias"),
-        ("layer_norm_fwd", {"bias": full(0, dtype=np.int32)}, "bias"),
         ("layer_norm_fwd", {"bias": full(0, 4)}, "bias"),
-        ("layer_norm_fwd", {"bias": full(4, 0)}, "bias"),
-        ("layer_norm_fwd", {"scale": full()}, "scale"),
-        ("layer_norm_fwd", {"y": full(3, 5)}, "y"),
-        ("layer_norm_fwd", {"y": full(3, 4, dtype=np.float64)}, "y"),
-        ("layer_norm_fwd", {"mean": full(2)}, "mean"),
-        ("layer_norm_fwd", {"rstd": full(4)}, "rstd"),
         ("layer_norm_fwd", {"epsilon": np.float64(-1)}, "epsilon"),
-        ("layer_norm_fwd", {"epsilon": np.float64("nan")}, "epsilon"),
-        ("layer_norm_fwd", {"epsilon": np.float64("inf")}, "epsilon"),
-        ("layer_norm_fwd", {"scale_offset": np.float64("nan")}, "scale_offset"),
         ("layer_norm_fwd", {"residual": ROWS}, "residual and sum must be both"),
         ("layer_norm_fwd", {"sum": ROWS}, "residual and sum must be both"),
-        ("layer_norm_fwd", {"residual": full(3, 5), "sum": ROWS}, "residual"),
-        ("layer_norm_fwd", {"residual": ROWS, "sum": full(2, 4)}, "sum"),
-        ("layer_norm_fwd", {"mean": full(3, dtype=np.float64)}, "mean"),
         ("layer_norm_fwd", {"group_rank": np.int64(3)}, "group_rank"),
-        ("layer_norm_fwd", {"group_rank": np.int64(-1)}, "group_rank"),
-        ("layer_norm_bwd", {"dy": full(3, 5)}, "dy"),
-        ("layer_norm_bwd", {"dy": full(3, 4, dtype=np.float64)}, "dy"),
-        ("layer_norm_bwd", {"mean": full(2)}, "mean"),
-        ("layer_norm_bwd", {"dx": full(2, 4)}, "dx"),
-        ("layer_norm_bwd", {"dscale": full(5)}, "dscale"),
         ("layer_norm_bwd", {"dscale": full(0, 4)}, "dscale"),
         ("layer_norm_bwd", {"dbias": full(0, dtype=np.float64)}, "dbias"),
         ("layer_norm_bwd", {"workspace": scratch(0)}, "workspace"),
-        ("layer_norm_bwd", {"workspace": scratch(1, 1, 1, 4)}, "workspace"),
         ("layer_norm_bwd", {"workspace": full(1, 1, 2, 4)}, "workspace.*uint32.*got float32"),
-        ("layer_norm_bwd", {"dsum": full(4)}, "dsum"),
-        ("layer_norm_bwd", {"dsum": full(3, 4, dtype=np.float16)}, "dsum"),
-        ("layer_norm_bwd", {"dscale": full(4, dtype=np.int32)}, "dscale"),
-        ("layer_norm_bwd", {"scale_offset": np.float64("inf")}, "scale_offset"),
-        ("layer_norm_bwd_from_output", {"y": full(3, 5)}, "dy"),
-        ("layer_norm_bwd_from_output", {"bias": full(3)}, "bias"),
-        ("layer_norm_bwd_from_output", {"bias": full(4, dtype=np.int32)}, "bias"),
-        ("layer_norm_bwd_from_output", {"rstd": full(4)}, "rstd"),
-        ("layer_norm_bwd_from_output", {"dbias": full(5)}, "dbias"),
         ("layer_norm_bwd_from_output", {"workspace": scratch(1, 1, 1, 4)}, "workspace"),
-        ("rms_norm_bwd_from_output", {"dsum": full(3)}, "dsum"),
-        ("rms_norm_bwd_from_output", {"scale": full(1)}, "scale"),
         ("rms_norm_bwd_from_output", {"dscale": PARAMETER}, "workspace"),
         ("rms_norm_fwd", {"residual": NOTHING}, "residual and sum must be both"),
-        ("rms_norm_fwd", {"scale": full(8)}, "scale"),
         ("rms_norm_bwd", {"rstd": full(4)}, "rstd"),
-        ("bias_gelu_fwd", {"bias": full(3)}, "bias"),
         ("bias_gelu_fwd", {"bias": full(4, dtype=np.float16)}, "bias.*accumulation dtype"),
-        ("bias_gelu_fwd", {"y": full(4, 4)}, "y"),
-        ("bias_gelu_bwd", {"dx": full(2, 4)}, "dx"),
-        ("bias_gelu_bwd", {"dbias": full(3)}, "dbias"),
         ("bias_gelu_bwd", {"dbias": full(4, 0)}, "dbias"),
-        ("bias_gelu_bwd", {"bias": full(0, 0)}, "bias"),
-        ("batch_norm_fwd", {"x": full(2, 4, 3, dtype=np.int32)}, "x"),
         ("batch_norm_fwd", {"scale": full(3)}, r"scale must have x's group axes and axis 1"),
-        ("batch_norm_fwd", {"bias": full(2)}, "bias"),
-        ("batch_norm_fwd", {"residual": full(2, 4)}, "residual"),
-        ("batch_norm_fwd", {"y": full(2, 4, 4)}, "y"),
-        ("batch_norm_fwd", {"inner_rank": np.int64(3)}, "inner_rank must be in"),
-        ("batch_norm_fwd", {"inner_rank": np.int64(-1)}, "inner_rank must be in"),
         ("batch_norm_fwd", {"group_rank": np.int64(2)}, "inner_rank must be in"),
-        ("batch_norm_fwd", {"group_rank": np.int64(3)}, "group_rank must be in"),
         ("batch_norm_fwd", {"mean": PARAMETER}, "mean and rstd must be both"),
         ("batch_norm_fwd", {"mean": PARAMETER, "rstd": PARAMETER}, "mean and batch_mean must be"),
-        ("batch_norm_fwd", {"delta": HALF}, "delta.*accumulation dtype"),
+        ("batch_norm_fwd", GIVEN | {"y": NOTHING}, "mean and y must be the latter there"),
         ("batch_norm_fwd", {"batch_variance": NOTHING}, "batch_mean and batch_variance must be"),
-        ("batch_norm_fwd", {"batch_rstd": full(3)}, "batch_rstd"),
-        ("batch_norm_fwd", {"epsilon": np.float64(-1)}, "epsilon"),
-        ("batch_norm_fwd", {"workspace": scratch(0)}, "workspace"),
         ("batch_norm_fwd", {"workspace": scratch(1, 1, 2, 4)}, "workspace"),
-        ("batch_norm_bwd", {"dy": full(2, 4, 4)}, "dy"),
-        ("batch_norm_bwd", {"y": full(2, 4, 3, dtype=np.float16)}, "y"),
         ("batch_norm_bwd", {"mean": NOTHING}, "mean"),
-        ("batch_norm_bwd", {"rstd": HALF}, "rstd.*accumulation dtype"),
         ("batch_norm_bwd", {"mean_dz": PARAMETER}, "mean_dz and mean_dz_x_hat must be both"),
         (
             "batch_norm_bwd",
             {"mean_dz": PARAMETER, "mean_dz_x_hat": PARAMETER},
             "dscale and mean_dz must be not both there",
         ),
-        ("batch_norm_bwd", {"dx": full(2, 4)}, "dx"),
-        ("batch_norm_bwd", {"dresidual": full(2, 3)}, "dresidual"),
-        ("batch_norm_bwd", {"dbias": full(4, 0)}, "dbias"),
-        ("batch_norm_bwd", {"workspace": scratch(1, 0, 2, 4)}, "workspace"),
-        ("sum_of_squares", {"leaf_0": full(3, dtype=np.int32)}, "leaf 0"),
+        (
+            "batch_norm_bwd",
+            {"dx": NOTHING, "dresidual": IMAGES},
+            "dresidual and dx must be the latter there",
+        ),
         ("sum_of_squares", {"leaf_1": full(3, dtype=np.float64)}, "float64"),
         ("sum_of_squares", {"workspace": scratch(0)}, "workspace"),
-        ("sum_of_squares", {"workspace": full(2048, 2)}, "workspace.*uint32.*got float32"),
         ("sum_of_squares", {"huge": full(2)}, "group_rank|results"),
-        ("sum_of_squares", {"tiny": full(dtype=np.float64)}, "results"),
         ("sum_of_squares", {"group_rank": np.int64(1)}, "group_rank"),
-        ("scale", {"leaf_1": full(2, 2, dtype=np.int32)}, "leaf 1 must be float16"),
         ("scale", {"leaf_0": full(4)}, "leaf 0 must have its result's shape"),
         ("scale", {"scaled_0": full(3, dtype=np.float64)}, "leaf 0 must have its result's"),
-        ("scale", {"factor": full(dtype=np.float16)}, "factor must.*got float16"),
         ("scale", {"factor": full(2)}, "group_rank must be the rank of factor"),
         ("scale", {"factor": full(2), "group_rank": np.int64(1)}, "leaf 0 must start"),
-        ("scale", {"group_rank": np.int64(-1)}, "group_rank"),
+        ("device_copy", {"x": full(3, 4, dtype=np.int32)}, "x must be float16"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
@@ -284,5 +238,5 @@ def test_scale_without_enough_results(platform):
 
 def test_wrong_attribute_type(platform):
     """XLA decodes strictly: that is why ops normalise what they pass."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match="expected F64 but got F32"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="(?s)layer_norm_fwd.*F64 but got F32"):
         call("layer_norm_fwd", epsilon=np.float32(1e-6))

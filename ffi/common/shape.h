@@ -43,21 +43,11 @@ struct ParamGrad {
   ffi::DataType dtype = ffi::DataType::INVALID;
 };
 
-// The number of elements; -1 for a negative dimension or more than 2^62 elements.
+// Of some of a buffer's dimensions, which the handler has checked (common/handler.h).
 inline std::int64_t Product(ffi::Span<const std::int64_t> dims) {
   std::int64_t n = 1;
-  bool empty = false, too_large = false;
-  for (const std::int64_t d : dims) {
-    if (d < 0) return -1;
-    if (d == 0) {
-      empty = true;
-    } else if (n > (std::int64_t{1} << 62) / d) {
-      too_large = true;
-    } else {
-      n *= d;
-    }
-  }
-  return empty ? 0 : too_large ? -1 : n;
+  for (const std::int64_t d : dims) n *= d;
+  return n;
 }
 
 inline std::string Describe(const ffi::AnyBuffer& buffer) {
@@ -96,10 +86,6 @@ class RowChecker {
     } else if (inner_rank < 0 || inner_rank >= rank - group_rank) {
       message_ = op_ + ": attribute inner_rank must be in [0, rank of x - group_rank), got " +
                  std::to_string(inner_rank) + " for x " + Describe(x);
-    } else if (Product(dims) < 0) {
-      Fail("x", "dimensions of at least 0 and at most 2^62 elements", x);
-    } else if (Product(dims) > 0 && x.untyped_data() == nullptr) {
-      Fail("x", "data", x);
     } else {
       group_rank_ = static_cast<std::size_t>(group_rank);
       feature_axis_ = static_cast<std::size_t>(rank - 1 - inner_rank);
@@ -108,10 +94,6 @@ class RowChecker {
                 dims[feature_axis_]};
       inner_ =
           Product(Dims(dims.begin() + feature_axis_ + 1, static_cast<std::size_t>(inner_rank)));
-      // A product of some of the dimensions can exceed 2^62 where another dimension is 0.
-      if (shape_.groups < 0 || shape_.rows < 0 || inner_ < 0) {
-        shape_ = {0, 0, dims[feature_axis_]}, inner_ = 0;
-      }
     }
   }
 
@@ -147,6 +129,11 @@ class RowChecker {
                     const ffi::AnyBuffer& other) {
     const bool right = IsAbsent(buffer) != IsAbsent(other);
     return Pair(right, "one there and one absent", name, buffer, other_name, other);
+  }
+  RowChecker& Needs(const char* name, const ffi::AnyBuffer& buffer, const char* other_name,
+                    const ffi::AnyBuffer& other) {
+    const bool right = IsAbsent(buffer) || !IsAbsent(other);
+    return Pair(right, "the latter there where the former is", name, buffer, other_name, other);
   }
   RowChecker& NotBoth(const char* name, const ffi::AnyBuffer& buffer, const char* other_name,
                       const ffi::AnyBuffer& other) {
@@ -193,8 +180,7 @@ class RowChecker {
     const auto dims = buffer.dimensions();
     const bool matches = dims.size() == 4 && dims[0] == shape_.groups && dims[1] > 0 &&
                          dims[2] == sums && dims[3] == shape_.features &&
-                         buffer.element_type() == ScratchDtype(dtype()) &&
-                         buffer.untyped_data() != nullptr;
+                         buffer.element_type() == ScratchDtype(dtype());
     if (!matches) {
       Fail(name,
            "shape [groups, partial rows, " + std::to_string(sums) + ", features] in " +
@@ -235,11 +221,10 @@ class RowChecker {
     const std::size_t groups = shared ? 0 : group_rank_;
     bool matches = dims.size() == groups + 1 && dims.back() == x_dims[feature_axis_];
     for (std::size_t i = 0; matches && i < groups; ++i) matches = dims[i] == x_dims[i];
-    const bool has_data = Product(dims) == 0 || buffer.untyped_data() != nullptr;
     const bool any = dtype == ParamDtype::kAnyFloat;
     const bool has_dtype =
         any ? IsFloat(buffer.element_type()) : buffer.element_type() == accum_dtype();
-    if (!matches || !has_data || !has_dtype) {
+    if (!matches || !has_dtype) {
       Fail(name,
            "x's group axes and " + Feature() + ", in " +
                (any ? std::string("float16, bfloat16, float32 or float64")
@@ -259,15 +244,13 @@ class RowChecker {
     const auto dims = buffer.dimensions();
     bool matches = dims.size() == expected.size() && buffer.element_type() == dtype;
     for (std::size_t i = 0; matches && i < dims.size(); ++i) matches = dims[i] == expected[i];
-    if (matches && Product(dims) > 0 && buffer.untyped_data() == nullptr) matches = false;
     if (!matches) Fail(name, what, buffer);
   }
 
   void Fail(std::string_view name, std::string_view expected, const ffi::AnyBuffer& got) {
     if (!ok()) return;
     message_ = op_ + ": " + std::string(name) + " must have " + std::string(expected) + "; got " +
-               Describe(got) + (got.untyped_data() == nullptr ? " without data" : "") + " with x " +
-               Describe(x_);
+               Describe(got) + " with x " + Describe(x_);
   }
 
   std::string op_;

@@ -157,6 +157,11 @@ void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
 template <typename T, Mask kMask, bool kFirst>
 ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   using A = Accum<T>;
+  if (args.shape.elements() == 0) {
+    SetZero(args.dscale, args.shape.outer);
+    SetZero(args.dbias, args.shape.outer);
+    return ffi::Error::Success();
+  }
   const Layout<kFirst> layout(args.shape);
   const std::int64_t channels = layout.channels;
   const Numbers<A, kFirst> numbers(layout);
@@ -175,7 +180,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
     set_numbers(group, channel, ReadParam(args.mean_dz, group, channel, A{0}),
                 ReadParam(args.mean_dz_x_hat, group, channel, A{0}));
   });
-  const bool wants_dx = args.dx != nullptr && layout.elements > 0;
+  const bool wants_dx = args.dx != nullptr;
   const auto apply = [&](const Piece& piece) { Apply<T, kMask>(args, layout, numbers, piece); };
   if (args.mean_dz.data != nullptr) {
     if (wants_dx) ForPiecesReversed(pool, layout, 3 * sizeof(T), apply);
@@ -183,7 +188,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   }
 
   const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
-  const double terms = static_cast<double>(std::max<std::int64_t>(1, args.shape.terms()));
+  const auto terms = static_cast<double>(args.shape.terms());
   const auto finish = [&](std::int64_t group, std::int64_t first, const Sums& sums) {
     for (std::size_t c = 0; c < sums[0].size(); ++c) {
       const std::int64_t channel = first + static_cast<std::int64_t>(c),
@@ -202,10 +207,6 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
     const ffi::Error error = dscale.Store(pool);
     return error.failure() ? error : dbias.Store(pool);
   };
-  if (layout.elements == 0) {
-    for (std::int64_t group = 0; group < layout.groups; ++group) finish(group, 0, Zeros(channels));
-    return store();
-  }
   const Pieces<kFirst> pieces = Pieces<kFirst>::ForSums(layout, 2 * sizeof(T), args.partial_rows);
   auto* const workspace = static_cast<A*>(args.workspace);  // [groups, partial_rows, 2, channels]
   ForPieces(pool, pieces, [&](const Piece& piece) {

@@ -247,8 +247,13 @@ void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& par
 template <typename T, bool kCentered, bool kFromOutput>
 ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   using A = Accum<T>;
-  const std::int64_t groups = args.shape.groups, rows = args.shape.rows;
-  const std::int64_t features = args.shape.features;
+  const std::int64_t groups = args.shape.groups, rows = args.shape.rows,
+                     features = args.shape.features;
+  if (groups * rows == 0) {
+    SetZero(args.dscale, args.shape);
+    SetZero(args.dbias, args.shape);
+    return ffi::Error::Success();
+  }
   WideParams<A> params{.scale = {pool, args.scale, args.shape, args.scale_offset},
                        .bias = {pool, args.bias, args.shape, 0}};
   if constexpr (kFromOutput) {
@@ -269,7 +274,7 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   const std::int64_t bytes_per_row = 3 * features * ByteWidthOf(args.dtype);
   const std::int64_t max_slices = sums > 0 ? std::min(args.partial_rows, kMaxSlices) : kMaxChunks;
   const std::int64_t slice_rows = RowsPerChunk(rows, bytes_per_row, max_slices);
-  const std::int64_t slices = std::max<std::int64_t>(1, (rows + slice_rows - 1) / slice_rows);
+  const std::int64_t slices = (rows + slice_rows - 1) / slice_rows;
   const std::int64_t chunk_slices =
       RowsPerChunk(groups * slices, std::min(rows, slice_rows) * bytes_per_row, kMaxChunks);
   auto* const workspace = static_cast<A*>(args.workspace);

@@ -5,9 +5,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 
 #include "common/handler.h"
 
@@ -21,7 +23,8 @@ namespace gradops {
 // own threads, so all of them may wait while nobody works. Hence the caller takes part: chunks are
 // claimed from a counter, helpers are scheduled as best effort, the caller claims until none is
 // left, and then waits only for chunks that a live thread already runs. A helper that comes too
-// late touches nothing but the shared state.
+// late touches nothing but the shared state. What a body throws, memory that there is not, the
+// caller throws once all chunks are done.
 inline void ParallelChunks(const CpuContext& pool, std::int64_t chunks,
                            void (*body)(const void*, std::int64_t), const void* context) {
   const std::int64_t helpers = std::min(pool.num_threads(), chunks) - 1;
@@ -33,28 +36,41 @@ inline void ParallelChunks(const CpuContext& pool, std::int64_t chunks,
     std::atomic<std::int64_t> next{0};
     std::mutex mutex;
     std::condition_variable all_done;
-    std::int64_t done = 0;  // guarded by mutex
+    // Guarded by mutex.
+    std::int64_t done = 0;
+    std::exception_ptr failure;
   };
   const auto state = std::make_shared<State>();
   const auto work = [state, chunks, body, context] {
     std::int64_t finished = 0;
-    for (;;) {
+    std::exception_ptr failure;
+    for (;; ++finished) {
       const std::int64_t chunk = state->next.fetch_add(1, std::memory_order_relaxed);
       if (chunk >= chunks) break;
-      body(context,
-           chunk);  // `context` outlives every claimed chunk, as the caller waits for those
-      ++finished;
+      try {
+        // `context` outlives every claimed chunk, as the caller waits for those.
+        body(context, chunk);
+      } catch (...) {
+        failure = std::current_exception();
+      }
     }
     if (finished == 0) return;
     const std::lock_guard lock(state->mutex);
+    if (failure) state->failure = failure;
     state->done += finished;
     if (state->done == chunks) state->all_done.notify_one();
   };
-  for (std::int64_t i = 0; i < helpers; ++i)
-    const_cast<CpuContext&>(pool).Schedule(std::function<void()>(work));
+  try {
+    for (std::int64_t i = 0; i < helpers; ++i) {
+      const_cast<CpuContext&>(pool).Schedule(std::function<void()>(work));
+    }
+  } catch (const std::bad_alloc&) {
+    // Fewer helpers, then.
+  }
   work();
   std::unique_lock lock(state->mutex);
   state->all_done.wait(lock, [&] { return state->done == chunks; });
+  if (state->failure) std::rethrow_exception(state->failure);
 }
 
 // The same with a function object. Only this is compiled for each of them.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 
 #include "common/dtype.h"
@@ -118,6 +119,13 @@ class WideGrad {
   std::unique_ptr<A[]> owned_;
   A* data_ = nullptr;
 };
+
+// Where there is nothing to add up.
+inline void SetZero(const ParamGrad& grad, const RowShape& shape) {
+  if (grad.data == nullptr) return;
+  const std::int64_t bytes = shape.groups * shape.features * ByteWidthOf(grad.dtype);
+  std::memset(grad.data, 0, static_cast<std::size_t>(bytes));
+}
 
 template <typename Fn>
 void ForBlocks(std::int64_t columns, const Fn& fn) {

@@ -30,7 +30,7 @@ struct BatchNormFwdArgs {
   // Given: [channels] in the accumulation dtype. mean and rstd are null together; delta may be
   // null: 0.
   Param mean, rstd, delta;
-  void* y;  // [groups, rows, channels, inner]; null: only statistics are wanted
+  void* y;  // [groups, rows, channels, inner]; null: only the batch's statistics are wanted
   // The batch's own: [groups, channels] in the accumulation dtype; all of them, or, where mean is
   // given, none. The variance is the biased one; rstd is InverseDeviation (common/math.h) of it.
   void *batch_mean, *batch_variance, *batch_rstd, *batch_delta;
@@ -58,7 +58,7 @@ struct BatchNormBwdArgs {
   Param mean, rstd, delta;       // [channels] in the accumulation dtype; delta null: 0
   Param mean_dz, mean_dz_x_hat;  // likewise; null together: not given
   void* dx;                      // as x; null: only sums are wanted
-  void* dresidual;               // as x; null: not wanted; ignored without dx
+  void* dresidual;               // as x; null: not wanted; null without dx
   ParamGrad dscale, dbias;       // [groups, channels]; null where means are given
   // Scratch in the accumulation dtype, [groups, partial_rows, channels, 2], as forward.
   void* workspace;
@@ -101,6 +101,7 @@ struct BatchNorm {
     if (args.shape.channels() > 0) {
       check.BothOrNone("mean", mean, "rstd", rstd)
           .OneOf("mean", mean, "batch_mean", *batch_mean)
+          .Needs("mean", mean, "y", *y)
           .BothOrNone("batch_mean", *batch_mean, "batch_variance", *batch_variance)
           .BothOrNone("batch_mean", *batch_mean, "batch_rstd", *batch_rstd)
           .BothOrNone("batch_mean", *batch_mean, "batch_delta", *batch_delta);
@@ -148,7 +149,8 @@ struct BatchNorm {
     if (args.shape.channels() > 0) {
       check.BothOrNone("mean_dz", mean_dz, "mean_dz_x_hat", mean_dz_x_hat)
           .NotBoth("dscale", *dscale, "mean_dz", mean_dz)
-          .NotBoth("dbias", *dbias, "mean_dz", mean_dz);
+          .NotBoth("dbias", *dbias, "mean_dz", mean_dz)
+          .Needs("dresidual", *dresidual, "dx", *dx);
     }
     const bool own = args.mean_dz.data == nullptr && args.shape.elements() > 0;
     args.partial_rows = check.PartialRows("workspace", *workspace, own ? 2 : 0);

@@ -21,6 +21,11 @@ ffi::Error CopyOnDevice(CudaContext, const DeviceCopyArgs&);  // cuda/device_cop
 template <class Context>
 struct DeviceCopy {
   static ffi::Error Run(Context ctx, In x, Out y) {
+    if (!IsFloat(x.element_type()) && x.element_type() != ffi::U8) {
+      return ffi::Error::InvalidArgument(
+          "device_copy: x must be float16, bfloat16, float32, float64 or uint8; got " +
+          Describe(x));
+    }
     const auto dims = x.dimensions(), result_dims = y->dimensions();
     if (x.element_type() != y->element_type() || dims.size() != result_dims.size() ||
         !std::equal(dims.begin(), dims.end(), result_dims.begin())) {
@@ -28,9 +33,6 @@ struct DeviceCopy {
                                          Describe(*y) + " for x " + Describe(x));
     }
     const auto bytes = static_cast<std::int64_t>(x.size_bytes());
-    if (bytes > 0 && (x.untyped_data() == nullptr || y->untyped_data() == nullptr)) {
-      return ffi::Error::InvalidArgument("device_copy: x and y must have data");
-    }
     return CopyOnDevice(ctx, {.x = x.untyped_data(), .y = y->untyped_data(), .bytes = bytes});
   }
 

@@ -93,8 +93,6 @@ inline std::string AddLeaf(std::vector<Leaf>& leaves, std::int64_t groups,
     return "must start with the group axes";
   }
   const std::int64_t elements = Product(dims);
-  if (elements < 0) return "has a negative dimension or more than 2^62 elements";
-  if (elements > 0 && buffer.untyped_data() == nullptr) return "has no data";
   if (elements > 0) {
     leaves.push_back({buffer.untyped_data(), elements / groups, buffer.element_type(), result});
   }
@@ -121,7 +119,6 @@ struct GlobalNorm {
                           .tiny = tiny->untyped_data(),
                           .workspace = workspace->untyped_data(),
                           .workspace_doubles = 0};
-    if (args.groups < 0) return fail("too many groups: " + Describe(*huge));
 
     args.leaves.reserve(leaves.size());
     for (std::size_t i = 0; i < leaves.size(); ++i) {
@@ -138,18 +135,17 @@ struct GlobalNorm {
     for (const ffi::AnyBuffer* result : {&*huge, &*normal, &*tiny}) {
       const auto dims = result->dimensions();
       if (result->element_type() != args.dtype || dims.size() != group_dims.size() ||
-          !std::equal(dims.begin(), dims.end(), group_dims.begin()) ||
-          (args.groups > 0 && result->untyped_data() == nullptr)) {
-        return fail("results must all have one shape, data, and dtype " + Name(args.dtype) +
-                    "; got " + Describe(*result) + " beside " + Describe(*huge));
+          !std::equal(dims.begin(), dims.end(), group_dims.begin())) {
+        return fail("results must all have one shape, and dtype " + Name(args.dtype) + "; got " +
+                    Describe(*result) + " beside " + Describe(*huge));
       }
     }
 
     const std::int64_t scratch = Product(workspace->dimensions());
-    if (workspace->element_type() != ScratchDtype(args.dtype) || scratch < 0 ||
-        (scratch > 0 && args.workspace == nullptr)) {
-      return fail("workspace must have data and dtype " + Name(ScratchDtype(args.dtype)) +
-                  "; got " + Describe(*workspace));
+    if (workspace->element_type() != ScratchDtype(args.dtype) ||
+        reinterpret_cast<std::uintptr_t>(args.workspace) % alignof(double) != 0) {
+      return fail("workspace must have dtype " + Name(ScratchDtype(args.dtype)) +
+                  " and the alignment of doubles, which it holds; got " + Describe(*workspace));
     }
     args.workspace_doubles = args.dtype == ffi::F64 ? scratch : scratch / 2;
     if (!args.leaves.empty() && args.workspace_doubles < args.groups) {
@@ -177,9 +173,8 @@ struct GlobalNorm {
       return fail("attribute group_rank must be the rank of factor, got " +
                   std::to_string(group_rank) + " for " + Describe(*factors));
     }
-    if ((factors->element_type() != ffi::F32 && factors->element_type() != ffi::F64) ||
-        groups < 0 || (groups > 0 && factors->untyped_data() == nullptr)) {
-      return fail("factor must have data and be float32 or float64; got " + Describe(*factors));
+    if (factors->element_type() != ffi::F32 && factors->element_type() != ffi::F64) {
+      return fail("factor must be float32 or float64; got " + Describe(*factors));
     }
     ScaleArgs args{.groups = groups,
                    .leaves = {},
@@ -197,9 +192,6 @@ struct GlobalNorm {
       if (mistake.empty() && (scaled.element_type() != leaf->element_type() ||
                               !std::equal(dims.begin(), dims.end(), same.begin(), same.end()))) {
         mistake = "must have its result's shape and dtype, which are " + Describe(scaled);
-      }
-      if (mistake.empty() && leaf->element_count() > 0 && scaled.untyped_data() == nullptr) {
-        mistake = "has a result without data";
       }
       if (!mistake.empty()) {
         return fail("leaf " + std::to_string(i) + " " + mistake + "; got " + Describe(*leaf) +

@@ -1,0 +1,67 @@
+// Calls in which an allocation fails: an error, and no crash, as XLA is built without exceptions.
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "checks.h"
+
+namespace {
+
+std::atomic<std::int64_t> allocations_left = 0;  // until the one that fails; 0: none does
+
+void* Allocate(std::size_t bytes) {
+  using gradops::native::Outside;
+  if (Outside::depth == 0 && allocations_left.load() > 0 && --allocations_left == 0) {
+    throw std::bad_alloc();
+  }
+  void* const memory = std::malloc(bytes == 0 ? 1 : bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  return Allocate(bytes);
+}
+void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+void operator delete(void* memory, std::size_t) noexcept {
+  std::free(memory);
+}
+
+namespace gradops::native {
+
+int CheckAllocations(Handlers handlers) {
+  // Of several chunks, of 16-bit elements, which need the most memory.
+  const Shape shape{.groups = {2}, .rows = {300}, .features = 131, .inner = {5}};
+  int failures = 0, calls = 0;
+  // Not kRefuse: what XLA's header then does in destructors needs memory.
+  for (const Helpers helpers : {Helpers::kNone, Helpers::kThreads}) {
+    Pool pool(helpers, 2);
+    for (const NamedHandler& handler : handlers) {
+      for (std::uint64_t seed = 0; seed < 4; ++seed) {
+        Call call = MakeCall(handler.name, XLA_FFI_DataType_BF16, shape, Random(seed));
+        const Heap heap(call, Random(seed), 0);
+        Frame(call).Run(handler.call, pool);  // a handler is made at its first call
+        for (std::int64_t n = 1, failed = 1; failed != 0; ++n, ++calls) {
+          Frame frame(call);
+          allocations_left = n;
+          const auto error = frame.Run(handler.call, pool);
+          failed = allocations_left.exchange(0) == 0;
+          // Helpers that cannot be had are no error.
+          if (error && (!failed || error->code != XLA_FFI_Error_Code_RESOURCE_EXHAUSTED ||
+                        error->message != call.op + ": out of memory")) {
+            failures += Fail(call, "allocation %lld: %s", static_cast<long long>(n),
+                             error->message.c_str());
+          }
+        }
+      }
+    }
+  }
+  std::printf("allocations: %d calls\n", calls);
+  return failures;
+}
+
+}  // namespace gradops::native

@@ -1,0 +1,24 @@
+// The checks by name, for main.cc and, as a shared library, for tests/test_native.py.
+#include <cstdio>
+#include <string_view>
+
+#include "checks.h"
+
+// The number of failures; -1 for a check that there is not.
+extern "C" [[gnu::visibility("default")]] int RunCheck(
+    const char* check, const gradops::native::NamedHandler* handlers, std::size_t count) {
+  using namespace gradops::native;
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  DescribeCrashes();
+  const Handlers all(handlers, count);
+  const std::string_view name = check;
+  if (name == "malformed") return CheckMalformed(all);
+  // Variants of each call; rounds.
+  if (name == "memory-short") return CheckMemory(all, 1, /*large=*/false);
+  if (name == "memory") return CheckMemory(all, 3, /*large=*/false);
+  if (name == "memory-long") return CheckMemory(all, 12, /*large=*/true);
+  if (name == "threads-short") return CheckThreads(all, 1);
+  if (name == "threads") return CheckThreads(all, 3);
+  if (name == "threads-long") return CheckThreads(all, 100);
+  return -1;
+}

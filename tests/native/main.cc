@@ -1,0 +1,30 @@
+// The checks with handlers that are compiled in: for sanitizers and valgrind.
+//   driver CHECK...   those of driver.cc, and allocations
+#include <cstdio>
+#include <cstring>
+#include <string_view>
+#include <vector>
+
+#include "checks.h"
+#include "ops/handlers.h"
+
+extern "C" int RunCheck(const char*, const gradops::native::NamedHandler*, std::size_t);
+
+int main(int argc, char** argv) {
+  using namespace gradops;
+  std::vector<native::NamedHandler> handlers;
+  for (const auto& [name, call] : Handlers<CpuContext>()) handlers.push_back({name, call});
+  int failures = 0;
+  for (int i = 1; i < argc; ++i) {
+    const int found = std::string_view(argv[i]) == "allocations"
+                          ? native::CheckAllocations(handlers)
+                          : RunCheck(argv[i], handlers.data(), handlers.size());
+    if (found < 0) {
+      std::fprintf(stderr, "no such check: %s\n", argv[i]);
+      return 2;
+    }
+    failures += found;
+  }
+  std::printf("%d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}

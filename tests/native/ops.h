@@ -1,0 +1,53 @@
+// What a good call of each op looks like.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "frame.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace gradops::native {
+
+struct NamedHandler {
+  const char* name;
+  XLA_FFI_Handler* call;
+};
+
+// Numbers that are the same at each run.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  std::uint64_t operator()() {  // splitmix64
+    std::uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  std::uint64_t Below(std::uint64_t n) { return (*this)() % n; }
+
+ private:
+  std::uint64_t state_;
+};
+
+// x is [groups..., rows..., features, inner...].
+struct Shape {
+  std::vector<std::int64_t> groups, rows;
+  std::int64_t features;
+  std::vector<std::int64_t> inner;  // for ops that have such axes
+};
+
+// A good call of these sizes, whose options, parameters' dtypes and presence of operands are chosen
+// by `random`. Its arrays have no data.
+Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, Random random);
+
+// Writes finite numbers to the operands.
+void FillOperands(const Call& call, Random random);
+
+// Whether a smaller, or larger, array of that name would do as well, if there were as much memory.
+bool HasFreeShape(std::string_view op, std::string_view name);
+// Whether it may have any of the four float dtypes.
+bool HasFreeDtype(std::string_view op, std::string_view name);
+
+}  // namespace gradops::native

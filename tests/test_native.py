@@ -1,0 +1,93 @@
+"""The native handlers without JAX: `tests/native` calls them with call frames made by hand.
+
+There, too: malformed calls, memory that ends at a page that cannot be read, sanitizers, a stress of
+the thread pool. What it takes to run them longer is in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jaxlib
+import pytest
+
+from jax_gradops import _registry
+
+NATIVE = Path(__file__).parent / "native"
+LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable] or [""]
+SECONDS = 300  # for any of the programs; they take a tenth of it
+
+
+def run(command: list[str], **environment: str) -> str:
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=os.environ | environment,
+        check=False,
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, f"{command} gave {result.returncode}:\n{output[-4000:]}"
+    assert "FAILED" not in output, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def build() -> Path:
+    """A driver's folder; workers of pytest-xdist build one after the other."""
+    folder = NATIVE.parents[1] / "build" / "native"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not shutil.which("make"):
+        pytest.skip("make is needed to build the driver")
+    return folder
+
+
+def make(build: Path, target: str) -> None:
+    jaxlib_folder = Path(jaxlib.__file__).parent
+    with open(build / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run(
+            ["make", "-C", str(NATIVE), target, f"BUILD={build}", f"JAXLIB={jaxlib_folder}"],
+            OPTIMIZE="-O0",
+        )
+
+
+def module_of(level: str) -> str:
+    name = "_cpu" if level in ("v2", "") else f"_cpu_{level}"
+    spec = importlib.util.find_spec(f"jax_gradops.{name}")
+    assert spec is not None and spec.origin is not None
+    return spec.origin
+
+
+def test_built_modules(build):
+    """Of every level that this processor has; all give the same bits, but for GELU's."""
+    make(build, "library")
+    results = {}
+    for level in LEVELS:
+        command = [sys.executable, "-P", str(NATIVE / "host.py"), str(build / "library/driver.so")]
+        output = run([*command, module_of(level), "malformed", "memory", "threads"])
+        handlers = set(_registry.MODULES["cpu"].registrations())
+        assert set(re.findall(r"malformed (\w+): \d{2,} calls", output)) == handlers
+        found = dict(re.findall(r"memory (\w+): \d{2,} calls, results (\w{16})", output))
+        assert found.keys() == handlers
+        assert re.search(r"threads: \d{2,} calls", output)
+        results[level] = {op: bits for op, bits in found.items() if "gelu" not in op}
+    assert all(found == results[LEVELS[0]] for found in results.values()), results
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "checks"),
+    [("asan", ["malformed", "memory-short", "allocations"]), ("tsan", ["threads-short"])],
+)
+def test_sanitizers(build, sanitizer, checks):
+    """Address and undefined behaviour; data races."""
+    make(build, sanitizer)
+    assert "\n0 failures" in run([str(build / sanitizer / "driver"), *checks])
