@@ -34,31 +34,33 @@ void operator delete(void* memory, std::size_t) noexcept {
 namespace gradops::native {
 
 int CheckAllocations(Handlers handlers) {
-  // Of several chunks, of 16-bit elements, which need the most memory.
-  const Shape shape{.groups = {2}, .rows = {300}, .features = 131, .inner = {5}};
+  // 16-bit elements need the most memory. The large ones are cut into several chunks.
+  const Shape small{.groups = {2}, .rows = {3}, .features = 131, .inner = {5}};
+  const Shape large{.groups = {}, .rows = {260}, .features = 131, .inner = {5}};
   int failures = 0, calls = 0;
-  // Not kRefuse: what XLA's header then does in destructors needs memory.
-  for (const Helpers helpers : {Helpers::kNone, Helpers::kThreads}) {
-    Pool pool(helpers, 2);
-    for (const NamedHandler& handler : handlers) {
-      for (std::uint64_t seed = 0; seed < 4; ++seed) {
-        Call call = MakeCall(handler.name, XLA_FFI_DataType_BF16, shape, Random(seed));
-        const Heap heap(call, Random(seed), 0);
-        Frame(call).Run(handler.call, pool);  // a handler is made at its first call
-        for (std::int64_t n = 1, failed = 1; failed != 0; ++n, ++calls) {
-          Frame frame(call);
-          allocations_left = n;
-          const auto error = frame.Run(handler.call, pool);
-          failed = allocations_left.exchange(0) == 0;
-          // Helpers that cannot be had are no error.
-          if (error && (!failed || error->code != XLA_FFI_Error_Code_RESOURCE_EXHAUSTED ||
-                        error->message != call.op + ": out of memory")) {
-            failures += Fail(call, "allocation %lld: %s", static_cast<long long>(n),
-                             error->message.c_str());
-          }
-        }
+  const auto check = [&](const NamedHandler& handler, const Shape& shape, std::uint64_t seed,
+                         Pool& pool) {
+    Call call = MakeCall(handler.name, XLA_FFI_DataType_BF16, shape, Random(seed));
+    const Heap heap(call, Random(seed), 0);
+    Frame(call).Run(handler.call, pool);  // a handler is made at its first call
+    for (std::int64_t n = 1, failed = 1; failed != 0; ++n, ++calls) {
+      Frame frame(call);
+      allocations_left = n;
+      const auto error = frame.Run(handler.call, pool);
+      failed = allocations_left.exchange(0) == 0;
+      // Helpers that cannot be had are no error.
+      if (error && (!failed || error->code != XLA_FFI_Error_Code_RESOURCE_EXHAUSTED ||
+                    error->message != call.op + ": out of memory")) {
+        failures +=
+            Fail(call, "allocation %lld: %s", static_cast<long long>(n), error->message.c_str());
       }
     }
+  };
+  // No helpers that cannot be had: what XLA's header then does in destructors needs memory.
+  Pool alone(Helpers::kNone, 1), threads(Helpers::kThreads, 2);
+  for (const NamedHandler& handler : handlers) {
+    for (std::uint64_t seed = 0; seed < 4; ++seed) check(handler, small, seed, alone);
+    check(handler, large, 0, threads);
   }
   std::printf("allocations: %d calls\n", calls);
   return failures;
