@@ -26,7 +26,7 @@ namespace gradops {
 
 // 64 bytes of the accumulation type.
 template <typename A>
-inline constexpr int kLanes = 64 / static_cast<int>(sizeof(A));
+inline constexpr int kLanes = 64 / int{sizeof(A)};
 
 #if defined(__AVX512F__)
 inline constexpr int kRegisterBytes = 64;
@@ -39,7 +39,7 @@ inline constexpr int kRegisterBytes = 16;
 namespace lanes {
 
 template <typename A>
-inline constexpr int kWidth = kRegisterBytes / static_cast<int>(sizeof(A));
+inline constexpr int kWidth = kRegisterBytes / int{sizeof(A)};
 template <typename A>
 inline constexpr int kRegisters = kLanes<A> / kWidth<A>;
 
@@ -52,7 +52,7 @@ template <typename A, int kBytes = kRegisterBytes>
 using Vector = typename VectorOf<A, kBytes>::type;
 // As many T as a register has of A.
 template <typename T, typename A>
-using Packed = Vector<T, kWidth<A>* static_cast<int>(sizeof(T))>;
+using Packed = Vector<T, kWidth<A>* int{sizeof(T)}>;
 
 // fn(integral_constant) for 0 to kCount - 1, written out, as GCC keeps arrays that loops index in
 // memory: GCC 12 took four times as long with loops.
