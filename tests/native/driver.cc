@@ -16,7 +16,7 @@ extern "C" [[gnu::visibility("default")]] int RunCheck(
   // Variants of each call; rounds.
   if (name == "memory-short") return CheckMemory(all, 1, /*large=*/false);
   if (name == "memory") return CheckMemory(all, 3, /*large=*/false);
-  if (name == "memory-long") return CheckMemory(all, 12, /*large=*/true);
+  if (name == "memory-long") return CheckMemory(all, 2, /*large=*/true);
   if (name == "threads-short") return CheckThreads(all, 1);
   if (name == "threads") return CheckThreads(all, 3);
   if (name == "threads-long") return CheckThreads(all, 100);
