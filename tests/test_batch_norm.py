@@ -393,17 +393,22 @@ def test_a_thousand_runs(platform, dtype, rng):
     assert_a_thousand_runs_equal(run, x)
 
 
+@pytest.mark.parametrize("others", ["random", "signs"])
 @pytest.mark.parametrize(
     ("shape", "axis", "every"), [((65_536, 256), -1, 128), ((1, 16, 16_384), 1, 1024)], ids=str
 )
-def test_guess_of_the_mean_that_is_far_off(shape, axis, every, rng):
-    """The elements that the CPU's kernel looks at first, to guess means, are unlike the others."""
+def test_guess_of_the_mean_that_is_far_off(shape, axis, every, others, rng):
+    """The elements that the CPU's kernel looks at first, to guess means, are unlike the others,
+    whose squares all round in the same direction if they are 1 or -1."""
     values = rng.standard_normal(max(shape)).astype(np.float32)
+    if others == "signs":
+        values = np.sign(values)
     values[::every] = 1e4
     x = np.broadcast_to(values[:, None] if axis == -1 else values, shape)
     with jax.default_device(jax.devices("cpu")[0]):
         _, mean, var = jax_gradops.batch_norm(x, axis=axis, implementation="ffi")
-    np.testing.assert_allclose(mean, np.mean(values, dtype=np.float64), rtol=3e-7)
+    # Of numbers of which some are 128 times as large.
+    np.testing.assert_allclose(mean, np.mean(values, dtype=np.float64), rtol=1e-6)
     np.testing.assert_allclose(var, np.var(values.astype(np.float64)), rtol=3e-7)
 
 

@@ -214,15 +214,28 @@ void StoreBlock(T* out, std::int64_t n, bool streamed, const Fn& fn) {
   }
 }
 
-// sums[s][i] += the sum over r < rows of terms(r, i)[s]; prefetch(r) is called for each row.
+// sums[s][i] += the sum over r < rows of terms(r, i)[s]; prefetch(r) is called for each row. A few
+// rows at a time: many squares in a row would all be rounded in the same direction (lanes.h).
 template <typename A, int kSums, typename Terms, typename PrefetchFn>
 void AddRows(std::int64_t rows, std::int64_t n, const Terms& terms, const PrefetchFn& prefetch,
              A (&sums)[kSums][kBlock]) {
-  for (std::int64_t r = 0; r < rows; ++r) {
-    prefetch(r);
-    for (std::int64_t i = 0; i < n; ++i) {
-      const auto term = terms(r, i);
-      for (int s = 0; s < kSums; ++s) sums[s][i] += term[s];
+  constexpr std::int64_t kAtATime = 16;
+  const auto add_rows = [&](std::int64_t first, std::int64_t end, A(&to)[kSums][kBlock]) {
+    for (std::int64_t r = first; r < end; ++r) {
+      prefetch(r);
+      for (std::int64_t i = 0; i < n; ++i) {
+        const auto term = terms(r, i);
+        for (int s = 0; s < kSums; ++s) to[s][i] += term[s];
+      }
+    }
+  };
+  add_rows(0, std::min(rows, kAtATime), sums);
+  for (std::int64_t first = kAtATime; first < rows; first += kAtATime) {
+    A few[kSums][kBlock];
+    for (auto& sum : few) std::fill_n(sum, n, A{0});
+    add_rows(first, std::min(rows, first + kAtATime), few);
+    for (int s = 0; s < kSums; ++s) {
+      for (std::int64_t i = 0; i < n; ++i) sums[s][i] += few[s][i];
     }
   }
 }
