@@ -633,7 +633,7 @@ CUDA = [
         "ffi/cuda/bias_gelu.cu",
         "__syncthreads();  // all sums are read before the next ones are written",
         "",
-        _gpu("bias_gelu", "test_widths or test_many_groups or test_vmap_of_many_rows"),
+        _gpu("bias_gelu", "test_more_groups"),
     ),
     Fault(
         "GELU: the elements after the last whole pack are left out",
