@@ -749,7 +749,7 @@ CUDA = [
     ),
     Fault(
         "batch norm: dx without what the mean is off by",
-        "ffi/cuda/batch_norm_bwd.cu",
+        "ffi/cuda/batch_norm_grad.cuh",
         "level(mean_dz - delta * (mean_dz_x_hat * rstd))",
         "level(mean_dz)",
         _gpu("batch_norm", "test_large_means and ffi"),
