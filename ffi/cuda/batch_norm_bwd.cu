@@ -9,12 +9,13 @@
 //
 // Traffic: dy, x and (of relu, where it is given) y read twice, but for what caches and shared
 // memory hold; dx written, and dresidual: by the first pass, so that the second one reads it
-// instead of dy and y. How elements are divided: cuda/batch_norm_policy.h.
+// instead of dy and y. How elements are divided: cuda/batch_norm_plan.h.
 #include <cooperative_groups.h>
 
 #include <cstdint>
 
 #include "cuda/batch_norm_apply.cuh"
+#include "cuda/batch_norm_grad.cuh"
 #include "cuda/batch_norm_sums.cuh"
 #include "cuda/batch_norm_tiles.cuh"
 #include "cuda/column_sum.cuh"
@@ -23,86 +24,12 @@
 namespace gradops {
 namespace {
 
-// What dz is: dy, or dy where relu's argument was positive, by y or computed anew.
-enum class Mask { kNone, kOfY, kOfX };
-
 // Packs of a thread and an array, on their way, in the first pass: of three arrays, or of two,
 template <Mask kMask>
 constexpr int kSumPacks = kMask == Mask::kOfY ? 2 : 3;
 constexpr int kInputGradPacks = 2;  // and in the second one
 constexpr int kGradRingsPerSum = 12;
 constexpr int kInputGradPacksApart = 2;  // of a thread and an array, in a kernel of its own
-
-// What is loaded at a time.
-template <typename T, int W, Mask kMask>
-struct GradPacks {
-  Pack<T, W> dy, x, y;
-};
-
-// A pass's arrays; dresidual is null where it does not write it.
-template <typename T>
-struct GradArrays {
-  const T *dy, *x, *y;
-  T* dresidual;
-};
-
-template <Mask kMask, int W, typename T>
-__device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, bool wanted,
-                                         std::int64_t start, GradPacks<T, W, kMask>& packs) {
-  LoadIf<W>(wanted, arrays.dy, start, packs.dy);
-  LoadIf<W>(wanted, arrays.x, start, packs.x);
-  if constexpr (kMask == Mask::kOfY) LoadIf<W>(wanted, arrays.y, start, packs.y);
-}
-template <Mask kMask, typename T, typename A, int W>
-__device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const ChannelSpan& span,
-                                         A (&dy)[W], A (&x)[W], A (&y)[W]) {
-  LoadSpan(arrays.dy, span, dy);
-  LoadSpan(arrays.x, span, x);
-  if constexpr (kMask == Mask::kOfY) LoadSpan(arrays.y, span, y);
-}
-
-// Positive numbers, whatever T is.
-template <typename T, int W>
-__device__ __forceinline__ Pack<T, W> Positive() {
-  Pack<T, W> pack;
-  if constexpr (W == 1) {
-    pack.v[0] = T(1.f);
-  } else {
-    AsWords(pack) = make_uint4(0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u);
-  }
-  return pack;
-}
-
-// x - mean and dz, of dy, x and y. NaN is not positive.
-template <Mask kMask, typename A, int W>
-__device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W],
-                                         const A (&offset)[W], const A (&y)[W], A (&x)[W],
-                                         A (&dy)[W]) {
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    x[j] -= mean[j];
-    if constexpr (kMask == Mask::kOfY) dy[j] = y[j] > 0 ? dy[j] : A{0};
-    if constexpr (kMask == Mask::kOfX) {
-      dy[j] = x[j] * factor[j] + offset[j] > 0 ? dy[j] : A{0};
-    }
-  }
-}
-
-// mean, factor and offset of a channel: relu's argument is (x - mean) * factor + offset.
-template <typename A>
-struct Affine {
-  A mean, rstd, delta, factor, offset;
-
-  __device__ __forceinline__ Affine(const BatchNormBwdArgs& args, std::int64_t group,
-                                    std::int64_t channel) {
-    mean = ParamAt<A>(args.mean, group, channel, 0);
-    rstd = ParamAt<A>(args.rstd, group, channel, 0);
-    delta = ParamAt<A>(args.delta, group, channel, 0);
-    const A scale = ParamAt<A>(args.scale, group, channel, 1);
-    const A bias = ParamAt<A>(args.bias, group, channel, 0);
-    factor = rstd * scale, offset = bias - delta * factor;
-  }
-};
 
 // --- Sums ----------------------------------------------------------------------------------------
 
@@ -181,26 +108,6 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
                                                                    static_cast<A>(total.y)};
             });
   });
-}
-
-// dx = factor * (dz - level - (x - mean) * slope), of the means of dz and dz * x_hat.
-template <typename A>
-struct Slope {
-  A level, slope;
-  __device__ __forceinline__ Slope(A mean_dz, A mean_dz_x_hat, A rstd, A delta)
-      : level(mean_dz - delta * (mean_dz_x_hat * rstd)), slope(mean_dz_x_hat * rstd) {}
-};
-
-// What dx is made of, of a channel.
-enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
-
-template <typename A, int W>
-__device__ __forceinline__ void ApplyInputGrad(const A (&numbers)[kDxNumbers][W], const A (&dz)[W],
-                                               A (&x)[W]) {
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    x[j] = (dz[j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) * numbers[kDxFactor][j];
-  }
 }
 
 // Gradients of the parameters, and, as a channel's first partial result, its level and slope; for

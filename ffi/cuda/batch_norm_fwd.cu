@@ -7,7 +7,7 @@
 // first: the last ones are in the L2 cache, and the first ones in shared memory.
 //
 // Traffic: x read twice, but for what caches and shared memory hold; y written, the residual read.
-// How elements are divided: cuda/batch_norm_policy.h.
+// How elements are divided: cuda/batch_norm_plan.h.
 #include <cooperative_groups.h>
 
 #include <cstdint>

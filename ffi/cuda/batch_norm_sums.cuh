@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/batch_norm_plan.h"
 #include "cuda/batch_norm_policy.h"
 #include "cuda/reduce.cuh"
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/shape.h"
+#include "cuda/batch_norm_plan.h"
 #include "cuda/batch_norm_policy.h"
 #include "cuda/launch.cuh"
 #include "cuda/vec.cuh"

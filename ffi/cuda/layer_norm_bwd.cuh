@@ -3,9 +3,13 @@
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "common/math.h"
+#include "cuda/layer_norm_parameters.cuh"
 #include "cuda/layer_norm_ring.cuh"
+#include "cuda/layer_norm_sums.cuh"
+#include "cuda/reciprocal.cuh"
 
 namespace gradops {
 namespace {

@@ -2,8 +2,8 @@
 //
 // How rows are laid out on the chip: cuda/layer_norm_policy.h. A block per row (some rows, where
 // they are narrow) loads it into registers, makes two passes over them in each warp, merges the
-// warps' means and sums of squares (layer_norm_fwd.cuh), and stores y. Traffic: x read, y written;
-// with a residual, x and residual read, sum and y written.
+// warps' means and sums of squares (layer_norm_moments.cuh), and stores y. Traffic: x read, y
+// written; with a residual, x and residual read, sum and y written.
 //
 // Rows that start anywhere are read and written by the 16 bytes too, from 16-byte boundary to
 // 16-byte boundary, so that only a row's first and last few elements need care: see Place.

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/layer_norm_rows.cuh"
+#include "cuda/layer_norm_sums.cuh"
 
 namespace gradops {
 namespace {

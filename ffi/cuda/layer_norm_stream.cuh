@@ -7,7 +7,9 @@
 
 #include "common/math.h"
 #include "cuda/column_sum.cuh"
-#include "cuda/layer_norm_rows.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+#include "ops/layer_norm.h"
 
 namespace gradops {
 namespace {

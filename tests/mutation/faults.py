@@ -679,14 +679,14 @@ CUDA = [
     ),
     Fault(
         "norm: leaves are the first group's",
-        "ffi/cuda/global_norm.cu",
+        "ffi/cuda/global_norm_leaves.cuh",
         "static_cast<const T*>(leaf.data) + group * count + first",
         "static_cast<const T*>(leaf.data) + first",
         _gpu("global_norm", "test_in_place_groups or test_per_example or test_vmap"),
     ),
     Fault(
         "norm: a 32-bit offset",
-        "ffi/cuda/global_norm.cu",
+        "ffi/cuda/global_norm_leaves.cuh",
         "const std::int64_t first = (chunk - leaf_begin) * kChunk;",
         "const std::int64_t first = static_cast<int>((chunk - leaf_begin) * kChunk);",
         _gpu("large", "test_norm"),
@@ -749,7 +749,7 @@ CUDA = [
     ),
     Fault(
         "batch norm: dx without what the mean is off by",
-        "ffi/cuda/batch_norm_bwd.cu",
+        "ffi/cuda/batch_norm_grad.cuh",
         "level(mean_dz - delta * (mean_dz_x_hat * rstd))",
         "level(mean_dz)",
         _gpu("batch_norm", "test_large_means and ffi"),

@@ -1,0 +1,188 @@
+// How layer norm's kernels get scale and bias.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/layer_norm_rows.cuh"
+#include "cuda/reduce.cuh"
+#include "ops/layer_norm.h"
+
+namespace gradops {
+namespace {
+
+// Calls fn with a pointer of the parameter's type.
+template <typename Fn>
+__device__ __forceinline__ void WithType(const Param& param, std::int64_t group, const Fn& fn) {
+  const std::int64_t offset = group * param.group_stride;
+  switch (param.dtype) {
+    case ffi::F16: return fn(static_cast<const Half*>(param.data) + offset);
+    case ffi::BF16: return fn(static_cast<const BFloat16*>(param.data) + offset);
+    case ffi::F32: return fn(static_cast<const float*>(param.data) + offset);
+    default: return fn(static_cast<const double*>(param.data) + offset);
+  }
+}
+
+// W values; p is aligned to them, up to 16 bytes.
+template <int W, typename A, typename P>
+__device__ __forceinline__ void LoadWide(const P* p, A added, A (&values)[W]) {
+  if constexpr (W * sizeof(P) % kVecBytes == 0) {
+    constexpr int kStep = kVec<P>;
+#pragma unroll
+    for (int j = 0; j < W; j += kStep) {
+      Widen(LoadPlain<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
+    }
+  } else if constexpr (W * sizeof(P) == 8) {
+    const uint2 words = *reinterpret_cast<const uint2*>(p);
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[j] = static_cast<A>(reinterpret_cast<const P*>(&words)[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[j] = static_cast<A>(__ldg(p + j));
+  }
+  if (added != 0) {
+#pragma unroll
+    for (A& value : values) value += added;
+  }
+}
+
+// W values of a parameter, plus `added`. P: what it is an array of; void: of anything, and there
+// may be none: then `absent`.
+template <typename P, int W, typename A>
+__device__ __forceinline__ void LoadParamPack(const Param& param, std::int64_t group,
+                                              std::int64_t column, A absent, A added,
+                                              A (&values)[W]) {
+  if constexpr (!std::is_void_v<P>) {
+    const P* const data = static_cast<const P*>(param.data) + group * param.group_stride;
+    LoadWide(data + column, added, values);
+  } else if (param.data == nullptr) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[j] = absent;
+  } else {
+    WithType(param, group, [&](const auto* data) { LoadWide(data + column, added, values); });
+  }
+}
+
+// A thread's columns of a parameter; `absent` where there is none.
+template <typename T, int P, Division kDivision, bool kOneUnit, typename A>
+__device__ __forceinline__ void LoadParam(const Param& param, std::int64_t group,
+                                          const Place<T, P, kDivision, kOneUnit>& place, A absent,
+                                          A added, A (&values)[P][kVec<T>]) {
+  constexpr int W = kVec<T>;
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[i][j] = absent;
+  }
+  if (param.data == nullptr) return;
+  WithType(param, group, [&](const auto* data) {
+    data += place.first_column - place.skip() + place.base;
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      if (place.Lacks(i)) continue;
+      if constexpr (kDivision != Division::kFramed) {
+        LoadWide(data + place.Begin(i), added, values[i]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          if (place.Has(i, j)) {
+            values[i][j] = static_cast<A>(__ldg(data + place.Begin(i) + j)) + added;
+          }
+        }
+      }
+    }
+  });
+}
+
+// --- Forward ------------------------------------------------------------------------------------
+
+template <typename ParamT>
+__device__ __forceinline__ int WidthOf(ffi::DataType dtype) {
+  if constexpr (std::is_void_v<ParamT>) {
+    return dtype == ffi::F64 ? 8 : dtype == ffi::F32 ? 4 : 2;
+  } else {
+    return sizeof(ParamT);
+  }
+}
+
+// A parameter from one of a group's columns on, as if it were the first group's first.
+template <typename ParamT>
+__device__ __forceinline__ Param From(const Param& param, std::int64_t group, int column) {
+  if (param.data == nullptr) return param;
+  const std::int64_t width = WidthOf<ParamT>(param.dtype);
+  const std::int64_t first = group * param.group_stride + column;
+  return {static_cast<const char*>(param.data) + first * width, 0, param.dtype};
+}
+
+// Scale and bias of a thread's columns, kVec<T> / kSteps at a time. Framed rows, in memory, have
+// them at no 16-byte boundary: each thread has its own in shared memory, for all its rows.
+template <typename T, typename ParamT, int P, Division kDivision, bool kCentered, int kSteps>
+class Parameters {
+  using A = Accum<T>;
+  static constexpr bool kFramed = kDivision == Division::kFramed;
+  static constexpr int W = kVec<T>, N = W / kSteps, kArrays = 1 + kCentered;
+  using RowPlace = Place<T, P, kDivision, true>;
+
+ public:
+  // shared: the block's, kArrays * P * W values for each thread.
+  __device__ Parameters(const LayerNormFwdArgs& args, std::int64_t group, const RowPlace& place,
+                        unsigned char* shared)
+      : place_(place),
+        shared_(shared),
+        own_(static_cast<int>(threadIdx.x / kWarp * (P * kSteps * kArrays) * kWarp +
+                              threadIdx.x % kWarp) *
+             kVecBytes) {
+    const int column = place.first_column + place.base - (kFramed ? place.skip() : 0);
+    scale_ = From<ParamT>(args.scale, group, column);
+    bias_ = From<ParamT>(args.bias, group, column);
+    if constexpr (kFramed) {
+      const auto offset = static_cast<A>(args.scale_offset);
+#pragma unroll 8
+      for (int c = 0; c < P * W; ++c) {
+        const int i = c / W, j = c % W, from = place.Begin(i) + j;
+        A scale[1] = {1}, bias[1] = {0};
+        if (place.Has(i, j)) {
+          LoadParamPack<ParamT>(scale_, 0, from, A{1}, offset, scale);
+          if constexpr (kCentered) LoadParamPack<ParamT>(bias_, 0, from, A{0}, A{0}, bias);
+        }
+        At(0, c / N)[c % N] = scale[0];
+        if constexpr (kCentered) At(1, c / N)[c % N] = bias[0];
+      }
+    }
+  }
+
+  // Of framed rows: before each of them, so that the compiler does not keep addresses.
+  __device__ __forceinline__ void Forget() { asm volatile("" : "+r"(own_)); }
+
+  __device__ __forceinline__ void Load(int step) {
+    A(&scale)[N] = values_[0][step % 2];
+    A(&bias)[N] = values_[kCentered][step % 2];
+    if constexpr (kFramed) {
+      LoadWide(At(0, step), A{0}, scale);
+      if constexpr (kCentered) LoadWide(At(1, step), A{0}, bias);
+    } else {
+      const int column = place_.Begin(step / kSteps) + step % kSteps * N;
+      LoadParamPack<ParamT>(scale_, 0, column, A{1}, A{0}, scale);
+      if constexpr (kCentered) LoadParamPack<ParamT>(bias_, 0, column, A{0}, A{0}, bias);
+    }
+  }
+  __device__ __forceinline__ A Scale(int step, int k) const { return values_[0][step % 2][k]; }
+  __device__ __forceinline__ A Bias(int step, int k) const {
+    return kCentered ? values_[kCentered][step % 2][k] : A{0};
+  }
+
+ private:
+  __device__ __forceinline__ A* At(int array, int step) const {
+    static_assert(N == kVec<A>);
+    return reinterpret_cast<A*>(shared_ + own_ + (step * kArrays + array) * kWarp * kVecBytes);
+  }
+
+  const RowPlace& place_;
+  unsigned char* const shared_;
+  int own_;
+  Param scale_, bias_;
+  A values_[kArrays][2][N];
+};
+
+}  // namespace
+}  // namespace gradops

@@ -1,0 +1,171 @@
+// Sums of layer norm's kernels over a row: over lanes, a block's warps, a cluster's blocks.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/layer_norm_policy.h"
+#include "cuda/pipeline.cuh"
+#include "cuda/reduce.cuh"
+
+namespace gradops {
+namespace {
+
+// The threads of one of a block's units, by a barrier of its own, meet.
+__device__ __forceinline__ void UnitSync(int unit, int lanes) {
+  if (lanes <= kWarp) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
+  }
+}
+
+// For the sums of up to kMaxValues values: of a block's up to kWarps warps, and of a cluster's
+// blocks.
+template <typename A, int kMaxValues, int kWarps>
+struct SumStorage {
+  A warps[2][kMaxValues][kWarps];
+  A blocks[2][kMaxValues][kMaxCluster];
+  std::uint64_t received[2];
+};
+
+// Sums and exchanges among the threads of a row. All of a unit call it, whose barrier it is: what
+// was read before from shared memory may be overwritten by any thread after.
+// kOneUnit: the block has no other. Otherwise each has a barrier of its own, which leaves room for
+// four such blocks on a multiprocessor.
+template <typename A, int kMaxValues, int kWarps, bool kOneUnit>
+class RowSum {
+ public:
+  // Blocks of a cluster meet (ClusterSync) before the first exchange.
+  __device__ RowSum(int lanes, int cluster, int unit, SumStorage<A, kMaxValues, kWarps>& shared)
+      : lanes_(lanes), cluster_(cluster), unit_(unit), shared_(shared) {
+    if (cluster > 1 && threadIdx.x == 0) {
+      InitBarrier(&shared.received[0]);
+      InitBarrier(&shared.received[1]);
+      PublishBarriers();
+    }
+  }
+
+  // Over the lanes of a warp that belong to the row.
+  template <int kValues>
+  __device__ __forceinline__ void OverWarp(A (&values)[kValues]) const {
+    if (lanes_ >= kWarp) {
+      WarpSums<kWarp>(values);
+    } else {
+      for (int distance = lanes_ / 2; distance > 0; distance /= 2) {
+#pragma unroll
+        for (A& value : values) value += __shfl_xor_sync(0xffffffffu, value, distance);
+      }
+    }
+  }
+
+  // Whose values OfWarps and OfBlocks give the calling lane.
+  __device__ __forceinline__ int WarpOfLane() const { return PlaceOfLane(lanes_ >> 5); }
+  __device__ __forceinline__ int BlockOfLane() const { return PlaceOfLane(cluster_); }
+
+  // Each aligned run of lanes gets the values of the row's warps in this block, lane by lane; 0
+  // where there is none.
+  template <int kValues>
+  __device__ __forceinline__ void OfWarps(A (&values)[kValues]) {
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+    const int warp = static_cast<int>(threadIdx.x / kWarp), warps = lanes_ >> 5;
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) shared_.warps[buffer_][i][warp] = values[i];
+    }
+    // Every warp's values are written before they are read. No barrier is needed after the reads:
+    // the next call writes the other buffer, and before the call after that writes this one, all
+    // threads have passed the next call's barrier and so have finished these reads.
+    if constexpr (kOneUnit) {
+      __syncthreads();
+    } else {
+      UnitSync(unit_, lanes_);
+    }
+    const int from = WarpOfLane();
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      values[i] = from < warps ? shared_.warps[buffer_][i][unit_ * warps + from] : A{0};
+    }
+    buffer_ ^= 1;
+  }
+
+  // Over the lanes that OfWarps gave values.
+  template <int kValues>
+  __device__ __forceinline__ void OverWarps(A (&values)[kValues]) const {
+    OverSpan(values, lanes_ >> 5);
+  }
+
+  // The same for the cluster's blocks.
+  template <int kValues>
+  __device__ __forceinline__ void OfBlocks(A (&values)[kValues]) {
+    A(*const blocks)[kMaxCluster] = shared_.blocks[exchange_ & 1];
+    std::uint64_t* const received = &shared_.received[exchange_ & 1];
+    const int rank = ClusterRank();
+    if (threadIdx.x == 0) {
+      ExpectBytes(received, static_cast<std::uint32_t>(cluster_ * kValues * sizeof(A)));
+    }
+    // No block can send twice more before all of this block's threads have read what is here: it
+    // waits for this block's next values, which are sent after a barrier.
+    if (static_cast<int>(threadIdx.x) < cluster_) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        SendTo(static_cast<int>(threadIdx.x), &blocks[i][rank], values[i], received);
+      }
+    }
+    WaitForPhase</*kCluster=*/true>(received, (exchange_ >> 1) & 1);
+    ++exchange_;
+    const int from = BlockOfLane();
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] = from < cluster_ ? blocks[i][from] : A{0};
+  }
+
+  // Over the lanes that OfBlocks gave values.
+  template <int kValues>
+  __device__ __forceinline__ void OverBlocks(A (&values)[kValues]) const {
+    OverSpan(values, cluster_);
+  }
+
+  // Replaces each value by its sum over the row.
+  template <int kValues>
+  __device__ __forceinline__ void operator()(A (&values)[kValues]) {
+    OverWarp(values);
+    if (lanes_ <= kWarp) {
+      __syncwarp();
+    } else {
+      OfWarps(values);
+      OverWarps(values);
+    }
+    if (cluster_ > 1) {
+      OfBlocks(values);
+      OverBlocks(values);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static int PlaceOfLane(int n) {
+    return static_cast<int>(threadIdx.x % kWarp) & (Span(n) - 1);
+  }
+  // The least power of two that is not less than n.
+  __device__ __forceinline__ static int Span(int n) { return 1 << (kWarp - __clz(n - 1)); }
+
+  template <int kValues>
+  __device__ __forceinline__ static void OverSpan(A (&values)[kValues], int n) {
+#pragma unroll 1
+    for (int distance = Span(n) / 2; distance > 0; distance /= 2) {
+      A others[kValues];
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        others[i] = __shfl_xor_sync(0xffffffffu, values[i], distance);
+      }
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) values[i] += others[i];
+    }
+  }
+
+  const int lanes_, cluster_, unit_;
+  SumStorage<A, kMaxValues, kWarps>& shared_;
+  int buffer_ = 0;
+  std::uint32_t exchange_ = 0;
+};
+
+}  // namespace
+}  // namespace gradops
