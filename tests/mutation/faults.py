@@ -664,13 +664,6 @@ CUDA = [
         _gpu("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_exact_sums"),
     ),
     Fault(
-        "norm: storage is reused before it is read",
-        "ffi/cuda/global_norm.cu",
-        "__syncthreads();  // `storage` is free for the next item",
-        "",
-        _gpu("global_norm", "test_large or test_many or test_per_example or thousand or vmap"),
-    ),
-    Fault(
         "norm: the tail is left out",
         "ffi/cuda/global_norm.cu",
         "if (division.tail() < count) sum += Square(x[division.tail()]);",
