@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,10 @@ COMMANDS = {
 }
 
 
+# Exit statuses as shells have them: 128 + SIGINT, 128 + SIGPIPE.
+INTERRUPTED, NO_READER = 130, 141
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -25,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None for those of the process.
 
     Returns:
-      The exit status.
+      The exit status. `NO_READER` if what reads the output (``| head``, say) has seen enough.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -37,17 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = next((a for a in arguments if not a.startswith("-")), None)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(
-            name, help=summary, description=f"{summary.capitalize()}."
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
         )
         if name == wanted:
             module = importlib.import_module(f"jax_gradops._cli.{name}")
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run, command_line=arguments)
-    args = parser.parse_args(arguments)
     try:
-        return args.run(args)
+        try:
+            args = parser.parse_args(arguments)
+            return args.run(args)
+        finally:  # after --help, too, which exits: else Python writes it at its end, and complains
+            print(end="", flush=True)
     except KeyboardInterrupt:
-        return 130  # as shells have it: 128 + SIGINT
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python writes what is in the buffer once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
 
 
 if __name__ == "__main__":

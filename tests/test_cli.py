@@ -15,18 +15,19 @@ import pytest
 
 import jax_gradops
 from jax_gradops import _registry, _status
-from jax_gradops.__main__ import main
+from jax_gradops.__main__ import NO_READER, main
 from jax_gradops._cli import cases, doctor, info
 
 CPU_LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable]
 
 
-def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run(*args: str, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
     # CPU only: GPU hosts run the doctor on all devices in `make test-gpu`.
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-P", "-m", "jax_gradops", *args],
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=300,
         env=clean | env,
@@ -177,3 +178,27 @@ def test_mistakes_are_explained(args: list[str]) -> None:
     result = run(*args)
     assert result.returncode == 2
     assert "error" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--help",
+        "bench --help",
+        "info",
+        "info --json",
+        "doctor",
+        "bench --op gelu --shape 8x8 --rounds 1",
+        "demo --steps 1 --output {folder}",
+    ],
+)
+def test_reader_that_has_seen_enough(command: str, tmp_path: Path) -> None:
+    """`| head`: no traceback, and the status that a shell gives for it."""
+    if command.startswith("demo"):
+        pytest.importorskip("jax_gradops._cli.runs")
+    reader, writer = os.pipe()
+    os.close(reader)
+    # Without a buffer, argparse takes no notice.
+    result = run(*command.format(folder=tmp_path).split(), stdout=writer, PYTHONUNBUFFERED="")
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (NO_READER, "")
