@@ -1,0 +1,224 @@
+"""What README.md and its like say, held in step with the code, the figures and the messages."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jax_gradops
+from jax_gradops import _implementation, _registry
+from jax_gradops.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
+
+
+def section(title: str) -> str:
+    """The text below a heading, to the next one of its level."""
+    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
+    return found
+
+
+# --- Figures -------------------------------------------------------------------------------------
+
+OPS = {
+    "layer norm": "layer_norm",
+    "RMS norm": "rms_norm",
+    "bias + GELU, tanh": "bias_gelu tanh",
+    "bias + GELU, exact": "bias_gelu exact",
+    "batch norm": "batch_norm",
+}
+
+
+def test_speeds_are_those_of_the_committed_figures():
+    """The first table: over XLA, least and most of all widths."""
+    speeds = defaultdict(list)
+    for path in (ROOT / "benchmarks" / "h200").glob("*.json"):
+        for result in json.loads(path.read_text())["results"]:
+            op = f"{result['op']} {result['form']}".strip()
+            key = op, result["dtype"], result["direction"]
+            speeds[key].append(result["cold"]["speed_up_over_xla"])
+    for name, op in OPS.items():
+        kinds = [(op, d, w) for d in ("bfloat16", "float32") for w in ("fwd", "bwd")]
+        cells = (f"{min(speeds[kind]):.2f} to {max(speeds[kind]):.2f}" for kind in kinds)
+        assert f"\n| {name} | {' | '.join(cells)} |\n" in README
+
+
+# --- Names, links and commands -------------------------------------------------------------------
+
+
+def is_there(name: str) -> bool:
+    module, *parts = name.split(".")
+    found: Any = importlib.import_module(module)
+    for part in parts:
+        if isinstance(found, types.ModuleType) and not hasattr(found, part):
+            try:
+                importlib.import_module(f"{found.__name__}.{part}")
+            except ModuleNotFoundError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+def test_names():
+    """What is mentioned exists: also of Flax and Optax, for those who come from there."""
+    names = set(
+        re.findall(r'(?<![\w."])((?:jax_gradops|jax|flax|optax)\.[a-zA-Z][\w.]*\w)', README)
+    )
+    assert [name for name in sorted(names) if not is_there(name)] == []
+    assert len(names) > 50
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_links():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)]*)\)", page.read_text()):
+            if not link.startswith("https://"):
+                path, _, anchor = link.partition("#")
+                target = page.parent / path if path else page
+                assert target.exists(), f"{page}: {link}"
+                assert not anchor or anchor in anchors(target), f"{page}: {link}"
+
+
+def commands() -> Iterator[str]:
+    """All lines of shells' blocks, and code spans."""
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            yield from block.replace("\\\n", "").splitlines()
+        yield from (" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text))
+
+
+# What follows `python -m jax_gradops`, and in code spans `bench` by itself with an option's value.
+COMMAND = re.compile(
+    rf"(?:.*python (?:-P )?-m jax_gradops (?={'|'.join(COMMANDS)})|(?=bench \S+ [^-]))([^|…]+)"
+)
+COMMAND_LINES = sorted({found[1] for c in commands() if (found := COMMAND.fullmatch(c))})
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_commands(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Options exist and go together; nothing is run."""
+    args = shlex.split(line, comments=True)
+    module = importlib.import_module(f"jax_gradops._cli.{args[0]}")
+    parsed: list[Any] = []
+    monkeypatch.setattr(module, "run", lambda args: parsed.append(args) or 0)
+    assert main(args) == 0
+    if args[0] == "bench":
+        for option in ("json", "csv", "plot", "profile"):
+            if path := getattr(parsed[0], option):
+                setattr(parsed[0], option, tmp_path / path.name)
+        module.options.check(parsed[0])
+
+
+# --- Messages ------------------------------------------------------------------------------------
+
+MESSAGES = re.findall(r"^\| `(.*?)` \| .* \|$", section("Troubleshooting"), re.MULTILINE)
+OF_OTHERS = {  # pip, CMake, Python
+    "error: externally-managed-environment",
+    "No CMAKE_CXX_COMPILER could be found.",
+    "No module named 'flax'",
+}
+X = np.ones((2, 4), np.float32)
+
+
+def said(function: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises(Exception) as caught:
+        function(*args, **options)
+    return str(caught.value)
+
+
+def warned(monkeypatch: pytest.MonkeyPatch, platform: str, import_module: Any) -> str:
+    """What is said when that is what comes of the import of a native module."""
+    with monkeypatch.context() as patch, pytest.warns(UserWarning) as warnings:
+        namespace = types.SimpleNamespace(import_module=import_module)
+        patch.setattr(_registry, "importlib", namespace)
+        _registry._load(platform)
+    return str(warnings[0].message)
+
+
+def raising(error: Exception) -> Any:
+    def function(name: str) -> Any:
+        raise error
+
+    return function
+
+
+def of_importing(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    yield warned(monkeypatch, "cpu", raising(ModuleNotFoundError("jax_gradops._cpu")))
+    yield warned(monkeypatch, "cuda", raising(ImportError("GLIBC_2.38 not found")))
+    too_new = types.SimpleNamespace(ffi_api_version=(9, 9))
+    yield warned(monkeypatch, "cuda", lambda name: too_new)
+    for driver in (12000, 13000):  # as _why_gpus_cannot has it
+        yield f"jax_gradops: {_registry.gpu_mismatch('80-real', [90], driver, 13000)}"
+    processor = types.SimpleNamespace(cpu_levels={"v2": True, "v3": False, "v4": False})
+    for level in ("avx2", "v4"):
+        with monkeypatch.context() as patch:
+            patch.setenv(_registry.CPU_LEVEL, level)
+            yield said(_registry._of_cpu_level, processor)
+
+
+def of_calling(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with monkeypatch.context() as patch:
+        patch.setattr(_implementation, "default_platform", lambda: "tpu")
+        yield said(jax_gradops.layer_norm, X, implementation="ffi")
+        without = types.SimpleNamespace(cuda_skipped="no nvcc")
+        patch.setitem(sys.modules, "jax_gradops._cpu", without)
+        yield _registry._built_without("cuda")
+    yield said(jax_gradops.layer_norm, X.astype(int))
+    yield said(jax_gradops.layer_norm, X, X[0, :3])
+    yield said(jax_gradops.batch_norm, X, X[0, :3])
+    yield said(jax.jit(lambda epsilon: jax_gradops.layer_norm(X, epsilon=epsilon)), 1e-6)
+    yield said(jax_gradops.batch_norm, X, axis_name="batch")
+    yield said(jax.jvp, jax_gradops.gelu, (X,), (X,))
+    yield said(jax_gradops.clip_by_global_norm, optax.constant_schedule(1.0))
+    yield said(jax_gradops.clip_by_global_norm(1.0).update, {"w": X}, optax.EmptyState())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "optax", None)
+        yield said(jax_gradops.clip_by_global_norm, 1.0)
+
+
+def of_running(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Iterator[str]:
+    yield said(jax.export.export(jax.jit(jax_gradops.layer_norm)), X)
+    unknown = jax.ffi.ffi_call("jax_gradops.of_no_import", jax.ShapeDtypeStruct((), "float32"))
+    yield said(jax.jit(unknown), X)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "flax", None)
+        assert main(["demo"]) == 2
+    with jax_gradops.use_implementation("xla"):
+        assert main(["bench", "--device", "cpu"]) == 2
+    yield capsys.readouterr().err
+
+
+def test_troubleshooting(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """Each message is one that comes, to the letter."""
+    texts = [
+        (ROOT / "Makefile").read_text(),
+        (ROOT / "CMakeLists.txt").read_text(),
+        *of_importing(monkeypatch),
+        *of_calling(monkeypatch),
+        *of_running(monkeypatch, capsys),
+    ]
+    patterns = {m: "[^\n]*".join(map(re.escape, m.split("…"))) for m in MESSAGES}
+    unsaid = {m for m, p in patterns.items() if not any(re.search(p, text) for text in texts)}
+    assert unsaid == OF_OTHERS
+    assert len(MESSAGES) > 20
