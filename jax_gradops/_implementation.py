@@ -32,6 +32,9 @@ def use_implementation(implementation: Implementation) -> Iterator[None]:
       implementation: ``"ffi"`` (the native kernels), ``"xla"`` (the reference in `jax.numpy`), or
         None (the kernel where there is one).
 
+    Returns:
+      A context manager.
+
     Raises:
       ValueError: if `implementation` is none of these.
 
@@ -70,7 +73,12 @@ def resolve_implementation(implementation: Implementation, op: str) -> Implement
 
 
 class ImplementationInUse(NamedTuple):
-    """What an op runs on a platform, and why."""
+    """What an op runs on a platform, and why.
+
+    Attributes:
+      implementation: ``"ffi"``, the native kernel, or ``"xla"``.
+      reason: why, in words.
+    """
 
     implementation: Literal["ffi", "xla"]
     reason: str

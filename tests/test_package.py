@@ -76,7 +76,9 @@ def test_docstrings(name):
         assert re.search(rf"^ +{parameter.name}: ", doc, re.MULTILINE), parameter.name
         assert parameter.annotation is not parameter.empty, parameter.name
     assert signature.return_annotation is not signature.empty
-    assert "Raises:" in doc and ">>> " in doc
+    assert "Returns:" in doc and "Raises:" in doc and ">>> " in doc
+    if name in _status.OPS or name.startswith("backward."):
+        assert ".. math::" in doc and re.search(r"References:\n.*https://", doc, re.DOTALL)
 
 
 def test_version_and_typing():

@@ -108,7 +108,7 @@ def batch_norm(
     References:
       Ioffe, Szegedy, Batch Normalization, https://arxiv.org/abs/1502.03167
       Chan, Golub, LeVeque, Algorithms for computing the sample variance: analysis and
-      recommendations, The American Statistician 37 (1983)
+      recommendations, The American Statistician 37 (1983), https://www.jstor.org/stable/2683386
 
     >>> import jax.numpy as jnp, jax_gradops, numpy as np
     >>> y, mean, var = jax_gradops.batch_norm(jnp.array([[1.0, 5.0], [3.0, 5.0]]))
@@ -197,8 +197,11 @@ def batch_norm_inference(
       ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
         there is no kernel.
 
-    Differentiable in all arrays, in forward mode too, also with the kernel: JAX differentiates the
-    formula.
+    All arithmetic is in float32 (float64 for float64), with one rounding at the end. Differentiable
+    in all arrays, in forward mode too, also with the kernel: JAX differentiates the formula.
+
+    References:
+      Ioffe, Szegedy, Batch Normalization, https://arxiv.org/abs/1502.03167
 
     >>> import jax.numpy as jnp, jax_gradops
     >>> x, mean, var = jnp.array([[1.0, 5.0], [3.0, 5.0]]), jnp.array([2.0, 1.0]), jnp.ones(2)
@@ -234,12 +237,15 @@ def batch_norm_forward(
     epsilon: float = 1e-5,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Batch norm by the statistics of the batch, and the statistics that its gradient needs.
+    r"""Batch norm by the statistics of the batch, and the statistics that its gradient needs.
+
+    .. math:: y = (x - \text{mean})\,\text{rstd} \cdot \text{scale} + \text{bias}, \qquad
+              \text{rstd} = \frac{1}{\sqrt{\text{var} + \text{epsilon}}}
 
     Args:
       x: float16, bfloat16, float32 or float64, at least two axes.
-      scale: as in `jax_gradops.batch_norm`.
-      bias: as in `jax_gradops.batch_norm`.
+      scale: shape ``(x.shape[axis],)``; any of the four dtypes. None: no scale.
+      bias: as `scale`. None: no bias.
       axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the variance; finite, at least 0.
       implementation: as in `jax_gradops.batch_norm`.
@@ -252,6 +258,11 @@ def batch_norm_forward(
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
       ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
         there is no kernel.
+
+    Numerics are as in `jax_gradops.batch_norm`.
+
+    References:
+      Ioffe, Szegedy, Batch Normalization, https://arxiv.org/abs/1502.03167
 
     >>> import jax.numpy as jnp
     >>> from jax_gradops import backward
@@ -293,9 +304,9 @@ def batch_norm_backward(
 
     Args:
       dy: the cotangent of y, of x's shape and dtype.
-      x: the input of the forward pass.
-      scale: shape ``(x.shape[axis],)``, or None where there was none.
-      mean: the mean of each channel, shape ``(x.shape[axis],)``.
+      x: the input of the forward pass: float16, bfloat16, float32 or float64, at least two axes.
+      scale: shape ``(x.shape[axis],)``, any of the four dtypes; None where there was none.
+      mean: the mean of each channel, shape ``(x.shape[axis],)``, any of the four dtypes.
       rstd: 1/sqrt(var + epsilon) of each channel, likewise.
       axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
       implementation: as in `jax_gradops.batch_norm`.
@@ -313,7 +324,7 @@ def batch_norm_backward(
     mean left. With the rounded mean alone, x − mean is off by up to 2^-24 of the mean (float32).
 
     References:
-      ONNX Runtime, BatchNormalizationGrad (its saved_mean and saved_inv_std).
+      ONNX Runtime, BatchNormalizationGrad (its saved_mean and saved_inv_std): https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
 
     >>> import jax.numpy as jnp
     >>> from jax_gradops import backward

@@ -191,6 +191,10 @@ def global_norm(tree: Any) -> jax.Array:
     The kernel accumulates in float64 in a fixed order: results are bitwise the same from run to
     run. The gradient at norm 0 is 0.
 
+    References:
+      Blue, A Portable Fortran Program to Find the Euclidean Norm of a Vector, ACM Transactions on
+      Mathematical Software 4 (1978), https://doi.org/10.1145/355769.355771
+
     >>> import jax.numpy as jnp, jax_gradops
     >>> float(jax_gradops.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0])}))
     5.0
@@ -361,6 +365,9 @@ def inplace_clip_by_global_norm(
     rounded once. The original divides by ``max(norm, 1e-6)``; here a smaller norm is divided by
     itself.
 
+    References:
+      ONNX Runtime, InplaceClipGradNorm: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
+
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from jax_gradops import backward
     >>> clip = jax.jit(backward.inplace_clip_by_global_norm, donate_argnums=0)
@@ -387,7 +394,8 @@ class ClipByGlobalNormState(NamedTuple):
     """State of `clip_by_global_norm`.
 
     Attributes:
-      global_norm: the norm of the last updates before clipping; 0 before the first.
+      global_norm: the norm of the last updates before clipping, a float32 scalar (float64 if any
+        leaf with elements is float64); 0 before the first.
     """
 
     global_norm: jax.Array
@@ -399,10 +407,13 @@ def clip_by_global_norm(
     nonfinite: Nonfinite = "propagate",
     implementation: Implementation = None,
 ) -> optax.GradientTransformation:
-    """Clip-by-global-norm as an Optax `GradientTransformation`, for `optax.chain`.
+    r"""Clip-by-global-norm as an Optax `GradientTransformation`, for `optax.chain`.
+
+    .. math:: g \cdot \frac{\text{max\_norm}}{\text{norm}} \quad\text{where norm}
+              \ge \text{max\_norm}, \text{ else } g
 
     Args:
-      max_norm: as in `clip_tree_by_global_norm`; may be traced (`optax.inject_hyperparams`).
+      max_norm: a number, or a scalar array, at least 0; may be traced (`optax.inject_hyperparams`).
       nonfinite: as in `clip_tree_by_global_norm`.
       implementation: as in `clip_tree_by_global_norm`.
 
@@ -415,6 +426,12 @@ def clip_by_global_norm(
     Raises:
       ImportError: if Optax is not installed (``pip install optax``).
       TypeError, ValueError: as `clip_tree_by_global_norm`.
+
+    Updates are as `clip_tree_by_global_norm` takes them, and so are numerics.
+
+    References:
+      Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks,
+      https://arxiv.org/abs/1211.5063
 
     >>> import jax.numpy as jnp, jax_gradops, optax
     >>> optimizer = optax.chain(jax_gradops.clip_by_global_norm(1.0), optax.sgd(0.1))

@@ -182,7 +182,11 @@ def add_layer_norm(
     residuals: Residuals = "input",
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``layer_norm(x + residual)`` and ``x + residual``, in one pass over memory.
+    r"""``layer_norm(x + residual)`` and ``x + residual``, in one pass over memory.
+
+    .. math:: s = x + \text{residual}, \qquad
+              y = \frac{s - \text{mean}(s)}{\sqrt{\text{var}(s) + \text{epsilon}}}
+              (\text{scale} + \text{scale\_offset}) + \text{bias}
 
     As in a transformer's residual stream: the sum goes on, and its norm into the next layer. In the
     backward pass, the cotangent of the sum is added to the norm's in the same pass.
@@ -190,8 +194,9 @@ def add_layer_norm(
     Args:
       x: float16, bfloat16, float32 or float64, any shape with at least one axis.
       residual: of x's shape and dtype.
-      scale: as in `layer_norm`.
-      bias: as in `layer_norm`.
+      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
+      bias: as `scale`. None: no bias.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the variance; finite, at least 0.
       scale_offset: a number added to `scale`, if there is one.
@@ -211,6 +216,9 @@ def add_layer_norm(
 
     Numerics, determinism and differentiation are as in `layer_norm`; the gradient with respect to x
     and residual is rounded once, after the addition of both cotangents.
+
+    References:
+      Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
 
     >>> import jax.numpy as jnp, jax_gradops, numpy as np
     >>> y, total = jax_gradops.add_layer_norm(jnp.ones((1, 2)), jnp.array([[1.0, 3.0]]))
@@ -232,12 +240,17 @@ def add_rms_norm(
     residuals: Residuals = "input",
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``rms_norm(x + residual)`` and ``x + residual``, in one pass over memory.
+    r"""``rms_norm(x + residual)`` and ``x + residual``, in one pass over memory.
+
+    .. math:: s = x + \text{residual}, \qquad
+              y = \frac{s}{\sqrt{\text{mean}(s^2) + \text{epsilon}}}
+              (\text{scale} + \text{scale\_offset})
 
     Args:
       x: float16, bfloat16, float32 or float64, any shape with at least one axis.
       residual: of x's shape and dtype.
-      scale: as in `rms_norm`.
+      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the mean square; finite, at least 0.
       scale_offset: a number added to `scale`, if there is one.
@@ -255,7 +268,10 @@ def add_rms_norm(
       ValueError: for a shape, an axis or a number out of range, or a `residual` of another shape or
         dtype than x; for ``implementation="ffi"`` where there is no kernel.
 
-    Everything else is as in `add_layer_norm`.
+    Numerics, determinism and differentiation are as in `add_layer_norm`.
+
+    References:
+      Zhang, Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467
 
     >>> import jax.numpy as jnp, jax_gradops, numpy as np
     >>> y, total = jax_gradops.add_rms_norm(jnp.ones((1, 2)), jnp.array([[2.0, 3.0]]))

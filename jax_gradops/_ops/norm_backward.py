@@ -101,12 +101,16 @@ def layer_norm_forward(
     scale_offset: float = 0.0,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Layer norm, and the statistics that its gradient needs.
+    r"""Layer norm, and the statistics that its gradient needs.
+
+    .. math:: y = (x - \text{mean})\,\text{rstd}\,(\text{scale} + \text{scale\_offset})
+              + \text{bias}, \qquad \text{rstd} = 1 / \sqrt{\text{var} + \text{epsilon}}
 
     Args:
       x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      scale: as in `jax_gradops.layer_norm`.
-      bias: as in `jax_gradops.layer_norm`.
+      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
+      bias: as `scale`. None: no bias.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the variance; finite, at least 0.
       scale_offset: a number added to `scale`, if there is one.
@@ -118,7 +122,12 @@ def layer_norm_forward(
 
     Raises:
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range.
+      ValueError: for a wrong shape, axis or number; for ``implementation="ffi"`` without a kernel.
+
+    Numerics are as in `jax_gradops.layer_norm`.
+
+    References:
+      Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
 
     >>> import jax.numpy as jnp
     >>> from jax_gradops import backward
@@ -176,7 +185,14 @@ def layer_norm_backward(
     Raises:
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
       ValueError: for a shape, an axis or a number out of range; unless exactly one of `rstd` and
-        `variance` is given.
+        `variance` is given; for ``implementation="ffi"`` where there is no kernel.
+
+    All arithmetic is in float32 (float64 for float64), each result is rounded once, and sums over
+    rows have a fixed order.
+
+    References:
+      ONNX Runtime, LayerNormalizationGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
+      oneDNN Graph, LayerNormBackward: https://oneapi-src.github.io/oneDNN/dev_guide_op_layernormbackward.html
 
     >>> import jax.numpy as jnp
     >>> from jax_gradops import backward
@@ -219,10 +235,12 @@ def layer_norm_backward_from_output(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     r"""The gradient of layer norm, from its output.
 
-    ONNX Runtime's InvertibleLayerNormalizationGrad: as `layer_norm_backward` with
-    :math:`\hat x = (y - \text{bias}) / \text{scale}`, and 0 where scale is 0, which
-    makes dscale 0 there; other columns are not touched. How exact that is: ``residuals="output"``
-    in `jax_gradops.layer_norm`.
+    .. math:: \hat x = (y - \text{bias}) / \text{scale}, \qquad d = dy \cdot \text{scale}, \qquad
+              dx = \bigl(d - \overline{d} - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
+
+    ONNX Runtime's InvertibleLayerNormalizationGrad: `layer_norm_backward` with another x̂, which is
+    0 where scale is 0. That makes dscale 0 there; other columns are not touched. How exact it is:
+    ``residuals="output"`` in `jax_gradops.layer_norm`.
 
     Args:
       dy: the cotangent of y, of y's shape and dtype.
@@ -242,7 +260,10 @@ def layer_norm_backward_from_output(
 
     Raises:
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape or an axis out of range.
+      ValueError: for a wrong shape or axis; for ``implementation="ffi"`` where there is no kernel.
+
+    References:
+      ONNX Runtime, InvertibleLayerNormalizationGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
 
     >>> import jax.numpy as jnp
     >>> from jax_gradops import backward
@@ -271,11 +292,15 @@ def rms_norm_forward(
     scale_offset: float = 0.0,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """RMS norm, and the statistic that its gradient needs.
+    r"""RMS norm, and the statistic that its gradient needs.
+
+    .. math:: y = x\,\text{rstd}\,(\text{scale} + \text{scale\_offset}), \qquad
+              \text{rstd} = 1 / \sqrt{\text{mean}(x^2) + \text{epsilon}}
 
     Args:
       x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      scale: as in `jax_gradops.rms_norm`.
+      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the mean square; finite, at least 0.
       scale_offset: a number added to `scale`, if there is one.
@@ -287,7 +312,12 @@ def rms_norm_forward(
 
     Raises:
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range.
+      ValueError: for a wrong shape, axis or number; for ``implementation="ffi"`` without a kernel.
+
+    Numerics are as in `jax_gradops.layer_norm`.
+
+    References:
+      Zhang, Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467
 
     >>> import jax.numpy as jnp
     >>> from jax_gradops import backward
@@ -314,11 +344,14 @@ def rms_norm_backward(
     .. math:: \hat x = x\,\text{rstd}, \qquad d = dy \cdot \text{scale}, \qquad
               dx = \bigl(d - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
 
+    with means over the normalised axes; dscale is the sum of dy·x̂ over all other axes.
+
     Args:
       dy: the cotangent of y, of x's shape and dtype.
       x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape with at
         least one axis.
-      scale: as in `layer_norm_backward`.
+      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
       rstd: 1/sqrt(mean(x²) + epsilon) of each row, in shape ``x.shape[:begin_norm_axis]``, or with
         an axis of size 1 for each normalised one; any of the four dtypes.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
@@ -329,7 +362,12 @@ def rms_norm_backward(
 
     Raises:
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape or an axis out of range.
+      ValueError: for a wrong shape or axis; for ``implementation="ffi"`` where there is no kernel.
+
+    Numerics are as in `layer_norm_backward`.
+
+    References:
+      ONNX Runtime, SimplifiedLayerNormalizationGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
 
     >>> import jax.numpy as jnp
     >>> from jax_gradops import backward
@@ -354,14 +392,18 @@ def rms_norm_backward_from_output(
 ) -> tuple[jax.Array, jax.Array | None]:
     r"""The gradient of RMS norm, from its output.
 
-    As `rms_norm_backward` with :math:`\hat x = y / \text{scale}`, and 0 where scale is 0, which
-    makes dscale 0 there; other columns are not touched.
+    .. math:: \hat x = y / \text{scale}, \qquad d = dy \cdot \text{scale}, \qquad
+              dx = \bigl(d - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
+
+    `rms_norm_backward` with another x̂, which is 0 where scale is 0. That makes dscale 0 there;
+    other columns are not touched.
 
     Args:
       dy: the cotangent of y, of y's shape and dtype.
       y: the output of the forward operator: float16, bfloat16, float32 or float64, any shape with
         at least one axis.
-      scale: as in `layer_norm_backward_from_output`.
+      scale: shape ``y.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(y.shape[-1],)``; any of the four dtypes. None: no scale.
       rstd: 1/sqrt(mean(x²) + epsilon) of each row, in shape ``y.shape[:begin_norm_axis]``, or with
         an axis of size 1 for each normalised one; any of the four dtypes.
       begin_norm_axis: first normalised axis, in ``[-y.ndim, y.ndim)``.
@@ -372,7 +414,12 @@ def rms_norm_backward_from_output(
 
     Raises:
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape or an axis out of range.
+      ValueError: for a wrong shape or axis; for ``implementation="ffi"`` where there is no kernel.
+
+    Numerics are as in `layer_norm_backward_from_output`.
+
+    References:
+      Zhang, Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467
 
     >>> import jax.numpy as jnp
     >>> from jax_gradops import backward
