@@ -41,38 +41,75 @@ _LAYER_NORM, _RMS_NORM, _BATCH_NORM = (
 
 
 class LayerNorm(linen.LayerNorm):
-    """`flax.linen.LayerNorm` on `jax_gradops.layer_norm`.
+    r"""`flax.linen.LayerNorm` on `jax_gradops.layer_norm`: arguments and parameters are Flax's.
+
+    .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
+              \cdot \text{scale} + \text{bias}
 
     A subclass with `residuals = "output"` saves its result for the backward pass, not its input:
     less memory where the result is kept anyway, in the same dtype, for a matrix product say. Where
     a scale is 0 it then stays so, as the result says nothing of the input: see
-    `jax_gradops.layer_norm`.
+    `jax_gradops.layer_norm`, also for numerics and references.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops.linen
+    >>> norm, x = jax_gradops.linen.LayerNorm(), jnp.array([[1.0, 3.0]])
+    >>> print(norm.apply(norm.init(jax.random.key(0), x), x).round(3))
+    [[-1.  1.]]
     """
 
     residuals = "input"
 
     @linen.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
-        """Normalises `x`, as `flax.linen.LayerNorm` does."""
+        """Normalises `x`, as `flax.linen.LayerNorm` does.
+
+        Args:
+          x: any shape with at least one axis; what is none of the four floats takes Flax's path.
+          mask: as Flax's, whose own path it takes.
+
+        Returns:
+          An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
+        """
         return _norm(self, _LAYER_NORM, x, mask)
 
 
 class RMSNorm(linen.RMSNorm):
-    """`flax.linen.RMSNorm` on `jax_gradops.rms_norm`; `residuals` as for `LayerNorm`."""
+    r"""`flax.linen.RMSNorm` on `jax_gradops.rms_norm`; `residuals` as for `LayerNorm`.
+
+    .. math:: y = \frac{x}{\sqrt{\text{mean}(x^2) + \text{epsilon}}} \cdot \text{scale}
+
+    Numerics and references: see `jax_gradops.rms_norm`.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops.linen, numpy as np
+    >>> norm, x = jax_gradops.linen.RMSNorm(), jnp.array([[3.0, 4.0]])
+    >>> print(np.asarray(norm.apply(norm.init(jax.random.key(0), x), x)).round(3))
+    [[0.849 1.131]]
+    """
 
     residuals = "input"
 
     @linen.compact
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
-        """Normalises `x`, as `flax.linen.RMSNorm` does."""
+        """Normalises `x`, as `flax.linen.RMSNorm` does: see `LayerNorm`."""
         return _norm(self, _RMS_NORM, x, mask)
 
 
 class BatchNorm(linen.BatchNorm):
-    """`flax.linen.BatchNorm` on `jax_gradops.batch_norm` in training.
+    r"""`flax.linen.BatchNorm` on `jax_gradops.batch_norm` in training: arguments are Flax's.
+
+    .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
+              \cdot \text{scale} + \text{bias}
 
     With running averages it is Flax's, which XLA fuses with what comes before and after. The
-    batch's statistics, of which the running averages are made, have no gradient.
+    batch's statistics, of which the running averages are made, have no gradient. Numerics and
+    references: see `jax_gradops.batch_norm`.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops.linen
+    >>> norm = jax_gradops.linen.BatchNorm(use_running_average=False, momentum=0.9)
+    >>> x = jnp.array([[1.0], [3.0]])
+    >>> y, changed = norm.apply(norm.init(jax.random.key(0), x), x, mutable="batch_stats")
+    >>> print(y[:, 0].round(3), changed["batch_stats"]["mean"])
+    [-1.  1.] [0.2]
     """
 
     @linen.compact
@@ -83,7 +120,16 @@ class BatchNorm(linen.BatchNorm):
         *,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Normalises `x`, as `flax.linen.BatchNorm` does."""
+        """Normalises `x`, as `flax.linen.BatchNorm` does.
+
+        Args:
+          x: two to five axes; what is none of the four floats takes Flax's path.
+          use_running_average: as Flax's; True takes Flax's path.
+          mask: as Flax's, whose own path it takes.
+
+        Returns:
+          An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
+        """
         axis = _modules.channel_axis(self, x, mask)
         if axis is None or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
@@ -107,20 +153,28 @@ class BatchNorm(linen.BatchNorm):
 
 
 class DenseGelu(linen.Dense):
-    """`gelu(Dense(x))`: `flax.linen.Dense`, whose bias and GELU are one operation.
+    r"""``gelu(Dense(x))``: `flax.linen.Dense`, whose bias and GELU are one operation.
+
+    .. math:: y = \mathrm{gelu}(x \, \text{kernel} + \text{bias})
 
     Parameters are `kernel` and `bias`, as Flax's: with the name that a `Dense` had, "Dense_0" say,
-    it loads that one's checkpoint.
+    it loads that one's checkpoint. Numerics and references: see `jax_gradops.gelu`.
 
     Attributes:
       approximate: the tanh form, as in `jax.nn.gelu`.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops.linen
+    >>> layer = jax_gradops.linen.DenseGelu(8)
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 4)))
+    >>> jax.tree.map(jnp.shape, variables["params"])
+    {'bias': (8,), 'kernel': (4, 8)}
     """
 
     approximate: bool = True
 
     @linen.compact
     def __call__(self, inputs: Any) -> jax.Array:
-        """[..., inputs] to [..., features]."""
+        """[..., inputs] to [..., features], of `dtype` or of inputs' and parameters' together."""
         shape = (jnp.shape(inputs)[-1], self.features)
         kernel: Any = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias: Any = None
@@ -136,15 +190,33 @@ class DenseGelu(linen.Dense):
 
 
 def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`(norm(x + residual), x + residual)`, in one pass over memory if `norm` is of this module.
+    """``(norm(x + residual), x + residual)``, in one pass over memory if `norm` is of this module.
 
     So is the backward pass, which sums the cotangents of both: with a norm on its own, each
     addition to a residual stream is a pass more.
 
     Args:
       norm: a linen module; `LayerNorm` and `RMSNorm` of this one fuse the addition.
-      x: any shape.
+      x: what `norm` takes.
       residual: of the same shape and dtype, else the addition is one of its own.
+
+    Returns:
+      What `norm` returns of the sum, and the sum.
+
+    Raises:
+      TypeError: for a `norm` that cannot be called, or an `x` or `residual` that is no array.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import linen as nn
+    >>> from jax_gradops.linen import LayerNorm, add_norm
+    >>> class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x, update):
+    ...         return add_norm(LayerNorm(), x, update)
+    >>> x, update = jnp.ones((1, 2)), jnp.array([[1.0, 3.0]])
+    >>> (y, x), _ = Block().init_with_output(jax.random.key(0), x, update)
+    >>> print(y.round(3), x)
+    [[-1.  1.]] [[2. 4.]]
     """
     calls = tuple(inspect.unwrap(module.__call__) for module in (LayerNorm, RMSNorm))
     return _modules.add_norm(calls, norm, x, residual)

@@ -64,37 +64,77 @@ _SEQUENTIAL: Any = nnx.Sequential.__call__
 
 
 class LayerNorm(nnx.LayerNorm):
-    """`flax.nnx.LayerNorm` on `jax_gradops.layer_norm`.
+    r"""`flax.nnx.LayerNorm` on `jax_gradops.layer_norm`: arguments and parameters are Flax's.
+
+    .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
+              \cdot \text{scale} + \text{bias}
+
+    Numerics and references: see `jax_gradops.layer_norm`.
 
     Attributes:
       residuals: "input", or "output" to save the result for the backward pass, not the input: less
         memory where the result is kept anyway, in the same dtype, for a matrix product say. Where a
         scale is 0 it then stays so, as the result says nothing of the input: see
         `jax_gradops.layer_norm`. Set it after construction.
+
+    >>> import jax.numpy as jnp, jax_gradops.nnx
+    >>> from flax import nnx
+    >>> norm = jax_gradops.nnx.LayerNorm(2, rngs=nnx.Rngs(0))
+    >>> print(norm(jnp.array([[1.0, 3.0]])).round(3))
+    [[-1.  1.]]
     """
 
     residuals = "input"
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> Any:
-        """Normalises `x`, as `flax.nnx.LayerNorm` does."""
+        """Normalises `x`, as `flax.nnx.LayerNorm` does.
+
+        Args:
+          x: [..., num_features]; what is none of the four floats takes Flax's path.
+          mask: as Flax's, whose own path it takes.
+
+        Returns:
+          An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
+        """
         return _norm(self, _LAYER_NORM, x, mask)
 
 
 class RMSNorm(nnx.RMSNorm):
-    """`flax.nnx.RMSNorm` on `jax_gradops.rms_norm`; `residuals` as for `LayerNorm`."""
+    r"""`flax.nnx.RMSNorm` on `jax_gradops.rms_norm`; `residuals` as for `LayerNorm`.
+
+    .. math:: y = \frac{x}{\sqrt{\text{mean}(x^2) + \text{epsilon}}} \cdot \text{scale}
+
+    Numerics and references: see `jax_gradops.rms_norm`.
+
+    >>> import jax.numpy as jnp, jax_gradops.nnx, numpy as np
+    >>> from flax import nnx
+    >>> norm = jax_gradops.nnx.RMSNorm(2, rngs=nnx.Rngs(0))
+    >>> print(np.asarray(norm(jnp.array([[3.0, 4.0]]))).round(3))
+    [[0.849 1.131]]
+    """
 
     residuals = "input"
 
     def __call__(self, x: Any, mask: jax.Array | None = None) -> Any:
-        """Normalises `x`, as `flax.nnx.RMSNorm` does."""
+        """Normalises `x`, as `flax.nnx.RMSNorm` does: see `LayerNorm`."""
         return _norm(self, _RMS_NORM, x, mask)
 
 
 class BatchNorm(nnx.BatchNorm):
-    """`flax.nnx.BatchNorm` on `jax_gradops.batch_norm` in training.
+    r"""`flax.nnx.BatchNorm` on `jax_gradops.batch_norm` in training: arguments are Flax's.
+
+    .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
+              \cdot \text{scale} + \text{bias}
 
     With running averages it is Flax's, which XLA fuses with what comes before and after. The
-    batch's statistics, of which the running averages are made, have no gradient.
+    batch's statistics, of which the running averages are made, have no gradient. Numerics and
+    references: see `jax_gradops.batch_norm`.
+
+    >>> import jax.numpy as jnp, jax_gradops.nnx
+    >>> from flax import nnx
+    >>> norm = jax_gradops.nnx.BatchNorm(1, momentum=0.9, rngs=nnx.Rngs(0))
+    >>> print(norm(jnp.array([[1.0], [3.0]]))[:, 0].round(3), norm.mean[...])
+    [-1.  1.] [0.2]
     """
 
     def __call__(
@@ -104,7 +144,16 @@ class BatchNorm(nnx.BatchNorm):
         *,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Normalises `x`, as `flax.nnx.BatchNorm` does."""
+        """Normalises `x`, as `flax.nnx.BatchNorm` does.
+
+        Args:
+          x: two to five axes; what is none of the four floats takes Flax's path.
+          use_running_average: as Flax's; True takes Flax's path.
+          mask: as Flax's, whose own path it takes.
+
+        Returns:
+          An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
+        """
         x = jnp.asarray(x)
         axis = _modules.channel_axis(self, x, mask)
         running = self.use_running_average if use_running_average is None else use_running_average
@@ -122,15 +171,22 @@ class BatchNorm(nnx.BatchNorm):
 
 
 class DenseGelu(nnx.Linear):
-    """`gelu(Linear(x))`: `flax.nnx.Linear`, whose bias and GELU are one operation.
+    r"""``gelu(Linear(x))``: `flax.nnx.Linear`, whose bias and GELU are one operation.
 
-    Parameters are `kernel` and `bias`, as Flax's.
+    .. math:: y = \mathrm{gelu}(x \, \text{kernel} + \text{bias})
+
+    Parameters are `kernel` and `bias`, as Flax's. Numerics and references: see `jax_gradops.gelu`.
 
     Args:
       in_features: as `flax.nnx.Linear`.
       out_features: as `flax.nnx.Linear`.
       approximate: the tanh form, as in `jax.nn.gelu`.
       **linear: all other arguments of `flax.nnx.Linear`.
+
+    >>> import jax.numpy as jnp, jax_gradops.nnx
+    >>> from flax import nnx
+    >>> jax_gradops.nnx.DenseGelu(4, 8, rngs=nnx.Rngs(0))(jnp.ones((2, 4))).shape
+    (2, 8)
     """
 
     def __init__(
@@ -140,7 +196,7 @@ class DenseGelu(nnx.Linear):
         self.approximate = _checks.flag("DenseGelu", "approximate", approximate)
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
-        """[..., in_features] to [..., out_features]."""
+        """[..., in_features] to [..., out_features], of `dtype` or of inputs' and parameters'."""
         return _linear_gelu(self.approximate, self, inputs, out_sharding)
 
 
@@ -150,6 +206,12 @@ class Sequential(nnx.Sequential):
     GELU is `jax.nn.gelu` (which `nnx.gelu` is), `jax_gradops.gelu`, or a `functools.partial` of one
     of them with `approximate`. The layers themselves are not changed; what watches their calls, as
     `nnx.tabulate` does, does not see such a `Linear`'s.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops.nnx
+    >>> from flax import nnx
+    >>> mlp = jax_gradops.nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), jax.nn.gelu)
+    >>> "bias_gelu_fwd" in jax.jit(lambda x: mlp(x)).lower(jnp.ones((2, 4))).as_text()
+    True
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +221,7 @@ class Sequential(nnx.Sequential):
 
 
 def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`(norm(x + residual), x + residual)`, in one pass over memory if `norm` is of this module.
+    """``(norm(x + residual), x + residual)``, in one pass over memory if `norm` is of this module.
 
     So is the backward pass, which sums the cotangents of both: with a norm on its own, each
     addition to a residual stream is a pass more.
@@ -171,8 +233,22 @@ def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, j
 
     Args:
       norm: any callable; `LayerNorm` and `RMSNorm` of this module fuse the addition.
-      x: any shape.
+      x: what `norm` takes.
       residual: of the same shape and dtype, else the addition is one of its own.
+
+    Returns:
+      What `norm` returns of the sum, and the sum.
+
+    Raises:
+      TypeError: for a `norm` that cannot be called, or an `x` or `residual` that is no array.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jax_gradops.nnx import LayerNorm, add_norm
+    >>> norm = LayerNorm(2, rngs=nnx.Rngs(0))
+    >>> y, x = add_norm(norm, jnp.ones((1, 2)), jnp.array([[1.0, 3.0]]))
+    >>> print(y.round(3), x)
+    [[-1.  1.]] [[2. 4.]]
     """
     return _modules.add_norm((LayerNorm.__call__, RMSNorm.__call__), norm, x, residual)
 
@@ -215,10 +291,8 @@ def fuse(
     Modules and parameters stay the same objects under the same names: optimizers, checkpoints and
     references stay valid. Call it outside of `nnx.jit`.
 
-        model = jax_gradops.nnx.fuse(model, report=print)
-
     Args:
-      model: what to change.
+      model: an NNX module: its norms are changed, and those of all modules in it.
       gelu: also compute each `Linear` of an `nnx.Sequential` together with a GELU that follows it.
         Elsewhere a GELU is code of a module's, of which nothing can be proved: use `DenseGelu`.
       residuals: what layer and RMS norms save for the backward pass: see `LayerNorm`. None leaves
@@ -233,6 +307,14 @@ def fuse(
     Raises:
       TypeError: if it is not an NNX module, or another argument is of a wrong kind.
       ValueError: if `residuals` is neither.
+
+    >>> import jax_gradops.nnx
+    >>> from flax import nnx
+    >>> rngs = nnx.Rngs(0)
+    >>> model = nnx.Sequential(nnx.LayerNorm(4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs))
+    >>> model = jax_gradops.nnx.fuse(model, report=print)
+    fused 1, left 0
+      layers.0: now jax_gradops.nnx.LayerNorm
     """
     _checks.choice("fuse", "residuals", residuals, "input", "output", None)
     _checks.flag("fuse", "gelu", gelu)
@@ -268,8 +350,20 @@ def unfuse(model: _Model) -> _Model:
 
     `DenseGelu` stays, as no module of Flax's does the same.
 
+    Args:
+      model: an NNX module.
+
     Returns:
       `model`.
+
+    Raises:
+      TypeError: if it is not an NNX module.
+
+    >>> import jax_gradops.nnx
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(jax_gradops.nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+    >>> type(jax_gradops.nnx.unfuse(model).layers[0]) is nnx.LayerNorm
+    True
     """
     for _, module in _modules_of("unfuse", model):
         if type(module) in _FLAX:

@@ -11,16 +11,28 @@ import jax
 import pytest
 
 import jax_gradops
+import jax_gradops.linen
+import jax_gradops.nnx
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = [
     (README.read_text()[: match.start()].count("\n") + 2, match[1])
     for match in re.finditer(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
 ]
-FUNCTIONS = {
-    name: value
-    for name, value in (vars(jax_gradops) | vars(jax_gradops.backward)).items()
-    if inspect.isfunction(value) and not name.startswith("_")
+MODULES = {"linen": jax_gradops.linen, "nnx": jax_gradops.nnx}
+DOCUMENTED = {
+    **{
+        name: value
+        for name, value in (vars(jax_gradops) | vars(jax_gradops.backward)).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    },
+    **MODULES,
+    **{
+        f"{api}.{name}": getattr(module, name)
+        for api, module in MODULES.items()
+        for name in module.__all__
+        if name != "FuseReport"  # a result
+    },
 }
 
 
@@ -49,9 +61,9 @@ def test_readme(line, code):
         exec(compile("\n" * (line - 1) + code, README, "exec"), {"__name__": "readme"})
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_docstring(name):
-    tests = doctest.DocTestFinder(recurse=False).find(FUNCTIONS[name], name, globs={})
+    tests = doctest.DocTestFinder(recurse=False).find(DOCUMENTED[name], name, globs={})
     assert any(test.examples for test in tests), f"{name} has no example"
     for test in tests:
         run_doctest(test)
