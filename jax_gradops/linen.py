@@ -120,16 +120,7 @@ class BatchNorm(linen.BatchNorm):
         *,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Normalises `x`, as `flax.linen.BatchNorm` does.
-
-        Args:
-          x: two to five axes; what is none of the four floats takes Flax's path.
-          use_running_average: as Flax's; True takes Flax's path.
-          mask: as Flax's, whose own path it takes.
-
-        Returns:
-          An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
-        """
+        """Normalises `x`, of two to five axes, as `flax.linen.BatchNorm` does: see `LayerNorm`."""
         axis = _modules.channel_axis(self, x, mask)
         if axis is None or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average

@@ -69,13 +69,11 @@ class LayerNorm(nnx.LayerNorm):
     .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
               \cdot \text{scale} + \text{bias}
 
-    Numerics and references: see `jax_gradops.layer_norm`.
-
     Attributes:
       residuals: "input", or "output" to save the result for the backward pass, not the input: less
         memory where the result is kept anyway, in the same dtype, for a matrix product say. Where a
         scale is 0 it then stays so, as the result says nothing of the input: see
-        `jax_gradops.layer_norm`. Set it after construction.
+        `jax_gradops.layer_norm`, also for numerics and references. Set it after construction.
 
     >>> import jax.numpy as jnp, jax_gradops.nnx
     >>> from flax import nnx
@@ -144,16 +142,7 @@ class BatchNorm(nnx.BatchNorm):
         *,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Normalises `x`, as `flax.nnx.BatchNorm` does.
-
-        Args:
-          x: two to five axes; what is none of the four floats takes Flax's path.
-          use_running_average: as Flax's; True takes Flax's path.
-          mask: as Flax's, whose own path it takes.
-
-        Returns:
-          An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
-        """
+        """Normalises `x`, of two to five axes, as `flax.nnx.BatchNorm` does: see `LayerNorm`."""
         x = jnp.asarray(x)
         axis = _modules.channel_axis(self, x, mask)
         running = self.use_running_average if use_running_average is None else use_running_average
