@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
+from jax_gradops._array_types import Arrays, accum_dtype, match_vma
 from jax_gradops._core import Kernel, Result
 from jax_gradops._implementation import Implementation, resolve_implementation
-from jax_gradops._sharding import Arrays, accum_dtype, match_vma
 
 if TYPE_CHECKING:
     import optax
