@@ -244,7 +244,7 @@ ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args,
   return ForTables<kCapacity>(kSum, args.leaves, args.groups, launch);
 }
 
-// Calls have few leaves: jax_gradops/_ops/global_norm.py.
+// Calls have few leaves: jax_gradops/_ops/global_norm_kernels.py.
 template <typename A>
 ffi::Error LaunchScale(cudaStream_t stream, const ScaleArgs& args) {
   const std::int64_t resident = std::int64_t{kScaleBlocks} * MultiprocessorCount();
