@@ -239,6 +239,24 @@ def test_many_groups(platform, shape, rng):
             assert_matches(actual[group], reference, x.dtype, np.float32, f"group {group}")
 
 
+def test_more_groups_than_blocks(platform, rng):
+    """A grid has at most 65,535 blocks in that direction: a block works on several groups."""
+    groups, rows, features = 70_000, 32, 8
+    dy, x = (rng.standard_normal((groups, rows, features), np.float32) for _ in range(2))
+    bias = rng.standard_normal((groups, features), np.float32)
+
+    @jax.jit
+    @jax.vmap
+    def gradients(dy: Any, x: Any, bias: Any) -> Any:
+        op = functools.partial(jax_gradops.bias_gelu, implementation="ffi")
+        return jax.vjp(op, x, bias)[1](dy)
+
+    dx, dbias = gradients(dy, x, bias)
+    expected = widen(dy) * oracles.gelu_derivative(widen(x) + widen(bias)[:, None], True)
+    np.testing.assert_allclose(dx, expected, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(dbias, expected.sum(1), rtol=2e-6, atol=2e-5)
+
+
 def test_long_sums(platform):
     """Rounding errors of the bias gradient do not grow with the number of rows."""
     dy = np.full((60_000, 256), 0.1, np.float32)

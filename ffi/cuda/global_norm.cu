@@ -164,41 +164,35 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                      float max_float_sum, bool accumulate) {
   using Reduce = cub::BlockReduce<double, kThreads>;
   __shared__ typename Reduce::TempStorage storage;
-  const std::int64_t items = table.groups * table.slots;
-  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    double share = 0;
-    ForPieces(
-        table, item / table.slots, item % table.slots,
-        [&](const auto* x, std::int64_t count) { share += ShareOf(x, count, max_float_sum); });
-    const double sum = Reduce(storage).Sum(share);
-    if (threadIdx.x == 0) partials[item] = accumulate ? partials[item] + sum : sum;
-    __syncthreads();  // `storage` is free for the next item
-  }
+  const std::int64_t item = blockIdx.x;
+  double share = 0;
+  ForPieces(table, item / table.slots, item % table.slots,
+            [&](const auto* x, std::int64_t count) { share += ShareOf(x, count, max_float_sum); });
+  const double sum = Reduce(storage).Sum(share);
+  if (threadIdx.x == 0) partials[item] = accumulate ? partials[item] + sum : sum;
 }
 
 // Results of each group from its partial sums, [groups, slots]: one block per group.
 template <typename A, int kFinalizeThreads>
 __global__ void __launch_bounds__(kFinalizeThreads)
-    FinalizeKernel(const double* __restrict__ partials, std::int64_t groups, std::int32_t slots,
-                   A* __restrict__ huge, A* __restrict__ normal, A* __restrict__ tiny) {
+    FinalizeKernel(const double* __restrict__ partials, std::int32_t slots, A* __restrict__ huge,
+                   A* __restrict__ normal, A* __restrict__ tiny) {
   using Reduce = cub::BlockReduce<double, kFinalizeThreads>;
   __shared__ typename Reduce::TempStorage storage;
-  for (std::int64_t group = blockIdx.x; group < groups; group += gridDim.x) {
-    const double* mine = partials + group * slots;
-    double share = 0;
+  const std::int64_t group = blockIdx.x;
+  const double* const mine = partials + group * slots;
+  double share = 0;
 #pragma unroll 8
-    for (std::int32_t slot = static_cast<std::int32_t>(threadIdx.x); slot < slots;
-         slot += kFinalizeThreads) {
-      share += mine[slot];
-    }
-    const double sum = Reduce(storage).Sum(share);
-    if (threadIdx.x == 0) {
-      const RangedSum<A> result = Split<A>(sum);
-      huge[group] = result.huge;
-      normal[group] = result.normal;
-      tiny[group] = result.tiny;
-    }
-    __syncthreads();  // `storage` is free for the next group
+  for (std::int32_t slot = static_cast<std::int32_t>(threadIdx.x); slot < slots;
+       slot += kFinalizeThreads) {
+    share += mine[slot];
+  }
+  const double sum = Reduce(storage).Sum(share);
+  if (threadIdx.x == 0) {
+    const RangedSum<A> result = Split<A>(sum);
+    huge[group] = result.huge;
+    normal[group] = result.normal;
+    tiny[group] = result.tiny;
   }
 }
 
@@ -265,7 +259,7 @@ void LaunchFinalize(cudaStream_t stream, const SumOfSquaresArgs& args, std::int6
   // A warp is enough for what many groups have each.
   const auto kernel = slots <= 64 ? FinalizeKernel<A, 32> : FinalizeKernel<A, kThreads>;
   kernel<<<GridBlocks(args.groups), slots <= 64 ? 32 : kThreads, 0, stream>>>(
-      static_cast<const double*>(args.workspace), args.groups, static_cast<std::int32_t>(slots),
+      static_cast<const double*>(args.workspace), static_cast<std::int32_t>(slots),
       static_cast<A*>(args.huge), static_cast<A*>(args.normal), static_cast<A*>(args.tiny));
 }
 
@@ -273,6 +267,9 @@ void LaunchFinalize(cudaStream_t stream, const SumOfSquaresArgs& args, std::int6
 
 ffi::Error SumOfSquares(CudaContext stream, const SumOfSquaresArgs& args) {
   if (args.groups == 0) return ffi::Error::Success();
+  if (args.groups > std::numeric_limits<int>::max()) {  // blocks of a grid
+    return ffi::Error::InvalidArgument(std::string(kSum) + ": more than 2^31 - 1 groups");
+  }
   const bool small = args.leaves.size() <= kSmallTable;
   const std::int64_t slots = SlotsFor(args, small ? kSmallTable : kLargeTable);
   const ffi::Error error = small ? LaunchPartialSums<kSmallTable>(stream, args, slots)

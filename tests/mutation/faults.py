@@ -639,7 +639,7 @@ CUDA = [
         "ffi/cuda/bias_gelu.cu",
         "__syncthreads();  // all sums are read before the next ones are written",
         "",
-        _gpu("bias_gelu", "test_widths or test_many_groups or test_vmap_of_many_rows"),
+        _gpu("bias_gelu", "test_more_groups"),
     ),
     Fault(
         "GELU: the elements after the last whole pack are left out",
@@ -668,16 +668,6 @@ CUDA = [
         "for (int copy = 1; copy < cut.copies; ++copy)",
         "for (int copy = 2; copy < cut.copies; ++copy)",
         _gpu("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_exact_sums"),
-    ),
-    Fault(
-        "norm: storage is reused before it is read",
-        "ffi/cuda/global_norm.cu",
-        "__syncthreads();  // `storage` is free for the next item",
-        "",
-        _gpu(
-            "global_norm global_norm_transformations",
-            "test_large or test_many or test_per_example or thousand or vmap",
-        ),
     ),
     Fault(
         "norm: the tail is left out",
