@@ -160,8 +160,8 @@ __device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, A factor) {
 // them.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    PartialSumKernel(const __grid_constant__ LeafTable<kCapacity> table, double* partials,
-                     float max_float_sum, bool accumulate) {
+    PartialSumKernel(const __grid_constant__ LeafTable<kCapacity> table,
+                     double* __restrict__ partials, float max_float_sum, bool accumulate) {
   using Reduce = cub::BlockReduce<double, kThreads>;
   __shared__ typename Reduce::TempStorage storage;
   const std::int64_t item = blockIdx.x;
