@@ -32,8 +32,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jax_gradops import _registry, _sharding
+from jax_gradops._array_types import Arrays, accum_dtype, match_vma, result_type
 from jax_gradops._implementation import Implementation
-from jax_gradops._sharding import Arrays, accum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +167,10 @@ class Kernel:
         parameters' gradients their `psum` and their sharding. Elsewhere nothing changes.
         """
         if self.variadic:
-            return _sharding.match_vma(*operands)
+            return match_vma(*operands)
         wide = accum_dtype(*(a.dtype for a in operands[:1] if a is not None))
         sums = [wide if "n" not in dims else None for dims in self.operands.values()]
-        operands = _sharding.match_vma(*operands, sums=sums)
+        operands = match_vma(*operands, sums=sums)
         call = Call(self, tuple(a is not None for a in operands), inner=inner)
         present = [a for a in operands if a is not None]
         arrays = iter(_sharding.reshard_operands(call, 0, present)[0])
@@ -350,12 +350,12 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
 
     def type_of(name: str, result: Result) -> Any:
         if name in call.skip:
-            return _sharding.result_type(x, (0,), accum)
+            return result_type(x, (0,), accum)
         shape = (*lead, *(size for letter in result.dims for size in axes[letter]))
-        return _sharding.result_type(x, shape, dtypes[name])
+        return result_type(x, shape, dtypes[name])
 
     if call.elementwise:
-        types = [_sharding.result_type(a, a.shape, a.dtype) for a in arrays[: call.arrays]]
+        types = [result_type(a, a.shape, a.dtype) for a in arrays[: call.arrays]]
     else:
         types = [type_of(name, result) for name, result in kernel.results.items()]
     if kernel.workspace is not None:
@@ -364,11 +364,11 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
         shape = kernel.workspace(math.prod(lead), rows, math.prod(axes["d"]), sums)
         # Not floats: jax_debug_nans would look for NaN in what nobody has written.
         scratch = jnp.uint64 if accum == jnp.float64 else jnp.uint32
-        types.append(_sharding.result_type(x, shape, scratch))
+        types.append(result_type(x, shape, scratch))
 
     # An absent operand is an array without elements, so that handlers have a fixed signature.
     given = iter(arrays)
-    nothing = _sharding.match_vma(x, jnp.zeros((0,), accum))[1]
+    nothing = match_vma(x, jnp.zeros((0,), accum))[1]
     operands = arrays if kernel.variadic else [next(given) if p else nothing for p in call.present]
     target = _registry.TARGET_PREFIX + kernel.name
     attributes = {"group_rank": np.int64(groups), **dict(call.attributes)}

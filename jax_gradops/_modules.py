@@ -20,7 +20,7 @@ from jax_gradops._ops.batch_norm import batch_norm as _batch_norm
 from jax_gradops._ops.bias_gelu import bias_gelu, gelu
 from jax_gradops._ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-_FLOATS = tuple(jnp.dtype(d) for d in ("float16", "bfloat16", "float32", "float64"))
+_FLOATS = tuple(map(jnp.dtype, _checks.FLOAT_DTYPES))
 
 
 class Sum(NamedTuple):

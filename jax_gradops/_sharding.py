@@ -2,7 +2,8 @@
 
 - Explicit axes: shardings are part of types, so the operands are resharded, the results' shardings
   declared, and within the call these axes are Auto;
-- Auto axes, or no mesh in the context: `custom_partitioning` with a Shardy rule;
+- Auto axes, or no mesh in the context: `custom_partitioning` with a Shardy rule
+  (`_partitioning.py`);
 - Manual axes only (inside `shard_map`): a plain call, as arrays are one device's already.
 
 A mesh may have axes of all three kinds. A bare `ffi_call` would gather the whole batch to every
@@ -13,253 +14,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+
+from jax_gradops._array_types import Arrays, axes_of, mesh_of
+from jax_gradops._layout import Layout, layout_of
+from jax_gradops._partitioning import Compute, auto
 
 if TYPE_CHECKING:
     from jax_gradops._core import Call
-
-Arrays: TypeAlias = tuple[jax.Array, ...]
-#: Runs a call on one device's arrays: (call, number of group axes, *arrays) -> results.
-Compute: TypeAlias = Callable[..., Arrays]
-
-
-def accum_dtype(*dtypes: Any) -> jnp.dtype:
-    """The dtype of sums, statistics and parameters: float32, or float64 if one of `dtypes` is."""
-    return jnp.dtype(jnp.float64 if any(d == jnp.float64 for d in dtypes) else jnp.float32)
-
-
-MeshAxes: TypeAlias = tuple[str, ...]
-
-
-def _axes_of(kind: AxisType, mesh: AbstractMesh) -> dict[str, int]:
-    """Names and sizes of the mesh axes of one kind."""
-    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-    return {name: size for name, size, k in axes if k == kind}
-
-
-def _mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh:
-    """The mesh in the types of arrays, which need not be set as the context's, or the context's."""
-    meshes = (jax.typeof(a).sharding.mesh for a in arrays)
-    return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    # jax 0.10 to 0.12: the mesh axes over which a value varies inside shard_map(check_vma=True).
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def match_vma(
-    *arrays: jax.Array | None, sums: Sequence[Any] | None = None
-) -> tuple[jax.Array | None, ...]:
-    """Inside `shard_map`, makes all arrays vary over the same mesh axes.
-
-    The transpose is a sum over these axes: `sums` has for each array the dtype in which it is to be
-    summed, if it is narrower, or None for its own.
-    """
-    axes = frozenset().union(*(_varying(a) for a in arrays if a is not None))
-
-    def cast(a: jax.Array | None, dtype: Any) -> jax.Array | None:
-        missing = () if a is None else tuple(sorted(axes - _varying(a)))
-        if a is None or not missing:
-            return a
-        if dtype is not None and a.dtype.itemsize < dtype.itemsize:
-            a = a.astype(dtype)
-        return lax.pcast(a, missing, to="varying")
-
-    return tuple(map(cast, arrays, sums or [None] * len(arrays)))
-
-
-def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
-    """The type of a result of the local computation: `like`'s but for shape and dtype."""
-    type_ = jax.typeof(like)
-    spec = PartitionSpec(*[None] * len(shape))
-    return type_.update(
-        shape=tuple(shape),
-        dtype=jnp.dtype(dtype),
-        sharding=type_.sharding.update(spec=spec),
-        weak_type=False,
-    )
-
-
-def gathered(x: jax.Array, begin: int) -> jax.Array:
-    """On an Explicit mesh, x with its axes from `begin` on whole: a reshape can merge them."""
-    sharding = jax.typeof(x).sharding
-    if not any(sharding.spec[begin:]):
-        return x
-    spec = PartitionSpec(*sharding.spec[:begin], *[None] * (x.ndim - begin))
-    return jax.sharding.reshard(x, sharding.update(spec=spec))
-
-
-def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
-    """On an Explicit mesh, shards y as x is, which `Kernel.prepare` may have changed."""
-    sharding = jax.typeof(x).sharding
-    return jax.sharding.reshard(y, sharding) if _axes_of(AxisType.Explicit, sharding.mesh) else y
-
-
-class Layout(NamedTuple):
-    """How a call is laid out on a mesh."""
-
-    operands: tuple[PartitionSpec, ...]
-    results: tuple[PartitionSpec, ...]
-    # For each operand, the mesh axes over which its rows are spread.
-    row_axes: tuple[MeshAxes, ...]
-
-
-def _as_axes(entry: Any) -> MeshAxes:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _padded(spec: Sequence[Any], ndim: int) -> tuple[Any, ...]:
-    return (*spec, *[None] * (ndim - len(spec)))
-
-
-def _count_axes(spec: Sequence[Any]) -> int:
-    return sum(len(_as_axes(e)) for e in spec)
-
-
-def _layout(
-    call: Call,
-    groups: int,
-    specs: Sequence[Any],
-    ndims: Sequence[int],
-    *,
-    rows_only: bool = False,
-) -> Layout:
-    """The shardings that the kernel can work with, nearest to those its operands have."""
-    padded = [_padded(s, n) for s, n in zip(specs, ndims, strict=True)]
-    if rows_only:
-        padded = [(*[None] * groups, *spec[groups:]) for spec in padded]
-    if call.kernel.variadic:
-        # Every array stays as it is, but for the group axes, which are the same for all.
-        lead = max((spec[:groups] for spec in padded), key=_count_axes)
-        taken = {a for e in lead for a in _as_axes(e)}
-        free = [
-            [e if taken.isdisjoint(_as_axes(e)) else None for e in spec[groups:]] for spec in padded
-        ]
-        operands = tuple(PartitionSpec(*lead, *spec) for spec in free)
-        rows = tuple(tuple(a for e in spec for a in _as_axes(e)) for spec in free)
-        if call.elementwise:
-            return Layout(operands, operands[: call.arrays], rows)
-        return Layout(operands, tuple(PartitionSpec(*lead) for _ in call.wanted), rows)
-    # The activation that is spread the most decides: a cotangent may come replicated.
-    kept = slice(None, -1) if "d" in call.kernel.whole else slice(None)
-    first = max(
-        (s for s, dims in zip(padded, call.in_dims, strict=True) if dims.startswith("nd")),
-        key=lambda spec: _count_axes(spec[kept]),
-    )
-    lead, letters = first[:groups], call.axes(first[groups:])
-    for letter in "d" if rows_only else call.kernel.whole:
-        letters[letter] = tuple(None for _ in letters[letter])
-
-    def spec(dims: str, lead: Sequence[Any]) -> PartitionSpec:
-        return PartitionSpec(*lead, *(e for letter in dims for e in letters[letter]))
-
-    operands = tuple(
-        spec(dims, lead if "n" in dims or ndim > len(dims) else ())
-        for dims, ndim in zip(call.in_dims, ndims, strict=True)
-    )
-    row_axes = tuple(a for e in (*letters["n"], *letters["m"]) for a in _as_axes(e))
-    return Layout(
-        operands, tuple(spec(r.dims, lead) for r in call.wanted), (row_axes,) * len(operands)
-    )
-
-
-#: Sums over all shards: (partial sums of one device, mesh axes over which their rows are spread).
-SumOver: TypeAlias = Callable[[list[jax.Array], MeshAxes], list[jax.Array]]
-
-
-def _psum(parts: list[jax.Array], axes: MeshAxes) -> list[jax.Array]:
-    return lax.psum(parts, axes) if axes else parts
-
-
-def _local(
-    call: Call, groups: int, compute: Compute, layout: Layout, over: _Partitions
-) -> Callable[..., Arrays]:
-    """The computation of one device; sums over rows are completed by `over.total`."""
-    if call.elementwise:
-        return functools.partial(compute, call, groups)
-    if call.kernel.variadic:
-        return _local_variadic(call, groups, compute, layout, over.total)
-    has_sums = any("n" not in r.dims for r in call.wanted)
-    if call.kernel.stages is not None and has_sums and layout.row_axes[0]:
-        return _local_in_stages(call, groups, compute, layout, over)
-
-    def local(*arrays: jax.Array) -> Arrays:
-        results = compute(call.partial(), groups, *arrays)
-        is_sum = ["n" not in t.dims for t in call.wanted]
-        parts = [r for r, summed in zip(results, is_sum, strict=True) if summed]
-        sums = iter(over.total(parts, layout.row_axes[0]) if parts else [])
-        whole = [next(sums) if s else r for r, s in zip(results, is_sum, strict=True)]
-        return call.rounded(whole)
-
-    return local
-
-
-def _local_in_stages(
-    call: Call, groups: int, compute: Compute, layout: Layout, over: _Partitions
-) -> Callable[..., Arrays]:
-    """One shard's results without ``n`` first, then, with those of all, the others."""
-    stages, spread = call.kernel.stages, layout.row_axes[0]
-    assert stages is not None
-
-    def wanted(stage: Call) -> list[str]:
-        return [name for name, _ in stage.named if name not in stage.skip]
-
-    def local(*arrays: jax.Array) -> Arrays:
-        first = call.stage(None)
-        partial = dict(zip(wanted(first), compute(first, groups, *arrays), strict=True))
-        with_rows = (a for a, dims in zip(arrays, call.in_dims, strict=True) if "n" in dims)
-        axes = call.axes(next(with_rows).shape[groups:])
-        results, given = stages(
-            partial,
-            lambda parts: over.total(list(parts), spread),
-            math.prod(over.axes[a] for a in spread),
-            math.prod((*axes["n"], *axes["m"])),
-            **dict(call.attributes),
-        )
-        second = call.stage(list(given))
-        if second.wanted:
-            others = compute(second, groups, *call.operands(arrays, given))
-            results |= dict(zip(wanted(second), others, strict=True))
-        return call.rounded([results[name] for name in wanted(call)])
-
-    return local
-
-
-def _local_variadic(
-    call: Call, groups: int, compute: Compute, layout: Layout, total: SumOver
-) -> Callable[..., Arrays]:
-    """Arrays that are spread over the same mesh axes are summed together; a replicated one once."""
-
-    def local(*arrays: jax.Array) -> Arrays:
-        dtype = accum_dtype(*(a.dtype for a in arrays))
-        sums: list[jax.Array] = []
-        for axes in dict.fromkeys(layout.row_axes):
-            members = [a for a, r in zip(arrays, layout.row_axes, strict=True) if r == axes]
-            parts = [r.astype(dtype) for r in compute(call, groups, *members)]
-            parts = total(parts, axes)
-            sums = list(map(jnp.add, sums, parts)) if sums else parts
-        return tuple(sums)
-
-    return local
-
-
-# --- The kinds of mesh --------------------------------------------------------------------------
 
 
 def sharded(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
     """The kernel on arrays that may be sharded, by the kinds of the mesh's axes."""
 
     def op(*arrays: jax.Array) -> Arrays:
-        explicit = _axes_of(AxisType.Explicit, _mesh_of(arrays))
+        explicit = axes_of(AxisType.Explicit, mesh_of(arrays))
         return (_explicit if explicit else _within_types)(call, groups, compute)(*arrays)
 
     return op
@@ -268,23 +41,20 @@ def sharded(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
 def _within_types(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays]:
     """The kernel on arrays that are not spread by their types."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(_axes_of(AxisType.Auto, mesh).values()) > 1:
-        return _auto(call, groups, compute, mesh)
+    if mesh.empty or math.prod(axes_of(AxisType.Auto, mesh).values()) > 1:
+        return auto(call, groups, compute, mesh)
     return functools.partial(compute, call, groups)  # arrays are one device's already
-
-
-# --- Explicit axes ------------------------------------------------------------------------------
 
 
 def reshard_operands(
     call: Call, groups: int, arrays: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], Layout | None]:
     """On an Explicit mesh: operands sharded as the kernel can work with them, and the layout."""
-    mesh = _mesh_of(arrays)
-    if not _axes_of(AxisType.Explicit, mesh):
+    mesh = mesh_of(arrays)
+    if not axes_of(AxisType.Explicit, mesh):
         return list(arrays), None
     types = [jax.typeof(a) for a in arrays]
-    layout = _layout(call, groups, [t.sharding.spec for t in types], [t.ndim for t in types])
+    layout = layout_of(call, groups, [t.sharding.spec for t in types], [t.ndim for t in types])
     return [
         jax.sharding.reshard(a, NamedSharding(mesh, s))
         for a, s in zip(arrays, layout.operands, strict=True)
@@ -295,163 +65,12 @@ def _explicit(call: Call, groups: int, compute: Compute) -> Callable[..., Arrays
     def op(*arrays: jax.Array) -> Arrays:
         operands, layout = reshard_operands(call, groups, arrays)
         assert layout is not None
-        mesh = _mesh_of(arrays)
+        mesh = mesh_of(arrays)
         within: Any = jax.sharding.auto_axes(
             lambda *a: _within_types(call, groups, compute)(*a),
-            axes=tuple(_axes_of(AxisType.Explicit, mesh)),
+            axes=tuple(axes_of(AxisType.Explicit, mesh)),
             out_sharding=tuple(NamedSharding(mesh, s) for s in layout.results),
         )
         return within(*operands)
 
     return op
-
-
-# --- Auto axes ----------------------------------------------------------------------------------
-
-
-class _Partitions(NamedTuple):
-    """What XLA spreads a call over."""
-
-    # Parts of mesh axes, as a reshape may spread an array over a part: data=4 is 2 x 2.
-    axes: dict[str, int]
-    # Of these axes, for shardings.
-    mesh: Mesh | AbstractMesh
-    # Whose axes `total` names.
-    lowering_mesh: Mesh | AbstractMesh
-    total: SumOver
-    # Whether nothing but rows may be spread where there are sums.
-    rows_only: bool
-
-
-def _of_whole_mesh(mesh: Mesh, sharding: Any) -> _Partitions:
-    """Without Manual axes: XLA numbers devices as they lie in the mesh."""
-    axes = _factors(dict(mesh.shape) or {"devices": sharding.num_devices})
-    devices = np.array(sharding._device_assignment).reshape(tuple(axes.values()))
-    fine = Mesh(devices, tuple(axes))
-    return _Partitions(axes, fine, fine, _psum, rows_only=False)
-
-
-def _beside_manual(context: AbstractMesh) -> _Partitions:
-    """Inside a shard_map over other axes: XLA partitions over the Auto axes only.
-
-    It numbers the devices of these axes in an order of its own, which it does not tell. So the
-    names that shardings get here need not be the true ones, and the only sum that is known to be
-    over the right devices is that over all of them, in which each partial sum has several copies.
-    """
-    auto = _axes_of(AxisType.Auto, context)
-    axes = _factors(auto)
-    everywhere = tuple(auto)
-
-    def total(parts: list[jax.Array], spread: MeshAxes) -> list[jax.Array]:
-        copies = math.prod(axes.values()) // math.prod(axes[a] for a in spread)
-        return lax.psum([part / copies for part in parts], everywhere)
-
-    names = AbstractMesh(context.axis_sizes, context.axis_names)
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    return _Partitions(axes, mesh, names, total, rows_only=True)
-
-
-def _factors(axes: Mapping[str, int]) -> dict[str, int]:
-    """Each mesh axis as axes of prime sizes."""
-    factors = {}
-    for name, size in axes.items():
-        prime = 2
-        while size > 1:
-            while size % prime:
-                prime += 1
-            size //= prime
-            factors[f"{name}.{len(factors)}"] = prime
-    return factors or {"one": 1}
-
-
-@functools.lru_cache(maxsize=4096)  # JAX's caches go by the identity of functions
-def _auto(
-    call: Call, groups: int, compute: Compute, context: AbstractMesh
-) -> Callable[..., Arrays]:
-    op = custom_partitioning(functools.partial(compute, call, groups))
-    has_sums = any("n" not in r.dims for r in call.wanted)
-
-    def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        if _axes_of(AxisType.Manual, context):
-            over = _beside_manual(context)
-        else:
-            over = _of_whole_mesh(mesh, operands[0].sharding)
-        specs = [_decoded(o.sharding, over.axes, len(o.shape)) for o in operands]
-        if has_sums:
-            # XLA fills up shards of unequal sizes, and sums must not have what is filled in.
-            specs = [_even(s, o.shape, over.axes) for s, o in zip(specs, operands, strict=True)]
-        ndims = [len(o.shape) for o in operands]
-        layout = _layout(call, groups, specs, ndims, rows_only=has_sums and over.rows_only)
-        local = _local(call, groups, compute, layout, over)
-
-        def lowered(*arrays: jax.Array) -> Arrays:
-            # Without the caller's mesh: for its Explicit axes, JAX would annotate operations with
-            # shardings, which XLA no longer accepts here.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return local(*arrays)
-
-        shardings = [tuple(NamedSharding(over.mesh, s) for s in specs) for specs in layout[:2]]
-        return over.lowering_mesh, lowered, shardings[1], shardings[0]
-
-    def sharding_rule(mesh: Any, operands: Any, results: Any) -> Any:
-        # Shardy's notation, as in "n0 n1 d, d, d -> n0 n1 d, n0 n1, n0 n1".
-        group_factors = [f"g{i}" for i in range(groups)]
-
-        def term(dims: str, ndim: int, prefix: str = "") -> str:
-            if "n" not in dims and ndim == len(dims):  # shared by all groups
-                return " ".join(dims)
-            sizes = {"d": 1, "m": call.inner}
-            sizes["n"] = ndim - groups - sum(sizes[c] for c in dims if c != "n")
-            factors = [f"{prefix}{c}{i}" if c in "nm" else c for c in dims for i in range(sizes[c])]
-            return " ".join(group_factors + factors)
-
-        ndims = [len(o.shape) for o in operands]
-        prefixes = [_letters(i) if call.kernel.variadic else "" for i in range(len(ndims))]
-        left = map(term, call.in_dims, ndims, prefixes)
-        of_results = prefixes[: call.arrays] if call.elementwise else [""] * len(results)
-        ndims = [len(t.shape) for t in results]
-        right = map(term, (r.dims for r in call.wanted), ndims, of_results)
-        whole = tuple(call.kernel.whole)
-        return f"{', '.join(left)} -> {', '.join(right)}", {
-            "need_replication_factors": whole
-        } if whole else {}
-
-    op.def_partition(partition=partition, sharding_rule=sharding_rule, decode_shardings=False)
-    return op
-
-
-def _even(spec: Any, shape: Sequence[int], sizes: Mapping[str, int]) -> Any:
-    """`spec` without the axes that cannot be spread in equal parts."""
-    entries = zip(_padded(spec, len(shape)), shape, strict=True)
-    return PartitionSpec(
-        *(None if n % math.prod(sizes[a] for a in _as_axes(e)) else e for e, n in entries)
-    )
-
-
-def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> Any:
-    """XLA's own description of a sharding over a mesh with these axes, in their names.
-
-    For what names cannot say (half of an axis, say): on every device.
-    """
-    tiling = sharding._to_xla_hlo_sharding(ndim)
-    if tiling.is_replicated():
-        return PartitionSpec(*[None] * ndim)
-    tiles = np.reshape(tiling.tile_assignment_devices(), tiling.tile_assignment_dimensions())
-    devices = np.arange(tiles.size).reshape(tuple(axes.values()))
-    position = np.empty((tiles.size, tiles.ndim), np.int64)
-    position[tiles.ravel()] = np.stack(np.unravel_index(np.arange(tiles.size), tiles.shape), -1)
-    # How far from tile to tile, in each of the array's axes, is one step along a mesh axis?
-    spec: list[list[tuple[int, str]]] = [[] for _ in range(tiles.ndim)]
-    for i, (name, size) in enumerate(axes.items()):
-        if size > 1:
-            step = position[devices.take(1, i).flat[0]] - position[devices.take(0, i).flat[0]]
-            spec[int(np.argmax(np.abs(step)))].append((int(np.max(step)), name))
-    named = PartitionSpec(*(tuple(n for _, n in sorted(e, reverse=True)) for e in spec[:ndim]))
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    same = NamedSharding(mesh, named)._to_xla_hlo_sharding(ndim) == tiling
-    return named if same else PartitionSpec(*[None] * ndim)
-
-
-def _letters(i: int) -> str:
-    """0, 1, … as a, b, …, z, ba, …: factor names in Shardy rules have digits at their end only."""
-    return ("" if i < 26 else _letters(i // 26)) + chr(ord("a") + i % 26)

@@ -6,7 +6,7 @@ from jax import export
 
 from jax_gradops import _checks, _implementation, _registry
 from jax_gradops._core import Kernel
-from jax_gradops._ops import batch_norm_kernels, bias_gelu, global_norm, norm_kernels
+from jax_gradops._ops import batch_norm_kernels, bias_gelu, global_norm_kernels, norm_kernels
 
 _LAYER_NORM = (
     norm_kernels.LAYER_NORM_FWD,
@@ -29,10 +29,10 @@ OPS: dict[str, tuple[Kernel, ...]] = {
     "batch_norm_inference": (batch_norm_kernels.FWD,),
     "gelu": (bias_gelu.FWD, bias_gelu.BWD),
     "bias_gelu": (bias_gelu.FWD, bias_gelu.BWD),
-    "global_norm": (global_norm.SUM_OF_SQUARES,),
-    "clip_tree_by_global_norm": (global_norm.SUM_OF_SQUARES,),
-    "clip_by_global_norm": (global_norm.SUM_OF_SQUARES,),
-    "inplace_clip_by_global_norm": (global_norm.SUM_OF_SQUARES, global_norm.SCALE),
+    "global_norm": (global_norm_kernels.SUM_OF_SQUARES,),
+    "clip_tree_by_global_norm": (global_norm_kernels.SUM_OF_SQUARES,),
+    "clip_by_global_norm": (global_norm_kernels.SUM_OF_SQUARES,),
+    "inplace_clip_by_global_norm": (global_norm_kernels.SUM_OF_SQUARES, global_norm_kernels.SCALE),
 }
 
 #: Ops that run XLA's operations unless the kernel is asked for, and why.

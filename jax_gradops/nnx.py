@@ -26,7 +26,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
@@ -36,11 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from flax.nnx import bridge
-from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 
-from jax_gradops import _checks, _modules
-from jax_gradops._ops.bias_gelu import gelu
+from jax_gradops import _checks, _modules, _nnx
 
 __all__ = [
     "BatchNorm",
@@ -94,7 +91,7 @@ class LayerNorm(nnx.LayerNorm):
         Returns:
           An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
         """
-        return _norm(self, _LAYER_NORM, x, mask)
+        return _nnx.norm(self, _LAYER_NORM, x, mask)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -115,7 +112,7 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: Any, mask: jax.Array | None = None) -> Any:
         """Normalises `x`, as `flax.nnx.RMSNorm` does: see `LayerNorm`."""
-        return _norm(self, _RMS_NORM, x, mask)
+        return _nnx.norm(self, _RMS_NORM, x, mask)
 
 
 class BatchNorm(nnx.BatchNorm):
@@ -148,9 +145,9 @@ class BatchNorm(nnx.BatchNorm):
         running = self.use_running_average if use_running_average is None else use_running_average
         if axis is None or running is None or running:
             return _BATCH_NORM(self, x, use_running_average, mask=mask)
-        given = [_value(v) for v in (self.mean, self.var, self.scale, self.bias)]
+        given = [_nnx.value(v) for v in (self.mean, self.var, self.scale, self.bias)]
         x, *promoted = self.promote_dtype((x, *given), dtype=self.dtype)
-        _, _, scale, bias = _not_rounded(self, given, promoted)
+        _, _, scale, bias = _nnx.not_rounded(self, given, promoted)
         y, mean, var = _modules.batch_norm(
             self, x, scale, bias, axis=axis, axis_name=self.axis_name
         )
@@ -186,7 +183,7 @@ class DenseGelu(nnx.Linear):
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] to [..., out_features], of `dtype` or of inputs' and parameters'."""
-        return _linear_gelu(self.approximate, self, inputs, out_sharding)
+        return _nnx.linear_gelu(self.approximate, self, inputs, out_sharding)
 
 
 class Sequential(nnx.Sequential):
@@ -205,7 +202,7 @@ class Sequential(nnx.Sequential):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls one layer after the other, as `flax.nnx.Sequential` does."""
-        paired: Any = types.SimpleNamespace(layers=_with_pairs(self))
+        paired: Any = types.SimpleNamespace(layers=_nnx.with_pairs(self))
         return _SEQUENTIAL(paired, *args, **kwargs)
 
 
@@ -317,7 +314,7 @@ def fuse(
         if why:
             left[path] = why
         elif kind in _NORMS or (
-            kind is nnx.Sequential and gelu and len(_with_pairs(module)) < len(module.layers)
+            kind is nnx.Sequential and gelu and len(_nnx.with_pairs(module)) < len(module.layers)
         ):
             ours = _NORMS.get(kind, Sequential)
             object.__setattr__(module, "__class__", ours)
@@ -392,102 +389,8 @@ def _why_left(module: Any, gelu: bool) -> str:
     return ""
 
 
-# --- What the modules share ----------------------------------------------------------------------
-
-
-def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
-    """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
-    if isinstance(x, _modules.Sum):
-        return _add_norm(module, flax, x, mask)
-    x = jnp.asarray(x)
-    shape = _modules.normalized_shape(module, x, mask)
-    if shape is None:
-        return flax(module, x, mask=mask)
-    x, *parameters = _promoted(module, x, shape)
-    centered = isinstance(module, nnx.LayerNorm)
-    return _modules.norm(module, x, shape, *parameters, centered=centered)
-
-
-def _add_norm(module: Any, flax: Any, x: _modules.Sum, mask: Any) -> Any:
-    shape = _modules.normalized_shape(module, x, mask)
-    if shape is not None and module.promote_dtype is promote_dtype:
-        promoted, *parameters = _promoted(module, x.x, shape)
-        if promoted.dtype == x.x.dtype:
-            centered = isinstance(module, nnx.LayerNorm)
-            return _modules.norm(module, x, shape, *parameters, centered=centered)
-    total = x.plain()
-    return _norm(module, flax, total, mask), total
-
-
-def _promoted(module: Any, x: Any, shape: tuple[int, ...]) -> list[Any]:
-    """`x`, scale and bias as Flax takes them, the parameters in `shape`.
-
-    But for what Flax's own function does to parameters: where `dtype` is narrower, it rounds them,
-    and their gradients. The op computes in float32, so that this would only take time and digits.
-    """
-    given = [_value(module.scale)]
-    if isinstance(module, nnx.LayerNorm):
-        given.append(_value(module.bias))
-    x, *promoted = module.promote_dtype((x, *given), dtype=module.dtype)
-    parameters = _not_rounded(module, given, promoted)
-    for p in parameters:
-        if p is not None and p.size != math.prod(shape):
-            raise ValueError(
-                f"{type(module).__name__}: x must have as many features as num_features says, "
-                f"{p.size}, got shape {jnp.shape(x)}"
-            )
-    return [x, *(None if p is None else p.reshape(shape) for p in parameters)]
-
-
-def _not_rounded(module: Any, given: list[Any], promoted: list[Any]) -> list[Any]:
-    if module.promote_dtype is not promote_dtype:
-        return promoted
-    pairs = zip(given, promoted, strict=True)
-    return [p if p is None or jnp.can_cast(v.dtype, p.dtype) else v for v, p in pairs]
-
-
-def _linear_gelu(
-    approximate: bool, linear: Any, inputs: Any, out_sharding: Any = None
-) -> jax.Array:
-    values = (inputs, _value(linear.kernel), _value(linear.bias))
-    inputs, kernel, bias = linear.promote_dtype(values, dtype=linear.dtype)
-    options: dict[str, Any] = {"precision": linear.precision, "out_sharding": out_sharding}
-    if linear.preferred_element_type is not None:
-        options["preferred_element_type"] = linear.preferred_element_type
-    dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
-    y = linear.dot_general(inputs, kernel, dimensions, **options)
-    return _modules.gelu_of_sum(y, bias, approximate)
-
-
 def _has_zeros(variable: Any) -> bool:
     """Of a parameter that has values; one of an abstract model has none."""
     value = None if variable is None else variable.get_value()
     concrete = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer)
     return concrete and not bool(jnp.all(value != 0))
-
-
-def _value(variable: Any) -> Any:
-    return None if variable is None else variable[...]
-
-
-def _approximate(layer: Any) -> bool | None:
-    """Of a GELU, which form it is; None if `layer` is something else."""
-    given: dict[str, Any] = {}
-    if isinstance(layer, functools.partial) and not layer.args:
-        layer, given = layer.func, layer.keywords
-    known = layer is jax.nn.gelu or layer is nnx.gelu or layer is gelu
-    return (
-        bool(given.get("approximate", True)) if known and given.keys() <= {"approximate"} else None
-    )
-
-
-def _with_pairs(module: nnx.Sequential) -> list[Any]:
-    """A Sequential's layers, each Linear in one with the GELU after it."""
-    result: list[Any] = []
-    for layer in module.layers:
-        approximate = _approximate(layer)
-        if result and type(result[-1]) is nnx.Linear and approximate is not None:
-            result[-1] = functools.partial(_linear_gelu, approximate, result[-1])
-        else:
-            result.append(layer)
-    return result

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 from jax import lax
 from oracles import Reference
 
@@ -103,3 +104,10 @@ def assert_a_thousand_runs_equal(run: Callable[[Any], Sequence[Any]], x: Any) ->
         return lax.fori_loop(0, 1000, step, 0)
 
     assert different(x) == 0
+
+
+def assert_global_norm(norm: Any, *leaves: Any) -> None:
+    """Compares a norm with that of the leaves in float64."""
+    float64 = any(leaf.dtype == np.float64 for leaf in leaves)
+    dtype = np.dtype("float64" if float64 else "float32")
+    assert_matches(norm, oracles.global_norm(*map(widen, leaves)), dtype, dtype, "norm")

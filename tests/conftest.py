@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before JAX is imported: several CPU devices, for meshes, and the CPU beside any other platform.
@@ -30,9 +31,12 @@ import numpy as np
 import pytest
 
 import jax_gradops
-from jax_gradops import _registry
+from jax_gradops import _registry, clip_tree_by_global_norm
+from jax_gradops.backward import inplace_clip_by_global_norm
 
-pytest.register_assert_rewrite("comparing", "conformance", "meshes", "transformations")
+pytest.register_assert_rewrite(
+    "comparing", "conformance", "fresh_process", "meshes", "transformations"
+)
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -146,6 +150,20 @@ def implementation(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["float16", "bfloat16", "float32", "float64"])
 def dtype(request: pytest.FixtureRequest) -> np.dtype:
     return jax.numpy.dtype(request.param)
+
+
+@pytest.fixture(params=["layer_norm", "rms_norm"])
+def op(request: pytest.FixtureRequest) -> str:
+    """The name of each norm in turn."""
+    return request.param
+
+
+@pytest.fixture(params=["xla", "ffi", "in place"])
+def clip(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """clip_tree_by_global_norm with each implementation, and inplace_clip_by_global_norm."""
+    if request.param == "in place":
+        return functools.partial(inplace_clip_by_global_norm, implementation="ffi")
+    return functools.partial(clip_tree_by_global_norm, implementation=request.param)
 
 
 @pytest.fixture

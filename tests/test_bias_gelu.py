@@ -1,4 +1,7 @@
-"""GELU and bias + GELU: accuracy on all values of the small dtypes, and dense ones of float32."""
+"""GELU and bias + GELU: accuracy on all values of the small dtypes, and dense ones of float32.
+
+The gradient operator, too.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,12 @@ from comparing import (
     widen,
 )
 from conformance import RowOpTests
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import mesh
 
 import jax_gradops
-from jax_gradops import _registry
+from jax_gradops import _registry, backward
 
 
 class TestBiasGelu(RowOpTests):
@@ -285,3 +291,81 @@ def test_scalar_and_defaults(platform):
     )
     np.testing.assert_allclose(jax_gradops.gelu(x), jax.nn.gelu(x), rtol=1e-6)
     assert jax.grad(jax_gradops.gelu)(x).shape == ()
+
+
+# --- BiasGeluGrad_dX and BiasFastGeluGrad_dX ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("approximate", [False, True])
+def test_bias_gelu(platform, implementation, dtype, approximate, rng):
+    """With each dtype of the bias, in shapes of all kinds."""
+    dtype = jnp.dtype(dtype)
+    examples = []
+    for shape in (2, 3, 5), (64,), (9, 256):
+        dy, x = ((2 * rng.standard_normal(shape)).astype(dtype) for _ in range(2))
+        for bias_dtype in map(jnp.dtype, ("float16", "bfloat16", "float32")):
+            examples.append((dy, x, rng.standard_normal(shape[-1:]).astype(bias_dtype)))
+    f = functools.partial(
+        backward.bias_gelu_backward, approximate=approximate, implementation=implementation
+    )
+    accum = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    results = jax.jit(lambda examples: [f(*e) for e in examples])(examples)
+    for (dx, dbias), (dy, x, bias) in zip(results, examples, strict=True):
+        rows = (-1, x.shape[-1])
+        wide = (widen(dy).reshape(rows), widen(x).reshape(rows), widen(bias))
+        expected = oracles.bias_gelu_vjp(*wide, approximate=approximate)
+        assert dx.shape == x.shape
+        what = f"x {list(x.shape)}, bias {bias.dtype}"
+        assert_matches(np.reshape(dx, rows), expected[0], dtype, accum, f"dx, {what}")
+        sums = expected[1]
+        if dtype.itemsize == 2:  # the formula is exact enough for dx
+            sums = sums._replace(error=sums.error + 1e-5 * sums.magnitude)
+        assert_matches(dbias, sums, bias.dtype, accum, f"dbias, {what}")
+
+
+def test_bias_gelu_is_the_derivative(platform, rng):
+    """The bits of `jax.vjp`'s; on a mesh's devices, and inside vmap, the same numbers."""
+    dy, x = (rng.standard_normal((16, 40)).astype(np.float32) for _ in range(2))
+    bias = rng.standard_normal(40).astype(np.float32)
+
+    def derivative(dy: Any, x: Any, bias: Any) -> Any:
+        return jax.vjp(jax_gradops.bias_gelu, x, bias)[1](dy)
+
+    f = functools.partial(backward.bias_gelu_backward, approximate=True)
+    for a, e in zip(jax.jit(f)(dy, x, bias), jax.jit(derivative)(dy, x, bias), strict=True):
+        assert_bitwise_equal(a, e)
+    mapped = jax.vmap(f, in_axes=(0, 0, None))(dy[:, None], x[:, None], bias)
+    np.testing.assert_allclose(mapped[0][:, 0], f(dy, x, bias)[0], rtol=1e-6)
+    np.testing.assert_allclose(mapped[1], mapped[0][:, 0], rtol=1e-6)
+    devices = mesh(platform, AxisType.Auto)
+    spread = [jax.device_put(a, NamedSharding(devices, P("data"))) for a in (dy, x)]
+    for a, e in zip(jax.jit(f)(*spread, bias), f(dy, x, bias), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
+def test_bias_gelu_in_place(platform, rng):
+    """dx has dy's memory: no other of its size is there, and no copy of it, where dy is donated."""
+    shape = (4096, 256)
+    dy, x = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
+    bias = jnp.zeros(shape[1], jnp.float32)
+    f = functools.partial(backward.bias_gelu_backward, approximate=True, implementation="ffi")
+    size = dy.nbytes
+
+    donating = jax.jit(f, donate_argnums=0).lower(dy, x, bias).compile()
+    memory = donating.memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size
+    call = next(line for line in donating.as_text().splitlines() if "bias_gelu_bwd" in line)
+    assert "output_to_operand_aliasing={{0}: (0, {})}" in call
+    assert "copy" not in donating.as_text()
+
+    # An intermediate result likewise; an argument that the caller keeps is copied.
+    weight = jnp.ones((shape[1], shape[1]), jnp.float32)
+    inner = jax.jit(lambda w, dy, *rest: f(dy @ w, *rest)).lower(weight, dy, x, bias).compile()
+    assert "copy" not in inner.as_text()
+    kept = np.array(dy)
+    expected = jax.jit(f)(dy, x, bias)
+    assert_bitwise_equal(dy, kept)
+    for a, e in zip(donating(dy, x, bias), expected, strict=True):
+        assert_bitwise_equal(a, e)

@@ -1,14 +1,10 @@
-"""The layer under the ops: choice of the implementation, loading, export, threads."""
+"""The layer under the ops: choice of the implementation, export, graphs, threads, devices."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
 import re
-import subprocess
-import sys
-import types
 from typing import Any
 
 import jax
@@ -17,28 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import assert_bitwise_equal
+from fresh_process import run_python
 from jax import export
 
 import jax_gradops
-from jax_gradops import _registry, _status
+from jax_gradops import _status
 
 TARGET = 'custom_call_target="jax_gradops.'
 X = np.arange(12, dtype=np.float32).reshape(3, 4) ** 2
-
-
-def run_python(code: str, tmp_path: Any, timeout: float = 120, **environment: str) -> Any:
-    """Runs code in a fresh process, far from the source folder; returns the JSON that it prints."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 # --- Which implementation ------------------------------------------------------------------------
@@ -91,142 +73,6 @@ def test_platform_without_kernels():
 
     exported = export.export(jax.jit(f), platforms=["tpu"])(jax.ShapeDtypeStruct((3, 4), X.dtype))
     assert "jax_gradops." not in exported.mlir_module()
-
-
-# --- Loading the native modules ------------------------------------------------------------------
-
-
-@pytest.mark.P1
-@pytest.mark.parametrize(
-    ("compiled", "runtime", "fits"),
-    [
-        ((0, 3), (0, 3), True),
-        ((0, 3), (0, 4), True),
-        ((0, 4), (0, 3), False),
-        ((0, 3), (1, 0), False),
-        ((1, 0), (0, 3), False),
-        ((1, 2), (1, 10), True),
-    ],
-)
-def test_ffi_version_guard(compiled, runtime, fits):
-    reason = _registry.mismatch(compiled, runtime)
-    assert (reason is None) == fits
-    if reason:
-        assert f"{compiled[0]}.{compiled[1]}" in reason and f"{runtime[0]}.{runtime[1]}" in reason
-
-
-def test_runtime_ffi_version():
-    """Read from the header that handlers are compiled against."""
-    major, minor = _registry.runtime_ffi_version()
-    assert major == 0 and minor >= 3
-    for module in _registry.MODULES.values():
-        assert _registry.mismatch(tuple(module.ffi_api_version), (major, minor)) is None
-
-
-@pytest.mark.parametrize(
-    ("levels", "wanted", "expected"),
-    [
-        ({"v2": True, "v3": True, "v4": False}, None, "_cpu_v3"),
-        ({"v2": True, "v3": True, "v4": False}, "", "_cpu_v3"),
-        ({"v2": True, "v3": True, "v4": True}, None, "_cpu_v4"),
-        ({"v2": True, "v3": True, "v4": True}, "v3", "_cpu_v3"),
-        ({"v2": True, "v3": False, "v4": False}, None, "_cpu"),
-        ({"v2": True, "v3": True, "v4": False}, "v2", "_cpu"),
-        ({"v2": True, "v3": True, "v4": False}, "v4", "has only v2, v3 of x86-64"),
-        ({"v2": True, "v3": True, "v4": False}, "V3", "must be one of v2, v3, v4, got 'V3'"),
-        ({}, None, "_cpu"),
-        ({}, "v3", "is for x86-64 only, got 'v3'"),
-    ],
-)
-def test_cpu_level(levels, wanted, expected, monkeypatch):
-    """The best that the processor has, or the one asked for, if it has that."""
-    baseline: Any = types.SimpleNamespace(__name__="_cpu", cpu_levels=levels)
-    monkeypatch.setattr(
-        _registry.importlib, "import_module", lambda name: types.SimpleNamespace(__name__=name)
-    )
-    monkeypatch.delenv(_registry.CPU_LEVEL, raising=False)
-    if wanted is not None:
-        monkeypatch.setenv(_registry.CPU_LEVEL, wanted)
-    if expected.startswith("_cpu"):
-        assert _registry._of_cpu_level(baseline).__name__ == expected
-    else:
-        with pytest.raises(ValueError, match=expected):
-            _registry._of_cpu_level(baseline)
-
-
-BROKEN_MODULE = """
-import importlib, json, types, warnings
-real = importlib.import_module
-def fake(name, package=None):
-    if name != "jax_gradops._cpu":
-        return real(name, package)
-    {failure}
-importlib.import_module = fake
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import jax_gradops
-import jax, jax.numpy as jnp
-x = jnp.arange(6.0).reshape(2, 3)
-y, pull = jax.vjp(jax_gradops.layer_norm, x)
-pull(y)
-clipped, norm = jax_gradops.clip_tree_by_global_norm([jax_gradops.gelu(y)], 1.0)
-try:
-    jax_gradops.layer_norm(x, implementation="ffi")
-    error = None
-except ValueError as e:
-    error = str(e)
-text = jax.jit(jax_gradops.rms_norm).lower(x).compile().as_text()
-print(json.dumps({{
-    "warnings": [str(w.message) for w in caught if "jax_gradops" in str(w.message)],
-    "in_use": jax_gradops.implementation_in_use("layer_norm", "cpu"),
-    "error": error, "custom_call": "jax_gradops." in text, "y": y.tolist(), "norm": float(norm),
-}}))
-"""
-
-
-@pytest.mark.P1
-@pytest.mark.parametrize(
-    ("failure", "message"),
-    [
-        (
-            "return types.SimpleNamespace(ffi_api_version=(0, 99), cpu_levels={})",
-            r"was built for XLA FFI API 0\.99.*installed jaxlib has 0\.\d+: install a newer jaxlib",
-        ),
-        ("raise ModuleNotFoundError(name)", r"no native module in .*pip install"),
-        ("raise ImportError('undefined symbol: f')", r"cannot be loaded: undefined symbol: f"),
-    ],
-    ids=["too new", "missing", "not loadable"],
-)
-def test_unusable_native_module(failure, message, tmp_path):
-    """JAX stays usable: one warning, XLA's operations, and "ffi" says why it cannot be had."""
-    result = run_python(BROKEN_MODULE.format(failure=failure), tmp_path)
-    (warning,) = result["warnings"]
-    assert re.search(message, warning), warning
-    assert result["in_use"][0] == "xla"
-    assert not result["custom_call"]
-    assert result["error"].startswith("layer_norm: implementation='ffi' is not available: ")
-    np.testing.assert_allclose(result["y"], [[-1.2247438, 0, 1.2247438]] * 2, rtol=1e-5)
-    assert result["norm"] > 0
-
-
-def test_import_is_light_and_silent(tmp_path):
-    """Neither Flax nor Optax, no warning, no backend started: it would be one that is not there."""
-    code = """
-import json, sys, warnings
-import jax
-warnings.simplefilter("error")
-import jax_gradops
-loaded = {m.partition(".")[0] for m in sys.modules}
-try:
-    jax.devices()
-    started = "it would not have been seen"
-except RuntimeError as error:
-    started = str(error)
-print(json.dumps([sorted(loaded & {"flax", "optax", "orbax", "rich", "matplotlib"}), started]))
-"""
-    loaded, started = run_python(code, tmp_path, JAX_PLATFORMS="nowhere")
-    assert loaded == []
-    assert "nowhere" in started
 
 
 # --- Export --------------------------------------------------------------------------------------

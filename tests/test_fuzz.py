@@ -36,8 +36,6 @@ def on_the_cpu() -> Iterator[None]:
 LONG = hypothesis.settings().max_examples > 100
 DTYPES = st.sampled_from(["float16", "bfloat16", "float32", "float64"]).map(jnp.dtype)
 ROWS, FEATURES = (1, 2, 5, 37), (1, 2, 7, 33, 64, 129, 1000)
-
-
 _examples = itertools.count(1)
 
 
@@ -72,10 +70,9 @@ def accum(dtype: Any) -> Any:
 
 def close(actual: Any, expected: Any, magnitude: Any, what: str, roundings: float = 16) -> None:
     """Up to some roundings of numbers of this magnitude, in a result's dtype and the sums'."""
-    eps = float(jnp.finfo(np.asarray(actual).dtype).eps)
-    tiny = float(jnp.finfo(np.asarray(actual).dtype).tiny)
+    kind = jnp.finfo(np.asarray(actual).dtype)
     error = np.abs(widen(actual) - widen(expected))
-    bound = roundings * eps * np.broadcast_to(magnitude, error.shape) + tiny
+    bound = roundings * float(kind.eps) * np.broadcast_to(magnitude, error.shape) + float(kind.tiny)
     assert (error <= bound).all(), f"{what}: {np.max(error / bound)} times the bound"
 
 
@@ -138,7 +135,7 @@ def test_norm_of_rows(op, given, residuals):
 def test_norm_of_scaled_rows(op, given, power):
     """Without epsilon, a power of two changes no bit of y, and scales dx."""
     (dy, x), _ = given
-    dtype = np.float64 if x.dtype == np.float64 else np.float32
+    dtype = accum(x.dtype)
     dy, x = dy.astype(dtype), x.astype(dtype)
     f = vjp_of(norm_of(op, epsilon=0.0))
     (y, dx), (scaled_y, scaled_dx) = jax.jit(
@@ -152,7 +149,7 @@ def test_norm_of_scaled_rows(op, given, power):
 def test_shifted_rows(given, shift):
     """By an integer, of integers, so that nothing is lost: as exact as without."""
     (dy, x), rng = given
-    dtype = np.float64 if x.dtype == np.float64 else np.float32
+    dtype = accum(x.dtype)
     x = rng.integers(-(2**8), 2**8, x.shape).astype(dtype)
     f = vjp_of(norm_of("layer_norm", epsilon=1e-3))
     (y, dx), (shifted_y, shifted_dx) = jax.jit(lambda dy, x: (f(dy, x), f(dy, x + dtype(shift))))(
@@ -331,8 +328,7 @@ def test_gelu(given, approximate):
         )
 
     (y, dx, opposite), permuted, unbiased, with_bias, negative = run(dy, x, bias)
-    size = np.abs(widen(x))
-    close(y, widen(x) + widen(opposite), size, "gelu(x) - gelu(-x) = x", 24)
+    close(y, widen(x) + widen(opposite), np.abs(widen(x)), "gelu(x) - gelu(-x) = x", 24)
     lower, upper = np.minimum(widen(x), 0), np.maximum(widen(x), 0)
     assert ((widen(y) >= np.maximum(lower, -0.1701)) & (widen(y) <= upper)).all()
     assert (np.abs(widen(dx)) <= (1.13 + float(jnp.finfo(x.dtype).eps)) * np.abs(widen(dy))).all()

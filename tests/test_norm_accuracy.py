@@ -30,11 +30,6 @@ def ulp(x: np.ndarray, dtype: Any) -> np.ndarray:
     return np.ldexp(float(kind.eps), exponent)
 
 
-@pytest.fixture(params=["layer_norm", "rms_norm"])
-def op(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def example(rng: Any, op: str, shape: Any, dtype: Any, mean: float = 0.5) -> list[Any]:
     """dy, x, and parameters."""
     dy, x = rng.standard_normal((2, *shape))

@@ -1,7 +1,8 @@
-"""`clip_by_global_norm` inside Optax's wrappers and Flax's train states: as Optax's own there."""
+"""`clip_by_global_norm` in Optax's chains and wrappers and Flax's train states: as Optax's own."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -241,3 +242,53 @@ def test_where_optax_is_wrong(platform, leaf, max_norm, of_optax):
     else:
         assert optax.tree.norm(tree).dtype == jnp.bfloat16
         assert np.abs(float(optax.tree.norm(tree)) / exact - 1) > 1e-4
+
+
+def test_chain(platform, implementation, rng):
+    """The same training as with Optax's own; the state holds the norm before clipping."""
+
+    def train(clip: Any) -> Any:
+        optimizer = optax.chain(clip, optax.adam(1e-2))
+        params = {"w": jnp.full((4, 3), 0.5, jnp.float32), "b": jnp.zeros(3, jnp.float32)}
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params: Any, state: Any, x: Any) -> Any:
+            grads = jax.grad(lambda p: jnp.sum(jnp.sin(x @ p["w"]) * 30 + p["b"][None]))(params)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
+
+        state = optimizer.init(params)
+        for x in data:
+            params, state, norm = step(params, state, x)
+        return params, state, norm
+
+    data = rng.standard_normal((5, 8, 4)).astype(np.float32)
+    clip = jax_gradops.clip_by_global_norm(1.0, implementation=implementation)
+    ours, state, norm = train(clip)
+    expected, _, _ = train(optax.clip_by_global_norm(1.0))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, expected
+    )
+    assert isinstance(state[0], jax_gradops.ClipByGlobalNormState)
+    np.testing.assert_allclose(state[0].global_norm, norm, rtol=1e-6)
+    assert state[0].global_norm.dtype == jnp.float32 and norm > 1
+
+
+def test_inject_hyperparams(platform):
+    """max_norm as a value that changes from step to step."""
+    schedule = optax.linear_schedule(1.0, 0.5, 1)
+    clip = optax.inject_hyperparams(jax_gradops.clip_by_global_norm)(max_norm=schedule)
+    grads = {"w": jnp.array([3.0, 4.0], jnp.float32)}
+    state = clip.init(grads)
+    update = jax.jit(clip.update)
+    for expected in (1.0, 0.5, 0.5):
+        clipped, state = update(grads, state)
+        np.testing.assert_allclose(np.linalg.norm(clipped["w"]), expected, rtol=1e-6)
+        assert state.inner_state.global_norm == 5
+
+
+def test_initial_state():
+    init = jax_gradops.clip_by_global_norm(1.0).init
+    assert init({"w": jnp.ones(3, jnp.bfloat16)}).global_norm.dtype == jnp.float32
+    assert init({"w": jnp.ones(3, jnp.float64)}).global_norm.dtype == jnp.float64
+    assert init({}).global_norm == 0

@@ -244,3 +244,21 @@ def test_cpu_offsets_have_64_bits():
     for path in [*sources.glob("cpu/*"), *sources.glob("ops/*")]:
         found = re.findall(r"static_cast<(?:int|unsigned|std::u?int32_t)>", path.read_text())
         assert not found, f"{path}: {found}"
+
+
+# Why a file may have more than 400 lines.
+LONG = {"tests/mutation/faults.py": "a list of faults, looked up by name"}
+
+
+def test_files_are_short():
+    """Who looks for something finds it by a file's name, and reads that file."""
+    root = Path(__file__).parents[1]
+    kinds = {".py", ".pyi", ".h", ".cc", ".cu", ".cuh", ".sh"}
+    files = [p for folder in ("jax_gradops", "ffi", "tests") for p in (root / folder).rglob("*")]
+    lines = {
+        path.relative_to(root).as_posix(): len(path.read_text().splitlines())
+        for path in files
+        if path.suffix in kinds
+    }
+    assert len(lines) > 200
+    assert {name for name, count in lines.items() if count > 400} == LONG.keys()

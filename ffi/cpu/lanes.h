@@ -232,6 +232,29 @@ struct AtLanes {
   void Store(T* elements, const Lanes<Accum<T>, kCount>& values) const {
     StoreLanes(elements + i, values);
   }
+  // Asks for the cache line that elements of another array lie in. Nothing need be there.
+  template <typename T>
+  void PrefetchToL1(const T* elements) const {
+    if (StartsLine<T>()) __builtin_prefetch(elements + i, /*rw=*/0, /*locality=*/3);
+  }
+  // What is read so much later that it would push out of L1 what is read before.
+  template <typename T>
+  void PrefetchToL2(const T* elements) const {
+    if (StartsLine<T>()) __builtin_prefetch(elements + i, /*rw=*/0, /*locality=*/2);
+  }
+  template <typename T>
+  void PrefetchToStore(const T* elements) const {
+    if (StartsLine<T>()) __builtin_prefetch(elements + i, /*rw=*/1);
+  }
+
+ private:
+  // Whether no elements before i lie in the line; of a line of the array, if it starts with one.
+  template <typename T>
+  bool StartsLine() const {
+    static_assert(kCount * sizeof(T) <= 64);
+    constexpr int kLine = 64 / int{sizeof(T)};
+    return kCount == kLine || i % kLine == 0;
+  }
 };
 // The same at the last few elements, of which there are `count`: what other lanes have is 0, and is
 // not stored. Results are those of AtLanes, bit by bit; for a single element, as below, a compiler
@@ -251,6 +274,9 @@ struct AtLast {
     StoreLanes(some, values);
     std::copy_n(some, count, elements + i);
   }
+  void PrefetchToL1(const void*) const {}
+  void PrefetchToL2(const void*) const {}
+  void PrefetchToStore(const void*) const {}
 };
 
 struct AtElement {
@@ -263,6 +289,9 @@ struct AtElement {
   void Store(T* elements, Accum<T> value) const {
     elements[i] = static_cast<T>(value);
   }
+  void PrefetchToL1(const void*) const {}
+  void PrefetchToL2(const void*) const {}
+  void PrefetchToStore(const void*) const {}
 };
 
 // fn(at) for all of n elements, kCount at a time, and the last ones one by one, which takes less

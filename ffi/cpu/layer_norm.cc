@@ -47,6 +47,17 @@ const T* RowBlock(const void* rows, std::int64_t row, std::int64_t columns, std:
   return static_cast<const T*>(rows) + row * columns + start;
 }
 
+// Prefetched while a row is worked on, as memory would wait during a second pass over what lies in
+// the caches: the next row, and where results go. Without, on one core, float32 of 2,048 columns
+// took 1.23 ns an element backward and not 0.94, bfloat16 0.80 and not 0.62 (EPYC); 1.8 and
+// not 1.0, 0.9 and not 0.65 (Xeon). Forward, 16-bit results gain nothing, and lose up to half (RMS
+// norm, EPYC).
+template <typename T>
+inline constexpr bool kStoresAhead = sizeof(T) >= 4;
+std::int64_t NextRow(const RowShape& shape, std::int64_t row) {
+  return std::min(row + 1, shape.all_rows() - 1);
+}
+
 // What is normalised: x, or its sum with the residual, which is stored first.
 template <typename T>
 const T* RowToNormalise(const LayerNormFwdArgs& args, std::int64_t row) {
@@ -67,6 +78,7 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
   const T* const x_row = RowToNormalise<T>(args, row);
   T* const y_row = static_cast<T*>(args.y) + row * features;
+  const T* const next_row = static_cast<const T*>(args.x) + NextRow(args.shape, row) * features;
 
   A mean = 0, delta = 0;   // delta: what the rounded mean is off by
   double sum_squares = 0;  // of blocks
@@ -75,12 +87,18 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
     A sum_shifted = 0;
     ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
       const T* const x = x_row + start;
-      sum_shifted += LaneSums<A, 1>(count, [=](auto at) { return std::array{at(x) - shift}; })[0];
+      const T* const y = y_row + start;
+      sum_shifted += LaneSums<A, 1>(count, [=](auto at) {
+        if constexpr (kStoresAhead<T>) at.PrefetchToStore(y);
+        return std::array{at(x) - shift};
+      })[0];
     });
     mean = shift + sum_shifted / n;
     ForBlocks(features, [&, mean](std::int64_t start, std::int64_t count) {
       const T* const x = x_row + start;
+      const T* const next_x = next_row + start;
       const auto sums = LaneSums<A, 2>(count, [=](auto at) {
+        at.PrefetchToL2(next_x);
         const auto centered = at(x) - mean;
         return std::array{centered, centered * centered};
       });
@@ -90,7 +108,13 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   } else {
     ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
       const T* const x = x_row + start;
-      sum_squares += LaneSums<A, 1>(count, [=](auto at) { return std::array{at(x) * at(x)}; })[0];
+      const T* const next_x = next_row + start;
+      const T* const y = y_row + start;
+      sum_squares += LaneSums<A, 1>(count, [=](auto at) {
+        at.PrefetchToL2(next_x);
+        if constexpr (kStoresAhead<T>) at.PrefetchToStore(y);
+        return std::array{at(x) * at(x)};
+      })[0];
     });
   }
   const A mean_square = static_cast<A>(sum_squares / n);
@@ -163,7 +187,9 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     const T* const dy = RowBlock<T>(args.dy, row, features, start);
     const A* const scale = params.scale(group, start);
     constexpr int kSums = !kCentered ? 1 : kFromOutput ? 2 : 3;
+    const T* const dx = static_cast<const T*>(args.dx) + row * features + start;
     const auto sums = LaneSums<A, kSums>(count, [=](auto at) {
+      at.PrefetchToStore(dx);
       const auto wdy = at(dy) * at(scale), x = shifted(at);
       if constexpr (kSums == 1) {
         return std::array{wdy * x};
@@ -187,9 +213,13 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     const T* const dsum = RowBlock<T>(args.dsum, row, features, start);
     T* const dx = static_cast<T*>(args.dx) + row * features + start;
     const A* const scale = params.scale(group, start);
+    const std::int64_t next_row = NextRow(args.shape, row);
+    const T* const next_dy = RowBlock<T>(args.dy, next_row, features, start);
+    const T* const next_x = RowBlock<T>(args.x, next_row, features, start);
     A* const dscales = dscale == nullptr ? nullptr : dscale + start;
     A* const dbiases = dbias == nullptr ? nullptr : dbias + start;
     ForLanes<kLanes<A>>(count, [=](auto at) {
+      at.PrefetchToL2(next_dy), at.PrefetchToL2(next_x);
       const auto dy_here = at(dy), x_hat = (shifted(at) - delta) * factor;
       const auto added = at(dsum);  // before dx is stored, which may lie there
       if (dscales != nullptr) at.Store(dscales, at(dscales) + dy_here * x_hat);

@@ -178,12 +178,8 @@ constexpr void SetStrides(ChannelPlan& plan) {
   }
 }
 
-}  // namespace channel_policy
-
-// There are elements.
-constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
-  using namespace channel_policy;
-  ChannelPlan plan{};
+// Sets the way in which the elements are divided, and all that follows from it.
+constexpr void ChooseWay(const ChannelTask& task, ChannelPlan& plan) {
   plan.channels = task.channels, plan.inner = task.inner;
   plan.group_rows = task.rows;
   plan.group_elements = task.rows * task.channels * task.inner;
@@ -206,8 +202,10 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
     }
   }
   plan.all_tiles = task.groups * plan.tiles;
+}
 
-  const Deal deal = DealOut(task, plan.all_tiles, plan.steps);
+// Sets which steps a block has.
+constexpr void DivideSteps(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
   plan.stride = deal.stride, plan.tile_stride = deal.tile_stride;
   const auto divide = [&](std::int64_t unit_steps) {
     plan.unit_steps = unit_steps;
@@ -222,8 +220,11 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
     divide(DivideUp(plan.steps, task.partial_rows));
   }
   SetStrides(plan);
+}
 
-  // Sums of a block's threads, and of a tile's columns; later parameters; then origins.
+// Sets what a block has in shared memory: sums of its threads, and of a tile's columns; later
+// parameters; then origins; steps that it keeps.
+constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
   const int columns = plan.plane ? 1 : plan.lanes * plan.width;
   const int sums = plan.plane
                        ? kChannelThreads * 2
@@ -242,6 +243,18 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
     plan.kept_steps = static_cast<int>(std::clamp<std::int64_t>(budget / step_bytes, 0, steps));
     plan.shared_bytes += plan.kept_steps * step_bytes;
   }
+}
+
+}  // namespace channel_policy
+
+// There are elements.
+constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
+  using namespace channel_policy;
+  ChannelPlan plan{};
+  ChooseWay(task, plan);
+  const Deal deal = DealOut(task, plan.all_tiles, plan.steps);
+  DivideSteps(task, deal, plan);
+  DivideMemory(task, deal, plan);
   return plan;
 }
 

@@ -65,7 +65,7 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, std::int64_t
       totals[pack * W + first + j] = total;
     }
   }
-  __syncthreads();
+  __syncthreads();  // all columns' totals are written
   constexpr int kFew = 16;
   const int of_tile = plan.TileChannels(tile), columns = plan.ChannelColumns();
   const bool few = columns <= kFew;  // for one thread; else a warp adds them up

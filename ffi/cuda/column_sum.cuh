@@ -46,7 +46,8 @@ inline constexpr int kColumnTile = 32;
 inline constexpr int kColumnSlices = 16;
 
 // workspace: [groups, stride, sums.count, features], of which the first `partial_rows` of each
-// group are summed, each by the block of its (group, sum, tile of 32 columns).
+// group are summed, each by the block of its (group, sum, tile of 32 columns). Not __restrict__:
+// while the block starts, the kernel before still writes it.
 template <typename A>
 __global__ void __launch_bounds__(kColumnTile* kColumnSlices)
     ColumnSumKernel(const A* workspace, ColumnSums sums, std::int64_t stride,

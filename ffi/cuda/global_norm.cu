@@ -160,8 +160,8 @@ __device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, A factor) {
 // them.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    PartialSumKernel(const __grid_constant__ LeafTable<kCapacity> table, double* partials,
-                     float max_float_sum, bool accumulate) {
+    PartialSumKernel(const __grid_constant__ LeafTable<kCapacity> table,
+                     double* __restrict__ partials, float max_float_sum, bool accumulate) {
   using Reduce = cub::BlockReduce<double, kThreads>;
   __shared__ typename Reduce::TempStorage storage;
   const std::int64_t item = blockIdx.x;
@@ -238,7 +238,7 @@ ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args,
   return ForTables<kCapacity>(kSum, args.leaves, args.groups, launch);
 }
 
-// Calls have few leaves: jax_gradops/_ops/global_norm.py.
+// Calls have few leaves: jax_gradops/_ops/global_norm_kernels.py.
 template <typename A>
 ffi::Error LaunchScale(cudaStream_t stream, const ScaleArgs& args) {
   const std::int64_t resident = std::int64_t{kScaleBlocks} * MultiprocessorCount();

@@ -211,7 +211,7 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(const ForwardPlan& plan,
     inverse_n = PreciseReciprocal(static_cast<A>(max(1, place.Columns())));
     merge(inverse_n, [&](auto& v) { sum.OverWarps(v); });
   } else {
-    __syncwarp();
+    __syncwarp();  // what was read from shared memory may be overwritten, as after RowSum's sums
   }
   if (cluster > 1) {
     A values[3];

@@ -264,99 +264,121 @@ constexpr int RowElements(int element_bytes, bool direct) {
   return element_bytes == 8 || direct ? 8 : 16;
 }
 
-inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& forced = {}) {
-  using namespace row_policy;
-  BackwardPlan plan{};
+namespace row_policy {
+
+// Of as many blocks on a multiprocessor: beside the ring, CUDA keeps 1 KB, and static memory is
+// less than 3.
+constexpr std::int64_t RingBudget(const RowTask& task, int blocks) {
+  return task.shared_bytes / blocks - 4096;
+}
+
+constexpr int PacksOf(const RowTask& task, bool direct) {
+  return RowElements(task.element_bytes, direct) * task.element_bytes / 16;
+}
+
+// Divides rows among threads; false where no cluster can hold one, or, direct, had better not.
+inline bool DivideRows(const RowTask& task, const RowOverride& forced, bool direct,
+                       BackwardPlan& plan) {
   const int max_threads =
       forced.max_threads != 0 ? std::min(forced.max_threads, kBackwardThreads) : kBackwardThreads;
-  const int architecture = forced.architecture != 0 ? forced.architecture : task.architecture;
-  plan.copy = architecture >= 90 ? RowCopy::kBulk : RowCopy::kAsync;
-  // Beside the ring, CUDA keeps 1 KB, and static memory is less than 3.
-  const auto ring_budget = [&](int blocks) { return task.shared_bytes / blocks - 4096; };
-  int elements = 0, depth = 0;
-  const auto packs_of = [&](bool direct) {
-    return RowElements(task.element_bytes, direct) * task.element_bytes / 16;
+  const int elements = RowElements(task.element_bytes, direct);
+  plan.direct = direct;
+  plan.packs = PacksOf(task, direct);
+  const bool framed = Framed(task, plan.packs);
+  // What a block can hold: in registers, and in a ring with one turn's chunks of the most arrays
+  // there can be and the next one's.
+  std::int64_t held = std::int64_t{max_threads} * elements;
+  if (!direct) {
+    const int depth = RowDepth(task.element_bytes, framed);
+    held = std::min(held, (RingBudget(task, 1) / (2 * depth * 3) - 32) / task.element_bytes);
+  }
+  const auto share = [&](int cluster) { return Share(task, cluster, framed); };
+  if (direct && share(1) > held) return false;
+  // The fewest blocks that together leave no more than one of 16 warps of a multiprocessor idle.
+  const auto warps_in_use = [&](int cluster) {
+    const std::int64_t warps = DivideUp(share(cluster), 32 * elements);
+    return share(cluster) > held ? 0 : static_cast<int>(warps * (kBackwardWarps / warps));
   };
-  // Whether up to so many blocks can hold a row.
-  const auto fits = [&](bool direct, int max_cluster) {
-    elements = RowElements(task.element_bytes, direct);
-    plan.direct = direct;
-    plan.packs = packs_of(direct);
-    const bool framed = Framed(task, plan.packs);
-    depth = RowDepth(task.element_bytes, framed);
-    // What a block can hold: in registers, and in a ring with one turn's chunks of the most arrays
-    // there can be and the next one's.
-    std::int64_t held = std::int64_t{max_threads} * elements;
-    if (!direct) {
-      held = std::min(held, (ring_budget(1) / (2 * depth * 3) - 32) / task.element_bytes);
-    }
-    const auto share = [&](int cluster) { return Share(task, cluster, framed); };
-    if (direct && share(1) > held) return false;
-    // The fewest blocks that together leave no more than one of 16 warps of a multiprocessor idle.
-    const auto warps_in_use = [&](int cluster) {
-      const std::int64_t warps = DivideUp(share(cluster), 32 * elements);
-      return share(cluster) > held ? 0 : static_cast<int>(warps * (kBackwardWarps / warps));
-    };
-    // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
-    plan.cluster = 1;
-    for (int cluster = 2; cluster <= max_cluster; ++cluster) {
-      if (warps_in_use(plan.cluster) >= (cluster <= 8 ? kBackwardWarps - 1 : 1)) break;
-      if (warps_in_use(cluster) > warps_in_use(plan.cluster)) plan.cluster = cluster;
-    }
-    const std::int64_t columns = share(plan.cluster);
-    if (columns > held) return false;
-    plan.share = static_cast<int>(columns);
-    plan.division = DivisionOf(task, plan.packs, plan.share);
-    plan.lanes = std::max(framed ? 32 : 1, Lanes(DivideUp(plan.share, elements)));
-    if (!direct) return true;
-    // Threads without work have nothing under way, of which a multiprocessor needs three quarters.
-    const std::int64_t at_once =
-        std::int64_t{kBackwardThreads / plan.unit_threads()} * plan.unit_rows() * plan.share;
-    const bool enough = 4 * at_once >= 3 * kBackwardThreads * elements;
-    return !framed && (enough || Framed(task, packs_of(false)));
-  };
-  const int max_cluster = MaxCluster(task, forced);
-  const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;
-  plan.stream = forced.stream || !task.aligned ||
-                !((may_be_direct && fits(true, max_cluster)) || fits(false, max_cluster));
-  if (plan.stream) return plan;
-  plan.classes =
-      static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));
+  // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
+  plan.cluster = 1;
+  for (int cluster = 2; cluster <= MaxCluster(task, forced); ++cluster) {
+    if (warps_in_use(plan.cluster) >= (cluster <= 8 ? kBackwardWarps - 1 : 1)) break;
+    if (warps_in_use(cluster) > warps_in_use(plan.cluster)) plan.cluster = cluster;
+  }
+  const std::int64_t columns = share(plan.cluster);
+  if (columns > held) return false;
+  plan.share = static_cast<int>(columns);
+  plan.division = DivisionOf(task, plan.packs, plan.share);
+  plan.lanes = std::max(framed ? 32 : 1, Lanes(DivideUp(plan.share, elements)));
+  if (!direct) return true;
+  // Threads without work have nothing under way, of which a multiprocessor needs three quarters.
+  const std::int64_t at_once =
+      std::int64_t{kBackwardThreads / plan.unit_threads()} * plan.unit_rows() * plan.share;
+  const bool enough = 4 * at_once >= 3 * kBackwardThreads * elements;
+  return !framed && (enough || Framed(task, PacksOf(task, /*direct=*/false)));
+}
 
-  // Few rows are spread over all multiprocessors before a block gets several of them. Blocks of
-  // clusters are small, so that one can work while another waits for its cluster.
+// Units of a block, and blocks of a multiprocessor. Few rows are spread over all multiprocessors
+// before a block gets several of them. Blocks of clusters are small, so that one can work while
+// another waits for its cluster.
+inline void SpreadRows(const RowTask& task, BackwardPlan& plan) {
   const std::int64_t chunks = DivideUp(task.rows, plan.unit_rows());
   const int most_units = std::max(1, kBackwardThreads / plan.unit_threads());
   plan.units = plan.cluster > 1 ? 1
                                 : static_cast<int>(std::clamp<std::int64_t>(
                                       DivideUp(chunks, task.multiprocessors), 1, most_units));
   plan.blocks = plan.cluster > 1 ? most_units : 1;
+}
 
-  // Where units add up their column sums.
-  const auto sums_bytes = [&] {
-    return std::int64_t{2} * plan.threads() * elements * (task.element_bytes == 8 ? 8 : 4);
-  };
-  if (plan.direct) {
-    plan.shared_bytes = plan.units > 1 ? static_cast<int>(sums_bytes()) : 0;
-    return plan;
-  }
+// Where units add up their column sums.
+constexpr std::int64_t SumsBytes(const RowTask& task, const BackwardPlan& plan) {
+  const int elements = RowElements(task.element_bytes, plan.direct);
+  return std::int64_t{2} * plan.threads() * elements * (task.element_bytes == 8 ? 8 : 4);
+}
 
+// The ring, for which there may have to be fewer units and blocks.
+inline void DivideRing(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
+  const int depth = RowDepth(task.element_bytes, plan.division == Division::kFramed);
+  const auto budget = [&](int blocks) { return RingBudget(task, blocks); };
   plan.array_bytes = static_cast<int>(
       RoundUp(std::int64_t{plan.unit_rows()} * plan.share * task.element_bytes, 16));
   const auto stage_bytes = [&] {
     return std::int64_t{plan.units} * task.arrays * plan.array_bytes;
   };
-  while (plan.units > 1 && 2 * depth * stage_bytes() > ring_budget(1)) --plan.units;
-  while (plan.blocks > 1 && 2 * depth * stage_bytes() > ring_budget(plan.blocks)) --plan.blocks;
+  while (plan.units > 1 && 2 * depth * stage_bytes() > budget(1)) --plan.units;
+  while (plan.blocks > 1 && 2 * depth * stage_bytes() > budget(plan.blocks)) --plan.blocks;
   // One turn's chunks are worked on, and more are under way. Chunks are read twice; where few units
   // can work while another one waits, more have to be under way.
   std::int64_t wanted = 2 * depth + (plan.units == 1 ? 2 : plan.units == 2 || depth == 1 ? 1 : 0);
   if (forced.max_stages != 0) wanted = forced.max_stages;
   plan.stages = static_cast<int>(std::max<std::int64_t>(
       2 * depth,
-      std::min({wanted, ring_budget(plan.blocks) / stage_bytes(), std::int64_t{kMaxStages}})));
-  // They do that in the ring's memory.
-  plan.shared_bytes = static_cast<int>(std::max(plan.stages * stage_bytes(), sums_bytes()));
+      std::min({wanted, budget(plan.blocks) / stage_bytes(), std::int64_t{kMaxStages}})));
+  // Column sums are added up in the ring's memory.
+  plan.shared_bytes =
+      static_cast<int>(std::max(plan.stages * stage_bytes(), SumsBytes(task, plan)));
+}
+
+}  // namespace row_policy
+
+inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& forced = {}) {
+  using namespace row_policy;
+  BackwardPlan plan{};
+  const int architecture = forced.architecture != 0 ? forced.architecture : task.architecture;
+  plan.copy = architecture >= 90 ? RowCopy::kBulk : RowCopy::kAsync;
+  const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;
+  plan.stream = forced.stream || !task.aligned ||
+                !((may_be_direct && DivideRows(task, forced, /*direct=*/true, plan)) ||
+                  DivideRows(task, forced, /*direct=*/false, plan));
+  if (plan.stream) return plan;
+  plan.classes =
+      static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));
+  SpreadRows(task, plan);
+  if (plan.direct) {
+    plan.shared_bytes = plan.units > 1 ? static_cast<int>(SumsBytes(task, plan)) : 0;
+  } else {
+    DivideRing(task, forced, plan);
+  }
   return plan;
 }
 

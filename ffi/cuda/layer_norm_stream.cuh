@@ -7,6 +7,7 @@
 
 #include "common/math.h"
 #include "cuda/column_sum.cuh"
+#include "cuda/layer_norm_parameters.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"
 #include "ops/layer_norm.h"

@@ -129,7 +129,7 @@ class RowSum {
   __device__ __forceinline__ void operator()(A (&values)[kValues]) {
     OverWarp(values);
     if (lanes_ <= kWarp) {
-      __syncwarp();
+      __syncwarp();  // what was read before may be overwritten: OfWarps has a barrier that says so
     } else {
       OfWarps(values);
       OverWarps(values);

@@ -30,150 +30,152 @@ __device__ __forceinline__ void WaitForCopies() {
 // --- mbarriers and bulk copies, sm_90; elsewhere never called -----------------------------------
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define GRADOPS_HOPPER 1
+inline constexpr bool kHopper = true;
 #else
-#define GRADOPS_HOPPER 0
+inline constexpr bool kHopper = false;
 #endif
 
 __device__ __forceinline__ void InitBarrier(std::uint64_t* barrier) {
-#if GRADOPS_HOPPER
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
-#endif
+  if constexpr (kHopper) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+  }
 }
 
 // Makes initialised barriers known to the cluster and to the copy engine.
 __device__ __forceinline__ void PublishBarriers() {
-#if GRADOPS_HOPPER
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+  if constexpr (kHopper) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
 }
 
 // The phase ends when `bytes` have arrived (and this call was made).
 __device__ __forceinline__ void ExpectBytes(std::uint64_t* barrier, std::uint32_t bytes) {
-#if GRADOPS_HOPPER
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
-      "r"(bytes)
-      : "memory");
-#endif
+  if constexpr (kHopper) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+        "r"(bytes)
+        : "memory");
+  }
 }
 
 // kCluster: where other blocks of the cluster write what is waited for.
 template <bool kCluster = false>
 __device__ __forceinline__ void WaitForPhase(std::uint64_t* barrier, std::uint32_t parity) {
-#if GRADOPS_HOPPER
-  if constexpr (kCluster) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(SharedAddress(barrier)),
-        "r"(parity)
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(SharedAddress(barrier)),
-        "r"(parity)
-        : "memory");
+  if constexpr (kHopper) {
+    if constexpr (kCluster) {
+      asm volatile(
+          "{\n"
+          ".reg .pred done;\n"
+          "again:\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+          "@!done bra again;\n"
+          "}\n" ::"r"(SharedAddress(barrier)),
+          "r"(parity)
+          : "memory");
+    } else {
+      asm volatile(
+          "{\n"
+          ".reg .pred done;\n"
+          "again:\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+          "@!done bra again;\n"
+          "}\n" ::"r"(SharedAddress(barrier)),
+          "r"(parity)
+          : "memory");
+    }
   }
-#endif
 }
 
 // Both addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void CopyBulk(void* shared, const void* global, std::uint32_t bytes,
                                          std::uint64_t* barrier) {
-#if GRADOPS_HOPPER
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(SharedAddress(shared)),
-      "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
-      : "memory");
-#endif
+  if constexpr (kHopper) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(SharedAddress(shared)),
+        "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
+        : "memory");
+  }
 }
 
 // What this thread has written to shared memory comes before bulk copies that follow a barrier.
 __device__ __forceinline__ void FenceBulkCopies() {
-#if GRADOPS_HOPPER
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+  if constexpr (kHopper) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
 }
 
 // --- Clusters, sm_90 ----------------------------------------------------------------------------
 
 __device__ __forceinline__ int ClusterRank() {
-#if GRADOPS_HOPPER
-  std::uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-#else
-  return 0;
-#endif
+  if constexpr (kHopper) {
+    std::uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+  } else {
+    return 0;
+  }
 }
 
 // Of the grid's clusters; where there are none, of its blocks.
 __device__ __forceinline__ unsigned ClusterId() {
-#if GRADOPS_HOPPER
-  unsigned id;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
-  return id;
-#else
-  return blockIdx.x;
-#endif
+  if constexpr (kHopper) {
+    unsigned id;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+    return id;
+  } else {
+    return blockIdx.x;
+  }
 }
 
 // All of the cluster's threads meet, in two steps, between which they may do something else.
 __device__ __forceinline__ void ClusterArrive() {
-#if GRADOPS_HOPPER
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
+  if constexpr (kHopper) {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
 }
 
 __device__ __forceinline__ void ClusterWait() {
-#if GRADOPS_HOPPER
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
+  if constexpr (kHopper) {
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  }
 }
 
 // At once; and what they have written is seen by all.
 __device__ __forceinline__ void ClusterSync() {
-#if GRADOPS_HOPPER
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
-#endif
+  if constexpr (kHopper) {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+  }
 }
 
 // Writes to where `shared` is in block `rank`, and counts the bytes on its `barrier`.
 template <typename A>
 __device__ __forceinline__ void SendTo(int rank, A* shared, A value, std::uint64_t* barrier) {
-#if GRADOPS_HOPPER
-  std::uint32_t address, remote_barrier;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(SharedAddress(shared)), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(remote_barrier)
-      : "r"(SharedAddress(barrier)), "r"(rank));
-  if constexpr (sizeof(A) == 8) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
-        "l"(__double_as_longlong(value)), "r"(remote_barrier)
-        : "memory");
-  } else {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-        "r"(__float_as_uint(value)), "r"(remote_barrier)
-        : "memory");
+  if constexpr (kHopper) {
+    std::uint32_t address, remote_barrier;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(address)
+        : "r"(SharedAddress(shared)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(remote_barrier)
+        : "r"(SharedAddress(barrier)), "r"(rank));
+    if constexpr (sizeof(A) == 8) {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
+              address),
+          "l"(__double_as_longlong(value)), "r"(remote_barrier)
+          : "memory");
+    } else {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+              address),
+          "r"(__float_as_uint(value)), "r"(remote_barrier)
+          : "memory");
+    }
   }
-#endif
 }
 
 }  // namespace gradops

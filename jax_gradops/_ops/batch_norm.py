@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
+from jax_gradops._array_types import accum_dtype
 from jax_gradops._implementation import Implementation, resolve_implementation
 from jax_gradops._ops import batch_norm_kernels as kernels
 from jax_gradops._ops.batch_norm_kernels import BatchNorm
-from jax_gradops._sharding import accum_dtype
 
 
 def _checked_x(op: str, value: Any, axis: Any) -> tuple[jax.Array, int]:

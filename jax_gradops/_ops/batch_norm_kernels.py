@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_gradops._array_types import Arrays, accum_dtype, match_vma, reshard_like
 from jax_gradops._core import Kernel, Named, Result, Total, along_channels, column_sum_workspace
 from jax_gradops._implementation import Implementation
 from jax_gradops._ops.norm_reference import inverse_deviation
-from jax_gradops._sharding import Arrays, accum_dtype, match_vma, reshard_like
 
 Array = jax.Array
 

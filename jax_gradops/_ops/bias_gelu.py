@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
+from jax_gradops._array_types import Arrays, accum_dtype, match_vma, reshard_like
 from jax_gradops._core import Kernel, Result, along_features, column_sum_workspace
 from jax_gradops._implementation import Implementation, resolve_implementation
-from jax_gradops._sharding import Arrays, accum_dtype, match_vma, reshard_like
 
 # --- References: the meaning of the kernels in jax.numpy -----------------------------------------
 

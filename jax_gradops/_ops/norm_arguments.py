@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
-from jax_gradops._sharding import accum_dtype, gathered, reshard_like
+from jax_gradops._array_types import accum_dtype, gathered, reshard_like
 
 
 @dataclasses.dataclass(frozen=True)

@@ -376,9 +376,11 @@ def rms_norm_backward(
     >>> print(dscale)
     [0.2 0. ]
     """
-    return _rms_norm_backward(
-        "rms_norm_backward", "x", dy, x, scale, rstd, begin_norm_axis, implementation
-    )
+    op = "rms_norm_backward"
+    arguments = Arguments.of(op, "x", x, begin_norm_axis)
+    wanted = _wanted(op, scale=scale)
+    statistics = (None, arguments.statistic("rstd", rstd))
+    return _run_backward(op, dy, arguments, scale, None, *statistics, wanted, implementation)[:2]
 
 
 def rms_norm_backward_from_output(
@@ -428,22 +430,8 @@ def rms_norm_backward_from_output(
     >>> print(dscale)
     [0.2 0. ]
     """
-    return _rms_norm_backward(
-        "rms_norm_backward_from_output", "y", dy, y, scale, rstd, begin_norm_axis, implementation
-    )
-
-
-def _rms_norm_backward(
-    op: str,
-    name: str,
-    dy: ArrayLike,
-    saved: ArrayLike,
-    scale: ArrayLike | None,
-    rstd: ArrayLike,
-    begin_norm_axis: int,
-    implementation: Implementation,
-) -> tuple[jax.Array, jax.Array | None]:
-    arguments = Arguments.of(op, name, saved, begin_norm_axis)
+    op = "rms_norm_backward_from_output"
+    arguments = Arguments.of(op, "y", y, begin_norm_axis)
     wanted = _wanted(op, scale=scale)
     statistics = (None, arguments.statistic("rstd", rstd))
     return _run_backward(op, dy, arguments, scale, None, *statistics, wanted, implementation)[:2]

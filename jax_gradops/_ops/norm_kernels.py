@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_gradops._array_types import match_vma, reshard_like
 from jax_gradops._core import Kernel, Result, column_sum_workspace
 from jax_gradops._implementation import Implementation
 from jax_gradops._ops import norm_reference as reference
-from jax_gradops._sharding import match_vma, reshard_like
 
 #: What the backward pass is given: the op's input and statistics, or its output and 1/deviation.
 Residuals: TypeAlias = Literal["input", "output"]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_gradops._array_types import Arrays, accum_dtype
 from jax_gradops._core import along_features
-from jax_gradops._sharding import Arrays, accum_dtype
 
 Array = jax.Array
 

@@ -24,12 +24,16 @@ class Fault(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-def _k(file: str, expression: str) -> str:
-    return f'tests/test_{file}.py -k "({expression}) and not cuda"'
+def _k(files: str, expression: str) -> str:
+    return f'{_paths(files)} -k "({expression}) and not cuda"'
 
 
-def _gpu(file: str, expression: str) -> str:
-    return f'tests/test_{file}.py -k "({expression}) and cuda"'
+def _gpu(files: str, expression: str) -> str:
+    return f'{_paths(files)} -k "({expression}) and cuda"'
+
+
+def _paths(files: str) -> str:
+    return " ".join(f"tests/test_{file}.py" for file in files.split())
 
 
 _NORM = _k("layer_norm", "(TestLayerNorm or TestRmsNorm) and test_sizes and ffi")
@@ -41,10 +45,12 @@ _ADD = _k("norm_variants", "TestAddLayerNorm and test_sizes and ffi")
 _GELU = _k("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_many_groups")
 _GELU_VALUES = _k("bias_gelu", "test_float32 or test_every_small or test_float64 or test_special")
 _BATCH = _k("batch_norm", "(test_sizes or test_layouts) and ffi")
-_BATCH_VALUES = _k("batch_norm", "(test_large or test_hard or test_outlier) and ffi")
-_BATCH_LARGE = _k("batch_norm", "test_large_results")
+_BATCH_VALUES = _k("batch_norm_numerics", "(test_large or test_hard or test_outlier) and ffi")
+_BATCH_LARGE = _k("batch_norm_numerics", "test_large_results")
 _CLIP = _k("global_norm", "test_sizes or test_large or test_range or test_mixed")
-_GROUPS = _k("global_norm", "test_in_place_groups or test_per_example")
+_GROUPS = _k(
+    "global_norm_in_place global_norm_transformations", "test_in_place_groups or test_per_example"
+)
 _CALLS = "tests/test_native_calls.py -k cpu"
 _SOURCES = "tests/test_package.py -k offsets"
 
@@ -55,7 +61,7 @@ CPU = [
         "ffi/cpu/layer_norm.cc",
         "centered = (centered - mean) - delta;",
         "centered = centered - mean;",
-        _k("layer_norm", "test_large_mean and ffi"),
+        _k("norm_numerics", "test_large_mean and ffi"),
     ),
     Fault(
         "bias left out",
@@ -98,7 +104,7 @@ CPU = [
         "ffi/cpu/layer_norm.cc",
         "x_hat = (shifted(at) - delta) * factor;",
         "x_hat = shifted(at) * factor;",
-        _k("layer_norm", "test_large_mean and ffi"),
+        _k("norm_numerics", "test_large_mean and ffi"),
     ),
     Fault(
         "from the output: a scale of zero divides",
@@ -140,7 +146,7 @@ CPU = [
         "ffi/cpu/lanes.h",
         "constexpr std::int64_t kAtATime = 16 * kLanes<A>;",
         "constexpr std::int64_t kAtATime = std::int64_t{1} << 40;",
-        "tests/test_norm_accuracy.py tests/test_layer_norm.py"
+        "tests/test_norm_accuracy.py tests/test_layer_norm.py tests/test_norm_numerics.py"
         ' -k "not cuda and not xla and (test_float32 or test_long or test_exact or hard or WIDE)"',
     ),
     Fault(
@@ -155,14 +161,14 @@ CPU = [
         "ffi/cpu/column_sum.h",
         "double totals[kColumns];",
         "A totals[kColumns];",
-        _k("layer_norm", "test_partial_sums"),
+        _k("norm_numerics", "test_partial_sums"),
     ),
     Fault(
         "thousands of rows added up in float32",
         "ffi/cpu/column_sum.h",
         "kRowsPerSum = 128;",
         "kRowsPerSum = std::int64_t{1} << 40;",
-        "tests/test_layer_norm.py tests/test_bias_gelu.py"
+        "tests/test_norm_numerics.py tests/test_bias_gelu.py"
         ' -k "(test_exact_sums or test_long_sums) and not cuda"',
     ),
     Fault(
@@ -269,7 +275,7 @@ CPU = [
         "ffi/cpu/global_norm.cc",
         "if (factors[group] != 1) {",
         "if (factors[group] != 2) {",
-        _k("global_norm", "test_nothing_is_written"),
+        _k("global_norm_in_place", "test_nothing_is_written"),
     ),
     Fault(
         "squares are added up in float32 for a float64 result",
@@ -311,35 +317,35 @@ CPU = [
         "ffi/cpu/batch_norm_fwd.cc",
         "if (far == 0) break;",
         "break;",
-        _k("batch_norm", "test_guess"),
+        _k("batch_norm_numerics", "test_guess"),
     ),
     Fault(
         "channels first, a bad guess is kept",
         "ffi/cpu/batch_norm_fwd.cc",
         "if (again || sums[0] * sums[0] <= 0.5 * count * sums[1]) break;",
         "break;",
-        _k("batch_norm", "test_guess"),
+        _k("batch_norm_numerics", "test_guess"),
     ),
     Fault(
         "relu swallows NaN",
         "ffi/cpu/batch_norm_fwd.cc",
         "return z < least ? least : z; }",
         "return z > least ? z : least; }",
-        _k("batch_norm", "test_relu_keeps_nan or test_nonfinite"),
+        _k("batch_norm_numerics", "test_relu_keeps_nan or test_nonfinite"),
     ),
     Fault(
         "relu's gradient at zero is 1",
         "ffi/cpu/batch_norm_bwd.cc",
         "factor_[c] + offset_[c] > 0 ? dy : A{0}",
         "factor_[c] + offset_[c] >= 0 ? dy : A{0}",
-        _k("batch_norm", "test_relu_at_zero"),
+        _k("batch_norm_numerics", "test_relu_at_zero"),
     ),
     Fault(
         "relu's gradient at zero is 1, by y",
         "ffi/cpu/batch_norm_bwd.cc",
         "static_cast<A>(y_[i]) > 0 ? dy : A{0}",
         "static_cast<A>(y_[i]) >= 0 ? dy : A{0}",
-        _k("batch_norm", "test_relu_at_zero"),
+        _k("batch_norm_numerics", "test_relu_at_zero"),
     ),
     Fault(
         "dx without the projection on x_hat",
@@ -396,7 +402,7 @@ CPU = [
         "ffi/common/math.h",
         "std::sqrt(square) + nan_if_infinite;",
         "std::sqrt(square);",
-        _k("layer_norm", "test_overflowing_variance or test_nonfinite"),
+        _k("layer_norm norm_numerics", "test_overflowing_variance or test_nonfinite"),
     ),
     Fault(
         "bfloat16 halves are rounded up",
@@ -417,7 +423,7 @@ CPU = [
         "ffi/common/dtype.h",
         "mask(magnitude >= 0x47800000u)",
         "mask(magnitude >= 0x48000000u)",
-        _k("layer_norm", "test_float16_overflows"),
+        _k("norm_numerics", "test_float16_overflows"),
     ),
     # --- Handlers ---
     Fault(
@@ -472,42 +478,42 @@ CPU = [
     # --- The Python core ---
     Fault(
         "a psum is skipped",
-        "jax_gradops/_sharding.py",
+        "jax_gradops/_partitioning.py",
         "return lax.psum(parts, axes) if axes else parts",
         "return parts",
         _k("layer_norm", "TestLayerNorm and test_rows_spread and not unequally"),
     ),
     Fault(
         "copies of a partial sum are added up",
-        "jax_gradops/_sharding.py",
+        "jax_gradops/_partitioning.py",
         "lax.psum([part / copies for part in parts], everywhere)",
         "lax.psum(parts, everywhere)",
         _k("layer_norm", "TestLayerNorm and (test_partial_manual or test_three_axes)"),
     ),
     Fault(
         "sums have what fills up unequal shards",
-        "jax_gradops/_sharding.py",
-        "specs = [_even(s, o.shape, over.axes) for s, o in zip(specs, operands, strict=True)]",
+        "jax_gradops/_partitioning.py",
+        "specs = [even(s, o.shape, over.axes) for s, o in zip(specs, operands, strict=True)]",
         "pass",
         _k("layer_norm", "TestLayerNorm and test_rows_spread_unequally"),
     ),
     Fault(
         "a parameter's gradient is rounded before its sum over shards",
-        "jax_gradops/_sharding.py",
+        "jax_gradops/_array_types.py",
         "if dtype is not None and a.dtype.itemsize < dtype.itemsize:",
         "if False:",
         _k("norm_variants", "test_sums_over_shards_are_wide"),
     ),
     Fault(
         "an image's axes are not summed over",
-        "jax_gradops/_sharding.py",
+        "jax_gradops/_layout.py",
         'for e in (*letters["n"], *letters["m"]) for a in',
         'for e in letters["n"] for a in',
-        _k("batch_norm", "test_images_spread"),
+        _k("batch_norm_devices", "test_images_spread"),
     ),
     Fault(
         "float64 is looked for in the first array only",
-        "jax_gradops/_sharding.py",
+        "jax_gradops/_array_types.py",
         "any(d == jnp.float64 for d in dtypes)",
         "any(d == jnp.float64 for d in dtypes[:1])",
         _k("global_norm", "test_mixed_dtypes"),
@@ -552,39 +558,39 @@ CPU = [
         "jax_gradops/_ops/bias_gelu.py",
         'in_place={"dx": "dy"},',
         'in_place={"dx": "x"},',
-        _k("backward", "test_bias_gelu_in_place"),
+        _k("bias_gelu", "test_bias_gelu_in_place"),
     ),
     Fault(
         "a leaf's memory becomes another one's result",
         "jax_gradops/_core.py",
         "aliases = {i: i for i in range(call.arrays)}",
         "aliases = {i: call.arrays - 1 - i for i in range(call.arrays)}",
-        _k("global_norm", "test_in_place"),
+        _k("global_norm_in_place", "test_in_place"),
     ),
     Fault(
         "shards' variances without their means' distances",
         "jax_gradops/_ops/batch_norm_kernels.py",
         'partial["batch_variance"] + jnp.square(offset))',
         'partial["batch_variance"])',
-        _k("batch_norm", "test_axis_name or test_images_spread"),
+        _k("batch_norm_devices", "test_axis_name or test_images_spread"),
     ),
     Fault(
         "means over one shard's rows",
         "jax_gradops/_ops/batch_norm_kernels.py",
         "n = shards * (max(1, rows) if isinstance(rows, int) else rows)",
         "n = max(1, rows) if isinstance(rows, int) else rows",
-        _k("batch_norm", "test_axis_name or test_images_spread"),
+        _k("batch_norm_devices", "test_axis_name or test_images_spread"),
     ),
     Fault(
         "zero over zero",
-        "jax_gradops/_ops/global_norm.py",
+        "jax_gradops/_ops/global_norm_kernels.py",
         "keep = (norm < max_norm) | (norm == 0)",
         "keep = norm < max_norm",
         _k("global_norm", "test_zero_norm"),
     ),
     Fault(
         "huge leaves' norm is halved",
-        "jax_gradops/_ops/global_norm.py",
+        "jax_gradops/_ops/global_norm_kernels.py",
         "jnp.sqrt(huge) * 2.0**96,",
         "jnp.sqrt(huge) * 2.0**95,",
         _k("global_norm", "test_range"),
@@ -601,7 +607,7 @@ CPU = [
         "jax_gradops/_ops/norm_arguments.py",
         "parameter.dtype.itemsize < self.accum_dtype.itemsize:",
         "False:",
-        _k("layer_norm", "test_gradient_summed"),
+        _k("norm_numerics", "test_gradient_summed"),
     ),
     Fault(
         "a bool is a number",
@@ -615,7 +621,7 @@ CPU = [
         "jax_gradops/_registry.py",
         "compiled[0] == runtime[0] and compiled[1] <= runtime[1]",
         "compiled[0] == runtime[0]",
-        _k("core", "test_ffi_version_guard or test_unusable"),
+        _k("compatibility", "test_ffi_version_guard or test_unusable"),
     ),
 ]
 
@@ -675,7 +681,10 @@ CUDA = [
         "ffi/cuda/global_norm_leaves.cuh",
         "static_cast<const T*>(leaf.data) + group * count + first",
         "static_cast<const T*>(leaf.data) + first",
-        _gpu("global_norm", "test_in_place_groups or test_per_example or test_vmap"),
+        _gpu(
+            "global_norm global_norm_in_place global_norm_transformations",
+            "test_in_place_groups or test_per_example or test_vmap",
+        ),
     ),
     Fault(
         "norm: a 32-bit offset",
@@ -696,14 +705,14 @@ CUDA = [
         "ffi/cuda/global_norm.cu",
         "if (factor == 1) continue;",
         "if (factor != 1) continue;",
-        _gpu("global_norm", "test_in_place or test_operator"),
+        _gpu("global_norm_in_place", "test_in_place or test_operator"),
     ),
     Fault(
         "layer norm: y without what the rounded mean is off by",
         "ffi/cuda/layer_norm_fwd.cuh",
         "const A shift = -moments.delta * moments.rstd;",
         "const A shift = 0;",
-        _gpu("layer_norm", "test_large_mean and ffi"),
+        _gpu("norm_numerics", "test_large_mean and ffi"),
     ),
     Fault(
         "layer norm: rows that start anywhere are framed by the first one",
@@ -717,34 +726,38 @@ CUDA = [
         "ffi/cuda/layer_norm_bwd.cuh",
         "mean_wdy_x_hat -= delta * total[1];",
         "mean_wdy_x_hat -= delta;",
-        _gpu("layer_norm", "test_large_mean and ffi"),
+        _gpu("norm_numerics", "test_large_mean and ffi"),
     ),
     Fault(
         "layer norm backward: sums overwrite those of earlier rows",
         "ffi/cuda/layer_norm_bwd.cuh",
         "const bool store = pass == 0 && done == 0;",
         "const bool store = true;",
-        _gpu("layer_norm", "test_exact_sums or test_long_sums"),
+        _gpu("norm_numerics", "test_exact_sums or test_long_sums"),
     ),
     Fault(
         "layer norm backward: units' sums are read before they are written",
         "ffi/cuda/layer_norm_bwd.cuh",
         "__syncthreads();  // all units' sums are written",
         "",
-        _gpu("layer_norm", "(TestLayerNorm and test_sizes and ffi) or test_exact_sums"),
+        _gpu(
+            "layer_norm norm_numerics", "(TestLayerNorm and test_sizes and ffi) or test_exact_sums"
+        ),
     ),
     Fault(
         "batch norm: partial sums are read before they are written",
         "ffi/cuda/batch_norm_bwd.cu",
         "cooperative_groups::this_grid().sync();  // partial sums are written",
         "",
-        _gpu("batch_norm", "(test_sizes or test_layouts or thousand) and not xla"),
+        _gpu(
+            "batch_norm batch_norm_numerics", "(test_sizes or test_layouts or thousand) and not xla"
+        ),
     ),
     Fault(
         "batch norm: dx without what the mean is off by",
         "ffi/cuda/batch_norm_grad.cuh",
         "level(mean_dz - delta * (mean_dz_x_hat * rstd))",
         "level(mean_dz)",
-        _gpu("batch_norm", "test_large_means and ffi"),
+        _gpu("batch_norm_numerics", "test_large_means and ffi"),
     ),
 ]

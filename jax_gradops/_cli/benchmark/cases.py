@@ -16,8 +16,8 @@ from jax_gradops._cli.benchmark import batch_norm_formulas, formulas
 
 Direction = Literal["fwd", "bwd"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+DTYPES = tuple(SHORT_DTYPES)
 #: Of shapes of four axes; those of two are rows of features.
 LAYOUTS = ("nhwc", "nchw")
 Shape = tuple[int, ...]

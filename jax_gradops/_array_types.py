@@ -1,0 +1,85 @@
+"""What the types of arrays say and take: the dtype of sums, and axes of meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+#: Names of axes of a mesh.
+MeshAxes: TypeAlias = tuple[str, ...]
+
+
+def accum_dtype(*dtypes: Any) -> jnp.dtype:
+    """The dtype of sums, statistics and parameters: float32, or float64 if one of `dtypes` is."""
+    return jnp.dtype(jnp.float64 if any(d == jnp.float64 for d in dtypes) else jnp.float32)
+
+
+def axes_of(kind: AxisType, mesh: AbstractMesh) -> dict[str, int]:
+    """Names and sizes of the mesh axes of one kind."""
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, k in axes if k == kind}
+
+
+def mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh:
+    """The mesh in the types of arrays, which need not be set as the context's, or the context's."""
+    meshes = (jax.typeof(a).sharding.mesh for a in arrays)
+    return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    # jax 0.10 to 0.12: the mesh axes over which a value varies inside shard_map(check_vma=True).
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def match_vma(
+    *arrays: jax.Array | None, sums: Sequence[Any] | None = None
+) -> tuple[jax.Array | None, ...]:
+    """Inside `shard_map`, makes all arrays vary over the same mesh axes.
+
+    The transpose is a sum over these axes: `sums` has for each array the dtype in which it is to be
+    summed, if it is narrower, or None for its own.
+    """
+    axes = frozenset().union(*(_varying(a) for a in arrays if a is not None))
+
+    def cast(a: jax.Array | None, dtype: Any) -> jax.Array | None:
+        missing = () if a is None else tuple(sorted(axes - _varying(a)))
+        if a is None or not missing:
+            return a
+        if dtype is not None and a.dtype.itemsize < dtype.itemsize:
+            a = a.astype(dtype)
+        return lax.pcast(a, missing, to="varying")
+
+    return tuple(map(cast, arrays, sums or [None] * len(arrays)))
+
+
+def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
+    """The type of a result of the local computation: `like`'s but for shape and dtype."""
+    type_ = jax.typeof(like)
+    spec = PartitionSpec(*[None] * len(shape))
+    return type_.update(
+        shape=tuple(shape),
+        dtype=jnp.dtype(dtype),
+        sharding=type_.sharding.update(spec=spec),
+        weak_type=False,
+    )
+
+
+def gathered(x: jax.Array, begin: int) -> jax.Array:
+    """On an Explicit mesh, x with its axes from `begin` on whole: a reshape can merge them."""
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec[begin:]):
+        return x
+    spec = PartitionSpec(*sharding.spec[:begin], *[None] * (x.ndim - begin))
+    return jax.sharding.reshard(x, sharding.update(spec=spec))
+
+
+def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
+    """On an Explicit mesh, shards y as x is, which `Kernel.prepare` may have changed."""
+    sharding = jax.typeof(x).sharding
+    return jax.sharding.reshard(y, sharding) if axes_of(AxisType.Explicit, sharding.mesh) else y

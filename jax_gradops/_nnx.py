@@ -1,0 +1,107 @@
+"""What the modules of `jax_gradops.nnx` compute, and what they leave to Flax's methods."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from jax_gradops import _modules
+from jax_gradops._ops.bias_gelu import gelu
+
+
+def norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
+    """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
+    if isinstance(x, _modules.Sum):
+        return _add_norm(module, flax, x, mask)
+    x = jnp.asarray(x)
+    shape = _modules.normalized_shape(module, x, mask)
+    if shape is None:
+        return flax(module, x, mask=mask)
+    x, *parameters = _promoted(module, x, shape)
+    centered = isinstance(module, nnx.LayerNorm)
+    return _modules.norm(module, x, shape, *parameters, centered=centered)
+
+
+def _add_norm(module: Any, flax: Any, x: _modules.Sum, mask: Any) -> Any:
+    shape = _modules.normalized_shape(module, x, mask)
+    if shape is not None and module.promote_dtype is promote_dtype:
+        promoted, *parameters = _promoted(module, x.x, shape)
+        if promoted.dtype == x.x.dtype:
+            centered = isinstance(module, nnx.LayerNorm)
+            return _modules.norm(module, x, shape, *parameters, centered=centered)
+    total = x.plain()
+    return norm(module, flax, total, mask), total
+
+
+def _promoted(module: Any, x: Any, shape: tuple[int, ...]) -> list[Any]:
+    """`x`, scale and bias as Flax takes them, the parameters in `shape`.
+
+    But for what Flax's own function does to parameters: where `dtype` is narrower, it rounds them,
+    and their gradients. The op computes in float32, so that this would only take time and digits.
+    """
+    given = [value(module.scale)]
+    if isinstance(module, nnx.LayerNorm):
+        given.append(value(module.bias))
+    x, *promoted = module.promote_dtype((x, *given), dtype=module.dtype)
+    parameters = not_rounded(module, given, promoted)
+    for p in parameters:
+        if p is not None and p.size != math.prod(shape):
+            raise ValueError(
+                f"{type(module).__name__}: x must have as many features as num_features says, "
+                f"{p.size}, got shape {jnp.shape(x)}"
+            )
+    return [x, *(None if p is None else p.reshape(shape) for p in parameters)]
+
+
+def not_rounded(module: Any, given: list[Any], promoted: list[Any]) -> list[Any]:
+    """Parameters as they were given where Flax's promotion has rounded them."""
+    if module.promote_dtype is not promote_dtype:
+        return promoted
+    pairs = zip(given, promoted, strict=True)
+    return [p if p is None or jnp.can_cast(v.dtype, p.dtype) else v for v, p in pairs]
+
+
+def linear_gelu(approximate: bool, linear: Any, inputs: Any, out_sharding: Any = None) -> jax.Array:
+    """GELU of what `linear` gives, of whose bias the op takes care."""
+    values = (inputs, value(linear.kernel), value(linear.bias))
+    inputs, kernel, bias = linear.promote_dtype(values, dtype=linear.dtype)
+    options: dict[str, Any] = {"precision": linear.precision, "out_sharding": out_sharding}
+    if linear.preferred_element_type is not None:
+        options["preferred_element_type"] = linear.preferred_element_type
+    dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
+    y = linear.dot_general(inputs, kernel, dimensions, **options)
+    return _modules.gelu_of_sum(y, bias, approximate)
+
+
+def value(variable: Any) -> Any:
+    """Of a parameter that may be None."""
+    return None if variable is None else variable[...]
+
+
+def _approximate(layer: Any) -> bool | None:
+    """Of a GELU, which form it is; None if `layer` is something else."""
+    given: dict[str, Any] = {}
+    if isinstance(layer, functools.partial) and not layer.args:
+        layer, given = layer.func, layer.keywords
+    known = layer is jax.nn.gelu or layer is nnx.gelu or layer is gelu
+    return (
+        bool(given.get("approximate", True)) if known and given.keys() <= {"approximate"} else None
+    )
+
+
+def with_pairs(module: nnx.Sequential) -> list[Any]:
+    """A Sequential's layers, each Linear in one with the GELU after it."""
+    result: list[Any] = []
+    for layer in module.layers:
+        approximate = _approximate(layer)
+        if result and type(result[-1]) is nnx.Linear and approximate is not None:
+            result[-1] = functools.partial(linear_gelu, approximate, result[-1])
+        else:
+            result.append(layer)
+    return result

@@ -1,0 +1,199 @@
+"""Global norm: reference, kernels, differentiation; what the public functions trace."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_gradops._array_types import Arrays, accum_dtype, match_vma
+from jax_gradops._core import Kernel, Result
+from jax_gradops._implementation import Implementation
+
+Nonfinite: TypeAlias = Literal["propagate", "zero"]
+
+# --- Reference: the meaning of the kernel in jax.numpy -------------------------------------------
+
+
+def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
+    """The sum of squares in three ranges, as ffi/ops/global_norm.h defines them.
+
+    Squares of float32 reach from 2^-298 to 2^256: where their sum leaves float32's range, the
+    leaves are scaled by a power of two before they are squared.
+    """
+    dtype = accum_dtype(*(leaf.dtype for leaf in leaves))
+
+    def sum_of_squares(factor: float) -> jax.Array:
+        return functools.reduce(
+            jnp.add, (jnp.sum(jnp.square(leaf.astype(dtype) * factor)) for leaf in leaves)
+        )
+
+    normal = sum_of_squares(1)
+    _, zero = match_vma(normal, jnp.zeros_like(normal))
+    assert zero is not None
+    if dtype == jnp.float64:
+        return zero, normal, zero
+    is_huge, is_tiny = normal == jnp.inf, normal < 2.0**-96
+    # At most one turn. It is no `cond`, whose vmap would choose between leaves on a mesh.
+    _, huge, tiny = jax.lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (carry[0] & False, sum_of_squares(2.0**-96), sum_of_squares(2.0**96)),
+        (is_huge | is_tiny, zero, zero),
+    )
+    return (
+        jnp.where(is_huge, huge, 0),
+        jnp.where(is_huge | is_tiny, 0, normal),
+        jnp.where(is_tiny, tiny, 0),
+    )
+
+
+# --- Kernel --------------------------------------------------------------------------------------
+
+SUM_OF_SQUARES = Kernel(
+    name="sum_of_squares",
+    operands={"leaves": "n"},
+    results={"huge": Result(""), "normal": Result(""), "tiny": Result("")},
+    reference=_sum_of_squares_reference,
+    variadic=True,
+    # 2,048 partial sums in double, a dtype that JAX may not know; at least one for each group.
+    workspace=lambda groups, rows, features, sums: (
+        groups,
+        -(-2048 // max(1, groups)) if isinstance(groups, int) else 2048,
+        2,
+    ),
+)
+
+
+@jax.custom_jvp
+def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """X * factor, rounded once; x itself where the factor is 1."""
+    dtype = accum_dtype(x.dtype, factor.dtype)
+    # A choice rather than a product with 1: that would flush subnormals where the hardware does.
+    return jnp.where(factor == 1, x, (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype))
+
+
+# The choice has no derivative by a factor of 1, which may come of norm == max_norm.
+@_scaled.defjvp
+def _scaled_jvp(primals: Any, tangents: Any) -> Any:
+    (x, factor), (dx, dfactor) = primals, tangents
+    dtype = accum_dtype(x.dtype, factor.dtype)
+    change = dx.astype(dtype) * factor.astype(dtype) + x.astype(dtype) * dfactor.astype(dtype)
+    return _scaled(x, factor), change.astype(x.dtype)
+
+
+def _scale_reference(*operands: jax.Array) -> Arrays:
+    *leaves, factor = operands
+    return tuple(_scaled(x, factor) for x in leaves)
+
+
+# XLA compares all pairs of a call's results and operands: 10,000 in one call compile for minutes.
+_LEAVES_PER_CALL = 250
+
+# Where the factor is 1, no leaf is written.
+SCALE = Kernel(
+    name="scale",
+    operands={"leaves": "n", "factor": ""},
+    results={"scaled": Result("n", "x")},
+    reference=_scale_reference,
+    variadic=True,
+    in_place={"scaled": "leaves"},
+)
+
+
+# --- Differentiation -----------------------------------------------------------------------------
+
+
+def _norm_of(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
+    huge, normal, tiny = SUM_OF_SQUARES(*leaves, implementation=implementation)
+    # The root of each part has float32's range; scalars only, so that XLA makes one small kernel.
+    parts = (jnp.sqrt(huge) * 2.0**96, jnp.sqrt(normal), jnp.sqrt(tiny) * 2.0**-96)
+    largest = functools.reduce(jnp.maximum, parts)
+    scalable = (largest > 0) & (largest < jnp.inf)
+    divisor = jnp.where(scalable, largest, 1)
+    total = sum(jnp.square(part / divisor) for part in parts)
+    return jnp.where(scalable, largest * jnp.sqrt(total), largest)
+
+
+@jax.custom_jvp
+def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    """A / b, for a scalar b, whose derivative does not need b² (JAX's leaves float32's range)."""
+    return a / b
+
+
+@_quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> Any:
+    (a, b), (da, db) = primals, tangents
+    q = _quotient(a, b)
+    return q, _quotient(da, b) - q * _quotient(db, b)
+
+
+# The rule does not differentiate the kernel, so it serves every implementation, order and mode.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _norm(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
+    return _norm_of(leaves, implementation)
+
+
+@_norm.defjvp
+def _norm_jvp(implementation: Implementation, primals: Any, tangents: Any) -> Any:
+    (leaves,), (dleaves,) = primals, tangents
+    norm = _norm(leaves, implementation)
+    safe = jnp.where(norm == 0, 1, norm)  # the gradient at norm 0 is 0
+    pairs = zip(leaves, dleaves, strict=True)
+    return norm, sum(
+        jnp.sum(_quotient(x.astype(norm.dtype), safe) * d.astype(norm.dtype)) for x, d in pairs
+    )
+
+
+# --- What is traced ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def traced_norm(leaves: tuple[jax.Array, ...], *, implementation: Implementation) -> jax.Array:
+    """The norm of one leaf or more; differentiable."""
+    norm: Any = _norm(SUM_OF_SQUARES.prepare(*leaves), implementation)
+    return norm
+
+
+def _factor(norm: jax.Array, max_norm: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Whether leaves are kept as they are, and by what they are multiplied: 1 if they are."""
+    max_norm = jnp.asarray(max_norm, norm.dtype)
+    # NaN if it is negative, as gradients would be turned round. With a root, as a NaN written here
+    # would stop jax_debug_nans.
+    max_norm += jnp.sqrt(jnp.where(max_norm < 0, -1, 0).astype(norm.dtype))
+    keep = (norm < max_norm) | (norm == 0)
+    # Where it is not used it is 1 / 1, so that no derivative is infinite times 0.
+    return keep, _quotient(jnp.where(keep, 1, max_norm), jnp.where(keep, 1, norm))
+
+
+@functools.partial(jax.jit, static_argnames="nonfinite")
+def scale(
+    leaves: tuple[jax.Array, ...], norm: jax.Array, max_norm: ArrayLike, *, nonfinite: Nonfinite
+) -> tuple[jax.Array, ...]:
+    """Clipped leaves, by XLA."""
+    keep, factor = _factor(norm, max_norm)
+    drop = ~jnp.isfinite(norm) if nonfinite == "zero" else None
+
+    def scaled(x: jax.Array) -> jax.Array:
+        dtype = accum_dtype(x.dtype, norm.dtype)
+        # A choice rather than a factor of 1: that would flush subnormals where the hardware does.
+        y = jnp.where(keep, x, (x.astype(dtype) * factor.astype(dtype)).astype(x.dtype))
+        return y if drop is None else jnp.where(drop, jnp.zeros_like(y), y)
+
+    return tuple(map(scaled, leaves))
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def scale_in_place(
+    leaves: tuple[jax.Array, ...],
+    norm: jax.Array,
+    max_norm: ArrayLike,
+    *,
+    implementation: Implementation,
+) -> tuple[jax.Array, ...]:
+    """Clipped leaves, by the kernel, in the memory of these."""
+    *operands, factor = SCALE.prepare(*leaves, _factor(norm, max_norm)[1])
+    calls = (operands[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
+    return tuple(x for some in calls for x in SCALE(*some, factor, implementation=implementation))

@@ -1,0 +1,95 @@
+"""Calls of layer and RMS norm with options, compared with the oracle of the flattened problem."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import oracles
+from comparing import OPTIMIZED, assert_matches, widen
+
+import jax_gradops
+
+
+class Problem(NamedTuple):
+    """One call of an op and of its gradient."""
+
+    op: str
+    dy: Any
+    parameters: dict[str, Any]
+    options: dict[str, Any]
+
+
+def problem(
+    op: str, dy: Any, x: Any, scale: Any = None, bias: Any = None, **options: Any
+) -> Problem:
+    given = {"x": x, "scale": scale} | ({"bias": bias} if op == "layer_norm" else {})
+    return Problem(op, dy, {k: v for k, v in given.items() if v is not None}, options)
+
+
+def run(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    """y and the gradients of all parameters of each problem, in one program."""
+
+    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
+    def f(operands: Any) -> Any:
+        results = []
+        for p, (dy, parameters) in zip(problems, operands, strict=True):
+            op = functools.partial(getattr(jax_gradops, p.op), **p.options)
+            y, pull = jax.vjp(lambda given, op=op: op(**given), parameters)
+            results.append({"y": y, **pull(dy)[0]})
+        return results
+
+    return f([(p.dy, p.parameters) for p in problems])
+
+
+def check(*problems: Problem) -> None:
+    """Compares y and all gradients with the oracle of the flattened problem."""
+    for p, results in zip(problems, run(problems), strict=True):
+        x = p.parameters["x"]
+        accum = np.float64 if x.dtype == np.float64 else np.float32
+        for name, reference in references(p).items():
+            like = p.parameters.get(name, x)
+            extra = tuple(range(reference.value.ndim - like.ndim))  # a parameter of the last axis
+            value, magnitude = reference.value.sum(extra), reference.magnitude.sum(extra)
+            reference = oracles.Reference(value, magnitude)
+            what = f"{p.op}, {x.dtype}{list(x.shape)}, {p.options}: {name}"
+            assert_matches(results[name], reference, like.dtype, accum, what)
+
+
+def references(p: Problem) -> dict[str, oracles.Reference]:
+    x, options = p.parameters["x"], p.options
+    begin = options.get("begin_norm_axis", -1) % x.ndim
+    inner = x.shape[begin:]
+    flat = (math.prod(x.shape[:begin]), math.prod(inner))
+    scale, bias = (
+        np.broadcast_to(widen(p.parameters[name]), inner).reshape(-1)
+        if name in p.parameters
+        else None
+        for name in ("scale", "bias")
+    )
+    settings = {
+        "epsilon": options.get("epsilon", 1e-6),
+        "centered": p.op == "layer_norm",
+        "scale_offset": options.get("scale_offset", 0.0),
+    }
+    wide_x, wide_dy = widen(x).reshape(flat), widen(p.dy).reshape(flat)
+    y = oracles.norm(wide_x, scale, bias, **settings)
+    dx, dscale, dbias = oracles.norm_vjp(wide_dy, wide_x, scale, **settings)
+    shapes = {"y": (y, x.shape), "x": (dx, x.shape)}
+    shapes |= {n: (r, inner) for n, r in (("scale", dscale), ("bias", dbias)) if n in p.parameters}
+    return {
+        name: oracles.Reference(r.value.reshape(shape), r.magnitude.reshape(shape))
+        for name, (r, shape) in shapes.items()
+    }
+
+
+def example(rng: Any, shape: Any, dtype: Any = np.float32, inner: Any = None) -> list[Any]:
+    """dy, x, scale and bias."""
+    inner = shape[-1:] if inner is None else inner
+    dy, x = 0.3 + rng.standard_normal(shape), 0.5 + 1.5 * rng.standard_normal(shape)
+    scale, bias = 1 + 0.5 * rng.standard_normal(inner), rng.standard_normal(inner)
+    return [a.astype(dtype) for a in (dy, x, scale, bias)]

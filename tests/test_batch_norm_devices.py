@@ -1,0 +1,130 @@
+"""Batch norm's statistics across devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from channels import EPSILON, assert_last, channels_last, ordinary
+from comparing import assert_matches, widen
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import collectives, mesh
+from transformations import vjp_of
+
+import jax_gradops
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("how", ["shard_map", "shard_map without check_vma", "vmap", "pmap"])
+@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "relu and residual"])
+def test_axis_name(platform, implementation, how, axis, with_residual, rng):
+    """Statistics over mapped axes are the whole batch's, and so are gradients."""
+    shape = (8, 4, 3, 5)
+    dy, x, residual, scale, bias = ordinary(shape, axis, np.float32, rng)
+    operands = [x, residual] if with_residual else [x]
+    devices = mesh(platform, AxisType.Auto)
+    parts = devices.size
+    options = {"activation": "relu"} if with_residual else {}
+
+    def op(name: Any, scale: Any, bias: Any, x: Any, *residual: Any) -> Any:
+        return jax_gradops.batch_norm(
+            x, scale, bias, axis=axis, epsilon=EPSILON, axis_name=name,
+            residual=residual[0] if residual else None, implementation=implementation, **options,
+        )  # fmt: skip
+
+    if how.startswith("shard_map"):
+        rows = P(("data", "model"))
+        mapped = jax.shard_map(
+            functools.partial(op, ("data", "model")), mesh=devices,
+            in_specs=(P(), P(), *[rows] * len(operands)), out_specs=(rows, P(), P()),
+            check_vma=how == "shard_map",
+        )  # fmt: skip
+    else:
+        over = {"axis_name": "batch", "in_axes": (None, None, *[0] * len(operands))}
+        inside = functools.partial(op, "batch")
+        if how == "vmap":
+            each: Any = jax.vmap(inside, **over)
+        else:
+            each = jax.pmap(inside, devices=list(devices.devices.ravel()), **over)
+
+        def mapped(scale: Any, bias: Any, *rows: Any) -> Any:
+            split = [jnp.reshape(a, (parts, -1, *a.shape[1:])) for a in rows]
+            y, mean, var = each(scale, bias, *split)
+            return jnp.reshape(y, shape), mean[-1], var[0]
+
+    def both(dy: Any, *arguments: Any) -> Any:
+        (y, mean, var), pull = jax.vjp(mapped, *arguments)
+        return y, mean, var, pull((dy, jnp.zeros_like(mean), jnp.zeros_like(var)))
+
+    run = both if how == "pmap" else jax.jit(both)
+    y, mean, var, (dscale, dbias, dx, *dresidual) = run(dy, scale, bias, *operands)
+    rest = {
+        "epsilon": EPSILON, "relu": with_residual,
+        "residual": channels_last(residual, axis) if with_residual else None,
+    }  # fmt: skip
+    wide, parameters = [channels_last(a, axis) for a in (dy, x)], (widen(scale), widen(bias))
+    assert_last(y, oracles.batch_norm(wide[1], *parameters, **rest), axis, np.float32, "y")
+    axes = tuple(range(3))
+    np.testing.assert_allclose(mean, wide[1].mean(axes), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(var, wide[1].var(axes), rtol=2e-6)
+    expected = oracles.batch_norm_vjp(*wide, *parameters, **rest)
+    assert_last(dx, expected[0], axis, np.float32, "dx")
+    assert_matches(dscale, expected[1], np.float32, np.float32, "dscale")
+    assert_matches(dbias, expected[2], np.float32, np.float32, "dbias")
+    if with_residual:
+        assert_last(dresidual[0], expected[3], axis, np.float32, "dresidual")
+
+
+def test_without_axis_name_statistics_are_the_devices_own(platform, rng):
+    """As Flax's, inside shard_map."""
+    devices = mesh(platform, AxisType.Auto)
+    _, x, _, scale, bias = ordinary((16, 5), -1, np.float32, rng)
+    rows = P(("data", "model"))
+    mapped = jax.shard_map(
+        lambda x: jax_gradops.batch_norm(x, scale, bias, epsilon=EPSILON)[0],
+        mesh=devices, in_specs=rows, out_specs=rows,
+    )  # fmt: skip
+    parts = [
+        oracles.batch_norm(widen(part), widen(scale), widen(bias), epsilon=EPSILON).value
+        for part in np.split(x, devices.size)
+    ]
+    np.testing.assert_allclose(jax.jit(mapped)(x), np.concatenate(parts), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.R5
+@pytest.mark.parametrize("spec", [P("data"), P(None, None, "data"), P("data", "model")], ids=str)
+def test_images_spread(platform, spec, rng):
+    """NCHW, spread over the batch, over the height, and over batch and channels: large means too.
+
+    Only numbers per channel travel.
+    """
+    devices = mesh(platform, AxisType.Auto)
+    dy, x, _, scale, bias = ordinary((8, 4, 8, 6), 1, np.float32, rng)
+    x += 1e4
+
+    def op(x: Any, scale: Any, bias: Any) -> Any:
+        return jax_gradops.batch_norm(
+            x, scale, bias, axis=1, epsilon=EPSILON, implementation="ffi"
+        )[0]
+
+    arrays = [jax.device_put(a, NamedSharding(devices, spec)) for a in (dy, x)]
+    compiled = jax.jit(vjp_of(op)).lower(*arrays, scale, bias).compile()
+    y, dx, dscale, dbias = compiled(*arrays, scale, bias)
+    found = collectives(compiled.as_text())
+    if spec != P("data", "model"):
+        assert found.pop("all-reduce") == 3
+        assert not found
+    else:  # parameters are put where channels are, their gradients gathered
+        assert "all-to-all" not in found and "collective-permute" not in found
+    wide, parameters = [channels_last(a, 1) for a in (dy, x)], (widen(scale), widen(bias))
+    assert_last(y, oracles.batch_norm(wide[1], *parameters, epsilon=EPSILON), 1, np.float32, "y")
+    expected = oracles.batch_norm_vjp(*wide, *parameters, epsilon=EPSILON)
+    assert_last(dx, expected[0], 1, np.float32, "dx")
+    for got, want in zip((dscale, dbias), expected[1:3], strict=True):
+        assert_matches(got, want, np.float32, np.float32, "a parameter's gradient")

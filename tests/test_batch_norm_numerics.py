@@ -1,0 +1,232 @@
+"""Batch norm of values that are hard on the numerics. Marks such as N3: `catalogue.py`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from channels import EPSILON, assert_last, channels_last, ordinary
+from comparing import OPTIMIZED, assert_a_thousand_runs_equal, assert_bitwise_equal, widen
+from conformance import IMPLEMENTATIONS_AND_DTYPES
+from transformations import vjp_of
+
+import jax_gradops
+
+
+def normalized(x: Any, axis: int, implementation: str) -> np.ndarray:
+    f = functools.partial(
+        jax_gradops.batch_norm, axis=axis, epsilon=0.0, implementation=implementation
+    )
+    return widen(jax.jit(lambda x: f(x)[0], compiler_options=OPTIMIZED)(x))
+
+
+@pytest.mark.N1
+@pytest.mark.N2
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
+def test_large_means(platform, implementation, axis, offset, rng):
+    """float32 channels with |mean| up to 1e4 deviations are right to a few units in the last place
+    of the largest |y|, forward and backward."""
+    shape = (64, 9, 16, 16) if axis == 1 else (64, 16, 16, 9)
+    x = (offset + rng.standard_normal(shape)).astype(np.float32)
+    wide = channels_last(x, axis)
+    want = oracles.batch_norm(wide, epsilon=0.0).value
+    got = np.moveaxis(normalized(x, axis, implementation), axis, -1)
+    assert np.abs(got - want).max() <= 4 * 2.0**-24 * np.abs(want).max()
+    dy = rng.standard_normal(shape).astype(np.float32)
+
+    def op(x: Any) -> Any:
+        return jax_gradops.batch_norm(x, axis=axis, epsilon=0.0, implementation=implementation)[0]
+
+    dx = jax.jit(vjp_of(op), compiler_options=OPTIMIZED)(dy, x)[1]
+    expected = oracles.batch_norm_vjp(channels_last(dy, axis), wide, epsilon=0.0)[0]
+    assert_last(dx, expected, axis, np.float32, f"dx, offset {offset}")
+
+
+@pytest.mark.N4
+@pytest.mark.N7
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_constant_channels(platform, axis, dtype):
+    """A constant channel gives exactly its bias, at any magnitude."""
+    values = np.array([0, 1, -3, 0.1, 1e-3, 6e4, -6e4], dtype)
+    bias = np.arange(7).astype(np.float32)
+    shape = (33, 5, 7) if axis == -1 else (33, 7, 5)
+    x = np.broadcast_to(values if axis == -1 else values[:, None], shape)
+    y, mean, var = jax_gradops.batch_norm(x, None, bias, axis=axis, implementation="ffi")
+    assert (channels_last(y, axis) == bias).all()
+    assert (widen(mean) == widen(values)).all() and not np.asarray(var).any()
+
+
+@pytest.mark.N8
+@pytest.mark.N11
+@pytest.mark.B3
+@pytest.mark.B4
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize(
+    ("mean", "deviation", "dtype"),
+    [(5, 0.1, "bfloat16"), (0, 3e4, "float16"), (6e4, 100, "float16"), (0, 1e-6, "float16")],
+    ids=["large mean", "large", "saturated", "subnormal"],
+)
+def test_hard_halves(platform, implementation, axis, mean, deviation, dtype, rng):
+    """16-bit data near the ends of its type's range: statistics are float32's, dx is finite."""
+    shape = (32, 8, 8, 5) if axis == -1 else (32, 5, 8, 8)
+    x, dy = mean + deviation * rng.standard_normal(shape), rng.standard_normal(shape)
+    largest = float(jnp.finfo(dtype).max)
+    x, dy = (np.clip(a, -largest, largest).astype(dtype) for a in (x, dy))
+    epsilon = 1e-5 if deviation > 1 else 1e-12
+
+    def op(x: Any) -> Any:
+        return jax_gradops.batch_norm(x, axis=axis, epsilon=epsilon, implementation=implementation)
+
+    _, mean_, var = op(x)
+    assert mean_.dtype == var.dtype == np.float32
+    y, dx = jax.jit(vjp_of(lambda x: op(x)[0]))(dy, x)
+    wide, wide_dy = channels_last(x, axis), channels_last(dy, axis)
+    assert_last(y, oracles.batch_norm(wide, epsilon=epsilon), axis, dtype, "y")
+    expected = oracles.batch_norm_vjp(wide_dy, wide, epsilon=epsilon)[0]
+    finite = np.abs(expected.value) < largest
+    got = channels_last(dx, axis)
+    assert np.isfinite(got[finite]).all()
+    np.testing.assert_allclose(
+        got[finite], expected.value[finite], rtol=2**-7, atol=2**-6 * expected.magnitude.min()
+    )
+
+
+@pytest.mark.R2
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_thousand_runs(platform, dtype, rng):
+    """Bitwise equal, in one loop, in both layouts."""
+    dtype = jnp.dtype(dtype)
+    dy, x, residual, scale, bias = ordinary((20, 6, 7, 40), -1, dtype, rng)
+
+    def run(x: Any) -> list[Any]:
+        results = []
+        for axis, channels in ((-1, 40), (1, 6)):
+            op = functools.partial(
+                jax_gradops.batch_norm, axis=axis, activation="relu", implementation="ffi"
+            )
+            (y, mean, var), pull = jax.vjp(
+                lambda x, *p, op=op: op(x, *p, residual=residual),
+                x,
+                scale[:channels],
+                bias[:channels],
+            )
+            results += [y, mean, var, *pull((dy, mean, var))]
+        return results
+
+    assert_a_thousand_runs_equal(run, x)
+
+
+@pytest.mark.parametrize("others", ["random", "signs"])
+@pytest.mark.parametrize(
+    ("shape", "axis", "every"), [((65_536, 256), -1, 128), ((1, 16, 16_384), 1, 1024)], ids=str
+)
+def test_guess_of_the_mean_that_is_far_off(shape, axis, every, others, rng):
+    """The elements that the CPU's kernel looks at first, to guess means, are unlike the others,
+    whose squares all round in the same direction if they are 1 or -1."""
+    values = rng.standard_normal(max(shape)).astype(np.float32)
+    if others == "signs":
+        values = np.sign(values)
+    values[::every] = 1e4
+    x = np.broadcast_to(values[:, None] if axis == -1 else values, shape)
+    with jax.default_device(jax.devices("cpu")[0]):
+        _, mean, var = jax_gradops.batch_norm(x, axis=axis, implementation="ffi")
+    # Of numbers of which some are 128 times as large.
+    np.testing.assert_allclose(mean, np.mean(values, dtype=np.float64), rtol=1e-6)
+    np.testing.assert_allclose(var, np.var(values.astype(np.float64)), rtol=3e-7)
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_outlier_at_the_beginning(platform, implementation, axis, rng):
+    """What is taken off first is no good guess of the mean."""
+    x = rng.standard_normal((2, 2048, 3)).astype(np.float32)
+    x[0, 0] = 1e6
+    want = oracles.batch_norm(widen(x), epsilon=0.0).value
+    got = np.moveaxis(normalized(np.moveaxis(x, -1, axis), axis, implementation), axis, -1)
+    assert np.abs(got - want).max() <= 8 * 2.0**-24 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((3, 63, 63, 117), -1), ((5, 70, 63, 63), 1), ((8, 4, 200, 250), 1)],
+    ids=str,
+)
+def test_large_results(platform, shape, axis, rng):
+    """So large that the CPU's kernels write them past the caches; images differ in their means."""
+    dy, x, residual, scale, bias = ordinary(shape, axis, np.float32, rng)
+    x += np.linspace(-9, 9, shape[0], dtype=np.float32).reshape(-1, 1, 1, 1)
+
+    def op(x: Any, residual: Any) -> Any:
+        return jax_gradops.batch_norm(
+            x, scale, bias, axis=axis, epsilon=EPSILON, activation="relu", residual=residual,
+            implementation="ffi",
+        )[0]  # fmt: skip
+
+    y, dx, dresidual = jax.jit(vjp_of(op))(dy, x, residual)
+    wide = [*(channels_last(a, axis) for a in (dy, x)), widen(scale), widen(bias)]
+    rest = {"epsilon": EPSILON, "relu": True, "residual": channels_last(residual, axis)}
+    assert_last(y, oracles.batch_norm(*wide[1:], **rest), axis, np.float32, "y")
+    expected = oracles.batch_norm_vjp(*wide, **rest)
+    assert_last(dx, expected[0], axis, np.float32, "dx")
+    assert_last(dresidual, expected[3], axis, np.float32, "dresidual")
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
+def test_nonfinite(platform, implementation, axis, dtype, rng):
+    """NaN or infinity spoils its channel and no other."""
+    shape = (8, 5, 6)
+    dy, clean, _, scale, bias = ordinary(shape, axis, dtype, rng)
+
+    def op(x: Any, scale: Any, bias: Any) -> Any:
+        return jax_gradops.batch_norm(x, scale, bias, axis=axis, implementation=implementation)[0]
+
+    f = jax.jit(vjp_of(op))
+    expected = f(dy, clean, scale, bias)
+    for value in (np.nan, np.inf, -np.inf):
+        x = clean.copy()
+        np.moveaxis(x, axis, -1)[3, 2, 4] = value
+        for got, want in zip(f(dy, x, scale, bias), expected, strict=True):
+            got, want = np.asarray(got), np.asarray(want)
+            if got.ndim > 1:
+                got, want = np.moveaxis(got, axis, -1), np.moveaxis(want, axis, -1)
+                assert np.isnan(widen(got[..., 4])).all()
+            others = np.arange(got.shape[-1]) != 4
+            assert_bitwise_equal(got[..., others], want[..., others])
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["x", "x and residual"])
+def test_relu_at_zero(platform, implementation, adds):
+    """Its derivative is 0 there, as that of `jax.nn.relu`: of channels that are constant."""
+    x, zeros = jnp.full((6, 5), 3.0, jnp.float32), jnp.zeros(5, jnp.float32)
+
+    def op(x: Any, bias: Any) -> Any:
+        residual = jnp.zeros_like(x) if adds else None
+        return jax_gradops.batch_norm(
+            x, None, bias, activation="relu", residual=residual, implementation=implementation
+        )[0]
+
+    y, dx, dbias = jax.jit(vjp_of(op))(jnp.ones_like(x), x, zeros)
+    assert not np.any(y) and not np.any(dx) and not np.any(dbias)
+
+
+def test_relu_keeps_nan(platform, implementation):
+    x = np.array([[1.0, np.nan], [2.0, 1.0]], np.float32)
+    y = jax_gradops.batch_norm(x, activation="relu", implementation=implementation)[0]
+    assert np.isnan(y[:, 1]).all() and not np.isnan(y[:, 0]).any()
+
+
+@pytest.mark.B1
+@pytest.mark.B2
+def test_batch_of_one(platform, implementation):
+    """The biased variance of one element is 0: y is the bias, and x has no gradient."""
+    x, bias = np.full((1, 3), 7, np.float32), np.arange(3).astype(np.float32)
+    y, mean, var = jax_gradops.batch_norm(x, None, bias, implementation=implementation)
+    assert (y[0] == bias).all() and (mean == 7).all() and not np.asarray(var).any()
+    dx = jax.grad(lambda x: jnp.sum(jax_gradops.batch_norm(x)[0] ** 2))(x)
+    assert not np.asarray(dx).any()

@@ -1,0 +1,258 @@
+"""Layer and RMS norm of values that are hard on the numerics. Marks such as N3: `catalogue.py`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from comparing import assert_bitwise_equal, small_integers, sums_of_small_integers, widen
+from conformance import IMPLEMENTATIONS_AND_DTYPES
+from norm_problems import check, example, problem, references, run
+
+import jax_gradops
+
+# On GPUs: a team of threads per row; a block per row, in registers; a block per row, streamed.
+WIDTHS = (129, 4096, 20_000)
+
+
+@pytest.mark.N1
+@pytest.mark.N2
+@pytest.mark.N3
+@pytest.mark.N5
+@pytest.mark.N8
+def test_large_mean(platform, implementation, rng):
+    """Forward and backward as accurate as for mean 0, to the tolerance of every other test."""
+    problems = []
+    for mean, std, shape, dtype in [
+        (1e4, 1, (64, 1024), "float32"),
+        (1e4, 1, (33, 4097), "float32"),
+        (2e3, 1, (64, 4), "float32"),  # N1
+        (2e3, 1, (64, 1024), "float32"),
+        (100, 0.01, (64, 1000), "float32"),  # N2
+        (1449, 0.5, (64, 768), "float32"),  # N5
+        (5, 0.1, (64, 768), "bfloat16"),  # N8
+        (1e8, 1, (64, 1024), "float64"),
+    ]:
+        dy, _, scale, bias = example(rng, shape)
+        x = mean + std * rng.standard_normal(shape)
+        arrays = (a.astype(jnp.dtype(dtype)) for a in (dy, x, scale, bias))
+        problems.append(problem("layer_norm", *arrays, implementation=implementation))
+    x = np.arange(40_000, 40_004, dtype=np.float32).reshape(1, 4)  # N3
+    dy = np.array([[2, 1, 1, 1]], np.float32)
+    check(*problems, problem("layer_norm", dy, x, implementation=implementation))
+
+
+@pytest.mark.parametrize("features", WIDTHS)
+@pytest.mark.parametrize("where", [0, 1, -1])
+def test_outlier(platform, implementation, features, where, rng):
+    """Wherever it is, the other elements are as accurate as float32 allows beside it.
+
+    Each of them, relative to their own size: differences from the outlier are rounded to its ulp.
+    """
+    x = rng.standard_normal((8, features)).astype(np.float32)
+    x[:, where] = [1e4, -1e4, 1e5, 3e3, 1e6, -1e3, 1e4, 1e4]
+    y = jax_gradops.layer_norm(x, implementation=implementation)
+    expected = oracles.norm(widen(x), epsilon=1e-6, centered=True).value
+    others = np.delete(np.arange(features), where)
+    size = np.sqrt(np.mean(expected[:, others] ** 2, 1, keepdims=True))
+    error = np.max(np.abs(widen(y) - expected)[:, others] / size, 1)
+    # That of both sums, in which the outlier leaves little of the others.
+    assert (error <= 24 * float(np.finfo(np.float32).eps)).all(), error
+
+
+@pytest.mark.N4
+@pytest.mark.N7
+@pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
+def test_constant_rows(platform, implementation, dtype, rng):
+    """Exactly the bias, at any magnitude and width; and gradients without NaN."""
+    kind = jnp.finfo(dtype)
+    exponents = np.linspace(*np.log2([float(kind.smallest_subnormal), float(kind.max) / 2]), 40)
+    powers = np.exp2(exponents) * np.resize([1, -1], 40)
+    limits = [kind.smallest_subnormal, kind.tiny, kind.max, -kind.max]
+    values = np.array([0, 1, -1234, 1e-7, 6e4, -6e4, *map(float, limits), *powers]).astype(dtype)
+    problems = []
+    for features in (1, 3, 127, 1000, 4097, 20_000):
+        x = np.repeat(values[:, None], features, 1)
+        dy, _, scale, bias = example(rng, x.shape, dtype)
+        arrays = (dy, x, scale, bias)
+        problems.append(problem("layer_norm", *arrays, implementation=implementation))
+    for p, results in zip(problems, run(problems), strict=True):
+        expected = np.broadcast_to(p.parameters["bias"], p.dy.shape)
+        assert_bitwise_equal(results["y"], expected, f"{p.dy.shape[1]} features")
+        assert np.isfinite(widen(results["x"])[:6]).all()
+        assert not widen(results["scale"]).any()
+
+
+def test_zero_variance_without_epsilon(platform, implementation):
+    """As the formula says, 0 * inf: NaN in that row and in no other."""
+    x = np.array([[2, 2, 2, 2], [1, 2, 3, 4]], np.float32)
+    y = jax_gradops.layer_norm(x, epsilon=0, implementation=implementation)
+    assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()
+
+
+@pytest.mark.N11
+@pytest.mark.N12
+def test_large_half_precision(platform, op, implementation, rng):
+    """Sums of squares of float16 that float16 cannot hold."""
+    problems = []
+    for size in (7e3, 6e4):
+        dy, _, scale, bias = example(rng, (8, 1024), np.float16)
+        x = np.where(rng.random((8, 1024)) < 0.4, -size, size).astype(np.float16)
+        dy = (dy.astype(np.float32) * 1000).astype(np.float16)  # dx is a tiny fraction of it
+        problems.append(problem(op, dy, x, scale, bias, implementation=implementation))
+    check(*problems)
+
+
+@pytest.mark.N15
+def test_tiny_rows(platform, op, implementation, rng):
+    """Under a large epsilon they are just scaled."""
+    problems = []
+    for size in (1e-4, 1e-10, 1e-20, 1e-30):
+        dy, x, scale, bias = example(rng, (8, 129))
+        arrays = (dy, x * np.float32(size), scale, np.zeros_like(bias))
+        problems.append(problem(op, *arrays, implementation=implementation))
+    check(*problems)
+
+
+@pytest.mark.N15
+def test_subnormal_rows(platform, op, implementation, rng):
+    """Right but for what flushing them to 0 costs: no infinity, no NaN."""
+    problems, sizes = [], []
+    for dtype in map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")):
+        tiny = float(jnp.finfo(dtype).tiny)
+        x = rng.uniform(-4, 4, (8, 129)) * tiny * 0.25 ** np.arange(8)[:, None]
+        dy, _, scale, _ = example(rng, x.shape, dtype)
+        problems.append(problem(op, dy, x.astype(dtype), scale, implementation=implementation))
+        sizes.append(0 if dtype == jnp.float16 else 2 * tiny)  # of float16, they are in float32
+    for p, flushed, results in zip(problems, sizes, run(problems), strict=True):
+        for name, reference in references(p).items():
+            actual = widen(results[name])
+            cost = 1e3 * flushed * (np.abs(widen(p.dy)).sum(0) if name == "scale" else 4)
+            bound = 0.01 * reference.magnitude + cost + 1e-7
+            assert (np.abs(actual - reference.value) <= bound).all(), (p.dy.dtype, name)
+
+
+@pytest.mark.N9
+@pytest.mark.N10
+def test_far_from_one(platform, op, implementation, rng):
+    """Without epsilon, over the range in which squares are representable.
+
+    XLA's derivative of 1/sqrt is -1/2 rstd^3, which overflows or vanishes sooner.
+    """
+    sizes = (1e-16, 1e-10, 1e10, 1e16) if implementation == "ffi" else (1e-10, 1e10)
+    problems = []
+    for size, features in itertools.product(sizes, WIDTHS):
+        dy, x, scale, bias = example(rng, (8, features))
+        arrays = (dy, x * np.float32(size), scale, bias)
+        problems.append(problem(op, *arrays, epsilon=0.0, implementation=implementation))
+    check(*problems)
+
+
+@pytest.mark.N9
+@pytest.mark.N10
+@pytest.mark.parametrize("features", WIDTHS)
+@pytest.mark.parametrize("large", [1e30, np.inf])
+def test_overflowing_variance(platform, op, implementation, features, large, rng):
+    """Where squares overflow, all of the row is NaN in y and dx, never 0; no other row is."""
+    dy, x, scale, bias = example(rng, (4, features))
+    if large == np.inf:
+        x[2, features // 2] = large  # a single element
+    else:
+        x[2] *= np.float32(large)
+    (results,) = run([problem(op, dy, x, scale, bias, implementation=implementation)])
+    for name in ("y", "x"):
+        nan = np.isnan(results[name])
+        assert nan[2].all() and not nan[[0, 1, 3]].any()
+    assert np.isnan(results["scale"]).all()
+
+
+@pytest.mark.N9
+@pytest.mark.N10
+@pytest.mark.parametrize("features", [132, 4100])  # on GPUs, others depend on their place
+def test_every_power_of_two(platform, op, features, rng):
+    """Of a row, y is the same to the bit, up to where its squares overflow; then all of it is NaN.
+
+    At the latest where a square is float32's largest number, and where no sum of them can be.
+    """
+    powers = np.arange(20, 127)
+    x = np.float32(rng.uniform(1, 2, features) * np.resize([1, -1], features))
+    rows = np.ldexp(x, powers[:, None]).astype(np.float32)
+    y = np.asarray(jax.jit(getattr(jax_gradops, op))(rows))
+    right, nan = (y == y[0]).all(1), np.isnan(y).all(1)
+    assert (right | nan).all() and right[powers < 57].all() and nan[powers > 63].all()
+
+
+def test_infinity_in_rms_norm(platform, implementation):
+    """NaN in all of its row, where 1/sqrt(inf) would give zeros; other rows do not change."""
+    x = np.array([[3, 4, 0], [1, np.inf, 2], [3, 4, 0]], np.float32)
+    y = jax_gradops.rms_norm(x, epsilon=0, implementation=implementation)
+    assert np.isnan(y[1]).all()
+    np.testing.assert_allclose(y[::2], x[::2] / np.sqrt(np.float32(25 / 3)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape", [(4099, 129), (2_500_000, 4), (80_000, 513), (40_000, 4096)], ids=str
+)
+def test_exact_sums(platform, shape):
+    """The gradient of the bias is a plain sum: of small integers, it is exact.
+
+    Also where, on a GPU, a thread's share of the rows is more than it adds up at a time.
+    """
+    rows, features = shape
+    shape = (min(rows, 20_000_000 // features) if platform == "cpu" else rows, features)
+
+    @jax.jit
+    def dbias() -> Any:
+        dy = small_integers(shape)
+        f = functools.partial(jax_gradops.layer_norm, dy + 0.5, None, implementation="ffi")
+        return jax.vjp(f, jnp.zeros(features, jnp.float32))[1](dy)[0]
+
+    assert_bitwise_equal(dbias(), sums_of_small_integers(shape).astype(np.float32))
+
+
+def test_gradient_summed_over_axes_is_rounded_once(platform, implementation, rng):
+    """A bias for each channel, of several normalised axes: the terms, 259, are no bfloat16s."""
+    x = rng.standard_normal((7, 48, 4)).astype(np.float32)
+    scale, bias = jnp.ones(4, jnp.bfloat16), jnp.zeros(4, jnp.bfloat16)
+    options = {"begin_norm_axis": 1, "implementation": implementation}
+    f = functools.partial(jax_gradops.layer_norm, x, scale, **options)
+    (dbias,) = jax.vjp(f, bias)[1](jnp.full(x.shape, 37, jnp.float32))
+    assert dbias.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(dbias.astype(jnp.float32), 12_416)  # 48 * 259, rounded
+
+
+def test_float16_overflows_to_infinity(platform, implementation):
+    """From the middle of the largest number and 2^16 on."""
+    scale = np.array([65_504, 65_519, 65_520, 65_536, 7e4, 131_071, 131_072, 1e30], np.float32)
+    x = np.ones((2, len(scale)), np.float16)
+    y = jax_gradops.rms_norm(x, scale, epsilon=0.0, implementation=implementation)
+    np.testing.assert_array_equal(y, [[65_504] * 2 + [np.inf] * 6] * 2)
+
+
+def test_partial_sums_on_the_cpu():
+    """The sums of slices of rows are added up in double: in float32, ones would be lost."""
+    dy = np.zeros((3200, 129), np.float32)  # in 64 slices
+    dy[0], dy[100::50] = 2**24, 1
+    x, bias = np.ones_like(dy), np.zeros(129, np.float32)
+    f = functools.partial(jax_gradops.layer_norm, x, None, implementation="ffi")
+    with jax.default_device(jax.devices("cpu")[0]):
+        (dbias,) = jax.vjp(f, bias)[1](dy)
+    np.testing.assert_array_equal(dbias, np.float32(2**24 + 62))
+
+
+def test_long_sums(platform, op):
+    """Rounding errors of the parameters' gradients do not grow with the number of rows."""
+    dy = np.full((1_000_000, 4), 0.1, np.float32)
+    x = np.tile(np.array([1, -1, 1, -1], np.float32), (len(dy), 1))
+    scale, bias = np.ones(4, np.float32), np.zeros(4, np.float32)
+    (results,) = run([problem(op, dy, x, scale, bias, epsilon=0.0, implementation="ffi")])
+    expected = 1e6 * float(np.float32(0.1))
+    np.testing.assert_allclose(results["scale"], expected * x[0], rtol=1e-5)
+    if op == "layer_norm":
+        np.testing.assert_allclose(results["bias"], expected, rtol=1e-5)
