@@ -23,8 +23,8 @@ from jax_gradops._ops.norm_backward import (
     layer_norm_backward_from_output as layer_norm_backward_from_output,
 )
 from jax_gradops._ops.norm_backward import layer_norm_forward as layer_norm_forward
-from jax_gradops._ops.norm_backward import rms_norm_backward as rms_norm_backward
-from jax_gradops._ops.norm_backward import (
+from jax_gradops._ops.rms_norm_backward import rms_norm_backward as rms_norm_backward
+from jax_gradops._ops.rms_norm_backward import (
     rms_norm_backward_from_output as rms_norm_backward_from_output,
 )
-from jax_gradops._ops.norm_backward import rms_norm_forward as rms_norm_forward
+from jax_gradops._ops.rms_norm_backward import rms_norm_forward as rms_norm_forward

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm without autodiff: `jax_gradops.backward`."""
+"""Layer norm without autodiff, and what RMS norm has in common with it: `jax_gradops.backward`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_gradops._ops.norm_reference import inverse_deviation
 # --- What all have in common ---------------------------------------------------------------------
 
 
-def _run_forward(
+def run_forward(
     op: str,
     x: ArrayLike,
     scale: ArrayLike | None,
@@ -43,7 +43,7 @@ def _run_forward(
     return arguments.whole(y), mean, rstd
 
 
-def _run_backward(
+def run_backward(
     op: str,
     dy: ArrayLike,
     arguments: Arguments,
@@ -82,7 +82,7 @@ def _run_backward(
     return arguments.whole(dx), dscale, dbias
 
 
-def _wanted(op: str, **parameters: ArrayLike | None) -> dict[str, tuple[Any, Any]]:
+def wanted_gradients(op: str, **parameters: ArrayLike | None) -> dict[str, tuple[Any, Any]]:
     """Shape and dtype of the gradient of each parameter that is there."""
     given = {name: _checks.array(op, name, p) for name, p in parameters.items() if p is not None}
     return {f"d{name}": (array.shape, array.dtype) for name, array in given.items()}
@@ -136,7 +136,7 @@ def layer_norm_forward(
     [2.] [1.]
     """
     options = (begin_norm_axis, epsilon, scale_offset, implementation)
-    return _run_forward("layer_norm_forward", x, scale, bias, *options)  # type: ignore[return-value]
+    return run_forward("layer_norm_forward", x, scale, bias, *options)  # type: ignore[return-value]
 
 
 def layer_norm_backward(
@@ -215,12 +215,12 @@ def layer_norm_backward(
     else:
         assert variance is not None
         inverse = inverse_deviation(arguments.statistic("variance", variance), epsilon)
-    wanted = _wanted(op, scale=scale)
+    wanted = wanted_gradients(op, scale=scale)
     if _checks.flag(op, "has_bias", has_bias):
         without_scale = (arguments.normalized_shape, arguments.x.dtype)
         wanted["dbias"] = wanted.get("dscale", without_scale)
     statistics = (arguments.statistic("mean", mean), inverse)
-    return _run_backward(op, dy, arguments, scale, None, *statistics, wanted, implementation)
+    return run_backward(op, dy, arguments, scale, None, *statistics, wanted, implementation)
 
 
 def layer_norm_backward_from_output(
@@ -275,163 +275,6 @@ def layer_norm_backward_from_output(
     """
     op = "layer_norm_backward_from_output"
     arguments = Arguments.of(op, "y", y, begin_norm_axis)
-    wanted = _wanted(op, scale=scale, bias=bias)
+    wanted = wanted_gradients(op, scale=scale, bias=bias)
     statistics = (None, arguments.statistic("rstd", rstd))
-    return _run_backward(op, dy, arguments, scale, bias, *statistics, wanted, implementation)
-
-
-# --- RMS norm ------------------------------------------------------------------------------------
-
-
-def rms_norm_forward(
-    x: ArrayLike,
-    scale: ArrayLike | None = None,
-    *,
-    begin_norm_axis: int = -1,
-    epsilon: float = 1e-6,
-    scale_offset: float = 0.0,
-    implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array]:
-    r"""RMS norm, and the statistic that its gradient needs.
-
-    .. math:: y = x\,\text{rstd}\,(\text{scale} + \text{scale\_offset}), \qquad
-              \text{rstd} = 1 / \sqrt{\text{mean}(x^2) + \text{epsilon}}
-
-    Args:
-      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the mean square; finite, at least 0.
-      scale_offset: a number added to `scale`, if there is one.
-      implementation: as in `jax_gradops.rms_norm`.
-
-    Returns:
-      ``(y, rstd)``: y of x's shape and dtype; 1/sqrt(mean(x²) + epsilon) of shape
-      ``x.shape[:begin_norm_axis]``, in float32 (float64 for float64).
-
-    Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a wrong shape, axis or number; for ``implementation="ffi"`` without a kernel.
-
-    Numerics are as in `jax_gradops.layer_norm`.
-
-    References:
-      Zhang, Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467
-
-    >>> import jax.numpy as jnp
-    >>> from jax_gradops import backward
-    >>> y, rstd = backward.rms_norm_forward(jnp.array([[1.0, 7.0]]))
-    >>> print(rstd.round(3))
-    [0.2]
-    """
-    options = (begin_norm_axis, epsilon, scale_offset, implementation)
-    y, _, rstd = _run_forward("rms_norm_forward", x, scale, None, *options)
-    return y, rstd
-
-
-def rms_norm_backward(
-    dy: ArrayLike,
-    x: ArrayLike,
-    scale: ArrayLike | None,
-    rstd: ArrayLike,
-    *,
-    begin_norm_axis: int = -1,
-    implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    r"""The gradient of RMS norm: ONNX Runtime's SimplifiedLayerNormalizationGrad.
-
-    .. math:: \hat x = x\,\text{rstd}, \qquad d = dy \cdot \text{scale}, \qquad
-              dx = \bigl(d - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
-
-    with means over the normalised axes; dscale is the sum of dy·x̂ over all other axes.
-
-    Args:
-      dy: the cotangent of y, of x's shape and dtype.
-      x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape with at
-        least one axis.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
-      rstd: 1/sqrt(mean(x²) + epsilon) of each row, in shape ``x.shape[:begin_norm_axis]``, or with
-        an axis of size 1 for each normalised one; any of the four dtypes.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      implementation: as in `jax_gradops.rms_norm`.
-
-    Returns:
-      ``(dx, dscale)``: dx of x's shape and dtype, dscale of scale's; None if that is None.
-
-    Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a wrong shape or axis; for ``implementation="ffi"`` where there is no kernel.
-
-    Numerics are as in `layer_norm_backward`.
-
-    References:
-      ONNX Runtime, SimplifiedLayerNormalizationGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
-
-    >>> import jax.numpy as jnp
-    >>> from jax_gradops import backward
-    >>> dx, dscale = backward.rms_norm_backward(
-    ...     jnp.array([[1.0, 0.0]]), jnp.array([[1.0, 7.0]]), jnp.ones(2), rstd=jnp.array([0.2]))
-    >>> print(dscale)
-    [0.2 0. ]
-    """
-    op = "rms_norm_backward"
-    arguments = Arguments.of(op, "x", x, begin_norm_axis)
-    wanted = _wanted(op, scale=scale)
-    statistics = (None, arguments.statistic("rstd", rstd))
-    return _run_backward(op, dy, arguments, scale, None, *statistics, wanted, implementation)[:2]
-
-
-def rms_norm_backward_from_output(
-    dy: ArrayLike,
-    y: ArrayLike,
-    scale: ArrayLike | None,
-    rstd: ArrayLike,
-    *,
-    begin_norm_axis: int = -1,
-    implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    r"""The gradient of RMS norm, from its output.
-
-    .. math:: \hat x = y / \text{scale}, \qquad d = dy \cdot \text{scale}, \qquad
-              dx = \bigl(d - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
-
-    `rms_norm_backward` with another x̂, which is 0 where scale is 0. That makes dscale 0 there;
-    other columns are not touched.
-
-    Args:
-      dy: the cotangent of y, of y's shape and dtype.
-      y: the output of the forward operator: float16, bfloat16, float32 or float64, any shape with
-        at least one axis.
-      scale: shape ``y.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(y.shape[-1],)``; any of the four dtypes. None: no scale.
-      rstd: 1/sqrt(mean(x²) + epsilon) of each row, in shape ``y.shape[:begin_norm_axis]``, or with
-        an axis of size 1 for each normalised one; any of the four dtypes.
-      begin_norm_axis: first normalised axis, in ``[-y.ndim, y.ndim)``.
-      implementation: as in `jax_gradops.rms_norm`.
-
-    Returns:
-      ``(dx, dscale)``: dx of y's shape and dtype, dscale of scale's; None if that is None.
-
-    Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a wrong shape or axis; for ``implementation="ffi"`` where there is no kernel.
-
-    Numerics are as in `layer_norm_backward_from_output`.
-
-    References:
-      Zhang, Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467
-
-    >>> import jax.numpy as jnp
-    >>> from jax_gradops import backward
-    >>> dx, dscale = backward.rms_norm_backward_from_output(
-    ...     jnp.array([[1.0, 0.0]]), jnp.array([[0.4, 1.4]]), 2 * jnp.ones(2), jnp.array([0.2]))
-    >>> print(dscale)
-    [0.2 0. ]
-    """
-    op = "rms_norm_backward_from_output"
-    arguments = Arguments.of(op, "y", y, begin_norm_axis)
-    wanted = _wanted(op, scale=scale)
-    statistics = (None, arguments.statistic("rstd", rstd))
-    return _run_backward(op, dy, arguments, scale, None, *statistics, wanted, implementation)[:2]
+    return run_backward(op, dy, arguments, scale, bias, *statistics, wanted, implementation)
