@@ -8,16 +8,21 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_gradops
 from jax_gradops import _core, _registry, _status
+from jax_gradops._cli.benchmark.cases import OPERATIONS
 
 PACKAGE = Path(jax_gradops.__file__).parent
+TESTS = Path(__file__).parent
 # Imported by those who have Flax, maybe in this process.
 FLAX = {"linen", "nnx"}
 PUBLIC = {n: v for n, v in vars(jax_gradops).items() if not n.startswith("_") and n not in FLAX}
@@ -220,6 +225,28 @@ def test_every_kernel_belongs_to_an_op():
 def _all_kernels() -> set[_core.Kernel]:
     modules = [v for v in vars(_status).values() if inspect.ismodule(v)]
     return {k for m in modules for k in vars(m).values() if isinstance(k, _core.Kernel)}
+
+
+def test_every_kernel_is_sanitized():
+    """By tests/gpu/sanitize.py, which needs a GPU to say so."""
+    x = jnp.ones((5, 7))
+    ops = runpy.run_path(str(TESTS / "gpu" / "sanitize.py"))["OPS"].values()
+    with jax_gradops.use_implementation("ffi"):
+        text = "".join(str(jax.make_jaxpr(op)(x, x, x[0], x[0])) for op in ops)
+    targets = set(re.findall(rf"{_registry.TARGET_PREFIX}(\w+)", text))
+    assert {k.name for k in _all_kernels()} - targets == set()
+
+
+def test_every_kernel_is_timed():
+    """But the scaling in place, which is another suite's."""
+    timed = {k for operation in OPERATIONS.values() for k in _status.OPS[operation.public]}
+    assert {k.name for k in _all_kernels() - timed} == {"scale"}
+
+
+@pytest.mark.parametrize("file", ["README.md", "CHANGELOG.md"])
+def test_every_op_is_documented(file):
+    words = set(re.findall(r"\w+", (TESTS.parent / file).read_text()))
+    assert _status.OPS.keys() - words == set()
 
 
 def test_column_sum_workspace():

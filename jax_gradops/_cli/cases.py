@@ -1,4 +1,7 @@
-"""What `doctor` runs: each public op on small inputs, and float64 NumPy that says what is right."""
+"""What `doctor` runs: each public op on small inputs, and float64 NumPy that says what is right.
+
+For what the benchmark times too, that is the benchmark's.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ import numpy as np
 
 import jax_gradops
 from jax_gradops import backward
+from jax_gradops._cli.benchmark import batch_norm_formulas, formulas
 
 Tree: TypeAlias = Any
 DTYPES = ("float32", "bfloat16")
 # Odd widths, so that rows start at odd addresses; several blocks and less than one vector.
 SHAPES = ((37, 1000), (5, 33))
-EPSILON = 1e-6
 MAX_NORM = 1.5
 
 
@@ -59,6 +62,20 @@ def with_gradients(op: Callable[..., Tree]) -> Callable[..., Tree]:
     return function
 
 
+def float64_oracle(
+    forward: Callable[..., formulas.Arrays],
+    vjp: Callable[..., formulas.Arrays],
+    **options: Any,
+) -> Callable[..., Tree]:
+    """An `Operation`'s oracles in both directions: what `with_gradients` gives."""
+
+    def oracle(*args: np.ndarray) -> Tree:
+        *operands, dy = args
+        return (*forward(np, *operands, **options), *vjp(np, dy, *operands, **options))
+
+    return oracle
+
+
 # --- Norms ----------------------------------------------------------------------------------------
 
 
@@ -74,26 +91,7 @@ def _norm_inputs(rng: np.random.Generator, parameters: int) -> list[tuple[Tree, 
     ]
 
 
-def _norm_oracle(x: np.ndarray, scale: np.ndarray, dy: np.ndarray, centered: bool) -> Tree:
-    """The output without a bias, dx, dscale and dbias."""
-    if centered:
-        x = x - x.mean(-1, keepdims=True)
-    rstd = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON)
-    x_hat = x * rstd
-    wdy = scale * dy
-    dx = wdy - x_hat * (wdy * x_hat).mean(-1, keepdims=True)
-    if centered:
-        dx = dx - wdy.mean(-1, keepdims=True)
-    return x_hat * scale, dx * rstd, (dy * x_hat).sum(0), dy.sum(0)
-
-
-def _layer_norm_oracle(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, dy: np.ndarray) -> Tree:
-    y, *gradients = _norm_oracle(x, scale, dy, centered=True)
-    return (y + bias, *gradients)
-
-
-def _rms_norm_oracle(x: np.ndarray, scale: np.ndarray, dy: np.ndarray) -> Tree:
-    return _norm_oracle(x, scale, dy, centered=False)[:3]
+_norm_oracle = float64_oracle(formulas.norm_oracle, formulas.norm_vjp_oracle)
 
 
 def _add_norm_inputs(rng: np.random.Generator, parameters: int) -> list[tuple[Tree, ...]]:
@@ -104,13 +102,11 @@ def _add_norm_inputs(rng: np.random.Generator, parameters: int) -> list[tuple[Tr
     ]
 
 
-def _add_norm_oracle(x: Tree, residual: Tree, scale: Tree, *rest: Tree, centered: bool) -> Tree:
+def _add_norm_oracle(x: Tree, residual: Tree, *rest: Tree) -> Tree:
     """Both outputs and all gradients."""
-    *bias, (dy, dsum) = rest
-    y, dx, dscale, dbias = _norm_oracle(x + residual, scale, dy, centered)
-    if not centered:
-        return (y, x + residual), dx + dsum, dx + dsum, dscale
-    return (y + bias[0], x + residual), dx + dsum, dx + dsum, dscale, dbias
+    *parameters, (dy, dsum) = rest
+    y, dx, *gradients = _norm_oracle(x + residual, *parameters, dy)
+    return (y, x + residual), dx + dsum, dx + dsum, *gradients
 
 
 # --- Batch norm -----------------------------------------------------------------------------------
@@ -133,27 +129,24 @@ def _channel_axis(x: Any) -> int:
 
 def _batch_norm(x: Tree, scale: Tree, bias: Tree, residual: Tree) -> Tree:
     return jax_gradops.batch_norm(
-        x, scale, bias, axis=_channel_axis(x), epsilon=EPSILON, residual=residual
+        x, scale, bias, axis=_channel_axis(x), epsilon=formulas.EPSILON, residual=residual
     )[0]
 
 
 def _batch_norm_oracle(x: Tree, scale: Tree, bias: Tree, residual: Tree, dy: Tree) -> Tree:
-    axis = _channel_axis(x)
-    x, residual, dy = (np.moveaxis(a, axis, -1) for a in (x, residual, dy))
-    rows = tuple(range(x.ndim - 1))
-    rstd = 1 / np.sqrt(x.var(rows) + EPSILON)
-    x_hat = (x - x.mean(rows)) * rstd
-    dx = scale * rstd * (dy - dy.mean(rows) - x_hat * (dy * x_hat).mean(rows))
-    y = x_hat * scale + bias + residual
-    y, dx, dresidual = (np.moveaxis(a, -1, axis) for a in (y, dx, dy))
-    axes = tuple(i for i in range(dresidual.ndim) if i != axis % dresidual.ndim)
-    x_hat = np.moveaxis(x_hat, -1, axis)
-    return y, dx, (dresidual * x_hat).sum(axes), dresidual.sum(axes), dresidual
+    oracle = float64_oracle(
+        batch_norm_formulas.oracle,
+        batch_norm_formulas.vjp_oracle,
+        axis=_channel_axis(x) % x.ndim,
+        relu=False,
+    )
+    y, dx, dresidual, *gradients = oracle(x, residual, scale, bias, dy)
+    return y, dx, *gradients, dresidual
 
 
 def _batch_norm_inference(x: Tree, mean: Tree, var: Tree) -> Tree:
     return jax_gradops.batch_norm_inference(
-        x, mean, var, epsilon=EPSILON, axis=_channel_axis(x), implementation=None
+        x, mean, var, epsilon=formulas.EPSILON, axis=_channel_axis(x), implementation=None
     )
 
 
@@ -164,7 +157,7 @@ def _inference_inputs(rng: np.random.Generator) -> list[tuple[Tree, ...]]:
 
 def _inference_oracle(x: Tree, mean: Tree, var: Tree) -> Tree:
     axis = _channel_axis(x)
-    y = (np.moveaxis(x, axis, -1) - mean) / np.sqrt(var + EPSILON)
+    y = (np.moveaxis(x, axis, -1) - mean) / np.sqrt(var + formulas.EPSILON)
     return np.moveaxis(y, -1, axis)
 
 
@@ -181,22 +174,6 @@ def _gelu_inputs(rng: np.random.Generator, bias: bool) -> list[tuple[Tree, ...]]
         )
         for shape in SHAPES
     ]
-
-
-def _gelu_oracle(x: np.ndarray, dy: np.ndarray, approximate: bool) -> Tree:
-    if approximate:
-        c = 2 * math.sqrt(2 / math.pi)
-        weight = 1 / (1 + np.exp(-c * (x + 0.044715 * x**3)))
-        slope = weight * (1 - weight) * c * (1 + 3 * 0.044715 * x**2)
-    else:
-        weight = 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2))
-        slope = np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-    return x * weight, dy * (weight + x * slope)
-
-
-def _bias_gelu_oracle(x: np.ndarray, bias: np.ndarray, dy: np.ndarray, approximate: bool) -> Tree:
-    y, dx = _gelu_oracle(x + bias, dy, approximate)
-    return y, dx, dx.sum(0)
 
 
 # --- Clipping -------------------------------------------------------------------------------------
@@ -261,12 +238,9 @@ def all_cases() -> list[Case]:
     """The cases of every public op; Optax's transformation only where Optax is installed."""
     partial = functools.partial
     cases: list[Case] = []
-    for name, parameters, oracle in (
-        ("layer_norm", 2, _layer_norm_oracle),
-        ("rms_norm", 1, _rms_norm_oracle),
-    ):
-        op = partial(getattr(jax_gradops, name), epsilon=EPSILON)
-        add = partial(getattr(jax_gradops, f"add_{name}"), epsilon=EPSILON)
+    for name, parameters in (("layer_norm", 2), ("rms_norm", 1)):
+        op = partial(getattr(jax_gradops, name), epsilon=formulas.EPSILON)
+        add = partial(getattr(jax_gradops, f"add_{name}"), epsilon=formulas.EPSILON)
         inputs = partial(_norm_inputs, parameters=parameters)
         parameters_of = tuple(range(1, 1 + parameters))
         from_output = f"{name}_bwd_from_output"
@@ -277,7 +251,7 @@ def all_cases() -> list[Case]:
                 inputs,
                 parameters_of,
                 with_gradients(op),
-                oracle,
+                _norm_oracle,
                 skips=(from_output,),
             ),
             Case(
@@ -286,7 +260,7 @@ def all_cases() -> list[Case]:
                 inputs,
                 (),
                 with_gradients(partial(op, residuals="output")),
-                oracle,
+                _norm_oracle,
                 rounds=8,
                 skips=(f"{name}_bwd",),
             ),
@@ -296,7 +270,7 @@ def all_cases() -> list[Case]:
                 partial(_add_norm_inputs, parameters=parameters),
                 tuple(1 + i for i in parameters_of),
                 with_gradients(add),
-                partial(_add_norm_oracle, centered=name == "layer_norm"),
+                _add_norm_oracle,
                 skips=(from_output,),
             ),
         ]
@@ -319,6 +293,9 @@ def all_cases() -> list[Case]:
         ),
     ]
     for approximate, form in ((True, "tanh"), (False, "exact")):
+        oracle = float64_oracle(
+            formulas.gelu_oracle, formulas.gelu_vjp_oracle, approximate=approximate
+        )
         cases += [
             Case(
                 f"gelu ({form})",
@@ -326,7 +303,7 @@ def all_cases() -> list[Case]:
                 partial(_gelu_inputs, bias=False),
                 (),
                 with_gradients(partial(jax_gradops.gelu, approximate=approximate)),
-                partial(_gelu_oracle, approximate=approximate),
+                oracle,
             ),
             Case(
                 f"bias_gelu ({form})",
@@ -334,7 +311,7 @@ def all_cases() -> list[Case]:
                 partial(_gelu_inputs, bias=True),
                 (1,),
                 with_gradients(partial(jax_gradops.bias_gelu, approximate=approximate)),
-                partial(_bias_gelu_oracle, approximate=approximate),
+                oracle,
             ),
         ]
     cases += [

@@ -173,11 +173,6 @@ int CheckPlaced(const NamedHandler& handler, const Call& expected, Random random
   return failures;
 }
 
-// Ops whose first results may take over their first operands' memory.
-bool MayBeInPlace(std::string_view op) {
-  return op == "scale" || op == "bias_gelu_bwd";
-}
-
 int CheckAgain(const NamedHandler& handler, const Call& expected, Random random, Pool& pool,
                bool in_place) {
   Call call = expected;

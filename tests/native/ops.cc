@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -39,6 +41,7 @@ struct Op {
   std::vector<std::pair<const char*, unsigned>> flags =
       {};  // boolean attributes: a bit of the options
   bool scale_offset = false, epsilon = false;
+  bool in_place = false;  // the first result may take over the first operand's memory
   bool inner = false;     // x may have axes after its features'
   int sums = 0;           // of the workspace; 0: one for each gradient
   unsigned not_both = 0;  // options that do not go together: neither is meant
@@ -114,7 +117,8 @@ const std::vector<Op>& Ops() {
       {.name = "bias_gelu_bwd",
        .operands = {{"dy", kRows}, {"x", kRows}, {"bias", kAccumParam, kBias}},
        .results = {{"dx", kRows}, {"dbias", kFeatureStat, kDbias}, {"workspace", kWorkspace}},
-       .flags = {{"approximate", Bit(0)}}},
+       .flags = {{"approximate", Bit(0)}},
+       .in_place = true},
       // Bit 5: statistics, or means, are given.
       {.name = "batch_norm_fwd",
        .operands = {{"x", kRows},
@@ -156,6 +160,12 @@ const std::vector<Op>& Ops() {
        .sums = 2},
   };
   return ops;
+}
+
+// Null for those that have no table: trees of arrays, and the copy.
+const Op* Find(std::string_view name) {
+  const auto found = std::ranges::find(Ops(), name, &Op::name);
+  return found == Ops().end() ? nullptr : &*found;
 }
 
 XLA_FFI_DataType AccumOf(XLA_FFI_DataType dtype) {
@@ -308,10 +318,11 @@ Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, R
     call = {.op = "device_copy", .operands = {{"x", dtype, dims}}, .results = {{"y", dtype, dims}}};
   } else if (op == "scale" || op == "sum_of_squares") {
     call = MakeTreeCall(op, dtype, shape, random);
+  } else if (const Op* const known = Find(op)) {
+    call = MakeRowCall(*known, dtype, shape, random);
   } else {
-    for (const Op& known : Ops()) {
-      if (op == known.name) call = MakeRowCall(known, dtype, shape, random);
-    }
+    std::fprintf(stderr, "tests/native/ops.cc: Ops() lacks %s\n", std::string(op).c_str());
+    std::exit(1);
   }
   std::ranges::sort(call.attributes, {}, &Attribute::name);
   return call;
@@ -327,15 +338,19 @@ bool HasFreeShape(std::string_view op, std::string_view name) {
 
 bool HasFreeDtype(std::string_view op, std::string_view name) {
   if (op == "sum_of_squares") return name.starts_with("leaf");
-  for (const Op& known : Ops()) {
-    if (op != known.name) continue;
-    for (const auto& specs : {known.operands, known.results}) {
+  if (const Op* const known = Find(op)) {
+    for (const auto& specs : {known->operands, known->results}) {
       for (const Spec& spec : specs) {
         if (name == spec.name) return spec.kind == Kind::kParam || spec.kind == Kind::kGrad;
       }
     }
   }
   return op == "scale" && name == "factor";
+}
+
+bool MayBeInPlace(std::string_view op) {
+  const Op* const known = Find(op);
+  return known != nullptr ? known->in_place : op == "scale";
 }
 
 }  // namespace gradops::native

@@ -49,5 +49,7 @@ void FillOperands(const Call& call, Random random);
 bool HasFreeShape(std::string_view op, std::string_view name);
 // Whether it may have any of the four float dtypes.
 bool HasFreeDtype(std::string_view op, std::string_view name);
+// Whether its first results may take over its first operands' memory.
+bool MayBeInPlace(std::string_view op);
 
 }  // namespace gradops::native
