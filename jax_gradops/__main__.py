@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 
 import jax_gradops
+from jax_gradops._cli import INTERRUPTED, NO_READER
 
 #: Each command: the module in `jax_gradops._cli` that carries it, and its line in the help.
 COMMANDS = {
@@ -19,10 +21,6 @@ COMMANDS = {
 }
 
 
-# Exit statuses as shells have them: 128 + SIGINT, 128 + SIGPIPE.
-INTERRUPTED, NO_READER = 130, 141
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -30,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None for those of the process.
 
     Returns:
-      The exit status. `NO_READER` if what reads the output (``| head``, say) has seen enough.
+      The exit status.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -49,18 +47,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run, command_line=arguments)
     try:
-        try:
-            args = parser.parse_args(arguments)
-            return args.run(args)
-        finally:  # after --help, too, which exits: else Python writes it at its end, and complains
-            print(end="", flush=True)
+        args = parser.parse_args(arguments)
+        return args.run(args)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def console() -> int | str | None:
+    """`main`, where what reads the output (``| head``, say) may have seen enough: `NO_READER`."""
+    try:
+        try:
+            status = main()
+        except SystemExit as end:  # --help, or a mistake
+            status = end.code
+        sys.stdout.flush()  # else Python does at its end, and complains
+        return status
     except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise  # another pipe
         # Python writes what is in the buffer once more as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(console())

@@ -120,7 +120,10 @@ class BatchNorm(linen.BatchNorm):
         *,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Normalises `x`, of two to five axes, as `flax.linen.BatchNorm` does: see `LayerNorm`."""
+        """Normalises `x` as `flax.linen.BatchNorm` does: see `LayerNorm`.
+
+        Of other than two to five axes, that is by Flax's own path.
+        """
         axis = _modules.channel_axis(self, x, mask)
         if axis is None or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average

@@ -139,7 +139,10 @@ class BatchNorm(nnx.BatchNorm):
         *,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Normalises `x`, of two to five axes, as `flax.nnx.BatchNorm` does: see `LayerNorm`."""
+        """Normalises `x` as `flax.nnx.BatchNorm` does: see `LayerNorm`.
+
+        Of other than two to five axes, that is by Flax's own path.
+        """
         x = jnp.asarray(x)
         axis = _modules.channel_axis(self, x, mask)
         running = self.use_running_average if use_running_average is None else use_running_average

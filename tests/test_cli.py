@@ -15,8 +15,8 @@ import pytest
 
 import jax_gradops
 from jax_gradops import _registry, _status
-from jax_gradops.__main__ import NO_READER, main
-from jax_gradops._cli import cases, doctor, info
+from jax_gradops.__main__ import main
+from jax_gradops._cli import NO_READER, cases, doctor, info
 
 CPU_LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable]
 

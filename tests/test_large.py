@@ -178,3 +178,22 @@ def test_norm(platform, rows, distinct):
     norm = jax.jit(lambda x: jax_gradops.global_norm(x[jnp.arange(rows) % DISTINCT]))(x)
     expected = np.sqrt(np.sum(repeated_sum(widen(x) ** 2, rows).value))
     assert_matches(norm, oracles.Reference(expected, expected), np.float32, np.float32, "norm")
+
+
+@pytest.mark.M1
+def test_norms_of_many(platform):
+    """More trees at once than a grid has blocks in one direction."""
+    trees = 1000 if platform == "cpu" else 2**31 + 8
+    memory = 0 if platform == "cpu" else (jax.devices("gpu")[0].memory_stats() or {})["bytes_limit"]
+    if platform != "cpu" and memory < (needed := 32 * trees):
+        pytest.skip(f"needs {needed / 1e9:.0f} GB of GPU memory")
+
+    @jax.jit
+    def wrong() -> Any:
+        numbers = jax.lax.iota(np.uint32, trees) % 3 + 1
+        norms = jax.vmap(lambda v: jax_gradops.global_norm([v]))(numbers.astype(jnp.bfloat16))
+        return jnp.sum(norms != numbers.astype(np.float32)), norms[-3:]
+
+    count, last = wrong()
+    assert count == 0
+    np.testing.assert_array_equal(last, (np.arange(trees - 3, trees) % 3 + 1).astype(np.float32))

@@ -168,8 +168,8 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
     } else {
       ForWholeLanes<lanes::kWidth<A>>(count, [=](auto at) {
         if constexpr (kBackward) {  // 0.9 ns a float32, and not 1.05; forward gains nothing
-          at.PrefetchToL1(x + start + kBlock), at.PrefetchToL1(dy + start + kBlock);
-          at.PrefetchToStore(out + start + kBlock);
+          at.PrefetchToL1(x + start, kBlock), at.PrefetchToL1(dy + start, kBlock);
+          at.PrefetchToStore(out + start, kBlock);
         }
         const auto z = at(x + start) + at(bias + start);
         if constexpr (kBackward) {

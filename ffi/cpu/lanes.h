@@ -17,11 +17,6 @@
 
 #include "common/dtype.h"
 
-// Where not, loops of scalars do, which compilers do vectorise.
-#if defined(__AVX2__) || defined(__ARM_FP16_FORMAT_IEEE)
-#define GRADOPS_CONVERTS_HALF
-#endif
-
 namespace gradops {
 
 // 64 bytes of the accumulation type.
@@ -94,7 +89,8 @@ inline Vector<float> Widen(const BFloat16* from) {
 #endif
   return std::bit_cast<Vector<float>>(std::bit_cast<Vector<std::uint32_t>>(bits) << 16);
 }
-#if defined(GRADOPS_CONVERTS_HALF)
+// Where not, loops of scalars do, which compilers do vectorise.
+#if defined(__AVX2__) || defined(__ARM_FP16_FORMAT_IEEE)
 inline Vector<float> Widen(const Half* from) {
 #if defined(__AVX512F__)
   return std::bit_cast<Vector<float>>(_mm512_maskz_cvtph_ps(kAll, LoadVector<__m256i>(from)));
@@ -121,7 +117,7 @@ inline void Narrow(BFloat16* to, Vector<float> r) {  // as BFloat16's constructo
   const auto packed = __builtin_convertvector((rounded | nan) >> 16, Packed<std::uint16_t, float>);
   std::memcpy(to, &packed, sizeof(packed));
 }
-#if defined(GRADOPS_CONVERTS_HALF)
+#if defined(__AVX2__) || defined(__ARM_FP16_FORMAT_IEEE)
 inline void Narrow(Half* to, Vector<float> r) {
 #if defined(__AVX512F__)
   const auto packed =
@@ -232,22 +228,29 @@ struct AtLanes {
   void Store(T* elements, const Lanes<Accum<T>, kCount>& values) const {
     StoreLanes(elements + i, values);
   }
-  // Asks for the cache line that elements of another array lie in. Nothing need be there.
+  // Asks for the cache line that elements of another array lie in, or those `ahead` of them.
+  // Nothing need be there.
   template <typename T>
-  void PrefetchToL1(const T* elements) const {
-    if (StartsLine<T>()) __builtin_prefetch(elements + i, /*rw=*/0, /*locality=*/3);
+  void PrefetchToL1(const T* elements, std::int64_t ahead = 0) const {
+    if (StartsLine<T>()) __builtin_prefetch(Address(elements, ahead), /*rw=*/0, /*locality=*/3);
   }
   // What is read so much later that it would push out of L1 what is read before.
   template <typename T>
   void PrefetchToL2(const T* elements) const {
-    if (StartsLine<T>()) __builtin_prefetch(elements + i, /*rw=*/0, /*locality=*/2);
+    if (StartsLine<T>()) __builtin_prefetch(Address(elements, 0), /*rw=*/0, /*locality=*/2);
   }
   template <typename T>
-  void PrefetchToStore(const T* elements) const {
-    if (StartsLine<T>()) __builtin_prefetch(elements + i, /*rw=*/1);
+  void PrefetchToStore(const T* elements, std::int64_t ahead = 0) const {
+    if (StartsLine<T>()) __builtin_prefetch(Address(elements, ahead), /*rw=*/1);
   }
 
  private:
+  // It may lie beyond the array, where no pointer may.
+  template <typename T>
+  const void* Address(const T* elements, std::int64_t ahead) const {
+    const std::int64_t offset = (i + ahead) * std::int64_t{sizeof(T)};
+    return reinterpret_cast<const void*>(reinterpret_cast<std::intptr_t>(elements) + offset);
+  }
   // Whether no elements before i lie in the line; of a line of the array, if it starts with one.
   template <typename T>
   bool StartsLine() const {
@@ -274,9 +277,9 @@ struct AtLast {
     StoreLanes(some, values);
     std::copy_n(some, count, elements + i);
   }
-  void PrefetchToL1(const void*) const {}
+  void PrefetchToL1(const void*, std::int64_t = 0) const {}
   void PrefetchToL2(const void*) const {}
-  void PrefetchToStore(const void*) const {}
+  void PrefetchToStore(const void*, std::int64_t = 0) const {}
 };
 
 struct AtElement {
@@ -289,9 +292,9 @@ struct AtElement {
   void Store(T* elements, Accum<T> value) const {
     elements[i] = static_cast<T>(value);
   }
-  void PrefetchToL1(const void*) const {}
+  void PrefetchToL1(const void*, std::int64_t = 0) const {}
   void PrefetchToL2(const void*) const {}
-  void PrefetchToStore(const void*) const {}
+  void PrefetchToStore(const void*, std::int64_t = 0) const {}
 };
 
 // fn(at) for all of n elements, kCount at a time, and the last ones one by one, which takes less

@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                      double* __restrict__ partials, float max_float_sum, bool accumulate) {
   using Reduce = cub::BlockReduce<double, kThreads>;
   __shared__ typename Reduce::TempStorage storage;
-  const std::int64_t item = blockIdx.x;
+  const std::int64_t item = ItemOfBlock();
+  if (item >= table.groups * table.slots) return;
   double share = 0;
   ForPieces(table, item / table.slots, item % table.slots,
             [&](const auto* x, std::int64_t count) { share += ShareOf(x, count, max_float_sum); });
@@ -175,11 +176,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 // Results of each group from its partial sums, [groups, slots]: one block per group.
 template <typename A, int kFinalizeThreads>
 __global__ void __launch_bounds__(kFinalizeThreads)
-    FinalizeKernel(const double* __restrict__ partials, std::int32_t slots, A* __restrict__ huge,
-                   A* __restrict__ normal, A* __restrict__ tiny) {
+    FinalizeKernel(const double* __restrict__ partials, std::int64_t groups, std::int32_t slots,
+                   A* __restrict__ huge, A* __restrict__ normal, A* __restrict__ tiny) {
   using Reduce = cub::BlockReduce<double, kFinalizeThreads>;
   __shared__ typename Reduce::TempStorage storage;
-  const std::int64_t group = blockIdx.x;
+  const std::int64_t group = ItemOfBlock();
+  if (group >= groups) return;
   const double* const mine = partials + group * slots;
   double share = 0;
 #pragma unroll 8
@@ -232,7 +234,7 @@ ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args,
                              std::int64_t slots) {
   const auto launch = [&](LeafTable<kCapacity>& table, std::int64_t, std::size_t first) {
     table.slots = static_cast<std::int32_t>(slots);
-    PartialSumKernel<kCapacity><<<GridBlocks(args.groups * slots), kThreads, 0, stream>>>(
+    PartialSumKernel<kCapacity><<<BlockPerItem(args.groups * slots), kThreads, 0, stream>>>(
         table, static_cast<double*>(args.workspace), MaxFloatSum(args.dtype), first > 0);
   };
   return ForTables<kCapacity>(kSum, args.leaves, args.groups, launch);
@@ -258,8 +260,8 @@ template <typename A>
 void LaunchFinalize(cudaStream_t stream, const SumOfSquaresArgs& args, std::int64_t slots) {
   // A warp is enough for what many groups have each.
   const auto kernel = slots <= 64 ? FinalizeKernel<A, 32> : FinalizeKernel<A, kThreads>;
-  kernel<<<GridBlocks(args.groups), slots <= 64 ? 32 : kThreads, 0, stream>>>(
-      static_cast<const double*>(args.workspace), static_cast<std::int32_t>(slots),
+  kernel<<<BlockPerItem(args.groups), slots <= 64 ? 32 : kThreads, 0, stream>>>(
+      static_cast<const double*>(args.workspace), args.groups, static_cast<std::int32_t>(slots),
       static_cast<A*>(args.huge), static_cast<A*>(args.normal), static_cast<A*>(args.tiny));
 }
 
@@ -267,9 +269,6 @@ void LaunchFinalize(cudaStream_t stream, const SumOfSquaresArgs& args, std::int6
 
 ffi::Error SumOfSquares(CudaContext stream, const SumOfSquaresArgs& args) {
   if (args.groups == 0) return ffi::Error::Success();
-  if (args.groups > std::numeric_limits<int>::max()) {  // blocks of a grid
-    return ffi::Error::InvalidArgument(std::string(kSum) + ": more than 2^31 - 1 groups");
-  }
   const bool small = args.leaves.size() <= kSmallTable;
   const std::int64_t slots = SlotsFor(args, small ? kSmallTable : kLargeTable);
   const ffi::Error error = small ? LaunchPartialSums<kSmallTable>(stream, args, slots)

@@ -98,5 +98,14 @@ inline std::int64_t CeilDiv(std::int64_t a, std::int64_t b) {
 inline unsigned GridBlocks(std::int64_t items) {
   return static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, std::numeric_limits<int>::max()));
 }
+// A block for each of any number of items, at least one: ItemOfBlock() may be none of these.
+inline dim3 BlockPerItem(std::int64_t items) {
+  constexpr std::int64_t kMost = std::numeric_limits<int>::max();
+  return {GridBlocks(items),
+          static_cast<unsigned>(CeilDiv(std::max<std::int64_t>(1, items), kMost))};
+}
+__device__ __forceinline__ std::int64_t ItemOfBlock() {
+  return std::int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+}
 
 }  // namespace gradops

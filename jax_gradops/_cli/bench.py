@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax_gradops
-from jax_gradops._cli import info
+from jax_gradops._cli import INTERRUPTED, info
 from jax_gradops._cli.benchmark import (
     cases,
     clip_measuring,
@@ -38,7 +38,6 @@ SUITES: dict[str, Any] = {
     "clip": (clip_measuring.run_all, results.as_json, report.Report),
     "train": (train_measuring.run_all, train_report.as_json, train_report.Report),
 }
-INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
 def run(args: argparse.Namespace) -> int:

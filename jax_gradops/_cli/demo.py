@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from jax_gradops._cli import INTERRUPTED
 from jax_gradops._cli.settings import (
     DEFAULTS,
-    INTERRUPTED,
     OUTPUTS,
     DemoError,
     given,

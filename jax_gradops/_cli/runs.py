@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 import jax_gradops
-from jax_gradops._cli import checkpoint, files
+from jax_gradops._cli import INTERRUPTED, checkpoint, files
 from jax_gradops._cli.progress import Reporter, StopOnInterrupt, say
-from jax_gradops._cli.settings import INTERRUPTED, OUTPUTS
+from jax_gradops._cli.settings import OUTPUTS
 from jax_gradops._cli.trainable import S, Trainable, TrainState
 from jax_gradops._cli.training import History, train
 

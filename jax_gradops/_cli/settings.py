@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-# Exit status after Ctrl-C, as shells have it: 128 + SIGINT.
-INTERRUPTED = 130
 #: By task, the output folder if none is given.
 OUTPUTS = {"text": Path("demo_output"), "digits": Path("demo_output/digits")}
 

@@ -79,10 +79,6 @@ int RunAll() {
 }  // namespace gradops
 
 int main() {
-  // Groups that no grid has blocks for: an error, before memory is touched.
-  gradops::SumOfSquaresArgs endless{};
-  endless.groups = std::int64_t{1} << 31;
-  if (gradops::SumOfSquares(gradops::CudaContext{nullptr}, endless).success()) return 1;
   std::printf("ran everything that was asked for: %d calls\n", gradops::RunAll());
   return 0;
 }
