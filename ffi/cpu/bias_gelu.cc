@@ -167,10 +167,12 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
       }
     } else {
       ForWholeLanes<lanes::kWidth<A>>(count, [=](auto at) {
-        if constexpr (kBackward) {  // 0.9 ns a float32, and not 1.05; forward gains nothing
-          at.PrefetchToL1(x + start, kBlock), at.PrefetchToL1(dy + start, kBlock);
-          at.PrefetchToStore(out + start, kBlock);
-        }
+        // ns an element of a float32 on one core, without and with: exact forward 1.2, 0.65 to 0.9
+        // on a Xeon, but 0.66, 0.72 on an EPYC; backward 1.1, 0.9 there.
+        constexpr std::int64_t kAhead = (kBackward ? 1 : 2) * kBlock;
+        at.PrefetchToL1(x + start, kAhead);
+        if constexpr (kBackward) at.PrefetchToL1(dy + start, kAhead);
+        at.PrefetchToStore(out + start, kAhead);
         const auto z = at(x + start) + at(bias + start);
         if constexpr (kBackward) {
           at.Store(results, at(dy + start) * GeluDerivative<T, kApproximate>(z));

@@ -13,6 +13,7 @@
 
 #include "common/dtype.h"
 #include "cpu/parallel.h"
+#include "cpu/stream.h"
 #include "ops/global_norm.h"
 
 namespace gradops {
@@ -45,7 +46,11 @@ constexpr std::int64_t kBlock = 8 * kLanes;
 template <typename T>
 inline void AddSquaresOf16Bit(const T* x, std::int64_t n, float max_float_sum,
                               double (&lanes)[kLanes]) {
+  constexpr std::int64_t kAhead = 1024;
   for (std::int64_t i = 0; i < n; i += kBlock) {
+    // ns an element on one core, without and with: 0.39, 0.26 on a Xeon, 0.16, 0.13 on an EPYC,
+    // which takes longer for float32 so.
+    Prefetch(x + std::min(i + kAhead, n), kBlock);
     float block[kBlock];
     for (int k = 0; k < kBlock; ++k) block[k] = static_cast<float>(x[i + k]);
     float sums[kLanes] = {};
