@@ -274,8 +274,10 @@ def test_narrows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert {r["op"] for r in rows("--op", "rms_norm")} == {"rms_norm"}
     found = rows("--dtype", "f32", "--direction", "bwd", "--shape", "128x512", "--form", "plain")
     assert {r["shape"] for r in found} == {"128x512"} and len(found) == 4
-    assert {r["peer"] for r in rows("--against", "torch")} == {"ours", "copy", "torch"}
     capsys.readouterr()
+    assert {r["peer"] for r in rows("--against", "torch")} == {"ours", "copy", "torch"}
+    assert "best" in (printed := capsys.readouterr().out) and " xla" not in printed
+    assert printed.count(" torch ") == len(SUITES["ops"]) + 1  # as the best one that is shown
     for args, message in (
         (("--op", "clip"), f"{path} has no results of op clip"),
         (("--shape", "all"), "--from: name shapes by their numbers"),

@@ -180,6 +180,19 @@ def test_mistakes_are_explained(args: list[str]) -> None:
     assert "error" in result.stderr and "Traceback" not in result.stderr
 
 
+def test_no_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """JAX 0.10 raises a mere AssertionError where JAX_PLATFORMS names what is not there."""
+
+    def devices() -> list[jax.Device]:
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert main(["bench"]) == 2
+    message = "there is no CPU here: AssertionError (JAX_PLATFORMS=cuda)"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "command",
     [

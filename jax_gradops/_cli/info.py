@@ -65,7 +65,9 @@ def find_devices() -> tuple[list[Device], str | None]:
     try:
         devices = jax.devices()
     except Exception as error:  # plugins raise what they like
-        return [], f"{type(error).__name__}: {error}".removesuffix(": ")
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        wanted = os.environ.get("JAX_PLATFORMS")  # which JAX 0.10 leaves out of its message
+        return [], f"{reason} (JAX_PLATFORMS={wanted})" if wanted else reason
     if all(device.platform != "cpu" for device in devices):
         try:
             devices = [*devices, *jax.devices("cpu")]

@@ -96,7 +96,11 @@ class Report:
 
     def _row(self, result: dict[str, Any], figure: str) -> list[str]:
         timed, wrong = result[figure], result["wrong"]
-        peers, best = timed["peers"], timed["best_peer"]
+        peers = timed["peers"]
+        shown = [
+            c for c in self._competitors if c not in wrong and peers.get(c, {"us": 0})["us"] > 0
+        ]
+        best = min(shown, key=lambda c: peers[c]["us"], default=None)
 
         def share(name: str | None) -> float | None:
             return peers.get(name, {}).get("fraction_of_copy")
