@@ -167,8 +167,9 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
       }
     } else {
       ForWholeLanes<lanes::kWidth<A>>(count, [=](auto at) {
-        // ns an element of a float32 on one core, without and with: exact forward 1.2, 0.65 to 0.9
-        // on a Xeon, but 0.66, 0.72 on an EPYC; backward 1.1, 0.9 there.
+        // ns an element of float32 on one core, without and with: backward 1.04, 0.86 (EPYC, median
+        // of seven); forward there 0.67, 0.69 (tanh 0.58, 0.63), but on a Xeon 1.2, 0.65 to 0.9
+        // (two runs).
         constexpr std::int64_t kAhead = (kBackward ? 1 : 2) * kBlock;
         at.PrefetchToL1(x + start, kAhead);
         if constexpr (kBackward) at.PrefetchToL1(dy + start, kAhead);
