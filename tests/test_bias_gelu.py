@@ -218,19 +218,20 @@ def test_widths(platform, groups, dtype):
                 assert_matches(actual[group], reference, dtype, accum, f"{name} {shape}")
 
 
+@jax.jit
+@jax.vmap
+def gradients_of_groups(dy: Any, x: Any, bias: Any) -> Any:
+    """dx and dbias."""
+    op = functools.partial(jax_gradops.bias_gelu, implementation="ffi")
+    return jax.vjp(op, x, bias)[1](dy)
+
+
 @pytest.mark.parametrize("shape", [(300, 3, 11), (100, 16, 129)], ids=str)
 def test_many_groups(platform, shape, rng):
     """More than there are partial rows for, or than there are for each row of a span."""
     dy, x = (rng.standard_normal(shape).astype(jnp.bfloat16) for _ in range(2))
     bias = rng.standard_normal(shape[::2]).astype(jnp.bfloat16)
-
-    @jax.jit
-    @jax.vmap
-    def gradients(dy: Any, x: Any, bias: Any) -> Any:
-        op = functools.partial(jax_gradops.bias_gelu, implementation="ffi")
-        return jax.vjp(op, x, bias)[1](dy)
-
-    dx, dbias = gradients(dy, x, bias)
+    dx, dbias = gradients_of_groups(dy, x, bias)
     for group in range(shape[0]):
         references = oracles.bias_gelu_vjp(
             *(widen(a[group]) for a in (dy, x, bias)), approximate=True
@@ -244,14 +245,7 @@ def test_more_groups_than_blocks(platform, rng):
     groups, rows, features = 70_000, 32, 8
     dy, x = (rng.standard_normal((groups, rows, features), np.float32) for _ in range(2))
     bias = rng.standard_normal((groups, features), np.float32)
-
-    @jax.jit
-    @jax.vmap
-    def gradients(dy: Any, x: Any, bias: Any) -> Any:
-        op = functools.partial(jax_gradops.bias_gelu, implementation="ffi")
-        return jax.vjp(op, x, bias)[1](dy)
-
-    dx, dbias = gradients(dy, x, bias)
+    dx, dbias = gradients_of_groups(dy, x, bias)
     expected = widen(dy) * oracles.gelu_derivative(widen(x) + widen(bias)[:, None], True)
     np.testing.assert_allclose(dx, expected, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(dbias, expected.sum(1), rtol=2e-6, atol=2e-5)
