@@ -44,9 +44,9 @@ void BindRowPlans(nb::module_& m) {
         "row_plan",
         [](std::int64_t rows, std::int64_t features, int element_bytes, int arrays, bool backward,
            bool aligned, bool aligned_params, int architecture, int multiprocessors,
-           std::int64_t shared_bytes) {
-          const RowTask task{rows,           features,     element_bytes,   arrays,      aligned,
-                             aligned_params, architecture, multiprocessors, shared_bytes};
+           std::int64_t shared_bytes, bool sums_dx) {
+          const RowTask task{rows,           features,     element_bytes,   arrays,       aligned,
+                             aligned_params, architecture, multiprocessors, shared_bytes, sums_dx};
           nb::dict fields;
           const auto describe = [&](const auto& plan) {
             fields["stream"] = plan.stream;
@@ -80,16 +80,18 @@ void BindRowPlans(nb::module_& m) {
         },
         nb::kw_only(), nb::arg("rows"), nb::arg("features"), nb::arg("element_bytes"),
         nb::arg("arrays"), nb::arg("backward"), nb::arg("aligned"), nb::arg("aligned_params"),
-        nb::arg("architecture"), nb::arg("multiprocessors"), nb::arg("shared_bytes"));
+        nb::arg("architecture"), nb::arg("multiprocessors"), nb::arg("shared_bytes"),
+        nb::arg("sums_dx") = false);
     m.def(
         "force_row_plan",
         [](int architecture, int max_cluster, int max_threads, int max_stages, bool stream,
-           bool ring) {
-          ForcedRowPlan() = {architecture, max_cluster, max_threads, max_stages, stream, ring};
+           bool ring, int packs) {
+          ForcedRowPlan() = {architecture, max_cluster, max_threads, max_stages,
+                             stream,       ring,        packs};
         },
         nb::kw_only(), nb::arg("architecture") = 0, nb::arg("max_cluster") = 0,
         nb::arg("max_threads") = 0, nb::arg("max_stages") = 0, nb::arg("stream") = false,
-        nb::arg("ring") = false);
+        nb::arg("ring") = false, nb::arg("packs") = 0);
   }
 }
 

@@ -37,6 +37,7 @@ template <typename A>
 struct WideParams {
   WideParam<A, 1> scale;
   WideParam<A, 0> bias;
+  WideParam<A, 0> residual_bias{};
   WideParam<A, 1> divisor{};  // scale, with infinity in the place of 0
 };
 
@@ -61,13 +62,26 @@ std::int64_t NextRow(const RowShape& shape, std::int64_t row) {
 
 // What is normalised: x, or its sum with the residual, which is stored first.
 template <typename T>
-const T* RowToNormalise(const LayerNormFwdArgs& args, std::int64_t row) {
+const T* RowToNormalise(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
+                        std::int64_t row) {
   const std::int64_t features = args.shape.features, offset = row * features;
   const T* const x = static_cast<const T*>(args.x) + offset;
   if (args.residual == nullptr) return x;
   const T* const residual = static_cast<const T*>(args.residual) + offset;
   T* const sum = static_cast<T*>(args.sum) + offset;
-  ForLanes<kLanes<Accum<T>>>(features, [=](auto at) { at.Store(sum, at(x) + at(residual)); });
+  if (args.residual_bias.data == nullptr) {
+    ForLanes<kLanes<Accum<T>>>(features, [=](auto at) { at.Store(sum, at(x) + at(residual)); });
+    return sum;
+  }
+  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
+    const T* const x_block = x + start;
+    const T* const residual_block = residual + start;
+    T* const sum_block = sum + start;
+    const Accum<T>* const bias = params.residual_bias(row / args.shape.rows, start);
+    ForLanes<kLanes<Accum<T>>>(count, [=](auto at) {
+      at.Store(sum_block, at(x_block) + (at(residual_block) + at(bias)));
+    });
+  });
   return sum;
 }
 
@@ -77,7 +91,7 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   using A = Accum<T>;
   const std::int64_t features = args.shape.features;
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
-  const T* const x_row = RowToNormalise<T>(args, row);
+  const T* const x_row = RowToNormalise<T>(args, params, row);
   T* const y_row = static_cast<T*>(args.y) + row * features;
   const T* const next_row = static_cast<const T*>(args.x) + NextRow(args.shape, row) * features;
 
@@ -170,10 +184,14 @@ class Shifted {
   A mean_;
 };
 
-// Also adds the row's terms to dscale and dbias where these are not null.
+// Column sums, or what has them: of dscale, dbias and dresidual_bias.
+template <typename V>
+using PerSum = std::array<V, 3>;
+
+// Also adds the row's terms to the sums that are not null.
 template <typename T, bool kCentered, bool kFromOutput>
 void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params, std::int64_t row,
-                 Accum<T>* dscale, Accum<T>* dbias) {
+                 const PerSum<Accum<T>*>& sums) {
   using A = Accum<T>;
   const std::int64_t features = args.shape.features;
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
@@ -189,7 +207,7 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     const A* const scale = params.scale(group, start);
     constexpr int kSums = !kCentered ? 1 : kFromOutput ? 2 : 3;
     const T* const dx = static_cast<const T*>(args.dx) + row * features + start;
-    const auto sums = LaneSums<A, kSums>(count, [=](auto at) {
+    const auto totals = LaneSums<A, kSums>(count, [=](auto at) {
       at.PrefetchToStore(dx);
       const auto wdy = at(dy) * at(scale), x = shifted(at);
       if constexpr (kSums == 1) {
@@ -200,9 +218,9 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
         return std::array{wdy * x, wdy, x};
       }
     });
-    sum_wdy_shifted += sums[0];
-    if constexpr (kSums > 1) sum_wdy += sums[1];
-    if constexpr (kSums > 2) sum_shifted += sums[2];
+    sum_wdy_shifted += totals[0];
+    if constexpr (kSums > 1) sum_wdy += totals[1];
+    if constexpr (kSums > 2) sum_shifted += totals[2];
   });
   const A delta = sum_shifted / n;
   const A mean_wdy = sum_wdy / n;
@@ -217,16 +235,20 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     const std::int64_t next_row = NextRow(args.shape, row);
     const T* const next_dy = RowBlock<T>(args.dy, next_row, features, start);
     const T* const next_x = RowBlock<T>(args.x, next_row, features, start);
-    A* const dscales = dscale == nullptr ? nullptr : dscale + start;
-    A* const dbiases = dbias == nullptr ? nullptr : dbias + start;
+    const auto block_of = [start](A* sum) { return sum == nullptr ? nullptr : sum + start; };
+    A* const dscale = block_of(sums[0]);
+    A* const dbias = block_of(sums[1]);
+    A* const dresidual_bias = block_of(sums[2]);
     ForLanes<kLanes<A>>(count, [=](auto at) {
       at.PrefetchToL2(next_dy), at.PrefetchToL2(next_x);
       const auto dy_here = at(dy), x_hat = (shifted(at) - delta) * factor;
       const auto added = at(dsum);  // before dx is stored, which may lie there
-      if (dscales != nullptr) at.Store(dscales, at(dscales) + dy_here * x_hat);
-      if (dbiases != nullptr) at.Store(dbiases, at(dbiases) + dy_here);
-      at.Store(dx,
-               NormInputGrad(dy_here * at(scale), x_hat, mean_wdy, mean_wdy_x_hat, rstd) + added);
+      if (dscale != nullptr) at.Store(dscale, at(dscale) + dy_here * x_hat);
+      if (dbias != nullptr) at.Store(dbias, at(dbias) + dy_here);
+      const auto dx_here =
+          NormInputGrad(dy_here * at(scale), x_hat, mean_wdy, mean_wdy_x_hat, rstd) + added;
+      if (dresidual_bias != nullptr) at.Store(dresidual_bias, at(dresidual_bias) + dx_here);
+      at.Store(dx, dx_here);
     });
   });
 }
@@ -238,7 +260,8 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   const std::int64_t bytes_per_row = 2 * shape.features * ByteWidthOf(args.dtype);
   const std::int64_t chunk_rows = RowsPerChunk(rows, bytes_per_row, kMaxChunks);
   const WideParams<Accum<T>> params{.scale = {pool, args.scale, shape, args.scale_offset},
-                                    .bias = {pool, args.bias, shape, 0}};
+                                    .bias = {pool, args.bias, shape, 0},
+                                    .residual_bias = {pool, args.residual_bias, shape, 0}};
   ParallelFor(pool, (rows + chunk_rows - 1) / chunk_rows, [&](std::int64_t chunk) {
     const std::int64_t end = std::min(rows, (chunk + 1) * chunk_rows);
     for (std::int64_t row = chunk * chunk_rows; row < end; ++row) {
@@ -248,14 +271,14 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   return ffi::Error::Success();
 }
 
-// Rows [first, end) of a group's, with their column sums in `sums`, where not null: dscale, dbias.
+// Rows [first, end) of a group's, with their column sums in `sums`, where not null.
 template <typename T, bool kCentered, bool kFromOutput>
 void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params,
-                   std::int64_t first, std::int64_t end, std::array<Accum<T>*, 2> sums) {
+                   std::int64_t first, std::int64_t end, const PerSum<Accum<T>*>& sums) {
   const std::int64_t features = args.shape.features;
   const bool several_blocks = end - first > kRowsPerSum;
-  std::array<std::vector<double>, 2> totals;
-  for (std::size_t s = 0; s < 2; ++s) {
+  PerSum<std::vector<double>> totals;
+  for (std::size_t s = 0; s < sums.size(); ++s) {
     if (sums[s] == nullptr) continue;
     std::fill_n(sums[s], features, Accum<T>{0});
     if (several_blocks) totals[s].resize(static_cast<std::size_t>(features));
@@ -263,13 +286,13 @@ void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& par
   for (std::int64_t row = first; row < end;) {
     const std::int64_t block_end = std::min(end, row + kRowsPerSum);
     for (; row < block_end; ++row) {
-      BackwardRow<T, kCentered, kFromOutput>(args, params, row, sums[0], sums[1]);
+      BackwardRow<T, kCentered, kFromOutput>(args, params, row, sums);
     }
-    for (std::size_t s = 0; s < 2; ++s) {
+    for (std::size_t s = 0; s < sums.size(); ++s) {
       if (!totals[s].empty()) MoveSums(sums[s], features, totals[s].data());
     }
   }
-  for (std::size_t s = 0; s < 2; ++s) {
+  for (std::size_t s = 0; s < sums.size(); ++s) {
     std::transform(totals[s].begin(), totals[s].end(), sums[s],
                    [](double total) { return static_cast<Accum<T>>(total); });
   }
@@ -283,6 +306,7 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   if (groups * rows == 0) {
     SetZero(args.dscale, args.shape);
     SetZero(args.dbias, args.shape);
+    SetZero(args.dresidual_bias, args.shape);
     return ffi::Error::Success();
   }
   WideParams<A> params{.scale = {pool, args.scale, args.shape, args.scale_offset},
@@ -291,14 +315,18 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
     constexpr A kInfinity = std::numeric_limits<A>::infinity();
     params.divisor = {pool, args.scale, args.shape, args.scale_offset, kInfinity};
   }
-  const std::array<WideGrad<A>, 2> grads{WideGrad<A>(args.dscale, args.shape),
-                                         WideGrad<A>(args.dbias, args.shape)};
-  std::array<A*, 2> results{};
+  const PerSum<WideGrad<A>> grads{WideGrad<A>(args.dscale, args.shape),
+                                  WideGrad<A>(args.dbias, args.shape),
+                                  WideGrad<A>(args.dresidual_bias, args.shape)};
+  // Those that are wanted, and the number of each among them.
+  PerSum<A*> results{};
+  PerSum<std::int64_t> numbers{};
   std::int64_t sums = 0;
-  for (const WideGrad<A>& grad : grads) {
-    if (grad.data() != nullptr) results[sums++] = grad.data();
+  for (std::size_t s = 0; s < grads.size(); ++s) {
+    if (grads[s].data() == nullptr) continue;
+    numbers[s] = sums;
+    results[sums++] = grads[s].data();
   }
-  const bool has_dscale = grads[0].data() != nullptr, has_dbias = grads[1].data() != nullptr;
 
   // A slice is a part of a group's rows with column sums of its own; a chunk is one slice, or
   // several small ones. A group of one slice adds up in the results themselves.
@@ -319,11 +347,13 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
     const std::int64_t end = std::min(groups * slices, (chunk + 1) * chunk_slices);
     for (std::int64_t i = chunk * chunk_slices; i < end; ++i) {
       const std::int64_t group = i / slices, slice = i % slices;
-      A* const dscale = has_dscale ? slice_sums(group, slice, 0) : nullptr;
-      A* const dbias = has_dbias ? slice_sums(group, slice, sums - 1) : nullptr;
+      PerSum<A*> own{};
+      for (std::size_t s = 0; s < own.size(); ++s) {
+        if (grads[s].data() != nullptr) own[s] = slice_sums(group, slice, numbers[s]);
+      }
       BackwardSlice<T, kCentered, kFromOutput>(
           args, params, group * rows + slice * slice_rows,
-          group * rows + std::min(rows, (slice + 1) * slice_rows), {dscale, dbias});
+          group * rows + std::min(rows, (slice + 1) * slice_rows), own);
     }
   });
   if (slices > 1 && sums > 0) {
@@ -342,8 +372,11 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
       }
     });
   }
-  const ffi::Error error = grads[0].Store(pool);
-  return error.failure() ? error : grads[1].Store(pool);
+  for (const WideGrad<A>& grad : grads) {
+    ffi::Error error = grad.Store(pool);
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
 }
 
 }  // namespace

@@ -8,9 +8,9 @@
 
 namespace gradops {
 
-// The results of up to two sums, in the workspace's order, each of any float dtype.
+// The results of up to three sums, in the workspace's order, each of any float dtype.
 struct ColumnSums {
-  ParamGrad results[2];
+  ParamGrad results[3];
   int count = 0;
 
   // Adds a result, if it is wanted.

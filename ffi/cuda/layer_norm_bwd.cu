@@ -39,11 +39,12 @@ cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, 
   return cudaGetLastError();
 }
 
-// The split of shared memory and L1 cache, in percent: for a ring, all is shared; without, twice
-// 16 KB of sums, static memory and what CUDA keeps, on any GPU.
+// The split of shared memory and L1 cache, in percent: for a ring, all is shared; without, up to
+// three times 16 KB of sums, static memory and what CUDA keeps, on any GPU.
 int CarveoutOf(const BackwardPlan& plan) {
   const int all = std::max(1, CurrentDevice().shared_bytes);
-  return plan.direct ? static_cast<int>(std::min<std::int64_t>(100, CeilDiv(100 * 40 * 1024, all)))
+  const std::int64_t bytes = (plan.dx_sum_bytes > 0 ? 56 : 40) * 1024;
+  return plan.direct ? static_cast<int>(std::min<std::int64_t>(100, CeilDiv(100 * bytes, all)))
                      : cudaSharedmemCarveoutMaxShared;
 }
 
@@ -82,31 +83,35 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   ColumnSums wanted;
   wanted.Add(args.dscale);
   wanted.Add(args.dbias);
+  wanted.Add(args.dresidual_bias);
   if (args.shape.elements() == 0) return ZeroColumnSums(stream, wanted, groups, features);
   const bool aligned = Aligned(args.dy, args.x, args.dsum, args.dx, args.workspace);
   const bool aligned_params = Aligned(args.scale.data, args.bias.data);
-  const BackwardPlan plan = ChooseBackwardPlan(
-      TaskOf(args.shape, sizeof(T), args.dsum == nullptr ? 2 : 3, aligned, aligned_params),
-      ForcedRowPlan());
+  RowTask task =
+      TaskOf(args.shape, sizeof(T), args.dsum == nullptr ? 2 : 3, aligned, aligned_params);
+  task.sums_dx = args.dresidual_bias.data != nullptr;
+  const BackwardPlan plan = ChooseBackwardPlan(task, ForcedRowPlan());
   auto* const workspace = static_cast<A*>(args.workspace);
   std::int64_t resident = 0, slots = 1;
 
-  const auto run = [&]<Division kDivision, bool kDirect>() {
-    auto* const kernel = &BackwardKernel<T, kDivision, kDirect, kCentered, kFromOutput>;
+  const auto run = [&]<int P, Division kDivision, bool kDirect>() {
+    auto* const kernel = &BackwardKernel<T, P, kDivision, kDirect, kCentered, kFromOutput>;
     const cudaError_t status = CountResident(plan, kernel, resident);
     if (status != cudaSuccess || resident == 0) return status;
     const std::int64_t items = CeilDiv(rows, plan.unit_rows() * plan.units);
     slots = std::min(items, std::max<std::int64_t>(1, resident / groups));
     if (wanted.count > 0) slots = std::min(slots, args.partial_rows);
-    SlotSums<A> sums{{nullptr, nullptr}, features, 0};
+    SlotSums<A> sums{{nullptr, nullptr, nullptr}, features, 0};
     const auto in_accum = [](const ParamGrad& g) {
       return g.data == nullptr || g.dtype == kDtype<A>;
     };
+    const ParamGrad* const results[] = {&args.dscale, &args.dbias, &args.dresidual_bias};
     const bool at_once = slots == 1 && in_accum(args.dscale) && in_accum(args.dbias) &&
-                         Aligned(args.dscale.data, args.dbias.data);
+                         in_accum(args.dresidual_bias) &&
+                         Aligned(args.dscale.data, args.dbias.data, args.dresidual_bias.data);
     int place = 0;
-    for (int s = 0; s < 2; ++s) {
-      const ParamGrad& result = s == 0 ? args.dscale : args.dbias;
+    for (int s = 0; s < 3; ++s) {
+      const ParamGrad& result = *results[s];
       if (result.data == nullptr) continue;
       sums.results[s] = at_once ? static_cast<A*>(result.data) : workspace + place++ * features;
     }
@@ -124,10 +129,15 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   };
   if (!plan.stream) {
     // Here what it costs that rows may be uneven hardly shows.
+    constexpr int kRing = RingPacks(sizeof(T), false), kMore = RingPacks(sizeof(T), true);
+    constexpr int kDirect = MayBeDirect(sizeof(T)) ? kDirectPacks : kRing;
     const cudaError_t status =
-        plan.division == Division::kFramed ? run.template operator()<Division::kFramed, false>()
-        : plan.direct ? run.template operator()<Division::kUneven, MayBeDirect(sizeof(T))>()
-                      : run.template operator()<Division::kUneven, false>();
+        plan.division == Division::kFramed
+            ? run.template operator()<kRing, Division::kFramed, false>()
+        : plan.direct
+            ? run.template operator()<kDirect, Division::kUneven, MayBeDirect(sizeof(T))>()
+        : plan.packs == kRing ? run.template operator()<kRing, Division::kUneven, false>()
+                              : run.template operator()<kMore, Division::kUneven, false>();
     if (status != cudaSuccess) return status;
   }
   if (resident == 0) {

@@ -18,7 +18,7 @@ namespace {
 // the results. Null where not wanted.
 template <typename A>
 struct SlotSums {
-  A* results[2];  // dscale, dbias
+  A* results[3];  // dscale, dbias, dresidual_bias
   std::int64_t group_pitch, slot_pitch;
 };
 
@@ -117,14 +117,53 @@ class BlockSums {
   A* const shared_;
 };
 
-// kDirect: rows come without the ring (RowsAhead).
-template <typename T, Division kDivision, bool kDirect, bool kCentered, bool kFromOutput>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
+// Each thread's sums of dx, which it alone reads and writes: in shared memory, as registers are
+// short, 16 bytes of each thread side by side.
+template <typename T, int P>
+class DxSums {
+  using A = Accum<T>;
+  static constexpr int W = kVec<T>, N = kVec<A>;
+
+ public:
+  // shared: P * W values per thread.
+  __device__ explicit DxSums(unsigned char* shared)
+      : own_(reinterpret_cast<A*>(shared) + threadIdx.x * N) {}
+
+  __device__ __forceinline__ void Clear() const {
+#pragma unroll
+    for (int at = 0; at < P * W / N; ++at) StorePack(Chunk(at), Pack<A, N>{});
+  }
+  // To those of pack i.
+  __device__ __forceinline__ void Add(int i, const A (&dx)[W]) const {
+#pragma unroll
+    for (int j = 0; j < W; j += N) {
+      A* const p = Chunk((i * W + j) / N);
+      auto pack = *reinterpret_cast<const Pack<A, N>*>(p);
+#pragma unroll
+      for (int k = 0; k < N; ++k) pack.v[k] += dx[j + k];
+      StorePack(p, pack);
+    }
+  }
+  __device__ __forceinline__ void Get(A (&sums)[P][W]) const {
+#pragma unroll
+    for (int c = 0; c < P * W; ++c) sums[c / W][c % W] = Chunk(c / N)[c % N];
+  }
+
+ private:
+  __device__ __forceinline__ A* Chunk(int at) const {
+    return own_ + at * static_cast<int>(blockDim.x) * N;
+  }
+  A* const own_;
+};
+
+// P: packs of a row that a thread holds. kDirect: rows come without the ring (RowsAhead).
+template <typename T, int P, Division kDivision, bool kDirect, bool kCentered, bool kFromOutput>
+__global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
     BackwardKernel(const __grid_constant__ LayerNormBwdArgs args,
                    const __grid_constant__ BackwardPlan plan, const __grid_constant__ Deal deal,
                    const __grid_constant__ SlotSums<Accum<T>> sums) {
   using A = Accum<T>;
-  constexpr int W = kVec<T>, P = kPacks<T, kDirect>;
+  constexpr int W = kVec<T>;
   constexpr bool kFramed = kDivision == Division::kFramed;
   constexpr bool kShift = kCentered && !kFromOutput;
   constexpr int kValues = kShift ? 3 : kCentered ? 2 : 1;
@@ -143,6 +182,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   Place<T, P, kDivision, false> place(plan.lanes, plan.cluster, plan.share, features);
   const A inverse_n = static_cast<A>(deal.inverse_features);
   const bool has_dsum = args.dsum != nullptr;
+  const bool sums_dx = sums.results[2] != nullptr;
+  const DxSums<T, P> dx_sums(shared + plan.shared_bytes - plan.dx_sum_bytes);
 
   RowSum<A, D * kValues, kBackwardWarps, false> sum(plan.lanes, plan.cluster, place.unit, storage);
   Ring ring(plan, place, shared, barriers,
@@ -200,6 +241,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         const std::int64_t end = end_of_sum(done);
         if (!kDirect && done > 0) order_first(end);  // what is in registers stays there
         A dscale[P][W] = {}, dbias[P][W] = {};
+        if (sums_dx) dx_sums.Clear();
 
         // Statistics come one turn ahead.
         A next_mean[D] = {}, next_rstd[D] = {};
@@ -323,6 +365,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
                 for (int j = 0; j < W; ++j) dx_i[j] += dsum[j];
               }
+              if (sums_dx) dx_sums.Add(i, dx_i);
               const auto out = Narrow<T>(dx_i);
               if (kAll) {
                 StorePackOnce(dx + place.Begin(i), out);
@@ -341,6 +384,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         block.Give(0, dscale, sums.results[0] == nullptr ? nullptr : sums.results[0] + at, store);
         if constexpr (kCentered) {
           block.Give(1, dbias, sums.results[1] == nullptr ? nullptr : sums.results[1] + at, store);
+        }
+        if (sums_dx) {
+          // In the place of dscale's, which have been read, or of dbias's, which there are not.
+          dx_sums.Get(dscale);
+          block.Give(kCentered ? 0 : 1, dscale, sums.results[2] + at, store);
         }
         FenceBulkCopies();
         __syncthreads();  // all sums are read before the next rows come into the ring

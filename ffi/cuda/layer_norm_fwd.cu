@@ -25,16 +25,17 @@ RowOverride& ForcedRowPlan() {
 namespace {
 
 // Calls fn.operator()<ParamT>(): what a forward kernel takes scale and bias for; void: for
-// anything, or nothing.
+// anything, or nothing. A residual's bias, too, is of that type, or there is none.
 template <typename T, Division kDivision, bool kCentered, typename Fn>
-cudaError_t DispatchParam(const Param& scale, const Param& bias, const Fn& fn) {
-  const auto both = [&](ffi::DataType dtype) {
-    return scale.data != nullptr && scale.dtype == dtype &&
-           (!kCentered || (bias.data != nullptr && bias.dtype == dtype));
+cudaError_t DispatchParam(const LayerNormFwdArgs& args, const Fn& fn) {
+  const auto all = [&](ffi::DataType dtype) {
+    const auto is = [&](const Param& p) { return p.data != nullptr && p.dtype == dtype; };
+    return is(args.scale) && (!kCentered || is(args.bias)) &&
+           (args.residual_bias.data == nullptr || is(args.residual_bias));
   };
-  if (both(kDtype<Accum<T>>)) return fn.template operator()<Accum<T>>();
+  if (all(kDtype<Accum<T>>)) return fn.template operator()<Accum<T>>();
   if constexpr (sizeof(T) == 2 && kDivision == Division::kEven) {
-    if (both(kDtype<T>)) return fn.template operator()<T>();
+    if (all(kDtype<T>)) return fn.template operator()<T>();
   }
   return fn.template operator()<void>();
 }
@@ -81,12 +82,13 @@ cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
 template <typename T, bool kCentered>
 cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
   if (args.shape.all_rows() == 0) return cudaSuccess;
-  if (args.scale.group_stride == 0 && args.bias.group_stride == 0) {
+  if (args.scale.group_stride == 0 && args.bias.group_stride == 0 &&
+      args.residual_bias.group_stride == 0) {
     args.shape = {1, args.shape.all_rows(), args.shape.features};  // groups differ in parameters
   }
   const std::int64_t features = args.shape.features;
   const bool aligned = Aligned(args.x, args.residual, args.y, args.sum);
-  const bool aligned_params = Aligned(args.scale.data, args.bias.data) &&
+  const bool aligned_params = Aligned(args.scale.data, args.bias.data, args.residual_bias.data) &&
                               (args.shape.groups == 1 || features % kVec<T> == 0);
   RowTask task =
       TaskOf(args.shape, sizeof(T), args.residual == nullptr ? 1 : 2, aligned, aligned_params);
@@ -98,7 +100,7 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
       const auto with = [&]<typename ParamT>() {
         return LaunchForward<T, ParamT, P, kDivision, kCentered>(stream, args, plan, done);
       };
-      return DispatchParam<T, kDivision, kCentered>(args.scale, args.bias, with);
+      return DispatchParam<T, kDivision, kCentered>(args, with);
     };
     const auto with_packs = [&]<Division kDivision>() {
       return plan.packs == 4 ? launch.template operator()<4, kDivision>()

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
         place.Store(p + place.Begin(i), pack, i);
       }
     };
-    if (args.residual != nullptr) {
+    const auto add_residual = [&]<bool kBias>() {
       T* const p = packs_of(args.sum, start);
       constexpr int kAtOnce = kFramed ? 2 : 4;  // more would take too many registers
 #pragma unroll
@@ -146,12 +146,18 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
           A ours[W], others[W];
           Widen(x[first + i], ours);
           Widen(pack, others);
+          if constexpr (kBias) AddResidualBias<ParamT>(args, group, place, first + i, others);
 #pragma unroll
           for (int j = 0; j < W; ++j) ours[j] += others[j];
           x[first + i] = Narrow<T>(ours);
           store.template operator()<!kFramed>(p, first + i, x[first + i]);
         }
       }
+    };
+    if (args.residual_bias.data != nullptr) {
+      add_residual.template operator()<true>();
+    } else if (args.residual != nullptr) {
+      add_residual.template operator()<false>();
     }
     HeldRow<T, P> h;
 #pragma unroll

@@ -114,6 +114,29 @@ __device__ __forceinline__ Param From(const Param& param, std::int64_t group, in
   return {static_cast<const char*>(param.data) + first * width, 0, param.dtype};
 }
 
+// Adds a residual's bias to pack i of the residual.
+template <typename ParamT, typename T, int P, Division kDivision, typename A>
+__device__ __forceinline__ void AddResidualBias(const LayerNormFwdArgs& args, std::int64_t group,
+                                                const Place<T, P, kDivision, true>& place, int i,
+                                                A (&residual)[kVec<T>]) {
+  constexpr int W = kVec<T>;
+  const int first = place.first_column - place.skip() + place.base + place.Begin(i);
+  const Param param = From<ParamT>(args.residual_bias, group, first);
+  A bias[W] = {};
+  if constexpr (kDivision != Division::kFramed) {
+    LoadParamPack<ParamT>(param, 0, 0, A{0}, A{0}, bias);
+  } else {
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      A one[1] = {0};
+      if (place.Has(i, j)) LoadParamPack<ParamT>(param, 0, j, A{0}, A{0}, one);
+      bias[j] = one[0];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < W; ++j) residual[j] += bias[j];
+}
+
 // Scale and bias of a thread's columns, kVec<T> / kSteps at a time. Framed rows, in memory, have
 // them at no 16-byte boundary: each thread has its own in shared memory, for all its rows.
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered, int kSteps>

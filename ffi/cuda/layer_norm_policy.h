@@ -70,6 +70,7 @@ struct RowTask {
   int architecture;     // 10 * major + minor
   int multiprocessors;
   std::int64_t shared_bytes;  // of a multiprocessor
+  bool sums_dx = false;       // backward: dresidual_bias is wanted
 };
 
 // What tests may force; 0: as the table says. A row that does not fit what is forced is streamed.
@@ -80,6 +81,7 @@ struct RowOverride {
   int max_stages = 0;
   bool stream = false;
   bool ring = false;  // backward: nothing is direct
+  int packs = 0;      // of a thread in a ring, backward: as many, or streamed
 };
 
 inline constexpr int kMaxCluster = 16;
@@ -235,7 +237,8 @@ struct BackwardPlan {
   int share;         // columns of each of them
   int stages;        // of a ring; direct: 0
   int array_bytes;   // of a unit's rows of one array in one stage; direct: 0
-  int shared_bytes;  // of a block
+  int dx_sum_bytes;  // of a block: where threads sum dx up; 0: they do not
+  int shared_bytes;  // of a block; dx's sums are the last of it
   int blocks;        // of a multiprocessor
   int classes;       // every so many-th row's frame starts as many columns before it
 
@@ -244,9 +247,12 @@ struct BackwardPlan {
   constexpr int unit_rows() const { return lanes < 32 ? 32 / lanes : 1; }  // of a chunk
 };
 
-inline constexpr int kBackwardThreads = 512;  // of a block
+// Threads of a block, at most, which have so many bytes of a row each; and warps of any block.
+constexpr int BackwardThreads(int row_bytes) {
+  return row_bytes == 48 ? 384 : 512;
+}
+inline constexpr int kBackwardWarps = 512 / 32;
 inline constexpr int kMaxStages = 8;
-inline constexpr int kBackwardWarps = kBackwardThreads / 32;
 
 // Chunks that a unit works on at a time: where elements are small, waiting for one row's sums takes
 // longer than its bytes.
@@ -259,10 +265,12 @@ constexpr bool MayBeDirect(int element_bytes) {
   return element_bytes == 4;
 }
 
-// Elements of a row that one thread holds.
-constexpr int RowElements(int element_bytes, bool direct) {
-  return element_bytes == 8 || direct ? 8 : 16;
+// Packs of a row that one thread holds: 16 elements, of float64 8; of 16 bits, where that leaves
+// fewer threads without work, `more`: 24. Direct: 8 elements.
+constexpr int RingPacks(int element_bytes, bool more) {
+  return element_bytes == 2 ? 2 + more : 4;
 }
+inline constexpr int kDirectPacks = 2;
 
 namespace row_policy {
 
@@ -272,37 +280,53 @@ constexpr std::int64_t RingBudget(const RowTask& task, int blocks) {
   return task.shared_bytes / blocks - 4096;
 }
 
-constexpr int PacksOf(const RowTask& task, bool direct) {
-  return RowElements(task.element_bytes, direct) * task.element_bytes / 16;
+constexpr int MaxThreads(const RowOverride& forced, int packs) {
+  const int most = BackwardThreads(16 * packs);
+  return forced.max_threads != 0 ? std::min(forced.max_threads, most) : most;
 }
 
-// Divides rows among threads; false where no cluster can hold one, or, direct, had better not.
-inline bool DivideRows(const RowTask& task, const RowOverride& forced, bool direct,
+// Of so many threads: a sum for each of their elements.
+constexpr int SumBytes(const RowTask& task, int packs, int threads) {
+  return threads * packs * 16 / task.element_bytes * (task.element_bytes == 8 ? 8 : 4);
+}
+
+// Which part of the threads that a multiprocessor can run has work, with so many columns for a
+// unit.
+constexpr double PartAtWork(const BackwardPlan& plan, int element_bytes) {
+  const int threads = BackwardThreads(16 * plan.packs);
+  const int units = threads / plan.unit_threads() * plan.unit_rows();
+  return 1.0 * units * plan.share * element_bytes / (threads * 16 * plan.packs);
+}
+
+// Divides rows among threads of so many packs; false where no cluster can hold one, or, direct, had
+// better not.
+inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs, bool direct,
                        BackwardPlan& plan) {
-  const int max_threads =
-      forced.max_threads != 0 ? std::min(forced.max_threads, kBackwardThreads) : kBackwardThreads;
-  const int elements = RowElements(task.element_bytes, direct);
+  const int elements = packs * 16 / task.element_bytes;
   plan.direct = direct;
-  plan.packs = PacksOf(task, direct);
-  const bool framed = Framed(task, plan.packs);
+  plan.packs = packs;
+  const bool framed = Framed(task, packs);
   // What a block can hold: in registers, and in a ring with one turn's chunks of the most arrays
   // there can be and the next one's.
+  const int max_threads = MaxThreads(forced, packs), max_warps = BackwardThreads(16 * packs) / 32;
   std::int64_t held = std::int64_t{max_threads} * elements;
   if (!direct) {
     const int depth = RowDepth(task.element_bytes, framed);
-    held = std::min(held, (RingBudget(task, 1) / (2 * depth * 3) - 32) / task.element_bytes);
+    const std::int64_t ring =
+        RingBudget(task, 1) - (task.sums_dx ? SumBytes(task, packs, max_warps * 32) : 0);
+    held = std::min(held, (ring / (2 * depth * 3) - 32) / task.element_bytes);
   }
   const auto share = [&](int cluster) { return Share(task, cluster, framed); };
   if (direct && share(1) > held) return false;
-  // The fewest blocks that together leave no more than one of 16 warps of a multiprocessor idle.
+  // The fewest blocks that together leave no more than one of a multiprocessor's warps idle.
   const auto warps_in_use = [&](int cluster) {
     const std::int64_t warps = DivideUp(share(cluster), 32 * elements);
-    return share(cluster) > held ? 0 : static_cast<int>(warps * (kBackwardWarps / warps));
+    return share(cluster) > held ? 0 : static_cast<int>(warps * (max_warps / warps));
   };
   // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
   plan.cluster = 1;
   for (int cluster = 2; cluster <= MaxCluster(task, forced); ++cluster) {
-    if (warps_in_use(plan.cluster) >= (cluster <= 8 ? kBackwardWarps - 1 : 1)) break;
+    if (warps_in_use(plan.cluster) >= (cluster <= 8 ? max_warps - 1 : 1)) break;
     if (warps_in_use(cluster) > warps_in_use(plan.cluster)) plan.cluster = cluster;
   }
   const std::int64_t columns = share(plan.cluster);
@@ -312,10 +336,24 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, bool dire
   plan.lanes = std::max(framed ? 32 : 1, Lanes(DivideUp(plan.share, elements)));
   if (!direct) return true;
   // Threads without work have nothing under way, of which a multiprocessor needs three quarters.
-  const std::int64_t at_once =
-      std::int64_t{kBackwardThreads / plan.unit_threads()} * plan.unit_rows() * plan.share;
-  const bool enough = 4 * at_once >= 3 * kBackwardThreads * elements;
-  return !framed && (enough || Framed(task, PacksOf(task, /*direct=*/false)));
+  const bool enough = PartAtWork(plan, task.element_bytes) >= 0.75;
+  return !framed && (enough || Framed(task, RingPacks(task.element_bytes, false)));
+}
+
+// For a ring: threads of more packs, if those of fewer would be without work much more often.
+inline bool DivideRingRows(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
+  const int few = RingPacks(task.element_bytes, false), many = RingPacks(task.element_bytes, true);
+  BackwardPlan wide{};
+  const bool can_be_wide = many != few && forced.packs != few && !Framed(task, few) &&
+                           DivideRows(task, forced, many, /*direct=*/false, wide) &&
+                           wide.division != Division::kFramed;
+  if (forced.packs != many && DivideRows(task, forced, few, /*direct=*/false, plan) &&
+      !(can_be_wide && wide.cluster <= plan.cluster &&
+        PartAtWork(wide, task.element_bytes) >= 1.15 * PartAtWork(plan, task.element_bytes))) {
+    return true;
+  }
+  if (can_be_wide) plan = wide;
+  return can_be_wide;
 }
 
 // Units of a block, and blocks of a multiprocessor. Few rows are spread over all multiprocessors
@@ -323,23 +361,25 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, bool dire
 // another waits for its cluster.
 inline void SpreadRows(const RowTask& task, BackwardPlan& plan) {
   const std::int64_t chunks = DivideUp(task.rows, plan.unit_rows());
-  const int most_units = std::max(1, kBackwardThreads / plan.unit_threads());
+  const int most_units = std::max(1, BackwardThreads(16 * plan.packs) / plan.unit_threads());
   plan.units = plan.cluster > 1 ? 1
                                 : static_cast<int>(std::clamp<std::int64_t>(
                                       DivideUp(chunks, task.multiprocessors), 1, most_units));
   plan.blocks = plan.cluster > 1 ? most_units : 1;
 }
 
-// Where units add up their column sums.
-constexpr std::int64_t SumsBytes(const RowTask& task, const BackwardPlan& plan) {
-  const int elements = RowElements(task.element_bytes, plan.direct);
-  return std::int64_t{2} * plan.threads() * elements * (task.element_bytes == 8 ? 8 : 4);
+// Where units add up column sums, two at a time.
+constexpr int UnitSumBytes(const RowTask& task, const BackwardPlan& plan) {
+  return 2 * SumBytes(task, plan.packs, plan.threads());
+}
+constexpr int DxSumBytes(const RowTask& task, const BackwardPlan& plan) {
+  return task.sums_dx ? SumBytes(task, plan.packs, plan.threads()) : 0;
 }
 
 // The ring, for which there may have to be fewer units and blocks.
 inline void DivideRing(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
   const int depth = RowDepth(task.element_bytes, plan.division == Division::kFramed);
-  const auto budget = [&](int blocks) { return RingBudget(task, blocks); };
+  const auto budget = [&](int blocks) { return RingBudget(task, blocks) - DxSumBytes(task, plan); };
   plan.array_bytes = static_cast<int>(
       RoundUp(std::int64_t{plan.unit_rows()} * plan.share * task.element_bytes, 16));
   const auto stage_bytes = [&] {
@@ -355,8 +395,8 @@ inline void DivideRing(const RowTask& task, const RowOverride& forced, BackwardP
       2 * depth,
       std::min({wanted, budget(plan.blocks) / stage_bytes(), std::int64_t{kMaxStages}})));
   // Column sums are added up in the ring's memory.
-  plan.shared_bytes =
-      static_cast<int>(std::max(plan.stages * stage_bytes(), SumsBytes(task, plan)));
+  plan.shared_bytes = static_cast<int>(
+      std::max<std::int64_t>(plan.stages * stage_bytes(), UnitSumBytes(task, plan)));
 }
 
 }  // namespace row_policy
@@ -368,17 +408,19 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
   plan.copy = architecture >= 90 ? RowCopy::kBulk : RowCopy::kAsync;
   const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;
   plan.stream = forced.stream || !task.aligned ||
-                !((may_be_direct && DivideRows(task, forced, /*direct=*/true, plan)) ||
-                  DivideRows(task, forced, /*direct=*/false, plan));
+                !((may_be_direct && DivideRows(task, forced, kDirectPacks, true, plan)) ||
+                  DivideRingRows(task, forced, plan));
   if (plan.stream) return plan;
   plan.classes =
       static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));
   SpreadRows(task, plan);
   if (plan.direct) {
-    plan.shared_bytes = plan.units > 1 ? static_cast<int>(SumsBytes(task, plan)) : 0;
+    plan.shared_bytes = plan.units > 1 ? UnitSumBytes(task, plan) : 0;
   } else {
     DivideRing(task, forced, plan);
   }
+  plan.dx_sum_bytes = DxSumBytes(task, plan);
+  plan.shared_bytes += plan.dx_sum_bytes;
   return plan;
 }
 

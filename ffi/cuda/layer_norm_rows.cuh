@@ -12,10 +12,6 @@
 namespace gradops {
 namespace {
 
-// Of a row, what a thread of the backward kernel holds.
-template <typename T, bool kDirect>
-inline constexpr int kPacks = RowElements(sizeof(T), kDirect) / kVec<T>;
-
 // A thread's place in its row, of which it owns P packs of 16 bytes (cuda/layer_norm_policy.h):
 // packs lane, lane + q, lane + 2 q ... of a row of at most P * q packs.
 //

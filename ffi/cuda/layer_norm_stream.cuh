@@ -44,9 +44,12 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       for (std::int64_t c = threadIdx.x * W; c < features; c += kStep) {
         auto pack = LoadPackOnce<W>(x_row + c);
         const auto other = LoadPackOnce<W>(residual_row + c);
+        A bias[W];
+        LoadParamPack<void>(args.residual_bias, row / args.shape.rows, c, A{0}, A{0}, bias);
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-          pack.v[j] = static_cast<T>(static_cast<A>(pack.v[j]) + static_cast<A>(other.v[j]));
+          const A added = static_cast<A>(other.v[j]) + bias[j];
+          pack.v[j] = static_cast<T>(static_cast<A>(pack.v[j]) + added);
         }
         StorePack(sum_row + c, pack);
       }
@@ -97,7 +100,10 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     if (args.centered) {
       A row_shift = static_cast<A>(x_row[0]);  // h's first element, which another thread may store
       if (args.residual != nullptr) {
-        row_shift += static_cast<A>((static_cast<const T*>(args.residual) + row * features)[0]);
+        A bias[1];
+        LoadParamPack<void>(args.residual_bias, row / args.shape.rows, 0, A{0}, A{0}, bias);
+        const T* const residual_row = static_cast<const T*>(args.residual) + row * features;
+        row_shift += static_cast<A>(residual_row[0]) + bias[0];
         row_shift = static_cast<A>(static_cast<T>(row_shift));
       }
       A total[1] = {count * ((shift - row_shift) + share_mean)};
@@ -231,27 +237,27 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
 constexpr int kSumLanes = 8, kSumRows = 32;  // threads of a block along columns and along rows
 
-// dscale and dbias: each block adds up all rows of a group in kSumLanes packs of columns.
+// Column sums: each block adds up all rows of a group in kSumLanes packs of columns. dx is there.
 template <typename T, int W>
 __global__ void __launch_bounds__(kSumLanes* kSumRows)
     BackwardSumsKernel(const __grid_constant__ LayerNormBwdArgs args, const Accum<T>* deltas) {
   using A = Accum<T>;
   constexpr int kColumns = kSumLanes * W;
-  __shared__ A shared[2][kSumRows][kColumns];
+  __shared__ A shared[3][kSumRows][kColumns];
   const std::int64_t features = args.shape.features, rows = args.shape.rows;
   const std::int64_t tiles = (features + kColumns - 1) / kColumns;
   const bool shift = args.centered && !args.from_output;
   for (std::int64_t item = blockIdx.x; item < args.shape.groups * tiles; item += gridDim.x) {
     const std::int64_t group = item / tiles;
     const std::int64_t column = item % tiles * kColumns + threadIdx.x * W;
-    A dscale[W] = {}, dbias[W] = {};
+    A dscale[W] = {}, dbias[W] = {}, dresidual_bias[W] = {};
     if (column < features) {
       A scale[W];
       LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
                           scale);
       // Sums of 64 terms are added up, so that rounding errors hardly grow with the number of rows.
       for (std::int64_t first = threadIdx.y; first < rows; first += 64 * kSumRows) {
-        A part_dscale[W] = {}, part_dbias[W] = {};
+        A part_dscale[W] = {}, part_dbias[W] = {}, part_dresidual_bias[W] = {};
         const std::int64_t end = min(rows, first + 64 * kSumRows);
 #pragma unroll 4
         for (std::int64_t r = first; r < end; r += kSumRows) {
@@ -268,22 +274,31 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
             part_dscale[j] += static_cast<A>(dy.v[j]) * x_hat[j];
             part_dbias[j] += static_cast<A>(dy.v[j]);
           }
+          if (args.dresidual_bias.data != nullptr) {
+            const auto dx = LoadPack<W>(static_cast<const T*>(args.dx) + row * features + column);
+#pragma unroll
+            for (int j = 0; j < W; ++j) part_dresidual_bias[j] += static_cast<A>(dx.v[j]);
+          }
         }
 #pragma unroll
-        for (int j = 0; j < W; ++j) dscale[j] += part_dscale[j], dbias[j] += part_dbias[j];
+        for (int j = 0; j < W; ++j) {
+          dscale[j] += part_dscale[j], dbias[j] += part_dbias[j];
+          dresidual_bias[j] += part_dresidual_bias[j];
+        }
       }
     }
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       shared[0][threadIdx.y][threadIdx.x * W + j] = dscale[j];
       shared[1][threadIdx.y][threadIdx.x * W + j] = dbias[j];
+      shared[2][threadIdx.y][threadIdx.x * W + j] = dresidual_bias[j];
     }
     __syncthreads();  // all rows' sums are written
     const int thread = static_cast<int>(threadIdx.y * kSumLanes + threadIdx.x);
-    for (int i = thread; i < 2 * kColumns; i += kSumLanes * kSumRows) {
+    for (int i = thread; i < 3 * kColumns; i += kSumLanes * kSumRows) {
       const int s = i / kColumns, c = i % kColumns;
       const std::int64_t to = item % tiles * kColumns + c;
-      const ParamGrad& result = s == 0 ? args.dscale : args.dbias;
+      const ParamGrad& result = s == 0 ? args.dscale : s == 1 ? args.dbias : args.dresidual_bias;
       if (to >= features || result.data == nullptr) continue;
       A total = 0;
       for (int r = 0; r < kSumRows; ++r) total += shared[s][r][c];

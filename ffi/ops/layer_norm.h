@@ -10,7 +10,8 @@
 namespace gradops {
 
 // y = x_hat * (scale + scale_offset) + bias with x_hat = (h - mean) * rstd, where h is x, or, with
-// a residual, x + residual rounded to x's dtype. RMS norm: not centered, mean is null.
+// a residual, x + (residual + residual_bias) rounded to x's dtype. RMS norm: not centered, mean is
+// null.
 struct LayerNormFwdArgs {
   RowShape shape;
   ffi::DataType dtype;  // of x, residual, y and sum
@@ -18,10 +19,11 @@ struct LayerNormFwdArgs {
   double epsilon, scale_offset;
   const void* x;         // [groups, rows, features]
   const void* residual;  // [groups, rows, features], null: none
+  Param residual_bias;   // [features]; null without residual
   Param scale;           // [features]
   Param bias;            // [features]
   void* y;               // [groups, rows, features]
-  void* sum;             // [groups, rows, features]: x + residual; null without residual
+  void* sum;             // [groups, rows, features]: what is normalised; null without residual
   void* mean;            // [groups, rows], in the accumulation dtype
   void* rstd;            // [groups, rows], likewise: 1 / sqrt(var + epsilon)
 };
@@ -42,6 +44,8 @@ struct LayerNormBwdArgs {
   const void* rstd;         // [groups, rows]
   void* dx;                 // [groups, rows, features]
   ParamGrad dscale, dbias;  // [groups, features]
+  // The sum of dx: of values before their rounding, or, where rows are streamed, after it.
+  ParamGrad dresidual_bias;  // [groups, features]
   // Scratch in the accumulation dtype, [groups, partial_rows, number of wanted sums, features].
   // partial_rows is an upper bound: a launcher may use fewer, or the memory for a value for each
   // row. 0 if no sum is wanted.
@@ -58,63 +62,80 @@ ffi::Error LayerNormBwd(CudaContext, const LayerNormBwdArgs&);  // cuda/layer_no
 template <class Context>
 struct LayerNorm {
   static ffi::Error Fwd(Context ctx, std::int64_t group_rank, double epsilon, double scale_offset,
-                        In x, In residual, In scale, In bias, Out y, Out sum, Out mean, Out rstd) {
+                        In x, In residual, In residual_bias, In scale, In bias, Out y, Out sum,
+                        Out mean, Out rstd) {
     return RunFwd("layer_norm_fwd", ctx, group_rank, epsilon, scale_offset,
-                  {.x = x, .residual = residual, .scale = scale, .bias = &bias},
+                  {.x = x,
+                   .residual = residual,
+                   .residual_bias = residual_bias,
+                   .scale = scale,
+                   .bias = &bias},
                   {.y = *y, .sum = *sum, .mean = &*mean, .rstd = *rstd});
   }
-  static auto BindFwd() { return Buffers<4, 4>(FwdAttributes()); }
+  static auto BindFwd() { return Buffers<5, 4>(FwdAttributes()); }
 
   static ffi::Error RmsFwd(Context ctx, std::int64_t group_rank, double epsilon,
-                           double scale_offset, In x, In residual, In scale, Out y, Out sum,
-                           Out rstd) {
+                           double scale_offset, In x, In residual, In residual_bias, In scale,
+                           Out y, Out sum, Out rstd) {
     return RunFwd("rms_norm_fwd", ctx, group_rank, epsilon, scale_offset,
-                  {.x = x, .residual = residual, .scale = scale},
+                  {.x = x, .residual = residual, .residual_bias = residual_bias, .scale = scale},
                   {.y = *y, .sum = *sum, .rstd = *rstd});
   }
-  static auto BindRmsFwd() { return Buffers<3, 3>(FwdAttributes()); }
+  static auto BindRmsFwd() { return Buffers<4, 3>(FwdAttributes()); }
 
   static ffi::Error Bwd(Context ctx, std::int64_t group_rank, double scale_offset, In dy, In x,
                         In dsum, In scale, In mean, In rstd, Out dx, Out dscale, Out dbias,
-                        Out workspace) {
+                        Out dresidual_bias, Out workspace) {
     return RunBwd({.op = "layer_norm_bwd", .centered = true}, ctx, group_rank, scale_offset,
                   {.dy = dy, .x = x, .dsum = dsum, .scale = scale, .mean = &mean, .rstd = rstd},
-                  {.dx = *dx, .dscale = *dscale, .dbias = &*dbias, .workspace = *workspace});
+                  {.dx = *dx,
+                   .dscale = *dscale,
+                   .dbias = &*dbias,
+                   .dresidual_bias = *dresidual_bias,
+                   .workspace = *workspace});
   }
-  static auto BindBwd() { return Buffers<6, 4>(BwdAttributes()); }
+  static auto BindBwd() { return Buffers<6, 5>(BwdAttributes()); }
 
   static ffi::Error RmsBwd(Context ctx, std::int64_t group_rank, double scale_offset, In dy, In x,
-                           In dsum, In scale, In rstd, Out dx, Out dscale, Out workspace) {
-    return RunBwd({.op = "rms_norm_bwd"}, ctx, group_rank, scale_offset,
-                  {.dy = dy, .x = x, .dsum = dsum, .scale = scale, .rstd = rstd},
-                  {.dx = *dx, .dscale = *dscale, .workspace = *workspace});
+                           In dsum, In scale, In rstd, Out dx, Out dscale, Out dresidual_bias,
+                           Out workspace) {
+    return RunBwd(
+        {.op = "rms_norm_bwd"}, ctx, group_rank, scale_offset,
+        {.dy = dy, .x = x, .dsum = dsum, .scale = scale, .rstd = rstd},
+        {.dx = *dx, .dscale = *dscale, .dresidual_bias = *dresidual_bias, .workspace = *workspace});
   }
-  static auto BindRmsBwd() { return Buffers<5, 3>(BwdAttributes()); }
+  static auto BindRmsBwd() { return Buffers<5, 4>(BwdAttributes()); }
 
   static ffi::Error BwdFromOutput(Context ctx, std::int64_t group_rank, double scale_offset, In dy,
                                   In y, In dsum, In scale, In bias, In rstd, Out dx, Out dscale,
-                                  Out dbias, Out workspace) {
+                                  Out dbias, Out dresidual_bias, Out workspace) {
     return RunBwd({.op = "layer_norm_bwd_from_output", .centered = true, .from_output = true}, ctx,
                   group_rank, scale_offset,
                   {.dy = dy, .x = y, .dsum = dsum, .scale = scale, .bias = &bias, .rstd = rstd},
-                  {.dx = *dx, .dscale = *dscale, .dbias = &*dbias, .workspace = *workspace});
+                  {.dx = *dx,
+                   .dscale = *dscale,
+                   .dbias = &*dbias,
+                   .dresidual_bias = *dresidual_bias,
+                   .workspace = *workspace});
   }
-  static auto BindBwdFromOutput() { return Buffers<6, 4>(BwdAttributes()); }
+  static auto BindBwdFromOutput() { return Buffers<6, 5>(BwdAttributes()); }
 
   static ffi::Error RmsBwdFromOutput(Context ctx, std::int64_t group_rank, double scale_offset,
                                      In dy, In y, In dsum, In scale, In rstd, Out dx, Out dscale,
-                                     Out workspace) {
-    return RunBwd({.op = "rms_norm_bwd_from_output", .from_output = true}, ctx, group_rank,
-                  scale_offset, {.dy = dy, .x = y, .dsum = dsum, .scale = scale, .rstd = rstd},
-                  {.dx = *dx, .dscale = *dscale, .workspace = *workspace});
+                                     Out dresidual_bias, Out workspace) {
+    return RunBwd(
+        {.op = "rms_norm_bwd_from_output", .from_output = true}, ctx, group_rank, scale_offset,
+        {.dy = dy, .x = y, .dsum = dsum, .scale = scale, .rstd = rstd},
+        {.dx = *dx, .dscale = *dscale, .dresidual_bias = *dresidual_bias, .workspace = *workspace});
   }
-  static auto BindRmsBwdFromOutput() { return Buffers<5, 3>(BwdAttributes()); }
+  static auto BindRmsBwdFromOutput() { return Buffers<5, 4>(BwdAttributes()); }
 
  private:
   // What a handler was given; null: it has no such operand or result.
   struct FwdOperands {
     const In& x;
     const In& residual;
+    const In& residual_bias;
     const In& scale;
     const In* bias = nullptr;
   };
@@ -141,6 +162,7 @@ struct LayerNorm {
     ffi::AnyBuffer& dx;
     ffi::AnyBuffer& dscale;
     ffi::AnyBuffer* dbias = nullptr;
+    ffi::AnyBuffer& dresidual_bias;
     ffi::AnyBuffer& workspace;
   };
   static constexpr ParamDtype kAnyFloat = ParamDtype::kAnyFloat;
@@ -166,6 +188,10 @@ struct LayerNorm {
     const void* const residual = check.OptionalRows("residual", in.residual);
     void* const sum = check.OptionalRows("sum", out.sum);
     check.BothOrNone("residual", in.residual, "sum", out.sum);
+    const Param residual_bias = check.OptionalParam("residual_bias", in.residual_bias, kAnyFloat);
+    if (check.shape().features > 0) {
+      check.Needs("residual_bias", in.residual_bias, "residual", in.residual);
+    }
     const Param scale = check.OptionalParam("scale", in.scale, kAnyFloat);
     const Param bias =
         in.bias != nullptr ? check.OptionalParam("bias", *in.bias, kAnyFloat) : Param{};
@@ -179,6 +205,7 @@ struct LayerNorm {
                               .scale_offset = scale_offset,
                               .x = in.x.untyped_data(),
                               .residual = residual,
+                              .residual_bias = residual_bias,
                               .scale = scale,
                               .bias = bias,
                               .y = out.y.untyped_data(),
@@ -200,8 +227,11 @@ struct LayerNorm {
     const ParamGrad dbias = out.dbias != nullptr
                                 ? check.OptionalParamGrad("dbias", *out.dbias, kAnyFloat)
                                 : ParamGrad{};
-    const std::int64_t partial_rows = check.PartialRows(
-        "workspace", out.workspace, (dscale.data != nullptr) + (dbias.data != nullptr));
+    const ParamGrad dresidual_bias =
+        check.OptionalParamGrad("dresidual_bias", out.dresidual_bias, kAnyFloat);
+    std::int64_t sums = 0;
+    for (const ParamGrad& grad : {dscale, dbias, dresidual_bias}) sums += grad.data != nullptr;
+    const std::int64_t partial_rows = check.PartialRows("workspace", out.workspace, sums);
     check.Number("scale_offset", scale_offset, true, "finite");
     if (!check.ok()) return check.error();
     return LayerNormBwd(ctx, {.shape = check.shape(),
@@ -219,6 +249,7 @@ struct LayerNorm {
                               .dx = out.dx.untyped_data(),
                               .dscale = dscale,
                               .dbias = dbias,
+                              .dresidual_bias = dresidual_bias,
                               .workspace = out.workspace.untyped_data(),
                               .partial_rows = partial_rows});
   }

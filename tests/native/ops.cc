@@ -51,8 +51,10 @@ constexpr unsigned Bit(int i) {
   return 1u << i;
 }
 
-// Of the norms of rows. Bits: 0 residual or dsum, 1 scale, 2 bias, 3 dscale, 4 dbias.
-const When kSum{Bit(0)}, kScale{Bit(1)}, kBias{Bit(2)}, kDscale{Bit(3)}, kDbias{Bit(4)};
+// Of the norms of rows. Bits: 0 residual or dsum, 1 scale, 2 bias, 3 dscale, 4 dbias, 5
+// residual_bias or its gradient.
+const When kSum{Bit(0)}, kScale{Bit(1)}, kBias{Bit(2)}, kDscale{Bit(3)}, kDbias{Bit(4)},
+    kResidualBias{Bit(0) | Bit(5)}, kDresidualBias{Bit(5)};
 
 const std::vector<Op>& Ops() {
   using enum Kind;
@@ -60,6 +62,7 @@ const std::vector<Op>& Ops() {
       {.name = "layer_norm_fwd",
        .operands = {{"x", kRows},
                     {"residual", kRows, kSum},
+                    {"residual_bias", kParam, kResidualBias},
                     {"scale", kParam, kScale},
                     {"bias", kParam, kBias}},
        .results = {{"y", kRows}, {"sum", kRows, kSum}, {"mean", kStat}, {"rstd", kStat}},
@@ -75,6 +78,7 @@ const std::vector<Op>& Ops() {
        .results = {{"dx", kRows},
                    {"dscale", kGrad, kDscale},
                    {"dbias", kGrad, kDbias},
+                   {"dresidual_bias", kGrad, kDresidualBias},
                    {"workspace", kWorkspace}},
        .scale_offset = true},
       {.name = "layer_norm_bwd_from_output",
@@ -87,10 +91,14 @@ const std::vector<Op>& Ops() {
        .results = {{"dx", kRows},
                    {"dscale", kGrad, kDscale},
                    {"dbias", kGrad, kDbias},
+                   {"dresidual_bias", kGrad, kDresidualBias},
                    {"workspace", kWorkspace}},
        .scale_offset = true},
       {.name = "rms_norm_fwd",
-       .operands = {{"x", kRows}, {"residual", kRows, kSum}, {"scale", kParam, kScale}},
+       .operands = {{"x", kRows},
+                    {"residual", kRows, kSum},
+                    {"residual_bias", kParam, kResidualBias},
+                    {"scale", kParam, kScale}},
        .results = {{"y", kRows}, {"sum", kRows, kSum}, {"rstd", kStat}},
        .scale_offset = true,
        .epsilon = true},
@@ -100,7 +108,10 @@ const std::vector<Op>& Ops() {
                     {"dsum", kRows, kSum},
                     {"scale", kParam, kScale},
                     {"rstd", kStat}},
-       .results = {{"dx", kRows}, {"dscale", kGrad, kDscale}, {"workspace", kWorkspace}},
+       .results = {{"dx", kRows},
+                   {"dscale", kGrad, kDscale},
+                   {"dresidual_bias", kGrad, kDresidualBias},
+                   {"workspace", kWorkspace}},
        .scale_offset = true},
       {.name = "rms_norm_bwd_from_output",
        .operands = {{"dy", kRows},
@@ -108,7 +119,10 @@ const std::vector<Op>& Ops() {
                     {"dsum", kRows, kSum},
                     {"scale", kParam, kScale},
                     {"rstd", kStat}},
-       .results = {{"dx", kRows}, {"dscale", kGrad, kDscale}, {"workspace", kWorkspace}},
+       .results = {{"dx", kRows},
+                   {"dscale", kGrad, kDscale},
+                   {"dresidual_bias", kGrad, kDresidualBias},
+                   {"workspace", kWorkspace}},
        .scale_offset = true},
       {.name = "bias_gelu_fwd",
        .operands = {{"x", kRows}, {"bias", kAccumParam, kBias}},
