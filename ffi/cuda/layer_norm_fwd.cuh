@@ -134,7 +134,8 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
     };
     const auto add_residual = [&]<bool kBias>() {
       T* const p = packs_of(args.sum, start);
-      constexpr int kAtOnce = kFramed ? 2 : 4;  // more would take too many registers
+      // More would take too many registers.
+      constexpr int kAtOnce = kBias && (P == 8 || std::is_void_v<ParamT>) ? 1 : kFramed ? 2 : 4;
 #pragma unroll
       for (int first = 0; first < P; first += kAtOnce) {
         uint4 residual[kAtOnce];

@@ -119,22 +119,17 @@ template <typename ParamT, typename T, int P, Division kDivision, typename A>
 __device__ __forceinline__ void AddResidualBias(const LayerNormFwdArgs& args, std::int64_t group,
                                                 const Place<T, P, kDivision, true>& place, int i,
                                                 A (&residual)[kVec<T>]) {
-  constexpr int W = kVec<T>;
+  constexpr int W = kVec<T>, N = kDivision == Division::kFramed ? 1 : sizeof(T) == 2 ? W / 2 : W;
   const int first = place.first_column - place.skip() + place.base + place.Begin(i);
   const Param param = From<ParamT>(args.residual_bias, group, first);
-  A bias[W] = {};
-  if constexpr (kDivision != Division::kFramed) {
-    LoadParamPack<ParamT>(param, 0, 0, A{0}, A{0}, bias);
-  } else {
 #pragma unroll
-    for (int j = 0; j < W; ++j) {
-      A one[1] = {0};
-      if (place.Has(i, j)) LoadParamPack<ParamT>(param, 0, j, A{0}, A{0}, one);
-      bias[j] = one[0];
-    }
+  for (int j = 0; j < W; j += N) {
+    if (!place.Has(i, j)) continue;
+    A bias[N];
+    LoadParamPack<ParamT>(param, 0, j, A{0}, A{0}, bias);
+#pragma unroll
+    for (int k = 0; k < N; ++k) residual[j + k] += bias[k];
   }
-#pragma unroll
-  for (int j = 0; j < W; ++j) residual[j] += bias[j];
 }
 
 // Scale and bias of a thread's columns, kVec<T> / kSteps at a time. Framed rows, in memory, have

@@ -21,7 +21,7 @@ namespace {
 // What else a call may be given.
 struct Variant {
   bool centered = true, sum = false, from_output = false, parameters = true, narrow = false;
-  bool offset = false;
+  bool offset = false, residual_bias = false;
   std::int64_t groups = 1;
 };
 
@@ -42,6 +42,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
   fwd.scale_offset = v.offset ? 1.0 : 0.0;
   fwd.x = arrays.Filled<T>(n), fwd.y = arrays.Empty<T>(n);
   if (v.sum) fwd.residual = arrays.Filled<T>(n), fwd.sum = arrays.Empty<T>(n);
+  if (v.residual_bias) fwd.residual_bias = parameter();
   fwd.scale = parameter();
   if (v.centered) fwd.bias = parameter(), fwd.mean = arrays.Empty<A>(all_rows);
   fwd.rstd = arrays.Empty<A>(all_rows);
@@ -58,9 +59,11 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
   if (v.centered && !v.from_output) bwd.mean = fwd.mean;
   if (v.parameters) {
     bwd.partial_rows = rows;
-    bwd.workspace = arrays.Empty<A>(v.groups * rows * (1 + v.centered) * features);
+    const int sums = 1 + v.centered + v.residual_bias;
+    bwd.workspace = arrays.Empty<A>(v.groups * rows * sums * features);
     bwd.dscale = {arrays.Empty<A>(parameters), kDtype<A>};
     if (v.centered) bwd.dbias = {arrays.Empty<A>(parameters), kDtype<A>};
+    if (v.residual_bias) bwd.dresidual_bias = {arrays.Empty<A>(parameters), kDtype<A>};
   }
   Check(LayerNormBwd(CudaContext{nullptr}, bwd));
   Check(cudaDeviceSynchronize());
@@ -74,23 +77,26 @@ struct Filter {
 
 template <typename T>
 int RunAll(const char* dtype, const Filter& filter) {
-  // The last one has clusters of more than 8 blocks: of nine, synccheck (CUDA 13.0) says "missing
-  // wait", as of any program with such clusters (TUNING.md).
+  // max_threads = 32 by itself has clusters of more than 8 blocks: of nine, synccheck (CUDA 13.0)
+  // says "missing wait", as of any program with such clusters (TUNING.md).
   const RowOverride plans[] = {{},
                                {.architecture = 80},
                                {.max_cluster = 8, .max_threads = 32},
                                {.stream = true},
                                {.ring = true},
-                               {.max_threads = 32}};
+                               {.max_threads = 32},
+                               {.packs = 3}};
   const Variant variants[] = {{},
                               {.centered = false},
-                              {.sum = true, .narrow = true},
+                              {.sum = true, .narrow = true, .residual_bias = true},
                               {.from_output = true},
                               {.centered = false, .sum = true, .from_output = true},
                               {.parameters = false},
                               {.groups = 3},
                               {.offset = true},
-                              {.centered = false, .narrow = true}};
+                              {.centered = false, .narrow = true},
+                              {.sum = true, .residual_bias = true, .groups = 3},
+                              {.centered = false, .sum = true, .residual_bias = true}};
   const std::int64_t widths[] = {1, 7, 40, 64, 257, 1000, 2049, 3000, 4096, 8200, 16385, 40000};
   const auto wanted = [](std::int64_t only, std::int64_t value) {
     return only < 0 || only == value;
@@ -103,7 +109,7 @@ int RunAll(const char* dtype, const Filter& filter) {
   for (std::int64_t plan = 0; plan < std::ssize(plans); ++plan) {
     ForcedRowPlan() = plans[plan];
     for (const std::int64_t features : widths) {
-      if (plans[plan].max_threads != 0 && features > 10000) continue;
+      if ((plans[plan].max_threads != 0 || plans[plan].packs != 0) && features > 10000) continue;
       // 300 rows: more than one for each multiprocessor; 1061: blocks that have several, one by
       // one.
       for (const std::int64_t rows : {1, 5, 67, 300, 1061}) {

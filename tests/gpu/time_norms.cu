@@ -8,8 +8,9 @@
 //     tests/gpu/time_norms.cu -o time_norms          (JAXLIB: the folder of the Python package
 //     jaxlib)
 //   ./time_norms [-t bf16|f16|f32|f64] [-h features,...] [-o "LN fwd"] [-x times as many rows]
-//     [-r rows] [-n: no comparison] and what cuda/layer_norm_policy.h lets force: [-arch 80]
-//     [-threads 256] [-cluster 8] [-stages 3] [-stream] [-ring]
+//     [-r rows] [-n: no comparison] [-a 1: with a residual, or 2: and its bias; not compared] and
+//     what cuda/layer_norm_policy.h lets force: [-arch 80] [-threads 256] [-cluster 8] [-stages 3]
+//     [-stream] [-ring] [-packs 3]
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -30,6 +31,7 @@ struct Options {
   std::vector<std::int64_t> features{64,   128,  256,  512,   1000,  1024,  2048, 4096,
                                      4097, 5120, 8192, 12288, 16384, 32768, 65536};
   std::int64_t times = 1, rows = 0;
+  int added = 0;
   bool compare = true;
 };
 
@@ -171,19 +173,24 @@ void Run(const Options& options) {
   const auto allocate = [](auto*& p, std::int64_t n) {
     Check(cudaMalloc(&p, static_cast<std::size_t>(n) * sizeof(*p)));
   };
-  T *x[kSets], *dy[kSets], *y[kSets], *dx[kSets];
+  T *x[kSets], *dy[kSets], *y[kSets], *dx[kSets], *residual[kSets], *sum[kSets];
   for (int k = 0; k < kSets; ++k) {
     for (T** array : {&x[k], &dy[k], &y[k], &dx[k]}) allocate(*array, elements + widest);
+    if (options.added > 0) {
+      for (T** array : {&residual[k], &sum[k]}) allocate(*array, elements + widest);
+      Fill<<<4096, 256>>>(residual[k], elements + widest, 21u + k, 1.f, 0.5f);
+      Fill<<<4096, 256>>>(sum[k], elements + widest, 31u + k, 1.f, 0.5f);
+    }
     Fill<<<4096, 256>>>(x[k], elements + widest, 1u + k, 1.f, 0.5f);
     Fill<<<4096, 256>>>(dy[k], elements + widest, 11u + k, 1.f, 0.3f);
   }
   float *scale, *bias;
-  A *mean, *rstd, *dscale, *dbias, *workspace;
+  A *mean, *rstd, *dscale, *dbias, *dresidual_bias, *workspace;
   double* worst;
   for (float** p : {&scale, &bias}) allocate(*p, widest);
   for (A** p : {&mean, &rstd}) allocate(*p, elements / narrowest + 1);
-  for (A** p : {&dscale, &dbias}) allocate(*p, widest);
-  allocate(workspace, 2 * ((std::int64_t{1} << 24) + widest));
+  for (A** p : {&dscale, &dbias, &dresidual_bias}) allocate(*p, widest);
+  allocate(workspace, 3 * ((std::int64_t{1} << 24) + widest));
   allocate(worst, 2);
   Fill<<<64, 256>>>(scale, widest, 5, 0.3f, 1.f);
   Fill<<<64, 256>>>(bias, widest, 6, 0.3f, 0.f);
@@ -206,6 +213,8 @@ void Run(const Options& options) {
         args.epsilon = 1e-6, args.x = x[k], args.scale = {scale, 0, ffi::F32};
         if (centered) args.bias = {bias, 0, ffi::F32}, args.mean = mean;
         args.y = y[k], args.rstd = rstd;
+        if (options.added > 0) args.residual = residual[k], args.sum = sum[k];
+        if (options.added > 1) args.residual_bias = {bias, 0, ffi::F32};
         Check(LayerNormFwd(CudaContext{Stream()}, args));
       };
       const auto backward = [&](int k) {
@@ -215,6 +224,8 @@ void Run(const Options& options) {
         args.mean = centered ? mean : nullptr, args.rstd = rstd, args.dx = dx[k];
         args.dscale = {dscale, kDtype<A>};
         if (centered) args.dbias = {dbias, kDtype<A>};
+        if (options.added > 0) args.dsum = sum[k];
+        if (options.added > 1) args.dresidual_bias = {dresidual_bias, kDtype<A>};
         args.workspace = workspace;
         args.partial_rows = std::max<std::int64_t>(
             1, std::min({rows, std::int64_t{512}, (std::int64_t{1} << 23) / features}));
@@ -227,7 +238,7 @@ void Run(const Options& options) {
         double errors[2] = {};
         Check(cudaMemset(worst, 0, sizeof(errors)));
         forward(0);  // also gives the backward pass its statistics
-        if (options.compare) {
+        if (options.compare && options.added == 0) {
           T* const result = is_forward ? nullptr : dx[0];
           if (!is_forward) backward(0);
           Check(cudaStreamSynchronize(Stream()));
@@ -243,7 +254,8 @@ void Run(const Options& options) {
           Check(cudaMemcpy(errors, worst, sizeof(errors), cudaMemcpyDeviceToHost));
         }
         const Timing time = is_forward ? Time(forward, calls) : Time(backward, calls);
-        const double traffic = (is_forward ? 2.0 : 3.0) * rows * features * sizeof(T);
+        const double arrays = options.added > 0 ? 4 : is_forward ? 2 : 3;
+        const double traffic = arrays * rows * features * sizeof(T);
         std::printf("%s %8lld x %-6lld %-7s %7.1f us (%.1f-%.1f)  %.3f of copy  errors %.1e %.1e\n",
                     options.type.c_str(), static_cast<long long>(rows),
                     static_cast<long long>(features), name.c_str(), time.median, time.low,
@@ -275,6 +287,8 @@ int Main(int argc, char** argv) {
       options.times = number();
     } else if (flag == "-r") {
       options.rows = number();
+    } else if (flag == "-a") {
+      options.added = number();
     } else if (flag == "-n") {
       options.compare = false;
     } else if (flag == "-arch") {
@@ -285,6 +299,8 @@ int Main(int argc, char** argv) {
       forced.max_cluster = number();
     } else if (flag == "-stages") {
       forced.max_stages = number();
+    } else if (flag == "-packs") {
+      forced.packs = number();
     } else if (flag == "-stream") {
       forced.stream = true;
     } else if (flag == "-ring") {
