@@ -19,7 +19,7 @@
 //   start anywhere: up to 40 Ki (24 Ki)            64                   1 to 640 (384)
 //   up to 16 times that, from sm_90 on             64                   2 to 16 blocks of those
 //
-// Backward: few blocks stay, as column sums do, in registers. Each unit of threads, which have 16
+// Backward: few blocks stay, as column sums do, in registers (dx's: in shared memory). Each unit of threads, which have 16
 // elements of a row each (8 of float64), takes row after row from its ring in shared memory:
 //
 //   bulk    sm_90 and newer: one thread orders whole rows
@@ -33,6 +33,11 @@
 //
 // Below 8192 features, too, a row gets a cluster where one block of it would leave two or more of a
 // multiprocessor's 16 warps without work (2561 to 3584 and 4097 to 7168 features; direct: half).
+// Wide rows get smaller blocks where rings of large ones leave multiprocessors without a second one:
+// with dsum, and with sums of dx, which take shared memory (8192 features: 2 and 4 blocks).
+//
+// 16-bit elements: threads have 24 of them, in blocks of 384, where of 16 each an eighth more of the
+// threads or so would be without work (192, 320, 384, 640, 768, 2304, 4608 features).
 //
 // Direct: threads have 8 elements of a row each, and load the next one to registers while they work
 // on this one, without a ring: float32 that is not framed, of up to 4096 features. So a
@@ -290,30 +295,47 @@ constexpr int SumBytes(const RowTask& task, int packs, int threads) {
   return threads * packs * 16 / task.element_bytes * (task.element_bytes == 8 ? 8 : 4);
 }
 
-// Which part of the threads that a multiprocessor can run has work, with so many columns for a
-// unit.
-constexpr double PartAtWork(const BackwardPlan& plan, int element_bytes) {
-  const int threads = BackwardThreads(16 * plan.packs);
-  const int units = threads / plan.unit_threads() * plan.unit_rows();
-  return 1.0 * units * plan.share * element_bytes / (threads * 16 * plan.packs);
+// How many units with so many threads and columns a multiprocessor can run: of one block, or, of
+// clusters, each a block. A unit's ring has a turn's chunks that are worked on, and as many under
+// way. A single unit whose ring has no room for one more counts half: it waits for every turn.
+inline double UnitsThatFit(const RowTask& task, const BackwardPlan& plan) {
+  const int depth = RowDepth(task.element_bytes, plan.division == Division::kFramed);
+  const std::int64_t chunk =
+      RoundUp(std::int64_t{plan.unit_rows()} * plan.share * task.element_bytes, 16);
+  const std::int64_t sums = task.sums_dx ? SumBytes(task, plan.packs, plan.unit_threads()) : 0;
+  const auto fit = [&](int units, int stages) {
+    const std::int64_t bytes = plan.direct ? sums : stages * task.arrays * chunk + sums;
+    return plan.cluster > 1 ? bytes <= RingBudget(task, units)
+                            : units * bytes <= RingBudget(task, 1);
+  };
+  int units = BackwardThreads(16 * plan.packs) / plan.unit_threads();
+  while (units > 0 && !fit(units, 2 * depth)) --units;
+  return units == 1 && !fit(1, 2 * depth + 1) ? 0.5 : units;
 }
 
-// Divides rows among threads of so many packs; false where no cluster can hold one, or, direct, had
-// better not.
+// Which part of a multiprocessor's threads then has work.
+inline double PartAtWork(const RowTask& task, const BackwardPlan& plan) {
+  const int bytes = plan.unit_rows() * plan.share * task.element_bytes;
+  return UnitsThatFit(task, plan) * bytes / (BackwardThreads(16 * plan.packs) * 16 * plan.packs);
+}
+
+// Divides rows among threads of so many packs, of which a block has so many at most; false where no
+// cluster can hold one, or, direct, had better not.
 inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs, bool direct,
-                       BackwardPlan& plan) {
+                       int most_threads, BackwardPlan& plan) {
   const int elements = packs * 16 / task.element_bytes;
   plan.direct = direct;
   plan.packs = packs;
   const bool framed = Framed(task, packs);
+  const int threads = BackwardThreads(16 * packs), max_warps = threads / 32;
   // What a block can hold: in registers, and in a ring with one turn's chunks of the most arrays
   // there can be and the next one's.
-  const int max_threads = MaxThreads(forced, packs), max_warps = BackwardThreads(16 * packs) / 32;
-  std::int64_t held = std::int64_t{max_threads} * elements;
+  if (forced.max_threads != 0) most_threads = std::min(most_threads, forced.max_threads);
+  std::int64_t held = std::int64_t{std::min(most_threads, threads)} * elements;
   if (!direct) {
     const int depth = RowDepth(task.element_bytes, framed);
     const std::int64_t ring =
-        RingBudget(task, 1) - (task.sums_dx ? SumBytes(task, packs, max_warps * 32) : 0);
+        RingBudget(task, 1) - (task.sums_dx ? SumBytes(task, packs, threads) : 0);
     held = std::min(held, (ring / (2 * depth * 3) - 32) / task.element_bytes);
   }
   const auto share = [&](int cluster) { return Share(task, cluster, framed); };
@@ -336,24 +358,40 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   plan.lanes = std::max(framed ? 32 : 1, Lanes(DivideUp(plan.share, elements)));
   if (!direct) return true;
   // Threads without work have nothing under way, of which a multiprocessor needs three quarters.
-  const bool enough = PartAtWork(plan, task.element_bytes) >= 0.75;
+  const bool enough = PartAtWork(task, plan) >= 0.75;
   return !framed && (enough || Framed(task, RingPacks(task.element_bytes, false)));
 }
 
-// For a ring: threads of more packs, if those of fewer would be without work much more often.
+// For a ring. Wide rows get smaller blocks where the rings of large ones would not fit beside each
+// other; and threads more packs where with fewer many of them would be without work.
 inline bool DivideRingRows(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
   const int few = RingPacks(task.element_bytes, false), many = RingPacks(task.element_bytes, true);
-  BackwardPlan wide{};
-  const bool can_be_wide = many != few && forced.packs != few && !Framed(task, few) &&
-                           DivideRows(task, forced, many, /*direct=*/false, wide) &&
-                           wide.division != Division::kFramed;
-  if (forced.packs != many && DivideRows(task, forced, few, /*direct=*/false, plan) &&
-      !(can_be_wide && wide.cluster <= plan.cluster &&
-        PartAtWork(wide, task.element_bytes) >= 1.15 * PartAtWork(plan, task.element_bytes))) {
-    return true;
+  const auto divide = [&](int packs, int most_threads) {
+    BackwardPlan divided{};
+    const bool can = forced.packs == 0 || forced.packs == packs;
+    if (!can || !DivideRows(task, forced, packs, /*direct=*/false, most_threads, divided)) {
+      divided.lanes = 0;
+    }
+    return divided;
+  };
+  const auto part = [&](const BackwardPlan& divided) {
+    return divided.lanes == 0 ? 0.0 : PartAtWork(task, divided);
+  };
+  plan = divide(few, kBackwardWarps * 32);
+  for (const int threads : {256, 128}) {
+    if (plan.lanes < 256) break;
+    const BackwardPlan smaller = divide(few, threads);
+    if (smaller.cluster <= 8 && part(smaller) > part(plan)) plan = smaller;
   }
-  if (can_be_wide) plan = wide;
-  return can_be_wide;
+  if (many != few && !Framed(task, few)) {
+    const BackwardPlan wide = divide(many, kBackwardWarps * 32);
+    const bool several = part(wide) > 0 && wide.cluster == 1 && UnitsThatFit(task, wide) > 1;
+    const bool better = several && part(wide) >= 1.15 * part(plan);
+    if (wide.lanes > 0 && wide.division != Division::kFramed && (better || forced.packs == many)) {
+      plan = wide;
+    }
+  }
+  return plan.lanes > 0;
 }
 
 // Units of a block, and blocks of a multiprocessor. Few rows are spread over all multiprocessors
@@ -408,7 +446,7 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
   plan.copy = architecture >= 90 ? RowCopy::kBulk : RowCopy::kAsync;
   const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;
   plan.stream = forced.stream || !task.aligned ||
-                !((may_be_direct && DivideRows(task, forced, kDirectPacks, true, plan)) ||
+                !((may_be_direct && DivideRows(task, forced, kDirectPacks, true, 512, plan)) ||
                   DivideRingRows(task, forced, plan));
   if (plan.stream) return plan;
   plan.classes =
