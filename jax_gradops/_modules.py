@@ -26,33 +26,60 @@ _FLOATS = tuple(map(jnp.dtype, _checks.FLOAT_DTYPES))
 class Sum(NamedTuple):
     """An argument of a norm: to be added first, in the same pass. The result is a pair, with it.
 
-    Both have the same shape and dtype.
+    `x` and `residual` have the same shape and dtype; `bias`, if any, is one of the last axis.
     """
 
     x: jax.Array
     residual: jax.Array
+    bias: jax.Array | None = None
 
     def plain(self) -> jax.Array:
         """The sum by itself."""
-        return self.x + self.residual
+        return _plain_sum(*self)
 
 
-def add_norm(calls: tuple[Any, ...], norm: Any, x: Any, residual: Any) -> tuple[Any, Any]:
+def _plain_sum(x: Any, residual: Any, bias: Any) -> Any:
+    """As if a layer of residual's dtype had added its bias."""
+    if bias is not None:
+        residual = _plus(residual, jnp.asarray(bias, jnp.result_type(residual)))
+    return x + residual
+
+
+def _plus(y: Any, bias: Any) -> Any:
+    """A matrix product and its bias, as Flax adds it."""
+    return y + jnp.reshape(bias, (1,) * (jnp.ndim(y) - 1) + (-1,))
+
+
+def check_callable(function: str, name: str, value: Any) -> None:
+    """Refuses what is not a module that exists, or a function."""
+    if isinstance(value, type) or not callable(value):
+        raise _checks.wrong(function, name, "a module, or a function", value, TypeError)
+
+
+def add_norm(
+    calls: tuple[Any, ...], norm: Any, x: Any, residual: Any, bias: Any
+) -> tuple[Any, Any]:
     """The function of that name in both APIs; `calls` are the methods that take a `Sum`.
 
     A subclass that has a method of its own does not know of sums; one that Flax's transformations
     made wraps ours.
     """
-    for name, value in (("x", x), ("residual", residual)):
+    given = {"x": x, "residual": residual} | ({} if bias is None else {"bias": bias})
+    for name, value in given.items():
         if not _checks.is_array(value):  # lists, say, have another addition
             raise TypeError(f"add_norm: {name} must be an array, got {type(value).__name__}")
-    if isinstance(norm, type) or not callable(norm):
-        raise _checks.wrong("add_norm", "norm", "a module, or a function", norm, TypeError)
+    last = jnp.shape(residual)[-1:]
+    if bias is not None and (jnp.shape(bias) != last or not last):
+        raise ValueError(
+            f"add_norm: bias must have shape residual.shape[-1:] = {last}, got {jnp.shape(bias)}"
+        )
+    check_callable("add_norm", "norm", norm)
     call: Any = norm
     alike = jnp.shape(x) == jnp.shape(residual) and jnp.result_type(x) == jnp.result_type(residual)
-    if alike and inspect.unwrap(type(norm).__call__) in calls:
-        return call(Sum(jnp.asarray(x), jnp.asarray(residual)))
-    total = x + residual
+    known = bias is None or jnp.result_type(bias) in _FLOATS
+    if alike and known and inspect.unwrap(type(norm).__call__) in calls:
+        return call(Sum(*map(jnp.asarray, given.values())))
+    total = _plain_sum(x, residual, bias)
     return call(total), total
 
 
@@ -138,7 +165,7 @@ def norm(
         _, result = _in_and_out(module, x.x, scale, bias)
         if x.x.dtype == result:
             fused = add_layer_norm if centered else add_rms_norm
-            return fused(*x, *parameters, **options)
+            return fused(x.x, x.residual, *parameters, residual_bias=x.bias, **options)
         total = x.plain()
         return norm(module, total, shape, scale, bias, centered=centered), total
     x, result = _in_and_out(module, jnp.asarray(x), scale, bias)
@@ -174,14 +201,28 @@ def running(module: Any, average: jax.Array, new: jax.Array) -> jax.Array:
     return module.momentum * average + (1 - module.momentum) * new
 
 
-# --- Dense with GELU -----------------------------------------------------------------------------
+# --- Dense, and what takes its bias --------------------------------------------------------------
+
+
+def not_rounded(given: list[Any], promoted: list[Any]) -> list[Any]:
+    """Parameters as they were given where Flax's promotion has rounded them."""
+    pairs = zip(given, promoted, strict=True)
+    return [p if p is None or jnp.can_cast(v.dtype, p.dtype) else v for v, p in pairs]
+
+
+def deferred(y: jax.Array, bias: Any, exact: Any) -> tuple[jax.Array, Any]:
+    """A matrix product, and what is to be added: its bias, not rounded; None if there is nothing.
+
+    `bias` is what Flax would add.
+    """
+    if bias is not None and jnp.result_type(y, bias) != y.dtype:  # the product was narrowed
+        return _plus(y, bias), None
+    return y, exact
 
 
 def gelu_of_sum(y: jax.Array, bias: jax.Array | None, approximate: bool) -> jax.Array:
     """GELU of a matrix product and its bias."""
     _checks.flag("DenseGelu", "approximate", approximate)
     if y.dtype not in _FLOATS or y.size == 0 or (bias is not None and bias.dtype != y.dtype):
-        if bias is not None:
-            y = y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
-        return jax.nn.gelu(y, approximate)
+        return jax.nn.gelu(y if bias is None else _plus(y, bias), approximate)
     return gelu(y, approximate) if bias is None else bias_gelu(y, bias, approximate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from typing import Any
 
 import jax
@@ -13,6 +14,17 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from jax_gradops import _modules
 from jax_gradops._ops.bias_gelu import gelu
+
+# As they are now: what watches calls, `nnx.tabulate` say, puts others in their place for a while,
+# and has seen the call already.
+LAYER_NORM: Any = nnx.LayerNorm.__call__
+RMS_NORM: Any = nnx.RMSNorm.__call__
+BATCH_NORM: Any = nnx.BatchNorm.__call__
+_LINEAR: Any = nnx.Linear.__call__
+_SEQUENTIAL: Any = nnx.Sequential.__call__
+
+
+# --- Norms ---------------------------------------------------------------------------------------
 
 
 def norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
@@ -61,27 +73,35 @@ def _promoted(module: Any, x: Any, shape: tuple[int, ...]) -> list[Any]:
 
 def not_rounded(module: Any, given: list[Any], promoted: list[Any]) -> list[Any]:
     """Parameters as they were given where Flax's promotion has rounded them."""
-    if module.promote_dtype is not promote_dtype:
-        return promoted
-    pairs = zip(given, promoted, strict=True)
-    return [p if p is None or jnp.can_cast(v.dtype, p.dtype) else v for v, p in pairs]
+    own = module.promote_dtype is not promote_dtype
+    return promoted if own else _modules.not_rounded(given, promoted)
 
 
-def linear_gelu(approximate: bool, linear: Any, inputs: Any, out_sharding: Any = None) -> jax.Array:
-    """GELU of what `linear` gives, of whose bias the op takes care."""
-    values = (inputs, value(linear.kernel), value(linear.bias))
+def value(variable: Any) -> Any:
+    """Of a parameter that may be None."""
+    return None if variable is None else variable[...]
+
+
+# --- Linear layers, and what takes their biases --------------------------------------------------
+
+
+def _product(linear: Any, inputs: Any, out_sharding: Any = None) -> tuple[jax.Array, Any, Any]:
+    """What `linear` gives without its bias; the bias as Flax adds it, and not rounded."""
+    given = value(linear.bias)
+    values = (inputs, value(linear.kernel), given)
     inputs, kernel, bias = linear.promote_dtype(values, dtype=linear.dtype)
     options: dict[str, Any] = {"precision": linear.precision, "out_sharding": out_sharding}
     if linear.preferred_element_type is not None:
         options["preferred_element_type"] = linear.preferred_element_type
     dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
     y = linear.dot_general(inputs, kernel, dimensions, **options)
+    return y, bias, not_rounded(linear, [given], [bias])[0]
+
+
+def linear_gelu(approximate: bool, linear: Any, inputs: Any, out_sharding: Any = None) -> jax.Array:
+    """GELU of what `linear` gives, of whose bias the op takes care."""
+    y, bias, _ = _product(linear, inputs, out_sharding)
     return _modules.gelu_of_sum(y, bias, approximate)
-
-
-def value(variable: Any) -> Any:
-    """Of a parameter that may be None."""
-    return None if variable is None else variable[...]
 
 
 def _approximate(layer: Any) -> bool | None:
@@ -95,6 +115,12 @@ def _approximate(layer: Any) -> bool | None:
     )
 
 
+def sequential(layers: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """What Flax's Sequential of these layers gives."""
+    module: Any = types.SimpleNamespace(layers=layers)
+    return _SEQUENTIAL(module, *args, **kwargs)
+
+
 def with_pairs(module: nnx.Sequential) -> list[Any]:
     """A Sequential's layers, each Linear in one with the GELU after it."""
     result: list[Any] = []
@@ -105,3 +131,19 @@ def with_pairs(module: nnx.Sequential) -> list[Any]:
         else:
             result.append(layer)
     return result
+
+
+def deferred_bias(paired: Any, layer: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """What `layer` gives without a bias that is added last, and this, or None.
+
+    `paired` is the method of a Sequential that calls `with_pairs`. What is neither that, nor Flax's
+    own, may do anything.
+    """
+    call: Any = type(layer).__call__
+    if call is _LINEAR:
+        return _modules.deferred(*_product(layer, *args, **kwargs))
+    if call in (_SEQUENTIAL, paired) and layer.layers and callable(layer.layers[-1]):
+        *layers, last = with_pairs(layer) if call is paired else layer.layers
+        layers.append(functools.partial(deferred_bias, paired, last))
+        return sequential(layers, *args, **kwargs)
+    return layer(*args, **kwargs), None

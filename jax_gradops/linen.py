@@ -27,11 +27,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
+from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 from jax_gradops import _modules
 
-__all__ = ["BatchNorm", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"]
+__all__ = ["BatchNorm", "DeferredBiasDense", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"]
 
 
 # Without linen's wrapper: interceptors, and what captures results, have seen the call already.
@@ -169,36 +170,64 @@ class DenseGelu(linen.Dense):
     @linen.compact
     def __call__(self, inputs: Any) -> jax.Array:
         """[..., inputs] to [..., features], of `dtype` or of inputs' and parameters' together."""
-        shape = (jnp.shape(inputs)[-1], self.features)
-        kernel: Any = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        bias: Any = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        dot_general: Any = self.dot_general or lax.dot_general
-        if self.dot_general_cls is not None:
-            dot_general = self.dot_general_cls()
-        dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
-        y = dot_general(inputs, kernel, dimensions, precision=self.precision)
+        y, bias, _ = _product(self, inputs)
         return _modules.gelu_of_sum(y, bias, self.approximate)
 
 
-def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+class DeferredBiasDense(linen.Dense):
+    r"""`flax.linen.Dense`, of which `add_norm` adds the bias: the result is a pair.
+
+    .. math:: (x \, \text{kernel}, \text{bias})
+
+    By itself, the addition is a pass over memory more, and so is the sum of the bias's gradient.
+    Parameters are `kernel` and `bias`, as Flax's: with the name that a `Dense` had, "Dense_0" say,
+    it loads that one's checkpoint.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import linen as nn
+    >>> from jax_gradops.linen import DeferredBiasDense, LayerNorm, add_norm
+    >>> class Block(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x, hidden):
+    ...         return add_norm(LayerNorm(), x, *DeferredBiasDense(2, name="Dense_0")(hidden))
+    >>> variables = Block().init(jax.random.key(0), jnp.ones((1, 2)), jnp.ones((1, 4)))
+    >>> jax.tree.map(jnp.shape, variables["params"]["Dense_0"])
+    {'bias': (2,), 'kernel': (4, 2)}
+    """
+
+    @linen.compact
+    def __call__(self, inputs: Any) -> Any:
+        """[..., inputs] to the product, as `flax.linen.Dense`, and [features]; None: no bias.
+
+        The bias is the parameter, not rounded to `dtype`.
+        """
+        return _modules.deferred(*_product(self, inputs))
+
+
+def add_norm(
+    norm: Any, x: jax.Array, residual: jax.Array, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """``(norm(x + residual), x + residual)``, in one pass over memory if `norm` is of this module.
 
     So is the backward pass, which sums the cotangents of both: with a norm on its own, each
     addition to a residual stream is a pass more.
 
+    With `bias`, it is ``x + (residual + bias)``, in the same pass too, and so is the bias's
+    gradient: see `DeferredBiasDense`.
+
     Args:
       norm: a linen module; `LayerNorm` and `RMSNorm` of this one fuse the addition.
       x: what `norm` takes.
       residual: of the same shape and dtype, else the addition is one of its own.
+      bias: shape ``residual.shape[-1:]``, any dtype. Where the addition is one of its own, it is
+        cast to residual's. None: no bias.
 
     Returns:
       What `norm` returns of the sum, and the sum.
 
     Raises:
-      TypeError: for a `norm` that cannot be called, or an `x` or `residual` that is no array.
+      TypeError: for a `norm` that cannot be called, or another argument that is no array.
+      ValueError: for a `bias` of another shape.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import linen as nn
@@ -213,7 +242,7 @@ def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, j
     [[-1.  1.]] [[2. 4.]]
     """
     calls = tuple(inspect.unwrap(module.__call__) for module in (LayerNorm, RMSNorm))
-    return _modules.add_norm(calls, norm, x, residual)
+    return _modules.add_norm(calls, norm, x, residual, bias)
 
 
 def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
@@ -226,6 +255,23 @@ def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
         return flax(module, total, mask=mask), total
     centered = isinstance(module, linen.LayerNorm)
     return _modules.norm(module, x, shape, *_parameters(module, shape), centered=centered)
+
+
+def _product(dense: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
+    """A Dense's result without its bias; the bias as Flax adds it, and not rounded."""
+    shape = (jnp.shape(inputs)[-1], dense.features)
+    kernel: Any = dense.param("kernel", dense.kernel_init, shape, dense.param_dtype)
+    given: Any = None
+    if dense.use_bias:
+        given = dense.param("bias", dense.bias_init, (dense.features,), dense.param_dtype)
+    inputs, kernel, bias = dense.promote_dtype(inputs, kernel, given, dtype=dense.dtype)
+    dot_general: Any = dense.dot_general or lax.dot_general
+    if dense.dot_general_cls is not None:
+        dot_general = dense.dot_general_cls()
+    dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
+    y = dot_general(inputs, kernel, dimensions, precision=dense.precision)
+    own = dense.promote_dtype is not promote_dtype
+    return y, bias, bias if own else _modules.not_rounded([given], [bias])[0]
 
 
 def _parameters(module: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:

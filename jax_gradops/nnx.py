@@ -23,21 +23,17 @@ says; no gradient flows through the running averages that BatchNorm stores; and 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import linen, nnx
-from flax.nnx import bridge
-from jax.core import Tracer
+from flax import nnx
 
-from jax_gradops import _checks, _modules, _nnx
+from jax_gradops import _checks, _modules, _nnx, _nnx_fuse
+from jax_gradops._nnx_fuse import FuseReport
 
 __all__ = [
     "BatchNorm",
@@ -47,17 +43,12 @@ __all__ = [
     "RMSNorm",
     "Sequential",
     "add_norm",
+    "deferred_bias",
     "fuse",
     "unfuse",
 ]
 
 _logger = logging.getLogger("jax_gradops")
-# As they are now: what watches calls, `nnx.tabulate` say, puts others in their place for a while,
-# and has seen the call already.
-_LAYER_NORM: Any = nnx.LayerNorm.__call__
-_RMS_NORM: Any = nnx.RMSNorm.__call__
-_BATCH_NORM: Any = nnx.BatchNorm.__call__
-_SEQUENTIAL: Any = nnx.Sequential.__call__
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -91,7 +82,7 @@ class LayerNorm(nnx.LayerNorm):
         Returns:
           An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
         """
-        return _nnx.norm(self, _LAYER_NORM, x, mask)
+        return _nnx.norm(self, _nnx.LAYER_NORM, x, mask)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -112,7 +103,7 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: Any, mask: jax.Array | None = None) -> Any:
         """Normalises `x`, as `flax.nnx.RMSNorm` does: see `LayerNorm`."""
-        return _nnx.norm(self, _RMS_NORM, x, mask)
+        return _nnx.norm(self, _nnx.RMS_NORM, x, mask)
 
 
 class BatchNorm(nnx.BatchNorm):
@@ -147,7 +138,7 @@ class BatchNorm(nnx.BatchNorm):
         axis = _modules.channel_axis(self, x, mask)
         running = self.use_running_average if use_running_average is None else use_running_average
         if axis is None or running is None or running:
-            return _BATCH_NORM(self, x, use_running_average, mask=mask)
+            return _nnx.BATCH_NORM(self, x, use_running_average, mask=mask)
         given = [_nnx.value(v) for v in (self.mean, self.var, self.scale, self.bias)]
         x, *promoted = self.promote_dtype((x, *given), dtype=self.dtype)
         _, _, scale, bias = _nnx.not_rounded(self, given, promoted)
@@ -205,11 +196,15 @@ class Sequential(nnx.Sequential):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls one layer after the other, as `flax.nnx.Sequential` does."""
-        paired: Any = types.SimpleNamespace(layers=_nnx.with_pairs(self))
-        return _SEQUENTIAL(paired, *args, **kwargs)
+        return _nnx.sequential(_nnx.with_pairs(self), *args, **kwargs)
 
 
-def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+_PAIRED: Any = Sequential.__call__  # as it is now, too: see _nnx.py
+
+
+def add_norm(
+    norm: Any, x: jax.Array, residual: jax.Array, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """``(norm(x + residual), x + residual)``, in one pass over memory if `norm` is of this module.
 
     So is the backward pass, which sums the cotangents of both: with a norm on its own, each
@@ -220,16 +215,22 @@ def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, j
             y, x = add_norm(self.mlp_norm, x, self.attention(y))
             return x, self.mlp(y)
 
+    With `bias`, it is ``x + (residual + bias)``, in the same pass too, and so is the bias's
+    gradient: see `deferred_bias`.
+
     Args:
       norm: any callable; `LayerNorm` and `RMSNorm` of this module fuse the addition.
       x: what `norm` takes.
       residual: of the same shape and dtype, else the addition is one of its own.
+      bias: shape ``residual.shape[-1:]``, any dtype. Where the addition is one of its own, it is
+        cast to residual's. None: no bias.
 
     Returns:
       What `norm` returns of the sum, and the sum.
 
     Raises:
-      TypeError: for a `norm` that cannot be called, or an `x` or `residual` that is no array.
+      TypeError: for a `norm` that cannot be called, or another argument that is no array.
+      ValueError: for a `bias` of another shape.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -239,33 +240,50 @@ def add_norm(norm: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, j
     >>> print(y.round(3), x)
     [[-1.  1.]] [[2. 4.]]
     """
-    return _modules.add_norm((LayerNorm.__call__, RMSNorm.__call__), norm, x, residual)
+    return _modules.add_norm((LayerNorm.__call__, RMSNorm.__call__), norm, x, residual, bias)
+
+
+def deferred_bias(linear: Any, inputs: Any) -> tuple[jax.Array, jax.Array | None]:
+    """A linear layer's result without its bias, and the bias, for `add_norm` to add.
+
+    By itself, the addition is a pass over memory more, and so is the sum of the bias's gradient.
+
+        y, x = add_norm(self.mlp_norm, x, *deferred_bias(self.attention_out, y))
+
+    Args:
+      linear: a `flax.nnx.Linear`, or an `nnx.Sequential` whose last layer is one. Any other
+        callable, or a subclass with a call of its own, may do more: its whole result is taken.
+      inputs: what `linear` takes.
+
+    Returns:
+      The result without the bias, and the parameter's value, which is not rounded to the layer's
+      `dtype`; or ``linear(inputs)`` and None.
+
+    Raises:
+      TypeError: for a `linear` that cannot be called.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jax_gradops.nnx import deferred_bias
+    >>> linear = nnx.Linear(2, 3, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    >>> print(*deferred_bias(linear, jnp.ones((1, 2))))
+    [[2. 2. 2.]] [0. 0. 0.]
+    >>> print(*deferred_bias(nnx.relu, jnp.ones(2)))
+    [1. 1.] None
+    """
+    _modules.check_callable("deferred_bias", "linear", linear)
+    return _nnx.deferred_bias(_PAIRED, linear, inputs)
 
 
 # --- Models that exist already -------------------------------------------------------------------
 
 _Model = TypeVar("_Model", bound=nnx.Module)
-_NORMS = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm, nnx.BatchNorm: BatchNorm}
-_FLAX = {ours: flax for flax, ours in _NORMS.items()} | {Sequential: nnx.Sequential}
-
-
-@dataclasses.dataclass(frozen=True)
-class FuseReport:
-    """What `fuse` did to a model.
-
-    Attributes:
-      changed: by path of the module in the model, what it is now.
-      left: by path, why a norm is as it was, or a subclass of `Sequential`.
-    """
-
-    changed: dict[str, str]
-    left: dict[str, str]
-
-    def __str__(self) -> str:
-        lines = [f"fused {len(self.changed)}, left {len(self.left)}"]
-        lines += [f"  {path}: now {what}" for path, what in self.changed.items()]
-        lines += [f"  {path}: left, {why}" for path, why in self.left.items()]
-        return "\n".join(lines)
+_OURS = {
+    nnx.LayerNorm: LayerNorm,
+    nnx.RMSNorm: RMSNorm,
+    nnx.BatchNorm: BatchNorm,
+    nnx.Sequential: Sequential,
+}
 
 
 def fuse(
@@ -309,27 +327,7 @@ def fuse(
     _checks.flag("fuse", "gelu", gelu)
     if report is not None and not callable(report):
         raise _checks.wrong("fuse", "report", "a function, print say", report, TypeError)
-    changed: dict[str, str] = {}
-    left: dict[str, str] = {}
-    for path, module in _modules_of("fuse", model):
-        kind = type(module)
-        why = _why_left(module, gelu)
-        if why:
-            left[path] = why
-        elif kind in _NORMS or (
-            kind is nnx.Sequential and gelu and len(_nnx.with_pairs(module)) < len(module.layers)
-        ):
-            ours = _NORMS.get(kind, Sequential)
-            object.__setattr__(module, "__class__", ours)
-            changed[path] = f"jax_gradops.nnx.{ours.__name__}"
-        if type(module) in (LayerNorm, RMSNorm) and residuals not in (None, module.residuals):
-            name = f"jax_gradops.nnx.{type(module).__name__}"
-            if residuals == "output" and _has_zeros(module.scale):
-                changed[path] = f"{name}, without residuals={residuals!r}: its scale has zeros"
-            else:
-                module.residuals = residuals
-                changed[path] = f"{name}, residuals={residuals!r}"
-    done = FuseReport(changed, left)
+    done = _nnx_fuse.change(model, _OURS, gelu, residuals)
     (report or functools.partial(_logger.info, "%s"))(done)
     return model
 
@@ -354,46 +352,10 @@ def unfuse(model: _Model) -> _Model:
     >>> type(jax_gradops.nnx.unfuse(model).layers[0]) is nnx.LayerNorm
     True
     """
-    for _, module in _modules_of("unfuse", model):
-        if type(module) in _FLAX:
-            object.__setattr__(module, "__class__", _FLAX[type(module)])
+    flax = {ours: flax for flax, ours in _OURS.items()}
+    for _, module in _nnx_fuse.modules_of("unfuse", model):
+        if type(module) in flax:
+            object.__setattr__(module, "__class__", flax[type(module)])
             if "residuals" in vars(module):
                 del module.residuals
     return model
-
-
-def _modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
-    """All modules of a model, each once, by path."""
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"{function}: model must be a flax.nnx.Module, got {type(model).__name__}")
-    found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
-    for path, module in found:
-        yield ".".join(map(str, path)) or "the model", module
-
-
-def _why_left(module: Any, gelu: bool) -> str:
-    """Why `fuse` does not change a norm, or a Sequential with GELU; "" if nothing keeps it."""
-    kind = type(module)
-    if kind in _NORMS:
-        return _modules.why_uncovered(module)
-    if kind in _FLAX:
-        return ""
-    for flax, ours in _NORMS.items():
-        if isinstance(module, flax) and not isinstance(module, ours):
-            return f"{kind.__name__} is a subclass of {flax.__name__}, maybe with code of its own"
-    if isinstance(module, bridge.ToNNX) and isinstance(
-        module.to_nnx__module, (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
-    ):
-        return "a linen module: jax_gradops.linen has its like"
-    if isinstance(module, (nnx.GroupNorm, nnx.InstanceNorm, nnx.WeightNorm, nnx.SpectralNorm)):
-        return f"no kernel for {kind.__name__}"
-    if gelu and isinstance(module, nnx.Sequential) and kind is not nnx.Sequential:
-        return f"{kind.__name__} is a subclass of Sequential, maybe with code of its own"
-    return ""
-
-
-def _has_zeros(variable: Any) -> bool:
-    """Of a parameter that has values; one of an abstract model has none."""
-    value = None if variable is None else variable.get_value()
-    concrete = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer)
-    return concrete and not bool(jnp.all(value != 0))

@@ -106,29 +106,42 @@ def test_linen_dense_gelu(platform: str) -> None:
             assert_close(*results, options.get("dtype", jnp.float32))
 
 
-def test_linen_add_norm(platform: str) -> None:
-    x, r = x_of(), 2 * x_of()
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_linen_add_norm(dtype: Any, use_bias: bool, platform: str) -> None:
+    x, r = x_of().astype(dtype), 2 * x_of().astype(dtype)
+    some = linen.initializers.normal()
 
     class Model(linen.Module):
         modules: Any
 
         @linen.compact
         def __call__(self, x: jax.Array, r: jax.Array) -> Any:
-            y, s = jax_gradops.linen.add_norm(self.modules.LayerNorm(name="a"), x, r)
-            z, s = jax_gradops.linen.add_norm(self.modules.RMSNorm(name="b"), s, y)
-            return z, s
+            norms: Any = self.modules
+            add_norm = jax_gradops.linen.add_norm
+            y, s = add_norm(norms.LayerNorm(dtype=dtype, name="a"), x, r)
+            options: Any = {"use_bias": use_bias, "bias_init": some, "dtype": dtype, "name": "c"}
+            if norms is linen:
+                update = (linen.Dense(WIDTH, **options)(y),)
+            else:
+                update = jax_gradops.linen.DeferredBiasDense(WIDTH, **options)(y)
+            return add_norm(norms.RMSNorm(dtype=dtype, name="b"), s, *update)
 
     flax, ours = (Model(modules) for modules in (linen, jax_gradops.linen))
     variables = flax.init(jax.random.key(0), x, r)
+    jax.tree.map(np.testing.assert_array_equal, variables, ours.init(jax.random.key(0), x, r))
 
     def run(model: Any) -> Any:
         def loss(v: Any, x: Any, r: Any) -> Any:
             z, s = model.apply(v, x, r)
-            return jnp.sum(jnp.sin(z)) + jnp.sum(jnp.cos(s))
+            assert z.dtype == s.dtype == dtype
+            return jnp.sum(jnp.sin(z)) + jnp.sum(jnp.cos(s)), (z, s)
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(variables, x, r)
+        gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+        (_, values), gradients = gradient(variables, x, r)
+        return values, gradients if dtype == jnp.float32 else ()  # rounded three times a layer
 
-    assert_close(run(flax), run(ours))
+    assert_close(run(flax), run(ours), dtype)
     assert kernels(ours.apply, variables, x, r) == {"layer_norm_fwd", "rms_norm_fwd"}
     assert "stablehlo.add" not in jax.jit(ours.apply).lower(variables, x, r).as_text()
 

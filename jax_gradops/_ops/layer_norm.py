@@ -17,6 +17,7 @@ def _norm(
     op: str,
     x: ArrayLike,
     residual: ArrayLike | None,
+    residual_bias: ArrayLike | None,
     scale: ArrayLike | None,
     bias: ArrayLike | None,
     begin_norm_axis: int,
@@ -30,6 +31,7 @@ def _norm(
     y, total = normalize(
         arguments.flat(arguments.x),
         arguments.like_x("residual", residual) if adds else None,
+        arguments.parameter("residual_bias", residual_bias),
         arguments.parameter("scale", scale),
         arguments.parameter("bias", bias),
         norm=Norm(
@@ -118,7 +120,7 @@ def layer_norm(
      [-1.225  0.     1.225]]
     """
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
-    return _norm("layer_norm", x, None, scale, bias, *options)[0]
+    return _norm("layer_norm", x, None, None, scale, bias, *options)[0]
 
 
 def rms_norm(
@@ -167,7 +169,7 @@ def rms_norm(
     [[0.849 1.131]]
     """
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
-    return _norm("rms_norm", x, None, scale, None, *options)[0]
+    return _norm("rms_norm", x, None, None, scale, None, *options)[0]
 
 
 def add_layer_norm(
@@ -176,6 +178,7 @@ def add_layer_norm(
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
+    residual_bias: ArrayLike | None = None,
     begin_norm_axis: int = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
@@ -184,12 +187,15 @@ def add_layer_norm(
 ) -> tuple[jax.Array, jax.Array]:
     r"""``layer_norm(x + residual)`` and ``x + residual``, in one pass over memory.
 
-    .. math:: s = x + \text{residual}, \qquad
+    .. math:: s = x + (\text{residual} + \text{residual\_bias}), \qquad
               y = \frac{s - \text{mean}(s)}{\sqrt{\text{var}(s) + \text{epsilon}}}
               (\text{scale} + \text{scale\_offset}) + \text{bias}
 
     As in a transformer's residual stream: the sum goes on, and its norm into the next layer. In the
     backward pass, the cotangent of the sum is added to the norm's in the same pass.
+
+    Where the residual is a matrix product with a bias, this is the place for that bias: by itself,
+    its addition and its gradient are a pass more each.
 
     Args:
       x: float16, bfloat16, float32 or float64, any shape with at least one axis.
@@ -197,6 +203,7 @@ def add_layer_norm(
       scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
         ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
       bias: as `scale`. None: no bias.
+      residual_bias: as `scale`; added to each row of `residual`. None: nothing is.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the variance; finite, at least 0.
       scale_offset: a number added to `scale`, if there is one.
@@ -206,8 +213,8 @@ def add_layer_norm(
         where there is one.
 
     Returns:
-      ``(y, x + residual)``, both of x's shape and dtype. What is normalised is the sum that is
-      returned, after its rounding to x's dtype.
+      ``(y, s)``, both of x's shape and dtype. What is normalised is the sum that is returned, after
+      its rounding to x's dtype, which is the only one.
 
     Raises:
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
@@ -215,7 +222,8 @@ def add_layer_norm(
         dtype than x; for ``implementation="ffi"`` where there is no kernel.
 
     Numerics, determinism and differentiation are as in `layer_norm`; the gradient with respect to x
-    and residual is rounded once, after the addition of both cotangents.
+    and residual is rounded once, after the addition of both cotangents. That of residual_bias is
+    its sum over the rows, of what it was before that rounding.
 
     References:
       Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
@@ -224,9 +232,12 @@ def add_layer_norm(
     >>> y, total = jax_gradops.add_layer_norm(jnp.ones((1, 2)), jnp.array([[1.0, 3.0]]))
     >>> print(np.asarray(y).round(3), total)
     [[-1.  1.]] [[2. 4.]]
+    >>> bias = jnp.array([0.0, 2.0])
+    >>> print(jax_gradops.add_layer_norm(jnp.ones((1, 2)), jnp.ones((1, 2)), residual_bias=bias)[1])
+    [[2. 4.]]
     """
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
-    return _norm("add_layer_norm", x, residual, scale, bias, *options)
+    return _norm("add_layer_norm", x, residual, residual_bias, scale, bias, *options)
 
 
 def add_rms_norm(
@@ -234,6 +245,7 @@ def add_rms_norm(
     residual: ArrayLike,
     scale: ArrayLike | None = None,
     *,
+    residual_bias: ArrayLike | None = None,
     begin_norm_axis: int = -1,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
@@ -242,7 +254,7 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     r"""``rms_norm(x + residual)`` and ``x + residual``, in one pass over memory.
 
-    .. math:: s = x + \text{residual}, \qquad
+    .. math:: s = x + (\text{residual} + \text{residual\_bias}), \qquad
               y = \frac{s}{\sqrt{\text{mean}(s^2) + \text{epsilon}}}
               (\text{scale} + \text{scale\_offset})
 
@@ -251,6 +263,7 @@ def add_rms_norm(
       residual: of x's shape and dtype.
       scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
         ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
+      residual_bias: as `scale`; added to each row of `residual`. None: nothing is.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the mean square; finite, at least 0.
       scale_offset: a number added to `scale`, if there is one.
@@ -260,8 +273,8 @@ def add_rms_norm(
         where there is one.
 
     Returns:
-      ``(y, x + residual)``, both of x's shape and dtype. What is normalised is the sum that is
-      returned, after its rounding to x's dtype.
+      ``(y, s)``, both of x's shape and dtype. What is normalised is the sum that is returned, after
+      its rounding to x's dtype, which is the only one.
 
     Raises:
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
@@ -279,4 +292,4 @@ def add_rms_norm(
     [[0.849 1.131]] [[3. 4.]]
     """
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
-    return _norm("add_rms_norm", x, residual, scale, None, *options)
+    return _norm("add_rms_norm", x, residual, residual_bias, scale, None, *options)

@@ -21,7 +21,7 @@ Residuals: TypeAlias = Literal["input", "output"]
 
 LAYER_NORM_FWD = Kernel(
     name="layer_norm_fwd",
-    operands={"x": "nd", "residual": "nd", "scale": "d", "bias": "d"},
+    operands={"x": "nd", "residual": "nd", "residual_bias": "d", "scale": "d", "bias": "d"},
     results={
         "y": Result("nd", "x"),
         "sum": Result("nd", "x"),
@@ -34,7 +34,12 @@ LAYER_NORM_FWD = Kernel(
 LAYER_NORM_BWD = Kernel(
     name="layer_norm_bwd",
     operands={"dy": "nd", "x": "nd", "dsum": "nd", "scale": "d", "mean": "n", "rstd": "n"},
-    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dbias": Result("d")},
+    results={
+        "dx": Result("nd", "x"),
+        "dscale": Result("d"),
+        "dbias": Result("d"),
+        "dresidual_bias": Result("d"),
+    },
     reference=reference.layer_norm_bwd,
     whole="d",
     workspace=column_sum_workspace,
@@ -42,14 +47,19 @@ LAYER_NORM_BWD = Kernel(
 LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
     name="layer_norm_bwd_from_output",
     operands={"dy": "nd", "y": "nd", "dsum": "nd", "scale": "d", "bias": "d", "rstd": "n"},
-    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dbias": Result("d")},
+    results={
+        "dx": Result("nd", "x"),
+        "dscale": Result("d"),
+        "dbias": Result("d"),
+        "dresidual_bias": Result("d"),
+    },
     reference=reference.layer_norm_bwd_from_output,
     whole="d",
     workspace=column_sum_workspace,
 )
 RMS_NORM_FWD = Kernel(
     name="rms_norm_fwd",
-    operands={"x": "nd", "residual": "nd", "scale": "d"},
+    operands={"x": "nd", "residual": "nd", "residual_bias": "d", "scale": "d"},
     results={"y": Result("nd", "x"), "sum": Result("nd", "x"), "rstd": Result("n")},
     reference=reference.rms_norm_fwd,
     whole="d",
@@ -57,7 +67,7 @@ RMS_NORM_FWD = Kernel(
 RMS_NORM_BWD = Kernel(
     name="rms_norm_bwd",
     operands={"dy": "nd", "x": "nd", "dsum": "nd", "scale": "d", "rstd": "n"},
-    results={"dx": Result("nd", "x"), "dscale": Result("d")},
+    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dresidual_bias": Result("d")},
     reference=reference.rms_norm_bwd,
     whole="d",
     workspace=column_sum_workspace,
@@ -65,7 +75,7 @@ RMS_NORM_BWD = Kernel(
 RMS_NORM_BWD_FROM_OUTPUT = Kernel(
     name="rms_norm_bwd_from_output",
     operands={"dy": "nd", "y": "nd", "dsum": "nd", "scale": "d", "rstd": "n"},
-    results={"dx": Result("nd", "x"), "dscale": Result("d")},
+    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dresidual_bias": Result("d")},
     reference=reference.rms_norm_bwd_from_output,
     whole="d",
     workspace=column_sum_workspace,
@@ -86,22 +96,24 @@ class Norm:
         self,
         x: jax.Array,
         residual: jax.Array | None,
+        residual_bias: jax.Array | None,
         scale: jax.Array | None,
         bias: jax.Array | None,
     ) -> tuple[Any, ...]:
         """The operands of `forward`, with types that belong together."""
         if self.centered:
-            return LAYER_NORM_FWD.prepare(x, residual, scale, bias)
-        return *RMS_NORM_FWD.prepare(x, residual, scale), None
+            return LAYER_NORM_FWD.prepare(x, residual, residual_bias, scale, bias)
+        return *RMS_NORM_FWD.prepare(x, residual, residual_bias, scale), None
 
     def forward(
         self,
         x: jax.Array,
         residual: jax.Array | None,
+        residual_bias: jax.Array | None,
         scale: jax.Array | None,
         bias: jax.Array | None,
     ) -> tuple[Any, ...]:
-        """y, x + residual or None, mean or None, rstd."""
+        """y, the sum or None, mean or None, rstd."""
         options = {
             "epsilon": np.float64(self.epsilon),
             "scale_offset": np.float64(self.scale_offset),
@@ -109,8 +121,8 @@ class Norm:
             "implementation": self.implementation,
         }
         if self.centered:
-            return LAYER_NORM_FWD(x, residual, scale, bias, **options)
-        y, total, rstd = RMS_NORM_FWD(x, residual, scale, **options)
+            return LAYER_NORM_FWD(x, residual, residual_bias, scale, bias, **options)
+        y, total, rstd = RMS_NORM_FWD(x, residual, residual_bias, scale, **options)
         return y, total, None, rstd
 
     def backward(
@@ -124,11 +136,11 @@ class Norm:
         rstd: jax.Array,
         dtypes: Mapping[str, Any],
     ) -> tuple[Any, ...]:
-        """dx, dscale, dbias; of the last two those that have an entry in `dtypes`, else None.
+        """dx, dscale, dbias, dresidual_bias; None for those of parameters without one in `dtypes`.
 
         `saved` is what was normalised, or y.
         """
-        sums = ["dscale", "dbias"] if self.centered else ["dscale"]
+        sums = ["dscale", *(["dbias"] if self.centered else []), "dresidual_bias"]
         options = {
             "scale_offset": np.float64(self.scale_offset),
             "skip": [name for name in sums if name not in dtypes],
@@ -140,7 +152,8 @@ class Norm:
         if self.centered:
             return LAYER_NORM_BWD_FROM_OUTPUT(dy, saved, dsum, scale, bias, rstd, **options)
         kernel = RMS_NORM_BWD if self.residuals == "input" else RMS_NORM_BWD_FROM_OUTPUT
-        return *kernel(dy, saved, dsum, scale, rstd, **options), None
+        dx, dscale, dresidual_bias = kernel(dy, saved, dsum, scale, rstd, **options)
+        return dx, dscale, None, dresidual_bias
 
 
 # --- Differentiation -----------------------------------------------------------------------------
@@ -148,13 +161,13 @@ class Norm:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normalize(norm: Norm, *operands: Any) -> Any:
-    """(y, x + residual) of x, residual, scale and bias; None for the sum without a residual."""
+    """(y, the sum) of `Norm.forward`'s operands; None for the sum without a residual."""
     return norm.forward(*operands)[:2]
 
 
 def _normalize_fwd(norm: Norm, *operands: Any) -> Any:
-    x, residual, scale, bias = operands
-    y, total, mean, rstd = norm.forward(x, residual, scale, bias)
+    x, residual, residual_bias, scale, bias = operands
+    y, total, mean, rstd = norm.forward(*operands)
     name = "layer_norm" if norm.centered else "rms_norm"
     rstd = checkpoint_name(rstd, f"{name}_rstd")
     if norm.residuals == "output":
@@ -162,14 +175,16 @@ def _normalize_fwd(norm: Norm, *operands: Any) -> Any:
     else:
         saved = x if residual is None else total
         mean = None if mean is None else checkpoint_name(mean, f"{name}_mean")
-    return (y, total), (saved, scale, bias, mean, rstd)
+    return (y, total), (saved, residual_bias, scale, bias, mean, rstd)
 
 
 def _normalize_bwd(norm: Norm, residuals: Any, cotangents: Any) -> Any:
-    (dy, dsum), (saved, scale, bias, mean, rstd) = cotangents, residuals
-    dtypes = {n: p.dtype for n, p in (("dscale", scale), ("dbias", bias)) if p is not None}
-    dx, dscale, dbias = norm.backward(dy, dsum, saved, scale, bias, mean, rstd, dtypes)
-    return dx, None if dsum is None else dx, dscale, dbias
+    (dy, dsum), (saved, residual_bias, scale, bias, mean, rstd) = cotangents, residuals
+    parameters = {"dscale": scale, "dbias": bias, "dresidual_bias": residual_bias}
+    dtypes = {name: p.dtype for name, p in parameters.items() if p is not None}
+    dx, *sums = norm.backward(dy, dsum, saved, scale, bias, mean, rstd, dtypes)
+    dscale, dbias, dresidual_bias = sums
+    return dx, None if dsum is None else dx, dresidual_bias, dscale, dbias
 
 
 _normalize.defvjp(_normalize_fwd, _normalize_bwd)
@@ -182,13 +197,14 @@ _normalize.defvjp(_normalize_fwd, _normalize_bwd)
 def normalize(
     x: jax.Array,
     residual: jax.Array | None,
+    residual_bias: jax.Array | None,
     scale: jax.Array | None,
     bias: jax.Array | None,
     *,
     norm: Norm,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """y, and x + residual where there is one; differentiable."""
-    operands = norm.prepare(x, residual, scale, bias)
+    """y, and the sum where there is a residual; differentiable."""
+    operands = norm.prepare(x, residual, residual_bias, scale, bias)
     results: Any
     if norm.implementation == "xla":  # differentiated by JAX itself, so that forward mode works
         results = norm.forward(*operands)[:2]
@@ -203,7 +219,7 @@ def forward(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, norm: Norm
 ) -> tuple[Any, ...]:
     """y, mean or None, rstd."""
-    y, _, mean, rstd = norm.forward(*norm.prepare(x, None, scale, bias))
+    y, _, mean, rstd = norm.forward(*norm.prepare(x, None, None, scale, bias))
     return reshard_like(y, x), mean, rstd
 
 
@@ -221,5 +237,5 @@ def differentiate(
 ) -> tuple[Any, ...]:
     """dx, dscale, dbias as `Norm.backward`."""
     operands: list[Any] = list(match_vma(dy, saved, scale, bias, mean, rstd))
-    dx, dscale, dbias = norm.backward(operands[0], None, *operands[1:], dtypes=dict(dtypes))
+    dx, dscale, dbias, _ = norm.backward(operands[0], None, *operands[1:], dtypes=dict(dtypes))
     return reshard_like(dx, saved), dscale, dbias

@@ -56,10 +56,13 @@ def _rounded_jvp(dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[Array, 
     return _rounded(*primals, dtype), tangents[0]
 
 
-def _to_normalize(x: Array, residual: Array | None) -> Array:
+def _to_normalize(x: Array, residual: Array | None, residual_bias: Array | None) -> Array:
     """x, or its sum with the residual rounded to x's dtype, in the accumulation dtype."""
     wide = x.astype(accum_dtype(x.dtype))
-    return wide if residual is None else _rounded(wide + residual.astype(wide.dtype), x.dtype)
+    if residual is None:
+        return wide
+    update = _affine(residual.astype(wide.dtype), None, _along(residual_bias, wide))
+    return _rounded(wide + update, x.dtype)
 
 
 # --- Forward: y, the sum with the residual, statistics -------------------------------------------
@@ -68,13 +71,14 @@ def _to_normalize(x: Array, residual: Array | None) -> Array:
 def layer_norm_fwd(
     x: Array,
     residual: Array | None,
+    residual_bias: Array | None,
     scale: Array | None,
     bias: Array | None,
     *,
     epsilon: float,
     scale_offset: float,
 ) -> Arrays:
-    wide = _to_normalize(x, residual)
+    wide = _to_normalize(x, residual, residual_bias)
     # The mean from differences to the row's first element, exact for a constant row; rounded, it is
     # off by delta. y does not depend on what is taken off before, so neither does the gradient.
     fixed = lax.stop_gradient(wide)
@@ -91,18 +95,19 @@ def layer_norm_fwd(
 def rms_norm_fwd(
     x: Array,
     residual: Array | None,
+    residual_bias: Array | None,
     scale: Array | None,
     *,
     epsilon: float,
     scale_offset: float,
 ) -> Arrays:
-    wide = _to_normalize(x, residual)
+    wide = _to_normalize(x, residual, residual_bias)
     rstd = inverse_deviation(_row_mean(jnp.square(wide)), epsilon)
     y = _affine(wide * rstd, _along(scale, wide, scale_offset), None)
     return y.astype(x.dtype), wide.astype(x.dtype), rstd[..., 0]
 
 
-# --- Backward: dx, dscale, dbias -----------------------------------------------------------------
+# --- Backward: dx, dscale, dbias (of layer norm), dresidual_bias ---------------------------------
 
 
 def layer_norm_bwd(
@@ -131,7 +136,7 @@ def rms_norm_bwd(
     scale_offset: float,
 ) -> Arrays:
     x_hat = x.astype(rstd.dtype) * rstd[..., None]
-    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=False)[:2]
+    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=False)
 
 
 def layer_norm_bwd_from_output(
@@ -160,7 +165,7 @@ def rms_norm_bwd_from_output(
 ) -> Arrays:
     wide = y.astype(rstd.dtype)
     gamma = _along(scale, wide, scale_offset)
-    return _bwd(dy, _x_hat_of(wide, gamma, None), dsum, gamma, rstd, centered=False)[:2]
+    return _bwd(dy, _x_hat_of(wide, gamma, None), dsum, gamma, rstd, centered=False)
 
 
 def _x_hat_of(y: Array, gamma: Array | None, beta: Array | None) -> Array:
@@ -187,4 +192,5 @@ def _bwd(
     dx = dx * rstd[..., None]
     if dsum is not None:
         dx = dx + dsum.astype(dx.dtype)
-    return dx.astype(dy.dtype), jnp.sum(wide * x_hat, rows), jnp.sum(wide, rows)
+    terms = (wide * x_hat, wide, dx) if centered else (wide * x_hat, dx)
+    return dx.astype(dy.dtype), *(jnp.sum(t, rows) for t in terms)
