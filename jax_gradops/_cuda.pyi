@@ -18,6 +18,7 @@ def row_plan(
     architecture: int,
     multiprocessors: int,
     shared_bytes: int,
+    sums_dx: bool = False,
 ) -> dict[str, int | bool]: ...
 def force_row_plan(
     *,
@@ -27,4 +28,5 @@ def force_row_plan(
     max_stages: int = 0,
     stream: bool = False,
     ring: bool = False,
+    packs: int = 0,
 ) -> None: ...

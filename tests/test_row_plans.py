@@ -41,6 +41,7 @@ def plan(
     backward: bool = True,
     aligned: bool = True,
     aligned_params: bool = True,
+    sums_dx: bool = False,
     gpu: str = "H200",
 ) -> dict[str, Any]:
     architecture, multiprocessors, shared_bytes = GPUS[gpu]
@@ -56,6 +57,7 @@ def plan(
         architecture=architecture,
         multiprocessors=multiprocessors,
         shared_bytes=shared_bytes,
+        sums_dx=sums_dx,
     )
 
 
@@ -111,15 +113,19 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
     """And fits in registers and shared memory, with room for a chunk under way."""
-    for features, rows, arrays in itertools.product(FEATURES + WIDE, (1, 37, 10**6), (2, 3)):
-        settings = {"rows": rows, "element_bytes": element_bytes, "arrays": arrays}
+    cases = itertools.product(FEATURES + WIDE, (1, 37, 10**6), (2, 3), (False, True))
+    for features, rows, arrays, sums_dx in cases:
+        settings: dict[str, Any] = {"rows": rows, "element_bytes": element_bytes}
+        settings |= {"arrays": arrays, "sums_dx": sums_dx}
         p = plan(features, gpu=gpu, **settings)
         if p["stream"]:
             assert features > 2048, (features, settings)
             continue
         owned(p, features, element_bytes)
-        assert p["packs"] * 16 // element_bytes == (8 if element_bytes == 8 or p["direct"] else 16)
-        assert p["threads"] <= 512
+        elements = p["packs"] * 16 // element_bytes
+        assert elements == 24 or elements == (8 if element_bytes == 8 or p["direct"] else 16)
+        assert elements < 24 or (element_bytes == 2 and p["division"] != FRAMED)
+        assert p["threads"] <= (384 if elements == 24 else 512)
         assert p["stages"] == 0 if p["direct"] else 2 <= p["stages"] <= 8
         assert p["shared_bytes"] <= GPUS[gpu][2] - 4096
         assert p["classes"] * features * element_bytes % 16 == 0
@@ -130,24 +136,26 @@ def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_decides_a_row_s_result(backward: bool) -> None:
-    """Not the number of rows, nor how they are copied."""
-    for features, element_bytes in itertools.product(FEATURES + WIDE, (2, 4, 8)):
-        layouts = {
-            tuple(p.get(k) for k in ("stream", "division", "packs", "lanes", "cluster", "share"))
-            for rows, arrays in itertools.product(
-                (1, 7, 133, 10**7), (2, 3) if backward else (1, 2)
-            )
-            for p in [
-                plan(
-                    features,
-                    rows=rows,
-                    arrays=arrays,
-                    element_bytes=element_bytes,
-                    backward=backward,
-                )
-            ]
-        }
-        assert len(layouts) == 1, (features, element_bytes, layouts)
+    """Not the number of rows, nor how they are copied; forward, not whether there is a residual."""
+    kept = ("stream", "division", "packs", "lanes", "cluster", "share")
+    for arrays, sums_dx in ((2, False), (3, False), (3, True)) if backward else ((1, False),):
+        for features, element_bytes in itertools.product(FEATURES + WIDE, (2, 4, 8)):
+            layouts = {
+                tuple(p.get(k) for k in kept)
+                for rows in (1, 7, 133, 10**7)
+                for more in ((0,) if backward else (0, 1))
+                for p in [
+                    plan(
+                        features,
+                        rows=rows,
+                        arrays=arrays + more,
+                        element_bytes=element_bytes,
+                        backward=backward,
+                        sums_dx=sums_dx,
+                    )
+                ]
+            }
+            assert len(layouts) == 1, (features, element_bytes, layouts)
 
 
 def test_the_forward_table() -> None:
@@ -197,6 +205,13 @@ def test_the_backward_table() -> None:
     assert not direct(4100)["direct"] and direct(32_768)["cluster"] == 4
     assert direct(4096, gpu="A100")["direct"]
     assert not direct(4100, gpu="A100")["direct"] and direct(4100, gpu="A100")["copy"] == ASYNC
+    # More elements a thread, where fewer would leave a quarter of the threads without work.
+    assert plan(768)["packs"] == 3 and plan(768)["lanes"] == 32 and plan(768)["units"] == 12
+    assert plan(1024)["packs"] == 2 and plan(640)["packs"] == 3 and plan(1600)["packs"] == 2
+    assert plan(768, arrays=3, sums_dx=True)["packs"] == 2, "their rings leave no room for sums"
+    # Smaller blocks, where a large one's ring leaves no room for a second one.
+    assert plan(8192, arrays=3)["cluster"] == 2 and plan(16_384, arrays=3)["cluster"] == 4
+    assert plan(8192, arrays=3, sums_dx=True)["cluster"] == 4
     # Few rows are spread over the multiprocessors.
     assert plan(1024, rows=37)["units"] == 1
     assert plan(1024, rows=10**6)["units"] == 8
@@ -213,6 +228,8 @@ FORCED = {
     "short ring": {"max_stages": 2, "ring": True},
     "long ring": {"max_stages": 8, "ring": True},
     "ring on sm_80": {"architecture": 80, "ring": True},
+    "24 elements": {"packs": 3},
+    "16 elements": {"packs": 2},
 }
 
 
@@ -272,27 +289,33 @@ def test_paths(forced: str, op: str, dtype: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_variants(forced: str, dtype: str) -> None:
-    """Residual addition, backward from the output, parameters of another dtype: to XLA's."""
+    """Addition of a residual and its bias, backward from the output, parameters of other dtypes:
+    to XLA's."""
     if not _gpus():
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(4)
     tolerance = {"bfloat16": 0.03, "float32": 3e-5, "float64": 1e-12}[dtype]
     with jax.default_device(_gpus()[0]):
         for features, residuals in itertools.product(
-            (33, 64, 1000, 4097, 8200), ("input", "output")
+            (33, 64, 768, 1000, 4097, 8200), ("input", "output")
         ):
             dy, ds, x, residual = rng.standard_normal((4, 37, features)).astype(dtype)
             scale = (1.5 + rng.random(features)).astype(jnp.bfloat16)
             bias = rng.standard_normal(features).astype(np.float16)
+            residual_bias = rng.standard_normal(features).astype(np.float32)
             results = {}
             for implementation in ("ffi", "xla"):
-                call = functools.partial(
-                    jax_gradops.add_layer_norm,
-                    residuals=residuals,
-                    scale_offset=0.5,
-                    implementation=implementation,
-                )
-                out, pull = jax.vjp(call, x, residual, scale, bias)
+
+                def call(x: Any, residual: Any, scale: Any, bias: Any, residual_bias: Any) -> Any:
+                    return jax_gradops.add_layer_norm(
+                        *(x, residual, scale, bias),
+                        residual_bias=residual_bias,
+                        residuals=residuals,  # noqa: B023 - called in this turn
+                        scale_offset=0.5,
+                        implementation=implementation,  # noqa: B023
+                    )
+
+                out, pull = jax.vjp(call, x, residual, scale, bias, residual_bias)
                 results[implementation] = (out, pull((jnp.asarray(dy), jnp.asarray(ds))))
             ours, theirs = map(jax.tree.leaves, (results["ffi"], results["xla"]))
             for a, b in zip(ours, theirs, strict=True):
