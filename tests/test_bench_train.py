@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,18 @@ def test_gpt2_steps(model: str, function: str) -> None:
         assert second == number + 1 and loss(parameters, second, corpus)[0] != first
         text = str(jax.make_jaxpr(loss)(parameters, number, corpus))
         assert [name in text for name in ("tanh", "erf")] == [function == "tanh", function == "erf"]
+
+
+@pytest.mark.usefixtures("standard_promotion", "small_gpt2")
+@pytest.mark.parametrize(("variant", "additions"), [("unfused", 5), ("jax_gradops", 1)])
+def test_gpt2_additions(variant: str, additions: int) -> None:
+    """Of the embeddings; of two biases and two updates, which else are the kernels'."""
+    with jax.enable_x64(False):
+        setup = train.TrainCase("gpt2", "bfloat16", "cpu", (2, 16), (variant,)).setup()
+        arguments = jax.eval_shape(setup.init, jax.random.key(0))
+        corpus = setup.batch(jax.random.key(1))
+        text = jax.jit(setup.loss(variant)).lower(*arguments, corpus).as_text()
+    assert len(re.findall(r"stablehlo\.add .*tensor<2x16x32x", text)) == additions
 
 
 def test_tokens() -> None:

@@ -1,7 +1,8 @@
 """GPT-2 124M in Flax NNX, as its users write it; and the same model with this library's modules.
 
 The model is written once. `jax_gradops.nnx.fuse` puts this library's modules in the place of
-Flax's, and `jax_gradops.nnx.add_norm` makes one pass of an addition and this library's norm.
+Flax's; `jax_gradops.nnx.add_norm` makes one pass of an addition, that of the bias which
+`jax_gradops.nnx.deferred_bias` has left to it, and this library's norm.
 
 The text is what comes with Python, so that any machine has it: the language reference and the
 modules of the standard library that are single files. Tokens are words, runs of punctuation and of
@@ -20,7 +21,7 @@ import re
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ import jax_gradops.nnx
 from jax_gradops._cli import text
 from jax_gradops._cli.benchmark.train import STOCK, Setup, TrainCase, is_matrix
 
-AddNorm = Callable[[nnx.LayerNorm, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+#: What is still to be added to an array: another one, and its bias if that is by itself.
+Update: TypeAlias = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,18 @@ _WARM_UP = 100  # steps
 # --- Model ---------------------------------------------------------------------------------------
 
 
+class Residual(NamedTuple):
+    """How a variant adds to the residual stream.
+
+    Attributes:
+      project: from a layer and its input to an update.
+      add_norm: from a norm, x and an update to the norm of their sum, and the sum.
+    """
+
+    project: Callable[[Any, jax.Array], Update]
+    add_norm: Callable[..., tuple[jax.Array, jax.Array]]
+
+
 class Attention(nnx.Module):
     """Causal self-attention; cuDNN's if `cudnn`, else what JAX takes by default."""
 
@@ -68,18 +82,18 @@ class Attention(nnx.Module):
         half = jnp.dtype(case.dtype).itemsize == 2
         self.implementation: Any = "cudnn" if case.platform == "gpu" and half else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, residual: Residual) -> Update:
         """[batch, time, width] to the same."""
         q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
         q, k, v = (a.reshape(*a.shape[:-1], CONFIG.heads, -1) for a in (q, k, v))
         y = jax.nn.dot_product_attention(
             q, k, v, is_causal=True, implementation=self.implementation
         )
-        return self.out(y.reshape(x.shape))
+        return residual.project(self.out, y.reshape(x.shape))
 
 
 class Block(nnx.Module):
-    """A pre-norm transformer block; it takes and returns a sum and what is still to be added."""
+    """A pre-norm transformer block; it takes and returns a sum and its update."""
 
     def __init__(self, case: TrainCase, gelu: Callable[..., Any], rngs: nnx.Rngs) -> None:
         self.ln_1 = _norm(case, rngs)
@@ -92,12 +106,12 @@ class Block(nnx.Module):
         )
 
     def __call__(
-        self, x: jax.Array, delta: jax.Array | None, add_norm: AddNorm
-    ) -> tuple[jax.Array, jax.Array]:
-        """`x` and `delta` [batch, time, width] to the same; no `delta` in the first block."""
-        y, x = (self.ln_1(x), x) if delta is None else add_norm(self.ln_1, x, delta)
-        y, x = add_norm(self.ln_2, x, self.attention(y))
-        return x, self.mlp(y)
+        self, x: jax.Array, update: Update, residual: Residual
+    ) -> tuple[jax.Array, Update]:
+        """`x` and `update` [batch, time, width] to the same; in the first block, there is none."""
+        y, x = residual.add_norm(self.ln_1, x, *update) if update else (self.ln_1(x), x)
+        y, x = residual.add_norm(self.ln_2, x, *self.attention(y, residual))
+        return x, residual.project(self.mlp, y)
 
 
 class GPT2(nnx.Module):
@@ -117,16 +131,16 @@ class GPT2(nnx.Module):
         self.blocks = nnx.List([Block(case, gelu, rngs) for _ in range(CONFIG.layers)])
         self.ln_f = _norm(case, rngs)
 
-    def __call__(self, tokens: jax.Array, add_norm: AddNorm) -> jax.Array:
+    def __call__(self, tokens: jax.Array, residual: Residual) -> jax.Array:
         """Tokens [batch, time] to logits [batch, time, CONFIG.padded]."""
         # In float32: the gradient of a frequent token has hundreds of terms, most of which atomic
         # additions of 16 bits would lose, which are many times slower, too.
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[-1])[None])
         x = x.astype(self.dtype)
-        delta: Any = None
+        update: Update = ()
         for block in self.blocks:
-            x, delta = block(x, delta, add_norm)
-        y, _ = add_norm(self.ln_f, x, delta)
+            x, update = block(x, update, residual)
+        y, _ = residual.add_norm(self.ln_f, x, *update)
         return y @ self.tokens.embedding[...].astype(self.dtype).T
 
 
@@ -151,26 +165,31 @@ def _norm(case: TrainCase, rngs: nnx.Rngs) -> nnx.LayerNorm:
 # --- Variants ------------------------------------------------------------------------------------
 
 
+def _whole(layer: Any, inputs: jax.Array) -> Update:
+    return (layer(inputs),)
+
+
 def _add_then_norm(
-    norm: nnx.LayerNorm, x: jax.Array, residual: jax.Array
+    norm: nnx.LayerNorm, x: jax.Array, update: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x = x + residual
+    x = x + update
     return norm(x), x
 
 
-def _fuse(variant: str, model: GPT2) -> AddNorm:
-    """Gives the model the variant's modules; returns how it adds and normalises.
+def _fuse(variant: str, model: GPT2) -> Residual:
+    """Gives the model the variant's modules; returns how it adds to the residual stream.
 
     Parameters keep their names: all variants have stock's.
     """
+    plain = Residual(_whole, _add_then_norm)
     if variant == STOCK:
-        return _add_then_norm
+        return plain
     if variant == "unfused":
         jax_gradops.nnx.fuse(model)
-        return _add_then_norm
+        return plain
     residuals = "output" if variant == "save_output" else "input"
     jax_gradops.nnx.fuse(model, gelu=True, residuals=residuals)
-    return jax_gradops.nnx.add_norm
+    return Residual(jax_gradops.nnx.deferred_bias, jax_gradops.nnx.add_norm)
 
 
 def _optimizer(variant: str) -> optax.GradientTransformation:
@@ -191,13 +210,13 @@ def setup(case: TrainCase) -> Setup:
 
     def loss(variant: str) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
         model = nnx.eval_shape(lambda: GPT2(case, nnx.Rngs(0)))
-        add_norm = _fuse(variant, model)
+        residual = _fuse(variant, model)
         graph = nnx.graphdef(model)
 
         def apply(parameters: Any, number: jax.Array, corpus: jax.Array) -> tuple[Any, Any]:
             key = jax.random.fold_in(jax.random.key(0), number)
             windows = text.sample_batch(corpus, key, examples, context)
-            logits = nnx.merge(graph, parameters)(windows[:, :-1], add_norm)
+            logits = nnx.merge(graph, parameters)(windows[:, :-1], residual)
             losses = optax.softmax_cross_entropy_with_integer_labels(
                 logits.astype(jnp.float32), windows[:, 1:]
             )
