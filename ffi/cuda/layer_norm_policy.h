@@ -386,7 +386,7 @@ inline bool DivideRingRows(const RowTask& task, const RowOverride& forced, Backw
   if (many != few && !Framed(task, few)) {
     const BackwardPlan wide = divide(many, kBackwardWarps * 32);
     const bool several = part(wide) > 0 && wide.cluster == 1 && UnitsThatFit(task, wide) > 1;
-    const bool better = several && part(wide) >= 1.15 * part(plan);
+    const bool better = several && part(wide) >= 1.1 * part(plan);
     if (wide.lanes > 0 && wide.division != Division::kFramed && (better || forced.packs == many)) {
       plan = wide;
     }
@@ -443,12 +443,12 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
   using namespace row_policy;
   BackwardPlan plan{};
   const int architecture = forced.architecture != 0 ? forced.architecture : task.architecture;
-  plan.copy = architecture >= 90 ? RowCopy::kBulk : RowCopy::kAsync;
   const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;
   plan.stream = forced.stream || !task.aligned ||
                 !((may_be_direct && DivideRows(task, forced, kDirectPacks, true, 512, plan)) ||
                   DivideRingRows(task, forced, plan));
   if (plan.stream) return plan;
+  plan.copy = architecture >= 90 ? RowCopy::kBulk : RowCopy::kAsync;
   plan.classes =
       static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));
   SpreadRows(task, plan);
