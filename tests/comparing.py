@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ ROUNDINGS = 8.0
 # Of `jax.jit`, for tests of values that XLA's own operations compute: as users' programs are
 # compiled, which conftest.py turns off.
 OPTIMIZED = {"xla_backend_optimization_level": 3}
+
+
+def accum(dtype: Any) -> Any:
+    """The dtype of sums."""
+    return np.float64 if dtype == np.float64 else np.float32
 
 
 def allowed_error(reference: Reference, dtype: Any, accum: Any) -> np.ndarray:
@@ -57,6 +63,24 @@ def assert_matches(actual: Any, reference: Reference, dtype: Any, accum: Any, wh
             f"{tuple(map(int, worst))}, is {actual[worst]!r}, expected {reference.value[worst]!r}: "
             f"{excess[worst]:.3g} times the allowed error"
         )
+
+
+def assert_all_match(results: Any, references: Any, x: np.ndarray, what: str) -> None:
+    """As `assert_matches`; a float64 oracle's own sums over many rows are not exact either."""
+    rows = x.size // x.shape[-1]
+    for i, (a, reference) in enumerate(zip(results, references, strict=True)):
+        if x.dtype == np.float64 and np.ndim(a) < x.ndim:
+            growth = 1 + math.sqrt(rows) / 16
+            reference = reference._replace(magnitude=growth * reference.magnitude)
+        assert_matches(a, reference, a.dtype, accum(x.dtype), f"{what}, result {i}")
+
+
+def close(actual: Any, expected: Any, magnitude: Any, what: str, roundings: float = 16) -> None:
+    """Up to some roundings of numbers of this magnitude, in a result's dtype and the sums'."""
+    kind = jnp.finfo(np.asarray(actual).dtype)
+    error = np.abs(widen(actual) - widen(expected))
+    bound = roundings * float(kind.eps) * np.broadcast_to(magnitude, error.shape) + float(kind.tiny)
+    assert (error <= bound).all(), f"{what}: {np.max(error / bound)} times the bound"
 
 
 def small_integers(shape: tuple[int, int]) -> jax.Array:

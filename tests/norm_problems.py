@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import oracles
-from comparing import OPTIMIZED, assert_matches, widen
+from comparing import OPTIMIZED, accum, assert_matches, widen
 
 import jax_gradops
 
@@ -19,15 +19,23 @@ class Problem(NamedTuple):
     """One call of an op and of its gradient."""
 
     op: str
-    dy: Any
+    dy: Any  # of a sum, a pair
     parameters: dict[str, Any]
     options: dict[str, Any]
 
 
 def problem(
-    op: str, dy: Any, x: Any, scale: Any = None, bias: Any = None, **options: Any
+    op: str,
+    dy: Any,
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    residual: Any = None,
+    residual_bias: Any = None,
+    **options: Any,
 ) -> Problem:
-    given = {"x": x, "scale": scale} | ({"bias": bias} if op == "layer_norm" else {})
+    given = {"x": x, "residual": residual, "residual_bias": residual_bias, "scale": scale}
+    given |= {"bias": bias} if op.endswith("layer_norm") else {}
     return Problem(op, dy, {k: v for k, v in given.items() if v is not None}, options)
 
 
@@ -40,7 +48,8 @@ def run(problems: Sequence[Problem]) -> list[dict[str, Any]]:
         for p, (dy, parameters) in zip(problems, operands, strict=True):
             op = functools.partial(getattr(jax_gradops, p.op), **p.options)
             y, pull = jax.vjp(lambda given, op=op: op(**given), parameters)
-            results.append({"y": y, **pull(dy)[0]})
+            ys = dict(zip(("y", "sum"), y, strict=True)) if isinstance(y, tuple) else {"y": y}
+            results.append(ys | pull(dy)[0])
         return results
 
     return f([(p.dy, p.parameters) for p in problems])
@@ -50,14 +59,13 @@ def check(*problems: Problem) -> None:
     """Compares y and all gradients with the oracle of the flattened problem."""
     for p, results in zip(problems, run(problems), strict=True):
         x = p.parameters["x"]
-        accum = np.float64 if x.dtype == np.float64 else np.float32
         for name, reference in references(p).items():
             like = p.parameters.get(name, x)
             extra = tuple(range(reference.value.ndim - like.ndim))  # a parameter of the last axis
             value, magnitude = reference.value.sum(extra), reference.magnitude.sum(extra)
             reference = oracles.Reference(value, magnitude)
             what = f"{p.op}, {x.dtype}{list(x.shape)}, {p.options}: {name}"
-            assert_matches(results[name], reference, like.dtype, accum, what)
+            assert_matches(results[name], reference, like.dtype, accum(x.dtype), what)
 
 
 def references(p: Problem) -> dict[str, oracles.Reference]:
@@ -73,14 +81,22 @@ def references(p: Problem) -> dict[str, oracles.Reference]:
     )
     settings = {
         "epsilon": options.get("epsilon", 1e-6),
-        "centered": p.op == "layer_norm",
+        "centered": p.op.endswith("layer_norm"),
         "scale_offset": options.get("scale_offset", 0.0),
     }
-    wide_x, wide_dy = widen(x).reshape(flat), widen(p.dy).reshape(flat)
-    y = oracles.norm(wide_x, scale, bias, **settings)
-    dx, dscale, dbias = oracles.norm_vjp(wide_dy, wide_x, scale, **settings)
+    adds = "residual" in p.parameters
+    dy, dsum = p.dy if adds else (p.dy, np.zeros_like(p.dy))
+    given = (p.parameters.get(name) for name in ("residual", "residual_bias"))
+    total = exact_sum(x, *given) if adds else x
+    wide, dy, dsum = (widen(a).reshape(flat) for a in (total, dy, dsum))
+    y = oracles.norm(wide, scale, bias, **settings)
+    dx, dscale, dbias, dtotal = oracles.add_norm_vjp(dy, dsum, wide, scale, **settings)
     shapes = {"y": (y, x.shape), "x": (dx, x.shape)}
-    shapes |= {n: (r, inner) for n, r in (("scale", dscale), ("bias", dbias)) if n in p.parameters}
+    if adds:
+        exact = oracles.Reference(wide, np.abs(wide))
+        shapes |= {"sum": (exact, x.shape), "residual": (dx, x.shape)}
+    sums = {"scale": dscale, "bias": dbias, "residual_bias": dtotal}
+    shapes |= {name: (r, inner) for name, r in sums.items() if name in p.parameters}
     return {
         name: oracles.Reference(r.value.reshape(shape), r.magnitude.reshape(shape))
         for name, (r, shape) in shapes.items()
@@ -93,3 +109,14 @@ def example(rng: Any, shape: Any, dtype: Any = np.float32, inner: Any = None) ->
     dy, x = 0.3 + rng.standard_normal(shape), 0.5 + 1.5 * rng.standard_normal(shape)
     scale, bias = 1 + 0.5 * rng.standard_normal(inner), rng.standard_normal(inner)
     return [a.astype(dtype) for a in (dy, x, scale, bias)]
+
+
+def normal(rng: Any, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return (0.5 + 1.5 * rng.standard_normal(shape)).astype(dtype)
+
+
+def exact_sum(x: Any, residual: Any, bias: Any = None) -> np.ndarray:
+    """In the order of the formula, rounded once."""
+    wide = accum(x.dtype)
+    update = residual.astype(wide) + np.asarray(0 if bias is None else bias).astype(wide)
+    return (x.astype(wide) + update).astype(x.dtype)

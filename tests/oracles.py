@@ -34,14 +34,18 @@ def total(references: Sequence[Reference]) -> Reference:
     )
 
 
+def over_rows(r: Reference) -> Reference:
+    """The sum of a result over all axes but the last."""
+    error = np.broadcast_to(r.error, r.value.shape)
+    return Reference(*(np.sum(a, tuple(range(a.ndim - 1))) for a in (r.value, r.magnitude, error)))
+
+
 def _mean(x: np.ndarray) -> np.ndarray:
     return np.sum(x, -1, keepdims=True) / max(1, x.shape[-1])
 
 
 def _columns(terms: np.ndarray, magnitudes: np.ndarray) -> Reference:
-    """The sum over all axes but the last."""
-    rows = tuple(range(terms.ndim - 1))
-    return Reference(np.sum(terms, rows), np.sum(np.abs(magnitudes), rows))
+    return over_rows(Reference(terms, np.abs(magnitudes)))
 
 
 # --- Layer norm and RMS norm ---------------------------------------------------------------------
@@ -101,22 +105,20 @@ def norm_vjp(
     )
 
 
-def add_norm(x: np.ndarray, residual: np.ndarray, *parameters: Any, **options: Any) -> Reference:
-    """The norm of x + residual and, beside it along the last axis, the sum itself."""
-    y, total = norm(x + residual, *parameters, **options), x + residual
-    return Reference(
-        np.concatenate([y.value, total], -1),
-        np.concatenate([y.magnitude, np.abs(x) + np.abs(residual)], -1),
-    )
+def add_norm(total: np.ndarray, *parameters: Any, **options: Any) -> Reference:
+    """The norm of a sum and, beside it along the last axis, the sum itself, which is exact."""
+    y = norm(total, *parameters, **options)
+    values = [y.value, total], [y.magnitude, np.abs(total)]
+    return Reference(*(np.concatenate(v, -1) for v in values))
 
 
 def add_norm_vjp(
-    dy: np.ndarray, x: np.ndarray, residual: np.ndarray, scale: np.ndarray, **options: Any
-) -> tuple[Reference, Reference, Reference]:
-    """Gradients with respect to x (and residual), scale and bias of `add_norm`."""
-    dy, dsum = np.split(dy, 2, -1)
-    dx, *sums = norm_vjp(dy, x + residual, scale, **options)
-    return (dx._replace(value=dx.value + dsum, magnitude=dx.magnitude + np.abs(dsum)), *sums)
+    dy: np.ndarray, dsum: np.ndarray, x: np.ndarray, *parameters: Any, **options: Any
+) -> tuple[Reference, Reference, Reference, Reference]:
+    """Gradients of a norm and the sum `x`: with respect to it, scale, bias and a bias of it."""
+    dx, dscale, dbias = norm_vjp(dy, x, *parameters, **options)
+    dx = total([dx, Reference(dsum, np.abs(dsum))])
+    return dx, dscale, dbias, over_rows(dx)
 
 
 def norm_vjp_of_rounded(

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from comparing import assert_bitwise_equal, assert_matches, widen
+from comparing import accum, assert_all_match, assert_bitwise_equal, assert_matches, close, widen
+from norm_problems import exact_sum
 from transformations import vjp_of
 
 import jax_gradops
@@ -62,28 +63,6 @@ def arrays(draw: Any, count: int, spread: float = 3.0) -> tuple[list[np.ndarray]
     mean = draw(st.sampled_from([0.0, 0.5, -3.0, 20.0]))
     size = 10.0 ** draw(st.floats(-spread, 2))
     return [(size * (mean + rng.standard_normal(shape))).astype(dtype) for _ in range(count)], rng
-
-
-def accum(dtype: Any) -> Any:
-    return np.float64 if dtype == np.float64 else np.float32
-
-
-def close(actual: Any, expected: Any, magnitude: Any, what: str, roundings: float = 16) -> None:
-    """Up to some roundings of numbers of this magnitude, in a result's dtype and the sums'."""
-    kind = jnp.finfo(np.asarray(actual).dtype)
-    error = np.abs(widen(actual) - widen(expected))
-    bound = roundings * float(kind.eps) * np.broadcast_to(magnitude, error.shape) + float(kind.tiny)
-    assert (error <= bound).all(), f"{what}: {np.max(error / bound)} times the bound"
-
-
-def assert_all_match(results: Any, references: Any, x: np.ndarray, what: str) -> None:
-    """As `assert_matches`; a float64 oracle's own sums over many rows are not exact either."""
-    rows = x.size // x.shape[-1]
-    for i, (a, reference) in enumerate(zip(results, references, strict=True)):
-        if x.dtype == np.float64 and np.ndim(a) < x.ndim:
-            growth = 1 + math.sqrt(rows) / 16
-            reference = reference._replace(magnitude=growth * reference.magnitude)
-        assert_matches(a, reference, a.dtype, accum(x.dtype), f"{what}, result {i}")
 
 
 # --- Norms ---------------------------------------------------------------------------------------
@@ -160,35 +139,46 @@ def test_shifted_rows(given, shift):
     close(shifted_dx, dx, bound, "dx of shifted rows")
 
 
-@hypothesis.given(op=_NORMS, given=arrays(3), parameters=DTYPES, offset=st.sampled_from([0.0, 1.0]))
-def test_norm_and_its_variants(op, given, parameters, offset):
+@hypothesis.given(
+    op=_NORMS,
+    given=arrays(3),
+    parameters=DTYPES,
+    offset=st.sampled_from([0.0, 1.0]),
+    biased=st.booleans(),
+)
+def test_norm_and_its_variants(op, given, parameters, offset, biased):
     """Against float64; with a residual, the norm of the sum; with more axes, of the flat array."""
     (dy, x, residual), rng = given
     features = x.shape[1]
     inner = max(n for n in (1, 2, 3, 5, 7) if features % n == 0)
     affine = [rng.uniform(0.5, 2, features).astype(parameters) for _ in range(2)]
     affine = affine[: 2 if op == "layer_norm" else 1]
+    bias = rng.standard_normal(features).astype(parameters) if biased else None
     options = {"scale_offset": offset, "epsilon": 1e-3}
     plain, fused = norm_of(op, **options), norm_of(f"add_{op}", **options)
     spread = (x.shape[0], features // inner, inner)
     folded = norm_of(op, begin_norm_axis=1, **options)
 
     @jax.jit
-    def run(dy: Any, x: Any, residual: Any) -> Any:
-        (y, total), pull = jax.vjp(fused, x, residual, *affine)
-        dtotal = jnp.zeros_like(total)
+    def run(dy: Any, x: Any, residual: Any, bias: Any) -> Any:
+        def of_sum(bias: Any, *operands: Any) -> Any:
+            return fused(*operands, residual_bias=bias)
+
+        (y, total), pull = jax.vjp(of_sum, bias, x, residual, *affine)
+        dbias, _, *gradients = pull((dy, jnp.zeros_like(total)))
         return (
-            (y, *pull((dy, dtotal))[1:]),
+            (y, *gradients),
             vjp_of(plain)(dy, total, *affine),
             vjp_of(folded)(
                 dy.reshape(spread), total.reshape(spread), *(a.reshape(spread[1:]) for a in affine)
             ),
             total,
+            dbias,
         )
 
-    fused_results, results, folded_results, total = run(dy, x, residual)
+    fused_results, results, folded_results, total, dbias = run(dy, x, residual, bias)
     with np.errstate(over="ignore"):
-        assert_bitwise_equal(total, (widen(x) + widen(residual)).astype(x.dtype))
+        assert_bitwise_equal(total, exact_sum(x, residual, bias))
     for a, b, c in zip(fused_results, results, folded_results, strict=True):
         assert_bitwise_equal(a, b, "with a residual")
         assert_bitwise_equal(np.asarray(c).reshape(b.shape), b, "folded")
@@ -198,6 +188,9 @@ def test_norm_and_its_variants(op, given, parameters, offset):
     references += oracles.norm_vjp(widen(dy), *wide[:2], **settings)[: len(affine) + 1]
     assert [r.dtype for r in results] == [x.dtype] * 2 + [parameters] * len(affine)
     assert_all_match(results, references, x, op)
+    if biased:
+        assert dbias.dtype == parameters
+        assert_all_match([dbias], [oracles.over_rows(references[1])], x, "dresidual_bias")
 
 
 SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 3e38, -3e38, 1e30, 1e-30]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from typing import Any
@@ -11,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from comparing import OPTIMIZED, assert_bitwise_equal, assert_matches, widen
+from comparing import OPTIMIZED, widen
 from conformance import RowOpTests
 from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh
+from norm_problems import normal
 from transformations import vjp_of
 
 import jax_gradops
@@ -26,58 +28,90 @@ OFFSET = 0.25
 
 
 class AddNormTests(RowOpTests):
-    """The residual is x itself: then the sum is exact, and x's gradient twice the sum's, exactly.
+    """The residual is x itself: then x's gradient is twice the sum's, exactly.
 
     The result is y and the sum, side by side. Different operands: `check_all`, and below.
     """
 
     variant = True
     centered: bool
+    residual_bias = True  # the last parameter
 
     def both(self, x, residual, *parameters, implementation=None):
         name = "add_layer_norm" if self.centered else "add_rms_norm"
+        *parameters, residual_bias = parameters if self.residual_bias else (*parameters, None)
         return getattr(jax_gradops, name)(
-            x, residual, *parameters, epsilon=EPSILON, implementation=implementation
+            x,
+            residual,
+            *parameters,
+            residual_bias=residual_bias,
+            epsilon=EPSILON,
+            implementation=implementation,
         )
 
     def op(self, x, *parameters, implementation=None):
         return jnp.concatenate(self.both(x, x, *parameters, implementation=implementation), -1)
 
+    def example(self, rng, shape, dtype, *parameter_dtypes):
+        """Of multiples of 1/8 under 16, whose sums are exact in every dtype."""
+        dy, x, *affine, bias = super().example(rng, shape, dtype, *parameter_dtypes)
+        x, bias = ((np.round(8 * widen(a)) / 8).astype(a.dtype) for a in (x, bias))
+        return [dy, x, *affine, bias]
+
     def check_all(self, examples, implementation):
-        """With two operands, of the same sum, and two results.
+        """With two operands, of the same sum, and two results; and once more without the bias.
 
         To make one result of two, and one gradient, takes XLA longer to compile than all the rest.
         """
-        f = vjp_of(functools.partial(self.both, implementation=implementation))
-        parts = [(tuple(np.split(dy, 2, -1)), 4 * x, -2 * x, *rest) for dy, x, *rest in examples]
+        without = copy.copy(self)
+        without.residual_bias, without.parameters = False, self.parameters - 1
+        cases = [(self, e) for e in examples] + [(without, e[:-1]) for e in examples]
+
+        def run(cases_parts: Any) -> Any:
+            suites = (suite for suite, _ in cases)
+            return [
+                vjp_of(functools.partial(suite.both, implementation=implementation))(*parts)
+                for suite, parts in zip(suites, cases_parts, strict=True)
+            ]
+
+        parts = [(tuple(np.split(dy, 2, -1)), 4 * x, -2 * x, *rest) for _, (dy, x, *rest) in cases]
         options = OPTIMIZED if implementation == "xla" else None
-        run = jax.jit(lambda parts: [f(*p) for p in parts], compiler_options=options)
-        results = run(parts)
-        for (y, dx, dresidual, *sums), example in zip(results, examples, strict=True):
+        results = jax.jit(run, compiler_options=options)(parts)
+        for (y, dx, dresidual, *sums), (suite, example) in zip(results, cases, strict=True):
             y, dx = np.concatenate(y, -1), np.asarray(dx) + np.asarray(dresidual)
-            self.check([y, dx, *sums], example)
+            suite.check([y, dx, *sums], example)
 
     def output_shape(self, shape):
         return (*shape[:-1], 2 * shape[-1])
 
-    def oracle(self, x, *parameters):
-        return oracles.add_norm(x, x, *parameters, epsilon=EPSILON, centered=self.centered)
+    def sum_and_affine(self, x, *parameters):
+        """What is normalised, and the norm's own parameters."""
+        *affine, bias = parameters if self.residual_bias else (*parameters, 0.0)
+        return x + (x + bias), *affine
 
-    def oracle_vjp(self, dy, x, scale, *bias):
+    def oracle(self, x, *parameters):
         settings = {"epsilon": EPSILON, "centered": self.centered}
-        dx, *sums = oracles.add_norm_vjp(dy, x, x, scale, **settings)
+        return oracles.add_norm(*self.sum_and_affine(x, *parameters), **settings)
+
+    def oracle_vjp(self, dy, x, *parameters):
+        total, scale, *_ = self.sum_and_affine(x, *parameters)
+        settings = {"epsilon": EPSILON, "centered": self.centered}
+        dx, dscale, dbias, dtotal = oracles.add_norm_vjp(
+            *np.split(dy, 2, -1), total, scale, **settings
+        )
+        sums = [dscale, dbias, dtotal] if self.centered else [dscale, dtotal]
         return oracles.total([dx, dx]), *sums[: self.parameters]
 
 
 class TestAddLayerNorm(AddNormTests):
     kernels = ("layer_norm_fwd", "layer_norm_bwd")
-    parameters = 2
+    parameters = 3
     centered = True
 
 
 class TestAddRmsNorm(AddNormTests):
     kernels = ("rms_norm_fwd", "rms_norm_bwd")
-    parameters = 1
+    parameters = 2
     centered = False
 
 
@@ -145,88 +179,6 @@ class TestRmsNormFromOutput(FromOutputTests):
     centered = False
 
 
-# --- The sum with the residual -------------------------------------------------------------------
-
-
-@pytest.fixture(params=["layer_norm", "rms_norm"])
-def op(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def normal(rng: Any, *shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return (0.5 + 1.5 * rng.standard_normal(shape)).astype(dtype)
-
-
-@pytest.mark.parametrize("residuals", ["input", "output"])
-def test_sum_is_rounded(platform, op, implementation, dtype, residuals, rng):
-    """What is normalised is the sum that is returned; with gradients through both results."""
-    shape = (5, 129)
-    x, residual, dy, dsum = (normal(rng, *shape, dtype=dtype) for _ in range(4))
-    scale = np.abs(normal(rng, 129)) + 0.5
-    f = functools.partial(
-        getattr(jax_gradops, f"add_{op}"), residuals=residuals, implementation=implementation
-    )
-
-    def both(*operands: Any) -> Any:
-        (y, total), pull = jax.vjp(f, *operands)
-        return y, total, *pull((dy, dsum))
-
-    y, total, dx, dresidual, dscale = jax.jit(both)(x, residual, scale)
-    assert_bitwise_equal(total, (widen(x) + widen(residual)).astype(dtype))
-    assert_bitwise_equal(dx, dresidual)
-    accum = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    settings = {"epsilon": 1e-6, "centered": op == "layer_norm"}
-    assert_matches(y, oracles.norm(widen(total), widen(scale), **settings), dtype, accum, "y")
-    kind = jnp.finfo(dtype)
-    settings |= {"unit": float(kind.eps) / 2, "smallest": float(kind.smallest_subnormal)}
-    ref_dx, ref_dscale, _ = oracles.norm_vjp_of_rounded(
-        widen(dy), widen(total), widen(scale), **settings
-    )
-    if residuals == "input" or implementation == "xla":
-        ref_dx, ref_dscale = ref_dx._replace(error=0.0), ref_dscale._replace(error=0.0)
-    ref_dx = ref_dx._replace(
-        value=ref_dx.value + widen(dsum), magnitude=ref_dx.magnitude + np.abs(widen(dsum))
-    )
-    assert_matches(dx, ref_dx, dtype, accum, "dx")
-    assert_matches(dscale, ref_dscale, np.float32, accum, "dscale")
-
-
-@pytest.mark.parametrize("mapped", [0, 1], ids=["x", "residual"])
-def test_vmap_of_one_operand(platform, op, implementation, mapped, rng):
-    """The gradient of the other one is that of each slice."""
-    operands, dy = [normal(rng, 5, 33), normal(rng, 5, 33)], normal(rng, 3, 5, 33)
-    operands[mapped] = normal(rng, 3, 5, 33)
-    scale = normal(rng, 33)
-    f = vjp_of(functools.partial(getattr(jax_gradops, f"add_{op}"), implementation=implementation))
-    in_axes = [0, None, None, None]
-    in_axes[1 + mapped] = 0
-    results = jax.jit(jax.vmap(f, in_axes=(*in_axes,)))((dy, dy), *operands, scale)
-    results = jax.tree.map(np.asarray, results)  # JAX would compile the slicing
-    settings = {"epsilon": 1e-6, "centered": op == "layer_norm"}
-    for i in range(3):
-        x, residual = (widen(a[i] if k == mapped else a) for k, a in enumerate(operands))
-        (y, total), dx, dresidual, dscale = jax.tree.map(lambda a, i=i: a[i], results)
-        assert_bitwise_equal(total, (x + residual).astype(np.float32))
-        assert_bitwise_equal(dx, dresidual)
-        wide = widen(total)
-        reference = oracles.norm(wide, widen(scale), **settings)
-        assert_matches(y, reference, np.float32, np.float32, "y")
-        ref_dx, ref_dscale, _ = oracles.norm_vjp(widen(dy[i]), wide, widen(scale), **settings)
-        ref_dx = oracles.total([ref_dx, oracles.Reference(widen(dy[i]), np.abs(widen(dy[i])))])
-        assert_matches(dx, ref_dx, np.float32, np.float32, "dx")
-        assert_matches(dscale, ref_dscale, np.float32, np.float32, "dscale")
-
-
-def test_normalised_axes_of_a_sum(platform, op, implementation, rng):
-    x, residual = normal(rng, 2, 3, 4, 5), normal(rng, 2, 3, 4, 5)
-    scale = normal(rng, 5)
-    options = {"begin_norm_axis": 2, "implementation": implementation}
-    y, total = getattr(jax_gradops, f"add_{op}")(x, residual, scale, **options)
-    assert_bitwise_equal(total, x + residual)
-    expected = getattr(jax_gradops, op)(x + residual, scale, **options)
-    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
-
-
 # --- From the output -----------------------------------------------------------------------------
 
 
@@ -261,6 +213,7 @@ def test_what_is_saved(op, capsys):
 
     def saved(residuals: str, name: str, *operands: Any) -> list[str]:
         f = functools.partial(getattr(jax_gradops, name), residuals=residuals)
+        f = functools.partial(f, residual_bias=scale) if name != op else f
         print_saved_residuals(lambda *a: jax.tree.leaves(f(*a, scale))[0], *operands)
         lines = capsys.readouterr().out.splitlines()
         assert any("argument" in line for line in lines) == (residuals == "input" and name == op)
@@ -295,16 +248,30 @@ def test_memory(op):
 # --- Parameters keep their dtypes ----------------------------------------------------------------
 
 
+NORMS = pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+
+
+def norm(op: str, x: Any, *parameters: Any, **options: Any) -> Any:
+    """y, and the sum or None; a bias of the sum is the last parameter."""
+    f = functools.partial(getattr(jax_gradops, op), scale_offset=1.0, **options)
+    if not op.startswith("add_"):
+        return f(x, *parameters), None
+    *affine, residual_bias = parameters
+    return f(x, x, *affine, residual_bias=residual_bias)
+
+
 def gradients_of_parameters(op: str, dy: Any, x: Any, *parameters: Any) -> Any:
-    f = functools.partial(getattr(jax_gradops, op), x, scale_offset=1.0, implementation="ffi")
-    return jax.vjp(f, *parameters)[1](dy)
+    _, pull = jax.vjp(functools.partial(norm, op, x, implementation="ffi"), *parameters)
+    return pull((dy, dy if op.startswith("add_") else None))
 
 
 def operands_of(op: str, rng: Any, shape: Any = (64, 32)) -> list[Any]:
-    parameters = [normal(rng, shape[-1], dtype=jnp.bfloat16)] * (2 if op == "layer_norm" else 1)
+    count = 1 + op.endswith("layer_norm") + op.startswith("add_")
+    parameters = [normal(rng, shape[-1], dtype=jnp.bfloat16)] * count
     return [normal(rng, *shape, dtype=jnp.bfloat16) for _ in range(2)] + parameters
 
 
+@NORMS
 def test_nothing_is_converted(platform, op, rng):
     """scale_offset and dtypes are the kernels' business: there is no operation beside them."""
     f = jax.jit(functools.partial(gradients_of_parameters, op))
@@ -312,6 +279,7 @@ def test_nothing_is_converted(platform, op, rng):
     assert "convert(" not in text and " add(" not in text
 
 
+@NORMS
 @pytest.mark.parametrize("inside", [False, True], ids=["jit", "shard_map"])
 def test_sums_over_shards_are_wide(platform, op, inside, rng):
     """Rounded once, after the sum: it is the sum in float32 that travels."""
@@ -320,13 +288,12 @@ def test_sums_over_shards_are_wide(platform, op, inside, rng):
     expected = jax.jit(functools.partial(gradients_of_parameters, op))(*operands)
 
     def f(dy: Any, x: Any, *parameters: Any) -> Any:
-        def apply(x: Any, *parameters: Any) -> Any:
-            return getattr(jax_gradops, op)(x, *parameters, scale_offset=1.0)
-
+        apply = functools.partial(norm, op)
         if inside:
             specs = (P("data"), *[P()] * len(parameters))
             apply = jax.shard_map(apply, mesh=devices, in_specs=specs, out_specs=P("data"))
-        return jax.vjp(functools.partial(apply, x), *parameters)[1](dy)
+        _, pull = jax.vjp(functools.partial(apply, x), *parameters)
+        return pull((dy, dy if op.startswith("add_") else None))
 
     spread = NamedSharding(devices, P("data"))
     arrays = [jax.device_put(a, spread) for a in operands[:2]] + operands[2:]

@@ -1,0 +1,100 @@
+"""Norms of sums with a residual and its bias: roundings, vmap, options. Suites: norm_variants."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from comparing import accum, assert_bitwise_equal, assert_matches, widen
+from norm_problems import check, exact_sum, example, normal, problem
+from transformations import vjp_of
+
+import jax_gradops
+
+EPSILON = 1e-2
+
+
+def sum_of(op: str, **options: Any) -> Any:
+    """(x, residual, residual_bias, scale) to the norm and the sum."""
+    add_norm = functools.partial(getattr(jax_gradops, f"add_{op}"), **options)
+    return lambda x, residual, bias, scale: add_norm(x, residual, scale, residual_bias=bias)
+
+
+OF_BIAS = {"float16": "bfloat16", "bfloat16": "float32", "float32": "float64", "float64": "float16"}
+
+
+@pytest.mark.parametrize("residuals", ["input", "output"])
+def test_sum_is_rounded(platform, op, implementation, dtype, residuals, rng):
+    """What is normalised is the sum that is returned; with gradients through both results."""
+    shape = (5, 129)
+    x, residual, dy, dsum = (normal(rng, *shape, dtype=dtype) for _ in range(4))
+    scale, bias = np.abs(normal(rng, 129)) + 0.5, normal(rng, 129, dtype=OF_BIAS[dtype.name])
+    f = vjp_of(sum_of(op, residuals=residuals, implementation=implementation))
+    examples = [(x, residual, given, scale) for given in (bias, None)]
+    run = jax.jit(lambda examples: [f((dy, dsum), *e) for e in examples])
+    kind = jnp.finfo(dtype)
+    for operands, results in zip(examples, run(examples), strict=True):
+        (y, total), dx, dresidual, dbias, dscale = results
+        assert_bitwise_equal(total, exact_sum(*operands[:3]))
+        assert_bitwise_equal(dx, dresidual)
+        wide, settings = widen(total), {"epsilon": 1e-6, "centered": op == "layer_norm"}
+        assert_matches(y, oracles.norm(wide, widen(scale), **settings), dtype, accum(dtype), "y")
+        settings |= {"unit": float(kind.eps) / 2, "smallest": float(kind.smallest_subnormal)}
+        ref_dx, ref_dscale, _ = oracles.norm_vjp_of_rounded(
+            widen(dy), wide, widen(scale), **settings
+        )
+        if residuals == "input" or implementation == "xla":
+            ref_dx, ref_dscale = ref_dx._replace(error=0.0), ref_dscale._replace(error=0.0)
+        ref_dx = oracles.total([ref_dx, oracles.Reference(widen(dsum), np.abs(widen(dsum)))])
+        assert_matches(dx, ref_dx, dtype, accum(dtype), "dx")
+        assert_matches(dscale, ref_dscale, np.float32, accum(dtype), "dscale")
+        if dbias is not None:
+            assert_matches(
+                dbias, oracles.over_rows(ref_dx), bias.dtype, accum(dtype), "dresidual_bias"
+            )
+
+
+@pytest.mark.parametrize("mapped", [0, 1, 2], ids=["x", "residual", "residual_bias"])
+def test_vmap_of_one_operand(platform, op, implementation, mapped, rng):
+    """The gradients of the other ones are those of each slice."""
+    operands = [normal(rng, 5, 33), normal(rng, 5, 33), normal(rng, 33), normal(rng, 33)]
+    operands[mapped] = np.stack([operands[mapped], *normal(rng, 2, *operands[mapped].shape)])
+    dy, dsum = normal(rng, 3, 5, 33), normal(rng, 3, 5, 33)
+    f = vjp_of(sum_of(op, implementation=implementation))
+    in_axes = (0, *(0 if i == mapped else None for i in range(4)))
+    results = jax.jit(jax.vmap(f, in_axes=in_axes))((dy, dsum), *operands)
+    results = jax.tree.map(np.asarray, results)  # JAX would compile the slicing
+    settings = {"epsilon": 1e-6, "centered": op == "layer_norm"}
+    for i in range(3):
+        *summed, scale = (a[i] if k == mapped else a for k, a in enumerate(operands))
+        (y, total), dx, dresidual, dbias, dscale = jax.tree.map(lambda a, i=i: a[i], results)
+        assert_bitwise_equal(total, exact_sum(*summed))
+        assert_bitwise_equal(dx, dresidual)
+        wide = widen(total), widen(scale)
+        references = {"y": oracles.norm(*wide, **settings)}
+        gradients = oracles.add_norm_vjp(widen(dy[i]), widen(dsum[i]), *wide, **settings)
+        references |= dict(zip(("dx", "dscale", "", "dresidual_bias"), gradients, strict=True))
+        actual = {"y": y, "dx": dx, "dscale": dscale, "dresidual_bias": dbias}
+        for name, result in actual.items():
+            assert_matches(result, references[name], np.float32, np.float32, name)
+
+
+@pytest.mark.parametrize("begin", [-1, 2, 0])
+def test_options_of_a_sum(platform, op, implementation, begin, rng):
+    """Parameters of all normalised axes, and of the last one alone; each absent."""
+    shape = (2, 3, 4, 5)
+    options = {"begin_norm_axis": begin, "epsilon": EPSILON, "implementation": implementation}
+    problems = []
+    for has_scale, inner in itertools.product([True, False], {shape[begin:], shape[-1:]}):
+        dy, x, scale, bias = example(rng, shape, inner=inner)
+        dsum, residual, *_, residual_bias = example(rng, shape, inner=inner)
+        affine = (scale, bias) if has_scale else ()
+        given = {"residual": residual, "residual_bias": residual_bias} | options
+        problems.append(problem(f"add_{op}", (dy, dsum), x, *affine, **given))
+    check(*problems)
