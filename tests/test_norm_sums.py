@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from comparing import accum, assert_bitwise_equal, assert_matches, widen
+from comparing import (
+    accum,
+    assert_bitwise_equal,
+    assert_matches,
+    small_integers,
+    sums_of_small_integers,
+    widen,
+)
 from norm_problems import check, exact_sum, example, normal, problem
 from transformations import vjp_of
 
@@ -98,3 +105,24 @@ def test_options_of_a_sum(platform, op, implementation, begin, rng):
         given = {"residual": residual, "residual_bias": residual_bias} | options
         problems.append(problem(f"add_{op}", (dy, dsum), x, *affine, **given))
     check(*problems)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(4099, 129), (2_500_000, 40), (220_000, 768), (40_000, 4096)])
+def test_exact_sums_of_dx(platform, op, shape, dtype):
+    """The gradient of residual_bias is a plain sum of the sum's cotangent, where y has none.
+
+    Also where, on a GPU, a thread's share of the rows is more than it adds up at a time.
+    """
+    rows, features = shape
+    shape = (min(rows, 5_000_000 // features) if platform == "cpu" else rows, features)
+
+    @jax.jit
+    def dbias() -> Any:
+        dsum = small_integers(shape)
+        x = (dsum + 0.5).astype(dtype)
+        f = functools.partial(sum_of(op, implementation="ffi"), x, x, scale=None)
+        pull = jax.vjp(lambda bias: f(bias=bias), jnp.zeros(features, jnp.float32))[1]
+        return pull((jnp.zeros_like(x), dsum.astype(dtype)))[0]
+
+    assert_bitwise_equal(dbias(), sums_of_small_integers(shape).astype(np.float32))

@@ -128,6 +128,20 @@ CPU = [
         _ADD,
     ),
     Fault(
+        "the residual's bias left out",
+        "ffi/cpu/layer_norm.cc",
+        "at(x_block) + (at(residual_block) + at(bias))",
+        "at(x_block) + at(residual_block)",
+        _ADD,
+    ),
+    Fault(
+        "the residual's bias gets another sum's gradient",
+        "ffi/cpu/layer_norm.cc",
+        "own[s] = slice_sums(group, slice, numbers[s]);",
+        "own[s] = slice_sums(group, slice, std::min<std::int64_t>(1, numbers[s]));",
+        _ADD,
+    ),
+    Fault(
         "a 32-bit offset",
         "ffi/cpu/layer_norm.cc",
         "static_cast<T*>(args.y) + row * features",
@@ -598,8 +612,8 @@ CPU = [
     Fault(
         "the residual's gradient is the sum's",
         "jax_gradops/_ops/norm_kernels.py",
-        "return dx, None if dsum is None else dx, dscale, dbias",
-        "return dx, dsum, dscale, dbias",
+        "return dx, None if dsum is None else dx, dresidual_bias, dscale, dbias",
+        "return dx, dsum, dresidual_bias, dscale, dbias",
         _ADD,
     ),
     Fault(
@@ -743,6 +757,20 @@ CUDA = [
         _gpu(
             "layer_norm norm_numerics", "(TestLayerNorm and test_sizes and ffi) or test_exact_sums"
         ),
+    ),
+    Fault(
+        "layer norm backward: sums of dx go on from those of earlier turns",
+        "ffi/cuda/layer_norm_bwd.cuh",
+        "if (sums_dx) dx_sums.Clear();",
+        "if (sums_dx && done == 0) dx_sums.Clear();",
+        _gpu("norm_sums", "test_exact_sums_of_dx"),
+    ),
+    Fault(
+        "layer norm: the residual's bias starts at every block's first column",
+        "ffi/cuda/layer_norm_parameters.cuh",
+        "const int first = place.first_column - place.skip() + place.base + place.Begin(i);",
+        "const int first = place.base + place.Begin(i);",
+        _gpu("norm_variants", "TestAdd and test_sizes and ffi"),
     ),
     Fault(
         "batch norm: partial sums are read before they are written",
