@@ -208,7 +208,7 @@ def test_the_backward_table() -> None:
     # More elements a thread, where fewer would leave a quarter of the threads without work.
     assert plan(768)["packs"] == 3 and plan(768)["lanes"] == 32 and plan(768)["units"] == 12
     assert plan(1024)["packs"] == 2 and plan(640)["packs"] == 3 and plan(1600)["packs"] == 2
-    assert plan(768, arrays=3, sums_dx=True)["packs"] == 2, "their rings leave no room for sums"
+    assert plan(2304, arrays=3, sums_dx=True)["packs"] == 2, "their rings leave no room for sums"
     # Smaller blocks, where a large one's ring leaves no room for a second one.
     assert plan(8192, arrays=3)["cluster"] == 2 and plan(16_384, arrays=3)["cluster"] == 4
     assert plan(8192, arrays=3, sums_dx=True)["cluster"] == 4
