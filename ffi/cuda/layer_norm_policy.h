@@ -19,8 +19,9 @@
 //   start anywhere: up to 40 Ki (24 Ki)            64                   1 to 640 (384)
 //   up to 16 times that, from sm_90 on             64                   2 to 16 blocks of those
 //
-// Backward: few blocks stay, as column sums do, in registers (dx's: in shared memory). Each unit of threads, which have 16
-// elements of a row each (8 of float64), takes row after row from its ring in shared memory:
+// Backward: few blocks stay, as column sums do, in registers (dx's: in shared memory). Each unit of
+// threads, which have 16 elements of a row each (8 of float64), takes row after row from its ring
+// in shared memory:
 //
 //   bulk    sm_90 and newer: one thread orders whole rows
 //   async   sm_80: each thread orders its own 16 bytes at a time
@@ -33,11 +34,12 @@
 //
 // Below 8192 features, too, a row gets a cluster where one block of it would leave two or more of a
 // multiprocessor's 16 warps without work (2561 to 3584 and 4097 to 7168 features; direct: half).
-// Wide rows get smaller blocks where rings of large ones leave multiprocessors without a second one:
-// with dsum, and with sums of dx, which take shared memory (8192 features: 2 and 4 blocks).
+// Wide rows get smaller blocks where rings of large ones leave multiprocessors without a second
+// one: with dsum, and with sums of dx, which take shared memory (8192 features: 2 and 4 blocks).
 //
-// 16-bit elements: threads have 24 of them, in blocks of 384, where of 16 each an eighth more of the
-// threads or so would be without work (192, 320, 384, 640, 768, 2304, 4608 features).
+// 16-bit elements: threads have 24 of them, in blocks of 384, where of 16 each more of the threads
+// would be without work, or a row's cluster larger (multiples of 192 up to 768, 1536, 2304, 3072,
+// 4608, 6144 features; 320, 640).
 //
 // Direct: threads have 8 elements of a row each, and load the next one to registers while they work
 // on this one, without a ring: float32 that is not framed, of up to 4096 features. So a
@@ -385,8 +387,11 @@ inline bool DivideRingRows(const RowTask& task, const RowOverride& forced, Backw
   }
   if (many != few && !Framed(task, few)) {
     const BackwardPlan wide = divide(many, kBackwardWarps * 32);
-    const bool several = part(wide) > 0 && wide.cluster == 1 && UnitsThatFit(task, wide) > 1;
-    const bool better = several && part(wide) >= 1.1 * part(plan);
+    // Sums of dx cost threads of more packs more; but it counts that a row needs no second warp.
+    const double gain = task.sums_dx && plan.lanes <= 32 ? 1.2 : 1.05;
+    const bool better = part(wide) > 0 && UnitsThatFit(task, wide) > 1 &&
+                        (part(wide) >= gain * part(plan) ||
+                         (part(wide) >= part(plan) && wide.cluster < plan.cluster));
     if (wide.lanes > 0 && wide.division != Division::kFramed && (better || forced.packs == many)) {
       plan = wide;
     }
