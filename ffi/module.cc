@@ -6,6 +6,7 @@
 
 #include "common/build_info.h"
 #include "cuda/devices.h"
+#include "cuda/layer_norm_bwd_policy.h"
 #include "cuda/layer_norm_override.h"
 #include "ops/handlers.h"
 

@@ -1,7 +1,7 @@
 """How the CUDA norms lay out rows: the table (no GPU needed), and every path of it on a GPU.
 
-The table is ffi/cuda/layer_norm_policy.h. The native module says what it chooses (`row_plan`), and
-can be told what to choose (`force_row_plan`), for the whole process.
+The tables are ffi/cuda/layer_norm{,_bwd}_policy.h. The native module says what they choose
+(`row_plan`), and can be told what to choose (`force_row_plan`), for the whole process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ BULK, ASYNC = 2, 1
 EVEN, UNEVEN, FRAMED = 0, 1, 2
 # Architecture, multiprocessors, shared bytes of a multiprocessor.
 GPUS = {"A100": (80, 108, 167_936), "H200": (90, 132, 233_472), "RTX 5090": (120, 170, 102_400)}
-FEATURES = (1, 2, 8, 33, 64, 128, 512, 513, 1000, 1024, 4096, 4097, 5120, 8192, 8200, 12_288)
+FEATURES = (1, 2, 8, 33, 64, 128, 192, 512, 513, 768, 1000, 1024, 3072, 3584, 4096, 4097)
+FEATURES += (5120, 6144, 8192, 8200, 12_288)
 WIDE = (16_384, 32_768, 65_535, 65_536, 131_072, 131_080, 10**6)
 
 
@@ -208,7 +209,8 @@ def test_the_backward_table() -> None:
     # More elements a thread, where fewer would leave a quarter of the threads without work.
     assert plan(768)["packs"] == 3 and plan(768)["lanes"] == 32 and plan(768)["units"] == 12
     assert plan(1024)["packs"] == 2 and plan(640)["packs"] == 3 and plan(1600)["packs"] == 2
-    assert plan(2304, arrays=3, sums_dx=True)["packs"] == 2, "their rings leave no room for sums"
+    assert plan(6144)["packs"] == 3 and plan(6144)["cluster"] == 2 and plan(12_288)["packs"] == 2
+    assert plan(768, arrays=3, sums_dx=True)["packs"] == 3
     # Smaller blocks, where a large one's ring leaves no room for a second one.
     assert plan(8192, arrays=3)["cluster"] == 2 and plan(16_384, arrays=3)["cluster"] == 4
     assert plan(8192, arrays=3, sums_dx=True)["cluster"] == 4

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/math.h"
+#include "cuda/layer_norm_column_sums.cuh"
 #include "cuda/layer_norm_parameters.cuh"
 #include "cuda/layer_norm_ring.cuh"
 #include "cuda/layer_norm_sums.cuh"
@@ -13,148 +14,6 @@
 
 namespace gradops {
 namespace {
-
-// Where the column sums of (group, slot) go: into the workspace, or, if a group has one slot, into
-// the results. Null where not wanted.
-template <typename A>
-struct SlotSums {
-  A* results[3];  // dscale, dbias, dresidual_bias
-  std::int64_t group_pitch, slot_pitch;
-};
-
-// For how many turns a thread adds to sums in registers before these are added to the slot's, so
-// that rounding errors hardly grow with the number of rows. Double needs no limit.
-constexpr int kTurnsPerSum = 128;
-
-// Stores sums, or adds them to those that are there; p is aligned to them.
-template <int N, typename A>
-__device__ __forceinline__ void StoreOrAdd(A* p, const A (&values)[N], bool store) {
-  constexpr int kStep = N == 1 ? 1 : kVec<A>;
-#pragma unroll
-  for (int j = 0; j < N; j += kStep) {
-    Pack<A, kStep> pack{};
-    if (!store) pack = *reinterpret_cast<const Pack<A, kStep>*>(p + j);
-#pragma unroll
-    for (int k = 0; k < kStep; ++k) pack.v[k] = store ? values[j + k] : pack.v[k] + values[j + k];
-    StorePack(p + j, pack);
-  }
-}
-
-// Adds up the column sums of a block's threads, and gives them to the slot.
-template <typename T, int P, Division kDivision>
-class BlockSums {
-  using A = Accum<T>;
-  static constexpr int W = kVec<T>;
-  static constexpr bool kFramed = kDivision == Division::kFramed;
-
- public:
-  // shared: 2 * P * W values per thread, which may be the ring's memory; none for one unit.
-  __device__ BlockSums(const BackwardPlan& plan, const Place<T, P, kDivision, false>& place,
-                       unsigned char* shared)
-      : plan_(plan), place_(place), shared_(reinterpret_cast<A*>(shared)) {}
-
-  // The s-th sum, of all the block's threads, which all call it. slot: the first column's.
-  __device__ __forceinline__ void Give(int s, A (&sums)[P][W], A* slot, bool first) const {
-    const int lanes = plan_.lanes;
-    if (lanes < kWarp) {
-#pragma unroll
-      for (int distance = 1; distance < kWarp; distance *= 2) {
-        if (distance < lanes) continue;  // these lanes have other columns
-#pragma unroll
-        for (int i = 0; i < P; ++i) {
-#pragma unroll
-          for (int j = 0; j < W; ++j) {
-            sums[i][j] += __shfl_xor_sync(0xffffffffu, sums[i][j], distance);
-          }
-        }
-      }
-    }
-    if (plan_.units == 1) {
-      if (slot == nullptr || place_.row > 0) return;
-      slot += place_.first_column - place_.skip() + place_.base;
-#pragma unroll
-      for (int i = 0; i < P; ++i) {
-        if (place_.Lacks(i) || !place_.Counts(i)) continue;
-        if constexpr (!kFramed) {
-          StoreOrAdd(slot + place_.Begin(i), sums[i], first);
-        } else {
-#pragma unroll
-          for (int j = 0; j < W; ++j) {
-            const A one[1] = {sums[i][j]};
-            if (place_.Has(i, j)) StoreOrAdd(slot + place_.Begin(i) + j, one, first);
-          }
-        }
-      }
-      return;
-    }
-    // [sum][unit][column]; a block of several units has whole rows.
-    const int elements = P * W * lanes;
-    A* const part = shared_ + s * plan_.units * elements;
-    if (place_.row == 0) {
-#pragma unroll
-      for (int i = 0; i < P; ++i) {
-        if (!place_.Counts(i)) continue;
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          const int column = place_.base + place_.Begin(i) + j - place_.skip();
-          if (!kFramed || place_.Has(i, j)) part[place_.unit * elements + column] = sums[i][j];
-        }
-      }
-    }
-    __syncthreads();  // all units' sums are written
-    if (slot == nullptr) return;
-    for (int column = static_cast<int>(threadIdx.x); column < place_.high() - place_.skip();
-         column += static_cast<int>(blockDim.x)) {
-      A total[1] = {part[column]};
-      for (int unit = 1; unit < plan_.units; ++unit) total[0] += part[unit * elements + column];
-      StoreOrAdd(slot + column, total, first);
-    }
-  }
-
- private:
-  const BackwardPlan& plan_;
-  const Place<T, P, kDivision, false>& place_;
-  A* const shared_;
-};
-
-// Each thread's sums of dx, which it alone reads and writes: in shared memory, as registers are
-// short, 16 bytes of each thread side by side.
-template <typename T, int P>
-class DxSums {
-  using A = Accum<T>;
-  static constexpr int W = kVec<T>, N = kVec<A>;
-
- public:
-  // shared: P * W values per thread.
-  __device__ explicit DxSums(unsigned char* shared)
-      : own_(reinterpret_cast<A*>(shared) + threadIdx.x * N) {}
-
-  __device__ __forceinline__ void Clear() const {
-#pragma unroll
-    for (int at = 0; at < P * W / N; ++at) StorePack(Chunk(at), Pack<A, N>{});
-  }
-  // To those of pack i.
-  __device__ __forceinline__ void Add(int i, const A (&dx)[W]) const {
-#pragma unroll
-    for (int j = 0; j < W; j += N) {
-      A* const p = Chunk((i * W + j) / N);
-      auto pack = *reinterpret_cast<const Pack<A, N>*>(p);
-#pragma unroll
-      for (int k = 0; k < N; ++k) pack.v[k] += dx[j + k];
-      StorePack(p, pack);
-    }
-  }
-  __device__ __forceinline__ void Get(A (&sums)[P][W]) const {
-#pragma unroll
-    for (int c = 0; c < P * W; ++c) sums[c / W][c % W] = Chunk(c / N)[c % N];
-  }
-
- private:
-  __device__ __forceinline__ A* Chunk(int at) const {
-    return own_ + at * static_cast<int>(blockDim.x) * N;
-  }
-  A* const own_;
-};
 
 // P: packs of a row that a thread holds. kDirect: rows come without the ring (RowsAhead).
 template <typename T, int P, Division kDivision, bool kDirect, bool kCentered, bool kFromOutput>
@@ -168,7 +27,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
   constexpr bool kShift = kCentered && !kFromOutput;
   constexpr int kValues = kShift ? 3 : kCentered ? 2 : 1;
   constexpr bool kLimited = !std::is_same_v<A, double>;
-  constexpr int D = kFromOutput ? 1 : RowDepth(sizeof(T), kFramed);  // chunks at a time
+  constexpr int D = kFromOutput ? 1 : RowDepth(sizeof(T), kFramed, P);  // chunks at a time
   // Whether dy (and x) is read from shared memory again rather than kept in registers.
   constexpr bool kReloadDy = !kDirect && (kCentered || kFromOutput || kFramed || D > 1),
                  kReloadX = !kDirect && (kFromOutput || kFramed || D > 1);

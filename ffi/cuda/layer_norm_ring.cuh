@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/layer_norm_bwd_policy.h"
 #include "cuda/layer_norm_rows.cuh"
 #include "cuda/layer_norm_sums.cuh"
 

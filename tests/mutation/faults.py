@@ -751,7 +751,7 @@ CUDA = [
     ),
     Fault(
         "layer norm backward: units' sums are read before they are written",
-        "ffi/cuda/layer_norm_bwd.cuh",
+        "ffi/cuda/layer_norm_column_sums.cuh",
         "__syncthreads();  // all units' sums are written",
         "",
         _gpu(
