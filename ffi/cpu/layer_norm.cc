@@ -372,11 +372,9 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
       }
     });
   }
-  for (const WideGrad<A>& grad : grads) {
-    ffi::Error error = grad.Store(pool);
-    if (error.failure()) return error;
-  }
-  return ffi::Error::Success();
+  ffi::Error error = ffi::Error::Success();
+  for (std::size_t s = 0; s < grads.size() && error.success(); ++s) error = grads[s].Store(pool);
+  return error;
 }
 
 }  // namespace
