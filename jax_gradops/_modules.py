@@ -57,12 +57,12 @@ def check_callable(function: str, name: str, value: Any) -> None:
 
 
 def add_norm(
-    calls: tuple[Any, ...], norm: Any, x: Any, residual: Any, bias: Any
+    ours: tuple[type, ...], norm: Any, x: Any, residual: Any, bias: Any
 ) -> tuple[Any, Any]:
-    """The function of that name in both APIs; `calls` are the methods that take a `Sum`.
+    """The function of that name in both APIs; `ours` are the modules that take a `Sum`.
 
     A subclass that has a method of its own does not know of sums; one that Flax's transformations
-    made wraps ours.
+    made wraps ours, and `vmap` maps all arrays of a `Sum`, of which a bias has no axis for it.
     """
     given = {"x": x, "residual": residual} | ({} if bias is None else {"bias": bias})
     for name, value in given.items():
@@ -76,8 +76,13 @@ def add_norm(
     check_callable("add_norm", "norm", norm)
     call: Any = norm
     alike = jnp.shape(x) == jnp.shape(residual) and jnp.result_type(x) == jnp.result_type(residual)
-    known = bias is None or jnp.result_type(bias) in _FLOATS
-    if alike and known and inspect.unwrap(type(norm).__call__) in calls:
+    calls: list[Any] = [module.__call__ for module in ours]
+    own: Any = type(norm).__call__
+    if bias is None:
+        fuses = inspect.unwrap(own) in map(inspect.unwrap, calls)
+    else:
+        fuses = own in calls and jnp.result_type(bias) in _FLOATS
+    if alike and fuses:
         return call(Sum(*map(jnp.asarray, given.values())))
     total = _plain_sum(x, residual, bias)
     return call(total), total

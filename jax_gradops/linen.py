@@ -241,8 +241,7 @@ def add_norm(
     >>> print(y.round(3), x)
     [[-1.  1.]] [[2. 4.]]
     """
-    calls = tuple(inspect.unwrap(module.__call__) for module in (LayerNorm, RMSNorm))
-    return _modules.add_norm(calls, norm, x, residual, bias)
+    return _modules.add_norm((LayerNorm, RMSNorm), norm, x, residual, bias)
 
 
 def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:

@@ -240,7 +240,7 @@ def add_norm(
     >>> print(y.round(3), x)
     [[-1.  1.]] [[2. 4.]]
     """
-    return _modules.add_norm((LayerNorm.__call__, RMSNorm.__call__), norm, x, residual, bias)
+    return _modules.add_norm((LayerNorm, RMSNorm), norm, x, residual, bias)
 
 
 def deferred_bias(linear: Any, inputs: Any) -> tuple[jax.Array, jax.Array | None]:

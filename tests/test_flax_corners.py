@@ -178,6 +178,28 @@ def test_add_norm_of_others() -> None:
         assert ("stablehlo.add" in text) == (norm is DoubledLinen)
 
 
+@pytest.mark.parametrize("batch", [3, WIDTH])
+def test_a_transformed_norm_of_a_sum_with_a_bias(batch: int) -> None:
+    """A bias has no axis for `vmap` to map, of whatever length the others' are."""
+    x, residual, bias = x_of(batch, 2, WIDTH), x_of(batch, 2, WIDTH)[::-1], x_of(WIDTH)
+
+    class Model(linen.Module):
+        norm: Any
+
+        @linen.compact
+        def __call__(self, x: jax.Array) -> Any:
+            return jax_gradops.linen.add_norm(self.norm(), x, residual, bias)
+
+    ours = jax_gradops.linen.LayerNorm
+    total = x + (residual + bias)
+    expected = linen.LayerNorm().init_with_output(jax.random.key(0), total)[0]
+    mapped = linen.vmap(ours, variable_axes={"params": None}, split_rngs={"params": False})
+    for norm in (ours, mapped, linen.remat(ours), linen.jit(ours)):
+        (y, s), _ = Model(norm).init_with_output(jax.random.key(0), x)
+        np.testing.assert_allclose(s, total, rtol=1e-6)
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_dense_checkpoint_loads() -> None:
     class Flax(linen.Module):
         @linen.compact

@@ -1,12 +1,12 @@
 // Layer norm and RMS norm backward, CUDA; formulas: common/math.h.
 //
-// How rows are laid out on the chip: cuda/layer_norm_policy.h. Each unit of threads (a warp, or the
-// warps of a row) is persistent: it takes every so many-th row, or small rows by the warp, and has
-// a ring of them in shared memory, or the next one in registers (layer_norm_ring.cuh); those not
-// worked on are on their way (layer_norm_bwd.cuh). Each block has a slot in a group: a share of the
-// group's rows, and one partial row of column sums, which stay in registers over the rows, are
-// added over units, and then over slots (column_sum.cuh), in a fixed order. Traffic: dy and x (and
-// dsum) read, dx written, and a partial row per block.
+// How rows are laid out on the chip: cuda/layer_norm_bwd_policy.h. Each unit of threads (a warp, or
+// the warps of a row) is persistent: it takes every so many-th row, or small rows by the warp, and
+// has a ring of them in shared memory, or the next one in registers (layer_norm_ring.cuh); those
+// not worked on are on their way (layer_norm_bwd.cuh). Each block has a slot in a group: a share of
+// the group's rows, and one partial row of column sums, which stay in registers (dx's: in shared
+// memory) over the rows, are added over units, and then over slots (column_sum.cuh), in a fixed
+// order. Traffic: dy and x (and dsum) read, dx written, and a partial row per block.
 //
 // Rows that start anywhere: as forward.
 #include "cuda/layer_norm_bwd.cuh"

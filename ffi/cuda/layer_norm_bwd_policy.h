@@ -20,8 +20,9 @@
 // one: with dsum, and with sums of dx, which take shared memory (8192 features: 2 and 4 blocks).
 //
 // 16-bit elements: threads have 24 of them, in blocks of 384, where of 16 each more of the threads
-// would be without work, or a row's cluster larger: 192, 320, 384, 640, 768, 1152, 1280, 1536,
-// 2304, 3072, 4608, 6144 features. Their rings have single chunks, so that as many units find room.
+// would be without work, or a row's cluster larger: 192, 384, 640, 768, 1536, 2304, 3072, 4608 and
+// 6144 features, for instance; or where there is no other way to hold the row. Their rings have
+// single chunks, so that as many units find room.
 //
 // Direct: threads have 8 elements of a row each, and load the next one to registers while they work
 // on this one, without a ring: float32 that is not framed, of up to 4096 features. So a
@@ -98,11 +99,6 @@ constexpr std::int64_t RingBudget(const RowTask& task, int blocks) {
   return task.shared_bytes / blocks - 4096;
 }
 
-constexpr int MaxThreads(const RowOverride& forced, int packs) {
-  const int most = BackwardThreads(16 * packs);
-  return forced.max_threads != 0 ? std::min(forced.max_threads, most) : most;
-}
-
 // Of so many threads: a sum for each of their elements.
 constexpr int SumBytes(const RowTask& task, int packs, int threads) {
   return threads * packs * 16 / task.element_bytes * (task.element_bytes == 8 ? 8 : 4);
@@ -149,7 +145,7 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
     const int depth = RowDepth(task.element_bytes, framed, packs);
     const std::int64_t ring =
         RingBudget(task, 1) - (task.sums_dx ? SumBytes(task, packs, threads) : 0);
-    held = std::min(held, (ring / (2 * depth * 3) - 32) / task.element_bytes);
+    held = std::min(held, ring / (2 * depth * 3) / 16 * 16 / task.element_bytes);
   }
   const auto share = [&](int cluster) { return Share(task, cluster, framed); };
   if (direct && share(1) > held) return false;
@@ -198,9 +194,10 @@ inline bool DivideRingRows(const RowTask& task, const RowOverride& forced, Backw
   }
   if (many != few && !Framed(task, few)) {
     const BackwardPlan wide = divide(many, kBackwardWarps * 32);
-    const bool better = part(wide) > 0 && wide.cluster <= 2 && UnitsThatFit(task, wide) > 1 &&
-                        (part(wide) >= 1.05 * part(plan) ||
-                         (part(wide) >= part(plan) && wide.cluster < plan.cluster));
+    const bool several = part(wide) > 0 && UnitsThatFit(task, wide) > 1;
+    const bool more = part(wide) >= 1.05 * part(plan) ||
+                      (part(wide) >= part(plan) && wide.cluster < plan.cluster);
+    const bool better = wide.cluster <= 2 && (plan.lanes == 0 || (several && more));
     if (wide.lanes > 0 && wide.division != Division::kFramed && (better || forced.packs == many)) {
       plan = wide;
     }

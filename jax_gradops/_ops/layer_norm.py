@@ -223,7 +223,8 @@ def add_layer_norm(
 
     Numerics, determinism and differentiation are as in `layer_norm`; the gradient with respect to x
     and residual is rounded once, after the addition of both cotangents. That of residual_bias is
-    its sum over the rows, of what it was before that rounding.
+    its sum over the rows, of what it was before that rounding, or, on a GPU, where rows are too
+    wide for its multiprocessors or arrays do not start at 16-byte boundaries, after it.
 
     References:
       Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450

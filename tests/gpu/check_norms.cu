@@ -47,6 +47,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
   if (v.centered) fwd.bias = parameter(), fwd.mean = arrays.Empty<A>(all_rows);
   fwd.rstd = arrays.Empty<A>(all_rows);
   Check(LayerNormFwd(CudaContext{nullptr}, fwd));
+  Check(cudaDeviceSynchronize());
 
   LayerNormBwdArgs bwd{};
   bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.centered = v.centered;
@@ -96,7 +97,8 @@ int RunAll(const char* dtype, const Filter& filter) {
                               {.offset = true},
                               {.centered = false, .narrow = true},
                               {.sum = true, .residual_bias = true, .groups = 3},
-                              {.centered = false, .sum = true, .residual_bias = true}};
+                              {.centered = false, .sum = true, .residual_bias = true},
+                              {.sum = true, .from_output = true, .residual_bias = true}};
   const std::int64_t widths[] = {1, 7, 40, 64, 257, 1000, 2049, 3000, 4096, 8200, 16385, 40000};
   const auto wanted = [](std::int64_t only, std::int64_t value) {
     return only < 0 || only == value;
@@ -120,6 +122,9 @@ int RunAll(const char* dtype, const Filter& filter) {
               !wanted(filter.rows, rows) || !wanted(filter.variant, variant)) {
             continue;
           }
+          Doing() = std::string(dtype) + " -plan " + std::to_string(plan) + " -features " +
+                    std::to_string(features) + " -rows " + std::to_string(rows) + " -variant " +
+                    std::to_string(variant);
           Run<T>(rows, features, variants[variant]);
           ++calls;
         }

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <source_location>
+#include <string>
 #include <vector>
 
 #include "common/dtype.h"
@@ -13,9 +14,16 @@
 namespace gradops {
 namespace {
 
+// What is being done, for messages.
+inline std::string& Doing() {
+  static std::string text;
+  return text;
+}
+
 void Check(cudaError_t status, std::source_location at = std::source_location::current()) {
   if (status == cudaSuccess) return;
-  std::printf("%s:%u: %s\n", at.file_name(), at.line(), cudaGetErrorString(status));
+  std::printf("%s:%u: %s: %s\n", at.file_name(), at.line(), Doing().c_str(),
+              cudaGetErrorString(status));
   std::exit(1);
 }
 

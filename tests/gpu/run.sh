@@ -133,7 +133,7 @@ check() {
     start "$tool-batch" "$batch"
     # The slowest is run in parts, side by side.
     case $tool in
-      racecheck) parts="-variant" numbers="0 1 2 3 4 5 6 7 8 9 10" ;;
+      racecheck) parts="-variant" numbers="0 1 2 3 4 5 6 7 8 9 10 11" ;;
       synccheck) parts="-plan" numbers="0 1 2 3 4 6" ;; # not 5: check_norms.cu
       *) parts="-plan" numbers=-1 ;;
     esac
