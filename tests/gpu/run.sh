@@ -74,7 +74,7 @@ watched() {
 
 watched_once() {
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
-    limited "${SANITIZE_SECONDS:-300}" compute-sanitizer --tool "$1" \
+    limited "${SANITIZE_SECONDS:-600}" compute-sanitizer --tool "$1" \
     --kernel-name kernel_substring=gradops --error-exitcode 9 \
     "$python" -P tests/gpu/sanitize.py "$2"
 }
@@ -101,7 +101,7 @@ sanitize() {
 # The kernels without JAX, on buffers of exact size, under all four tools. DRIVERS: a folder with
 # check_norms, check_batch_norm, check_gelu and check_clip, compiled; otherwise that is done here, in
 # five minutes.
-# TOOLS: some of them. DTYPES: some, of the norms; the others' runs have all.
+# TOOLS: some of them. CHECKS: a pattern of the runs' names: racecheck-bf16-9, say, or memcheck.*
 driver() {
   if [ -n "${DRIVERS:-}" ]; then
     echo "$DRIVERS/$1"
@@ -112,42 +112,49 @@ driver() {
     "tests/gpu/$1.cu" -o "$out/$1" && echo "$out/$1"
 }
 
-check() {
-  local norms batch gelu clip tool dtype parts number numbers name status=0 gpus count=0
-  local -A running
+# One line a run: name, tool, command. The slowest come first, and in parts.
+checks() {
+  local norms batch gelu clip tool dtype part number parts numbers
   norms=$(driver check_norms) && batch=$(driver check_batch_norm) && gelu=$(driver check_gelu) &&
     clip=$(driver check_clip) || return
-  gpus=$(nvidia-smi -L | wc -l)
-  # start NAME COMMAND...: the driver's runs are spread over the GPUs.
-  start() {
-    local name=$1
-    shift
-    count=$((count + 1)) # here: below is another process
-    CUDA_VISIBLE_DEVICES=$((count % gpus)) limited "${SANITIZE_SECONDS:-300}" \
-      compute-sanitizer --tool $tool --error-exitcode 9 "$@" >"$out/check-$name.log" 2>&1 </dev/null &
-    running[$name]=$!
-  }
-  for tool in ${TOOLS:-memcheck racecheck synccheck initcheck}; do
-    start "$tool-gelu" "$gelu"
-    start "$tool-clip" "$clip"
-    start "$tool-batch" "$batch"
-    # The slowest is run in parts, side by side.
+  for tool in ${TOOLS:-racecheck memcheck initcheck synccheck}; do
+    echo "$tool-gelu $tool $gelu"
+    echo "$tool-clip $tool $clip"
+    echo "$tool-batch $tool $batch"
     case $tool in
       racecheck) parts="-variant" numbers="0 1 2 3 4 5 6 7 8 9 10 11" ;;
-      synccheck) parts="-plan" numbers="0 1 2 3 4 6" ;; # not 5: check_norms.cu
-      *) parts="-plan" numbers=-1 ;;
+      *) parts="-plan" numbers="0 1 2 3 4 5 6" ;;
     esac
-    for dtype in ${DTYPES:-f32 bf16 f16 f64}; do
+    for dtype in f64 f32 bf16 f16; do
       for number in $numbers; do
-        start "$tool-$dtype-$number" "$norms" "$dtype" $parts "$number"
+        [ "$tool-$number" = synccheck-5 ] && continue # check_norms.cu says why
+        echo "$tool-$dtype-$number $tool $norms $dtype $parts $number"
       done
     done
   done
-  for name in "${!running[@]}"; do
-    wait "${running[$name]}" && grep -q "^ran everything" "$out/check-$name.log" || status=1
-    echo "--- $name: $(tail -n 1 "$out/check-$name.log")"
-  done
+}
+
+# run_check NAME TOOL COMMAND...: on one of the GPUs.
+run_check() {
+  local name=$1 tool=$2 log="$out/check-$1.log" status start=$SECONDS
+  shift 2
+  CUDA_VISIBLE_DEVICES=$((SLOT % gpus)) limited "${SANITIZE_SECONDS:-600}" \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" >"$log" 2>&1 </dev/null
+  status=$?
+  grep -q "^ran everything" "$log" || status=1
+  echo "--- $name: exit status $status after $((SECONDS - start)) s: $(tail -n 1 "$log")"
   return $status
+}
+
+# A few at a time on each GPU: they share its time, and all at once none ends.
+check() {
+  local gpus
+  gpus=$(nvidia-smi -L | wc -l)
+  checks >"$out/checks.txt" || return
+  export -f run_check limited
+  export out gpus
+  grep -E "^(${CHECKS:-.*}) " "$out/checks.txt" |
+    xargs -P $((gpus * 5)) --process-slot-var=SLOT -L 1 bash -c 'run_check "$@"' run_check
 }
 
 # GELU's float formulas on all 2^32 floats.
