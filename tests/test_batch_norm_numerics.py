@@ -157,7 +157,7 @@ def test_outlier_at_the_beginning(platform, implementation, axis, rng):
     ids=str,
 )
 def test_large_results(platform, shape, axis, rng):
-    """So large that the CPU's kernels write them past the caches; images differ in their means."""
+    """Of several blocks and tasks; images differ in their means."""
     dy, x, residual, scale, bias = ordinary(shape, axis, np.float32, rng)
     x += np.linspace(-9, 9, shape[0], dtype=np.float32).reshape(-1, 1, 1, 1)
 

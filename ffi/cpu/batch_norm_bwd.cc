@@ -134,9 +134,8 @@ void AddSums(const BatchNormBwdArgs& args, const Layout<false>& layout,
 
 template <typename T, Mask kMask, bool kFirst>
 void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
-           const Numbers<Accum<T>, kFirst>& numbers, const Piece& piece) {
+           const Numbers<Accum<T>, kFirst>& numbers, const Piece& piece, bool streamed) {
   using A = Accum<T>;
-  const bool streamed = IsStreamed<T>(layout);
   ForBlocksOf(layout, piece, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
     const Terms<T, kFirst, kMask> terms(args, numbers, offset, piece.group, start);
     if constexpr (!kFirst) terms.PrefetchFrom(kAhead<T>, n);
@@ -181,7 +180,11 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
                 ReadParam(args.mean_dz_x_hat, group, channel, A{0}));
   });
   const bool wants_dx = args.dx != nullptr;
-  const auto apply = [&](const Piece& piece) { Apply<T, kMask>(args, layout, numbers, piece); };
+  const bool streamed =
+      IsStreamed(args.dx, args.shape.elements() * std::int64_t{sizeof(T)}, {args.dy, args.x});
+  const auto apply = [&](const Piece& piece) {
+    Apply<T, kMask>(args, layout, numbers, piece, streamed);
+  };
   if (args.mean_dz.data != nullptr) {
     if (wants_dx) ForPiecesReversed(pool, layout, 3 * sizeof(T), apply);
     return ffi::Error::Success();

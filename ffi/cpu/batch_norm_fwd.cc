@@ -191,9 +191,9 @@ enum { kMean, kFactor, kOffset, kNumbers };  // y = act((x - mean) * factor + of
 // y of a piece.
 template <typename T, bool kFirst>
 void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
-           const Coefficients<Accum<T>, kFirst, kNumbers>& numbers, const Piece& piece) {
+           const Coefficients<Accum<T>, kFirst, kNumbers>& numbers, const Piece& piece,
+           bool streamed) {
   using A = Accum<T>;
-  const bool streamed = IsStreamed<T>(layout);
   const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
   const T* const all_x = static_cast<const T*>(args.x);
   const T* const all_residual = static_cast<const T*>(args.residual);
@@ -247,7 +247,9 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     const A offset = ReadParam(args.bias, group, channel, A{0}) - delta * factor;
     numbers.Set(group, channel, {mean, factor, offset});
   };
-  const auto apply = [&](const Piece& piece) { Apply<T>(args, layout, numbers, piece); };
+  const bool streamed =
+      IsStreamed(args.y, args.shape.elements() * std::int64_t{sizeof(T)}, {args.x, args.residual});
+  const auto apply = [&](const Piece& piece) { Apply<T>(args, layout, numbers, piece, streamed); };
   if (!own) {
     ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
       const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };

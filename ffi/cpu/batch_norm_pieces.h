@@ -195,22 +195,19 @@ void ForBlocksOf(const Layout<kFirst>& layout, const Piece& piece, const Fn& fn)
 template <typename T>
 inline constexpr std::int64_t kAhead = 4096 / static_cast<std::int64_t>(sizeof(T));
 
-// Whether results as large as x go past the caches.
-template <typename T, bool kFirst>
-bool IsStreamed(const Layout<kFirst>& layout) {
-  return layout.groups * layout.elements * static_cast<std::int64_t>(sizeof(T)) >= kStreamedBytes;
-}
-
 // out[i] = fn(i) for each i < n <= kBlock, rounded to T.
 template <typename T, typename Fn>
 void StoreBlock(T* out, std::int64_t n, bool streamed, const Fn& fn) {
-  alignas(64) T block[kBlock];
-  for (std::int64_t i = 0; i < n; ++i) block[i] = static_cast<T>(fn(i));
-  const std::int64_t bytes = n * static_cast<std::int64_t>(sizeof(T));
-  if (streamed) {
-    StreamCopy(out, block, bytes);
-  } else {
-    std::memcpy(out, block, static_cast<std::size_t>(bytes));
+  constexpr std::int64_t kAtATime = 256;
+  alignas(64) T block[kAtATime];
+  if (!streamed) {
+    for (std::int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(fn(i));
+    return;
+  }
+  for (std::int64_t start = 0; start < n; start += kAtATime) {
+    const std::int64_t count = std::min(kAtATime, n - start);
+    for (std::int64_t i = 0; i < count; ++i) block[i] = static_cast<T>(fn(start + i));
+    StreamCopy(out + start, block, count * static_cast<std::int64_t>(sizeof(T)));
   }
 }
 

@@ -16,6 +16,7 @@
 #endif
 
 #include "common/dtype.h"
+#include "cpu/stream.h"
 
 namespace gradops {
 
@@ -216,6 +217,17 @@ void StoreLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
   }
 }
 
+// The same past the caches; `to` is a multiple of the bytes that are stored.
+template <typename T, int kCount>
+void StreamLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
+  constexpr int kWidth = lanes::kWidth<Accum<T>>;
+  T rounded[kCount];
+  StoreLanes(rounded, values);
+  for (int i = 0; i < kCount; i += kWidth) {
+    StreamBytes<kWidth* int{sizeof(T)}>(to + i, rounded + i);
+  }
+}
+
 // Where a loop over elements is: at kCount of them from i on.
 template <int kCount>
 struct AtLanes {
@@ -227,6 +239,10 @@ struct AtLanes {
   template <typename T>
   void Store(T* elements, const Lanes<Accum<T>, kCount>& values) const {
     StoreLanes(elements + i, values);
+  }
+  template <typename T>
+  void Stream(T* elements, const Lanes<Accum<T>, kCount>& values) const {
+    StreamLanes(elements + i, values);
   }
   // Asks for the cache line that elements of another array lie in, or those `ahead` of them.
   // Nothing need be there.
@@ -256,7 +272,7 @@ struct AtLanes {
   bool StartsLine() const {
     static_assert(kCount * sizeof(T) <= 64);
     constexpr int kLine = 64 / int{sizeof(T)};
-    return kCount == kLine || i % kLine == 0;
+    return kCount == kLine || i / kCount % (kLine / kCount) == 0;
   }
 };
 // The same at the last few elements, of which there are `count`: what other lanes have is 0, and is
@@ -304,6 +320,23 @@ void ForLanes(std::int64_t n, const Fn& fn) {
   std::int64_t i = 0;
   for (; i + kCount <= n; i += kCount) fn(AtLanes<kCount>{i});
   for (; i < n; ++i) fn(AtElement{i});
+}
+
+// to[i] = fn(at) for all of n elements, past the caches if `streamed`.
+template <int kCount, typename T, typename Fn>
+void StoreForLanes(T* to, std::int64_t n, bool streamed, const Fn& fn) {
+  if (!streamed || reinterpret_cast<std::uintptr_t>(to) % sizeof(T) != 0) {
+    ForLanes<kCount>(n, [=](auto at) { at.Store(to, fn(at)); });
+    return;
+  }
+  const auto one = [=](AtElement at) { at.Store(to, fn(at)); };
+  std::int64_t i = 0;
+  for (; i < std::min(n, BytesToLine(to) / std::int64_t{sizeof(T)}); ++i) one({i});
+  for (; i + kCount <= n; i += kCount) {
+    const AtLanes<kCount> at{i};
+    at.Stream(to, fn(at));
+  }
+  for (; i < n; ++i) one({i});
 }
 
 // The same where they are.

@@ -30,7 +30,7 @@ namespace {
 
 // More slices of rows would add more traffic for partial sums than threads to use them.
 constexpr std::int64_t kMaxSlices = 64;
-constexpr std::int64_t kMaxChunks = 1024;
+constexpr std::int64_t kMaxChunks = 256;
 
 // The parameters of a call, in the accumulation type.
 template <typename A>
@@ -86,8 +86,8 @@ const T* RowToNormalise(const LayerNormFwdArgs& args, const WideParams<Accum<T>>
 }
 
 template <typename T, bool kCentered>
-void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
-                std::int64_t row) {
+void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params, std::int64_t row,
+                bool streamed) {
   using A = Accum<T>;
   const std::int64_t features = args.shape.features;
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
@@ -101,17 +101,15 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
     const A shift = features > 0 ? static_cast<A>(x_row[0]) : A{0};
     A sum_shifted = 0;
     ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-      const T* const x = x_row + start;
-      const T* const y = y_row + start;
+      const T *const x = x_row + start, *const y = y_row + start;
       sum_shifted += LaneSums<A, 1>(count, [=](auto at) {
-        if constexpr (kStoresAhead<T>) at.PrefetchToStore(y);
+        if (kStoresAhead<T> && !streamed) at.PrefetchToStore(y);
         return std::array{at(x) - shift};
       })[0];
     });
     mean = shift + sum_shifted / n;
     ForBlocks(features, [&, mean](std::int64_t start, std::int64_t count) {
-      const T* const x = x_row + start;
-      const T* const next_x = next_row + start;
+      const T *const x = x_row + start, *const next_x = next_row + start;
       const auto sums = LaneSums<A, 2>(count, [=](auto at) {
         at.PrefetchToL2(next_x);
         const auto centered = at(x) - mean;
@@ -122,12 +120,9 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
     delta /= n;
   } else {
     ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-      const T* const x = x_row + start;
-      const T* const next_x = next_row + start;
-      const T* const y = y_row + start;
+      const T *const x = x_row + start, *const y = y_row + start;
       sum_squares += LaneSums<A, 1>(count, [=](auto at) {
-        at.PrefetchToL2(next_x);
-        if constexpr (kStoresAhead<T>) at.PrefetchToStore(y);
+        if (kStoresAhead<T> && !streamed) at.PrefetchToStore(y);
         return std::array{at(x) * at(x)};
       })[0];
     });
@@ -137,14 +132,15 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
 
   const std::int64_t group = row / args.shape.rows;
   ForBlocks(features, [&, mean, delta](std::int64_t start, std::int64_t count) {
-    const T* const x = x_row + start;
-    T* const y = y_row + start;
-    const A* const scale = params.scale(group, start);
-    const A* const bias = params.bias(group, start);
-    ForLanes<kLanes<A>>(count, [=](auto at) {
-      auto centered = at(x);
-      if constexpr (kCentered) centered = (centered - mean) - delta;
-      at.Store(y, centered * rstd * at(scale) + at(bias));
+    const T *const x = x_row + start, *const next_x = next_row + start;
+    const A *const scale = params.scale(group, start), *const bias = params.bias(group, start);
+    StoreForLanes<kLanes<A>>(y_row + start, count, streamed, [=](auto at) {
+      if constexpr (kCentered) {
+        return ((at(x) - mean) - delta) * rstd * at(scale) + at(bias);
+      } else {
+        at.PrefetchToL2(next_x);
+        return at(x) * rstd * at(scale) + at(bias);
+      }
     });
   });
   if constexpr (kCentered) static_cast<A*>(args.mean)[row] = mean + delta;
@@ -191,7 +187,7 @@ using PerSum = std::array<V, 3>;
 // Also adds the row's terms to the sums that are not null.
 template <typename T, bool kCentered, bool kFromOutput>
 void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params, std::int64_t row,
-                 const PerSum<Accum<T>*>& sums) {
+                 const PerSum<Accum<T>*>& sums, bool streamed) {
   using A = Accum<T>;
   const std::int64_t features = args.shape.features;
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
@@ -208,7 +204,7 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     constexpr int kSums = !kCentered ? 1 : kFromOutput ? 2 : 3;
     const T* const dx = static_cast<const T*>(args.dx) + row * features + start;
     const auto totals = LaneSums<A, kSums>(count, [=](auto at) {
-      at.PrefetchToStore(dx);
+      if (!streamed) at.PrefetchToStore(dx);
       const auto wdy = at(dy) * at(scale), x = shifted(at);
       if constexpr (kSums == 1) {
         return std::array{wdy * x};
@@ -236,10 +232,9 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     const T* const next_dy = RowBlock<T>(args.dy, next_row, features, start);
     const T* const next_x = RowBlock<T>(args.x, next_row, features, start);
     const auto block_of = [start](A* sum) { return sum == nullptr ? nullptr : sum + start; };
-    A* const dscale = block_of(sums[0]);
-    A* const dbias = block_of(sums[1]);
+    A *const dscale = block_of(sums[0]), *const dbias = block_of(sums[1]);
     A* const dresidual_bias = block_of(sums[2]);
-    ForLanes<kLanes<A>>(count, [=](auto at) {
+    StoreForLanes<kLanes<A>>(dx, count, streamed, [=](auto at) {
       at.PrefetchToL2(next_dy), at.PrefetchToL2(next_x);
       const auto dy_here = at(dy), x_hat = (shifted(at) - delta) * factor;
       const auto added = at(dsum);  // before dx is stored, which may lie there
@@ -248,7 +243,7 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
       const auto dx_here =
           NormInputGrad(dy_here * at(scale), x_hat, mean_wdy, mean_wdy_x_hat, rstd) + added;
       if (dresidual_bias != nullptr) at.Store(dresidual_bias, at(dresidual_bias) + dx_here);
-      at.Store(dx, dx_here);
+      return dx_here;
     });
   });
 }
@@ -262,11 +257,13 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   const WideParams<Accum<T>> params{.scale = {pool, args.scale, shape, args.scale_offset},
                                     .bias = {pool, args.bias, shape, 0},
                                     .residual_bias = {pool, args.residual_bias, shape, 0}};
+  const bool streamed = IsStreamed(args.y, rows * bytes_per_row / 2, {args.x, args.residual});
   ParallelFor(pool, (rows + chunk_rows - 1) / chunk_rows, [&](std::int64_t chunk) {
     const std::int64_t end = std::min(rows, (chunk + 1) * chunk_rows);
     for (std::int64_t row = chunk * chunk_rows; row < end; ++row) {
-      ForwardRow<T, kCentered>(args, params, row);
+      ForwardRow<T, kCentered>(args, params, row, streamed);
     }
+    if (streamed) StreamFence();
   });
   return ffi::Error::Success();
 }
@@ -274,7 +271,8 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
 // Rows [first, end) of a group's, with their column sums in `sums`, where not null.
 template <typename T, bool kCentered, bool kFromOutput>
 void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params,
-                   std::int64_t first, std::int64_t end, const PerSum<Accum<T>*>& sums) {
+                   std::int64_t first, std::int64_t end, const PerSum<Accum<T>*>& sums,
+                   bool streamed) {
   const std::int64_t features = args.shape.features;
   const bool several_blocks = end - first > kRowsPerSum;
   PerSum<std::vector<double>> totals;
@@ -286,7 +284,7 @@ void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& par
   for (std::int64_t row = first; row < end;) {
     const std::int64_t block_end = std::min(end, row + kRowsPerSum);
     for (; row < block_end; ++row) {
-      BackwardRow<T, kCentered, kFromOutput>(args, params, row, sums);
+      BackwardRow<T, kCentered, kFromOutput>(args, params, row, sums, streamed);
     }
     for (std::size_t s = 0; s < sums.size(); ++s) {
       if (!totals[s].empty()) MoveSums(sums[s], features, totals[s].data());
@@ -342,6 +340,8 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
                        : workspace + ((group * args.partial_rows + slice) * sums + sum) * features;
   };
 
+  const bool streamed =
+      IsStreamed(args.dx, groups * rows * bytes_per_row / 3, {args.dy, args.x, args.dsum});
   const std::int64_t chunks = (groups * slices + chunk_slices - 1) / chunk_slices;
   ParallelFor(pool, chunks, [&](std::int64_t chunk) {
     const std::int64_t end = std::min(groups * slices, (chunk + 1) * chunk_slices);
@@ -353,8 +353,9 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
       }
       BackwardSlice<T, kCentered, kFromOutput>(
           args, params, group * rows + slice * slice_rows,
-          group * rows + std::min(rows, (slice + 1) * slice_rows), own);
+          group * rows + std::min(rows, (slice + 1) * slice_rows), own, streamed);
     }
+    if (streamed) StreamFence();
   });
   if (slices > 1 && sums > 0) {
     const std::int64_t tiles = (features + kBlock - 1) / kBlock;

@@ -51,6 +51,7 @@ _CLIP = _k("global_norm", "test_sizes or test_large or test_range or test_mixed"
 _GROUPS = _k(
     "global_norm_in_place global_norm_transformations", "test_in_place_groups or test_per_example"
 )
+_STREAMS = _k("cpu_streams", "test_norms or test_batch_norm")
 _CALLS = "tests/test_native_calls.py -k cpu"
 _SOURCES = "tests/test_package.py -k offsets"
 
@@ -59,16 +60,37 @@ CPU = [
     Fault(
         "y without what the rounded mean is off by",
         "ffi/cpu/layer_norm.cc",
-        "centered = (centered - mean) - delta;",
-        "centered = centered - mean;",
+        "((at(x) - mean) - delta) * rstd",
+        "(at(x) - mean) * rstd",
         _k("norm_numerics", "test_large_mean and ffi"),
     ),
     Fault(
         "bias left out",
         "ffi/cpu/layer_norm.cc",
-        "centered * rstd * at(scale) + at(bias)",
-        "centered * rstd * at(scale)",
+        "- delta) * rstd * at(scale) + at(bias)",
+        "- delta) * rstd * at(scale)",
         _NORM,
+    ),
+    Fault(
+        "a streamed row loses its tail",
+        "ffi/cpu/lanes.h",
+        "  for (; i < n; ++i) one({i});",
+        "  for (; i + 1 < n; ++i) one({i});",
+        _STREAMS,
+    ),
+    Fault(
+        "registers are streamed one over the other",
+        "ffi/cpu/lanes.h",
+        "(to + i, rounded + i);",
+        "(to, rounded + i);",
+        _STREAMS,
+    ),
+    Fault(
+        "a streamed block loses what lies before its first cache line",
+        "ffi/cpu/stream.h",
+        "std::memcpy(out, in, static_cast<std::size_t>(head));",
+        "",
+        _STREAMS,
     ),
     Fault(
         "a chunk of rows ends one early",
@@ -392,9 +414,9 @@ CPU = [
     Fault(
         "what is after the last cache line is not stored",
         "ffi/cpu/stream.h",
-        "  std::memcpy(out, in, static_cast<std::size_t>(bytes));\n#else",
-        "#else",
-        _BATCH_LARGE,
+        "  std::memcpy(out, in, static_cast<std::size_t>(bytes));\n",
+        "",
+        _STREAMS,
     ),
     # --- Formulas and dtypes ---
     Fault(
