@@ -131,7 +131,7 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   const A rstd = InverseDeviation(VarianceOf(mean_square, delta), static_cast<A>(args.epsilon));
 
   const std::int64_t group = row / args.shape.rows;
-  ForBlocks(features, [&, mean, delta](std::int64_t start, std::int64_t count) {
+  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
     const T *const x = x_row + start, *const next_x = next_row + start;
     const A *const scale = params.scale(group, start), *const bias = params.bias(group, start);
     StoreForLanes<kLanes<A>>(y_row + start, count, streamed, [=](auto at) {
