@@ -9,7 +9,8 @@
 // Mean: from differences to the row's first element, which is exact for constant rows, then
 // rounded; y and the variance are of differences from that, corrected by what their own mean is off
 // by. So neither a large mean nor an outlier in the first column is lost to rounding. Chan, Golub,
-// LeVeque, Algorithms for computing the sample variance (1983).
+// LeVeque, Algorithms for computing the sample variance (1983). Tried: both in one pass, about the
+// mean of 8 samples: bfloat16 0.38 to 0.33 ns an element, but float32 5.4 ulp off instead of 4.
 //
 // Column sums: every slice of a group's rows has a partial row; see cpu/column_sum.h.
 #include "ops/layer_norm.h"
@@ -52,8 +53,7 @@ const T* RowBlock(const void* rows, std::int64_t row, std::int64_t columns, std:
 // the caches: the next row, and where results go. ns an element of [8192, 2048] on one core of an
 // EPYC, medians of seven, without and with: layer norm backward float32 1.13, 0.88, bfloat16 0.75,
 // 0.60, forward 0.63, 0.59 and 0.43, 0.39. On a Xeon only a form with the next row in L1 was timed
-// alone: float32 backward 1.6 to 1.9, 1.0. 16-bit stores forward gain nothing ahead, and lose up to
-// half (RMS norm, EPYC).
+// alone: float32 backward 1.6 to 1.9, 1.0. 16-bit stores ahead lose up to half (RMS norm, EPYC).
 template <typename T>
 inline constexpr bool kStoresAhead = sizeof(T) >= 4;
 std::int64_t NextRow(const RowShape& shape, std::int64_t row) {
