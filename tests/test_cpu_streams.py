@@ -1,12 +1,15 @@
 """Results that the CPU's kernels store past its caches: large ones, in memory that has been used.
 
-Other tests' arrays are smaller (`kStreamedBytes` in ffi/cpu/stream.h), but for those of
-`tests/native`, whose kernels are built to stream all results.
+Other tests' arrays are smaller (`kStreamedBytes` in ffi/cpu/stream.h), but `tests/native` builds
+kernels, with sanitizers, that also stream small ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +23,13 @@ from jax_gradops import _registry
 
 pytestmark = pytest.mark.skipif("cpu" not in _registry.MODULES, reason="no kernels")
 STREAMED_BYTES = 16 << 20
+LEVELS = _registry.MODULES["cpu"].cpu_levels if "cpu" in _registry.MODULES else {}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 def array(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -103,3 +113,15 @@ def test_batch_norm(dtype, axis):
     np.testing.assert_allclose(
         ours, xla, rtol=2 * eps, atol=1e-4 if dtype == "float32" else 4 * eps
     )
+
+
+@pytest.mark.parametrize("level", [level for level, usable in LEVELS.items() if usable][:-1])
+def test_other_levels(level):
+    """Those that this process does not use: their stores have other sizes."""
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {_registry.CPU_LEVEL: level}
+    done = subprocess.run(
+        [*command, "-k", "test_norms and 1002"],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr

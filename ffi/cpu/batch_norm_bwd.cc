@@ -180,8 +180,8 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
                 ReadParam(args.mean_dz_x_hat, group, channel, A{0}));
   });
   const bool wants_dx = args.dx != nullptr;
-  const bool streamed =
-      IsStreamed(args.dx, args.shape.elements() * std::int64_t{sizeof(T)}, {args.dy, args.x});
+  const bool streamed = IsStreamed(args.dx, args.shape.elements() * std::int64_t{sizeof(T)},
+                                   {args.dy, args.x, args.y});
   const auto apply = [&](const Piece& piece) {
     Apply<T, kMask>(args, layout, numbers, piece, streamed);
   };

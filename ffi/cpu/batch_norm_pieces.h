@@ -198,16 +198,17 @@ inline constexpr std::int64_t kAhead = 4096 / static_cast<std::int64_t>(sizeof(T
 // out[i] = fn(i) for each i < n <= kBlock, rounded to T.
 template <typename T, typename Fn>
 void StoreBlock(T* out, std::int64_t n, bool streamed, const Fn& fn) {
-  constexpr std::int64_t kAtATime = 256;
+  constexpr std::int64_t kAtATime = 256;  // 512 and more: stores wait for one another
   alignas(64) T block[kAtATime];
-  if (!streamed) {
-    for (std::int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(fn(i));
-    return;
-  }
   for (std::int64_t start = 0; start < n; start += kAtATime) {
     const std::int64_t count = std::min(kAtATime, n - start);
     for (std::int64_t i = 0; i < count; ++i) block[i] = static_cast<T>(fn(start + i));
-    StreamCopy(out + start, block, count * static_cast<std::int64_t>(sizeof(T)));
+    const std::int64_t bytes = count * static_cast<std::int64_t>(sizeof(T));
+    if (streamed) {
+      StreamCopy(out + start, block, bytes);
+    } else {
+      std::memcpy(out + start, block, static_cast<std::size_t>(bytes));
+    }
   }
 }
 

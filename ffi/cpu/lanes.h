@@ -267,7 +267,7 @@ struct AtLanes {
     const std::int64_t offset = (i + ahead) * std::int64_t{sizeof(T)};
     return reinterpret_cast<const void*>(reinterpret_cast<std::intptr_t>(elements) + offset);
   }
-  // Whether no elements before i lie in the line; of a line of the array, if it starts with one.
+  // Whether no turn before i was in the line, if the array, or the first turn, starts with one.
   template <typename T>
   bool StartsLine() const {
     static_assert(kCount * sizeof(T) <= 64);

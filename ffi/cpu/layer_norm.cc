@@ -31,7 +31,7 @@ namespace {
 
 // More slices of rows would add more traffic for partial sums than threads to use them.
 constexpr std::int64_t kMaxSlices = 64;
-constexpr std::int64_t kMaxChunks = 256;
+constexpr std::int64_t kMaxChunks = 256;  // no chunk's first row is prefetched
 
 // The parameters of a call, in the accumulation type.
 template <typename A>

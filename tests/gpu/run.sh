@@ -13,6 +13,7 @@ export XLA_PYTHON_CLIENT_PREALLOCATE=false
 # Without a GPU nothing here may pass on the CPU alone.
 export JAX_PLATFORMS=cuda,cpu
 failed=()
+export script=$$
 
 step() {
   local name=$1 log="$out/$1.log" start=$SECONDS
@@ -47,7 +48,7 @@ limited() {
   shift
   setsid "$@" &
   group=$!
-  while kill -0 "$group" && kill -0 $$ && [ $SECONDS -lt $end ]; do sleep 0.5; done 2>/dev/null
+  while kill -0 "$group" && kill -0 "$script" && [ $SECONDS -lt $end ]; do sleep 0.5; done 2>/dev/null
   kill -KILL -- "-$group" 2>/dev/null
   wait "$group"
   status=$?
@@ -114,7 +115,7 @@ driver() {
 
 # One line a run: name, tool, command. The slowest come first, and in parts.
 checks() {
-  local norms batch gelu clip tool dtype part number parts numbers
+  local norms batch gelu clip tool dtype number parts numbers
   norms=$(driver check_norms) && batch=$(driver check_batch_norm) && gelu=$(driver check_gelu) &&
     clip=$(driver check_clip) || return
   for tool in ${TOOLS:-racecheck memcheck initcheck synccheck}; do
@@ -138,12 +139,13 @@ checks() {
 run_check() {
   local name=$1 tool=$2 log="$out/check-$1.log" status start=$SECONDS
   shift 2
+  kill -0 "$script" || return
   CUDA_VISIBLE_DEVICES=$((SLOT % gpus)) limited "${SANITIZE_SECONDS:-600}" \
     compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" >"$log" 2>&1 </dev/null
   status=$?
   grep -q "^ran everything" "$log" || status=1
   echo "--- $name: exit status $status after $((SECONDS - start)) s: $(tail -n 1 "$log")"
-  return $status
+  [ $status = 0 ] # whatever it was: xargs ends at 255
 }
 
 # A few at a time on each GPU: they share its time, and all at once none ends.
@@ -154,7 +156,11 @@ check() {
   export -f run_check limited
   export out gpus
   grep -E "^(${CHECKS:-.*}) " "$out/checks.txt" |
-    xargs -P $((gpus * 5)) --process-slot-var=SLOT -L 1 bash -c 'run_check "$@"' run_check
+    xargs -r -P $((gpus * 5)) --process-slot-var=SLOT -L 1 \
+      bash -c 'trap "" INT TERM; run_check "$@"' run_check | tee "$out/check-all.txt"
+  local status=$?
+  grep -v "exit status 0" "$out/check-all.txt"
+  return $status
 }
 
 # GELU's float formulas on all 2^32 floats.

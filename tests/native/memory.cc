@@ -138,7 +138,7 @@ std::vector<Shape> Shapes(bool large) {
       {{2}, {3}, 0, {2}},
   };
   if (large) {
-    // Large enough for stores past the caches, for several parts of a group, for many slices.
+    // Large enough for several parts of a group, for many slices.
     shapes.insert(shapes.end(), {{{}, {1030}, 1031, {}},
                                  {{}, {5}, 7, {30011}},
                                  {{2}, {16}, 36, {1009}},
