@@ -85,6 +85,11 @@ def value(variable: Any) -> Any:
 # --- Linear layers, and what takes their biases --------------------------------------------------
 
 
+def _call_of(layer: Any) -> Any:
+    """What tells Flax's own layers, and this library's, from those that may do anything."""
+    return type(layer).__call__ if callable(layer) else None
+
+
 def _product(linear: Any, inputs: Any, out_sharding: Any = None) -> tuple[jax.Array, Any, Any]:
     """What `linear` gives without its bias; the bias as Flax adds it, and not rounded."""
     given = value(linear.bias)
@@ -96,6 +101,12 @@ def _product(linear: Any, inputs: Any, out_sharding: Any = None) -> tuple[jax.Ar
     dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
     y = linear.dot_general(inputs, kernel, dimensions, **options)
     return y, bias, not_rounded(linear, [given], [bias])[0]
+
+
+def linear(self: Any, inputs: Any, out_sharding: Any = None) -> jax.Array:
+    """[..., in_features] to [..., out_features], as `flax.nnx.Linear` does."""
+    y, bias, exact = _product(self, inputs, out_sharding)
+    return y if bias is None else _modules.linear(y, bias, exact)
 
 
 def linear_gelu(approximate: bool, linear: Any, inputs: Any, out_sharding: Any = None) -> jax.Array:
@@ -115,7 +126,7 @@ def _approximate(layer: Any) -> bool | None:
     )
 
 
-def sequential(layers: list[Any], *args: Any, **kwargs: Any) -> Any:
+def _sequential(layers: list[Any], *args: Any, **kwargs: Any) -> Any:
     """What Flax's Sequential of these layers gives."""
     module: Any = types.SimpleNamespace(layers=layers)
     return _SEQUENTIAL(module, *args, **kwargs)
@@ -126,24 +137,28 @@ def with_pairs(module: nnx.Sequential) -> list[Any]:
     result: list[Any] = []
     for layer in module.layers:
         approximate = _approximate(layer)
-        if result and type(result[-1]) is nnx.Linear and approximate is not None:
+        if result and approximate is not None and _call_of(result[-1]) in (_LINEAR, linear):
             result[-1] = functools.partial(linear_gelu, approximate, result[-1])
         else:
             result.append(layer)
     return result
 
 
-def deferred_bias(paired: Any, layer: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def sequential(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls one layer after the other, as `flax.nnx.Sequential` does."""
+    return _sequential(with_pairs(self), *args, **kwargs)
+
+
+def deferred_bias(layer: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """What `layer` gives without a bias that is added last, and this, or None.
 
-    `paired` is the method of a Sequential that calls `with_pairs`. What is neither that, nor Flax's
-    own, may do anything.
+    What is neither Flax's own nor of this library may do anything.
     """
-    call: Any = type(layer).__call__
-    if call is _LINEAR:
+    call = _call_of(layer)
+    if call in (_LINEAR, linear):
         return _modules.deferred(*_product(layer, *args, **kwargs))
-    if call in (_SEQUENTIAL, paired) and layer.layers and callable(layer.layers[-1]):
-        *layers, last = with_pairs(layer) if call is paired else layer.layers
-        layers.append(functools.partial(deferred_bias, paired, last))
-        return sequential(layers, *args, **kwargs)
+    if call in (_SEQUENTIAL, sequential) and layer.layers and callable(layer.layers[-1]):
+        *layers, last = with_pairs(layer) if call is sequential else layer.layers
+        layers.append(functools.partial(deferred_bias, last))
+        return _sequential(layers, *args, **kwargs)
     return layer(*args, **kwargs), None

@@ -35,19 +35,22 @@ class FuseReport:
         return "\n".join(lines)
 
 
-def change(model: Any, ours: Mapping[type, type], gelu: bool, residuals: str | None) -> FuseReport:
+def change(
+    model: Any, ours: Mapping[type, type], gelu: bool, linear: bool, residuals: str | None
+) -> FuseReport:
     """Gives a model's modules the classes that `ours` has for Flax's, in place."""
+    wanted = {nnx.Sequential: gelu, nnx.Linear: linear}
+    ours = {flax: own for flax, own in ours.items() if wanted.get(flax, True)}
     norms = ours[nnx.LayerNorm], ours[nnx.RMSNorm]
     changed: dict[str, str] = {}
     left: dict[str, str] = {}
     for path, module in modules_of("fuse", model):
         kind = type(module)
-        why = _why_left(module, ours, gelu)
+        why = _why_left(module, ours)
         if why:
             left[path] = why
         elif kind in ours and (
-            kind is not nnx.Sequential
-            or (gelu and len(_nnx.with_pairs(module)) < len(module.layers))
+            kind is not nnx.Sequential or len(_nnx.with_pairs(module)) < len(module.layers)
         ):
             object.__setattr__(module, "__class__", ours[kind])
             changed[path] = f"jax_gradops.nnx.{ours[kind].__name__}"
@@ -70,16 +73,15 @@ def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
         yield ".".join(map(str, path)) or "the model", module
 
 
-def _why_left(module: Any, ours: Mapping[type, type], gelu: bool) -> str:
-    """Why `fuse` does not change a norm, or a Sequential with GELU; "" if nothing keeps it."""
+def _why_left(module: Any, ours: Mapping[type, type]) -> str:
+    """Why `fuse` does not change a module of a kind that `ours` has; "" if nothing keeps it."""
     kind = type(module)
-    if kind is nnx.Sequential or kind in ours.values():
+    if kind in (nnx.Sequential, nnx.Linear) or kind.__module__ == "jax_gradops.nnx":
         return ""
     if kind in ours:
         return _modules.why_uncovered(module)
     for flax, own in ours.items():
-        looked_for = gelu or flax is not nnx.Sequential
-        if looked_for and isinstance(module, flax) and not isinstance(module, own):
+        if isinstance(module, flax) and not isinstance(module, own):
             return f"{kind.__name__} is a subclass of {flax.__name__}, maybe with code of its own"
     if isinstance(module, bridge.ToNNX) and isinstance(
         module.to_nnx__module, (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)

@@ -40,6 +40,7 @@ __all__ = [
     "DenseGelu",
     "FuseReport",
     "LayerNorm",
+    "Linear",
     "RMSNorm",
     "Sequential",
     "add_norm",
@@ -150,6 +151,26 @@ class BatchNorm(nnx.BatchNorm):
         return y
 
 
+class Linear(nnx.Linear):
+    r"""`flax.nnx.Linear`, the gradient of whose bias takes one reading of y's: 16 bits on a GPU.
+
+    .. math:: y = x \, \text{kernel} + \text{bias}
+
+    It is for layers whose bias neither `DenseGelu` nor `deferred_bias` takes, such as a transformer
+    block's queries, keys and values, of which XLA puts the gradients together once for each use.
+    They are now put together once, and columns are summed up by a matrix product with ones: exact
+    products, float32 sums, rounded once, to the bias's dtype. What has other elements or platforms,
+    or is sharded on an Explicit mesh, is summed up by XLA.
+
+    >>> import jax.numpy as jnp, jax_gradops.nnx
+    >>> from flax import nnx
+    >>> jax_gradops.nnx.Linear(4, 8, rngs=nnx.Rngs(0))(jnp.ones((2, 4))).shape
+    (2, 8)
+    """
+
+    __call__ = _nnx.linear
+
+
 class DenseGelu(nnx.Linear):
     r"""``gelu(Linear(x))``: `flax.nnx.Linear`, whose bias and GELU are one operation.
 
@@ -194,12 +215,7 @@ class Sequential(nnx.Sequential):
     True
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls one layer after the other, as `flax.nnx.Sequential` does."""
-        return _nnx.sequential(_nnx.with_pairs(self), *args, **kwargs)
-
-
-_PAIRED: Any = Sequential.__call__  # as it is now, too: see _nnx.py
+    __call__ = _nnx.sequential
 
 
 def add_norm(
@@ -272,7 +288,7 @@ def deferred_bias(linear: Any, inputs: Any) -> tuple[jax.Array, jax.Array | None
     [1. 1.] None
     """
     _modules.check_callable("deferred_bias", "linear", linear)
-    return _nnx.deferred_bias(_PAIRED, linear, inputs)
+    return _nnx.deferred_bias(linear, inputs)
 
 
 # --- Models that exist already -------------------------------------------------------------------
@@ -282,6 +298,7 @@ _OURS = {
     nnx.LayerNorm: LayerNorm,
     nnx.RMSNorm: RMSNorm,
     nnx.BatchNorm: BatchNorm,
+    nnx.Linear: Linear,
     nnx.Sequential: Sequential,
 }
 
@@ -290,6 +307,7 @@ def fuse(
     model: _Model,
     *,
     gelu: bool = False,
+    linear: bool = False,
     residuals: Literal["input", "output"] | None = None,
     report: Callable[[FuseReport], Any] | None = None,
 ) -> _Model:
@@ -302,6 +320,7 @@ def fuse(
       model: an NNX module: its norms are changed, and those of all modules in it.
       gelu: also compute each `Linear` of an `nnx.Sequential` together with a GELU that follows it.
         Elsewhere a GELU is code of a module's, of which nothing can be proved: use `DenseGelu`.
+      linear: also change each `Linear`: see the class of that name.
       residuals: what layer and RMS norms save for the backward pass: see `LayerNorm`. None leaves
         each as it is, "input" at first. A norm whose scale has zeros, which would stay so with
         "output", keeps "input".
@@ -325,9 +344,10 @@ def fuse(
     """
     _checks.choice("fuse", "residuals", residuals, "input", "output", None)
     _checks.flag("fuse", "gelu", gelu)
+    _checks.flag("fuse", "linear", linear)
     if report is not None and not callable(report):
         raise _checks.wrong("fuse", "report", "a function, print say", report, TypeError)
-    done = _nnx_fuse.change(model, _OURS, gelu, residuals)
+    done = _nnx_fuse.change(model, _OURS, gelu, linear, residuals)
     (report or functools.partial(_logger.info, "%s"))(done)
     return model
 

@@ -192,7 +192,7 @@ def test_nnx_transformations(how: str, platform: str) -> None:
                 nnx.jit(nnx.grad(lambda m, x: jnp.sum(jnp.sin(forward(m, x)))))(model, x)
             )
         if how == "fused" and modules is not nnx:
-            model = fuse(Model(nnx.Rngs(0)), gelu=True)
+            model = fuse(Model(nnx.Rngs(0)), gelu=True, linear=True)
         return result_of(model, x)
 
     assert_close(run(nnx), run(jax_gradops.nnx))

@@ -210,7 +210,7 @@ def test_public_names_of_flax_modules():
     linen = importlib.import_module("jax_gradops.linen")
     nnx = importlib.import_module("jax_gradops.nnx")
     both = {"BatchNorm", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"}
-    only_nnx = {"FuseReport", "Sequential", "deferred_bias", "fuse", "unfuse"}
+    only_nnx = {"FuseReport", "Linear", "Sequential", "deferred_bias", "fuse", "unfuse"}
     assert set(linen.__all__) == both | {"DeferredBiasDense"}
     assert set(nnx.__all__) == both | only_nnx
 

@@ -5,6 +5,7 @@
 
 #include "common/shape.h"
 #include "cuda/launch.cuh"
+#include "cuda/vec.cuh"
 
 namespace gradops {
 
@@ -42,42 +43,52 @@ __device__ __forceinline__ void StoreAs(void* data, ffi::DataType dtype, std::in
   }
 }
 
-inline constexpr int kColumnTile = 32;
+inline constexpr int kColumnLanes = 32;
 inline constexpr int kColumnSlices = 16;
+// Columns from which on a thread sums up 16 bytes of them, not one: fewer blocks then read as much.
+inline constexpr std::int64_t kWideSums = 512;
 
 // workspace: [groups, stride, sums.count, features], of which the first `partial_rows` of each
-// group are summed, each by the block of its (group, sum, tile of 32 columns). Not __restrict__:
-// while the block starts, the kernel before still writes it.
-template <typename A>
-__global__ void __launch_bounds__(kColumnTile* kColumnSlices)
+// group are summed, each by the block of its (group, sum, tile of 32 * W columns); W columns, of
+// one thread, are all there or none is. Not __restrict__: while the block starts, the kernel before
+// still writes it.
+template <typename A, int W>
+__global__ void __launch_bounds__(kColumnLanes* kColumnSlices)
     ColumnSumKernel(const A* workspace, ColumnSums sums, std::int64_t stride,
                     std::int64_t partial_rows, std::int64_t features, std::int64_t items) {
-  __shared__ A slices[kColumnSlices][kColumnTile];
+  __shared__ Pack<A, W> slices[kColumnSlices][kColumnLanes];
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();  // it is launched while the kernel before ends
 #endif
-  const std::int64_t tiles = (features + kColumnTile - 1) / kColumnTile;
+  const std::int64_t tiles = (features + kColumnLanes * W - 1) / (kColumnLanes * W);
   for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const std::int64_t tile = item % tiles;
     const int sum = static_cast<int>(item / tiles % sums.count);
     const std::int64_t group = item / tiles / sums.count;
-    const std::int64_t column = tile * kColumnTile + threadIdx.x;
-    A total = 0;
+    const std::int64_t column = (tile * kColumnLanes + threadIdx.x) * W;
+    Pack<A, W> total{};
+    const auto add = [&total](const Pack<A, W>& more) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) total.v[j] += more.v[j];
+    };
     if (column < features) {
       const std::int64_t pitch = sums.count * features;
       const A* partial = workspace + (group * stride * sums.count + sum) * features + column;
 #pragma unroll 8
       for (std::int64_t row = threadIdx.y; row < partial_rows; row += kColumnSlices) {
-        total += partial[row * pitch];
+        add(LoadPlain<W>(partial + row * pitch));
       }
     }
-    slices[threadIdx.y][threadIdx.x] = total;
+    StorePack(slices[threadIdx.y][threadIdx.x].v, total);
     __syncthreads();  // every slice is written
     if (threadIdx.y == 0 && column < features) {
 #pragma unroll
-      for (int slice = 1; slice < kColumnSlices; ++slice) total += slices[slice][threadIdx.x];
+      for (int slice = 1; slice < kColumnSlices; ++slice) add(slices[slice][threadIdx.x]);
       const ParamGrad& result = sums.results[sum];
-      StoreAs(result.data, result.dtype, group * features + column, total);
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        StoreAs(result.data, result.dtype, group * features + column + j, total.v[j]);
+      }
     }
     __syncthreads();  // every slice is read before the next item's are written
   }
@@ -89,20 +100,24 @@ template <typename A>
 cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const ColumnSums& sums,
                             std::int64_t groups, std::int64_t stride, std::int64_t partial_rows,
                             std::int64_t features, int carveout = cudaSharedmemCarveoutMaxShared) {
-  const std::int64_t items = groups * sums.count * CeilDiv(features, kColumnTile);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[0].val.sharedMemCarveout = static_cast<unsigned>(carveout);
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(GridBlocks(items));
-  config.blockDim = dim3(kColumnTile, kColumnSlices);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = CurrentDevice().architecture >= 90 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, &ColumnSumKernel<A>, workspace, sums, stride, partial_rows,
-                            features, items);
+  const auto launch = [&]<int W>() {
+    const std::int64_t items = groups * sums.count * CeilDiv(features, kColumnLanes * W);
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[0].val.sharedMemCarveout = static_cast<unsigned>(carveout);
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(GridBlocks(items));
+    config.blockDim = dim3(kColumnLanes, kColumnSlices);
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = CurrentDevice().architecture >= 90 ? 2 : 1;
+    return cudaLaunchKernelEx(&config, &ColumnSumKernel<A, W>, workspace, sums, stride,
+                              partial_rows, features, items);
+  };
+  const bool wide = features % kVec<A> == 0 && Aligned(workspace) && features >= kWideSums;
+  return wide ? launch.template operator()<kVec<A>>() : launch.template operator()<1>();
 }
 
 }  // namespace gradops

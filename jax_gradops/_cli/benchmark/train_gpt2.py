@@ -2,7 +2,8 @@
 
 The model is written once. `jax_gradops.nnx.fuse` puts this library's modules in the place of
 Flax's; `jax_gradops.nnx.add_norm` makes one pass of an addition, that of the bias which
-`jax_gradops.nnx.deferred_bias` has left to it, and this library's norm.
+`jax_gradops.nnx.deferred_bias` has left to it, and this library's norm. `jax_gradops.nnx.Linear`
+sums up the gradient of the other bias, of queries, keys and values.
 
 The text is what comes with Python, so that any machine has it: the language reference and the
 modules of the standard library that are single files. Tokens are words, runs of punctuation and of
@@ -188,7 +189,7 @@ def _fuse(variant: str, model: GPT2) -> Residual:
         jax_gradops.nnx.fuse(model)
         return plain
     residuals = "output" if variant == "save_output" else "input"
-    jax_gradops.nnx.fuse(model, gelu=True, residuals=residuals)
+    jax_gradops.nnx.fuse(model, gelu=True, linear=True, residuals=residuals)
     return Residual(jax_gradops.nnx.deferred_bias, jax_gradops.nnx.add_norm)
 
 

@@ -1,0 +1,255 @@
+"""`nnx.Linear`: Flax's results, and a bias's gradient that is summed up by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_models import WIDTH, assert_close, kernels, x_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import collectives, mesh
+
+import jax_gradops
+from jax_gradops import _modules
+from jax_gradops.nnx import DenseGelu, Linear, fuse, unfuse
+
+pytestmark = pytest.mark.usefixtures("flax_settings")
+
+BF16, F16, F32, F64 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64
+
+
+def layer(kind: Any = Linear, outputs: int = 5, **options: Any) -> Any:
+    some = nnx.initializers.normal(1.0)
+    return kind(WIDTH, outputs, bias_init=some, rngs=nnx.Rngs(0), **options)
+
+
+def loss_of(layer: Any, x: jax.Array) -> jax.Array:
+    y = layer(x)
+    return jnp.sum(jnp.sin(y.astype(jnp.promote_types(y.dtype, F32))))
+
+
+def gradients(layer: Any, x: jax.Array) -> Any:
+    found = nnx.jit(nnx.grad(loss_of, argnums=(0, 1)))(layer, x)
+    return nnx.to_pure_dict(found[0]), found[1]
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 6, WIDTH), (3, WIDTH), (WIDTH,), (0, WIDTH), (2, 1, 3, WIDTH)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        *((dtype, {}) for dtype in (F16, BF16, F32, F64)),
+        *((F32, {"dtype": dtype}) for dtype in (F16, BF16, F64)),
+        (BF16, {"param_dtype": BF16}),
+        (F32, {"dtype": BF16, "use_bias": False}),
+        (F32, {"dtype": BF16, "preferred_element_type": F32}),
+        (F32, {"preferred_element_type": BF16}),
+        (jnp.int32, {}),
+        (jnp.complex64, {"param_dtype": jnp.complex64}),
+    ],
+    ids=str,
+)
+def test_as_flax(dtype: Any, options: Any, shape: tuple[int, ...], platform: str) -> None:
+    x = x_of(*shape).astype(dtype)
+    flax, ours = layer(nnx.Linear, **options), layer(**options)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(flax), nnx.state(ours))
+    results = [nnx.jit(lambda m, x: m(x))(m, x) for m in (flax, ours)]
+    assert results[0].dtype == results[1].dtype
+    np.testing.assert_array_equal(*results)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return
+    found = [gradients(m, x) for m in (flax, ours)]
+    assert jax.tree.map(lambda a: a.dtype, found[0]) == jax.tree.map(lambda a: a.dtype, found[1])
+    narrow = [d for d in (dtype, *options.values()) if d in (F16, BF16)]
+    assert_close(*found, narrow[0] if narrow else F32)
+
+
+def bias_gradient(dy: jax.Array, dtype: Any = F32) -> jax.Array:
+    y, bias = jnp.zeros_like(dy), jnp.zeros(dy.shape[-1], dtype)
+    return jax.jit(lambda y, b, dy: jax.vjp(_modules.plus_bias, y, b)[1](dy)[1])(y, bias, dy)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+@pytest.mark.parametrize("parameter", [F16, BF16, F32, F64])
+def test_the_sum_is_not_rounded_on_its_way(dtype: Any, parameter: Any, platform: str) -> None:
+    """2^14 rows that nearly cancel; where the cotangent is narrow, float32 sums, rounded once."""
+    dy = jnp.asarray(np.random.default_rng(1).standard_normal((64, 256, 3)), dtype)
+    exact = np.asarray(dy, np.float64)
+    total, terms = exact.sum((0, 1)), np.abs(exact).sum((0, 1))
+    found = bias_gradient(dy, parameter)
+    assert found.dtype == parameter
+    wide = 16 * float(jnp.finfo(F64 if dtype == F64 else F32).eps) * terms
+    allowed = wide + float(jnp.finfo(parameter).eps) * np.abs(total)
+    assert np.all(np.abs(np.asarray(found, np.float64) - total) <= allowed)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (3, 4, 5), (2, 0, 5)])
+def test_products_with_ones(dtype: Any, shape: tuple[int, ...], platform: str) -> None:
+    """What a GPU takes, on any platform; sums of small integers are exact in any order."""
+    dy = jnp.asarray(np.random.default_rng(2).integers(-9, 10, shape), dtype)
+    found = jax.jit(_modules.column_sums_by_product)(dy)
+    assert found.dtype == F32
+    np.testing.assert_array_equal(found, np.asarray(dy, F64).reshape(-1, 5).sum(0))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_gradients_that_are_not_finite(value: float, platform: str) -> None:
+    """Only in their own columns."""
+    dy = jnp.ones((40, 3), BF16).at[7, 1].set(value)
+    np.testing.assert_array_equal(bias_gradient(dy), [40, value, 40])
+
+
+def test_the_gradient_exists_once() -> None:
+    """Before the products and the sum that take it; forward, nothing keeps XLA from fusing."""
+    ours, x = layer(dtype=BF16), x_of()
+    forward = nnx.jit(lambda m, x: m(x)).lower(ours, x).as_text()
+    backward = nnx.jit(nnx.grad(loss_of)).lower(ours, x).as_text()
+    assert "optimization_barrier" not in forward
+    assert backward.count("optimization_barrier") == 1
+
+
+# --- Transformations -----------------------------------------------------------------------------
+
+
+def arguments(dtype: Any = F32) -> tuple[jax.Array, jax.Array, jax.Array]:
+    y = jnp.asarray(np.random.default_rng(3).standard_normal((8, 4, 6)), dtype)
+    return y, jnp.linspace(-1, 1, 6, dtype=F32), jnp.cos(y.astype(F32)).astype(dtype)
+
+
+def pull(y: jax.Array, bias: jax.Array, dy: jax.Array) -> Any:
+    out, vjp = jax.vjp(lambda y, b: _modules.linear(y, b.astype(y.dtype), b), y, bias)
+    return out, *vjp(dy)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("axes", [(0, None, 0), (0, 0, 0), (1, 0, 1), (None, 0, 0)])
+def test_vmap(dtype: Any, axes: Any, platform: str) -> None:
+    y, bias, dy = arguments(dtype)
+    mapped = [0 if axes[0] is None else axes[0], 0, 0 if axes[2] is None else axes[2]]
+    size = dy.shape[mapped[2]]
+    given = [
+        y[0] if axes[0] is None else y,
+        bias if axes[1] is None else jnp.stack([bias * (i + 1) for i in range(size)]),
+        dy,
+    ]
+    found = jax.jit(jax.vmap(pull, axes))(*given)
+    each = [
+        pull(
+            *(
+                a if axis is None else jnp.take(a, i, axis)
+                for a, axis in zip(given, axes, strict=True)
+            )
+        )
+        for i in range(size)
+    ]
+    assert_close(jax.tree.map(lambda *a: jnp.stack(a), *each), found, dtype)
+
+
+def test_derivatives_of_derivatives(platform: str) -> None:
+    y, bias, dy = arguments()
+
+    def second(f: Any) -> Any:
+        first = jax.grad(lambda y, b: jnp.sum(jnp.sin(jnp.sin(f(y, b)) * dy)), (0, 1))
+        return jax.grad(lambda y, b: sum(jnp.sum(jnp.cos(a)) for a in first(y, b)), (0, 1))
+
+    plain, ours = second(lambda y, b: y + b.reshape(1, 1, -1)), second(_modules.plus_bias)
+    assert_close(jax.jit(plain)(y, bias), jax.jit(ours)(y, bias))
+
+
+def test_forward_mode() -> None:
+    ours, x = layer(), x_of()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(ours, (x,), (x,))
+    with jax_gradops.use_implementation("xla"):
+        np.testing.assert_array_equal(
+            *[jax.jvp(m, (x,), (x,))[1] for m in (ours, layer(nnx.Linear))]
+        )
+
+
+@pytest.mark.parametrize(
+    "spec", [P("data"), P("data", "model"), P("model", "data"), P(None, None, "model")]
+)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_meshes(dtype: Any, kind: Any, spec: P, platform: str) -> None:
+    """Equal to the unsharded result, with nothing gathered."""
+    devices = mesh(platform, kind)
+    if any(n is not None and a % devices.shape[n] for a, n in zip((8, 4, 6), spec, strict=False)):
+        pytest.skip("the axes are no multiples of the mesh's")
+    y, bias, dy = arguments(dtype)
+    features = P(*spec[2:])
+    with jax.set_mesh(devices):
+        given = [
+            jax.device_put(a, NamedSharding(devices, s))
+            for a, s in ((y, spec), (bias, features), (dy, spec))
+        ]
+        compiled = jax.jit(pull).lower(*given).compile()
+        found = compiled(*given)
+    assert_close(pull(y, bias, dy), jax.tree.map(np.asarray, found), dtype)
+    assert collectives(compiled.as_text()).keys() <= {"all-reduce"}
+
+
+def test_shard_map(platform: str) -> None:
+    devices = mesh(platform, AxisType.Auto)
+    for dtype in (BF16, F32):
+        y, bias, dy = arguments(dtype)
+        mapped = jax.shard_map(
+            pull,
+            mesh=devices,
+            in_specs=(P("data"), P(), P("data")),
+            out_specs=(P("data"), P("data"), P()),
+        )
+        assert_close(pull(y, bias, dy), jax.jit(mapped)(y, bias, dy), dtype)
+
+
+# --- fuse ----------------------------------------------------------------------------------------
+
+
+class Doubled(nnx.Linear):
+    """A user's."""
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
+        return 2 * super().__call__(inputs, out_sharding)
+
+
+def test_fuse() -> None:
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(
+        plain=layer(nnx.Linear),
+        own=layer(Doubled),
+        gelu=layer(DenseGelu),
+        pair=nnx.Sequential(layer(nnx.Linear, WIDTH), jax.nn.gelu, layer(nnx.Linear)),
+        norm=nnx.LayerNorm(WIDTH, rngs=rngs),
+    )
+    before, x = nnx.graphdef(model), x_of()
+    names = ("plain", "own", "gelu", "pair")
+    expected = [model[name](x) for name in names]
+    reports: list[Any] = []
+    fuse(model, report=reports.append)
+    assert type(model["plain"]) is nnx.Linear
+    fuse(model, gelu=True, linear=True, report=reports.append)
+    fuse(model, gelu=True, linear=True, report=reports.append)
+    assert [r.changed for r in reports] == [
+        {"norm": "jax_gradops.nnx.LayerNorm"},
+        {
+            "pair": "jax_gradops.nnx.Sequential",
+            "pair.layers.0": "jax_gradops.nnx.Linear",
+            "pair.layers.2": "jax_gradops.nnx.Linear",
+            "plain": "jax_gradops.nnx.Linear",
+        },
+        {},
+    ]
+    assert [r.left for r in reports] == [
+        {},
+        *[{"own": "Doubled is a subclass of Linear, maybe with code of its own"}] * 2,
+    ]
+    assert kernels(model["pair"], x) == {"bias_gelu_fwd"}
+    assert_close(expected, [model[name](x) for name in names])
+    assert nnx.graphdef(unfuse(model)) == before
