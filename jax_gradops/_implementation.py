@@ -51,6 +51,11 @@ def use_implementation(implementation: Implementation) -> Iterator[None]:
         _default_implementation.reset(token)
 
 
+def default_implementation() -> Implementation:
+    """What `use_implementation` has set, for what has no kernel that could be missing."""
+    return _default_implementation.get()
+
+
 def default_platform() -> str:
     """The platform that JAX computes on unless told otherwise."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_gradops import _checks
 from jax_gradops._array_types import accum_dtype, match_vma
-from jax_gradops._implementation import resolve_implementation
+from jax_gradops._implementation import default_implementation
 from jax_gradops._ops.batch_norm import batch_norm as _batch_norm
 from jax_gradops._ops.bias_gelu import bias_gelu, gelu
 from jax_gradops._ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -230,7 +230,7 @@ def deferred(y: jax.Array, bias: Any, exact: Any) -> tuple[jax.Array, Any]:
 
 @jax.custom_vjp
 def plus_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """A matrix product and its bias, which is rounded to y's dtype; of the same mesh axes.
+    """A matrix product and its bias, which is rounded to y's dtype, and sharded as y's columns.
 
     What XLA makes of a sum's gradient reads a cotangent more often than it must: where this is a
     concatenation (of those of queries, keys and values), each product and the sum of the bias's
@@ -270,16 +270,22 @@ def column_sums_by_product(dy: jax.Array) -> jax.Array:
     rows = tuple(range(dy.ndim - 1))
     # Eight rows of ones, as XLA makes a reduction of a single one.
     ones = jnp.ones((8, *dy.shape[:-1]), dy.dtype)
-    dimensions = ((tuple(axis + 1 for axis in rows), rows), ((), ()))
-    return lax.dot_general(ones, dy, dimensions, preferred_element_type=jnp.float32)[0]
+    return lax.dot_general(
+        ones,
+        dy,
+        ((tuple(axis + 1 for axis in rows), rows), ((), ())),
+        precision=lax.Precision.DEFAULT,  # and not what a user has set for other products
+        preferred_element_type=jnp.float32,
+    )[0]
 
 
 def linear(y: jax.Array, bias: jax.Array, exact: jax.Array) -> jax.Array:
     """A matrix product and its bias: `bias` is what Flax would add, and `exact` not rounded."""
-    xla = resolve_implementation(None, "Linear") == "xla"
-    if xla or y.dtype not in _FLOATS or y.dtype != bias.dtype:
+    plain = default_implementation() == "xla" or y.dtype not in _FLOATS or y.dtype != bias.dtype
+    of_y, of_bias = (jax.typeof(a).sharding.spec for a in (y, exact))
+    if plain or of_y[-1] != of_bias[-1]:  # JAX shards the sum, and gives each its own gradient
         return _plus(y, bias)
-    matched: Any = match_vma(y, exact)
+    matched: Any = match_vma(y, exact, sums=(None, accum_dtype(y.dtype)))
     return plus_bias(*matched)
 
 

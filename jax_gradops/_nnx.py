@@ -20,8 +20,10 @@ from jax_gradops._ops.bias_gelu import gelu
 LAYER_NORM: Any = nnx.LayerNorm.__call__
 RMS_NORM: Any = nnx.RMSNorm.__call__
 BATCH_NORM: Any = nnx.BatchNorm.__call__
-_LINEAR: Any = nnx.Linear.__call__
 _SEQUENTIAL: Any = nnx.Sequential.__call__
+#: By class, of Flax's and, once these exist, of ours that compute the same.
+LINEARS: dict[type, Any] = {nnx.Linear: nnx.Linear.__call__}
+SEQUENTIALS: dict[type, Any] = {nnx.Sequential: _SEQUENTIAL}
 
 
 # --- Norms ---------------------------------------------------------------------------------------
@@ -85,11 +87,6 @@ def value(variable: Any) -> Any:
 # --- Linear layers, and what takes their biases --------------------------------------------------
 
 
-def _call_of(layer: Any) -> Any:
-    """What tells Flax's own layers, and this library's, from those that may do anything."""
-    return type(layer).__call__ if callable(layer) else None
-
-
 def _product(linear: Any, inputs: Any, out_sharding: Any = None) -> tuple[jax.Array, Any, Any]:
     """What `linear` gives without its bias; the bias as Flax adds it, and not rounded."""
     given = value(linear.bias)
@@ -103,9 +100,9 @@ def _product(linear: Any, inputs: Any, out_sharding: Any = None) -> tuple[jax.Ar
     return y, bias, not_rounded(linear, [given], [bias])[0]
 
 
-def linear(self: Any, inputs: Any, out_sharding: Any = None) -> jax.Array:
-    """[..., in_features] to [..., out_features], as `flax.nnx.Linear` does."""
-    y, bias, exact = _product(self, inputs, out_sharding)
+def linear(module: Any, inputs: Any, out_sharding: Any) -> jax.Array:
+    """What `module` gives, a Linear."""
+    y, bias, exact = _product(module, inputs, out_sharding)
     return y if bias is None else _modules.linear(y, bias, exact)
 
 
@@ -126,7 +123,7 @@ def _approximate(layer: Any) -> bool | None:
     )
 
 
-def _sequential(layers: list[Any], *args: Any, **kwargs: Any) -> Any:
+def sequential(layers: list[Any], *args: Any, **kwargs: Any) -> Any:
     """What Flax's Sequential of these layers gives."""
     module: Any = types.SimpleNamespace(layers=layers)
     return _SEQUENTIAL(module, *args, **kwargs)
@@ -137,16 +134,11 @@ def with_pairs(module: nnx.Sequential) -> list[Any]:
     result: list[Any] = []
     for layer in module.layers:
         approximate = _approximate(layer)
-        if result and approximate is not None and _call_of(result[-1]) in (_LINEAR, linear):
+        if result and approximate is not None and type(result[-1]) in LINEARS:
             result[-1] = functools.partial(linear_gelu, approximate, result[-1])
         else:
             result.append(layer)
     return result
-
-
-def sequential(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls one layer after the other, as `flax.nnx.Sequential` does."""
-    return _sequential(with_pairs(self), *args, **kwargs)
 
 
 def deferred_bias(layer: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -154,11 +146,11 @@ def deferred_bias(layer: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
     What is neither Flax's own nor of this library may do anything.
     """
-    call = _call_of(layer)
-    if call in (_LINEAR, linear):
+    call: Any = type(layer).__call__
+    if call in LINEARS.values():
         return _modules.deferred(*_product(layer, *args, **kwargs))
-    if call in (_SEQUENTIAL, sequential) and layer.layers and callable(layer.layers[-1]):
-        *layers, last = with_pairs(layer) if call is sequential else layer.layers
+    if call in SEQUENTIALS.values() and layer.layers and callable(layer.layers[-1]):
+        *layers, last = layer.layers if call is _SEQUENTIAL else with_pairs(layer)
         layers.append(functools.partial(deferred_bias, last))
-        return _sequential(layers, *args, **kwargs)
+        return sequential(layers, *args, **kwargs)
     return layer(*args, **kwargs), None

@@ -22,7 +22,8 @@ class FuseReport:
 
     Attributes:
       changed: by path of the module in the model, what it is now.
-      left: by path, why a norm is as it was, or a subclass of `Sequential`.
+      left: by path, why a norm is as it was; or, of kinds that were asked for, a linear layer or a
+        subclass of `Sequential`.
     """
 
     changed: dict[str, str]
@@ -74,7 +75,7 @@ def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _why_left(module: Any, ours: Mapping[type, type]) -> str:
-    """Why `fuse` does not change a module of a kind that `ours` has; "" if nothing keeps it."""
+    """Why `fuse` does not change a module of a kind that is asked for; "" if nothing keeps it."""
     kind = type(module)
     if kind in (nnx.Sequential, nnx.Linear) or kind.__module__ == "jax_gradops.nnx":
         return ""
@@ -87,6 +88,8 @@ def _why_left(module: Any, ours: Mapping[type, type]) -> str:
         module.to_nnx__module, (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
     ):
         return "a linen module: jax_gradops.linen has its like"
+    if nnx.Linear in ours and isinstance(module, nnx.LinearGeneral):
+        return f"no class for {kind.__name__}"
     if isinstance(module, (nnx.GroupNorm, nnx.InstanceNorm, nnx.WeightNorm, nnx.SpectralNorm)):
         return f"no kernel for {kind.__name__}"
     return ""

@@ -152,15 +152,17 @@ class BatchNorm(nnx.BatchNorm):
 
 
 class Linear(nnx.Linear):
-    r"""`flax.nnx.Linear`, the gradient of whose bias takes one reading of y's: 16 bits on a GPU.
+    r"""`flax.nnx.Linear`, the gradient of whose bias reads that of y once.
 
     .. math:: y = x \, \text{kernel} + \text{bias}
 
-    It is for layers whose bias neither `DenseGelu` nor `deferred_bias` takes, such as a transformer
-    block's queries, keys and values, of which XLA puts the gradients together once for each use.
-    They are now put together once, and columns are summed up by a matrix product with ones: exact
-    products, float32 sums, rounded once, to the bias's dtype. What has other elements or platforms,
-    or is sharded on an Explicit mesh, is summed up by XLA.
+    It is for layers whose bias neither `DenseGelu` nor `deferred_bias` takes, such as the one that
+    gives a transformer block's queries, keys and values: XLA puts the gradients of these together
+    anew for each use, here they are put together once. With 16-bit elements on an NVIDIA GPU, their
+    columns are summed up by a matrix product with ones: exact products, float32 sums, rounded once,
+    to the bias's dtype. Elsewhere, and of arrays that are sharded on an Explicit mesh, by XLA.
+
+    Forward mode (`jax.jvp`) is a TypeError, but for `jax_gradops.use_implementation("xla")`.
 
     >>> import jax.numpy as jnp, jax_gradops.nnx
     >>> from flax import nnx
@@ -168,7 +170,12 @@ class Linear(nnx.Linear):
     (2, 8)
     """
 
-    __call__ = _nnx.linear
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
+        """[..., in_features] to [..., out_features], as `flax.nnx.Linear` does."""
+        return _nnx.linear(self, inputs, out_sharding)
+
+
+_nnx.LINEARS[Linear] = Linear.__call__
 
 
 class DenseGelu(nnx.Linear):
@@ -215,7 +222,12 @@ class Sequential(nnx.Sequential):
     True
     """
 
-    __call__ = _nnx.sequential
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls one layer after the other, as `flax.nnx.Sequential` does."""
+        return _nnx.sequential(_nnx.with_pairs(self), *args, **kwargs)
+
+
+_nnx.SEQUENTIALS[Sequential] = Sequential.__call__
 
 
 def add_norm(
@@ -320,7 +332,8 @@ def fuse(
       model: an NNX module: its norms are changed, and those of all modules in it.
       gelu: also compute each `Linear` of an `nnx.Sequential` together with a GELU that follows it.
         Elsewhere a GELU is code of a module's, of which nothing can be proved: use `DenseGelu`.
-      linear: also change each `Linear`: see the class of that name.
+      linear: also change each `Linear`: see the class of that name. `LinearGeneral`, of which
+        Flax's attention is made, stays.
       residuals: what layer and RMS norms save for the backward pass: see `LayerNorm`. None leaves
         each as it is, "input" at first. A norm whose scale has zeros, which would stay so with
         "output", keeps "input".

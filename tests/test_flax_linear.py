@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_models import WIDTH, assert_close, kernels, x_of
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
@@ -97,6 +98,16 @@ def test_products_with_ones(dtype: Any, shape: tuple[int, ...], platform: str) -
     found = jax.jit(_modules.column_sums_by_product)(dy)
     assert found.dtype == F32
     np.testing.assert_array_equal(found, np.asarray(dy, F64).reshape(-1, 5).sum(0))
+
+
+@pytest.mark.parametrize("precision", ["BF16_BF16_F32", "F16_F16_F16", "highest"])
+def test_products_with_ones_are_exact(precision: str, platform: str) -> None:
+    """Whatever a user has set for other products; 1001 is no bfloat16, 4004 + 1 no float16."""
+    with jax.default_matmul_precision(precision):
+        found = jax.jit(_modules.column_sums_by_product)(
+            jnp.full((4, 3), 1001, F16).at[0, 0].add(1)
+        )
+    np.testing.assert_array_equal(found, [4005, 4004, 4004])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -196,8 +207,64 @@ def test_meshes(dtype: Any, kind: Any, spec: P, platform: str) -> None:
     assert collectives(compiled.as_text()).keys() <= {"all-reduce"}
 
 
-def test_shard_map(platform: str) -> None:
+@pytest.mark.parametrize("with_bias", [P(), P("data"), P("model")], ids=str)
+@pytest.mark.parametrize("with_kernel", [P(), P("data"), P(None, "model"), P("model")], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_explicit_meshes_as_flax(dtype: Any, with_kernel: P, with_bias: P, platform: str) -> None:
+    """Where kernel and bias are sharded otherwise than x: what Flax accepts, with its gradients."""
+    devices = mesh(platform, AxisType.Explicit)
+
+    def run(kind: Any, out: Any) -> Any:
+        graph, state = nnx.split(layer(kind, 8, dtype=dtype))
+        specs = {"kernel": with_kernel, "bias": with_bias}
+        given = {
+            name: jax.device_put(np.asarray(a), NamedSharding(devices, specs[name]))
+            for name, a in nnx.to_pure_dict(state).items()
+        }
+        x = jax.device_put(x_of(8, WIDTH), NamedSharding(devices, P("data")))
+
+        def loss(given: Any, x: jax.Array) -> jax.Array:
+            nnx.replace_by_pure_dict(state, given)
+            return jnp.sum(jnp.sin(nnx.merge(graph, state)(x, out).astype(F32)))
+
+        found = jax.jit(jax.grad(loss, (0, 1)))(given, x)
+        return found, jax.tree.map(lambda a: a.sharding, found)
+
+    compared = 0
+    with jax.set_mesh(devices):
+        for out in (None, P("data", "model")):
+            try:
+                expected, shardings = run(nnx.Linear, out)
+            except Exception as error:
+                assert "shard" in str(error)
+                continue
+            found, ours = run(Linear, out)
+            assert_close(expected, found, dtype)
+            assert ours == shardings
+            compared += 1
+    if not compared:
+        pytest.skip("Flax refuses these shardings")
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_shard_map(check: bool, platform: str) -> None:
+    """The gradient of a narrow parameter is rounded after the sum over shards."""
     devices = mesh(platform, AxisType.Auto)
+    spread = {"mesh": devices, "in_specs": (P("data"), P(), P("data")), "check_vma": check}
+
+    def gradient(y: jax.Array, bias: jax.Array, dy: jax.Array) -> jax.Array:
+        return pull(y, bias, dy)[2] if check else lax.psum(pull(y, bias, dy)[2], "data")
+
+    dy = jnp.asarray(np.random.default_rng(4).standard_normal((512, 64)), BF16)
+    y, bias = jnp.zeros_like(dy), jnp.zeros(64, BF16)
+    found = jax.jit(jax.shard_map(gradient, out_specs=P(), **spread))(y, bias, dy)
+    exact = np.asarray(dy, F64).sum(0)
+    if check:
+        np.testing.assert_array_equal(found, exact.astype(BF16))
+    else:
+        np.testing.assert_allclose(np.asarray(found, F64), exact, atol=1)
+    if not check:
+        return
     for dtype in (BF16, F32):
         y, bias, dy = arguments(dtype)
         mapped = jax.shard_map(
@@ -227,6 +294,7 @@ def test_fuse() -> None:
         gelu=layer(DenseGelu),
         pair=nnx.Sequential(layer(nnx.Linear, WIDTH), jax.nn.gelu, layer(nnx.Linear)),
         norm=nnx.LayerNorm(WIDTH, rngs=rngs),
+        general=nnx.LinearGeneral(WIDTH, 5, rngs=rngs),
     )
     before, x = nnx.graphdef(model), x_of()
     names = ("plain", "own", "gelu", "pair")
@@ -248,8 +316,31 @@ def test_fuse() -> None:
     ]
     assert [r.left for r in reports] == [
         {},
-        *[{"own": "Doubled is a subclass of Linear, maybe with code of its own"}] * 2,
+        *[
+            {
+                "own": "Doubled is a subclass of Linear, maybe with code of its own",
+                "general": "no class for LinearGeneral",
+            }
+        ]
+        * 2,
     ]
     assert kernels(model["pair"], x) == {"bias_gelu_fwd"}
     assert_close(expected, [model[name](x) for name in names])
     assert nnx.graphdef(unfuse(model)) == before
+
+
+def test_tables() -> None:
+    """The paths of modules are Flax's, but for a Linear that is computed with the GELU after it."""
+
+    def paths(model: Any) -> list[str]:
+        lines = nnx.tabulate(model, x_of()).splitlines()
+        cells = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
+        return [cell for cell in cells if cell]
+
+    def model() -> Any:
+        return nnx.Sequential(layer(nnx.Linear, WIDTH), jax.nn.gelu, layer(nnx.Linear))
+
+    expected = paths(model())
+    assert "layers/0" in expected and "layers/2" in expected
+    assert paths(fuse(model(), linear=True)) == expected
+    assert paths(fuse(model(), gelu=True, linear=True)) == [p for p in expected if p != "layers/0"]
