@@ -235,8 +235,7 @@ def plus_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     What XLA makes of a sum's gradient reads a cotangent more often than it must: where this is a
     concatenation (of those of queries, keys and values), each product and the sum of the bias's
     gradient have one of their own; so here it exists before all three. And its sums over columns
-    take twice the time of reading, where a product with ones takes 1.1 times that
-    (benchmarks/README.md).
+    take twice the time of reading, a product with ones as long as that (benchmarks/README.md).
     """
     return _plus(y, bias.astype(y.dtype))
 
