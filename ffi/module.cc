@@ -1,10 +1,15 @@
 // A Python module, compiled once per backend with GRADOPS_CONTEXT and GRADOPS_MODULE defined.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "common/build_info.h"
+#include "cuda/batch_norm_policy.h"
 #include "cuda/devices.h"
 #include "cuda/layer_norm_bwd_policy.h"
 #include "cuda/layer_norm_override.h"
@@ -96,6 +101,63 @@ void BindRowPlans(nb::module_& m) {
   }
 }
 
+// Batch norm's choice, likewise.
+template <class Context>
+void BindChannelPlans(nb::module_& m) {
+  if constexpr (std::is_same_v<Context, CudaContext>) {
+    m.def(
+        "channel_plan",
+        [](std::int64_t groups, std::int64_t rows, std::int64_t channels, std::int64_t inner,
+           int element_bytes, bool aligned, bool backward, std::int64_t partial_rows,
+           int multiprocessors, std::int64_t shared_bytes) {
+          const ChannelPlan plan = ChooseChannelPlan({.groups = groups,
+                                                      .rows = rows,
+                                                      .channels = channels,
+                                                      .inner = inner,
+                                                      .element_bytes = element_bytes,
+                                                      .accum_bytes = std::max(4, element_bytes),
+                                                      .aligned = aligned,
+                                                      .statistics = true,
+                                                      .apply = true,
+                                                      .arrays = backward ? 2 : 1,
+                                                      .parameters = backward ? 5 : 3,
+                                                      .origins = backward ? 0 : 1,
+                                                      .partial_rows = partial_rows,
+                                                      .multiprocessors = multiprocessors,
+                                                      .shared_bytes = shared_bytes});
+          nb::dict fields;
+          fields["plane"] = plan.plane;
+          fields["width"] = plan.width;
+          fields["lanes"] = plan.lanes;
+          fields["at_once"] = plan.at_once;
+          fields["fold"] = plan.fold;
+          fields["tile_channels"] = plan.tile_channels;
+          fields["tiles"] = plan.tiles;
+          fields["steps"] = plan.steps;
+          fields["stride"] = plan.stride;
+          fields["blocks"] = plan.blocks;
+          fields["shared_bytes"] = plan.shared_bytes;
+          // Of all blocks: how many steps of each tile, and how many blocks of a tile at most.
+          std::vector<std::int64_t> steps(static_cast<std::size_t>(plan.all_tiles)), parts = steps;
+          for (int block = 0; block < plan.blocks; ++block) {
+            const ChannelShare share = plan.ShareOf(block);
+            for (int i = 0; i < share.parts; ++i) {
+              const ChannelPart part = plan.PartOf(share, i);
+              steps[static_cast<std::size_t>(part.tile)] += part.count;
+              parts[static_cast<std::size_t>(part.tile)] += 1;
+            }
+          }
+          fields["least_steps"] = *std::min_element(steps.begin(), steps.end());
+          fields["most_steps"] = *std::max_element(steps.begin(), steps.end());
+          fields["most_parts"] = *std::max_element(parts.begin(), parts.end());
+          return fields;
+        },
+        nb::kw_only(), nb::arg("groups"), nb::arg("rows"), nb::arg("channels"), nb::arg("inner"),
+        nb::arg("element_bytes"), nb::arg("aligned"), nb::arg("backward"), nb::arg("partial_rows"),
+        nb::arg("multiprocessors"), nb::arg("shared_bytes"));
+  }
+}
+
 }  // namespace
 }  // namespace gradops
 
@@ -111,4 +173,5 @@ NB_MODULE(GRADOPS_MODULE, m) {
   m.def("registrations", &gradops::Registrations<gradops::GRADOPS_CONTEXT>);
   gradops::BindDevices<gradops::GRADOPS_CONTEXT>(m);
   gradops::BindRowPlans<gradops::GRADOPS_CONTEXT>(m);
+  gradops::BindChannelPlans<gradops::GRADOPS_CONTEXT>(m);
 }

@@ -30,3 +30,16 @@ def force_row_plan(
     ring: bool = False,
     packs: int = 0,
 ) -> None: ...
+def channel_plan(
+    *,
+    groups: int,
+    rows: int,
+    channels: int,
+    inner: int,
+    element_bytes: int,
+    aligned: bool,
+    backward: bool,
+    partial_rows: int,
+    multiprocessors: int,
+    shared_bytes: int,
+) -> dict[str, int | bool]: ...

@@ -77,7 +77,8 @@ constexpr Deal DealOut(const ChannelTask& task, std::int64_t tiles, std::int64_t
 
 // How well tiles of so many lanes do: the share of threads that have a pack, half of it, as memory
 // is slower than threads are, by the time that a block has for its steps, by what a tile takes
-// besides; less something for tiles whose rows are short to read, or long to add up.
+// besides; less something for tiles whose rows are short to read, or long to add up, or end within
+// the 128 bytes that memory is read by.
 constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t lanes, std::int64_t tiles,
                                std::int64_t packs) {
   constexpr std::int64_t kStepsOfTile = 16;  // take the time that sums and parameters of a tile do
@@ -97,7 +98,8 @@ constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t lanes, std:
                             : lanes < 128 ? 8
                             : lanes > 128 ? 60
                                           : 0;
-  return (1024 + taken) / 2 * own / (slowest + deal.rounds * kStepsOfTile) - cost;
+  const std::int64_t cut = tiles > 1 && lanes % 8 != 0 ? 100 : 0;
+  return (1024 + taken) / 2 * own / (slowest + deal.rounds * kStepsOfTile) - cost - cut;
 }
 
 // Sets what columns need; false where packs of this width cannot be cut so.

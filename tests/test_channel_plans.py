@@ -1,0 +1,97 @@
+"""How CUDA's batch norm divides its elements among threads: the table, for which no GPU is needed.
+
+It is ffi/cuda/batch_norm_policy.h; the native module says what it chooses (`channel_plan`). What
+comes of it is for test_batch_norm.py, on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from jax_gradops import _core, _registry
+
+CUDA = _registry.MODULES.get("cuda")
+pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
+
+# Multiprocessors, shared bytes of a multiprocessor.
+GPUS = {"A100": (108, 167_936), "RTX 4090": (128, 102_400), "H200": (132, 233_472)}
+ROWS = (1, 2, 37, 1000, 4096, 100_000)
+CHANNELS = (1, 2, 3, 7, 8, 33, 64, 100, 256, 1000, 1001, 1024, 3000, 4096, 5120, 8192, 16_384)
+INNER = (1, 2, 7, 49, 196, 784, 3136)
+
+
+def partial_rows(groups: int, rows: int, channels: int, backward: bool) -> int:
+    """Of the workspace that the op gives."""
+    return _core.column_sum_workspace(groups, rows, channels, 2 if backward else 4)[1]
+
+
+def plan(
+    rows: int,
+    channels: int,
+    inner: int = 1,
+    *,
+    groups: int = 1,
+    element_bytes: int = 2,
+    aligned: bool = True,
+    backward: bool = False,
+    gpu: str = "H200",
+) -> dict[str, Any]:
+    multiprocessors, shared_bytes = GPUS[gpu]
+    assert CUDA is not None
+    return CUDA.channel_plan(
+        groups=groups,
+        rows=rows,
+        channels=channels,
+        inner=inner,
+        element_bytes=element_bytes,
+        aligned=aligned,
+        backward=backward,
+        partial_rows=partial_rows(groups, rows * inner, channels, backward),
+        multiprocessors=multiprocessors,
+        shared_bytes=shared_bytes,
+    )
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("element_bytes", [2, 4, 8])
+def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
+    """One of them; and there is room for what a block keeps, and for what it leaves."""
+    multiprocessors, shared_bytes = GPUS[gpu]
+    for rows, channels, inner in itertools.product(ROWS, CHANNELS, INNER):
+        if rows * channels * inner > 2**31:
+            continue
+        for aligned, backward, groups in ((True, False, 1), (True, True, 1), (False, False, 2)):
+            found = plan(
+                rows,
+                channels,
+                inner,
+                groups=groups,
+                element_bytes=element_bytes,
+                aligned=aligned,
+                backward=backward,
+                gpu=gpu,
+            )
+            what = (rows, channels, inner, aligned, backward, found)
+            assert found["least_steps"] == found["most_steps"] == found["steps"], what
+            assert found["tiles"] * found["tile_channels"] >= channels, what
+            assert 1 <= found["blocks"] <= multiprocessors, what
+            assert found["shared_bytes"] <= shared_bytes - 2048, what
+            assert found["most_parts"] <= partial_rows(groups, rows * inner, channels, backward)
+            if not found["plane"]:
+                assert found["lanes"] * found["at_once"] <= 512, what
+                columns = found["tile_channels"] * inner * found["fold"]
+                assert columns <= found["lanes"] * found["width"], what
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4, 8])
+def test_tiles_of_wide_rows_start_where_memory_is_read(element_bytes: int) -> None:
+    """At every 128 bytes: tiles of 63 packs once made 8,192 channels a fifth slower."""
+    for channels in (2048, 3072, 4096, 5120, 8192, 12_288, 16_384, 24_576, 32_768):
+        for rows, backward in itertools.product((1000, 4096, 8192), (False, True)):
+            found = plan(rows, channels, element_bytes=element_bytes, backward=backward)
+            assert found["tiles"] == 1 or found["lanes"] % 8 == 0, (channels, rows, found)
+            # Hardly a multiprocessor is without work.
+            assert found["blocks"] >= 0.9 * GPUS["H200"][0], (channels, rows, found)
