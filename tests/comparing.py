@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import oracles
 from jax import lax
@@ -19,7 +20,9 @@ ROUNDINGS = 8.0
 
 # Of `jax.jit`, for tests of values that XLA's own operations compute: as users' programs are
 # compiled, which conftest.py turns off.
-OPTIMIZED = {"xla_backend_optimization_level": 3}
+OPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 3}
+if jaxlib.__version__.startswith("0.10."):
+    OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
 
 
 def accum(dtype: Any) -> Any:
