@@ -17,6 +17,7 @@ import numpy as np
 import oracles
 import pytest
 from comparing import assert_bitwise_equal, assert_matches, widen
+from gpus import GPUS
 
 import jax_gradops
 from jax_gradops import _registry
@@ -26,13 +27,6 @@ pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built with
 
 BULK, ASYNC = 2, 1
 EVEN, UNEVEN, FRAMED = 0, 1, 2
-# Architecture, multiprocessors, shared bytes of a multiprocessor.
-GPUS = {
-    "A100": (80, 108, 167_936),
-    "RTX 4090": (89, 128, 102_400),
-    "H200": (90, 132, 233_472),
-    "RTX 5090": (120, 170, 102_400),
-}
 FEATURES = (1, 2, 8, 33, 64, 128, 192, 512, 513, 768, 1000, 1024, 3072, 3584, 4096, 4097)
 FEATURES += (5120, 6144, 8192, 8200, 12_288)
 WIDE = (16_384, 32_768, 65_535, 65_536, 131_072, 131_080, 10**6)
