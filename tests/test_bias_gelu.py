@@ -251,6 +251,32 @@ def test_more_groups_than_blocks(platform, rng):
     np.testing.assert_allclose(dbias, expected.sum(1), rtol=2e-6, atol=2e-5)
 
 
+@pytest.mark.M6
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(40_003, 33), (1_101, 1_001)], ids=str)
+def test_many_rows(platform, shape, dtype, rng):
+    """Where CUDA's blocks take whole spans of rows, or spans that end with a line of the cache."""
+    dtype = jnp.dtype(dtype)
+    accum = np.float64 if dtype == np.float64 else np.float32
+    dy, x = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    bias = rng.standard_normal(shape[1:]).astype(dtype)
+
+    @jax.jit
+    def gradients(dy: Any, x: Any, bias: Any) -> Any:
+        y, pull = jax.vjp(functools.partial(jax_gradops.bias_gelu, implementation="ffi"), x, bias)
+        return (y, *pull(2 * dy))  # whose buffer dx takes over
+
+    wide = [widen(a) for a in (2 * dy, x, bias)]
+    references = [
+        oracles.bias_gelu(*wide[1:], approximate=True),
+        *oracles.bias_gelu_vjp(*wide, approximate=True),
+    ]
+    for name, actual, reference in zip(
+        "y dx dbias".split(), gradients(dy, x, bias), references, strict=True
+    ):
+        assert_matches(actual, reference, dtype, accum, name)
+
+
 def test_long_sums(platform):
     """Rounding errors of the bias gradient do not grow with the number of rows."""
     dy = np.full((60_000, 256), 0.1, np.float32)

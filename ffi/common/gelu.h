@@ -1,5 +1,6 @@
-// GELU and its derivative for one element: one definition for host and device. Float formulas are
-// templates over F: float, or several of them (cpu/lanes.h), which have the primitives below, too.
+// GELU and its derivative for one element: one definition for host and device. Formulas are
+// templates over F: float or double, or several of them (cpu/lanes.h), which have the primitives
+// below, too.
 //
 //   exact  y = x Phi(x)
 //   tanh   y = x sigmoid(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3)
@@ -18,21 +19,24 @@
 // stays NaN.
 //
 // By element type:
-//   float   R = s P8(a s), s = 1/(a + 3): relative error 4.7e-9. At a = 0 the polynomial is its
-//           first term and at a = 3 its terms hardly cancel, so little is lost to rounding. The
-//           exponent is an exact plus a small part: without, y near -3 is 5.8 ulp off (exact) and
-//           13.5 (tanh).
+//   double  R = P9(a) / P10(a): relative error 5.1e-17 (1.1e-16 with rounded coefficients). All of
+//           them are positive, so that little is lost to rounding.
+//   float   R = s P8(a s), s = 1/(a + 3): 4.7e-9. At a = 0 the polynomial is its first term and at
+//           a = 3 its terms hardly cancel. The exponent is an exact plus a small part, as in
+//           double: without, y near -3 is 5.8 ulp off (exact) and 13.5 (tanh).
 //   16 bit  R = s P5(s), s = 1/(a + 3.5): 3.1e-6. The exponential is one instruction on the device,
 //           and has relative error 5.9e-6 on the host.
-//   double  the library's erfc and exp.
 //
-// The coefficients are ours: minimax in relative error against 0.5 erfcx(a / sqrt 2), by linear
-// programming on 1,500 Chebyshev points over a in [0, 14.8], where a > 3.2 counts 1/50; each was
-// rounded to float before the next ones were fitted. Those of the exponentials likewise.
+// The coefficients are ours: minimax in relative error against R(a) = 0.5 erfcx(a / sqrt 2); for
+// float and less by linear programming on 1,500 Chebyshev points over a in [0, 14.8], where a > 3.2
+// counts 1/50, each rounded to float before the next ones were fitted; for double by least squares
+// with Lawson's weights, 60 digits, 160 points over [0, 39], P9's first coefficient half of P10's,
+// so that y'(0) is 1/2. Those of the exponentials likewise.
 //
-// Largest errors against long double, on the host: 4.6 million floats in [-15, 15], without fma,
-// with it, and with it and the reciprocal perturbed by an ulp, as a device's may be; all finite
-// 16-bit inputs, where the exponential was perturbed by 2 ulp too. ulp of y' are of max(|y'|, 1/8).
+// Largest errors on the host, against long double (double: __float128): 4.6 million floats in [-15,
+// 15], 3 million doubles in [-38, 38], without fma, with it, and, float, with it and the reciprocal
+// perturbed by an ulp, as a device's may be; all finite 16-bit inputs, where the exponential was
+// perturbed by 2 ulp too. ulp of y' are of max(|y'|, 1/8).
 //
 //                              exact                  tanh
 //   float    y, x in (-3, 0)   3.8, 4.1, 4.9 ulp      7.1, 6.0, 6.8 ulp
@@ -42,16 +46,19 @@
 //   float    y', x < -3        2.5e-7 relative        1.7e-5 relative
 //   float16  y; y'             0.52; 0.51 ulp         0.51; 0.51 ulp
 //   bfloat16 y; y'             0.52; 0.50 ulp         0.51; 0.50 ulp
-//   double   y, x > -3; y'     14; 4.3 ulp            16; 5.7 ulp
-//   double   y, |x| < 12       2.5e-14 relative       5.2e-14 relative
+//   double   y, x in (-3, 0)   7.2, 5.9 ulp           6.7, 6.5 ulp
+//   double   y, x > 0          3.3, 3.8 ulp           2.2, 2.2 ulp
+//   double   y, x < -3         1.7e-15 relative       2.3e-13 relative (x > -12: 3.4e-14)
+//   double   y'                6.1, 5.5 ulp           4.8, 4.4 ulp
 //
 // On an H200, all 2^32 floats against double (tests/gpu/check_gelu.cu sweep): y, x > -3: 4.3
-// and 6.7 ulp; y, x < -3: 5.9e-7 and 8.4e-6 relative; y': 5.4 and 4.8 ulp. NaN gives NaN.
+// and 6.7 ulp; y, x < -3: 5.9e-7 and 1.0e-5 relative; y': 5.4 and 4.8 ulp. NaN gives NaN.
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "common/dtype.h"
@@ -59,31 +66,45 @@
 namespace gradops {
 namespace gelu {
 
-// Exponentials are kept times 2^40 until the last product, so that results underflow gradually
-// while no factor does.
-inline constexpr float kDown = 0x1p-40f;
+// By a formula's element type: how exact it need be, and in what type it is computed.
+enum class Precision { k16Bits, kFloat, kDouble };
+template <typename T>
+inline constexpr Precision kPrecision = std::is_same_v<T, double> ? Precision::kDouble
+                                        : sizeof(T) == 2          ? Precision::k16Bits
+                                                                  : Precision::kFloat;
 
-inline constexpr float kLog2e = 1.44269504f;
-inline constexpr float kInvSqrt2Pi = 0.398942280f;
+template <typename A>
+inline constexpr bool kIsDouble = std::is_same_v<A, double>;
+// Integers with as many bits.
+template <typename A>
+using BitsOf = std::conditional_t<kIsDouble<A>, std::int64_t, std::int32_t>;
 
-// c0 + s (c1 + s (c2 + ...))
-template <typename F>
-GRADOPS_HOST_DEVICE inline F Horner(F /*s*/, float c0) {
+// Exponentials are kept times 2 to this power until the last product, so that results underflow
+// gradually while no factor does.
+template <typename A>
+inline constexpr int kUpPower = kIsDouble<A> ? 128 : 40;
+template <typename A>
+inline constexpr A kDown = kIsDouble<A> ? A(0x1p-128) : A(0x1p-40);
+
+// c0 + s (c1 + s (c2 + ...)), c in A.
+template <typename F, typename A>
+GRADOPS_HOST_DEVICE inline F Horner(F /*s*/, A c0) {
   return c0;
 }
-template <typename F, typename... Rest>
-GRADOPS_HOST_DEVICE inline F Horner(F s, float c0, Rest... rest) {
+template <typename F, typename A, typename... Rest>
+GRADOPS_HOST_DEVICE inline F Horner(F s, A c0, Rest... rest) {
   return c0 + s * Horner(s, rest...);
 }
 
-// The next three choose without comparing floats on the host: GCC keeps such comparisons as
-// branches (they may trap), and then vectorises no loop around them. Of floats >= 0, the bits order
-// as they do.
-GRADOPS_HOST_DEVICE inline std::int32_t Bits(float x) {
-  return std::bit_cast<std::int32_t>(x);
+template <typename A>
+GRADOPS_HOST_DEVICE inline BitsOf<A> Bits(A x) {
+  return std::bit_cast<BitsOf<A>>(x);
 }
 GRADOPS_HOST_DEVICE inline float FromBits(std::int32_t bits) {
   return std::bit_cast<float>(bits);
+}
+GRADOPS_HOST_DEVICE inline double FromBits(std::int64_t bits) {
+  return std::bit_cast<double>(bits);
 }
 
 // min(|x|, limit), NaN for NaN.
@@ -93,33 +114,33 @@ GRADOPS_HOST_DEVICE inline float ClampedAbs(float x, float limit) {
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(x)), "f"(limit));
   return result;
 #else
-  const std::int32_t magnitude = Bits(x) & 0x7fffffff;
-  const std::int32_t nan = (0x7f800000 - magnitude) >> 31;  // all ones, which is a NaN, or 0
-  const std::int32_t bound = Bits(limit);
-  return FromBits((magnitude < bound ? magnitude : bound) | nan);
+  const float a = std::fabs(x);
+  return a > limit ? limit : a;
 #endif
 }
+GRADOPS_HOST_DEVICE inline double ClampedAbs(double x, double limit) {
+  const double a = FromBits(Bits(x) & std::numeric_limits<std::int64_t>::max());
+  return a > limit ? limit : a;
+}
 
-// max(x, 0); 0 for some NaN.
+// max(x, 0); 0 for some NaN. Double's unit is the one that has most to do: here and below integers'
+// take over.
 GRADOPS_HOST_DEVICE inline float PositivePart(float x) {
-#if defined(__CUDA_ARCH__)
-  return fmaxf(x, 0.0f);
-#else
-  return FromBits(Bits(x) > 0 ? Bits(x) : 0);
-#endif
+  return std::fmax(x, 0.0f);
+}
+GRADOPS_HOST_DEVICE inline double PositivePart(double x) {
+  return FromBits(Bits(x) & ~(Bits(x) >> 63));
 }
 
 // x < 0 ? negative : positive; either for 0 and NaN.
 GRADOPS_HOST_DEVICE inline float SelectBySign(float x, float negative, float positive) {
-#if defined(__CUDA_ARCH__)
-  return x < 0.0f ? negative : positive;
-#else
-  const std::int32_t sign = Bits(x) >> 31;
-  return FromBits((Bits(negative) & sign) | (Bits(positive) & ~sign));
-#endif
+  return x < 0 ? negative : positive;
+}
+GRADOPS_HOST_DEVICE inline double SelectBySign(double x, double negative, double positive) {
+  return Bits(x) < 0 ? negative : positive;
 }
 
-// Relative error at most 2^-23 on the device, 2^-24 on the host; for normal x.
+// Relative error at most an ulp, half of one on the host; for x and 1 / x that are normal numbers.
 GRADOPS_HOST_DEVICE inline float Reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float result;
@@ -129,123 +150,170 @@ GRADOPS_HOST_DEVICE inline float Reciprocal(float x) {
   return 1.0f / x;
 #endif
 }
-
-// x without the lower half of its mantissa, so that products of such numbers are exact.
-GRADOPS_HOST_DEVICE inline float Upper12Bits(float x) {
-  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(x) & 0xfffff000u);
-}
-
-// round(z log2(e) / 2) for 0 <= z < 2^8, and 2^40 over 2 to its power. Adding 1.5 * 2^23 leaves the
-// integer in the last bits of the sum.
-template <typename F>
-struct Exponent {
-  F n, scale;
-};
-template <typename F>
-GRADOPS_HOST_DEVICE inline Exponent<F> HalfExponent(F z) {
-  constexpr float kMagic = 0x1.8p23f;
-  const F sum = z * (0.5f * kLog2e) + kMagic;
-  constexpr std::int32_t kBias = 127 + 40 + 0x4b400000;  // kMagic's bits
-  return {sum - kMagic, FromBits((kBias - Bits(sum)) << 23)};
-}
-
-// 2^40 exp(-(hi + lo) / 2) for 0 <= hi + lo <= 225; hi has no rounding error and dominates.
-template <typename F>
-GRADOPS_HOST_DEVICE inline F ExpMinusHalf(F hi, F lo) {
-  const Exponent<F> e = HalfExponent(hi + lo);
-  // 2 ln 2 in two parts; n times the first is exact, and so is the difference where it counts.
-  const F r = (e.n * 0x1.62e4p0f - hi) - lo + e.n * 0x1.7f7d1cp-19f;
-  return e.scale * Horner(r, 1.0f, 0.5f, 0.124999985f, 0.02083314f, 0.0026042678f, 0.00026155714f,
-                          2.159665e-05f);
-}
-
-// The same to 16 bits or more.
-template <typename F>
-GRADOPS_HOST_DEVICE inline F ShortExpMinusHalf(F z) {
-#if defined(__CUDA_ARCH__)
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(z, -0.5f * kLog2e, 40.0f)));
-  return result;
-#else
-  const Exponent<F> e = HalfExponent(z);
-  const F r = e.n * 1.38629436f - z;
-  return e.scale * Horner(r, 1.0f, 0.5f, 0.12501383f, 0.02094627f, 0.0025789125f);
-#endif
-}
-
-// exp(-a^2/2) 2^40 and R(a).
-template <typename F>
-struct Gaussian {
-  F a, exponential, ratio;
-};
-template <bool kShort, typename F>
-GRADOPS_HOST_DEVICE inline Gaussian<F> GaussianTail(F x) {
-  const F a = ClampedAbs(x, 14.8f);
-  if constexpr (kShort) {
-    const F s = Reciprocal(a + 3.5f);
-    const F ratio =
-        s * Horner(s, 0.40384948f, 1.1825544f, 8.065995f, -16.79352f, 157.54895f, -161.96097f);
-    return {a, ShortExpMinusHalf(a * a), ratio};
-  } else {
-    const F s = Reciprocal(a + 3.0f);
-    const F ratio = s * Horner(a * s, 1.5f, -2.0904796f, 1.0689933f, 0.20790806f, -0.2668536f,
-                               -0.0868413f, -0.043377828f, 0.18660364f, -0.07712412f);
-    const F upper = Upper12Bits(a);
-    return {a, ExpMinusHalf(upper * upper, (a - upper) * (a + upper)), ratio};
-  }
-}
-
-// exp(-v(a)) 2^40 and 1 / (1 + exp(-v(a))).
-inline constexpr float kCubic = 0.044715f;
-// 4 sqrt(2/pi), so that 2 v = kTwiceV (a + kCubic a^3).
-inline constexpr float kTwiceV = 3.19153824f;
-template <typename F>
-struct Logistic {
-  F a, square, exponential, complement;
-};
-template <bool kShort, typename F>
-GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
-  const F a = ClampedAbs(x, 11.0f);
-  const F square = a * a;
-  F exponential;
-  if constexpr (kShort) {
-    exponential = ShortExpMinusHalf(a * (kTwiceV + kTwiceV * kCubic * square));
-  } else {
-    constexpr float kUpper = 3.19140625f, kLower = 0.0001319932f;  // kTwiceV in two parts
-    const F upper = Upper12Bits(a);
-    exponential =
-        ExpMinusHalf(kUpper * upper, kUpper * (a - upper) + a * (kLower + 0.14270963f * square));
-  }
-  return {a, square, exponential, Reciprocal(1.0f + exponential * kDown)};
-}
-
-// The double forms; beyond 40 the tail is 0.
-GRADOPS_HOST_DEVICE inline double ClampedAbs(double x) {
-  const double a = std::fabs(x);
-  return 40.0 < a ? 40.0 : a;
-}
-GRADOPS_HOST_DEVICE inline double PositivePart(double x) {
-  return x > 0 ? x : 0;
-}
-GRADOPS_HOST_DEVICE inline double SelectBySign(double x, double negative, double positive) {
-  return x < 0 ? negative : positive;
-}
-// Of numbers from 1 to 2; without the branches of a division.
 GRADOPS_HOST_DEVICE inline double Reciprocal(double x) {
 #if defined(__CUDA_ARCH__)
   double result;
   asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(result) : "d"(x));  // 20 bits
-  result = fma(result, fma(-x, result, 1.0), result);         // Newton, 40
-  return fma(result, fma(-x, result, 1.0), result);
+  const double error = fma(-x, result, 1.0);
+  return fma(result, fma(error, error, error), result);  // less error^3
 #else
   return 1.0 / x;
 #endif
 }
-GRADOPS_HOST_DEVICE inline double GaussianTail(double a) {
-  return 0.5 * std::erfc(a * 0.70710678118654752440);
+
+// A product without rounding error, as a sum.
+template <typename F>
+struct Product {
+  F hi, lo;
+};
+#if !defined(__CUDA_ARCH__)
+// x without the lower half of its mantissa, so that products of such numbers are exact.
+template <typename A, typename F>
+inline F UpperHalf(F x) {
+  constexpr int kLower = std::numeric_limits<A>::digits / 2 + kIsDouble<A>;
+  return FromBits(Bits(x) & -(BitsOf<A>{1} << kLower));
 }
-GRADOPS_HOST_DEVICE inline double LogisticExp(double a) {
-  return std::exp(-1.5957691216057307117 * (a + 0.044715 * a * a * a));
+#endif
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline Product<F> ExactSquare(F a) {
+#if defined(__CUDA_ARCH__)
+  const A hi = a * a;
+  return {hi, fma(a, a, -hi)};
+#else
+  const F upper = UpperHalf<A>(a);
+  return {upper * upper, (a - upper) * (a + upper)};
+#endif
+}
+// Of a c whose mantissa's lower half is 0.
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline Product<F> ExactProduct(A c, F a) {
+#if defined(__CUDA_ARCH__)
+  const A hi = c * a;
+  return {hi, fma(c, a, -hi)};
+#else
+  const F upper = UpperHalf<A>(a);
+  return {c * upper, c * (a - upper)};
+#endif
+}
+
+// round(z log2(e) / 2) for 0 <= z < 2^8 (double: 2^11), and 2^kUpPower over 2 to its power. Adding
+// 1.5 times 2 to the mantissa's length leaves the integer in the last bits of the sum.
+template <typename F>
+struct Exponent {
+  F n, scale;
+};
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline Exponent<F> HalfExponent(F z) {
+  constexpr int kMantissa = std::numeric_limits<A>::digits - 1;
+  constexpr A kMagic = kIsDouble<A> ? A(0x1.8p52) : A(0x1.8p23);
+  constexpr A kHalfLog2e = kIsDouble<A> ? A(0.72134752044448170368) : A(0.5f * 1.44269504f);
+  const F sum = z * kHalfLog2e + kMagic;
+  constexpr BitsOf<A> kBias =
+      std::bit_cast<BitsOf<A>>(kMagic) + kUpPower<A> + std::numeric_limits<A>::max_exponent - 1;
+  return {sum - kMagic, FromBits((kBias - Bits(sum)) << kMantissa)};
+}
+
+// 2^kUpPower exp(-(hi + lo) / 2) for 0 <= hi + lo <= 225 (double: 1,600), which is about z; hi has
+// no rounding error and dominates where it matters.
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline F ExpMinusHalf(F z, F hi, F lo) {
+  const auto [n, scale] = HalfExponent<A>(z);
+  // 2 ln 2 in two parts; n times the first is exact, and so is the difference where it counts.
+  if constexpr (kIsDouble<A>) {
+    const F r = (n * 0x1.62e42fefa3p0 - hi) - lo + n * 0x1.3de6af278ece6p-41;
+    return scale * Horner(r, 1.0, 0.5, 0.12500000000000028, 0.020833333333333013,
+                          0.002604166666658073, 0.0002604166666717252, 2.1701388974886122e-05,
+                          1.55009918013328e-06, 9.688083109015442e-08, 5.3823411080865e-09,
+                          2.6982792641222287e-10, 1.2207152245483941e-11);
+  } else {
+    const F r = (n * 0x1.62e4p0f - hi) - lo + n * 0x1.7f7d1cp-19f;
+    return scale * Horner(r, 1.0f, 0.5f, 0.124999985f, 0.02083314f, 0.0026042678f, 0.00026155714f,
+                          2.159665e-05f);
+  }
+}
+
+// The same in float, to 16 bits or more.
+template <typename F>
+GRADOPS_HOST_DEVICE inline F ShortExpMinusHalf(F z) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(z, -0.5f * 1.44269504f, 40.0f)));
+  return result;
+#else
+  const auto [n, scale] = HalfExponent<float>(z);
+  const F r = n * 1.38629436f - z;
+  return scale * Horner(r, 1.0f, 0.5f, 0.12501383f, 0.02094627f, 0.0025789125f);
+#endif
+}
+
+// exp(-a^2/2) 2^kUpPower and R(a).
+template <typename F>
+struct Gaussian {
+  F a, exponential, ratio;
+};
+template <Precision kNeeded, typename F>
+GRADOPS_HOST_DEVICE inline Gaussian<F> GaussianTail(F x) {
+  if constexpr (kNeeded == Precision::k16Bits) {
+    const F a = ClampedAbs(x, 14.8f);
+    const F s = Reciprocal(a + 3.5f);
+    const F ratio =
+        s * Horner(s, 0.40384948f, 1.1825544f, 8.065995f, -16.79352f, 157.54895f, -161.96097f);
+    return {a, ShortExpMinusHalf(a * a), ratio};
+  } else if constexpr (kNeeded == Precision::kFloat) {
+    const F a = ClampedAbs(x, 14.8f);
+    const F s = Reciprocal(a + 3.0f);
+    const F ratio = s * Horner(a * s, 1.5f, -2.0904796f, 1.0689933f, 0.20790806f, -0.2668536f,
+                               -0.0868413f, -0.043377828f, 0.18660364f, -0.07712412f);
+    const auto [hi, lo] = ExactSquare<float>(a);
+    return {a, ExpMinusHalf<float>(a * a, hi, lo), ratio};
+  } else {
+    const F a = ClampedAbs(x, 39.0);
+    const F p = Horner(a, 143950.5122702771, 223086.70123772492, 171026.13938974394,
+                       83298.9100386556, 28127.641324955293, 6800.892562570581, 1177.3122077082523,
+                       141.19095376986368, 10.725450544139283, 0.39894228040024843);
+    const F q = Horner(a, 287901.0245405542, 675885.184995682, 737380.1204927468, 493570.0353358429,
+                       225148.95654077077, 73402.85230294777, 17399.22294940254, 2977.9687822807077,
+                       354.9132368990367, 26.88471759148133, 1.0);
+    const auto [hi, lo] = ExactSquare<double>(a);
+    return {a, ExpMinusHalf<double>(a * a, hi, lo), p * Reciprocal(q)};
+  }
+}
+
+// exp(-v(a)) 2^kUpPower and 1 / (1 + exp(-v(a))), where 2 v = kTwiceV (a + kCubic a^3).
+template <typename A>
+inline constexpr A kTwiceV = A(3.1915382432114616);  // 4 sqrt(2/pi)
+template <typename A>
+inline constexpr A kCubic = A(0.044715);
+template <typename F>
+struct Logistic {
+  F a, square, exponential, complement;
+};
+template <Precision kNeeded, typename F>
+GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
+  // kUpper + kLower: kTwiceV in two parts.
+  if constexpr (kNeeded == Precision::kDouble) {
+    constexpr double kUpper = 0x1.988452p1, kLower = 0x1.3d436508d0fcbp-23;
+    const F a = ClampedAbs(x, 21.8);
+    const F square = a * a;
+    const auto [hi, rest] = ExactProduct(kUpper, a);
+    const F lo = rest + a * (kLower + 0.1427096325452005 * square);
+    const F exponential = ExpMinusHalf<double>(hi + lo, hi, lo);
+    return {a, square, exponential, Reciprocal(1.0 + exponential * kDown<double>)};
+  } else {
+    const F a = ClampedAbs(x, 11.0f);
+    const F square = a * a;
+    F exponential;
+    if constexpr (kNeeded == Precision::k16Bits) {
+      constexpr float kV = kTwiceV<float>;
+      exponential = ShortExpMinusHalf(a * (kV + kV * kCubic<float> * square));
+    } else {
+      constexpr float kUpper = 3.19140625f, kLower = 0.0001319932f;
+      const auto [hi, rest] = ExactProduct(kUpper, a);
+      const F lo = rest + a * (kLower + 0.14270963f * square);
+      exponential = ExpMinusHalf<float>(hi + lo, hi, lo);
+    }
+    return {a, square, exponential, Reciprocal(1.0f + exponential * kDown<float>)};
+  }
 }
 
 }  // namespace gelu
@@ -254,21 +322,13 @@ GRADOPS_HOST_DEVICE inline double LogisticExp(double a) {
 template <typename T, bool kApproximate, typename F>
 GRADOPS_HOST_DEVICE inline F Gelu(F x) {
   using namespace gelu;
-  constexpr bool kShort = sizeof(T) == 2;
-  if constexpr (std::is_same_v<T, double>) {
-    const double a = ClampedAbs(x);
-    if constexpr (kApproximate) {
-      const double e = LogisticExp(a);
-      return PositivePart(x) - a * e * Reciprocal(1.0 + e);
-    } else {
-      return PositivePart(x) - a * GaussianTail(a);
-    }
-  } else if constexpr (kApproximate) {
-    const Logistic<F> t = LogisticTail<kShort>(x);
-    return PositivePart(x) - (t.a * t.exponential) * t.complement * kDown;
+  constexpr auto kBack = kDown<Accum<T>>;
+  if constexpr (kApproximate) {
+    const Logistic<F> t = LogisticTail<kPrecision<T>>(x);
+    return PositivePart(x) - (t.a * t.exponential) * t.complement * kBack;
   } else {
-    const Gaussian<F> t = GaussianTail<kShort>(x);
-    return PositivePart(x) - (t.a * t.exponential) * t.ratio * kDown;
+    const Gaussian<F> t = GaussianTail<kPrecision<T>>(x);
+    return PositivePart(x) - (t.a * t.exponential) * t.ratio * kBack;
   }
 }
 
@@ -276,26 +336,19 @@ GRADOPS_HOST_DEVICE inline F Gelu(F x) {
 template <typename T, bool kApproximate, typename F>
 GRADOPS_HOST_DEVICE inline F GeluDerivative(F x) {
   using namespace gelu;
-  constexpr bool kShort = sizeof(T) == 2;
+  using A = Accum<T>;
   F d;
-  if constexpr (std::is_same_v<T, double>) {
-    const double a = ClampedAbs(x);
-    if constexpr (kApproximate) {
-      const double e = LogisticExp(a), r = Reciprocal(1.0 + e);
-      d = e * r * (1.0 - a * r * 1.5957691216057307117 * (1.0 + 3 * 0.044715 * a * a));
-    } else {
-      d = GaussianTail(a) - a * 0.39894228040143267794 * std::exp(-0.5 * a * a);
-    }
-  } else if constexpr (kApproximate) {
-    const Logistic<F> t = LogisticTail<kShort>(x);
-    constexpr float kSlope = 0.5f * kTwiceV;
-    const F a_slope = t.a * (kSlope + 3 * kSlope * kCubic * t.square);
-    d = t.exponential * t.complement * (1.0f - a_slope * t.complement) * kDown;
+  if constexpr (kApproximate) {
+    const Logistic<F> t = LogisticTail<kPrecision<T>>(x);
+    constexpr A kSlope = A(0.5) * kTwiceV<A>;
+    const F a_slope = t.a * (kSlope + 3 * kSlope * kCubic<A> * t.square);
+    d = t.exponential * t.complement * (A(1) - a_slope * t.complement) * kDown<A>;
   } else {
-    const Gaussian<F> t = GaussianTail<kShort>(x);
-    d = t.exponential * (t.ratio - t.a * kInvSqrt2Pi) * kDown;
+    constexpr A kInvSqrt2Pi = A(0.39894228040143267794);
+    const Gaussian<F> t = GaussianTail<kPrecision<T>>(x);
+    d = t.exponential * (t.ratio - t.a * kInvSqrt2Pi) * kDown<A>;
   }
-  return SelectBySign(x, d, F(1) - d);
+  return SelectBySign(x, d, A(1) - d);
 }
 
 }  // namespace gradops

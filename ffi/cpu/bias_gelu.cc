@@ -1,7 +1,7 @@
 // GELU and bias + GELU on the CPU.
 //
 // The arrays are cut into tiles of columns and rows, by shape alone. Elements are widened and
-// rounded in registers; double is computed one by one. Formulas and source: common/gelu.h.
+// rounded in registers. Formulas and source: common/gelu.h.
 //
 // Traffic: forward reads x and writes y. Backward reads dy and x and writes dx; each tile also sums
 // its rows' dz on the stack, one partial row per chunk of rows; see cpu/column_sum.h.
@@ -11,38 +11,51 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "common/gelu.h"
+#include "common/integers.h"
 #include "cpu/column_sum.h"
 #include "cpu/lanes.h"
 #include "cpu/parallel.h"
 
 namespace gradops {
 
-// What common/gelu.h has for one float.
-using Floats = Lanes<float, lanes::kWidth<float>>;
+// What common/gelu.h has for one number.
+template <typename A>
+using Numbers = Lanes<A, lanes::kWidth<A>>;
+using Floats = Numbers<float>;
+using Doubles = Numbers<double>;
 inline auto Bits(const Floats& x) {
   return x.As<std::int32_t>();
 }
-inline Floats FromBits(const Lanes<std::int32_t, lanes::kWidth<float>>& bits) {
+inline auto Bits(const Doubles& x) {
+  return x.As<std::int64_t>();
+}
+inline Floats FromBits(const Numbers<std::int32_t>& bits) {
   return bits.As<float>();
 }
-inline Floats ClampedAbs(const Floats& x, float limit) {
-  const Floats a = FromBits(Bits(x) & 0x7fffffff);
+inline Doubles FromBits(const Numbers<std::int64_t>& bits) {
+  return bits.As<double>();
+}
+template <typename A, int n>
+Lanes<A, n> ClampedAbs(const Lanes<A, n>& x, A limit) {
+  const Lanes<A, n> a = FromBits(Bits(x) & std::numeric_limits<gelu::BitsOf<A>>::max());
   return IfGreater(a, limit, limit, a);
 }
-inline Floats PositivePart(const Floats& x) {
-  return IfGreater(x, 0.0f, x, 0.0f);
+template <typename A, int n>
+Lanes<A, n> PositivePart(const Lanes<A, n>& x) {
+  return IfGreater(x, A{0}, x, A{0});
 }
-inline Floats SelectBySign(const Floats& x, const Floats& negative, const Floats& positive) {
-  return IfGreater(0.0f, x, negative, positive);
+template <typename A, int n>
+Lanes<A, n> SelectBySign(const Lanes<A, n>& x, const Lanes<A, n>& negative,
+                         const Lanes<A, n>& positive) {
+  return IfGreater(A{0}, x, negative, positive);
 }
-inline Floats Reciprocal(const Floats& x) {
-  return 1.0f / x;
-}
-inline Floats Upper12Bits(const Floats& x) {
-  return FromBits(Bits(x) & ~0xfff);
+template <typename A, int n>
+Lanes<A, n> Reciprocal(const Lanes<A, n>& x) {
+  return A{1} / x;
 }
 
 namespace {
@@ -68,13 +81,13 @@ Tiling MakeTiling(const RowShape& shape, std::int64_t element_bytes, std::int64_
   const std::int64_t join =
       shape.features >= kShortRow ? 1 : std::min(shape.rows, kTileColumns / shape.features);
   t.columns = join * shape.features;
-  t.rows = (shape.rows + join - 1) / join;
-  t.column_tiles = (t.columns + kTileColumns - 1) / kTileColumns;
-  t.tile = (t.columns + t.column_tiles - 1) / t.column_tiles;
-  t.tile = std::min((t.tile + 15) / 16 * 16, t.columns);
-  t.column_tiles = (t.columns + t.tile - 1) / t.tile;
+  t.rows = CeilDiv(shape.rows, join);
+  t.column_tiles = CeilDiv(t.columns, kTileColumns);
+  t.tile = CeilDiv(t.columns, t.column_tiles);
+  t.tile = std::min(RoundUp(t.tile, 16), t.columns);
+  t.column_tiles = CeilDiv(t.columns, t.tile);
   t.rows_per_chunk = RowsPerChunk(t.rows, t.tile * element_bytes, max_chunks);
-  t.row_chunks = (t.rows + t.rows_per_chunk - 1) / t.rows_per_chunk;
+  t.row_chunks = CeilDiv(t.rows, t.rows_per_chunk);
   return t;
 }
 
@@ -90,7 +103,7 @@ void ForEachTile(const CpuContext& pool, const Tiling& t, std::int64_t element_b
                  const Body& body) {
   const std::int64_t tile_bytes = std::min(t.rows_per_chunk, t.rows) * t.tile * element_bytes;
   const std::int64_t per_task = RowsPerChunk(t.tiles(), tile_bytes, t.tiles());
-  ParallelFor(pool, (t.tiles() + per_task - 1) / per_task, [&](std::int64_t task) {
+  ParallelFor(pool, CeilDiv(t.tiles(), per_task), [&](std::int64_t task) {
     const std::int64_t end = std::min((task + 1) * per_task, t.tiles());
     for (std::int64_t i = task * per_task; i < end; ++i) {
       const std::int64_t column = i % t.column_tiles * t.tile;
@@ -156,32 +169,21 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
     const std::int64_t count = std::min(kBlock, n - start);
     A* results = block;
     if constexpr (std::is_same_v<T, A>) results = out + start;
-    if constexpr (std::is_same_v<T, double>) {  // the library's functions
-      for (std::int64_t i = 0; i < count; ++i) {
-        const A z = x[start + i] + bias[start + i];
-        if constexpr (kBackward) {
-          results[i] = dy[start + i] * GeluDerivative<T, kApproximate>(z);
-        } else {
-          results[i] = Gelu<T, kApproximate>(z);
-        }
+    ForWholeLanes<lanes::kWidth<A>>(count, [=](auto at) {
+      // ns an element of float32 on one core, without and with: backward 1.04, 0.86 (EPYC, median
+      // of seven); forward there 0.67, 0.69 (tanh 0.58, 0.63), but on a Xeon 1.2, 0.65 to 0.9
+      // (two runs).
+      constexpr std::int64_t kAhead = (kBackward ? 1 : 2) * kBlock;
+      at.PrefetchToL1(x + start, kAhead);
+      if constexpr (kBackward) at.PrefetchToL1(dy + start, kAhead);
+      at.PrefetchToStore(out + start, kAhead);
+      const auto z = at(x + start) + at(bias + start);
+      if constexpr (kBackward) {
+        at.Store(results, at(dy + start) * GeluDerivative<T, kApproximate>(z));
+      } else {
+        at.Store(results, Gelu<T, kApproximate>(z));
       }
-    } else {
-      ForWholeLanes<lanes::kWidth<A>>(count, [=](auto at) {
-        // ns an element of float32 on one core, without and with: backward 1.04, 0.86 (EPYC, median
-        // of seven); forward there 0.67, 0.69 (tanh 0.58, 0.63), but on a Xeon 1.2, 0.65 to 0.9
-        // (two runs).
-        constexpr std::int64_t kAhead = (kBackward ? 1 : 2) * kBlock;
-        at.PrefetchToL1(x + start, kAhead);
-        if constexpr (kBackward) at.PrefetchToL1(dy + start, kAhead);
-        at.PrefetchToStore(out + start, kAhead);
-        const auto z = at(x + start) + at(bias + start);
-        if constexpr (kBackward) {
-          at.Store(results, at(dy + start) * GeluDerivative<T, kApproximate>(z));
-        } else {
-          at.Store(results, Gelu<T, kApproximate>(z));
-        }
-      });
-    }
+    });
     ForLanes<kLanes<A>>(count, [=](auto at) {
       const auto result = at(results);
       if constexpr (!std::is_same_v<T, A>) at.Store(out + start, result);

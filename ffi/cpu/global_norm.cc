@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/integers.h"
 #include "cpu/parallel.h"
 #include "cpu/stream.h"
 #include "ops/global_norm.h"
@@ -21,10 +22,6 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr std::int64_t kMinPartElements = kMinChunkBytes / static_cast<std::int64_t>(sizeof(float));
-
-constexpr std::int64_t CeilDiv(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
 
 template <typename T>
 using Wide = std::conditional_t<sizeof(T) == 2, float, T>;  // in which a T is exact

@@ -18,6 +18,7 @@
 #include <limits>
 #include <numeric>
 
+#include "common/integers.h"
 #include "cuda/batch_norm_plan.h"
 
 namespace gradops {
@@ -49,10 +50,6 @@ constexpr std::int64_t MaxChannelBytes(std::int64_t of_multiprocessor) {
 
 namespace channel_policy {
 
-constexpr std::int64_t DivideUp(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-
 // How tiles are dealt out to blocks, if they are: see ChannelPlan; rounds: of a block's tiles.
 struct Deal {
   std::int64_t stride, tile_stride, rounds;
@@ -61,13 +58,13 @@ struct Deal {
 // A step or a few are too little work for a block to be waited for.
 constexpr std::int64_t BlocksFor(const ChannelTask& task, std::int64_t tiles, std::int64_t steps) {
   constexpr std::int64_t kLeastSteps = 4;
-  return std::clamp<std::int64_t>(DivideUp(tiles * steps, kLeastSteps), 1, task.multiprocessors);
+  return std::clamp<std::int64_t>(CeilDiv(tiles * steps, kLeastSteps), 1, task.multiprocessors);
 }
 
 constexpr Deal DealOut(const ChannelTask& task, std::int64_t tiles, std::int64_t steps) {
   const std::int64_t blocks = BlocksFor(task, tiles, steps);
-  const std::int64_t rounds = DivideUp(tiles, blocks);
-  const std::int64_t at_once = DivideUp(tiles, rounds);
+  const std::int64_t rounds = CeilDiv(tiles, blocks);
+  const std::int64_t at_once = CeilDiv(tiles, rounds);
   std::int64_t stride = std::min(blocks / at_once, steps);
   if (task.statistics) stride = std::min(stride, task.partial_rows);
   if (rounds > 1) stride = 1;
@@ -83,16 +80,16 @@ constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t lanes, std:
                                std::int64_t packs) {
   constexpr std::int64_t kStepsOfTile = 16;  // take the time that sums and parameters of a tile do
   const std::int64_t at_once = kChannelThreads / lanes;
-  const std::int64_t steps = DivideUp(task.rows, at_once);
+  const std::int64_t steps = CeilDiv(task.rows, at_once);
   const std::int64_t taken =
       1024 * at_once * packs * task.rows / (kChannelThreads * tiles) / (steps * at_once);
   const std::int64_t all_tiles = task.groups * tiles;
   const std::int64_t blocks = BlocksFor(task, all_tiles, steps);
   const Deal deal = DealOut(task, all_tiles, steps);
-  const std::int64_t own = DivideUp(all_tiles * steps, blocks);  // steps of a block, at best
+  const std::int64_t own = CeilDiv(all_tiles * steps, blocks);  // steps of a block, at best
   // Blocks that are not at work on the same stretch of memory are slower.
   const std::int64_t slowest =
-      deal.tile_stride > 0 ? deal.rounds * DivideUp(steps, deal.stride) : own * 9 / 8;
+      deal.tile_stride > 0 ? deal.rounds * CeilDiv(steps, deal.stride) : own * 9 / 8;
   const std::int64_t cost = lanes < 16    ? 200
                             : lanes < 32  ? 60
                             : lanes < 128 ? 8
@@ -112,18 +109,18 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   if (packs <= kMaxLanes / 2 || (least_fold > 1 && packs <= kMaxLanes)) {
     // As few as give a multiprocessor's reads some length.
     const std::int64_t times = std::max<std::int64_t>(1, kMaxLanes / 4 / packs);
-    plan.fold = least_fold * std::min(times, DivideUp(task.rows, least_fold));
+    plan.fold = least_fold * std::min(times, CeilDiv(task.rows, least_fold));
     plan.lanes = static_cast<int>(plan.fold * row / width);
   } else {
     if (least_fold > 1) return false;
     const std::int64_t least_channels = width / std::gcd(task.inner, width);
     const std::int64_t unit = least_channels * task.inner / width;
-    const std::int64_t all = DivideUp(packs, unit);
+    const std::int64_t all = CeilDiv(packs, unit);
     std::int64_t best = std::numeric_limits<std::int64_t>::min();
     plan.lanes = 0;
     for (std::int64_t times = 1; times * unit <= kMaxLanes; ++times) {
-      const std::int64_t tiles = DivideUp(all, times);
-      if (times > 1 && DivideUp(all, tiles) != times) continue;
+      const std::int64_t tiles = CeilDiv(all, times);
+      if (times > 1 && CeilDiv(all, tiles) != times) continue;
       const std::int64_t fitness = Fitness(task, times * unit, tiles, packs);
       if (fitness <= best) continue;
       best = fitness, plan.lanes = static_cast<int>(times * unit);
@@ -132,11 +129,11 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
     if (plan.lanes == 0) return false;
   }
   plan.at_once = kChannelThreads / plan.lanes;
-  plan.tiles = DivideUp(task.channels, plan.tile_channels);
-  plan.rows = DivideUp(task.rows, plan.fold);
+  plan.tiles = CeilDiv(task.channels, plan.tile_channels);
+  plan.rows = CeilDiv(task.rows, plan.fold);
   plan.row_elements = plan.fold * row;
   plan.row_packs = 0;
-  plan.steps = DivideUp(plan.rows, plan.at_once);
+  plan.steps = CeilDiv(plan.rows, plan.at_once);
   plan.whole_steps = task.rows / plan.fold / plan.at_once;
   return true;
 }
@@ -149,8 +146,8 @@ constexpr void CutPlanes(const ChannelTask& task, ChannelPlan& plan) {
   plan.rows = task.rows;
   plan.row_elements = task.channels * task.inner;
   // Wherever a row starts in its first pack.
-  plan.row_packs = DivideUp(task.inner + (plan.framed ? width - 1 : 0), width);
-  plan.steps = DivideUp(plan.rows * plan.row_packs, kChannelThreads);
+  plan.row_packs = CeilDiv(task.inner + (plan.framed ? width - 1 : 0), width);
+  plan.steps = CeilDiv(plan.rows * plan.row_packs, kChannelThreads);
   plan.whole_steps = plan.framed ? 0 : plan.rows * plan.row_packs / kChannelThreads;
 }
 
@@ -211,7 +208,7 @@ constexpr void DivideSteps(const ChannelTask& task, const Deal& deal, ChannelPla
   plan.stride = deal.stride, plan.tile_stride = deal.tile_stride;
   const auto divide = [&](std::int64_t unit_steps) {
     plan.unit_steps = unit_steps;
-    plan.units = DivideUp(plan.steps, unit_steps);
+    plan.units = CeilDiv(plan.steps, unit_steps);
     plan.blocks = static_cast<int>(
         std::min(BlocksFor(task, plan.all_tiles, plan.steps), plan.all_tiles * plan.units));
   };
@@ -219,7 +216,7 @@ constexpr void DivideSteps(const ChannelTask& task, const Deal& deal, ChannelPla
   if (plan.dealt()) {
     plan.blocks = static_cast<int>(deal.stride * deal.tile_stride);
   } else if (task.statistics && BlocksOfTile(plan) > task.partial_rows) {
-    divide(DivideUp(plan.steps, task.partial_rows));
+    divide(CeilDiv(plan.steps, task.partial_rows));
   }
   SetStrides(plan);
 }
@@ -240,8 +237,8 @@ constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPl
     const std::int64_t budget = MaxChannelBytes(task.shared_bytes) - plan.scratch_bytes;
     const int step_bytes = kChannelThreads * plan.width * task.element_bytes * task.arrays;
     const std::int64_t steps =
-        plan.dealt() ? deal.rounds * DivideUp(plan.steps, plan.stride)
-                     : DivideUp(plan.all_tiles * plan.units, plan.blocks) * plan.unit_steps;
+        plan.dealt() ? deal.rounds * CeilDiv(plan.steps, plan.stride)
+                     : CeilDiv(plan.all_tiles * plan.units, plan.blocks) * plan.unit_steps;
     plan.kept_steps = static_cast<int>(std::clamp<std::int64_t>(budget / step_bytes, 0, steps));
     plan.shared_bytes += plan.kept_steps * step_bytes;
   }

@@ -1,11 +1,11 @@
 // GELU and bias + GELU, CUDA.
 //
 // A group's rows follow each other without gaps, so they are cut into packs of 16 bytes whatever
-// their length, and only the array's end has single elements. A span is the fewest whole rows that
-// end where a pack does, or a few times as many if that is less than a warp takes. At the same
-// place of every span is the same part of the bias: a thread owns one pack's place, whose bias it
-// keeps, and takes it in many spans. A block is a tile of a span's packs and a slice of the spans.
-// Without bias and its gradient there are no rows, and a span is a warp's packs.
+// their length, and only the array's end has single elements. A span is whole rows that end where a
+// pack does, at best where a line of the cache does, too. At the same place of every span is the
+// same part of the bias: a thread owns one pack's place, whose bias it keeps, and takes it in many
+// spans. A block is a tile of a span's packs and a slice of the spans; how large these are says
+// bias_gelu_plan.h. Without bias and its gradient there are no rows, and a span is a warp's packs.
 //
 // Backward recomputes gelu'(x + bias), writes dx, and leaves one partial row of dbias per slice (or
 // one per slice and row of a span), which column_sum.cuh adds in a fixed order. dx may be dy's
@@ -18,9 +18,10 @@
 // so many threads, one pack of each array a thread.
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
+#include <type_traits>
 
 #include "common/gelu.h"
+#include "cuda/bias_gelu_plan.h"
 #include "cuda/column_sum.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vec.cuh"
@@ -29,35 +30,13 @@
 namespace gradops {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kMostLanes = 32;
-constexpr int kForwardPacks = 8;  // of a thread, at most, loaded before any is worked on
+// Of a thread, at most, loaded before any is worked on. With 8 of double registers are short.
+template <typename T>
+constexpr int kForwardPacks = std::is_same_v<T, double> ? 6 : 8;
 constexpr int kForwardBlocks = 3, kBackwardBlocks = 4;  // of a multiprocessor
 // Spans whose dz a thread adds up before it adds that to the sum, so that rounding errors hardly
 // grow with the number of rows.
 constexpr int kSpansPerSum = 128;
-
-// How a group is cut.
-struct Cut {
-  std::int64_t packs;   // whole ones
-  std::int64_t rest;    // elements after them
-  std::int64_t span;    // packs
-  std::int64_t copies;  // rows of a span
-  std::int64_t spans;   // the last one perhaps in part
-  std::int64_t tiles;   // of a span
-  std::int64_t slices;  // of spans; a slice takes `turns` of as many spans as a block at once
-  int lanes;            // packs of a tile; a power of two
-  int at_once;          // spans
-  int turns;
-  bool whole_bias;  // at 16-byte boundaries wherever a pack's part of it begins
-
-  // Whether a block adds up all rows of a span.
-  constexpr bool folded() const { return tiles == 1; }
-  // Partial rows of dbias that a slice leaves, of a group of `rows`.
-  constexpr std::int64_t partial_rows(std::int64_t rows) const {
-    return folded() ? 1 : std::min(copies, rows);
-  }
-};
 
 // Where a thread is: its place in every span, and the spans that it takes.
 struct Place {
@@ -67,9 +46,10 @@ struct Place {
 
   __device__ Place(const Cut& cut, std::int64_t slice) {
     const auto thread = static_cast<int>(threadIdx.x);
-    pack = std::int64_t{blockIdx.x} * cut.lanes + (thread & (cut.lanes - 1));
-    first = slice * cut.at_once + (thread >> (31 - __clz(cut.lanes)));
-    inside = pack < cut.span;
+    const int span = thread * cut.inverse_lanes >> 16;  // thread / lanes
+    pack = std::int64_t{blockIdx.x} * cut.lanes + (thread - span * cut.lanes);
+    first = slice * cut.at_once + span;
+    inside = pack < cut.span && span < cut.at_once;
   }
 };
 
@@ -80,31 +60,36 @@ __device__ __forceinline__ void LoadBias(const Param& param, const Cut& cut, std
 #pragma unroll
   for (A& value : bias) value = 0;
   if (param.data == nullptr) return;
-  const A* const p = static_cast<const A*>(param.data) + group * param.group_stride;
   std::int64_t column = pack * W;
   if (cut.copies > 1) column %= features;
+  const A* const all = static_cast<const A*>(param.data) + group * param.group_stride;
+  const A* const own = all + column;
   if constexpr (W % kVec<A> == 0) {
-    if (cut.whole_bias) {
+    if (cut.copies == 1 && Aligned(all)) {
 #pragma unroll
       for (int j = 0; j < W; j += kVec<A>) {
-        const auto part = LoadPack<kVec<A>>(p + column + j);
+        const auto part = LoadPack<kVec<A>>(own + j);
 #pragma unroll
         for (int k = 0; k < kVec<A>; ++k) bias[j + k] = part.v[k];
       }
       return;
     }
   }
+  if (features >= W) {
 #pragma unroll
-  for (int j = 0; j < W; ++j) {
-    bias[j] = __ldg(p + column);
-    if (++column == features) column = 0;
+    for (int j = 0; j < W; ++j) {
+      bias[j] = __ldg(column + j < features ? own + j : own + j - features);
+    }
+    return;
   }
+#pragma unroll
+  for (int j = 0; j < W; ++j) bias[j] = __ldg(all + (column + j) % features);
 }
 
 // --- Forward -------------------------------------------------------------------------------------
 
 template <typename T, bool kApproximate, int W>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks)
+__global__ void __launch_bounds__(kGeluThreads, kForwardBlocks)
     ForwardKernel(const __grid_constant__ BiasGeluFwdArgs args, const __grid_constant__ Cut cut) {
   using A = Accum<T>;
   const auto [groups, rows, features] = args.shape;
@@ -112,20 +97,20 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
     const T* const x = static_cast<const T*>(args.x) + group * rows * features;
     T* const y = static_cast<T*>(args.y) + group * rows * features;
     for (std::int64_t slice = blockIdx.y; slice < cut.slices; slice += gridDim.y) {
-      Place place(cut, slice * cut.turns);
+      const Place place(cut, slice * cut.turns);
       if (!place.inside) continue;
       const std::int64_t first = place.first * cut.span + place.pack;
       const std::int64_t step = cut.at_once * cut.span;
       const auto has = [&](int k) { return k < cut.turns && first + k * step < cut.packs; };
-      Pack<T, W> packs[kForwardPacks];
+      Pack<T, W> packs[kForwardPacks<T>];
 #pragma unroll
-      for (int k = 0; k < kForwardPacks; ++k) {
+      for (int k = 0; k < kForwardPacks<T>; ++k) {
         if (has(k)) packs[k] = LoadPackOnce<W>(x + (first + k * step) * W);
       }
       A bias[W];
       LoadBias(args.bias, cut, group, features, place.pack, bias);
 #pragma unroll
-      for (int k = 0; k < kForwardPacks; ++k) {
+      for (int k = 0; k < kForwardPacks<T>; ++k) {
         if (!has(k)) continue;
         A values[W];
         Widen(packs[k], values);
@@ -157,14 +142,14 @@ struct SliceSums {
 };
 
 template <typename T, bool kApproximate, int W>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
+__global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
     BackwardKernel(const __grid_constant__ BiasGeluBwdArgs args, const __grid_constant__ Cut cut,
                    const __grid_constant__ SliceSums<Accum<T>> slice_sums) {
   using A = Accum<T>;
   constexpr bool kCutSums = !std::is_same_v<A, double>;
   // [spans at once][elements of a tile]: each thread's sums, which in registers would leave too few
   // for both loads of a turn to be under way together.
-  __shared__ __align__(kVecBytes) A shared[W * kThreads];
+  __shared__ __align__(kVecBytes) A shared[W * kGeluThreads];
   A* const sums = shared + threadIdx.x * W;
   const auto [groups, rows, features] = args.shape;
   // dx may be dy. Packs are counted from the arrays' beginning.
@@ -243,7 +228,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
         return total;
       };
       if (cut.folded()) {
-        for (int column = static_cast<int>(threadIdx.x); column < features; column += kThreads) {
+        for (int column = static_cast<int>(threadIdx.x); column < features;
+             column += kGeluThreads) {
           A total = add_up(column);
           for (int copy = 1; copy < cut.copies; ++copy) {
             total += add_up(copy * static_cast<int>(features) + column);
@@ -254,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
         const std::int64_t first = std::int64_t{blockIdx.x} * elements;
         const std::int64_t end = min(cut.span * W, rows * features);
         for (int i = static_cast<int>(threadIdx.x); i < elements && first + i < end;
-             i += kThreads) {
+             i += kGeluThreads) {
           partial[first + i] = add_up(i);
         }
       }
@@ -264,36 +250,6 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
 }
 
 // --- Launchers -----------------------------------------------------------------------------------
-
-// Of packs of `width`; turns and slices are the caller's. narrow: whether spans of several rows may
-// have tiles of less than a warp.
-Cut CutGroup(const RowShape& shape, int width, const Param& bias, bool has_columns,
-             bool narrow = true) {
-  const std::int64_t elements = shape.rows * shape.features;
-  Cut cut{};
-  cut.packs = elements / width, cut.rest = elements % width;
-  cut.span = cut.lanes = kMostLanes, cut.copies = 1;
-  if (has_columns) {
-    cut.copies = width / std::gcd<std::int64_t>(shape.features, width);
-    cut.span = shape.features * cut.copies / width;
-    cut.whole_bias = cut.copies == 1 && Aligned(bias.data);
-    const std::int64_t times = std::max<std::int64_t>(1, kMostLanes / cut.span);
-    cut.copies *= times, cut.span *= times;
-    // Threads that have a pack, in 1/64. A span of several rows that is one tile stays one: its
-    // block adds the rows up.
-    const auto share = [&](int lanes) {
-      return cut.span * 64 / (CeilDiv(cut.span, lanes) * lanes);
-    };
-    const bool one_tile = cut.copies > 1 && (cut.span <= kMostLanes || !narrow);
-    for (int lanes = kMostLanes / 2; lanes >= 8 && !one_tile; lanes /= 2) {
-      if (share(cut.lanes) < 56 && share(lanes) > share(cut.lanes)) cut.lanes = lanes;
-    }
-  }
-  cut.at_once = kThreads / cut.lanes;
-  cut.tiles = CeilDiv(cut.span, cut.lanes);
-  cut.spans = CeilDiv(cut.packs + (cut.rest > 0), cut.span);
-  return cut;
-}
 
 dim3 GridOf(const Cut& cut, std::int64_t groups) {
   const auto limited = [](std::int64_t n) {
@@ -314,31 +270,17 @@ template <typename T, bool kApproximate>
 ffi::Error Forward(cudaStream_t stream, const BiasGeluFwdArgs& args) {
   if (args.shape.elements() == 0) return ffi::Error::Success();
   return DispatchWidth<T>(args.shape, Aligned(args.x, args.y), [&]<int W>() {
-    Cut cut = CutGroup(args.shape, W, args.bias, args.bias.data != nullptr);
+    const std::int64_t resident = std::int64_t{kForwardBlocks} * MultiprocessorCount();
+    Cut cut = CutGroup(args.shape, W, args.bias.data != nullptr, 1, resident);
     // Few spans are spread over all multiprocessors before a thread gets several.
     const std::int64_t blocks = CeilDiv(cut.spans, cut.at_once) * cut.tiles * args.shape.groups;
-    cut.turns = static_cast<int>(std::clamp<std::int64_t>(
-        blocks / (2 * kForwardBlocks * MultiprocessorCount()), 1, kForwardPacks));
+    cut.turns =
+        static_cast<int>(std::clamp<std::int64_t>(blocks / (2 * resident), 1, kForwardPacks<T>));
     cut.slices = CeilDiv(cut.spans, std::int64_t{cut.at_once} * cut.turns);
     ForwardKernel<T, kApproximate, W>
-        <<<GridOf(cut, args.shape.groups), kThreads, 0, stream>>>(args, cut);
+        <<<GridOf(cut, args.shape.groups), kGeluThreads, 0, stream>>>(args, cut);
     return LastError("bias_gelu_fwd");
   });
-}
-
-// As many slices as keep all multiprocessors busy to the end, of those that the workspace has
-// partial rows for.
-std::int64_t BackwardSlices(const Cut& cut, std::int64_t groups, std::int64_t most) {
-  const std::int64_t resident = std::int64_t{kBackwardBlocks} * MultiprocessorCount();
-  std::int64_t best = 1, best_share = 0;
-  for (int waves = 1; waves <= 4; ++waves) {
-    const std::int64_t slices =
-        std::clamp<std::int64_t>(waves * resident / (cut.tiles * groups), 1, most);
-    const std::int64_t blocks = slices * cut.tiles * groups;
-    const std::int64_t share = blocks * 64 / (CeilDiv(blocks, resident) * resident);
-    if (share > best_share + 3) best = slices, best_share = share;
-  }
-  return best;
 }
 
 template <typename T, bool kApproximate>
@@ -354,23 +296,22 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
     return ToError(kOp, ZeroColumnSums(stream, wanted, groups, features));
   }
   const bool has_columns = args.bias.data != nullptr || dbias != nullptr;
+  const std::int64_t most_rows = dbias == nullptr ? 0 : args.partial_rows;
+  const auto cut_for = [&](int width) {
+    return CutBackward(args.shape, width, sizeof(T), has_columns, most_rows,
+                       std::int64_t{kBackwardBlocks} * MultiprocessorCount());
+  };
   // Rows that start anywhere may need more partial rows than there are.
-  constexpr bool kNarrow = !std::is_same_v<A, double>;  // which then takes longer (TUNING.md)
-  const bool fits = dbias == nullptr ||
-                    CutGroup(args.shape, kVec<T>, args.bias, true, kNarrow).partial_rows(rows) <=
-                        args.partial_rows;
+  const bool fits = cut_for(kVec<T>).slices > 0;
   const bool aligned = Aligned(args.dy, args.x, args.dx);
   return DispatchWidth<T>(args.shape, aligned && fits, [&]<int W>() {
-    Cut cut = CutGroup(args.shape, W, args.bias, has_columns, kNarrow);
-    const std::int64_t partial_rows = cut.partial_rows(rows);
-    std::int64_t most_slices = CeilDiv(cut.spans, cut.at_once);
-    if (dbias != nullptr) most_slices = std::min(most_slices, args.partial_rows / partial_rows);
-    cut.slices = BackwardSlices(cut, groups, most_slices);
-    const bool at_once = dbias == nullptr || cut.slices * partial_rows == 1;
+    const Cut cut = cut_for(W);
+    const std::int64_t partial_rows = dbias == nullptr ? 0 : cut.partial_rows(rows);
+    const bool at_once = cut.slices * partial_rows <= 1;
     const SliceSums<A> sums{at_once ? dbias : static_cast<A*>(args.workspace),
                             (at_once ? 1 : args.partial_rows) * features, partial_rows * features};
     BackwardKernel<T, kApproximate, W>
-        <<<GridOf(cut, groups), kThreads, 0, stream>>>(args, cut, sums);
+        <<<GridOf(cut, groups), kGeluThreads, 0, stream>>>(args, cut, sums);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess || at_once) return ToError(kOp, status);
     return ToError(kOp,

@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 
+#include "common/integers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace gradops {
@@ -87,10 +88,6 @@ cudaError_t Remembered(const void* kernel, int threads, int shared_bytes, int cl
   const cudaError_t status = ask(answer);
   if (status == cudaSuccess) answers[key] = answer;
   return status;
-}
-
-inline std::int64_t CeilDiv(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
 }
 
 // Blocks of a one-dimensional grid: one for each of `items`, but no more than CUDA allows and at

@@ -151,7 +151,7 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   if (direct && share(1) > held) return false;
   // The fewest blocks that together leave no more than one of a multiprocessor's warps idle.
   const auto warps_in_use = [&](int cluster) {
-    const std::int64_t warps = DivideUp(share(cluster), 32 * elements);
+    const std::int64_t warps = CeilDiv(share(cluster), 32 * elements);
     return share(cluster) > held ? 0 : static_cast<int>(warps * (max_warps / warps));
   };
   // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
@@ -164,7 +164,7 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   if (columns > held) return false;
   plan.share = static_cast<int>(columns);
   plan.division = DivisionOf(task, plan.packs, plan.share);
-  plan.lanes = std::max(framed ? 32 : 1, Lanes(DivideUp(plan.share, elements)));
+  plan.lanes = std::max(framed ? 32 : 1, Lanes(CeilDiv(plan.share, elements)));
   if (!direct) return true;
   // Threads without work have nothing under way, of which a multiprocessor needs three quarters.
   const bool enough = PartAtWork(task, plan) >= 0.75;
@@ -209,11 +209,11 @@ inline bool DivideRingRows(const RowTask& task, const RowOverride& forced, Backw
 // before a block gets several of them. Blocks of clusters are small, so that one can work while
 // another waits for its cluster.
 inline void SpreadRows(const RowTask& task, BackwardPlan& plan) {
-  const std::int64_t chunks = DivideUp(task.rows, plan.unit_rows());
+  const std::int64_t chunks = CeilDiv(task.rows, plan.unit_rows());
   const int most_units = std::max(1, BackwardThreads(16 * plan.packs) / plan.unit_threads());
   plan.units = plan.cluster > 1 ? 1
                                 : static_cast<int>(std::clamp<std::int64_t>(
-                                      DivideUp(chunks, task.multiprocessors), 1, most_units));
+                                      CeilDiv(chunks, task.multiprocessors), 1, most_units));
   plan.blocks = plan.cluster > 1 ? most_units : 1;
 }
 

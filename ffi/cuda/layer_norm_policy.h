@@ -27,6 +27,8 @@
 #include <limits>
 #include <numeric>
 
+#include "common/integers.h"
+
 namespace gradops {
 
 // How rows are divided into threads' packs of 16 bytes (Place in cuda/layer_norm_rows.cuh).
@@ -64,18 +66,11 @@ inline constexpr int kMaxCluster = 16;
 
 namespace row_policy {
 
-constexpr std::int64_t DivideUp(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-constexpr std::int64_t RoundUp(std::int64_t a, std::int64_t b) {
-  return DivideUp(a, b) * b;
-}
-
 // What becomes of rows, shared by so many blocks, whose threads have so many packs each.
 constexpr Division DivisionOf(const RowTask& task, int packs, std::int64_t share) {
   const std::int64_t bytes = task.features * task.element_bytes, row = bytes / 16;
   if (!task.aligned_params || bytes == 0 || bytes % 16 != 0 ||
-      (packs - 1) * DivideUp(row, packs) > row) {
+      (packs - 1) * CeilDiv(row, packs) > row) {
     return Division::kFramed;
   }
   const std::int64_t of_block = share * task.element_bytes / 16;
@@ -89,7 +84,7 @@ constexpr bool Framed(const RowTask& task, int packs) {
 constexpr std::int64_t Share(const RowTask& task, int cluster, bool framed) {
   const int pack = 16 / task.element_bytes;
   const std::int64_t columns = std::max<std::int64_t>(1, task.features) + (framed ? pack - 1 : 0);
-  return RoundUp(DivideUp(columns, cluster), pack);
+  return RoundUp(CeilDiv(columns, cluster), pack);
 }
 
 constexpr int MaxCluster(const RowTask& task, const RowOverride& forced) {
@@ -151,11 +146,11 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
     plan.packs = packs;
     plan.cluster = cluster;
     plan.share = static_cast<int>(share);
-    plan.lanes = Lanes(DivideUp(share, pack * packs));
+    plan.lanes = Lanes(CeilDiv(share, pack * packs));
     plan.full = even && !framed && last == share && share == plan.lanes * packs * pack;
     // Whether threads lack no more than their last packs.
     const auto enough = [&](std::int64_t columns) {
-      const std::int64_t all = DivideUp(columns, pack), owners = DivideUp(all, packs);
+      const std::int64_t all = CeilDiv(columns, pack), owners = CeilDiv(all, packs);
       return all > 0 && (packs - 1) * owners <= all;
     };
     return framed || (enough(share) && enough(last));

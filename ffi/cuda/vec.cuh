@@ -16,7 +16,7 @@ inline constexpr int kVec = kVecBytes / static_cast<int>(sizeof(T));
 
 // Whether all are at 16-byte boundaries; null is.
 template <typename... Pointers>
-bool Aligned(const Pointers*... pointers) {
+GRADOPS_HOST_DEVICE bool Aligned(const Pointers*... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) % kVecBytes == 0) && ...);
 }
 

@@ -18,7 +18,8 @@ namespace {
 // --- Small shapes --------------------------------------------------------------------------------
 
 template <typename T>
-int Run(const RowShape& shape, bool bias, bool dbias, bool approximate, bool shared = false) {
+int Run(const RowShape& shape, bool bias, bool dbias, bool approximate, bool shared = false,
+        std::int64_t most_partial_rows = 40) {
   using A = Accum<T>;
   Arrays arrays;
   const std::int64_t n = shape.elements(), parameters = shape.groups * shape.features;
@@ -37,7 +38,7 @@ int Run(const RowShape& shape, bool bias, bool dbias, bool approximate, bool sha
   bwd.dx = approximate ? const_cast<void*>(bwd.dy) : arrays.Empty<T>(n);
   if (dbias) {
     bwd.partial_rows =
-        std::clamp<std::int64_t>(512 / shape.groups, 1, std::min<std::int64_t>(shape.rows, 40));
+        std::clamp<std::int64_t>(512 / shape.groups, 1, std::min(shape.rows, most_partial_rows));
     bwd.workspace = arrays.Empty<A>(shape.groups * bwd.partial_rows * shape.features);
     bwd.dbias = arrays.Empty<A>(parameters);
   }
@@ -62,6 +63,11 @@ int RunAll() {
         }
       }
     }
+  }
+  // Whole spans to a block, and spans that end where lines of the cache do.
+  for (const bool approximate : {true, false}) {
+    calls += Run<T>({1, 40003, 33}, true, true, approximate, false, 512);
+    calls += Run<T>({1, 1101, 1001}, true, true, approximate, false, 512);
   }
   // More groups than there are partial rows for.
   calls += Run<T>({100, 16, 129}, true, true, true) + Run<T>({300, 3, 11}, true, true, false);

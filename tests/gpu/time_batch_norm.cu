@@ -18,6 +18,7 @@
 #include "cuda/batch_norm_bwd.cu"
 #include "cuda/batch_norm_fwd.cu"
 #include "driver.cuh"
+#include "timing.cuh"
 
 namespace gradops {
 namespace {
@@ -35,53 +36,7 @@ struct Options {
   bool relu = false, residual = false, statistics = false;
 };
 
-constexpr int kSets = 3;
-constexpr int kCalls = 6;
 constexpr std::int64_t kPartialRows = 512;
-
-struct Timing {
-  float low, median, high;  // microseconds: 20th, 50th, 80th percentile
-};
-
-cudaStream_t Stream() {
-  static const cudaStream_t stream = [] {
-    cudaStream_t created;
-    Check(cudaStreamCreate(&created));
-    return created;
-  }();
-  return stream;
-}
-
-template <typename Fn>
-Timing Time(const Fn& fn) {
-  cudaEvent_t start, stop;
-  Check(cudaEventCreate(&start));
-  Check(cudaEventCreate(&stop));
-  for (int i = 0; i < kSets; ++i) fn(i);
-  cudaGraph_t graph;
-  cudaGraphExec_t program;
-  Check(cudaStreamBeginCapture(Stream(), cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < kCalls; ++i) fn(i % kSets);
-  Check(cudaStreamEndCapture(Stream(), &graph));
-  Check(cudaGraphInstantiate(&program, graph, 0));
-  std::vector<float> samples;
-  for (int series = 0; series < 10; ++series) {
-    Check(cudaEventRecord(start, Stream()));
-    Check(cudaGraphLaunch(program, Stream()));
-    Check(cudaEventRecord(stop, Stream()));
-    Check(cudaEventSynchronize(stop));
-    float ms = 0;
-    Check(cudaEventElapsedTime(&ms, start, stop));
-    if (series > 0) samples.push_back(ms / kCalls * 1e3f);
-  }
-  Check(cudaGetLastError());
-  Check(cudaGraphExecDestroy(program));
-  Check(cudaGraphDestroy(graph));
-  Check(cudaEventDestroy(start));
-  Check(cudaEventDestroy(stop));
-  std::sort(samples.begin(), samples.end());
-  return {samples[1], samples[4], samples[7]};
-}
 
 template <typename T>
 void Run(const Options& options, const Shape& of) {

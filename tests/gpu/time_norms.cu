@@ -22,6 +22,7 @@
 #include "cuda/layer_norm_bwd.cu"
 #include "cuda/layer_norm_fwd.cu"
 #include "driver.cuh"
+#include "timing.cuh"
 
 namespace gradops {
 namespace {
@@ -35,7 +36,6 @@ struct Options {
   bool compare = true;
 };
 
-constexpr int kSets = 3;
 constexpr std::int64_t kCompared = 64;  // rows at each end
 
 template <typename T>
@@ -119,49 +119,6 @@ __global__ void CompareSums(const T* dy, const T* x, const A* mean, const A* rst
   if (size > 0) Worst(worst, fabs(sum - dscale[c]) / size);
 }
 
-struct Timing {
-  float low, median, high;  // microseconds: 20th, 50th, 80th percentile
-};
-
-cudaStream_t Stream() {
-  static const cudaStream_t stream = [] {
-    cudaStream_t created;
-    Check(cudaStreamCreate(&created));
-    return created;
-  }();
-  return stream;
-}
-
-// A graph, as XLA's command buffers are: of small arrays, the host's launches would decide.
-template <typename Fn>
-Timing Time(const Fn& fn, int calls) {
-  cudaEvent_t start, stop;
-  Check(cudaEventCreate(&start));
-  Check(cudaEventCreate(&stop));
-  for (int i = 0; i < kSets; ++i) fn(i);
-  cudaGraph_t graph;
-  cudaGraphExec_t program;
-  Check(cudaStreamBeginCapture(Stream(), cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < calls; ++i) fn(i % kSets);
-  Check(cudaStreamEndCapture(Stream(), &graph));
-  Check(cudaGraphInstantiate(&program, graph, 0));
-  std::vector<float> samples;
-  for (int series = 0; series < 10; ++series) {
-    Check(cudaEventRecord(start, Stream()));
-    Check(cudaGraphLaunch(program, Stream()));
-    Check(cudaEventRecord(stop, Stream()));
-    Check(cudaEventSynchronize(stop));
-    float ms = 0;
-    Check(cudaEventElapsedTime(&ms, start, stop));
-    if (series > 0) samples.push_back(ms / static_cast<float>(calls) * 1e3f);
-  }
-  Check(cudaGetLastError());
-  Check(cudaGraphExecDestroy(program));
-  Check(cudaGraphDestroy(graph));
-  std::sort(samples.begin(), samples.end());
-  return {samples[1], samples[4], samples[7]};
-}
-
 template <typename T>
 void Run(const Options& options) {
   using A = Accum<T>;
@@ -201,7 +158,7 @@ void Run(const Options& options) {
   const auto copied = [&](int k) {
     Check(cudaMemcpyAsync(y[k], x[k], bytes, cudaMemcpyDeviceToDevice, Stream()));
   };
-  const Timing copy = Time(copied, 6);
+  const Timing copy = Time(copied);
   const double rate = 2.0 * static_cast<double>(bytes) / copy.median;
   std::printf("%s copy %.1f us, %.3f TB/s\n", options.type.c_str(), copy.median, rate * 1e-6);
   for (const std::int64_t features : options.features) {

@@ -260,8 +260,8 @@ CPU = [
     Fault(
         "the tanh form's derivative without the slope of the cube",
         "ffi/common/gelu.h",
-        "(kSlope + 3 * kSlope * kCubic * t.square)",
-        "(kSlope + kSlope * kCubic * t.square)",
+        "(kSlope + 3 * kSlope * kCubic<A> * t.square)",
+        "(kSlope + kSlope * kCubic<A> * t.square)",
         _GELU_VALUES,
     ),
     Fault(
@@ -274,8 +274,8 @@ CPU = [
     Fault(
         "infinity times zero in the tail",
         "ffi/common/gelu.h",
-        "ClampedAbs(x, 14.8f)",
-        "ClampedAbs(x, 1e30f)",
+        "ClampedAbs(x, 14.8f);\n    const F s = Reciprocal(a + 3.0f);",
+        "ClampedAbs(x, 1e30f);\n    const F s = Reciprocal(a + 3.0f);",
         _GELU_VALUES,
     ),
     Fault(
@@ -739,6 +739,20 @@ CUDA = [
         "for (int copy = 1; copy < cut.copies; ++copy)",
         "for (int copy = 2; copy < cut.copies; ++copy)",
         _gpu("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_exact_sums"),
+    ),
+    Fault(
+        "GELU: a thread's span, rounded down",
+        "ffi/cuda/bias_gelu_plan.h",
+        "cut.inverse_lanes = static_cast<int>(CeilDiv(1 << 16, cut.lanes));",
+        "cut.inverse_lanes = (1 << 16) / cut.lanes;",
+        _gpu("bias_gelu", "test_many_rows"),
+    ),
+    Fault(
+        "GELU: threads beyond the last whole span of a block take part",
+        "ffi/cuda/bias_gelu.cu",
+        "inside = pack < cut.span && span < cut.at_once;",
+        "inside = pack < cut.span;",
+        _gpu("bias_gelu", "test_many_rows"),
     ),
     Fault(
         "norm: the tail is left out",

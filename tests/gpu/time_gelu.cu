@@ -1,0 +1,131 @@
+// Times GELU's CUDA launchers without JAX: for tuning, where a build of the package takes longer
+// than an idea. Each figure is the median of 9 replays of a CUDA graph of calls (6; of few rows 60)
+// over three sets of buffers; "of copy" is the op's minimum traffic over its time, against
+// cudaMemcpyAsync of an array of x's size. Backward writes over dy. Results are not compared: tests
+// do that.
+//
+//   nvcc -std=c++20 -arch=sm_90 -O3 --expt-relaxed-constexpr -Iffi -isystem JAXLIB/include
+//     tests/gpu/time_gelu.cu -o time_gelu    (JAXLIB: the folder of the Python package jaxlib)
+//   ./time_gelu [-t bf16,f32] [-s 32768x4096,... (rows, features)] [-f tanh|exact] [-o fwd|bwd]
+#include <cstdio>
+#include <cstdlib>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "cuda/bias_gelu.cu"
+#include "driver.cuh"
+#include "timing.cuh"
+
+namespace gradops {
+namespace {
+
+struct Options {
+  std::string form, only;
+  std::vector<RowShape> shapes{{1, 32768, 4096}};
+};
+
+template <typename T>
+void Run(const Options& options, const char* type, const RowShape& shape) {
+  using A = Accum<T>;
+  Arrays arrays;
+  T *x[kSets], *y[kSets];
+  for (int k = 0; k < kSets; ++k) {
+    x[k] = arrays.Filled<T>(shape.elements()), y[k] = arrays.Filled<T>(shape.elements());
+  }
+  const Param bias{arrays.Filled<A>(shape.features), 0, kDtype<A>};
+  BiasGeluBwdArgs bwd{};
+  bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.bias = bias;
+  bwd.partial_rows = std::min<std::int64_t>(
+      {shape.rows, 512, (std::int64_t{1} << 23) / shape.features});  // as column_sum_workspace
+  bwd.workspace = arrays.Empty<A>(bwd.partial_rows * shape.features);
+  bwd.dbias = arrays.Empty<A>(shape.features);
+  const auto bytes = static_cast<std::size_t>(shape.elements()) * sizeof(T);
+  const int calls = bytes < (1 << 24) ? 60 : 6;
+  Check(cudaDeviceSynchronize());
+  const Timing copy = Time([&](int k) {
+    Check(cudaMemcpyAsync(y[k], x[k], bytes, cudaMemcpyDeviceToDevice, Stream()));
+  });
+  for (const bool approximate : {true, false}) {
+    if (!options.form.empty() && options.form != (approximate ? "tanh" : "exact")) continue;
+    for (const bool is_forward : {true, false}) {
+      if (!options.only.empty() && options.only != (is_forward ? "fwd" : "bwd")) continue;
+      const Timing time = Time(
+          [&](int k) {
+            if (is_forward) {
+              Check(BiasGeluFwd(CudaContext{Stream()}, BiasGeluFwdArgs{.shape = shape,
+                                                                       .dtype = kDtype<T>,
+                                                                       .approximate = approximate,
+                                                                       .x = x[k],
+                                                                       .bias = bias,
+                                                                       .y = y[k]}));
+            } else {
+              BiasGeluBwdArgs args = bwd;
+              args.approximate = approximate, args.x = x[k], args.dy = args.dx = y[k];
+              Check(BiasGeluBwd(CudaContext{Stream()}, args));
+            }
+          },
+          calls);
+      std::printf("%-4s %8lldx%-6lld %-5s %s %7.1f us (%.1f-%.1f)  %.3f of copy (%.1f us)\n", type,
+                  static_cast<long long>(shape.rows), static_cast<long long>(shape.features),
+                  approximate ? "tanh" : "exact", is_forward ? "fwd" : "bwd", time.median, time.low,
+                  time.high, (is_forward ? 1.0 : 1.5) * copy.median / time.median, copy.median);
+      std::fflush(stdout);
+    }
+  }
+}
+
+int Main(int argc, char** argv) {
+  Options options;
+  std::vector<std::string> types{"bf16"};
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    const auto values = [&] {
+      std::vector<std::string> all;
+      std::stringstream text(i + 1 < argc ? argv[++i] : "");
+      for (std::string one; std::getline(text, one, ',');) all.push_back(one);
+      return all;
+    };
+    if (flag == "-t") {
+      types = values();
+    } else if (flag == "-f") {
+      options.form = values().at(0);
+    } else if (flag == "-o") {
+      options.only = values().at(0);
+    } else if (flag == "-s") {
+      options.shapes.clear();
+      for (const std::string& text : values()) {
+        long long rows = 0, features = 0;
+        if (std::sscanf(text.c_str(), "%lldx%lld", &rows, &features) != 2) return 2;
+        options.shapes.push_back({1, rows, features});
+      }
+    } else {
+      std::printf("unknown %s\n", flag.c_str());
+      return 2;
+    }
+  }
+  for (const RowShape& shape : options.shapes) {
+    for (const std::string& type : types) {
+      if (type == "bf16") {
+        Run<BFloat16>(options, "bf16", shape);
+      } else if (type == "f16") {
+        Run<Half>(options, "f16", shape);
+      } else if (type == "f32") {
+        Run<float>(options, "f32", shape);
+      } else if (type == "f64") {
+        Run<double>(options, "f64", shape);
+      } else {
+        std::printf("unknown type %s\n", type.c_str());
+        return 2;
+      }
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace gradops
+
+int main(int argc, char** argv) {
+  return gradops::Main(argc, argv);
+}

@@ -1,0 +1,62 @@
+// How the drivers that tune kernels take times.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "driver.cuh"
+
+namespace gradops {
+namespace {
+
+// Sets of buffers that calls take in turn.
+constexpr int kSets = 3;
+
+struct Timing {
+  float low, median, high;  // microseconds: 20th, 50th, 80th percentile
+};
+
+cudaStream_t Stream() {
+  static const cudaStream_t stream = [] {
+    cudaStream_t created;
+    Check(cudaStreamCreate(&created));
+    return created;
+  }();
+  return stream;
+}
+
+// The time of fn(0), fn(1), ..., of which a graph has `calls`, as XLA's command buffers are: of
+// small arrays, the host's launches would decide. Of 9 replays.
+template <typename Fn>
+Timing Time(const Fn& fn, int calls = 6) {
+  cudaEvent_t start, stop;
+  Check(cudaEventCreate(&start));
+  Check(cudaEventCreate(&stop));
+  for (int i = 0; i < kSets; ++i) fn(i);
+  cudaGraph_t graph;
+  cudaGraphExec_t program;
+  Check(cudaStreamBeginCapture(Stream(), cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < calls; ++i) fn(i % kSets);
+  Check(cudaStreamEndCapture(Stream(), &graph));
+  Check(cudaGraphInstantiate(&program, graph, 0));
+  std::vector<float> samples;
+  for (int series = 0; series < 10; ++series) {
+    Check(cudaEventRecord(start, Stream()));
+    Check(cudaGraphLaunch(program, Stream()));
+    Check(cudaEventRecord(stop, Stream()));
+    Check(cudaEventSynchronize(stop));
+    float ms = 0;
+    Check(cudaEventElapsedTime(&ms, start, stop));
+    if (series > 0) samples.push_back(ms / static_cast<float>(calls) * 1e3f);
+  }
+  Check(cudaGetLastError());
+  Check(cudaGraphExecDestroy(program));
+  Check(cudaGraphDestroy(graph));
+  Check(cudaEventDestroy(start));
+  Check(cudaEventDestroy(stop));
+  std::sort(samples.begin(), samples.end());
+  return {samples[1], samples[4], samples[7]};
+}
+
+}  // namespace
+}  // namespace gradops
