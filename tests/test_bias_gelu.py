@@ -137,7 +137,8 @@ def test_float64(platform, implementation, approximate):
     x = np.concatenate([np.linspace(-30, 30, 20_001), np.logspace(-300, 300, 1000)])
     y, dx = value_and_derivative(x, approximate, implementation)
     expected = oracles.gelu_value(x, approximate), oracles.gelu_derivative(x, approximate)
-    np.testing.assert_allclose(y, expected[0], rtol=3e-13, atol=1e-300)
+    exact = implementation == "ffi" and not approximate  # else an exponent's rounding counts
+    np.testing.assert_allclose(y, expected[0], rtol=4e-15 if exact else 3e-13, atol=1e-300)
     np.testing.assert_allclose(dx, expected[1], rtol=0, atol=1e-14)
 
 
