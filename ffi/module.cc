@@ -10,6 +10,7 @@
 
 #include "common/build_info.h"
 #include "cuda/batch_norm_policy.h"
+#include "cuda/bias_gelu_policy.h"
 #include "cuda/devices.h"
 #include "cuda/layer_norm_bwd_policy.h"
 #include "cuda/layer_norm_override.h"
@@ -101,6 +102,33 @@ void BindRowPlans(nb::module_& m) {
   }
 }
 
+// GELU's choice, likewise.
+template <class Context>
+void BindGeluCuts(nb::module_& m) {
+  if constexpr (std::is_same_v<Context, CudaContext>) {
+    m.def(
+        "gelu_cut",
+        [](std::int64_t groups, std::int64_t rows, std::int64_t features, int width,
+           int element_bytes, std::int64_t partial_rows, std::int64_t resident) {
+          const GeluCut cut = CutBackward({groups, rows, features}, width, element_bytes,
+                                          /*has_columns=*/true, partial_rows, resident);
+          nb::dict fields;
+          fields["span"] = cut.span;
+          fields["copies"] = cut.copies;
+          fields["spans"] = cut.spans;
+          fields["tiles"] = cut.tiles;
+          fields["slices"] = cut.slices;
+          fields["lanes"] = cut.lanes;
+          fields["inverse_lanes"] = cut.inverse_lanes;
+          fields["at_once"] = cut.at_once;
+          fields["partial_rows"] = cut.partial_rows(rows);
+          return fields;
+        },
+        nb::kw_only(), nb::arg("groups"), nb::arg("rows"), nb::arg("features"), nb::arg("width"),
+        nb::arg("element_bytes"), nb::arg("partial_rows"), nb::arg("resident"));
+  }
+}
+
 // Batch norm's choice, likewise.
 template <class Context>
 void BindChannelPlans(nb::module_& m) {
@@ -174,4 +202,5 @@ NB_MODULE(GRADOPS_MODULE, m) {
   gradops::BindDevices<gradops::GRADOPS_CONTEXT>(m);
   gradops::BindRowPlans<gradops::GRADOPS_CONTEXT>(m);
   gradops::BindChannelPlans<gradops::GRADOPS_CONTEXT>(m);
+  gradops::BindGeluCuts<gradops::GRADOPS_CONTEXT>(m);
 }

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh
 
 import jax_gradops
-from jax_gradops import _registry, backward
+from jax_gradops import backward
 
 
 class TestBiasGelu(RowOpTests):
@@ -119,9 +119,7 @@ def test_float32_value(platform, implementation, approximate):
     assert ulps.max() <= limit, f"{ulps.max()} ulp at {x[near][ulps.argmax()]}"
     tail = ~near
     relative = (error / np.maximum(np.abs(expected), 1e-300))[tail]
-    limit = 1e-5 if implementation == "ffi" else 2e-5
-    if limit == 1e-5 and platform == "cpu" and "v2" in _registry.MODULES["cpu"].build_info:
-        limit = 1.3e-5  # without FMA
+    limit = 1e-6 if implementation == "ffi" and not approximate else 2e-5
     assert relative.max() <= limit, f"{relative.max()} at {x[tail][relative.argmax()]}"
 
 
@@ -134,12 +132,16 @@ def test_float32_derivative(platform, implementation, approximate):
 
 
 def test_float64(platform, implementation, approximate):
-    x = np.concatenate([np.linspace(-30, 30, 20_001), np.logspace(-300, 300, 1000)])
+    x = np.concatenate([np.linspace(-37, 37, 20_001), np.logspace(-300, 300, 1000)])
     y, dx = value_and_derivative(x, approximate, implementation)
     expected = oracles.gelu_value(x, approximate), oracles.gelu_derivative(x, approximate)
     exact = implementation == "ffi" and not approximate  # else an exponent's rounding counts
-    np.testing.assert_allclose(y, expected[0], rtol=4e-15 if exact else 3e-13, atol=1e-300)
-    np.testing.assert_allclose(dx, expected[1], rtol=0, atol=1e-14)
+    np.testing.assert_allclose(y, expected[0], rtol=4e-15 if exact else 6e-13, atol=1e-300)
+    np.testing.assert_allclose(dx, expected[1], rtol=0, atol=2e-15)
+    tail = x < -4
+    np.testing.assert_allclose(
+        dx[tail], expected[1][tail], rtol=2e-15 if exact else 6e-13, atol=1e-300
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

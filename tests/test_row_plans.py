@@ -215,6 +215,14 @@ def test_the_backward_table() -> None:
     assert plan(8192, arrays=3, sums_dx=True)["cluster"] == 4
     assert plan(131_072, arrays=3, sums_dx=True)["cluster"] == 16
     assert plan(6144, arrays=3, sums_dx=True, gpu="A100")["packs"] == 3, "16 elements: streamed"
+    # Few rows of 16 bits have no ring, which does not change who has which elements.
+    few, many = plan(4096, rows=264), plan(4096, rows=265)
+    assert few["direct"] and not many["direct"]
+    assert [few[k] for k in ("packs", "lanes", "cluster")] == [2, 256, 1]
+    assert [many[k] for k in ("packs", "lanes", "cluster")] == [2, 256, 1]
+    assert plan(1024, rows=1056)["direct"] and not plan(1024, rows=1057)["direct"]
+    assert not plan(768, rows=37)["direct"] and not plan(1001, rows=37)["direct"]
+    assert not plan(8192, rows=37, element_bytes=8)["direct"]
     # Few rows are spread over the multiprocessors.
     assert plan(1024, rows=37)["units"] == 1
     assert plan(1024, rows=10**6)["units"] == 8
@@ -356,3 +364,27 @@ def _gpus() -> list[Any]:
         return jax.devices("gpu")
     except RuntimeError:
         return []
+
+
+@pytest.mark.gpu
+def test_few_rows_of_groups() -> None:
+    """A unit has several rows without a ring: as many groups leave each only one block."""
+    if not _gpus():
+        pytest.skip("needs a CUDA device")
+    rng = np.random.default_rng(5)
+    groups, rows, features = shape = (100, 10, 1024)
+    dy, x = rng.standard_normal((2, *shape)).astype(jnp.bfloat16)
+    scale, bias = rng.standard_normal((2, features), np.float32)
+
+    def gradients(dy: Any, x: Any) -> Any:
+        return norm("layer_norm", "input")(dy, x, scale, bias)[1]
+
+    with jax.default_device(_gpus()[0]):
+        dx, dscale, dbias = jax.vmap(gradients)(dy, x)
+        flat = gradients(dy.reshape(-1, features), x.reshape(-1, features))[0]
+        assert_bitwise_equal(dx, flat.reshape(shape))
+        for group in range(0, groups, 33):
+            wide = [widen(a) for a in (dy[group], x[group], scale)]
+            _, *expected = oracles.norm_vjp(*wide, epsilon=1e-2, centered=True)
+            for actual, reference in zip((dscale, dbias), expected, strict=False):
+                assert_matches(actual[group], reference, np.float32, np.float32, f"group {group}")

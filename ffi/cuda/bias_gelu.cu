@@ -5,7 +5,8 @@
 // pack does, at best where a line of the cache does, too. At the same place of every span is the
 // same part of the bias: a thread owns one pack's place, whose bias it keeps, and takes it in many
 // spans. A block is a tile of a span's packs and a slice of the spans; how large these are says
-// bias_gelu_plan.h. Without bias and its gradient there are no rows, and a span is a warp's packs.
+// bias_gelu_policy.h. Without bias and its gradient there are no rows, and a span is a warp's
+// packs.
 //
 // Backward recomputes gelu'(x + bias), writes dx, and leaves one partial row of dbias per slice (or
 // one per slice and row of a span), which column_sum.cuh adds in a fixed order. dx may be dy's
@@ -21,7 +22,7 @@
 #include <type_traits>
 
 #include "common/gelu.h"
-#include "cuda/bias_gelu_plan.h"
+#include "cuda/bias_gelu_policy.h"
 #include "cuda/column_sum.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vec.cuh"
@@ -34,6 +35,9 @@ namespace {
 template <typename T>
 constexpr int kForwardPacks = std::is_same_v<T, double> ? 6 : 8;
 constexpr int kForwardBlocks = 3, kBackwardBlocks = 4;  // of a multiprocessor
+// Of what is read and written where the kernel after comes early: of more, its blocks would crowd
+// on the multiprocessors that are done first.
+constexpr std::int64_t kEarlyBytes = 256 << 20;
 // Spans whose dz a thread adds up before it adds that to the sum, so that rounding errors hardly
 // grow with the number of rows.
 constexpr int kSpansPerSum = 128;
@@ -44,7 +48,7 @@ struct Place {
   std::int64_t first;  // span
   bool inside;
 
-  __device__ Place(const Cut& cut, std::int64_t slice) {
+  __device__ Place(const GeluCut& cut, std::int64_t slice) {
     const auto thread = static_cast<int>(threadIdx.x);
     const int span = thread * cut.inverse_lanes >> 16;  // thread / lanes
     pack = std::int64_t{blockIdx.x} * cut.lanes + (thread - span * cut.lanes);
@@ -55,7 +59,7 @@ struct Place {
 
 // The part of the bias for pack `pack` of a span; zeros if there is none.
 template <typename A, int W>
-__device__ __forceinline__ void LoadBias(const Param& param, const Cut& cut, std::int64_t group,
+__device__ __forceinline__ void LoadBias(const Param& param, const GeluCut& cut, std::int64_t group,
                                          std::int64_t features, std::int64_t pack, A (&bias)[W]) {
 #pragma unroll
   for (A& value : bias) value = 0;
@@ -90,7 +94,8 @@ __device__ __forceinline__ void LoadBias(const Param& param, const Cut& cut, std
 
 template <typename T, bool kApproximate, int W>
 __global__ void __launch_bounds__(kGeluThreads, kForwardBlocks)
-    ForwardKernel(const __grid_constant__ BiasGeluFwdArgs args, const __grid_constant__ Cut cut) {
+    ForwardKernel(const __grid_constant__ BiasGeluFwdArgs args,
+                  const __grid_constant__ GeluCut cut) {
   using A = Accum<T>;
   const auto [groups, rows, features] = args.shape;
   for (std::int64_t group = blockIdx.z; group < groups; group += gridDim.z) {
@@ -139,11 +144,13 @@ template <typename A>
 struct SliceSums {
   A* sums;  // null if not wanted
   std::int64_t group_pitch, slice_pitch;
+  bool early;  // whether the kernel that adds them up may come early
 };
 
 template <typename T, bool kApproximate, int W>
 __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
-    BackwardKernel(const __grid_constant__ BiasGeluBwdArgs args, const __grid_constant__ Cut cut,
+    BackwardKernel(const __grid_constant__ BiasGeluBwdArgs args,
+                   const __grid_constant__ GeluCut cut,
                    const __grid_constant__ SliceSums<Accum<T>> slice_sums) {
   using A = Accum<T>;
   constexpr bool kCutSums = !std::is_same_v<A, double>;
@@ -151,6 +158,7 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
   // for both loads of a turn to be under way together.
   __shared__ __align__(kVecBytes) A shared[W * kGeluThreads];
   A* const sums = shared + threadIdx.x * W;
+  if (slice_sums.early) LaunchNext();
   const auto [groups, rows, features] = args.shape;
   // dx may be dy. Packs are counted from the arrays' beginning.
   const T* const dy = static_cast<const T*>(args.dy);
@@ -251,7 +259,7 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
 
 // --- Launchers -----------------------------------------------------------------------------------
 
-dim3 GridOf(const Cut& cut, std::int64_t groups) {
+dim3 GridOf(const GeluCut& cut, std::int64_t groups) {
   const auto limited = [](std::int64_t n) {
     return static_cast<unsigned>(std::clamp<std::int64_t>(n, 1, 65535));
   };
@@ -271,7 +279,7 @@ ffi::Error Forward(cudaStream_t stream, const BiasGeluFwdArgs& args) {
   if (args.shape.elements() == 0) return ffi::Error::Success();
   return DispatchWidth<T>(args.shape, Aligned(args.x, args.y), [&]<int W>() {
     const std::int64_t resident = std::int64_t{kForwardBlocks} * MultiprocessorCount();
-    Cut cut = CutGroup(args.shape, W, args.bias.data != nullptr, 1, resident);
+    GeluCut cut = CutGroup(args.shape, W, args.bias.data != nullptr, 1, resident);
     // Few spans are spread over all multiprocessors before a thread gets several.
     const std::int64_t blocks = CeilDiv(cut.spans, cut.at_once) * cut.tiles * args.shape.groups;
     cut.turns =
@@ -305,11 +313,12 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
   const bool fits = cut_for(kVec<T>).slices > 0;
   const bool aligned = Aligned(args.dy, args.x, args.dx);
   return DispatchWidth<T>(args.shape, aligned && fits, [&]<int W>() {
-    const Cut cut = cut_for(W);
+    const GeluCut cut = cut_for(W);
     const std::int64_t partial_rows = dbias == nullptr ? 0 : cut.partial_rows(rows);
     const bool at_once = cut.slices * partial_rows <= 1;
     const SliceSums<A> sums{at_once ? dbias : static_cast<A*>(args.workspace),
-                            (at_once ? 1 : args.partial_rows) * features, partial_rows * features};
+                            (at_once ? 1 : args.partial_rows) * features, partial_rows * features,
+                            3 * args.shape.elements() * std::int64_t{sizeof(T)} <= kEarlyBytes};
     BackwardKernel<T, kApproximate, W>
         <<<GridOf(cut, groups), kGeluThreads, 0, stream>>>(args, cut, sums);
     const cudaError_t status = cudaGetLastError();

@@ -57,9 +57,7 @@ __global__ void __launch_bounds__(kColumnLanes* kColumnSlices)
     ColumnSumKernel(const A* workspace, ColumnSums sums, std::int64_t stride,
                     std::int64_t partial_rows, std::int64_t features, std::int64_t items) {
   __shared__ Pack<A, W> slices[kColumnSlices][kColumnLanes];
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();  // it is launched while the kernel before ends
-#endif
+  WaitForKernelBefore();
   const std::int64_t tiles = (features + kColumnLanes * W - 1) / (kColumnLanes * W);
   for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const std::int64_t tile = item % tiles;

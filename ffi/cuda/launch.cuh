@@ -90,6 +90,19 @@ cudaError_t Remembered(const void* kernel, int threads, int shared_bytes, int cl
   return status;
 }
 
+// Lets the next kernel start as soon as there is room, if it was launched so, which then waits (by
+// WaitForKernelBefore) until this one has ended: so its launch takes no time.
+__device__ __forceinline__ void LaunchNext() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+__device__ __forceinline__ void WaitForKernelBefore() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
 // Blocks of a one-dimensional grid: one for each of `items`, but no more than CUDA allows and at
 // least the one that it demands. So kernels loop over items, from blockIdx.x in steps of gridDim.x.
 inline unsigned GridBlocks(std::int64_t items) {

@@ -39,17 +39,20 @@ cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, 
   return cudaGetLastError();
 }
 
-// The split of shared memory and L1 cache, in percent: for a ring, all is shared; without, up to
-// three times 16 KB of sums, static memory and what CUDA keeps, on any GPU.
+// The split of shared memory and L1 cache, in percent: for a ring, all is shared (few rows of 16
+// bits keep to that); without, up to three times 16 KB of sums, static memory and what CUDA keeps,
+// on any GPU.
+template <typename T>
 int CarveoutOf(const BackwardPlan& plan) {
   const int all = std::max(1, CurrentDevice().shared_bytes);
   const std::int64_t bytes = (plan.dx_sum_bytes > 0 ? 56 : 40) * 1024;
-  return plan.direct ? static_cast<int>(std::min<std::int64_t>(100, CeilDiv(100 * bytes, all)))
-                     : cudaSharedmemCarveoutMaxShared;
+  return plan.direct && sizeof(T) > 2
+             ? static_cast<int>(std::min<std::int64_t>(100, CeilDiv(100 * bytes, all)))
+             : cudaSharedmemCarveoutMaxShared;
 }
 
 // How many blocks, or clusters, of a persistent kernel run at a time; 0: clusters, but none can.
-template <typename Kernel>
+template <typename T, typename Kernel>
 cudaError_t CountResident(const BackwardPlan& plan, Kernel* kernel, std::int64_t& resident) {
   const auto ask = [&](int& count) {
     // As much shared memory as any plan takes, and always the same split of it and the L1 cache, as
@@ -58,7 +61,7 @@ cudaError_t CountResident(const BackwardPlan& plan, Kernel* kernel, std::int64_t
                                               CurrentDevice().shared_bytes - 4096);
     if (status != cudaSuccess) return status;
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  CarveoutOf(plan));
+                                  CarveoutOf<T>(plan));
     if (status != cudaSuccess) return status;
     if (plan.cluster > 1) {
       count = ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
@@ -96,7 +99,7 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
 
   const auto run = [&]<int P, Division kDivision, bool kDirect>() {
     auto* const kernel = &BackwardKernel<T, P, kDivision, kDirect, kCentered, kFromOutput>;
-    const cudaError_t status = CountResident(plan, kernel, resident);
+    const cudaError_t status = CountResident<T>(plan, kernel, resident);
     if (status != cudaSuccess || resident == 0) return status;
     const std::int64_t items = CeilDiv(rows, plan.unit_rows() * plan.units);
     slots = std::min(items, std::max<std::int64_t>(1, resident / groups));
@@ -148,7 +151,7 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   }
   if (wanted.count == 0) return cudaSuccess;
   return LaunchColumnSum<A>(stream, workspace, wanted, groups, args.partial_rows, slots, features,
-                            CarveoutOf(plan));
+                            CarveoutOf<T>(plan));
 }
 
 const char* NameOf(const LayerNormBwdArgs& args) {

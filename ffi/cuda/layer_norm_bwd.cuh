@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/math.h"
+#include "cuda/launch.cuh"
 #include "cuda/layer_norm_column_sums.cuh"
 #include "cuda/layer_norm_parameters.cuh"
 #include "cuda/layer_norm_ring.cuh"
@@ -27,16 +28,19 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
   constexpr bool kShift = kCentered && !kFromOutput;
   constexpr int kValues = kShift ? 3 : kCentered ? 2 : 1;
   constexpr bool kLimited = !std::is_same_v<A, double>;
-  constexpr int D = kFromOutput ? 1 : RowDepth(sizeof(T), kFramed, P);  // chunks at a time
-  // Whether dy (and x) is read from shared memory again rather than kept in registers.
-  constexpr bool kReloadDy = !kDirect && (kCentered || kFromOutput || kFramed || D > 1),
-                 kReloadX = !kDirect && (kFromOutput || kFramed || D > 1);
+  constexpr bool kSmall = sizeof(T) == 2;
+  constexpr int D =  // chunks at a time
+      kFromOutput || kDirect ? 1 : RowDepth(sizeof(T), kFramed, P);
+  // Whether dy (and x) is read from shared memory, or widened, again rather than kept in registers.
+  constexpr bool kReload = kDirect ? kSmall : kFromOutput || kFramed || D > 1;
+  constexpr bool kReloadDy = kReload || (kCentered && !kDirect), kReloadX = kReload;
   using Ring =
       std::conditional_t<kDirect, RowsAhead<T, P, kDivision, 3>, RowRing<T, P, kDivision, 3>>;
   __shared__ SumStorage<A, D * kValues, kBackwardWarps> storage;
   __shared__ RingBarriers barriers;
   extern __shared__ __align__(16) unsigned char shared[];
 
+  if (deal.EndsTogether()) LaunchNext();
   const auto [groups, rows, features] = args.shape;
   Place<T, P, kDivision, false> place(plan.lanes, plan.cluster, plan.share, features);
   const A inverse_n = static_cast<A>(deal.inverse_features);
@@ -91,6 +95,17 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
         return first_row + (kLimited ? min(left, kTurnsPerSum) : left) * turns.step;
       };
       order_first(end_of_sum(0));
+      // Statistics come one turn ahead.
+      A next_mean[D] = {}, next_rstd[D] = {};
+      const auto load_stats = [&](std::int64_t row) {
+#pragma unroll
+        for (int d = 0; d < D; ++d, row += turns.step) {
+          if (row >= end_row) continue;
+          if constexpr (kShift) next_mean[d] = __ldg(static_cast<const A*>(args.mean) + row);
+          next_rstd[d] = __ldg(static_cast<const A*>(args.rstd) + row);
+        }
+      };
+      load_stats(first_row + place.row);
       A scale[P][W];
       LoadParam(args.scale, group, place, A{1}, static_cast<A>(args.scale_offset), scale);
       [[maybe_unused]] A bias[kFromOutput ? P : 1][W];
@@ -102,17 +117,6 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
         A dscale[P][W] = {}, dbias[P][W] = {};
         if (sums_dx) dx_sums.Clear();
 
-        // Statistics come one turn ahead.
-        A next_mean[D] = {}, next_rstd[D] = {};
-        const auto load_stats = [&](std::int64_t row) {
-#pragma unroll
-          for (int d = 0; d < D; ++d, row += turns.step) {
-            if (row >= end_row) continue;
-            if constexpr (kShift) next_mean[d] = __ldg(static_cast<const A*>(args.mean) + row);
-            next_rstd[d] = __ldg(static_cast<const A*>(args.rstd) + row);
-          }
-        };
-        load_stats(first_row + place.row);
 #pragma unroll 1
         for (; first_row < end; first_row += D * turns.step) {
           // The team's d-th row; there may be no such row.
@@ -129,7 +133,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
               order(first_row + (ring.stages() - D + d) * turns.step, end);
             }
           };
-          if constexpr (kDirect) order_next();  // into other registers
+          if constexpr (kDirect && !kSmall) order_next();  // into other registers
 
           // x - mean, x, or x_hat.
           const auto centered_of = [&](A value, int d, int i, int j) {
@@ -233,6 +237,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
               }
             });
           }
+          if constexpr (kDirect && kSmall) order_next();  // into the same
           ring.template Next<D>();
         }
 

@@ -30,7 +30,9 @@
 // while it is worked on; widths that leave more than a quarter of the threads without work (40,
 // 160, 260 features) keep the ring. So do wider rows, which would wait for more blocks (8192: as
 // fast, 16384: 5 % slower), 16-bit elements, of which there would be too few for each thread's
-// other work, and 64-bit ones, for which registers are too few.
+// other work, and 64-bit ones, for which registers are too few. But 16-bit rows of which each unit
+// has one at most are direct, with the same 16 elements a thread as in a ring, which would only
+// delay them: by 1.3 us.
 #pragma once
 
 #include <algorithm>
@@ -79,13 +81,13 @@ constexpr int RowDepth(int element_bytes, bool framed, int packs) {
   return element_bytes == 2 && !framed && packs == 2 ? 2 : 1;
 }
 
-// Of which elements rows may be direct.
+// Of which elements rows may be direct: of 16 bits, where they are few.
 constexpr bool MayBeDirect(int element_bytes) {
-  return element_bytes == 4;
+  return element_bytes <= 4;
 }
 
 // Packs of a row that one thread holds: 16 elements, of float64 8; of 16 bits, where that leaves
-// fewer threads without work, `more`: 24. Direct: 8 elements.
+// fewer threads without work, `more`: 24. Direct: 8 elements, of 16 bits 16.
 constexpr int RingPacks(int element_bytes, bool more) {
   return element_bytes == 2 ? 2 + more : 4;
 }
@@ -205,6 +207,15 @@ inline bool DivideRingRows(const RowTask& task, const RowOverride& forced, Backw
   return plan.lanes > 0;
 }
 
+// Whether each unit has one row at most, which a ring only delays, and a thread the same part of it
+// without one: a row's result does not depend on how many others there are.
+inline bool FewRows(const RowTask& task, const BackwardPlan& plan) {
+  const std::int64_t units =
+      task.multiprocessors * std::int64_t{BackwardThreads(16 * plan.packs) / plan.unit_threads()};
+  return task.element_bytes == 2 && plan.packs == kDirectPacks && plan.cluster == 1 &&
+         plan.division != Division::kFramed && CeilDiv(task.rows, plan.unit_rows()) <= units;
+}
+
 // Units of a block, and blocks of a multiprocessor. Few rows are spread over all multiprocessors
 // before a block gets several of them. Blocks of clusters are small, so that one can work while
 // another waits for its cluster.
@@ -257,11 +268,12 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowOverride& f
   using namespace row_policy;
   BackwardPlan plan{};
   const int architecture = forced.architecture != 0 ? forced.architecture : task.architecture;
-  const bool may_be_direct = MayBeDirect(task.element_bytes) && !forced.ring;
+  const bool may_be_direct = task.element_bytes == 4 && !forced.ring;
   plan.stream = forced.stream || !task.aligned ||
                 !((may_be_direct && DivideRows(task, forced, kDirectPacks, true, 512, plan)) ||
                   DivideRingRows(task, forced, plan));
   if (plan.stream) return plan;
+  if (!forced.ring && FewRows(task, plan)) plan.direct = true;
   plan.copy = architecture >= 90 ? RowCopy::kBulk : RowCopy::kAsync;
   plan.classes =
       static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));

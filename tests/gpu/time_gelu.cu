@@ -1,14 +1,15 @@
 // Times GELU's CUDA launchers without JAX: for tuning, where a build of the package takes longer
-// than an idea. Each figure is the median of 9 replays of a CUDA graph of calls (6; of few rows 60)
-// over three sets of buffers; "of copy" is the op's minimum traffic over its time, against
+// than an idea. Each figure is the median of 9 replays of a CUDA graph of calls (6; of small arrays
+// 60) over three sets of buffers; "of copy" is the op's minimum traffic over its time, against
 // cudaMemcpyAsync of an array of x's size. Backward writes over dy. Results are not compared: tests
 // do that.
 //
 //   nvcc -std=c++20 -arch=sm_90 -O3 --expt-relaxed-constexpr -Iffi -isystem JAXLIB/include
 //     tests/gpu/time_gelu.cu -o time_gelu    (JAXLIB: the folder of the Python package jaxlib)
 //   ./time_gelu [-t bf16,f32] [-s 32768x4096,... (rows, features)] [-f tanh|exact] [-o fwd|bwd]
+#include <algorithm>
+#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -36,16 +37,16 @@ void Run(const Options& options, const char* type, const RowShape& shape) {
   const Param bias{arrays.Filled<A>(shape.features), 0, kDtype<A>};
   BiasGeluBwdArgs bwd{};
   bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.bias = bias;
-  bwd.partial_rows = std::min<std::int64_t>(
-      {shape.rows, 512, (std::int64_t{1} << 23) / shape.features});  // as column_sum_workspace
+  bwd.partial_rows = std::max<std::int64_t>(  // about as column_sum_workspace
+      1, std::min<std::int64_t>({shape.rows, 512, (std::int64_t{1} << 23) / shape.features}));
   bwd.workspace = arrays.Empty<A>(bwd.partial_rows * shape.features);
   bwd.dbias = arrays.Empty<A>(shape.features);
   const auto bytes = static_cast<std::size_t>(shape.elements()) * sizeof(T);
   const int calls = bytes < (1 << 24) ? 60 : 6;
   Check(cudaDeviceSynchronize());
-  const Timing copy = Time([&](int k) {
-    Check(cudaMemcpyAsync(y[k], x[k], bytes, cudaMemcpyDeviceToDevice, Stream()));
-  });
+  const Timing copy = Time(
+      [&](int k) { Check(cudaMemcpyAsync(y[k], x[k], bytes, cudaMemcpyDeviceToDevice, Stream())); },
+      calls);
   for (const bool approximate : {true, false}) {
     if (!options.form.empty() && options.form != (approximate ? "tanh" : "exact")) continue;
     for (const bool is_forward : {true, false}) {

@@ -1,4 +1,5 @@
-// How bias_gelu.cu cuts arrays into packs, spans, tiles and slices; see there.
+// How bias_gelu.cu cuts arrays into packs, spans, tiles and slices; see there. Plain C++, no CUDA.
+// Its constants were measured on an H200 (TUNING.md).
 #pragma once
 
 #include <algorithm>
@@ -10,12 +11,12 @@
 
 namespace gradops {
 
-inline constexpr int kGeluThreads = 256;  // of a block
-inline constexpr int kGeluLanes = 32;     // at most
-inline constexpr int kLinePacks = 128 / 16;
+inline constexpr int kGeluThreads = 256;     // of a block
+inline constexpr int kGeluLanes = 32;        // at most
+inline constexpr int kLinePacks = 128 / 16;  // of a line of the cache
 
 // How a group is cut.
-struct Cut {
+struct GeluCut {
   std::int64_t packs;   // whole ones
   std::int64_t rest;    // elements after them
   std::int64_t span;    // packs
@@ -54,10 +55,10 @@ struct Cut {
 // they are at work at different times. So spans begin where lines do (backward only: forward, other
 // tiles follow at once), or a tile is a whole span, whose neighbours are in the same block.
 // most_copies: rows that a span may be made to have. resident: blocks that the GPU has at once.
-inline Cut CutGroup(const RowShape& shape, int width, bool has_columns, std::int64_t most_copies,
-                    std::int64_t resident) {
+inline GeluCut CutGroup(const RowShape& shape, int width, bool has_columns,
+                        std::int64_t most_copies, std::int64_t resident) {
   const std::int64_t elements = shape.rows * shape.features;
-  Cut cut{};
+  GeluCut cut{};
   cut.packs = elements / width, cut.rest = elements % width;
   cut.span = kGeluLanes, cut.copies = 1;
   if (!has_columns) {
@@ -83,7 +84,7 @@ inline Cut CutGroup(const RowShape& shape, int width, bool has_columns, std::int
   // A span of several rows that is one tile stays one: its block adds the rows up.
   if (cut.copies > 1 && cut.folded()) return cut;
   for (int lanes = kGeluLanes / 2; lanes >= 8; lanes /= 2) {
-    Cut narrow = cut;
+    GeluCut narrow = cut;
     narrow.CutSpans(lanes);
     if (cut.PartAtWork() < 0.875 && narrow.PartAtWork() > cut.PartAtWork()) cut = narrow;
   }
@@ -93,14 +94,14 @@ inline Cut CutGroup(const RowShape& shape, int width, bool has_columns, std::int
 // Backward: with the slices that take least time, 0 if there is no way to leave at most so many
 // partial rows of dbias (0: it is not wanted). Where spans have several rows and tiles, also with
 // larger tiles; others gain nothing by them.
-inline Cut CutBackward(const RowShape& shape, int width, int element_bytes, bool has_columns,
-                       std::int64_t most_partial_rows, std::int64_t resident) {
+inline GeluCut CutBackward(const RowShape& shape, int width, int element_bytes, bool has_columns,
+                           std::int64_t most_partial_rows, std::int64_t resident) {
   const bool sums = most_partial_rows > 0;
   const auto traffic = static_cast<double>(3 * shape.elements() * element_bytes);
   // In bytes that might be read instead. The last blocks should keep all multiprocessors busy; each
   // wave of blocks starts and ends; partial rows are written and read, by another kernel.
   constexpr double kPerWave = 0.05, kKernel = 8e6;
-  const auto cost = [&](const Cut& cut) {
+  const auto cost = [&](const GeluCut& cut) {
     const std::int64_t blocks = cut.slices * cut.tiles * shape.groups;
     const auto waves = static_cast<double>(CeilDiv(blocks, resident));
     const double stream = traffic / cut.PartAtWork() * waves * static_cast<double>(resident) /
@@ -112,13 +113,13 @@ inline Cut CutBackward(const RowShape& shape, int width, int element_bytes, bool
                : stream + kKernel +
                      static_cast<double>(2 * rows * shape.groups * shape.features * sum_bytes);
   };
-  const Cut least =
+  const GeluCut least =
       CutGroup(shape, width, has_columns, sums ? most_partial_rows : shape.rows, resident);
-  Cut best = least;
+  GeluCut best = least;
   best.slices = 0;
   const int most_lanes = least.copies > 1 && !least.folded() ? 4 * least.lanes : least.lanes;
   for (int lanes = least.lanes; lanes <= most_lanes; lanes *= 2) {
-    Cut cut = least;
+    GeluCut cut = least;
     cut.CutSpans(lanes);
     std::int64_t most = CeilDiv(cut.spans, cut.at_once);
     if (sums) most = std::min(most, most_partial_rows / cut.partial_rows(shape.rows));

@@ -1,0 +1,113 @@
+"""How CUDA's bias + GELU cuts arrays, backward: the table, for which no GPU is needed.
+
+It is ffi/cuda/bias_gelu_policy.h; the native module says what it chooses (`gelu_cut`). What comes
+of it is for test_bias_gelu.py, on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from jax_gradops import _core, _registry
+
+CUDA = _registry.MODULES.get("cuda")
+pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
+
+THREADS = 256  # of a block
+RESIDENT = 528  # blocks on an H200
+
+GROUPS = (1, 3, 600)
+ROWS = (1, 2, 37, 300, 1101, 40_003, 2**20, 2**33)
+FEATURES = (
+    1,
+    3,
+    8,
+    20,
+    33,
+    64,
+    100,
+    129,
+    320,
+    768,
+    1000,
+    1001,
+    4096,
+    4097,
+    5001,
+    65_537,
+    2**24 + 1,
+)
+
+
+def cut(
+    rows: int, features: int, width: int, *, groups: int = 1, partial_rows: int | None = None
+) -> dict[str, int]:
+    if partial_rows is None:
+        partial_rows = _core.column_sum_workspace(groups, rows, features, 1)[1]
+    assert CUDA is not None
+    return CUDA.gelu_cut(
+        groups=groups,
+        rows=rows,
+        features=features,
+        width=width,
+        element_bytes=16 // width if width > 1 else 4,
+        partial_rows=partial_rows,
+        resident=RESIDENT,
+    )
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_every_pack_has_a_thread(width: int) -> None:
+    """One of them; rows of sums are no more than there is room for."""
+    for groups, rows, features in itertools.product(GROUPS, ROWS, FEATURES):
+        for partial_rows in (None, 0, 1, 7, 64):
+            found = cut(rows, features, width, groups=groups, partial_rows=partial_rows)
+            what = f"{[groups, rows, features]} in packs of {width}, {partial_rows}: {found}"
+            lanes = found["lanes"]
+            assert 1 <= lanes * found["at_once"] <= THREADS, what
+            for thread in range(THREADS):
+                assert thread * found["inverse_lanes"] >> 16 == thread // lanes, what
+            assert found["span"] * width == found["copies"] * features, what
+            assert (found["tiles"] - 1) * lanes < found["span"] <= found["tiles"] * lanes, what
+            packs = -(-rows * features // width)
+            assert (found["spans"] - 1) * found["span"] <= packs <= found["spans"] * found["span"]
+            assert found["tiles"] < 2**31, what
+            if partial_rows == 0:  # not wanted
+                assert found["slices"] >= 1, what
+                continue
+            room = partial_rows or _core.column_sum_workspace(groups, rows, features, 1)[1]
+            assert found["slices"] * found["partial_rows"] <= room, what
+            assert found["slices"] >= 1 or width > 1, what
+            per_span = 1 if found["tiles"] == 1 else min(rows, found["copies"])
+            assert found["partial_rows"] == per_span, what
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("features", [1000, 1001, 1100, 3001, 4097, 5001])
+def test_spans_end_with_lines(features: int, width: int) -> None:
+    """Of 128 bytes, where rows are many; few rows have the shortest spans."""
+    assert cut(30_000, features, width)["span"] * 16 % 128 == 0
+    few = cut(37, features, width)
+    assert few["copies"] <= width
+    assert few["slices"] * few["tiles"] > 1
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_whole_spans(width: int) -> None:
+    """Of narrow rows that do not end with lines; others are cut into tiles of 8 to 32 packs."""
+    many = cut(2_000_000, 33, width)
+    assert many["lanes"] == many["span"] == 33
+    assert many["slices"] > RESIDENT * 7 // 8
+    assert cut(300, 33, width)["lanes"] == 8
+    assert cut(200_000, 40 * width, width)["lanes"] == 8
+
+
+def test_large_arrays() -> None:
+    """The last blocks keep the GPU busy; one wave of them suffices."""
+    for features, width in itertools.product((768, 3072, 4096, 8192), (4, 8)):
+        found = cut(2**27 // features, features, width)
+        blocks = found["tiles"] * found["slices"]
+        assert RESIDENT * 31 // 32 <= blocks <= RESIDENT, found
+        assert found["lanes"] == 32
