@@ -277,11 +277,12 @@ class RowsAhead {
   template <int kDepth>
   __device__ __forceinline__ void Wait(int) {
     static_assert(kDepth == 1);
-    if constexpr (!kAhead) return;
+    if constexpr (kAhead) {
 #pragma unroll
-    for (int a = 0; a < kArrays; ++a) {
+      for (int a = 0; a < kArrays; ++a) {
 #pragma unroll
-      for (int i = 0; i < P; ++i) row_[a][i] = next_[a][i];
+        for (int i = 0; i < P; ++i) row_[a][i] = next_[a][i];
+      }
     }
   }
   __device__ __forceinline__ const Pack<T, W>* Row(int a, int) const { return row_[a]; }
