@@ -93,6 +93,7 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   RowTask task =
       TaskOf(args.shape, sizeof(T), args.dsum == nullptr ? 2 : 3, aligned, aligned_params);
   task.sums_dx = args.dresidual_bias.data != nullptr;
+  task.from_output = kFromOutput;
   const BackwardPlan plan = ChooseBackwardPlan(task, ForcedRowPlan());
   auto* const workspace = static_cast<A*>(args.workspace);
   std::int64_t resident = 0, slots = 1;
@@ -133,12 +134,12 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   if (!plan.stream) {
     // Here what it costs that rows may be uneven hardly shows.
     constexpr int kRing = RingPacks(sizeof(T), false), kMore = RingPacks(sizeof(T), true);
-    constexpr int kDirect = MayBeDirect(sizeof(T)) ? kDirectPacks : kRing;
+    constexpr bool kMayBeDirect = MayBeDirect(sizeof(T), kFromOutput);
+    constexpr int kDirect = kMayBeDirect ? kDirectPacks : kRing;
     const cudaError_t status =
         plan.division == Division::kFramed
             ? run.template operator()<kRing, Division::kFramed, false>()
-        : plan.direct
-            ? run.template operator()<kDirect, Division::kUneven, MayBeDirect(sizeof(T))>()
+        : plan.direct         ? run.template operator()<kDirect, Division::kUneven, kMayBeDirect>()
         : plan.packs == kRing ? run.template operator()<kRing, Division::kUneven, false>()
                               : run.template operator()<kMore, Division::kUneven, false>();
     if (status != cudaSuccess) return status;

@@ -30,9 +30,9 @@
 // while it is worked on; widths that leave more than a quarter of the threads without work (40,
 // 160, 260 features) keep the ring. So do wider rows, which would wait for more blocks (8192: as
 // fast, 16384: 5 % slower), 16-bit elements, of which there would be too few for each thread's
-// other work, and 64-bit ones, for which registers are too few. But 16-bit rows of which each unit
-// has one at most are direct, with the same 16 elements a thread as in a ring, which would only
-// delay them: by 1.3 us.
+// other work, and 64-bit ones, for which registers are too few. But 16-bit rows that are no more
+// than units are direct (not from the output), with the same 16 elements a thread as in a ring,
+// which would only delay them: by 1.3 us.
 #pragma once
 
 #include <algorithm>
@@ -82,8 +82,8 @@ constexpr int RowDepth(int element_bytes, bool framed, int packs) {
 }
 
 // Of which elements rows may be direct: of 16 bits, where they are few.
-constexpr bool MayBeDirect(int element_bytes) {
-  return element_bytes <= 4;
+constexpr bool MayBeDirect(int element_bytes, bool from_output) {
+  return element_bytes == 4 || (element_bytes == 2 && !from_output);
 }
 
 // Packs of a row that one thread holds: 16 elements, of float64 8; of 16 bits, where that leaves
@@ -207,13 +207,15 @@ inline bool DivideRingRows(const RowTask& task, const RowOverride& forced, Backw
   return plan.lanes > 0;
 }
 
-// Whether each unit has one row at most, which a ring only delays, and a thread the same part of it
-// without one: a row's result does not depend on how many others there are.
+// Whether there are no more rows than units, which a ring only delays, and a thread has the same
+// part of one without it: a row's result does not depend on how many others there are. From the
+// output that is not so to the last bit: there the compiler fuses other products and sums.
 inline bool FewRows(const RowTask& task, const BackwardPlan& plan) {
   const std::int64_t units =
       task.multiprocessors * std::int64_t{BackwardThreads(16 * plan.packs) / plan.unit_threads()};
-  return task.element_bytes == 2 && plan.packs == kDirectPacks && plan.cluster == 1 &&
-         plan.division != Division::kFramed && CeilDiv(task.rows, plan.unit_rows()) <= units;
+  return task.element_bytes == 2 && !task.from_output && plan.packs == kDirectPacks &&
+         plan.cluster == 1 && plan.division != Division::kFramed &&
+         CeilDiv(task.rows, plan.unit_rows()) <= units;
 }
 
 // Units of a block, and blocks of a multiprocessor. Few rows are spread over all multiprocessors

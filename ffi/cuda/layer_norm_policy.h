@@ -49,6 +49,7 @@ struct RowTask {
   int multiprocessors;
   std::int64_t shared_bytes;  // of a multiprocessor
   bool sums_dx = false;       // backward: dresidual_bias is wanted
+  bool from_output = false;   // backward: x is y
 };
 
 // What tests may force; 0: as the table says. A row that does not fit what is forced is streamed.
