@@ -12,7 +12,7 @@
 namespace gradops {
 
 inline constexpr int kGeluThreads = 256;     // of a block
-inline constexpr int kGeluLanes = 32;        // at most
+inline constexpr int kGeluLanes = 32;        // packs of a tile, if nothing speaks for others
 inline constexpr int kLinePacks = 128 / 16;  // of a line of the cache
 
 // How a group is cut.
