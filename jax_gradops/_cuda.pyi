@@ -30,6 +30,16 @@ def force_row_plan(
     ring: bool = False,
     packs: int = 0,
 ) -> None: ...
+def gelu_cut(
+    *,
+    groups: int,
+    rows: int,
+    features: int,
+    width: int,
+    element_bytes: int,
+    partial_rows: int,
+    resident: int,
+) -> dict[str, int]: ...
 def channel_plan(
     *,
     groups: int,
