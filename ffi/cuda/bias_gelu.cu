@@ -310,10 +310,10 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
                        std::int64_t{kBackwardBlocks} * MultiprocessorCount());
   };
   // Rows that start anywhere may need more partial rows than there are.
-  const bool fits = cut_for(kVec<T>).slices > 0;
+  const GeluCut whole = cut_for(kVec<T>);
   const bool aligned = Aligned(args.dy, args.x, args.dx);
-  return DispatchWidth<T>(args.shape, aligned && fits, [&]<int W>() {
-    const GeluCut cut = cut_for(W);
+  return DispatchWidth<T>(args.shape, aligned && whole.slices > 0, [&]<int W>() {
+    const GeluCut cut = W == kVec<T> ? whole : cut_for(W);
     const std::int64_t partial_rows = dbias == nullptr ? 0 : cut.partial_rows(rows);
     const bool at_once = cut.slices * partial_rows <= 1;
     const SliceSums<A> sums{at_once ? dbias : static_cast<A*>(args.workspace),

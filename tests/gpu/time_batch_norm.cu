@@ -136,18 +136,8 @@ int Main(int argc, char** argv) {
     }
   }
   for (const Shape& shape : options.shapes) {
-    if (options.type == "bf16") {
-      Run<BFloat16>(options, shape);
-    } else if (options.type == "f16") {
-      Run<Half>(options, shape);
-    } else if (options.type == "f32") {
-      Run<float>(options, shape);
-    } else if (options.type == "f64") {
-      Run<double>(options, shape);
-    } else {
-      std::printf("unknown type %s\n", options.type.c_str());
-      return 2;
-    }
+    const int status = ForType(options.type, [&]<typename T>() { Run<T>(options, shape); });
+    if (status != 0) return status;
   }
   return 0;
 }

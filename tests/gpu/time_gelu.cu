@@ -107,18 +107,8 @@ int Main(int argc, char** argv) {
   }
   for (const RowShape& shape : options.shapes) {
     for (const std::string& type : types) {
-      if (type == "bf16") {
-        Run<BFloat16>(options, "bf16", shape);
-      } else if (type == "f16") {
-        Run<Half>(options, "f16", shape);
-      } else if (type == "f32") {
-        Run<float>(options, "f32", shape);
-      } else if (type == "f64") {
-        Run<double>(options, "f64", shape);
-      } else {
-        std::printf("unknown type %s\n", type.c_str());
-        return 2;
-      }
+      const int status = ForType(type, [&]<typename T>() { Run<T>(options, type.c_str(), shape); });
+      if (status != 0) return status;
     }
   }
   return 0;

@@ -267,19 +267,7 @@ int Main(int argc, char** argv) {
       return 2;
     }
   }
-  if (options.type == "bf16") {
-    Run<BFloat16>(options);
-  } else if (options.type == "f16") {
-    Run<Half>(options);
-  } else if (options.type == "f32") {
-    Run<float>(options);
-  } else if (options.type == "f64") {
-    Run<double>(options);
-  } else {
-    std::printf("unknown type %s\n", options.type.c_str());
-    return 2;
-  }
-  return 0;
+  return ForType(options.type, [&]<typename T>() { Run<T>(options); });
 }
 
 }  // namespace

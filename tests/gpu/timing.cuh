@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdio>
+#include <string>
 #include <vector>
 
 #include "driver.cuh"
@@ -56,6 +58,24 @@ Timing Time(const Fn& fn, int calls = 6) {
   Check(cudaEventDestroy(stop));
   std::sort(samples.begin(), samples.end());
   return {samples[1], samples[4], samples[7]};
+}
+
+// run.operator()<T>() for the type of that name; the process's exit status.
+template <typename Fn>
+int ForType(const std::string& type, const Fn& run) {
+  if (type == "bf16") {
+    run.template operator()<BFloat16>();
+  } else if (type == "f16") {
+    run.template operator()<Half>();
+  } else if (type == "f32") {
+    run.template operator()<float>();
+  } else if (type == "f64") {
+    run.template operator()<double>();
+  } else {
+    std::printf("unknown type %s\n", type.c_str());
+    return 2;
+  }
+  return 0;
 }
 
 }  // namespace
