@@ -83,6 +83,25 @@ def test_norms(dtype, features):
         )
 
 
+@pytest.mark.parametrize("features", [2048, 1002, 333, 33])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_gelu(dtype, features):
+    rows = STREAMED_BYTES // (features * np.dtype(jnp.dtype(dtype)).itemsize) + 5
+    with jax.enable_x64(dtype == "float64"):
+        x, dy = (array(seed, (rows, features), dtype) for seed in (1, 2))
+        bias = array(3, (features,), "float64" if dtype == "float64" else "float32")
+
+        def forward(x: jax.Array, *bias: jax.Array) -> jax.Array:
+            return jax_gradops.bias_gelu(x, *bias) if bias else jax_gradops.gelu(x)
+
+        def gradient(x: jax.Array, dy: jax.Array, *bias: jax.Array) -> jax.Array:
+            return jax.vjp(lambda x: forward(x, *bias), x)[1](dy)[0]
+
+        for rest in ((bias,), ()):
+            assert_same_in_pieces(forward, 3, x, rest=rest)
+            assert_same_in_pieces(gradient, 3, x, dy, rest=rest)
+
+
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batch_norm(dtype, axis):
@@ -121,7 +140,7 @@ def test_other_levels(level):
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = os.environ | {_registry.CPU_LEVEL: level}
     done = subprocess.run(
-        [*command, "-k", "test_norms and 1002"],
+        [*command, "-k", "(test_norms or test_gelu) and 1002"],
         env=environment, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout + done.stderr

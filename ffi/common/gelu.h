@@ -33,26 +33,27 @@
 // with Lawson's weights, 60 digits, 160 points over [0, 39], P9's first coefficient half of P10's,
 // so that y'(0) is 1/2. Those of the exponentials likewise.
 //
-// Largest errors on the host, against long double (double: __float128): 4.6 million floats in [-15,
-// 15], 3 million doubles in [-38, 38], without fma, with it, and, float, with it and the reciprocal
+// Largest errors on the host, against long double (double: __float128): 4.3 million floats in [-15,
+// 15], 2 million doubles in [-38, 38], without fma, with it, and, float, with it and the reciprocal
 // perturbed by an ulp, as a device's may be; all finite 16-bit inputs, where the exponential was
 // perturbed by 2 ulp too. ulp of y' are of max(|y'|, 1/8).
 //
 //                              exact                  tanh
-//   float    y, x in (-3, 0)   3.8, 4.1, 4.9 ulp      7.1, 6.0, 6.8 ulp
-//   float    y, x > 0          3.2, 3.2, 4.4 ulp      2.4, 2.4, 4.2 ulp
+//   float    y, x in (-3, 0)   4.0, 4.0, 5.3 ulp      6.9, 6.5, 7.5 ulp
+//   float    y, x > 0          3.9, 3.9, 5.3 ulp      2.6, 2.6, 4.5 ulp
 //   float    y, x < -3         7e-7 relative          1.6e-5 relative
-//   float    y'                5.3, 4.9, 6.4 ulp      4.8, 4.5, 5.7 ulp
-//   float    y', x < -3        2.5e-7 relative        1.7e-5 relative
+//   float    y'                5.2, 5.0, 6.6 ulp      4.7, 4.7, 6.2 ulp
+//   float    y', x < -3        2.5e-7 relative        1.6e-5 relative
 //   float16  y; y'             0.52; 0.51 ulp         0.51; 0.51 ulp
 //   bfloat16 y; y'             0.52; 0.50 ulp         0.51; 0.50 ulp
-//   double   y, x in (-3, 0)   7.2, 5.9 ulp           6.7, 6.5 ulp
-//   double   y, x > 0          3.3, 3.8 ulp           2.2, 2.2 ulp
-//   double   y, x < -3         1.7e-15 relative       2.3e-13 relative (x > -12: 3.4e-14)
-//   double   y'                6.1, 5.5 ulp           4.8, 4.4 ulp
+//   double   y, x in (-3, 0)   8.1, 6.8 ulp           6.6, 6.5 ulp
+//   double   y, x > 0          3.3, 3.3 ulp           2.2, 2.2 ulp
+//   double   y, x < -3         1.7e-15 relative       2.4e-13 relative (x > -12: 3.4e-14)
+//   double   y'                6.5, 5.5 ulp           4.8, 4.4 ulp
 //
-// On an H200, all 2^32 floats against double (tests/gpu/check_gelu.cu sweep): y, x > -3: 4.3
-// and 6.7 ulp; y, x < -3: 5.9e-7 and 8.4e-6 relative; y': 5.4 and 4.8 ulp. NaN gives NaN.
+// On an H200, all 2^32 floats against double (tests/gpu/check_gelu.cu sweep), with the products of
+// an earlier version in another order: y, x > -3: 4.3 and 6.7 ulp; y, x < -3: 5.9e-7 and 8.4e-6
+// relative; y': 5.4 and 4.8 ulp. NaN gives NaN.
 #pragma once
 
 #include <bit>
@@ -84,7 +85,9 @@ using BitsOf = std::conditional_t<kIsDouble<A>, std::int64_t, std::int32_t>;
 template <typename A>
 inline constexpr int kUpPower = kIsDouble<A> ? 128 : 40;
 template <typename A>
-inline constexpr A kDown = kIsDouble<A> ? A(0x1p-128) : A(0x1p-40);
+inline constexpr A kUp = kIsDouble<A> ? A(0x1p128) : A(0x1p40);
+template <typename A>
+inline constexpr A kDown = A(1) / kUp<A>;
 
 // c0 + s (c1 + s (c2 + ...)), c in A.
 template <typename F, typename A>
@@ -94,6 +97,11 @@ GRADOPS_HOST_DEVICE inline F Horner(F /*s*/, A c0) {
 template <typename F, typename A, typename... Rest>
 GRADOPS_HOST_DEVICE inline F Horner(F s, A c0, Rest... rest) {
   return c0 + s * Horner(s, rest...);
+}
+// The same times kDown.
+template <typename F, typename... A>
+GRADOPS_HOST_DEVICE inline F HornerDown(F s, A... c) {
+  return Horner(s, c * kDown<A>...);
 }
 
 template <typename A>
@@ -161,72 +169,62 @@ GRADOPS_HOST_DEVICE inline double Reciprocal(double x) {
 #endif
 }
 
-// A product without rounding error, as a sum.
-template <typename F>
-struct Product {
-  F hi, lo;
-};
-// x without the lower half of its mantissa, so that products of such numbers are exact.
-template <typename A, typename F>
-GRADOPS_HOST_DEVICE inline F UpperHalf(F x) {
-  constexpr int kLower = std::numeric_limits<A>::digits / 2 + kIsDouble<A>;
-  return FromBits(Bits(x) & -(BitsOf<A>{1} << kLower));
+// m - a b, rounded once.
+GRADOPS_HOST_DEVICE inline float MinusProduct(float m, float a, float b) {
+  return std::fma(-a, b, m);
 }
-template <typename A, typename F>
-GRADOPS_HOST_DEVICE inline Product<F> ExactSquare(F a) {
-#if defined(__CUDA_ARCH__)
-  const A hi = a * a;
-  return {hi, fma(a, a, -hi)};
-#else
-  const F upper = UpperHalf<A>(a);
-  return {upper * upper, (a - upper) * (a + upper)};
-#endif
-}
-// Of a c whose mantissa's lower half is 0, as hi's is then, of which a difference may count that is
-// not small: so not by fma.
-template <typename A, typename F>
-GRADOPS_HOST_DEVICE inline Product<F> ExactProduct(A c, F a) {
-  const F upper = UpperHalf<A>(a);
-  return {c * upper, c * (a - upper)};
+GRADOPS_HOST_DEVICE inline double MinusProduct(double m, double a, double b) {
+  return std::fma(-a, b, m);
 }
 
-// round(z log2(e) / 2) for 0 <= z <= 225 (double: 1,594), and 2^kUpPower over 2 to its power.
-// Adding 1.5 times 2 to the mantissa's length leaves the integer in the last bits of the sum.
-template <typename F>
+// n = round(-z log2(e) / 2) for 0 <= z <= 225 (double: 1,548), and what moves a number's exponent
+// by n + kUpPower when it is added to the bits. Adding 1.5 times 2 to the mantissa's length leaves
+// the integer in the last bits of the sum.
+template <typename F, typename I>
 struct Exponent {
-  F n, scale;
+  F n;
+  I bits;
 };
 template <typename A, typename F>
-GRADOPS_HOST_DEVICE inline Exponent<F> HalfExponent(F z) {
+GRADOPS_HOST_DEVICE inline auto HalfExponent(F z) {
   constexpr int kMantissa = std::numeric_limits<A>::digits - 1;
-  constexpr A kMagic = kIsDouble<A> ? A(0x1.8p52) : A(0x1.8p23);
+  constexpr A kMagic = (kIsDouble<A> ? A(0x1.8p52) : A(0x1.8p23)) + kUpPower<A>;
   constexpr A kHalfLog2e = kIsDouble<A> ? A(0.72134752044448170368) : A(0.5f * 1.44269504f);
-  const F sum = z * kHalfLog2e + kMagic;
-  constexpr BitsOf<A> kBias =
-      std::bit_cast<BitsOf<A>>(kMagic) + kUpPower<A> + std::numeric_limits<A>::max_exponent - 1;
-  return {sum - kMagic, FromBits((kBias - Bits(sum)) << kMantissa)};
+  const F sum = kMagic - z * kHalfLog2e;
+  const auto bits = Bits(sum) << kMantissa;
+  return Exponent<F, decltype(bits)>{sum - kMagic, bits};
 }
 
-// 2^kUpPower exp(-(hi + lo) / 2), where hi + lo is about z, as above; hi has no rounding error and
-// dominates where it matters.
-template <typename A, typename F>
-GRADOPS_HOST_DEVICE inline F ExpMinusHalf(F z, F hi, F lo) {
-  const auto [n, scale] = HalfExponent<A>(z);
-  // 2 ln 2 in two parts; n times the first is exact, and so is the difference where it counts.
+// -2 ln 2 in two parts; n times the first is exact.
+template <typename A>
+inline constexpr A kMinusLn4 = kIsDouble<A> ? A(-0x1.62e42fefa3p0) : A(-0x1.62e4p0f);
+template <typename A>
+inline constexpr A kMinusLn4Rest = kIsDouble<A> ? A(-0x1.3de6af278ece6p-41) : A(-0x1.7f7d1cp-19f);
+
+// 2^kUpPower exp(r / 2 + n ln 2), |r| <= ln 2.
+template <typename A, typename F, typename I>
+GRADOPS_HOST_DEVICE inline F ExpHalf(F r, I bits) {
+  F e;
   if constexpr (kIsDouble<A>) {
-    const F r = (n * 0x1.62e42fefa3p0 - hi) - lo + n * 0x1.3de6af278ece6p-41;
-    return scale * Horner(r, 1.0, 0.5, 0.12500000000000028, 0.020833333333333013,
-                          0.002604166666658073, 0.0002604166666717252, 2.1701388974886122e-05,
-                          1.55009918013328e-06, 9.688083109015442e-08, 5.3823411080865e-09,
-                          2.6982792641222287e-10, 1.2207152245483941e-11);
+    e = Horner(r, 1.0, 0.5, 0.12500000000000028, 0.020833333333333013, 0.002604166666658073,
+               0.0002604166666717252, 2.1701388974886122e-05, 1.55009918013328e-06,
+               9.688083109015442e-08, 5.3823411080865e-09, 2.6982792641222287e-10,
+               1.2207152245483941e-11);
   } else {
-    const F r = (n * 0x1.62e4p0f - hi) - lo + n * 0x1.7f7d1cp-19f;
-    return scale * Horner(r, 1.0f, 0.5f, 0.124999985f, 0.02083314f, 0.0026042678f, 0.00026155714f,
-                          2.159665e-05f);
+    e = Horner(r, 1.0f, 0.5f, 0.124999985f, 0.02083314f, 0.0026042678f, 0.00026155714f,
+               2.159665e-05f);
   }
+  return FromBits(Bits(e) + bits);
 }
 
-// The same in float, to 16 bits or more.
+// 2^kUpPower exp(-a^2 / 2). A rounded square would be off by many ulp of the result.
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline F ExpMinusHalfSquare(F a) {
+  const auto [n, bits] = HalfExponent<A>(a * a);
+  return ExpHalf<A>(MinusProduct(n * kMinusLn4<A>, a, a) + n * kMinusLn4Rest<A>, bits);
+}
+
+// 2^kUpPower exp(-z / 2) in float, to 16 bits or more.
 template <typename F>
 GRADOPS_HOST_DEVICE inline F ShortExpMinusHalf(F z) {
 #if defined(__CUDA_ARCH__)
@@ -234,115 +232,132 @@ GRADOPS_HOST_DEVICE inline F ShortExpMinusHalf(F z) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(z, -0.5f * 1.44269504f, 40.0f)));
   return result;
 #else
-  const auto [n, scale] = HalfExponent<float>(z);
-  const F r = n * 1.38629436f - z;
-  return scale * Horner(r, 1.0f, 0.5f, 0.12501383f, 0.02094627f, 0.0025789125f);
+  const auto [n, bits] = HalfExponent<float>(z);
+  const F r = n * -1.38629436f - z;
+  return FromBits(Bits(Horner(r, 1.0f, 0.5f, 0.12501383f, 0.02094627f, 0.0025789125f)) + bits);
 #endif
 }
 
-// exp(-a^2/2) 2^kUpPower and R(a).
+// What value and derivative have in common, which is about half of either's work: x, a and
+// 2^kUpPower exp(-a^2/2), and s of the formulas above, which double's does without.
 template <typename F>
 struct Gaussian {
-  F a, exponential, ratio;
+  F x, a, exponential, s;
 };
 template <Precision kNeeded, typename F>
 GRADOPS_HOST_DEVICE inline Gaussian<F> GaussianTail(F x) {
-  if constexpr (kNeeded == Precision::k16Bits) {
-    const F a = ClampedAbs(x, 14.8f);
-    const F s = Reciprocal(a + 3.5f);
-    const F ratio =
-        s * Horner(s, 0.40384948f, 1.1825544f, 8.065995f, -16.79352f, 157.54895f, -161.96097f);
-    return {a, ShortExpMinusHalf(a * a), ratio};
-  } else if constexpr (kNeeded == Precision::kFloat) {
-    const F a = ClampedAbs(x, 14.8f);
-    const F s = Reciprocal(a + 3.0f);
-    const F ratio = s * Horner(a * s, 1.5f, -2.0904796f, 1.0689933f, 0.20790806f, -0.2668536f,
-                               -0.0868413f, -0.043377828f, 0.18660364f, -0.07712412f);
-    const auto [hi, lo] = ExactSquare<float>(a);
-    return {a, ExpMinusHalf<float>(a * a, hi, lo), ratio};
-  } else {
+  if constexpr (kNeeded == Precision::kDouble) {
     const F a = ClampedAbs(x, 39.0);
-    const F p = Horner(a, 143950.5122702771, 223086.70123772492, 171026.13938974394,
-                       83298.9100386556, 28127.641324955293, 6800.892562570581, 1177.3122077082523,
-                       141.19095376986368, 10.725450544139283, 0.39894228040024843);
-    const F q = Horner(a, 287901.0245405542, 675885.184995682, 737380.1204927468, 493570.0353358429,
-                       225148.95654077077, 73402.85230294777, 17399.22294940254, 2977.9687822807077,
-                       354.9132368990367, 26.88471759148133, 1.0);
-    const auto [hi, lo] = ExactSquare<double>(a);
-    return {a, ExpMinusHalf<double>(a * a, hi, lo), p * Reciprocal(q)};
+    return {x, a, ExpMinusHalfSquare<double>(a), a};
+  } else {
+    const F a = ClampedAbs(x, 14.8f);
+    if constexpr (kNeeded == Precision::kFloat) {
+      return {x, a, ExpMinusHalfSquare<float>(a), Reciprocal(a + 3.0f)};
+    } else {
+      return {x, a, ShortExpMinusHalf(a * a), Reciprocal(a + 3.5f)};
+    }
   }
 }
 
-// exp(-v(a)) 2^kUpPower and 1 / (1 + exp(-v(a))), where 2 v = kTwiceV (a + kCubic a^3).
+// a and R(a) / 2^kUpPower; if kProduct, others of the same product, if they take less time.
+template <typename F>
+struct Factors {
+  F a, ratio;
+};
+template <Precision kNeeded, bool kProduct, typename F>
+GRADOPS_HOST_DEVICE inline Factors<F> GaussianRatio(F a, F s) {
+  if constexpr (kNeeded == Precision::k16Bits) {
+    const F p =
+        HornerDown(s, 0.40384948f, 1.1825544f, 8.065995f, -16.79352f, 157.54895f, -161.96097f);
+    return {a, s * p};
+  } else if constexpr (kNeeded == Precision::kFloat) {
+    const F u = a * s;
+    const F p = HornerDown(u, 1.5f, -2.0904796f, 1.0689933f, 0.20790806f, -0.2668536f, -0.0868413f,
+                           -0.043377828f, 0.18660364f, -0.07712412f);
+    return {kProduct ? u : a, kProduct ? p : s * p};
+  } else {
+    const F p =
+        HornerDown(a, 143950.5122702771, 223086.70123772492, 171026.13938974394, 83298.9100386556,
+                   28127.641324955293, 6800.892562570581, 1177.3122077082523, 141.19095376986368,
+                   10.725450544139283, 0.39894228040024843);
+    const F q = Horner(a, 287901.0245405542, 675885.184995682, 737380.1204927468, 493570.0353358429,
+                       225148.95654077077, 73402.85230294777, 17399.22294940254, 2977.9687822807077,
+                       354.9132368990367, 26.88471759148133, 1.0);
+    return {a, p * Reciprocal(q)};
+  }
+}
+
+// The same for tanh: x, a, a^2 and 2^kUpPower exp(-v(a)), where 2 v = kTwiceV (a + kCubic a^3).
 template <typename A>
 inline constexpr A kTwiceV = A(3.1915382432114616);  // 4 sqrt(2/pi)
 template <typename A>
 inline constexpr A kCubic = A(0.044715);
 template <typename F>
 struct Logistic {
-  F a, square, exponential, complement;
+  F x, a, square, exponential;
 };
 template <Precision kNeeded, typename F>
 GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
-  // kUpper + kLower: kTwiceV in two parts.
-  if constexpr (kNeeded == Precision::kDouble) {
-    constexpr double kUpper = 0x1.988452p1, kLower = 0x1.3d436508d0fcbp-23;
-    const F a = ClampedAbs(x, 21.8);
-    const F square = a * a;
-    const auto [hi, rest] = ExactProduct(kUpper, a);
-    const F lo = rest + a * (kLower + 0.1427096325452005 * square);
-    const F exponential = ExpMinusHalf<double>(hi + lo, hi, lo);
-    return {a, square, exponential, Reciprocal(1.0 + exponential * kDown<double>)};
+  using A = std::conditional_t<kNeeded == Precision::kDouble, double, float>;
+  const F a = ClampedAbs(x, kIsDouble<A> ? A(21.8) : A(11.0));
+  const F square = a * a;
+  const F z = a * (kTwiceV<A> + kTwiceV<A> * kCubic<A> * square);
+  F e;
+  if constexpr (kNeeded == Precision::k16Bits) {
+    e = ShortExpMinusHalf(z);
   } else {
-    const F a = ClampedAbs(x, 11.0f);
-    const F square = a * a;
-    F exponential;
-    if constexpr (kNeeded == Precision::k16Bits) {
-      constexpr float kV = kTwiceV<float>;
-      exponential = ShortExpMinusHalf(a * (kV + kV * kCubic<float> * square));
-    } else {
-      constexpr float kUpper = 3.19140625f, kLower = 0.0001319932f;
-      const auto [hi, rest] = ExactProduct(kUpper, a);
-      const F lo = rest + a * (kLower + 0.14270963f * square);
-      exponential = ExpMinusHalf<float>(hi + lo, hi, lo);
-    }
-    return {a, square, exponential, Reciprocal(1.0f + exponential * kDown<float>)};
+    // kTwiceV in two parts, the first short for where there is no fma.
+    constexpr A kUpper = kIsDouble<A> ? A(0x1.988452p1) : A(3.19140625f);
+    constexpr A kLower = kIsDouble<A> ? A(0x1.3d436508d0fcbp-23) : A(0.0001319932f);
+    const auto [n, bits] = HalfExponent<A>(z);
+    const F rest = a * (kLower + kTwiceV<A> * kCubic<A> * square);
+    const F r = MinusProduct(n * kMinusLn4<A>, kUpper, a) - rest + n * kMinusLn4Rest<A>;
+    e = ExpHalf<A>(r, bits);
   }
+  return {x, a, square, e};
 }
 
 }  // namespace gelu
 
-// GELU for element type T, in and out in the compute type.
+// The formulas for element type T, in and out in the compute type, in two steps.
 template <typename T, bool kApproximate, typename F>
-GRADOPS_HOST_DEVICE inline F Gelu(F x) {
-  using namespace gelu;
-  constexpr auto kBack = kDown<Accum<T>>;
+GRADOPS_HOST_DEVICE inline auto GeluTail(F x) {
   if constexpr (kApproximate) {
-    const Logistic<F> t = LogisticTail<kPrecision<T>>(x);
-    return PositivePart(x) - (t.a * t.exponential) * t.complement * kBack;
+    return gelu::LogisticTail<gelu::kPrecision<T>>(x);
   } else {
-    const Gaussian<F> t = GaussianTail<kPrecision<T>>(x);
-    return PositivePart(x) - (t.a * t.exponential) * t.ratio * kBack;
+    return gelu::GaussianTail<gelu::kPrecision<T>>(x);
+  }
+}
+
+// GELU, from there.
+template <typename T, bool kApproximate, template <typename> typename Tail, typename F>
+GRADOPS_HOST_DEVICE inline F Gelu(const Tail<F>& t) {
+  using namespace gelu;
+  if constexpr (kApproximate) {
+    return PositivePart(t.x) - (t.a * t.exponential) * Reciprocal(kUp<Accum<T>> + t.exponential);
+  } else {
+    const auto [a, ratio] = GaussianRatio<kPrecision<T>, true>(t.a, t.s);
+    return PositivePart(t.x) - (a * t.exponential) * ratio;
   }
 }
 
 // Its derivative.
-template <typename T, bool kApproximate, typename F>
-GRADOPS_HOST_DEVICE inline F GeluDerivative(F x) {
+template <typename T, bool kApproximate, template <typename> typename Tail, typename F>
+GRADOPS_HOST_DEVICE inline F GeluDerivative(const Tail<F>& t) {
   using namespace gelu;
   using A = Accum<T>;
   F d;
   if constexpr (kApproximate) {
-    const Logistic<F> t = LogisticTail<kPrecision<T>>(x);
-    constexpr A kSlope = A(0.5) * kTwiceV<A>;
+    const F complement = Reciprocal(kUp<A> + t.exponential);
+    constexpr A kSlope = A(0.5) * kTwiceV<A> * kUp<A>;  // of v
     const F a_slope = t.a * (kSlope + 3 * kSlope * kCubic<A> * t.square);
-    d = t.exponential * t.complement * (A(1) - a_slope * t.complement) * kDown<A>;
+    d = t.exponential * ((A(1) - a_slope * complement) * complement);
   } else {
-    constexpr A kInvSqrt2Pi = A(0.39894228040143267794);
-    const Gaussian<F> t = GaussianTail<kPrecision<T>>(x);
-    d = t.exponential * (t.ratio - t.a * kInvSqrt2Pi) * kDown<A>;
+    constexpr A kInvSqrt2Pi = A(0.39894228040143267794) * kDown<A>;
+    const auto [a, ratio] = GaussianRatio<kPrecision<T>, false>(t.a, t.s);
+    d = t.exponential * (ratio - a * kInvSqrt2Pi);
   }
-  return SelectBySign(x, d, A(1) - d);
+  return SelectBySign(t.x, d, A(1) - d);
 }
 
 }  // namespace gradops

@@ -1,7 +1,5 @@
-// 64 bytes of numbers side by side, in the registers of the instruction set that a file is compiled
-// for, by the vector extensions that GCC and Clang share: what loops do does not depend on what a
-// compiler vectorises by itself (GCC 13 took 16 times as long as GCC 12 for layer norm's). Of each
-// lane the result is the same in every instruction set.
+// Numbers side by side, in one or more registers, and loops over them. Of each lane the result is
+// the same in every instruction set, where products and sums are not fused.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +7,9 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
-#include <utility>
-#if defined(__SSE4_1__)
-#include <immintrin.h>
-#endif
 
 #include "common/dtype.h"
+#include "cpu/registers.h"
 #include "cpu/stream.h"
 
 namespace gradops {
@@ -23,116 +17,6 @@ namespace gradops {
 // 64 bytes of the accumulation type.
 template <typename A>
 inline constexpr int kLanes = 64 / int{sizeof(A)};
-
-#if defined(__AVX512F__)
-inline constexpr int kRegisterBytes = 64;
-#elif defined(__AVX2__)
-inline constexpr int kRegisterBytes = 32;
-#else
-inline constexpr int kRegisterBytes = 16;
-#endif
-
-namespace lanes {
-
-template <typename A>
-inline constexpr int kWidth = kRegisterBytes / int{sizeof(A)};
-template <typename A>
-inline constexpr int kRegisters = kLanes<A> / kWidth<A>;
-
-// kBytes of A.
-template <typename A, int kBytes>
-struct VectorOf {
-  typedef A type __attribute__((vector_size(kBytes)));
-};
-template <typename A, int kBytes = kRegisterBytes>
-using Vector = typename VectorOf<A, kBytes>::type;
-// As many T as a register has of A.
-template <typename T, typename A>
-using Packed = Vector<T, kWidth<A>* int{sizeof(T)}>;
-
-// fn(integral_constant) for 0 to kCount - 1, written out, as GCC keeps arrays that loops index in
-// memory: GCC 12 took four times as long with loops.
-template <int kCount, typename Fn>
-constexpr auto ForEachIndex(const Fn& fn) {
-  return [&]<int... i>(std::integer_sequence<int, i...>) {
-    return fn(std::integral_constant<int, i>{}...);
-  }(std::make_integer_sequence<int, kCount>{});
-}
-
-template <typename V>
-V LoadVector(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof(V));
-  return v;
-}
-
-#if defined(__AVX512F__)
-inline constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns of the forms without a mask
-#endif
-
-// A register of what lies there, widened.
-inline Vector<float> Widen(const float* from) {
-  return LoadVector<Vector<float>>(from);
-}
-inline Vector<double> Widen(const double* from) {
-  return LoadVector<Vector<double>>(from);
-}
-inline Vector<float> Widen(const BFloat16* from) {
-#if defined(__AVX512F__)
-  const auto bits = _mm512_maskz_cvtepu16_epi32(kAll, LoadVector<__m256i>(from));
-#elif defined(__AVX2__)
-  const auto bits = _mm256_cvtepu16_epi32(LoadVector<__m128i>(from));
-#elif defined(__SSE4_1__)
-  const auto bits = _mm_cvtepu16_epi32(_mm_loadu_si64(from));
-#else
-  const auto packed = LoadVector<Packed<std::uint16_t, float>>(from);
-  const auto bits = __builtin_convertvector(packed, Vector<std::uint32_t>);
-#endif
-  return std::bit_cast<Vector<float>>(std::bit_cast<Vector<std::uint32_t>>(bits) << 16);
-}
-// Where not, loops of scalars do, which compilers do vectorise.
-#if defined(__AVX2__) || defined(__ARM_FP16_FORMAT_IEEE)
-inline Vector<float> Widen(const Half* from) {
-#if defined(__AVX512F__)
-  return std::bit_cast<Vector<float>>(_mm512_maskz_cvtph_ps(kAll, LoadVector<__m256i>(from)));
-#elif defined(__AVX2__)
-  return std::bit_cast<Vector<float>>(_mm256_cvtph_ps(LoadVector<__m128i>(from)));
-#else
-  return __builtin_convertvector((LoadVector<Packed<__fp16, float>>(from)), Vector<float>);
-#endif
-}
-#endif
-
-// Stores a register, rounded.
-inline void Narrow(float* to, Vector<float> r) {
-  std::memcpy(to, &r, sizeof(r));
-}
-inline void Narrow(double* to, Vector<double> r) {
-  std::memcpy(to, &r, sizeof(r));
-}
-inline void Narrow(BFloat16* to, Vector<float> r) {  // as BFloat16's constructor
-  using Bits = Vector<std::uint32_t>;
-  const auto u = std::bit_cast<Bits>(r);
-  const auto rounded = u + 0x7fffu + ((u >> 16) & 1u);
-  const auto nan = std::bit_cast<Bits>(r != r) & 0x7fc00000u;
-  const auto packed = __builtin_convertvector((rounded | nan) >> 16, Packed<std::uint16_t, float>);
-  std::memcpy(to, &packed, sizeof(packed));
-}
-#if defined(__AVX2__) || defined(__ARM_FP16_FORMAT_IEEE)
-inline void Narrow(Half* to, Vector<float> r) {
-#if defined(__AVX512F__)
-  const auto packed =
-      _mm512_maskz_cvtps_ph(kAll, std::bit_cast<__m512>(r), _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__AVX2__)
-  const auto packed = _mm256_cvtps_ph(std::bit_cast<__m256>(r), _MM_FROUND_TO_NEAREST_INT);
-#else
-  const auto packed = __builtin_convertvector(r, Packed<__fp16, float>);
-#endif
-  std::memcpy(to, &packed, sizeof(packed));
-}
-#endif
-
-}  // namespace lanes
 
 // kCount numbers. GCC copies structures of these through memory, 16 bytes at a time, and loads of
 // 32 then wait: where formulas have such structures, take as many as a register has.
@@ -186,6 +70,13 @@ struct Lanes {
     return Map([&](int i) {
       return a.registers[i] > b.registers[i] ? yes.registers[i] : no.registers[i];
     });
+  }
+  // a < b ? a : b, and a > b ? a : b.
+  friend Lanes Min(const Lanes& a, const Lanes& b) {
+    return Map([&](int i) { return lanes::Min(a.registers[i], b.registers[i]); });
+  }
+  friend Lanes Max(const Lanes& a, const Lanes& b) {
+    return Map([&](int i) { return lanes::Max(a.registers[i], b.registers[i]); });
   }
 };
 
@@ -293,6 +184,10 @@ struct AtLast {
     StoreLanes(some, values);
     std::copy_n(some, count, elements + i);
   }
+  template <typename T>
+  void Stream(T* elements, const Lanes<Accum<T>, kCount>& values) const {
+    Store(elements, values);
+  }
   void PrefetchToL1(const void*, std::int64_t = 0) const {}
   void PrefetchToL2(const void*) const {}
   void PrefetchToStore(const void*, std::int64_t = 0) const {}
@@ -306,6 +201,10 @@ struct AtElement {
   }
   template <typename T>
   void Store(T* elements, Accum<T> value) const {
+    elements[i] = static_cast<T>(value);
+  }
+  template <typename T>
+  void Stream(T* elements, Accum<T> value) const {
     elements[i] = static_cast<T>(value);
   }
   void PrefetchToL1(const void*, std::int64_t = 0) const {}
@@ -345,6 +244,27 @@ void ForWholeLanes(std::int64_t n, const Fn& fn) {
   std::int64_t i = 0;
   for (; i + kCount <= n; i += kCount) fn(AtLanes<kCount>{i});
   if (i < n) fn(AtLast<kCount>{i, n - i});
+}
+
+// finish(at, start(at)) likewise, where `start` is a turn ahead of `finish`: of long formulas a
+// processor has too few turns under way to be busy all the time.
+template <int kCount, typename Start, typename Finish>
+void ForWholeLanesInTwo(std::int64_t n, const Start& start, const Finish& finish) {
+  std::int64_t i = 0;
+  if (n >= kCount) {
+    auto state = start(AtLanes<kCount>{0});
+    for (; i + 2 * kCount <= n; i += kCount) {
+      const auto next = start(AtLanes<kCount>{i + kCount});
+      finish(AtLanes<kCount>{i}, state);
+      state = next;
+    }
+    finish(AtLanes<kCount>{i}, state);
+    i += kCount;
+  }
+  if (i < n) {
+    const AtLast<kCount> at{i, n - i};
+    finish(at, start(at));
+  }
 }
 
 // The sums over i < n of terms(at), which returns an array of kSums of them. Each lane adds up a

@@ -88,8 +88,8 @@ inline void StreamFence() {
 // and 0.75, 0.55. Where each call reads what the one before wrote, two calls of RMS norm take 0.34,
 // 0.52 with 4 MB, 0.44, 0.52 with 8, and 0.80, 0.57 with 16. Not where that memory is new to the
 // process: the operating system gives pages of zeros, which are in the caches then (layer
-// norm 2.5, 2.7). Nor where the result takes over an operand's memory. GELU is not streamed: it is
-// bound by arithmetic (0.62, 0.65).
+// norm 2.5, 2.7). Nor where the result takes over an operand's memory. Two cores of a Xeon with
+// 260 MB of L3, ms for float32 [8192, 2048]: GELU forward 4.9 to 5.1, 3.8 to 3.9.
 inline constexpr std::int64_t kStreamedBytes = 16 << 20;
 inline bool IsStreamed(const void* result, std::int64_t bytes,
                        std::initializer_list<const void*> operands) {

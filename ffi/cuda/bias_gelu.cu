@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kGeluThreads, kForwardBlocks)
         A values[W];
         Widen(packs[k], values);
 #pragma unroll
-        for (int j = 0; j < W; ++j) values[j] = Gelu<T, kApproximate>(values[j] + bias[j]);
+        for (int j = 0; j < W; ++j)
+          values[j] = Gelu<T, kApproximate>(GeluTail<T, kApproximate>(values[j] + bias[j]));
         StorePackOnce(y + (first + k * step) * W, Narrow<T>(values));
       }
       // The elements after the last whole pack are its successor's.
@@ -130,7 +131,8 @@ __global__ void __launch_bounds__(kGeluThreads, kForwardBlocks)
         for (int j = 0; j < W; ++j) {
           if (j >= cut.rest) continue;
           const std::int64_t i = cut.packs * W + j;
-          y[i] = static_cast<T>(Gelu<T, kApproximate>(static_cast<A>(x[i]) + bias[j]));
+          y[i] = static_cast<T>(
+              Gelu<T, kApproximate>(GeluTail<T, kApproximate>(static_cast<A>(x[i]) + bias[j])));
         }
       }
     }
@@ -182,7 +184,7 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
           Widen(dy_pack, dz);
 #pragma unroll
           for (int j = 0; j < W; ++j) {
-            dz[j] *= GeluDerivative<T, kApproximate>(z[j] + bias[j]);
+            dz[j] *= GeluDerivative<T, kApproximate>(GeluTail<T, kApproximate>(z[j] + bias[j]));
             part[j] += dz[j];
           }
           return Narrow<T>(dz);

@@ -99,7 +99,9 @@ __global__ void Sweep(Errors* errors) {
   for (auto bits = std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; bits < 1ull << 32;
        bits += threads) {
     const float x = __uint_as_float(static_cast<std::uint32_t>(bits));
-    const double y = Gelu<float, kApproximate>(x), slope = GeluDerivative<float, kApproximate>(x);
+    const auto tail = GeluTail<float, kApproximate>(x);
+    const double y = Gelu<float, kApproximate>(tail);
+    const double slope = GeluDerivative<float, kApproximate>(tail);
     if (isnan(x) || isnan(y) || isnan(slope)) {
       if (!isnan(x) || !isnan(y) || !isnan(slope)) worst.value = 1e300;
       continue;

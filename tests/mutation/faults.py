@@ -288,8 +288,8 @@ CPU = [
     Fault(
         "infinity times zero in the tail",
         "ffi/common/gelu.h",
-        "ClampedAbs(x, 14.8f);\n    const F s = Reciprocal(a + 3.0f);",
-        "ClampedAbs(x, 1e30f);\n    const F s = Reciprocal(a + 3.0f);",
+        "ClampedAbs(x, 14.8f);",
+        "ClampedAbs(x, 1e30f);",
         _GELU_VALUES,
     ),
     Fault(
