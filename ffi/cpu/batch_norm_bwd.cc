@@ -97,7 +97,7 @@ template <typename T, Mask kMask>
 void AddSums(const BatchNormBwdArgs& args, const Layout<false>& layout,
              const Numbers<Accum<T>, false>& numbers, const Piece& piece, Sums& totals) {
   using A = Accum<T>;
-  A sums[2][kBlock];
+  alignas(64) A sums[2][kBlock];
   for (std::int64_t row = piece.row; row < piece.end_row; row += kRowsPerSum) {
     const std::int64_t end = std::min(piece.end_row, row + kRowsPerSum);
     ForBlocks(layout.width, [&](std::int64_t start, std::int64_t n) {

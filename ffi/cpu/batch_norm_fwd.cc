@@ -1,9 +1,11 @@
 // Batch norm on the CPU, forward: one sweep over memory for statistics, one for y.
 //
 // Statistics are of differences from a guess of the channel's mean, and of as many elements at a
-// time as are added up in the accumulation type. A guess that turns out to be further off than the
-// deviation is replaced by the mean of these elements, and they are read again, from a cache: so
-// neither a large mean nor a bad guess costs digits. Then they are put together in double: Chan,
+// time as are added up in the accumulation type. A guess that turns out to be off by more than 1.4
+// deviations is replaced by the mean of these elements, and they are read again, from a cache: so
+// neither a large mean nor a bad guess costs digits. The mean of 16 samples of normal numbers is
+// off by as much once in 10^8; that of 8 by one deviation in every second block of 1,024 channels,
+// which then took half as long again. Then they are put together in double: Chan,
 // Golub, LeVeque, Algorithms for computing the sample variance (1983). Parts are cut by the shape
 // alone, and put together in a fixed order.
 //
@@ -74,8 +76,11 @@ template <typename T>
 void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64_t n,
                    const Accum<T>* base, double* means, double* squares) {
   using A = Accum<T>;
-  constexpr std::int64_t kSamples = 8;
-  A shifts[kBlock], rests[kBlock], sums[2][kBlock], sampled[1][kBlock] = {};
+  constexpr std::int64_t kSamples = 16;
+  alignas(64) A shifts[kBlock];
+  alignas(64) A rests[kBlock];
+  alignas(64) A sums[2][kBlock];
+  alignas(64) A sampled[1][kBlock] = {};
   const auto guess = [&](std::int64_t i) { return Guess<A>{shifts[i], rests[i]}; };
   const auto set_guess = [&](std::int64_t i, Guess<A> to) {
     shifts[i] = to.shift, rests[i] = to.rest;
@@ -84,7 +89,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
   const auto sample = [=](std::int64_t r, std::int64_t i) {
     return std::array{static_cast<A>(x[r * step + i]) - base[i]};
   };
-  AddRows(samples, n, sample, [](std::int64_t) {}, sampled);
+  AddRows(samples, n, sample, [=](std::int64_t r) { Prefetch(x + (r + 1) * step, n); }, sampled);
   for (std::int64_t i = 0; i < n; ++i)
     set_guess(i, Guess<A>{base[i]} + sampled[0][i] / static_cast<A>(samples));
 
@@ -105,7 +110,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
       if (again) break;
       int far = 0;
       for (std::int64_t i = 0; i < n; ++i) {
-        far |= sums[0][i] * sums[0][i] <= A{0.5} * terms * sums[1][i] ? 0 : 1;
+        far |= sums[0][i] * sums[0][i] <= A(2.0 / 3) * terms * sums[1][i] ? 0 : 1;
       }
       if (far == 0) break;
       for (std::int64_t i = 0; i < n; ++i) set_guess(i, guess(i) + sums[0][i] / terms);
@@ -178,7 +183,7 @@ void MomentsOf(const T* x, const Layout<true>& layout, const Piece& piece,
             return std::array{difference, difference * difference};
           },
           [=](std::int64_t i, std::int64_t n) { Prefetch(first + i, n); });
-      if (again || sums[0] * sums[0] <= 0.5 * count * sums[1]) break;
+      if (again || sums[0] * sums[0] <= 2.0 / 3 * count * sums[1]) break;
       guess = guess + static_cast<A>(sums[0] / count);
     }
     const auto i = static_cast<std::size_t>(channel - piece.channel);

@@ -372,7 +372,7 @@ CPU = [
     Fault(
         "channels first, a bad guess is kept",
         "ffi/cpu/batch_norm_fwd.cc",
-        "if (again || sums[0] * sums[0] <= 0.5 * count * sums[1]) break;",
+        "if (again || sums[0] * sums[0] <= 2.0 / 3 * count * sums[1]) break;",
         "break;",
         _k("batch_norm_numerics", "test_guess"),
     ),
