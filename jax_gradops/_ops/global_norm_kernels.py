@@ -157,15 +157,16 @@ def traced_norm(leaves: tuple[jax.Array, ...], *, implementation: Implementation
     return norm
 
 
-def _factor(norm: jax.Array, max_norm: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Whether leaves are kept as they are, and by what they are multiplied: 1 if they are."""
+def _factor(norm: jax.Array, max_norm: ArrayLike) -> jax.Array:
+    """By what leaves are multiplied, at most 1; 2 if they are kept as they are."""
     max_norm = jnp.asarray(max_norm, norm.dtype)
     # NaN if it is negative, as gradients would be turned round. With a root, as a NaN written here
     # would stop jax_debug_nans.
     max_norm += jnp.sqrt(jnp.where(max_norm < 0, -1, 0).astype(norm.dtype))
     keep = (norm < max_norm) | (norm == 0)
-    # Where it is not used it is 1 / 1, so that no derivative is infinite times 0.
-    return keep, _quotient(jnp.where(keep, 1, max_norm), jnp.where(keep, 1, norm))
+    # Where it is not used it is constant, so that no derivative is infinite times 0. The choice is
+    # in the quotient because XLA computes what is cheaper than that again for each element.
+    return _quotient(jnp.where(keep, 2, max_norm), jnp.where(keep, 1, norm))
 
 
 @functools.partial(jax.jit, static_argnames="nonfinite")
@@ -173,8 +174,9 @@ def scale(
     leaves: tuple[jax.Array, ...], norm: jax.Array, max_norm: ArrayLike, *, nonfinite: Nonfinite
 ) -> tuple[jax.Array, ...]:
     """Clipped leaves, by XLA."""
-    keep, factor = _factor(norm, max_norm)
+    factor = _factor(norm, max_norm)
     drop = ~jnp.isfinite(norm) if nonfinite == "zero" else None
+    keep = factor > 1
 
     def scaled(x: jax.Array) -> jax.Array:
         dtype = accum_dtype(x.dtype, norm.dtype)
@@ -194,6 +196,7 @@ def scale_in_place(
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
     """Clipped leaves, by the kernel, in the memory of these."""
-    *operands, factor = SCALE.prepare(*leaves, _factor(norm, max_norm)[1])
+    factor = _factor(norm, max_norm)
+    *operands, factor = SCALE.prepare(*leaves, jnp.where(factor > 1, 1, factor))
     calls = (operands[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
     return tuple(x for some in calls for x in SCALE(*some, factor, implementation=implementation))
