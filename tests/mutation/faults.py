@@ -225,8 +225,8 @@ CPU = [
     Fault(
         "GELU's bias is that of the next element",
         "ffi/cpu/bias_gelu.cc",
-        "at(x + start) + at(bias + start);",
-        "at(x + start) + at(bias + start + (at.i + 32 < count));",
+        "at(x + start) + at(bias + start));",
+        "at(x + start) + at(bias + start + (at.i + 32 < count)));",
         _GELU,
     ),
     Fault(
@@ -291,6 +291,34 @@ CPU = [
         "ClampedAbs(x, 14.8f);",
         "ClampedAbs(x, 1e30f);",
         _GELU_VALUES,
+    ),
+    Fault(
+        "every turn of a formula in two steps has the first one's state",
+        "ffi/cpu/lanes.h",
+        "      state = next;\n",
+        "",
+        _GELU_VALUES,
+    ),
+    Fault(
+        "rows that begin anywhere are streamed as whole lines",
+        "ffi/cpu/bias_gelu.cc",
+        "streamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0",
+        "streamed",
+        _k("cpu_streams", "test_gelu"),
+    ),
+    Fault(
+        "a power of two is one too small",
+        "ffi/common/gelu.h",
+        "return FromBits(Bits(e) + bits);",
+        "return FromBits(Bits(e) + bits - (BitsOf<A>{1} << (std::numeric_limits<A>::digits - 1)));",
+        _GELU_VALUES,
+    ),
+    Fault(
+        "large squares of 16-bit numbers are added up in float32",
+        "ffi/cpu/global_norm.cc",
+        "all <= static_cast<double>(max_float_sum)",
+        "all <= 1e300",
+        _CLIP,
     ),
     Fault(
         "leaves are those of the first group",
