@@ -97,14 +97,15 @@ def spacing(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 def flushed(implementation: str) -> float:
     """What underflow may cost: that the result, or with XLA a factor of x, becomes 0."""
-    return float(jnp.finfo(np.float32).tiny) * (2 if implementation == "ffi" else 16)
+    return float(jnp.finfo(np.float32).tiny) * (1 if implementation == "ffi" else 16)
 
 
 def float32_sweep() -> np.ndarray:
     rng = np.random.default_rng(0)
     dense = np.linspace(-15, 15, 300_001)
     powers = 2.0 ** rng.uniform(-126, 127, 50_000)
-    return np.concatenate([dense, powers, -powers]).astype(np.float32)
+    small = np.linspace(2.0**-126, 2.0**-123, 1001)  # results may be subnormal, factors not
+    return np.concatenate([dense, powers, -powers, small, -small]).astype(np.float32)
 
 
 def test_float32_value(platform, implementation, approximate):
@@ -256,7 +257,7 @@ def test_more_groups_than_blocks(platform, rng):
 
 @pytest.mark.M6
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("shape", [(40_003, 33), (1_101, 1_001)], ids=str)
+@pytest.mark.parametrize("shape", [(131_101, 33), (4_401, 1_001), (1_451, 3_001)], ids=str)
 def test_many_rows(platform, shape, dtype, rng):
     """Where CUDA's blocks take whole spans of rows, or spans that end with a line of the cache."""
     dtype = jnp.dtype(dtype)

@@ -6,6 +6,7 @@ kernels, with sanitizers, that also stream small ones.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -91,13 +92,16 @@ def test_gelu(dtype, features):
         x, dy = (array(seed, (rows, features), dtype) for seed in (1, 2))
         bias = array(3, (features,), "float64" if dtype == "float64" else "float32")
 
-        def forward(x: jax.Array, *bias: jax.Array) -> jax.Array:
-            return jax_gradops.bias_gelu(x, *bias) if bias else jax_gradops.gelu(x)
+        for rest, approximate in itertools.product(((bias,), ()), (True, False)):
 
-        def gradient(x: jax.Array, dy: jax.Array, *bias: jax.Array) -> jax.Array:
-            return jax.vjp(lambda x: forward(x, *bias), x)[1](dy)[0]
+            def forward(x: jax.Array, *bias: jax.Array, approximate: bool = approximate) -> Any:
+                if bias:
+                    return jax_gradops.bias_gelu(x, *bias, approximate=approximate)
+                return jax_gradops.gelu(x, approximate=approximate)
 
-        for rest in ((bias,), ()):
+            def gradient(x: jax.Array, dy: jax.Array, *bias: jax.Array, f: Any = forward) -> Any:
+                return jax.vjp(f, x, *bias)[1](dy)[0]  # the bias's gradient is summed, too
+
             assert_same_in_pieces(forward, 3, x, rest=rest)
             assert_same_in_pieces(gradient, 3, x, dy, rest=rest)
 

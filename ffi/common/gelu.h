@@ -21,9 +21,10 @@
 // By element type:
 //   double  R = P9(a) / P10(a): relative error 5.1e-17 (1.1e-16 with rounded coefficients). All of
 //           them are positive, so that little is lost to rounding.
-//   float   R = s P8(a s), s = 1/(a + 3): 4.7e-9. At a = 0 the polynomial is its first term and at
-//           a = 3 its terms hardly cancel. The exponent is an exact plus a small part, as in
-//           double: without, y near -3 is 5.8 ulp off (exact) and 13.5 (tanh).
+//   float   R = s P8(a s), s = 4/(a + 3): 4.7e-9. At a = 0 the polynomial is its first term and at
+//           a = 3 its terms hardly cancel; a s is a normal number if a is. The exponent is an exact
+//           plus a small part, as in double: without, y near -3 is 5.8 ulp off (exact) and 13.5
+//           (tanh).
 //   16 bit  R = s P5(s), s = 1/(a + 3.5): 3.1e-6. The exponential is one instruction on the device,
 //           and has relative error 5.9e-6 on the host.
 //
@@ -75,9 +76,9 @@ inline constexpr Precision kPrecision = std::is_same_v<T, double> ? Precision::k
 
 template <typename A>
 inline constexpr bool kIsDouble = std::is_same_v<A, double>;
-// Integers with as many bits.
+// Integers with as many bits. Unsigned, as a NaN's may overflow.
 template <typename A>
-using BitsOf = std::conditional_t<kIsDouble<A>, std::int64_t, std::int32_t>;
+using BitsOf = std::conditional_t<kIsDouble<A>, std::uint64_t, std::uint32_t>;
 
 // Exponentials are kept times 2 to this power until the last product, so that results underflow
 // gradually while no factor does.
@@ -88,29 +89,14 @@ inline constexpr A kUp = kIsDouble<A> ? A(0x1p128) : A(0x1p40);
 template <typename A>
 inline constexpr A kDown = A(1) / kUp<A>;
 
-// c0 + s (c1 + s (c2 + ...)), c in A.
-template <typename F, typename A>
-GRADOPS_HOST_DEVICE inline F Horner(F /*s*/, A c0) {
-  return c0;
-}
-template <typename F, typename A, typename... Rest>
-GRADOPS_HOST_DEVICE inline F Horner(F s, A c0, Rest... rest) {
-  return c0 + s * Horner(s, rest...);
-}
-// The same times kDown.
-template <typename F, typename... A>
-GRADOPS_HOST_DEVICE inline F HornerDown(F s, A... c) {
-  return Horner(s, c * kDown<A>...);
-}
-
 template <typename A>
 GRADOPS_HOST_DEVICE inline BitsOf<A> Bits(A x) {
   return std::bit_cast<BitsOf<A>>(x);
 }
-GRADOPS_HOST_DEVICE inline float FromBits(std::int32_t bits) {
+GRADOPS_HOST_DEVICE inline float FromBits(std::uint32_t bits) {
   return std::bit_cast<float>(bits);
 }
-GRADOPS_HOST_DEVICE inline double FromBits(std::int64_t bits) {
+GRADOPS_HOST_DEVICE inline double FromBits(std::uint64_t bits) {
   return std::bit_cast<double>(bits);
 }
 
@@ -126,7 +112,7 @@ GRADOPS_HOST_DEVICE inline float ClampedAbs(float x, float limit) {
 #endif
 }
 GRADOPS_HOST_DEVICE inline double ClampedAbs(double x, double limit) {
-  const double a = FromBits(Bits(x) & std::numeric_limits<std::int64_t>::max());
+  const double a = FromBits(Bits(x) & (~BitsOf<double>{0} >> 1));
   return a > limit ? limit : a;
 }
 
@@ -136,7 +122,7 @@ GRADOPS_HOST_DEVICE inline float PositivePart(float x) {
   return std::fmax(x, 0.0f);
 }
 GRADOPS_HOST_DEVICE inline double PositivePart(double x) {
-  return FromBits(Bits(x) & ~(Bits(x) >> 63));
+  return FromBits(Bits(x) & ~static_cast<std::uint64_t>(static_cast<std::int64_t>(Bits(x)) >> 63));
 }
 
 // x < 0 ? negative : positive; either for 0 and NaN.
@@ -144,7 +130,7 @@ GRADOPS_HOST_DEVICE inline float SelectBySign(float x, float negative, float pos
   return x < 0 ? negative : positive;
 }
 GRADOPS_HOST_DEVICE inline double SelectBySign(double x, double negative, double positive) {
-  return Bits(x) < 0 ? negative : positive;
+  return static_cast<std::int64_t>(Bits(x)) < 0 ? negative : positive;
 }
 
 // Relative error at most an ulp, half of one on the host; for x and 1 / x that are normal numbers.
@@ -168,12 +154,42 @@ GRADOPS_HOST_DEVICE inline double Reciprocal(double x) {
 #endif
 }
 
+// a b + c and c - a b, rounded once where the processor can. Nothing is left to compilers, which
+// fuse products and sums as they like, in each copy of a loop otherwise.
+template <typename A>
+GRADOPS_HOST_DEVICE inline A MulAdd(A a, A b, A c) {
+#if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+template <typename A>
+GRADOPS_HOST_DEVICE inline A MulSub(A c, A a, A b) {
+  return MulAdd(-a, b, c);
+}
+
 // m - a b, rounded once.
 GRADOPS_HOST_DEVICE inline float MinusProduct(float m, float a, float b) {
   return std::fma(-a, b, m);
 }
 GRADOPS_HOST_DEVICE inline double MinusProduct(double m, double a, double b) {
   return std::fma(-a, b, m);
+}
+
+// c0 + s (c1 + s (c2 + ...)), c in A.
+template <typename F, typename A>
+GRADOPS_HOST_DEVICE inline F Horner(F /*s*/, A c0) {
+  return c0;
+}
+template <typename F, typename A, typename... Rest>
+GRADOPS_HOST_DEVICE inline F Horner(F s, A c0, Rest... rest) {
+  return MulAdd(s, Horner(s, rest...), F(c0));
+}
+// The same times kDown.
+template <typename F, typename... A>
+GRADOPS_HOST_DEVICE inline F HornerDown(F s, A... c) {
+  return Horner(s, c * kDown<A>...);
 }
 
 // n = round(-z log2(e) / 2) for 0 <= z <= 225 (double: 1,548), and what moves a number's exponent
@@ -189,7 +205,7 @@ GRADOPS_HOST_DEVICE inline auto HalfExponent(F z) {
   constexpr int kMantissa = std::numeric_limits<A>::digits - 1;
   constexpr A kMagic = (kIsDouble<A> ? A(0x1.8p52) : A(0x1.8p23)) + kUpPower<A>;
   constexpr A kHalfLog2e = kIsDouble<A> ? A(0.72134752044448170368) : A(0.5f * 1.44269504f);
-  const F sum = kMagic - z * kHalfLog2e;
+  const F sum = MulAdd(z, F(-kHalfLog2e), F(kMagic));
   const auto bits = Bits(sum) << kMantissa;
   return Exponent<F, decltype(bits)>{sum - kMagic, bits};
 }
@@ -220,7 +236,7 @@ GRADOPS_HOST_DEVICE inline F ExpHalf(F r, I bits) {
 template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline F ExpMinusHalfSquare(F a) {
   const auto [n, bits] = HalfExponent<A>(a * a);
-  return ExpHalf<A>(MinusProduct(n * kMinusLn4<A>, a, a) + n * kMinusLn4Rest<A>, bits);
+  return ExpHalf<A>(MulAdd(n, F(kMinusLn4Rest<A>), MinusProduct(n * kMinusLn4<A>, a, a)), bits);
 }
 
 // 2^kUpPower exp(-z / 2) in float, to 16 bits or more.
@@ -232,7 +248,7 @@ GRADOPS_HOST_DEVICE inline F ShortExpMinusHalf(F z) {
   return result;
 #else
   const auto [n, bits] = HalfExponent<float>(z);
-  const F r = n * -1.38629436f - z;
+  const F r = MulSub(F(0.0f) - z, n, F(1.38629436f));
   return FromBits(Bits(Horner(r, 1.0f, 0.5f, 0.12501383f, 0.02094627f, 0.0025789125f)) + bits);
 #endif
 }
@@ -251,7 +267,7 @@ GRADOPS_HOST_DEVICE inline Gaussian<F> GaussianTail(F x) {
   } else {
     const F a = ClampedAbs(x, 14.8f);
     if constexpr (kNeeded == Precision::kFloat) {
-      return {x, a, ExpMinusHalfSquare<float>(a), Reciprocal(a + 3.0f)};
+      return {x, a, ExpMinusHalfSquare<float>(a), Reciprocal(MulAdd(a, F(0.25f), F(0.75f)))};
     } else {
       return {x, a, ShortExpMinusHalf(a * a), Reciprocal(a + 3.5f)};
     }
@@ -271,8 +287,9 @@ GRADOPS_HOST_DEVICE inline Factors<F> GaussianRatio(F a, F s) {
     return {a, s * p};
   } else if constexpr (kNeeded == Precision::kFloat) {
     const F u = a * s;
-    const F p = HornerDown(u, 1.5f, -2.0904796f, 1.0689933f, 0.20790806f, -0.2668536f, -0.0868413f,
-                           -0.043377828f, 0.18660364f, -0.07712412f);
+    const F p = HornerDown(u, 1.5f / 4, -2.0904796f / 16, 1.0689933f / 64, 0.20790806f / 256,
+                           -0.2668536f / 1024, -0.0868413f / 4096, -0.043377828f / 16384,
+                           0.18660364f / 65536, -0.07712412f / 262144);
     return {kProduct ? u : a, kProduct ? p : s * p};
   } else {
     const F p =
@@ -300,7 +317,8 @@ GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
   using A = std::conditional_t<kNeeded == Precision::kDouble, double, float>;
   const F a = ClampedAbs(x, kIsDouble<A> ? A(21.8) : A(11.0));
   const F square = a * a;
-  const F z = a * (kTwiceV<A> + kTwiceV<A> * kCubic<A> * square);
+  constexpr A kTwiceCubic = kTwiceV<A> * kCubic<A>;
+  const F z = a * MulAdd(square, F(kTwiceCubic), F(kTwiceV<A>));
   F e;
   if constexpr (kNeeded == Precision::k16Bits) {
     e = ShortExpMinusHalf(z);
@@ -309,9 +327,9 @@ GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
     constexpr A kUpper = kIsDouble<A> ? A(0x1.988452p1) : A(3.19140625f);
     constexpr A kLower = kIsDouble<A> ? A(0x1.3d436508d0fcbp-23) : A(0.0001319932f);
     const auto [n, bits] = HalfExponent<A>(z);
-    const F rest = a * (kLower + kTwiceV<A> * kCubic<A> * square);
-    const F r = MinusProduct(n * kMinusLn4<A>, kUpper, a) - rest + n * kMinusLn4Rest<A>;
-    e = ExpHalf<A>(r, bits);
+    const F rest = MulAdd(square, F(kTwiceCubic), F(kLower));
+    const F r = MulSub(MinusProduct(n * kMinusLn4<A>, F(kUpper), a), a, rest);
+    e = ExpHalf<A>(MulAdd(n, F(kMinusLn4Rest<A>), r), bits);
   }
   return {x, a, square, e};
 }
@@ -333,10 +351,11 @@ template <typename T, bool kApproximate, template <typename> typename Tail, type
 GRADOPS_HOST_DEVICE inline F Gelu(const Tail<F>& t) {
   using namespace gelu;
   if constexpr (kApproximate) {
-    return PositivePart(t.x) - (t.a * t.exponential) * Reciprocal(kUp<Accum<T>> + t.exponential);
+    return MulSub(PositivePart(t.x), t.a * t.exponential,
+                  Reciprocal(kUp<Accum<T>> + t.exponential));
   } else {
     const auto [a, ratio] = GaussianRatio<kPrecision<T>, true>(t.a, t.s);
-    return PositivePart(t.x) - (a * t.exponential) * ratio;
+    return MulSub(PositivePart(t.x), a * t.exponential, ratio);
   }
 }
 
@@ -349,12 +368,12 @@ GRADOPS_HOST_DEVICE inline F GeluDerivative(const Tail<F>& t) {
   if constexpr (kApproximate) {
     const F complement = Reciprocal(kUp<A> + t.exponential);
     constexpr A kSlope = A(0.5) * kTwiceV<A> * kUp<A>;  // of v
-    const F a_slope = t.a * (kSlope + 3 * kSlope * kCubic<A> * t.square);
-    d = t.exponential * ((A(1) - a_slope * complement) * complement);
+    const F a_slope = t.a * MulAdd(t.square, F(3 * kSlope * kCubic<A>), F(kSlope));
+    d = t.exponential * (MulSub(F(A(1)), a_slope, complement) * complement);
   } else {
     constexpr A kInvSqrt2Pi = A(0.39894228040143267794) * kDown<A>;
     const auto [a, ratio] = GaussianRatio<kPrecision<T>, false>(t.a, t.s);
-    d = t.exponential * (ratio - a * kInvSqrt2Pi);
+    d = t.exponential * MulSub(ratio, a, F(kInvSqrt2Pi));
   }
   return SelectBySign(t.x, d, A(1) - d);
 }

@@ -54,9 +54,9 @@ class Terms {
     }
   }
   void PrefetchFrom(std::int64_t i, std::int64_t n) const {
-    Prefetch(dy_ + i, n);
-    Prefetch(x_ + i, n);
-    if constexpr (kMask == Mask::kOutput) Prefetch(y_ + i, n);
+    Prefetch(dy_, i, n);
+    Prefetch(x_, i, n);
+    if constexpr (kMask == Mask::kOutput) Prefetch(y_, i, n);
   }
   std::array<A, 2> operator()(std::int64_t i, std::int64_t c) const {
     const A gradient = dz(i, c);

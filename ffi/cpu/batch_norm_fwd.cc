@@ -4,10 +4,10 @@
 // time as are added up in the accumulation type. A guess that turns out to be off by more than 1.4
 // deviations is replaced by the mean of these elements, and they are read again, from a cache: so
 // neither a large mean nor a bad guess costs digits. The mean of 16 samples of normal numbers is
-// off by as much once in 10^8; that of 8 by one deviation in every second block of 1,024 channels,
-// which then took half as long again. Then they are put together in double: Chan,
-// Golub, LeVeque, Algorithms for computing the sample variance (1983). Parts are cut by the shape
-// alone, and put together in a fixed order.
+// off by as much once in 10^8; that of 8 by one deviation in nearly every block of 1,024 channels,
+// which then took half as long again. Then they are put together in double: Chan, Golub, LeVeque,
+// Algorithms for computing the sample variance (1983). Parts are cut by the shape alone, and put
+// together in a fixed order.
 //
 // Memory traffic: x is read twice and y written; once where a piece holds whole channels, and so
 // stays in a cache.
@@ -89,7 +89,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
   const auto sample = [=](std::int64_t r, std::int64_t i) {
     return std::array{static_cast<A>(x[r * step + i]) - base[i]};
   };
-  AddRows(samples, n, sample, [=](std::int64_t r) { Prefetch(x + (r + 1) * step, n); }, sampled);
+  AddRows(samples, n, sample, [=](std::int64_t r) { Prefetch(x, (r + 1) * step, n); }, sampled);
   for (std::int64_t i = 0; i < n; ++i)
     set_guess(i, Guess<A>{base[i]} + sampled[0][i] / static_cast<A>(samples));
 
@@ -105,7 +105,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
             const A difference = guess(i).difference(static_cast<A>(first[r * width + i]));
             return std::array{difference, difference * difference};
           },
-          [=](std::int64_t r) { Prefetch(first + r * width + std::max(kAhead<T>, width), n); },
+          [=](std::int64_t r) { Prefetch(first, r * width + std::max(kAhead<T>, width), n); },
           sums);
       if (again) break;
       int far = 0;
@@ -182,7 +182,7 @@ void MomentsOf(const T* x, const Layout<true>& layout, const Piece& piece,
             const A difference = guess.difference(static_cast<A>(first[i]));
             return std::array{difference, difference * difference};
           },
-          [=](std::int64_t i, std::int64_t n) { Prefetch(first + i, n); });
+          [=](std::int64_t i, std::int64_t n) { Prefetch(first, i, n); });
       if (again || sums[0] * sums[0] <= 2.0 / 3 * count * sums[1]) break;
       guess = guess + static_cast<A>(sums[0] / count);
     }
@@ -204,7 +204,7 @@ void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
   const T* const all_residual = static_cast<const T*>(args.residual);
   ForBlocksOf(layout, piece, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
     const T* const x = all_x + offset;
-    if constexpr (!kFirst) Prefetch(x + kAhead<T>, n);
+    if constexpr (!kFirst) Prefetch(x, kAhead<T>, n);
     const auto mean = numbers.Get(kMean, piece.group, start),
                factor = numbers.Get(kFactor, piece.group, start),
                shift = numbers.Get(kOffset, piece.group, start);

@@ -167,8 +167,7 @@ struct AtLanes {
   }
 };
 // The same at the last few elements, of which there are `count`: what other lanes have is 0, and is
-// not stored. Results are those of AtLanes, bit by bit; for a single element, as below, a compiler
-// may fuse other products and sums.
+// not stored. Results are those of AtLanes, bit by bit.
 template <int kCount>
 struct AtLast {
   std::int64_t i, count;

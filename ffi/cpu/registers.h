@@ -103,7 +103,7 @@ inline void Narrow(double* to, Vector<double> r) {
   std::memcpy(to, &r, sizeof(r));
 }
 inline void Narrow(BFloat16* to, Vector<float> r) {  // as BFloat16's constructor
-#if defined(__AVX512BW__)                            // masks: two thirds of the instructions
+#if defined(__AVX512F__)                             // masks: two thirds of the instructions
   const auto one = [](int value) { return _mm512_set1_epi32(value); };
   const auto u = std::bit_cast<__m512i>(r);
   const auto half = _mm512_maskz_add_epi32(kAll, u, one(0x7fff));
@@ -161,23 +161,29 @@ V Max(V a, V b) {
   return a > b ? a : b;
 #endif
 }
-// c - a b, rounded once, where the processor can.
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+// a b + c and c - a b, rounded once where the processor can.
+#if (defined(__FMA__) && defined(__AVX2__)) || defined(__ARM_FEATURE_FMA)
 #define GRADOPS_FMA 1
+#endif
 template <typename V>
-V MinusProduct(V c, V a, V b) {
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<V, Vector<float>>) return V(_mm512_fnmadd_ps(a, b, c));
-  if constexpr (std::is_same_v<V, Vector<double>>) return V(_mm512_fnmadd_pd(a, b, c));
+V MulAdd(V a, V b, V c) {
+#if !defined(GRADOPS_FMA)
+  return a * b + c;
+#elif defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vector<float>>) return V(_mm512_fmadd_ps(a, b, c));
+  if constexpr (std::is_same_v<V, Vector<double>>) return V(_mm512_fmadd_pd(a, b, c));
 #elif defined(__AVX2__)
-  if constexpr (std::is_same_v<V, Vector<float>>) return V(_mm256_fnmadd_ps(a, b, c));
-  if constexpr (std::is_same_v<V, Vector<double>>) return V(_mm256_fnmadd_pd(a, b, c));
+  if constexpr (std::is_same_v<V, Vector<float>>) return V(_mm256_fmadd_ps(a, b, c));
+  if constexpr (std::is_same_v<V, Vector<double>>) return V(_mm256_fmadd_pd(a, b, c));
 #else
-  if constexpr (std::is_same_v<V, Vector<float>>) return V(vfmsq_f32(c, a, b));
-  if constexpr (std::is_same_v<V, Vector<double>>) return V(vfmsq_f64(c, a, b));
+  if constexpr (std::is_same_v<V, Vector<float>>) return V(vfmaq_f32(c, a, b));
+  if constexpr (std::is_same_v<V, Vector<double>>) return V(vfmaq_f64(c, a, b));
 #endif
 }
-#endif
+template <typename V>
+V MulSub(V c, V a, V b) {
+  return MulAdd(-a, b, c);
+}
 
 }  // namespace lanes
 

@@ -15,10 +15,12 @@
 
 namespace gradops {
 
-// Reads the lines of n elements ahead of their use; they need not be there.
+// Reads the lines of n elements from `first` on ahead of their use. They need not be there: hence a
+// number and not a pointer.
 template <typename T>
-void Prefetch(const T* elements, std::int64_t n) {
-  const auto start = reinterpret_cast<std::uintptr_t>(elements);
+void Prefetch(const T* elements, std::int64_t first, std::int64_t n) {
+  const auto start =
+      reinterpret_cast<std::uintptr_t>(elements) + static_cast<std::uintptr_t>(first) * sizeof(T);
   for (std::uintptr_t i = 0; i < static_cast<std::uintptr_t>(n) * sizeof(T); i += 64) {
     __builtin_prefetch(reinterpret_cast<const void*>(start + i));
   }

@@ -15,8 +15,9 @@
 //
 // Bytes on their way decide: about 32 KB of loads per multiprocessor take all of the bandwidth, and
 // with more than 64 KB some multiprocessors get much less of it than others (TUNING.md). Forward,
-// blocks are short and many, so that others take over; backward, where blocks last, there are just
-// so many threads, one pack of each array a thread.
+// blocks are short and many, so that others take over. Backward, where blocks last, there are just
+// so many threads, each of which has two packs of each array under way, to shared memory, all the
+// time; the blocks are one wave of equally many turns.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -25,6 +26,7 @@
 #include "cuda/bias_gelu_policy.h"
 #include "cuda/column_sum.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/pipeline.cuh"
 #include "cuda/vec.cuh"
 #include "ops/bias_gelu.h"
 
@@ -34,10 +36,8 @@ namespace {
 // Of a thread, at most, loaded before any is worked on. With 8 of double registers are short.
 template <typename T>
 constexpr int kForwardPacks = std::is_same_v<T, double> ? 6 : 8;
-constexpr int kForwardBlocks = 3, kBackwardBlocks = 4;  // of a multiprocessor
-// Of what is read and written where the kernel after comes early: of more, its blocks would crowd
-// on the multiprocessors that are done first.
-constexpr std::int64_t kEarlyBytes = 256 << 20;
+constexpr int kForwardBlocks = 3, kBackwardBlocks = 2;  // of a multiprocessor
+constexpr int kStages = 2;  // packs of each array that a thread of backward has under way
 // Spans whose dz a thread adds up before it adds that to the sum, so that rounding errors hardly
 // grow with the number of rows.
 constexpr int kSpansPerSum = 128;
@@ -50,7 +50,7 @@ struct Place {
 
   __device__ Place(const GeluCut& cut, std::int64_t slice) {
     const auto thread = static_cast<int>(threadIdx.x);
-    const int span = thread * cut.inverse_lanes >> 16;  // thread / lanes
+    const int span = thread * cut.inverse_lanes >> 20;  // thread / lanes
     pack = std::int64_t{blockIdx.x} * cut.lanes + (thread - span * cut.lanes);
     first = slice * cut.at_once + span;
     inside = pack < cut.span && span < cut.at_once;
@@ -146,21 +146,21 @@ template <typename A>
 struct SliceSums {
   A* sums;  // null if not wanted
   std::int64_t group_pitch, slice_pitch;
-  bool early;  // whether the kernel that adds them up may come early
 };
 
 template <typename T, bool kApproximate, int W>
-__global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
+__global__ void __launch_bounds__(kMostGeluThreads, kBackwardBlocks)
     BackwardKernel(const __grid_constant__ BiasGeluBwdArgs args,
                    const __grid_constant__ GeluCut cut,
                    const __grid_constant__ SliceSums<Accum<T>> slice_sums) {
   using A = Accum<T>;
   constexpr bool kCutSums = !std::is_same_v<A, double>;
-  // [spans at once][elements of a tile]: each thread's sums, which in registers would leave too few
-  // for both loads of a turn to be under way together.
-  __shared__ __align__(kVecBytes) A shared[W * kGeluThreads];
+  constexpr bool kRing = W > 1;  // copies to shared memory are of 16 bytes
+  __shared__ __align__(kVecBytes)
+      A shared[W * kMostGeluThreads];                         // [spans at once][a tile's elements]
+  __shared__ Pack<T, W> ring[kStages * 2][kMostGeluThreads];  // each thread's packs under way
   A* const sums = shared + threadIdx.x * W;
-  if (slice_sums.early) LaunchNext();
+  LaunchNext();
   const auto [groups, rows, features] = args.shape;
   // dx may be dy. Packs are counted from the arrays' beginning.
   const T* const dy = static_cast<const T*>(args.dy);
@@ -173,10 +173,22 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
 #pragma unroll
       for (int j = 0; j < W; ++j) sums[j] = 0;
       if (place.inside) {
+        const std::int64_t step = cut.slices * cut.at_once * cut.span;
+        std::int64_t pack = group * cut.packs + place.first * cut.span + place.pack;
+        const auto fetch = [&](std::int64_t from, int stage) {
+          if (from < group_end) {
+            CopyAsync(&ring[2 * stage][threadIdx.x], dy + from * W);
+            CopyAsync(&ring[2 * stage + 1][threadIdx.x], x + from * W);
+          }
+          CommitCopies();
+        };
+        if constexpr (kRing) {
+          for (int k = 0; k < kStages; ++k) fetch(pack + k * step, k);
+        }
+        int stage = 0;
         A bias[W];
         LoadBias(args.bias, cut, group, features, place.pack, bias);
         A part[W] = {};
-        const unsigned zero = blockDim.z - 1;  // but the compiler does not know
         // dx of one pack.
         const auto apply = [&](const Pack<T, W>& dy_pack, const Pack<T, W>& x_pack) {
           A dz[W], z[W];
@@ -193,23 +205,21 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
 #pragma unroll
           for (int j = 0; j < W; ++j) sums[j] += part[j], part[j] = 0;
         };
-        const std::int64_t step = cut.slices * cut.at_once * cut.span;
-        std::int64_t pack = group * cut.packs + place.first * cut.span + place.pack;
         while (pack < group_end) {
           const std::int64_t end =
               kCutSums ? min(group_end, pack + kSpansPerSum * step) : group_end;
 #pragma unroll 1
           for (; pack < end; pack += step) {
-            const auto dy_pack = LoadPackOnce<W>(dy + pack * W);
-            auto x_pack = LoadPackOnce<W>(x + pack * W);
-            if constexpr (sizeof(T) == 2 && W > 1) {
-              // Else, short of registers, the compiler works on x before it loads dy.
-              const auto& ahead = reinterpret_cast<const uint4&>(dy_pack);
-              uint4& words = AsWords(x_pack);
-              words.x ^= ahead.x & zero, words.y ^= ahead.y & zero;
-              words.z ^= ahead.z & zero, words.w ^= ahead.w & zero;
+            Pack<T, W> out;
+            if constexpr (kRing) {
+              WaitForCopies<kStages - 1>();
+              out = apply(ring[2 * stage][threadIdx.x], ring[2 * stage + 1][threadIdx.x]);
+              fetch(pack + kStages * step, stage);
+              stage = (stage + 1) % kStages;
+            } else {
+              out = apply(LoadPackOnce<W>(dy + pack * W), LoadPackOnce<W>(x + pack * W));
             }
-            StorePackOnce(dx + pack * W, apply(dy_pack, x_pack));
+            StorePackOnce(dx + pack * W, out);
           }
           end_part();
         }
@@ -239,7 +249,7 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
       };
       if (cut.folded()) {
         for (int column = static_cast<int>(threadIdx.x); column < features;
-             column += kGeluThreads) {
+             column += static_cast<int>(blockDim.x)) {
           A total = add_up(column);
           for (int copy = 1; copy < cut.copies; ++copy) {
             total += add_up(copy * static_cast<int>(features) + column);
@@ -250,7 +260,7 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks)
         const std::int64_t first = std::int64_t{blockIdx.x} * elements;
         const std::int64_t end = min(cut.span * W, rows * features);
         for (int i = static_cast<int>(threadIdx.x); i < elements && first + i < end;
-             i += kGeluThreads) {
+             i += static_cast<int>(blockDim.x)) {
           partial[first + i] = add_up(i);
         }
       }
@@ -281,7 +291,7 @@ ffi::Error Forward(cudaStream_t stream, const BiasGeluFwdArgs& args) {
   if (args.shape.elements() == 0) return ffi::Error::Success();
   return DispatchWidth<T>(args.shape, Aligned(args.x, args.y), [&]<int W>() {
     const std::int64_t resident = std::int64_t{kForwardBlocks} * MultiprocessorCount();
-    GeluCut cut = CutGroup(args.shape, W, args.bias.data != nullptr, 1, resident);
+    GeluCut cut = CutForward(args.shape, W, args.bias.data != nullptr, resident);
     // Few spans are spread over all multiprocessors before a thread gets several.
     const std::int64_t blocks = CeilDiv(cut.spans, cut.at_once) * cut.tiles * args.shape.groups;
     cut.turns =
@@ -319,10 +329,9 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
     const std::int64_t partial_rows = dbias == nullptr ? 0 : cut.partial_rows(rows);
     const bool at_once = cut.slices * partial_rows <= 1;
     const SliceSums<A> sums{at_once ? dbias : static_cast<A*>(args.workspace),
-                            (at_once ? 1 : args.partial_rows) * features, partial_rows * features,
-                            3 * args.shape.elements() * std::int64_t{sizeof(T)} <= kEarlyBytes};
+                            (at_once ? 1 : args.partial_rows) * features, partial_rows * features};
     BackwardKernel<T, kApproximate, W>
-        <<<GridOf(cut, groups), kGeluThreads, 0, stream>>>(args, cut, sums);
+        <<<GridOf(cut, groups), 32 * CeilDiv(cut.threads(), 32), 0, stream>>>(args, cut, sums);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess || at_once) return ToError(kOp, status);
     return ToError(kOp,

@@ -11,9 +11,10 @@
 
 namespace gradops {
 
-inline constexpr int kGeluThreads = 256;     // of a block
-inline constexpr int kGeluLanes = 32;        // packs of a tile, if nothing speaks for others
-inline constexpr int kLinePacks = 128 / 16;  // of a line of the cache
+inline constexpr int kGeluThreads = 256;      // of a block
+inline constexpr int kMostGeluThreads = 320;  // backward
+inline constexpr int kGeluLanes = 32;         // packs of a tile, if nothing speaks for others
+inline constexpr int kLinePacks = 128 / 16;   // of a line of the cache
 
 // How a group is cut.
 struct GeluCut {
@@ -25,18 +26,19 @@ struct GeluCut {
   std::int64_t tiles;   // of a span
   std::int64_t slices;  // of spans; a slice takes `turns` of as many spans as a block at once
   int lanes;            // packs of a tile
-  int inverse_lanes;    // in 2^-16, rounded up
+  int inverse_lanes;    // in 2^-20, rounded up
   int at_once;          // spans
   int turns;
 
   // Tiles of so many packs.
   constexpr void CutSpans(int tile_packs) {
     lanes = tile_packs;
-    inverse_lanes = static_cast<int>(CeilDiv(1 << 16, lanes));
-    at_once = kGeluThreads / lanes;
+    inverse_lanes = static_cast<int>(CeilDiv(1 << 20, lanes));
+    at_once = std::max(1, kGeluThreads / lanes);
     tiles = CeilDiv(span, lanes);
     spans = CeilDiv(packs + (rest > 0), span);
   }
+  constexpr int threads() const { return lanes * at_once; }
   // Threads that have a pack, of those that might.
   constexpr double PartAtWork() const {
     return static_cast<double>(span) / static_cast<double>(tiles * lanes);
@@ -49,34 +51,23 @@ struct GeluCut {
   }
 };
 
-// Of packs of `width`; turns and slices are the caller's.
-//
-// What decides where rows are many: of a line of the cache that two tiles share, each reads all, as
-// they are at work at different times. So spans begin where lines do (backward only: forward, other
-// tiles follow at once), or a tile is a whole span, whose neighbours are in the same block.
-// most_copies: rows that a span may be made to have. resident: blocks that the GPU has at once.
-inline GeluCut CutGroup(const RowShape& shape, int width, bool has_columns,
-                        std::int64_t most_copies, std::int64_t resident) {
+// Forward, of packs of `width`; turns and slices are the caller's. Neighbouring tiles follow each
+// other at once, so that of a line of the cache that two share, one finds it there; but narrow rows
+// are cut into whole spans where these fill a block. resident: blocks that the GPU has at once.
+inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns,
+                          std::int64_t resident) {
   const std::int64_t elements = shape.rows * shape.features;
   GeluCut cut{};
   cut.packs = elements / width, cut.rest = elements % width;
   cut.span = kGeluLanes, cut.copies = 1;
-  if (!has_columns) {
-    cut.CutSpans(kGeluLanes);
-    return cut;
+  if (has_columns) {
+    cut.copies = width / std::gcd<std::int64_t>(shape.features, width);
+    cut.span = shape.features * cut.copies / width;
+    const std::int64_t times = std::max<std::int64_t>(1, kGeluLanes / cut.span);
+    cut.copies *= times, cut.span *= times;
   }
-  cut.copies = width / std::gcd<std::int64_t>(shape.features, width);
-  cut.span = shape.features * cut.copies / width;
-  const std::int64_t times = std::max<std::int64_t>(1, kGeluLanes / cut.span);
-  cut.copies *= times, cut.span *= times;
-  const std::int64_t lines = kLinePacks / std::gcd<std::int64_t>(cut.span, kLinePacks);
-  const std::int64_t copies = cut.copies * lines, span = cut.span * lines;
-  const std::int64_t blocks = most_copies / copies * CeilDiv(span, kGeluLanes) * shape.groups;
-  if (width > 1 && copies <= most_copies && blocks >= resident &&
-      cut.packs / span >= 2 * kGeluThreads / kGeluLanes) {
-    cut.copies = copies, cut.span = span;
-  } else if (lines > 1 && cut.packs >= resident * kGeluThreads &&
-             8 * (kGeluThreads / cut.span * cut.span) >= 7 * kGeluThreads) {
+  if (cut.span % kLinePacks != 0 && cut.packs >= resident * kGeluThreads &&
+      8 * (kGeluThreads / cut.span * cut.span) >= 7 * kGeluThreads) {
     cut.CutSpans(static_cast<int>(cut.span));
     return cut;
   }
@@ -91,47 +82,57 @@ inline GeluCut CutGroup(const RowShape& shape, int width, bool has_columns,
   return cut;
 }
 
-// Backward: with the slices that take least time, 0 if there is no way to leave at most so many
-// partial rows of dbias (0: it is not wanted). Where spans have several rows and tiles, also with
-// larger tiles; others gain nothing by them.
+// Backward: the cut and the slices that take least time; 0 slices if there is no way to leave at
+// most so many partial rows of dbias (0: it is not wanted).
 inline GeluCut CutBackward(const RowShape& shape, int width, int element_bytes, bool has_columns,
                            std::int64_t most_partial_rows, std::int64_t resident) {
   const bool sums = most_partial_rows > 0;
-  const auto traffic = static_cast<double>(3 * shape.elements() * element_bytes);
-  // In bytes that might be read instead. The last blocks should keep all multiprocessors busy; each
-  // wave of blocks starts and ends; partial rows are written and read, by another kernel.
-  constexpr double kPerWave = 0.05, kKernel = 8e6;
-  const auto cost = [&](const GeluCut& cut) {
-    const std::int64_t blocks = cut.slices * cut.tiles * shape.groups;
-    const auto waves = static_cast<double>(CeilDiv(blocks, resident));
-    const double stream = traffic / cut.PartAtWork() * waves * static_cast<double>(resident) /
-                          static_cast<double>(blocks) * (1 + kPerWave * waves);
-    const std::int64_t rows = sums ? cut.slices * cut.partial_rows(shape.rows) : 0;
-    const int sum_bytes = std::max(4, element_bytes);
-    return rows <= 1
-               ? stream
-               : stream + kKernel +
-                     static_cast<double>(2 * rows * shape.groups * shape.features * sum_bytes);
+  const GeluCut shortest = CutForward(shape, width, has_columns, resident);
+  GeluCut best = shortest;
+  double least_cost = 0;
+  // In bytes that might be read instead. All threads of a wave of blocks take as long as the one
+  // with most turns, and fewer than kGeluThreads leave bandwidth unused; each wave starts and ends;
+  // lines that tiles share, which are at work at different times, cost more than their bytes;
+  // partial rows are written and read, by another kernel.
+  const auto consider = [&](GeluCut cut, std::int64_t slices) {
+    constexpr double kPerWave = 0.05, kSharedLines = 1.3, kKernel = 8e6;
+    const auto waves = static_cast<double>(CeilDiv(slices * cut.tiles * shape.groups, resident));
+    const auto turns = static_cast<double>(CeilDiv(cut.spans, cut.at_once * slices));
+    double cost = static_cast<double>(3 * 16 * std::max(cut.threads(), kGeluThreads) * resident) *
+                  turns * waves * (1 + kPerWave * waves);
+    if ((cut.folded() ? cut.at_once * cut.span : cut.span) % kLinePacks != 0) cost *= kSharedLines;
+    const std::int64_t rows = sums ? slices * cut.partial_rows(shape.rows) : 0;
+    if (rows > 1) {
+      const int sum_bytes = std::max(4, element_bytes);
+      cost += kKernel + static_cast<double>(2 * rows * shape.groups * shape.features * sum_bytes);
+    }
+    if (least_cost == 0 || cost < least_cost) best = cut, best.slices = slices, least_cost = cost;
   };
-  const GeluCut least =
-      CutGroup(shape, width, has_columns, sums ? most_partial_rows : shape.rows, resident);
-  GeluCut best = least;
-  best.slices = 0;
-  const int most_lanes = least.copies > 1 && !least.folded() ? 4 * least.lanes : least.lanes;
-  for (int lanes = least.lanes; lanes <= most_lanes; lanes *= 2) {
-    GeluCut cut = least;
-    cut.CutSpans(lanes);
+  const auto consider_slices = [&](const GeluCut& cut) {
     std::int64_t most = CeilDiv(cut.spans, cut.at_once);
     if (sums) most = std::min(most, most_partial_rows / cut.partial_rows(shape.rows));
-    if (most == 0) continue;
-    const auto consider = [&](std::int64_t slices) {
-      cut.slices = std::clamp<std::int64_t>(slices, 1, most);
-      if (best.slices == 0 || cost(cut) < cost(best)) best = cut;
-    };
-    for (int slices = 1; slices <= 8; ++slices) consider(slices);
+    if (most == 0) return most;
+    const double wave =
+        static_cast<double>(resident) / static_cast<double>(cut.tiles * shape.groups);
     for (int waves = 1; waves <= 4; ++waves) {
-      consider(waves * resident / (cut.tiles * shape.groups));
+      consider(cut, std::clamp(static_cast<std::int64_t>(waves * wave), std::int64_t{1}, most));
+      if (cut.tiles * shape.groups * most <= waves * resident) break;
     }
+    return most;
+  };
+  best.slices = 0;
+  const std::int64_t most = consider_slices(shortest);
+  for (int slices = 1; slices <= std::min<std::int64_t>(8, most); ++slices)
+    consider(shortest, slices);
+  if (!has_columns || shortest.packs < 8 * resident * kGeluThreads) return best;
+  // Where much is read: spans that end with lines, in tiles of all sizes.
+  GeluCut cut = shortest;
+  const std::int64_t times = kLinePacks / std::gcd<std::int64_t>(cut.span, kLinePacks);
+  cut.copies *= times, cut.span *= times;
+  for (int lanes = 2 * kLinePacks; lanes <= kMostGeluThreads; lanes += kLinePacks) {
+    cut.CutSpans(static_cast<int>(std::min<std::int64_t>(lanes, cut.span)));
+    consider_slices(cut);
+    if (cut.folded()) break;
   }
   return best;
 }

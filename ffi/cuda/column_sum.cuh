@@ -103,14 +103,13 @@ cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const Colum
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
     attributes[0].val.sharedMemCarveout = static_cast<unsigned>(carveout);
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1] = StartsEarly();
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(GridBlocks(items));
     config.blockDim = dim3(kColumnLanes, kColumnSlices);
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = CurrentDevice().architecture >= 90 ? 2 : 1;
+    config.numAttrs = 2;
     return cudaLaunchKernelEx(&config, &ColumnSumKernel<A, W>, workspace, sums, stride,
                               partial_rows, features, items);
   };

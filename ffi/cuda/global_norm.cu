@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                      double* __restrict__ partials, float max_float_sum, bool accumulate) {
   using Reduce = cub::BlockReduce<double, kThreads>;
   __shared__ typename Reduce::TempStorage storage;
+  LaunchNext();
   const std::int64_t item = ItemOfBlock();
   if (item >= table.groups * table.slots) return;
   double share = 0;
@@ -176,10 +177,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 // Results of each group from its partial sums, [groups, slots]: one block per group.
 template <typename A, int kFinalizeThreads>
 __global__ void __launch_bounds__(kFinalizeThreads)
-    FinalizeKernel(const double* __restrict__ partials, std::int64_t groups, std::int32_t slots,
-                   A* __restrict__ huge, A* __restrict__ normal, A* __restrict__ tiny) {
+    FinalizeKernel(const double* partials, std::int64_t groups, std::int32_t slots, A* huge,
+                   A* normal, A* tiny) {
   using Reduce = cub::BlockReduce<double, kFinalizeThreads>;
   __shared__ typename Reduce::TempStorage storage;
+  WaitForKernelBefore();
   const std::int64_t group = ItemOfBlock();
   if (group >= groups) return;
   const double* const mine = partials + group * slots;
@@ -257,12 +259,19 @@ ffi::Error LaunchScale(cudaStream_t stream, const ScaleArgs& args) {
 }
 
 template <typename A>
-void LaunchFinalize(cudaStream_t stream, const SumOfSquaresArgs& args, std::int64_t slots) {
+cudaError_t LaunchFinalize(cudaStream_t stream, const SumOfSquaresArgs& args, std::int64_t slots) {
   // A warp is enough for what many groups have each.
   const auto kernel = slots <= 64 ? FinalizeKernel<A, 32> : FinalizeKernel<A, kThreads>;
-  kernel<<<BlockPerItem(args.groups), slots <= 64 ? 32 : kThreads, 0, stream>>>(
-      static_cast<const double*>(args.workspace), args.groups, static_cast<std::int32_t>(slots),
-      static_cast<A*>(args.huge), static_cast<A*>(args.normal), static_cast<A*>(args.tiny));
+  cudaLaunchAttribute early = StartsEarly();
+  cudaLaunchConfig_t config{};
+  config.gridDim = BlockPerItem(args.groups);
+  config.blockDim = dim3(slots <= 64 ? 32 : kThreads);
+  config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<const double*>(args.workspace),
+                            args.groups, static_cast<std::int32_t>(slots),
+                            static_cast<A*>(args.huge), static_cast<A*>(args.normal),
+                            static_cast<A*>(args.tiny));
 }
 
 }  // namespace
@@ -274,12 +283,8 @@ ffi::Error SumOfSquares(CudaContext stream, const SumOfSquaresArgs& args) {
   const ffi::Error error = small ? LaunchPartialSums<kSmallTable>(stream, args, slots)
                                  : LaunchPartialSums<kLargeTable>(stream, args, slots);
   if (error.failure()) return error;
-  if (args.dtype == ffi::F64) {
-    LaunchFinalize<double>(stream, args, slots);
-  } else {
-    LaunchFinalize<float>(stream, args, slots);
-  }
-  return LastError(kSum);
+  return ToError(kSum, args.dtype == ffi::F64 ? LaunchFinalize<double>(stream, args, slots)
+                                              : LaunchFinalize<float>(stream, args, slots));
 }
 
 ffi::Error Scale(CudaContext stream, const ScaleArgs& args) {

@@ -102,6 +102,13 @@ __device__ __forceinline__ void WaitForKernelBefore() {
   cudaGridDependencySynchronize();
 #endif
 }
+// How such a kernel is launched.
+inline cudaLaunchAttribute StartsEarly() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = CurrentDevice().architecture >= 90;
+  return attribute;
+}
 
 // Blocks of a one-dimensional grid: one for each of `items`, but no more than CUDA allows and at
 // least the one that it demands. So kernels loop over items, from blockIdx.x in steps of gridDim.x.

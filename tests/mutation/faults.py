@@ -785,8 +785,8 @@ CUDA = [
     Fault(
         "GELU: a thread's span, rounded down",
         "ffi/cuda/bias_gelu_policy.h",
-        "inverse_lanes = static_cast<int>(CeilDiv(1 << 16, lanes));",
-        "inverse_lanes = (1 << 16) / lanes;",
+        "inverse_lanes = static_cast<int>(CeilDiv(1 << 20, lanes));",
+        "inverse_lanes = (1 << 20) / lanes;",
         _gpu("bias_gelu", "test_many_rows"),
     ),
     Fault(

@@ -323,6 +323,18 @@ void FillOperand(const Array& array, Random random) {
   }
 }
 
+// NaN here and there, in some of whose bits there may be anything.
+void AddNaNs(const Array& array, Random random) {
+  for (std::size_t i = 0; i < array.bytes() / 8; i += 1 + random.Below(50)) {
+    if (array.dtype == XLA_FFI_DataType_F32) {
+      static_cast<std::uint32_t*>(array.data)[i] =
+          static_cast<std::uint32_t>(random()) | 0x7fc00000;
+    } else if (array.dtype == XLA_FFI_DataType_F64) {
+      static_cast<std::uint64_t*>(array.data)[i] = random() | 0x7ff8000000000000;
+    }
+  }
+}
+
 }  // namespace
 
 Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, Random random) {
@@ -344,6 +356,8 @@ Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, R
 
 void FillOperands(const Call& call, Random random) {
   for (const Array& operand : call.operands) FillOperand(operand, Random(random()));
+  // Sums of several may be any of them.
+  if (call.op == "bias_gelu_fwd") AddNaNs(call.operands[0], random);
 }
 
 bool HasFreeShape(std::string_view op, std::string_view name) {
