@@ -260,15 +260,15 @@ CPU = [
     Fault(
         "the tanh form's derivative without the slope of the cube",
         "ffi/common/gelu.h",
-        "(kSlope + 3 * kSlope * kCubic<A> * t.square)",
-        "(kSlope + kSlope * kCubic<A> * t.square)",
+        "MulAdd(t.square, F(3 * kSlope * kCubic<A>), F(kSlope))",
+        "MulAdd(t.square, F(kSlope * kCubic<A>), F(kSlope))",
         _GELU_VALUES,
     ),
     Fault(
         "a polynomial without its last term",
         "ffi/common/gelu.h",
-        "0.18660364f, -0.07712412f);",
-        "0.18660364f);",
+        "0.18660364f / 65536, -0.07712412f / 262144);",
+        "0.18660364f / 65536);",
         _GELU_VALUES,
     ),
     Fault(
