@@ -257,7 +257,9 @@ def test_more_groups_than_blocks(platform, rng):
 
 @pytest.mark.M6
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("shape", [(131_101, 33), (4_401, 1_001), (1_451, 3_001)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(200_003, 33), (6_601, 1_001), (7_801, 840), (1_951, 3_336)], ids=str
+)
 def test_many_rows(platform, shape, dtype, rng):
     """Where CUDA's blocks take whole spans of rows, or spans that end with a line of the cache."""
     dtype = jnp.dtype(dtype)

@@ -154,11 +154,11 @@ GRADOPS_HOST_DEVICE inline double Reciprocal(double x) {
 #endif
 }
 
-// a b + c and c - a b, rounded once where the processor can. Nothing is left to compilers, which
-// fuse products and sums as they like, in each copy of a loop otherwise.
+// a b + c and c - a b, rounded once where the processor can. On the CPU nothing is left to
+// compilers, which fuse products and sums as they like, in each copy of a loop otherwise.
 template <typename A>
 GRADOPS_HOST_DEVICE inline A MulAdd(A a, A b, A c) {
-#if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#if defined(__CUDA_ARCH__) || (defined(__FMA__) && defined(__AVX2__)) || defined(__ARM_FEATURE_FMA)
   return std::fma(a, b, c);
 #else
   return a * b + c;

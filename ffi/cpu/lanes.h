@@ -212,7 +212,7 @@ struct AtElement {
 };
 
 // fn(at) for all of n elements, kCount at a time, and the last ones one by one, which takes less
-// time than AtLast. For files in which products and sums are not fused.
+// time than AtLast.
 template <int kCount, typename Fn>
 void ForLanes(std::int64_t n, const Fn& fn) {
   std::int64_t i = 0;

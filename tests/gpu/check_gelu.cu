@@ -66,9 +66,10 @@ int RunAll() {
   }
   // Whole spans to a block, and spans that end where lines of the cache do.
   for (const bool approximate : {true, false}) {
-    calls += Run<T>({1, 131101, 33}, true, true, approximate, false, 512);
-    calls += Run<T>({1, 4401, 1001}, true, true, approximate, false, 512);
-    calls += Run<T>({1, 1451, 3001}, true, true, approximate, false, 512);
+    calls += Run<T>({1, 200003, 33}, true, true, approximate, false, 512);
+    calls += Run<T>({1, 6601, 1001}, true, true, approximate, false, 512);
+    calls += Run<T>({1, 7801, 840}, true, true, approximate, false, 512);
+    calls += Run<T>({1, 1951, 3336}, true, true, approximate, false, 512);
   }
   // More groups than there are partial rows for.
   calls += Run<T>({100, 16, 129}, true, true, true) + Run<T>({300, 3, 11}, true, true, false);
