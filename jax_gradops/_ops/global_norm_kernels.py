@@ -81,12 +81,16 @@ SUM_OF_SQUARES = Kernel(
 )
 
 
-def _product(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """X * factor, a scalar; rounded once."""
+def _wide_product(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """X * factor, a scalar, in the accumulation dtype of both."""
     dtype = accum_dtype(x.dtype, factor.dtype)
     wide = lax.convert_element_type(x, dtype)
-    by = _like(wide, lax.convert_element_type(factor, dtype))
-    return lax.convert_element_type(lax.mul(wide, by), x.dtype)
+    return lax.mul(wide, _like(wide, lax.convert_element_type(factor, dtype)))
+
+
+def _product(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """The same, rounded once to x's dtype."""
+    return lax.convert_element_type(_wide_product(x, factor), x.dtype)
 
 
 @jax.custom_jvp
@@ -103,13 +107,7 @@ def _scale_reference_jvp(primals: Any, tangents: Any) -> Any:
     (*leaves, factor), (*dleaves, dfactor) = primals, tangents
 
     def change(x: jax.Array, dx: jax.Array) -> jax.Array:
-        dtype = accum_dtype(x.dtype, factor.dtype)
-
-        def product(x: jax.Array, factor: jax.Array) -> jax.Array:
-            wide = lax.convert_element_type(x, dtype)
-            return lax.mul(wide, _like(wide, lax.convert_element_type(factor, dtype)))
-
-        wide = lax.add(product(dx, factor), product(x, dfactor))
+        wide = lax.add(_wide_product(dx, factor), _wide_product(x, dfactor))
         return lax.convert_element_type(wide, x.dtype)
 
     return _scale_reference(*primals), tuple(map(change, leaves, dleaves))
