@@ -103,13 +103,12 @@ cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const Colum
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
     attributes[0].val.sharedMemCarveout = static_cast<unsigned>(carveout);
-    attributes[1] = StartsEarly();
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(GridBlocks(items));
     config.blockDim = dim3(kColumnLanes, kColumnSlices);
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = 2;
+    config.numAttrs = 1 + StartEarly(attributes[1]);
     return cudaLaunchKernelEx(&config, &ColumnSumKernel<A, W>, workspace, sums, stride,
                               partial_rows, features, items);
   };

@@ -266,12 +266,12 @@ template <typename A>
 cudaError_t LaunchFinalize(cudaStream_t stream, const SumOfSquaresArgs& args, std::int64_t slots) {
   // A warp is enough for what many groups have each.
   const auto kernel = slots <= 64 ? FinalizeKernel<A, 32> : FinalizeKernel<A, kThreads>;
-  cudaLaunchAttribute early = StartsEarly();
+  cudaLaunchAttribute early{};
   cudaLaunchConfig_t config{};
   config.gridDim = BlockPerItem(args.groups);
   config.blockDim = dim3(slots <= 64 ? 32 : kThreads);
   config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
+  config.attrs = &early, config.numAttrs = StartEarly(early);
   return cudaLaunchKernelEx(&config, kernel, static_cast<const double*>(args.workspace),
                             args.groups, static_cast<std::int32_t>(slots),
                             static_cast<A*>(args.huge), static_cast<A*>(args.normal),

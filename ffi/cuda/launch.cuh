@@ -102,12 +102,11 @@ __device__ __forceinline__ void WaitForKernelBefore() {
   cudaGridDependencySynchronize();
 #endif
 }
-// How such a kernel is launched.
-inline cudaLaunchAttribute StartsEarly() {
-  cudaLaunchAttribute attribute{};
+// How such a kernel is launched, where the GPU can; returns how many attributes that takes.
+inline unsigned StartEarly(cudaLaunchAttribute& attribute) {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = CurrentDevice().architecture >= 90;
-  return attribute;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return CurrentDevice().architecture >= 90 ? 1 : 0;
 }
 
 // Blocks of a one-dimensional grid: one for each of `items`, but no more than CUDA allows and at
