@@ -65,8 +65,6 @@ void BindRowPlans(nb::module_& m) {
             fields["share"] = plan.share;
             fields["threads"] = plan.threads();
             if constexpr (std::is_same_v<std::decay_t<decltype(plan)>, BackwardPlan>) {
-              fields["direct"] = plan.direct;
-              fields["copy"] = static_cast<int>(plan.copy);
               fields["units"] = plan.units;
               fields["stages"] = plan.stages;
               fields["shared_bytes"] = plan.shared_bytes;
@@ -92,13 +90,12 @@ void BindRowPlans(nb::module_& m) {
     m.def(
         "force_row_plan",
         [](int architecture, int max_cluster, int max_threads, int max_stages, bool stream,
-           bool ring, int packs) {
-          ForcedRowPlan() = {architecture, max_cluster, max_threads, max_stages,
-                             stream,       ring,        packs};
+           int packs) {
+          ForcedRowPlan() = {architecture, max_cluster, max_threads, max_stages, stream, packs};
         },
         nb::kw_only(), nb::arg("architecture") = 0, nb::arg("max_cluster") = 0,
         nb::arg("max_threads") = 0, nb::arg("max_stages") = 0, nb::arg("stream") = false,
-        nb::arg("ring") = false, nb::arg("packs") = 0);
+        nb::arg("packs") = 0);
   }
 }
 

@@ -27,7 +27,6 @@ def force_row_plan(
     max_threads: int = 0,
     max_stages: int = 0,
     stream: bool = False,
-    ring: bool = False,
     packs: int = 0,
 ) -> None: ...
 def gelu_cut(

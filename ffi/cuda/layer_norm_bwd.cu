@@ -39,20 +39,8 @@ cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, 
   return cudaGetLastError();
 }
 
-// The split of shared memory and L1 cache, in percent: for a ring, all is shared (few rows of 16
-// bits keep to that); without, up to three times 16 KB of sums, static memory and what CUDA keeps,
-// on any GPU.
-template <typename T>
-int CarveoutOf(const BackwardPlan& plan) {
-  const int all = std::max(1, CurrentDevice().shared_bytes);
-  const std::int64_t bytes = (plan.dx_sum_bytes > 0 ? 56 : 40) * 1024;
-  return plan.direct && sizeof(T) > 2
-             ? static_cast<int>(std::min<std::int64_t>(100, CeilDiv(100 * bytes, all)))
-             : cudaSharedmemCarveoutMaxShared;
-}
-
 // How many blocks, or clusters, of a persistent kernel run at a time; 0: clusters, but none can.
-template <typename T, typename Kernel>
+template <typename Kernel>
 cudaError_t CountResident(const BackwardPlan& plan, Kernel* kernel, std::int64_t& resident) {
   const auto ask = [&](int& count) {
     // As much shared memory as any plan takes, and always the same split of it and the L1 cache, as
@@ -61,7 +49,7 @@ cudaError_t CountResident(const BackwardPlan& plan, Kernel* kernel, std::int64_t
                                               CurrentDevice().shared_bytes - 4096);
     if (status != cudaSuccess) return status;
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  CarveoutOf<T>(plan));
+                                  cudaSharedmemCarveoutMaxShared);
     if (status != cudaSuccess) return status;
     if (plan.cluster > 1) {
       count = ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
@@ -93,14 +81,13 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   RowTask task =
       TaskOf(args.shape, sizeof(T), args.dsum == nullptr ? 2 : 3, aligned, aligned_params);
   task.sums_dx = args.dresidual_bias.data != nullptr;
-  task.from_output = kFromOutput;
   const BackwardPlan plan = ChooseBackwardPlan(task, ForcedRowPlan());
   auto* const workspace = static_cast<A*>(args.workspace);
   std::int64_t resident = 0, slots = 1;
 
-  const auto run = [&]<int P, Division kDivision, bool kDirect>() {
-    auto* const kernel = &BackwardKernel<T, P, kDivision, kDirect, kCentered, kFromOutput>;
-    const cudaError_t status = CountResident<T>(plan, kernel, resident);
+  const auto run = [&]<int P, Division kDivision>() {
+    auto* const kernel = &BackwardKernel<T, P, kDivision, kCentered, kFromOutput>;
+    const cudaError_t status = CountResident(plan, kernel, resident);
     if (status != cudaSuccess || resident == 0) return status;
     const std::int64_t items = CeilDiv(rows, plan.unit_rows() * plan.units);
     slots = std::min(items, std::max<std::int64_t>(1, resident / groups));
@@ -133,15 +120,12 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   };
   if (!plan.stream) {
     // Here what it costs that rows may be uneven hardly shows.
-    constexpr int kRing = RingPacks(sizeof(T), false), kMore = RingPacks(sizeof(T), true);
-    constexpr bool kMayBeDirect = MayBeDirect(sizeof(T), kFromOutput);
-    constexpr int kDirect = kMayBeDirect ? kDirectPacks : kRing;
+    constexpr int kFew = FewPacks(sizeof(T)), kMore = MorePacks(sizeof(T));
+    constexpr int kFramed = sizeof(T) == 2 ? kFew : kMore;
     const cudaError_t status =
-        plan.division == Division::kFramed
-            ? run.template operator()<kRing, Division::kFramed, false>()
-        : plan.direct         ? run.template operator()<kDirect, Division::kUneven, kMayBeDirect>()
-        : plan.packs == kRing ? run.template operator()<kRing, Division::kUneven, false>()
-                              : run.template operator()<kMore, Division::kUneven, false>();
+        plan.division == Division::kFramed ? run.template operator()<kFramed, Division::kFramed>()
+        : plan.packs == kFew               ? run.template operator()<kFew, Division::kUneven>()
+                                           : run.template operator()<kMore, Division::kUneven>();
     if (status != cudaSuccess) return status;
   }
   if (resident == 0) {
@@ -151,8 +135,8 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
     });
   }
   if (wanted.count == 0) return cudaSuccess;
-  return LaunchColumnSum<A>(stream, workspace, wanted, groups, args.partial_rows, slots, features,
-                            CarveoutOf<T>(plan));
+  return LaunchColumnSum<A>(stream, workspace, wanted, groups, args.partial_rows, slots,
+                            features);
 }
 
 const char* NameOf(const LayerNormBwdArgs& args) {

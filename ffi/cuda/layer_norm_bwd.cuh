@@ -10,14 +10,14 @@
 #include "cuda/layer_norm_column_sums.cuh"
 #include "cuda/layer_norm_parameters.cuh"
 #include "cuda/layer_norm_ring.cuh"
-#include "cuda/layer_norm_sums.cuh"
+#include "cuda/layer_norm_totals.cuh"
 #include "cuda/reciprocal.cuh"
 
 namespace gradops {
 namespace {
 
-// P: packs of a row that a thread holds. kDirect: rows come without the ring (RowsAhead).
-template <typename T, int P, Division kDivision, bool kDirect, bool kCentered, bool kFromOutput>
+// P: packs of a row that a thread holds.
+template <typename T, int P, Division kDivision, bool kCentered, bool kFromOutput>
 __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
     BackwardKernel(const __grid_constant__ LayerNormBwdArgs args,
                    const __grid_constant__ BackwardPlan plan, const __grid_constant__ Deal deal,
@@ -28,17 +28,8 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
   constexpr bool kShift = kCentered && !kFromOutput;
   constexpr int kValues = kShift ? 3 : kCentered ? 2 : 1;
   constexpr bool kLimited = !std::is_same_v<A, double>;
-  constexpr bool kSmall = sizeof(T) == 2;
-  constexpr int D =  // chunks at a time
-      kFromOutput || kDirect ? 1 : RowDepth(sizeof(T), kFramed, P);
-  // Whether dy (and x) is read from shared memory, or widened, again rather than kept in registers.
-  constexpr bool kReload = kDirect ? kSmall : kFromOutput || kFramed || D > 1;
-  constexpr bool kReloadDy = kReload || (kCentered && !kDirect), kReloadX = kReload;
-  using Ring =
-      std::conditional_t<kDirect, RowsAhead<T, P, kDivision, 3>, RowRing<T, P, kDivision, 3>>;
-  __shared__ SumStorage<A, D * kValues, kBackwardWarps> storage;
-  __shared__ RingBarriers barriers;
-  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ __align__(kVecBytes) TotalStorage<A, kValues> storage;
+  extern __shared__ __align__(128) unsigned char shared[];
 
   if (deal.EndsTogether()) LaunchNext();
   const auto [groups, rows, features] = args.shape;
@@ -47,17 +38,14 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
   const bool has_dsum = args.dsum != nullptr;
   const bool sums_dx = sums.results[2] != nullptr;
   const DxSums<T, P> dx_sums(shared + plan.shared_bytes - plan.dx_sum_bytes);
-
-  RowSum<A, D * kValues, kBackwardWarps, false> sum(plan.lanes, plan.cluster, place.unit, storage);
-  Ring ring(plan, place, shared, barriers,
-            {static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
-             static_cast<const T*>(args.dsum)},
-            groups * rows, features);
-  if (plan.cluster > 1) {
-    ClusterSync();  // all barriers are initialised
-  } else {
-    __syncthreads();  // likewise
-  }
+  const BlockSums<T, P, kDivision> block(plan, place, shared + plan.ring_bytes);
+  const T* const arrays[] = {static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
+                             static_cast<const T*>(args.dsum)};
+  RowRing<T, P, kDivision> ring(plan, place, shared, arrays, groups * rows * features);
+  RowStats<A> stats(plan.lanes, kShift ? static_cast<const A*>(args.mean) : nullptr,
+                    static_cast<const A*>(args.rstd));
+  RowTotals<A, kValues> over_row(plan, place.unit, place.in_unit, storage);
+  if (plan.cluster > 1) ClusterSync();  // all barriers are initialised
 
   const unsigned clusters = gridDim.x / static_cast<unsigned>(plan.cluster);
   for (std::int64_t item = blockIdx.x / static_cast<unsigned>(plan.cluster);
@@ -65,170 +53,114 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
     const std::int64_t group = deal.Group(item), slot = item - group * deal.slots;
 #pragma unroll 1
     for (int pass = 0; pass < (kFramed ? deal.passes : 1); ++pass) {
-      const Turns turns(deal, plan, slot, place.unit, pass);
-      // The first row of the turn being worked on, and the end of the group's rows.
-      std::int64_t first_row = group * rows + turns.first;
-      const std::int64_t end_row = (group + 1) * rows;
+      const Turns turns(deal, plan, slot, place.unit, place.row, pass, rows);
+      const std::int64_t first_row = group * rows + turns.first + place.row;
       if constexpr (kFramed) {
         place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
-      const auto order = [&](std::int64_t row, std::int64_t end) {
-        if constexpr (kDirect) {
-          ring.Order();
-          ring.Aim(row + turns.step, end_row);
-        } else if (row < end) {
-          ring.Order(row, end_row);
-        } else {
-          ring.OrderNothing();
-        }
-      };
-      const auto order_first = [&](std::int64_t end) {
-        if constexpr (kDirect) ring.Aim(first_row, end_row);
-#pragma unroll 1
-        for (int s = 0; s < ring.stages() - D; ++s) order(first_row + s * turns.step, end);
-      };
-      // Of the turns whose sums stay in registers. All of a block's units take as many, so that its
-      // barriers are met equally often; a unit's last chunks may be empty.
-      static_assert(kTurnsPerSum % D == 0);
-      const auto end_of_sum = [&](int done) {
-        const int left = (turns.most - done + D - 1) / D * D;
-        return first_row + (kLimited ? min(left, kTurnsPerSum) : left) * turns.step;
-      };
-      order_first(end_of_sum(0));
-      // Statistics come one turn ahead.
-      A next_mean[D] = {}, next_rstd[D] = {};
-      const auto load_stats = [&](std::int64_t row) {
-#pragma unroll
-        for (int d = 0; d < D; ++d, row += turns.step) {
-          if (row >= end_row) continue;
-          if constexpr (kShift) next_mean[d] = __ldg(static_cast<const A*>(args.mean) + row);
-          next_rstd[d] = __ldg(static_cast<const A*>(args.rstd) + row);
-        }
-      };
-      load_stats(first_row + place.row);
+      // Of this thread's first pack of the row being worked on.
+      std::int64_t at = first_row * features + place.first_column - (kFramed ? place.skip() : 0) +
+                        place.base;
+      const std::int64_t step = turns.step * features;
+      ring.Start(at, step, turns.own);
+      stats.Start(first_row, turns.step, turns.own);
       A scale[P][W];
       LoadParam(args.scale, group, place, A{1}, static_cast<A>(args.scale_offset), scale);
       [[maybe_unused]] A bias[kFromOutput ? P : 1][W];
       if constexpr (kFromOutput) LoadParam(args.bias, group, place, A{0}, A{0}, bias);
+      int turn = 0;
 #pragma unroll 1
-      for (int done = 0; done < turns.most; done += kLimited ? kTurnsPerSum : turns.most) {
-        const std::int64_t end = end_of_sum(done);
-        if (!kDirect && done > 0) order_first(end);  // what is in registers stays there
+      for (bool store = pass == 0; turn < turns.most; store = false) {
+        // The turns whose sums stay in registers. All of a block's units take as many, so that its
+        // barriers are met equally often; there may be no row in a unit's last one.
+        const int end = kLimited ? min(turns.most, turn + kTurnsPerSum) : turns.most;
         A dscale[P][W] = {}, dbias[P][W] = {};
         if (sums_dx) dx_sums.Clear();
-
 #pragma unroll 1
-        for (; first_row < end; first_row += D * turns.step) {
-          // The team's d-th row; there may be no such row.
-          const auto row_of = [&](int d) { return first_row + d * turns.step + place.row; };
-          const auto has_row = [&](int d) { return row_of(d) < end_row; };
-          A mean[D], rstd[D];
-#pragma unroll
-          for (int d = 0; d < D; ++d) mean[d] = next_mean[d], rstd[d] = next_rstd[d];
-          load_stats(row_of(D));
-          ring.template Wait<D>(ring.stages() - 2 * D);
-          const auto order_next = [&] {
-#pragma unroll
-            for (int d = 0; d < D; ++d) {
-              order(first_row + (ring.stages() - D + d) * turns.step, end);
-            }
-          };
-          if constexpr (kDirect && !kSmall) order_next();  // into other registers
+        for (; turn < end; ++turn) {
+          A mean = 0, rstd;
+          stats.Get(turn, mean, rstd);
+          Pack<T, W> dy_packs[P], x_packs[P];
+          ring.Take(dy_packs, x_packs);
 
           // x - mean, x, or x_hat.
-          const auto centered_of = [&](A value, int d, int i, int j) {
+          const auto centered_of = [&](A value, int i, int j) {
             if constexpr (kFromOutput) {
               // The reciprocal of a subnormal is infinite.
               return abs(scale[i][j]) < std::numeric_limits<A>::min()
                          ? A{0}
                          : (value - bias[i][j]) * Reciprocal(scale[i][j]);
             }
-            return kShift ? value - mean[d] : value;
+            return kShift ? value - mean : value;
           };
-          A centered[P][W], dy[P][W];
-          A totals[D * kValues] = {};  // of each row: of wdy * centered, wdy, centered
+          A totals[kValues] = {};  // of wdy * centered, wdy, centered
+          place.ForPacks([&]<bool kAll>(int i) {
+            if (!kAll && place.Lacks(i)) return;
+            A dy[W], x[W];
+            Widen(x_packs[i], x);
+            Widen(dy_packs[i], dy);
+            // Some threads that count must not count their last pack.
+            A part[kValues] = {};
 #pragma unroll
-          for (int d = 0; d < D; ++d) {
-            const auto* const dy_row = ring.Row(0, d);
-            const auto* const x_row = ring.Row(1, d);
-            A* const total = totals + d * kValues;
-            place.ForPacks([&]<bool kAll>(int i) {
-              if (!has_row(d) || (!kAll && place.Lacks(i))) return;
-              A x[W];
-              Widen(ring.Load(x_row, i), x);
-              Widen(ring.Load(dy_row, i), dy[i]);
-              // Some threads that count must not count their last pack.
-              A last[kValues] = {};
-              A* const into = kDivision == Division::kUneven && i == P - 1 ? last : total;
-#pragma unroll
-              for (int j = 0; j < W; ++j) {
-                centered[i][j] = centered_of(x[j], d, i, j);
-                if (!kAll && !place.Has(i, j)) continue;
-                const A wdy = dy[i][j] * scale[i][j];
-                into[0] += wdy * centered[i][j];
-                if constexpr (kCentered) into[1] += wdy;
-                if constexpr (kShift) into[2] += centered[i][j];
-              }
-#pragma unroll
-              for (int v = 0; v < kValues; ++v) {
-                if (place.counts_last) total[v] += last[v];
-              }
-            });
-          }
-          if (!place.counts) {
-#pragma unroll
-            for (A& total : totals) total = 0;
-          }
-          sum(totals);
-          // All of the unit are done with the chunks before these, in whose place the next ones go.
-          if constexpr (!kDirect) order_next();
-
-#pragma unroll
-          for (int d = 0; d < D; ++d) {
-            // x_hat = centered * factor + shift. The saved mean is rounded: the mean of the
-            // differences from it is what it is off by.
-            const A* const total = totals + d * kValues;
-            const A factor = kFromOutput ? A{1} : rstd[d];
-            A shift = 0, mean_wdy = 0, mean_wdy_x_hat = total[0];
-            if constexpr (kShift) {
-              const A delta = total[2] * inverse_n;
-              mean_wdy_x_hat -= delta * total[1];
-              shift = -delta * rstd[d];
+            for (int j = 0; j < W; ++j) {
+              const A centered = centered_of(x[j], i, j);
+              if (!kAll && !place.Has(i, j)) continue;
+              const A wdy = dy[j] * scale[i][j];
+              part[0] += wdy * centered;
+              if constexpr (kCentered) part[1] += wdy;
+              if constexpr (kShift) part[2] += centered;
             }
-            if constexpr (kCentered) mean_wdy = total[1] * inverse_n;
-            mean_wdy_x_hat *= factor * inverse_n;
-            const auto* const dy_row = ring.Row(0, d);
-            const auto* const x_row = ring.Row(1, d);
-            const auto* const dsum_row = kDirect || has_dsum ? ring.Row(2, d) : nullptr;
-            T* const dx = static_cast<T*>(args.dx) + row_of(d) * features + place.first_column -
-                          (kFramed ? place.skip() : 0) + place.base;
-            place.ForPacks([&]<bool kAll>(int i) {
-              if (!has_row(d) || (!kAll && place.Lacks(i))) return;
-              if constexpr (kReloadX) {
-                A x[W];
-                Widen(ring.Load(x_row, i), x);
 #pragma unroll
-                for (int j = 0; j < W; ++j) centered[i][j] = centered_of(x[j], d, i, j);
-              }
-              if constexpr (kReloadDy) Widen(ring.Load(dy_row, i), dy[i]);
-              A dx_i[W];
+            for (int v = 0; v < kValues; ++v) {
+              if (place.Counts(i)) totals[v] += part[v];
+            }
+          });
+          over_row(totals);
+#pragma unroll
+          for (int i = 0; i < P; ++i) {
+            KeepPacked(dy_packs[i]);
+            KeepPacked(x_packs[i]);
+          }
+          if (has_dsum) ring.WaitForThird();
+
+          // x_hat = centered * factor + shift. The saved mean is rounded: the mean of the
+          // differences from it is what it is off by.
+          const A factor = kFromOutput ? A{1} : rstd;
+          A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
+          if constexpr (kShift) {
+            const A delta = totals[2] * inverse_n;
+            mean_wdy_x_hat -= delta * totals[1];
+            shift = -delta * rstd;
+          }
+          if constexpr (kCentered) mean_wdy = totals[1] * inverse_n;
+          mean_wdy_x_hat *= factor * inverse_n;
+          T* const dx = static_cast<T*>(args.dx) + at;
+          at += step;
+          if (turn < turns.own) {
+            place.ForPacks([&]<bool kAll>(int i) {
+              if (!kAll && place.Lacks(i)) return;
+              A dy[W], x[W], dx_i[W];
+              Widen(x_packs[i], x);
+              Widen(dy_packs[i], dy);
 #pragma unroll
               for (int j = 0; j < W; ++j) {
-                const A x_hat = kFromOutput ? centered[i][j]
-                                : kShift    ? centered[i][j] * factor + shift
-                                            : centered[i][j] * factor;
-                dscale[i][j] += dy[i][j] * x_hat;
-                if constexpr (kCentered) dbias[i][j] += dy[i][j];
+                const A centered = centered_of(x[j], i, j);
+                const A x_hat = kFromOutput ? centered
+                                : kShift    ? centered * factor + shift
+                                            : centered * factor;
+                dscale[i][j] += dy[j] * x_hat;
+                if constexpr (kCentered) dbias[i][j] += dy[j];
                 dx_i[j] =
-                    NormInputGrad(dy[i][j] * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd[d]);
+                    NormInputGrad(dy[j] * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd);
               }
               if (has_dsum) {
                 A dsum[W];
-                Widen(ring.Load(dsum_row, i), dsum);
+                Widen(ring.Third(i), dsum);
 #pragma unroll
                 for (int j = 0; j < W; ++j) dx_i[j] += dsum[j];
               }
               if (sums_dx) dx_sums.Add(i, dx_i);
+              if (!place.Counts(i)) return;
               const auto out = Narrow<T>(dx_i);
               if (kAll) {
                 StorePackOnce(dx + place.Begin(i), out);
@@ -237,25 +169,22 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
               }
             });
           }
-          if constexpr (kDirect && kSmall) order_next();  // into the same
-          ring.template Next<D>();
+          ring.EndTurn();
         }
 
-        const BlockSums<T, P, kDivision> block(plan, place, shared);
-        const std::int64_t at = group * sums.group_pitch + slot * sums.slot_pitch;
-        const bool store = pass == 0 && done == 0;
-        __syncthreads();  // nobody reads the ring any more, whose memory is used from here on
-        block.Give(0, dscale, sums.results[0] == nullptr ? nullptr : sums.results[0] + at, store);
-        if constexpr (kCentered) {
-          block.Give(1, dbias, sums.results[1] == nullptr ? nullptr : sums.results[1] + at, store);
-        }
+        const std::int64_t sums_at = group * sums.group_pitch + slot * sums.slot_pitch;
+        const auto give = [&](int place_of, A(&values)[P][W], int s) {
+          A* const to = sums.results[s] == nullptr ? nullptr : sums.results[s] + sums_at;
+          block.Give(place_of, values, to, store);
+        };
+        give(0, dscale, 0);
+        if constexpr (kCentered) give(1, dbias, 1);
         if (sums_dx) {
           // In the place of dscale's, which have been read, or of dbias's, which there are not.
           dx_sums.Get(dscale);
-          block.Give(kCentered ? 0 : 1, dscale, sums.results[2] + at, store);
+          give(kCentered ? 0 : 1, dscale, 2);
         }
-        FenceBulkCopies();
-        __syncthreads();  // all sums are read before the next rows come into the ring
+        if (plan.units > 1) __syncthreads();  // all sums are read before the next are written
       }
       // Columns change hands: what one block stored, another one adds to.
       if (kFramed && plan.cluster > 1 && pass + 1 < deal.passes) ClusterSync();

@@ -44,7 +44,7 @@ class BlockSums {
   static constexpr bool kFramed = kDivision == Division::kFramed;
 
  public:
-  // shared: 2 * P * W values per thread, which may be the ring's memory; none for one unit.
+  // shared: 2 * P * W values per thread; none for one unit.
   __device__ BlockSums(const BackwardPlan& plan, const Place<T, P, kDivision, false>& place,
                        unsigned char* shared)
       : plan_(plan), place_(place), shared_(reinterpret_cast<A*>(shared)) {}

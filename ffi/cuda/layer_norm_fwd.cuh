@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
   uint4 next[P];
   if (!kFramed || own_rounds > 0) load(args.x, start, 0, next);
   // No block ends while another may send to it: each waits for all that is sent.
-  RowSum<A, kValues, kForwardWarps, true> sum(plan.lanes, cluster, place.unit, storage);
+  RowSum<A, kValues, kForwardWarps> sum(plan.lanes, cluster, storage);
   if (cluster > 1) ClusterArrive();
   // So many columns at a time that registers suffice for their parameters. Those of wide rows do
   // not stay in the L1 cache: the next ones are always on their way.

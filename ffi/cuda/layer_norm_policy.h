@@ -49,7 +49,6 @@ struct RowTask {
   int multiprocessors;
   std::int64_t shared_bytes;  // of a multiprocessor
   bool sums_dx = false;       // backward: dresidual_bias is wanted
-  bool from_output = false;   // backward: x is y
 };
 
 // What tests may force; 0: as the table says. A row that does not fit what is forced is streamed.
@@ -59,8 +58,7 @@ struct RowOverride {
   int max_threads = 0;   // of a row in one block
   int max_stages = 0;
   bool stream = false;
-  bool ring = false;  // backward: nothing is direct
-  int packs = 0;      // of a thread in a ring, backward: as many, or streamed
+  int packs = 0;  // of a thread, backward: as many, or streamed
 };
 
 inline constexpr int kMaxCluster = 16;

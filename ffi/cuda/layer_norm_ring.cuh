@@ -1,12 +1,12 @@
 // How layer norm's backward kernel gets its rows: dealt out to units of threads, each of which has
-// a ring of them in shared memory, or the next one in registers.
+// its own part of the next ones on their way to shared memory.
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "cuda/layer_norm_bwd_policy.h"
 #include "cuda/layer_norm_rows.cuh"
-#include "cuda/layer_norm_sums.cuh"
 
 namespace gradops {
 namespace {
@@ -46,271 +46,171 @@ struct Deal {
 // every `step`.
 struct Turns {
   std::int64_t first, step;
-  int most;  // of any unit of the block; the last one may be without rows
+  int most;  // of any unit of the block
+  int own;   // of those, how many have a row for the thread
 
-  __device__ Turns(const Deal& deal, const BackwardPlan& plan, std::int64_t slot, int unit,
-                   int pass) {
+  __device__ Turns(const Deal& deal, const BackwardPlan& plan, std::int64_t slot, int unit, int row,
+                   int pass, std::int64_t rows) {
     const std::int64_t units = deal.slots * plan.units;
     const std::int64_t number = pass * units + unit * deal.slots + slot;
     first = number * plan.unit_rows();
     step = deal.passes * units * plan.unit_rows();
     most = deal.rounds + (pass * units + slot < deal.extra);
+    own = deal.rounds + (number < deal.extra);
+    own -= own > 0 && first + (own - 1) * step + row >= rows;  // the group's last turn may be short
   }
 };
 
-struct RingBarriers {
-  std::uint64_t full[kBackwardWarps][kMaxStages];
-};
-
-// Chunks (of rows, of up to kArrays arrays) on their way to shared memory, for the threads of one
-// unit. When one is ordered, all threads must have finished with the one in whose place it goes.
-template <typename T, int P, Division kDivision, int kArrays>
+// A thread's packs of the rows that its unit works on, turn by turn, of dy, x, and dsum or null: on
+// their way to shared memory from `stages` turns before. Each thread copies, and reads, its own: so
+// none waits for others, and what is read is replaced at once.
+template <typename T, int P, Division kDivision>
 class RowRing {
   static constexpr int W = kVec<T>;
   static constexpr bool kFramed = kDivision == Division::kFramed;
+  using RowPlace = Place<T, P, kDivision, false>;
 
  public:
-  // arrays: first elements, [rows, features]; null at the end for fewer.
-  __device__ RowRing(const BackwardPlan& plan, const Place<T, P, kDivision, false>& place,
-                     unsigned char* shared, RingBarriers& barriers,
-                     const T* const (&arrays)[kArrays], std::int64_t rows, std::int64_t features)
+  // shared: the block's. elements: of an array.
+  __device__ RowRing(const BackwardPlan& plan, const RowPlace& place, unsigned char* shared,
+                     const T* const (&arrays)[3], std::int64_t elements)
       : place_(place),
-        barriers_(barriers.full[place.unit]),
-        bulk_(plan.copy == RowCopy::kBulk),
-        lanes_(plan.lanes),
-        unit_rows_(plan.unit_rows()),
+        arrays_{arrays[0], arrays[1], arrays[2]},
+        pack_bytes_(plan.threads() * kVecBytes),
         stages_(plan.stages),
-        array_bytes_(plan.array_bytes),
-        features_(features),
-        elements_(rows * features) {
-    count_ = 0;
-#pragma unroll
-    for (int a = 0; a < kArrays; ++a) {
-      arrays_[a] = arrays[a];
-      count_ += arrays[a] != nullptr;
-    }
-    stage_bytes_ = count_ * array_bytes_;
-    base_ = shared + place.unit * stages_ * stage_bytes_;
-    if (bulk_ && place.in_unit == 0) {
-      for (int s = 0; s < stages_; ++s) InitBarrier(&barriers_[s]);
-      PublishBarriers();
-    }
-  }
+        stage_bytes_(plan.ring_bytes / plan.stages),
+        own_(shared + threadIdx.x * kVecBytes),
+        elements_(elements) {}
 
-  __device__ int stages() const { return stages_; }
-
-  // Orders this block's columns of the unit's rows from `row` on, as far as they precede `end`, of
-  // which the caller's is the one of its place; there may be none. All threads of the unit call it.
-  __device__ __forceinline__ void Order(std::int64_t row, std::int64_t end) {
-    const std::int64_t count = min(std::int64_t{unit_rows_}, end - row);
-    unsigned char* const stage = base_ + order_stage_ * stage_bytes_;
-    if (bulk_) {
-      if (place_.in_unit == 0) OrderBulk(stage, row, static_cast<int>(count));
-    } else {
-      const std::int64_t offset = FirstElement(row + place_.row);
-      T* const to = reinterpret_cast<T*>(stage) + place_.row * static_cast<int>(features_);
-#pragma unroll
-      for (int i = 0; i < P; ++i) {
-        if (place_.row >= count || place_.Lacks(i) || !place_.Counts(i)) continue;
-        const int column = place_.base + place_.Begin(i);
-#pragma unroll
-        for (int a = 0; a < kArrays; ++a) {
-          if (a >= count_) continue;
-          T* const shared = to + column + a * (array_bytes_ / int{sizeof(T)});
-          const T* const global = arrays_[a] + offset + column;
-          // Beyond an array's end, nothing may be read.
-          if (!kFramed || elements_ - offset - column >= W) {
-            CopyAsync(shared, global);
-          } else {
+  // The thread's first row starts at element `first`, the next one `step` further, and so on: `own`
+  // of them. Orders the first ones.
+  __device__ __forceinline__ void Start(std::int64_t first, std::int64_t step, int own) {
+    next_ = first, step_ = step, left_ = own;
+    stage_ = 0;
 #pragma unroll 1
-            for (int j = 0; j < static_cast<int>(elements_ - offset) - column; ++j) {
-              shared[j] = global[j];
-            }
-          }
-        }
-      }
-      CommitCopies();
+    for (int s = 0; s < stages_; ++s) {
+      Order();
+      OrderThird();
+      if (++stage_ == stages_) stage_ = 0;
     }
-    if (++order_stage_ == stages_) order_stage_ = 0;
   }
 
-  // In place of Order for a chunk that nobody will wait for.
-  __device__ __forceinline__ void OrderNothing() {
-    if (!bulk_) CommitCopies();  // groups are counted
-  }
-
-  // Until the oldest kDepth chunks have arrived; `ahead`: how many more are ordered, of which
-  // cp.async leaves two under way at most. All threads of the unit call it.
-  template <int kDepth>
-  __device__ __forceinline__ void Wait(int ahead) {
-    if (bulk_) {
+  // The next row's packs of the first two arrays, in whose place those of a later row are ordered.
+  __device__ __forceinline__ void Take(Pack<T, W> (&first)[P], Pack<T, W> (&second)[P]) {
+    Wait();
 #pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        const bool wraps = stage_ + d >= stages_;
-        WaitForPhase(&barriers_[wraps ? stage_ + d - stages_ : stage_ + d], parity_ ^ wraps);
-      }
-      return;
+    for (int i = 0; i < P; ++i) {
+      first[i] = LoadPlain<W>(Slot(0, i));
+      second[i] = LoadPlain<W>(Slot(1, i));
     }
-    if (ahead == 0) {
-      WaitForCopies<0>();
-    } else if (ahead == 1) {
-      WaitForCopies<1>();
-    } else {
-      WaitForCopies<2>();
-    }
-    UnitSync(place_.unit, lanes_);  // others' copies have arrived, too
+    Order();
   }
-
-  // Where this thread's packs begin in array a of the d-th oldest chunk; and pack i from there.
-  __device__ __forceinline__ const T* Row(int a, int d) const {
-    const int stage = stage_ + d >= stages_ ? stage_ + d - stages_ : stage_ + d;
-    const unsigned char* const p = base_ + stage * stage_bytes_ + a * array_bytes_;
-    return reinterpret_cast<const T*>(p) + place_.row * static_cast<int>(features_) + place_.base;
-  }
-  __device__ __forceinline__ Pack<T, W> Load(const T* row, int i) const {
-    return LoadPlain<W>(row + place_.Begin(i));
-  }
-
-  // Done with the oldest kDepth chunks.
-  template <int kDepth>
-  __device__ __forceinline__ void Next() {
-    stage_ += kDepth;
-    if (stage_ >= stages_) {
-      stage_ -= stages_;
-      parity_ ^= 1;
-    }
+  // After Take: until the same row's packs of the third array are there; pack i of them; and when
+  // they are done with, those of a later row.
+  __device__ __forceinline__ void WaitForThird() const { Wait(); }
+  __device__ __forceinline__ Pack<T, W> Third(int i) const { return LoadPlain<W>(Slot(2, i)); }
+  __device__ __forceinline__ void EndTurn() {
+    OrderThird();
+    if (++stage_ == stages_) stage_ = 0;
   }
 
  private:
-  // Where this block's share of a row's frame begins.
-  __device__ __forceinline__ std::int64_t FirstElement(std::int64_t row) const {
-    return row * features_ + place_.first_column - (kFramed ? place_.skip() : 0);
+  __device__ __forceinline__ T* Slot(int array, int i) const {
+    return reinterpret_cast<T*>(own_ + stage_ * stage_bytes_ + (array * P + i) * pack_bytes_);
   }
 
-  // By one thread.
-  __device__ __forceinline__ void OrderBulk(unsigned char* stage, std::int64_t row, int count) {
-    std::uint64_t* const barrier = &barriers_[order_stage_];
-    const int columns = place_.high();
-    if (count <= 0 || columns <= max(0, place_.low())) {
-      ExpectBytes(barrier, 0);
-      return;
+  __device__ __forceinline__ void Order() {
+    if (left_ > 0) {
+#pragma unroll
+      for (int i = 0; i < P; ++i) {
+        Copy(arrays_[0], next_, 0, i);
+        Copy(arrays_[1], next_, 1, i);
+      }
     }
-    const std::int64_t begin = FirstElement(row);
-    int elements = (count - 1) * static_cast<int>(features_) + columns;
-    if constexpr (kFramed) {
-      // To the next 16-byte boundary, but single elements at the array's end, beyond which nothing
-      // may be read.
-      int rest = elements & (W - 1);
-      if (rest != 0 && begin + elements + W - rest > elements_) {
+    --left_;
+    next_ += step_;
+    CommitCopies();
+  }
+  __device__ __forceinline__ void OrderThird() {
+    if (arrays_[2] != nullptr && left_ >= 0) {
+#pragma unroll
+      for (int i = 0; i < P; ++i) Copy(arrays_[2], next_ - step_, 2, i);
+    }
+    CommitCopies();  // groups are counted
+  }
+  __device__ __forceinline__ void Copy(const T* array, std::int64_t row, int a, int i) const {
+    if (!place_.Counts(i) || place_.Lacks(i)) return;
+    const std::int64_t from = row + place_.Begin(i);
+    // Beyond an array's end, nothing may be read.
+    if (!kFramed || elements_ - from >= W) {
+      CopyAsync(Slot(a, i), array + from);
+    } else {
 #pragma unroll 1
-        for (; rest > 0; --rest) {
-          --elements;
-#pragma unroll
-          for (int a = 0; a < kArrays; ++a) {
-            if (a >= count_) continue;
-            reinterpret_cast<T*>(stage + a * array_bytes_)[elements] = arrays_[a][begin + elements];
-          }
-        }
-      }
-      elements = (elements + W - 1) & ~(W - 1);
-      FenceBulkCopies();  // single elements come before what is copied to their place later
-    }
-    const std::uint32_t bytes = static_cast<std::uint32_t>(elements) * sizeof(T);
-    ExpectBytes(barrier, bytes * count_);
-#pragma unroll
-    for (int a = 0; a < kArrays; ++a) {
-      if (a < count_ && bytes > 0) {
-        CopyBulk(stage + a * array_bytes_, arrays_[a] + begin, bytes, barrier);
-      }
+      for (int j = 0; j < static_cast<int>(elements_ - from); ++j) Slot(a, i)[j] = array[from + j];
     }
   }
 
-  const Place<T, P, kDivision, false>& place_;
-  std::uint64_t* const barriers_;
-  const bool bulk_;
-  const int lanes_, unit_rows_, stages_, array_bytes_;
-  const std::int64_t features_, elements_;
-  const T* arrays_[kArrays];
-  int count_, stage_bytes_;
-  unsigned char* base_;
-  int order_stage_ = 0, stage_ = 0;
-  std::uint32_t parity_ = 0;
+  // Two groups of copies a turn: all but the last ones of the turns under way.
+  __device__ __forceinline__ void Wait() const {
+    if (stages_ == 1) {
+      WaitForCopies<1>();
+    } else if (stages_ == 2) {
+      WaitForCopies<3>();
+    } else {
+      WaitForCopies<5>();
+    }
+  }
+
+  const RowPlace& place_;
+  const T* const arrays_[3];
+  const int pack_bytes_, stages_, stage_bytes_;
+  unsigned char* const own_;
+  const std::int64_t elements_;
+  std::int64_t next_, step_;
+  int left_, stage_ = 0;
 };
 
-// The same without shared memory: a thread has its packs of the next chunk in registers, which are
-// on their way while it works on this one, and are ordered as soon as that has arrived. Elements of
-// 16 bits, whose rows are direct where they are few: it has this chunk's only, and orders the next
-// one when it is done. Rows are not framed.
-template <typename T, int P, Division kDivision, int kArrays>
-class RowsAhead {
-  static constexpr int W = kVec<T>;
-  static constexpr bool kAhead = sizeof(T) > 2;
-  static_assert(kDivision != Division::kFramed);
-
+// The statistics of a unit's rows: mean, if it is not null, and 1 / deviation. The lanes of a row
+// load those of as many turns, that many turns ahead. If all loaded the next turn's, the compiler
+// would await that within this turn, to have in a uniform register what all have: 8 % of the time.
+template <typename A>
+class RowStats {
  public:
-  __device__ RowsAhead(const BackwardPlan&, const Place<T, P, kDivision, false>& place,
-                       unsigned char*, RingBarriers&, const T* const (&arrays)[kArrays],
-                       std::int64_t, std::int64_t features)
-      : place_(place), features_(features) {
-#pragma unroll
-    for (int a = 0; a < kArrays; ++a) arrays_[a] = arrays[a];
-  }
+  __device__ RowStats(int lanes, const A* mean, const A* rstd)
+      : span_(min(lanes, kWarp)), mean_(mean), rstd_(rstd) {}
 
-  __device__ static constexpr int stages() { return 2; }
-
-  // What the next order is for: the unit's rows from `row` on; where they do not precede `end`,
-  // anything or nothing. Apart from Order, as that comes after waiting, when nothing else shall be
-  // left to do.
-  __device__ __forceinline__ void Aim(std::int64_t row, std::int64_t end) {
-    row += place_.row;
-    aimed_ = row < end;
-    offset_ = aimed_ ? row * features_ + place_.first_column + place_.base : 0;
+  // The thread's rows: `row`, and so on every `step`, `own` in all.
+  __device__ __forceinline__ void Start(std::int64_t row, std::int64_t step, int own) {
+    const int lane = static_cast<int>(threadIdx.x) & (span_ - 1);
+    row_ = row + lane * step, step_ = step * span_, left_ = own - lane;
+    Load();
   }
-  __device__ __forceinline__ void Order() {
-    if constexpr (kAhead) {
-      LoadAll(next_);
-    } else if (aimed_) {
-      LoadAll(row_);
+  // All of the warp call it, turn by turn from 0 on.
+  __device__ __forceinline__ void Get(int turn, A& mean, A& rstd) {
+    const int of = turn & (span_ - 1);
+    if (of == 0) {
+      now_[0] = next_[0], now_[1] = next_[1];
+      Load();
     }
+    if (mean_ != nullptr) mean = __shfl_sync(0xffffffffu, now_[0], of, span_);
+    rstd = __shfl_sync(0xffffffffu, now_[1], of, span_);
   }
-
-  template <int kDepth>
-  __device__ __forceinline__ void Wait(int) {
-    static_assert(kDepth == 1);
-    if constexpr (kAhead) {
-#pragma unroll
-      for (int a = 0; a < kArrays; ++a) {
-#pragma unroll
-        for (int i = 0; i < P; ++i) row_[a][i] = next_[a][i];
-      }
-    }
-  }
-  __device__ __forceinline__ const Pack<T, W>* Row(int a, int) const { return row_[a]; }
-  __device__ __forceinline__ Pack<T, W> Load(const Pack<T, W>* row, int i) const { return row[i]; }
-  template <int kDepth>
-  __device__ __forceinline__ void Next() {}
 
  private:
-  using Packs = Pack<T, W>[kArrays][P];
-
-  __device__ __forceinline__ void LoadAll(Packs& packs) const {
-#pragma unroll
-    for (int a = 0; a < kArrays; ++a) {
-#pragma unroll
-      for (int i = 0; i < P; ++i) {
-        const T* const p = arrays_[a] + offset_ + place_.Begin(i);
-        packs[a][i] =
-            a + 1 < kArrays ? LoadPackOnce<W>(p) : LoadPackOnceIf<W>(arrays_[a] != nullptr, p);
-      }
+  __device__ __forceinline__ void Load() {
+    if (left_ > 0) {
+      if (mean_ != nullptr) next_[0] = __ldg(mean_ + row_);
+      next_[1] = __ldg(rstd_ + row_);
     }
+    left_ -= span_;
+    row_ += step_;
   }
 
-  const Place<T, P, kDivision, false>& place_;
-  const std::int64_t features_;
-  const T* arrays_[kArrays];
-  std::int64_t offset_;
-  bool aimed_;
-  Packs row_, next_;
+  const int span_;
+  const A *const mean_, *const rstd_;
+  std::int64_t row_, step_;
+  int left_;
+  A now_[2] = {}, next_[2] = {};
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Sums of layer norm's kernels over a row: over lanes, a block's warps, a cluster's blocks.
+// Sums of layer norm's forward kernel over a row: over lanes, a block's warps, a cluster's blocks.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,6 @@
 namespace gradops {
 namespace {
 
-// The threads of one of a block's units, by a barrier of its own, meet.
-__device__ __forceinline__ void UnitSync(int unit, int lanes) {
-  if (lanes <= kWarp) {
-    __syncwarp();
-  } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
-  }
-}
-
 // For the sums of up to kMaxValues values: of a block's up to kWarps warps, and of a cluster's
 // blocks.
 template <typename A, int kMaxValues, int kWarps>
@@ -28,16 +19,15 @@ struct SumStorage {
   std::uint64_t received[2];
 };
 
-// Sums and exchanges among the threads of a row. All of a unit call it, whose barrier it is: what
-// was read before from shared memory may be overwritten by any thread after.
-// kOneUnit: the block has no other. Otherwise each has a barrier of its own, which leaves room for
-// four such blocks on a multiprocessor.
-template <typename A, int kMaxValues, int kWarps, bool kOneUnit>
+// Sums and exchanges among the threads of a row, which has the block to itself unless it is narrow.
+// All of them call it, whose barrier it is: what was read before from shared memory may be
+// overwritten by any thread after.
+template <typename A, int kMaxValues, int kWarps>
 class RowSum {
  public:
   // Blocks of a cluster meet (ClusterSync) before the first exchange.
-  __device__ RowSum(int lanes, int cluster, int unit, SumStorage<A, kMaxValues, kWarps>& shared)
-      : lanes_(lanes), cluster_(cluster), unit_(unit), shared_(shared) {
+  __device__ RowSum(int lanes, int cluster, SumStorage<A, kMaxValues, kWarps>& shared)
+      : lanes_(lanes), cluster_(cluster), shared_(shared) {
     if (cluster > 1 && threadIdx.x == 0) {
       InitBarrier(&shared.received[0]);
       InitBarrier(&shared.received[1]);
@@ -75,15 +65,11 @@ class RowSum {
     // Every warp's values are written before they are read. No barrier is needed after the reads:
     // the next call writes the other buffer, and before the call after that writes this one, all
     // threads have passed the next call's barrier and so have finished these reads.
-    if constexpr (kOneUnit) {
-      __syncthreads();
-    } else {
-      UnitSync(unit_, lanes_);
-    }
+    __syncthreads();
     const int from = WarpOfLane();
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      values[i] = from < warps ? shared_.warps[buffer_][i][unit_ * warps + from] : A{0};
+      values[i] = from < warps ? shared_.warps[buffer_][i][from] : A{0};
     }
     buffer_ ^= 1;
   }
@@ -161,7 +147,7 @@ class RowSum {
     }
   }
 
-  const int lanes_, cluster_, unit_;
+  const int lanes_, cluster_;
   SumStorage<A, kMaxValues, kWarps>& shared_;
   int buffer_ = 0;
   std::uint32_t exchange_ = 0;

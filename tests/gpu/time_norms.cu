@@ -10,7 +10,7 @@
 //   ./time_norms [-t bf16|f16|f32|f64] [-h features,...] [-o "LN fwd"] [-x times as many rows]
 //     [-r rows] [-n: no comparison] [-a 1: with a residual, or 2: and its bias; not compared] and
 //     what cuda/layer_norm_policy.h lets force: [-arch 80] [-threads 256] [-cluster 8] [-stages 3]
-//     [-stream] [-ring] [-packs 3]
+//     [-stream] [-packs 3]
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -260,8 +260,6 @@ int Main(int argc, char** argv) {
       forced.packs = number();
     } else if (flag == "-stream") {
       forced.stream = true;
-    } else if (flag == "-ring") {
-      forced.ring = true;
     } else {
       std::printf("unknown %s\n", flag.c_str());
       return 2;

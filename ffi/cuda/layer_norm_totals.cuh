@@ -1,0 +1,176 @@
+// Sums of layer norm's backward kernel over a row, whose threads all get them.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/layer_norm_bwd_policy.h"
+#include "cuda/layer_norm_policy.h"
+#include "cuda/pipeline.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+
+namespace gradops {
+namespace {
+
+// The threads of one of a block's units, of more than a warp, by a barrier of its own, meet.
+__device__ __forceinline__ void UnitSync(int unit, int lanes) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
+}
+
+// Of kValues values: those of each unit's warps, and of a cluster's blocks, in whole quarters, of
+// which the rest are zeros.
+template <typename A, int kValues>
+struct TotalStorage {
+  static constexpr int kParts = 2 * kBackwardWarps;  // as eight units of two warps have
+  A warps[2][kValues][kParts];
+  A blocks[2][kValues][kMaxCluster];
+  std::uint64_t received[2];
+};
+
+template <typename A, int kValues>
+class RowTotals {
+  using Storage = TotalStorage<A, kValues>;
+
+ public:
+  // All of the unit's threads; those of a cluster meet (ClusterSync) before the first sums.
+  __device__ RowTotals(const BackwardPlan& plan, int unit, int in_unit, Storage& shared)
+      : lanes_(plan.lanes),
+        cluster_(plan.cluster),
+        unit_(unit),
+        first_(unit * Quarters(lanes_ / kWarp) * 4),
+        warp_(__shfl_sync(0xffffffffu, static_cast<int>(static_cast<unsigned>(in_unit) / kWarp), 0)),
+        shared_(shared) {
+    if (lanes_ > kWarp && in_unit < 4) {
+      const int part = Quarters(lanes_ / kWarp) * 4 - 1 - in_unit;
+#pragma unroll
+      for (int v = 0; v < 2 * kValues; ++v) {
+        if (part >= lanes_ / kWarp) shared_.warps[v / kValues][v % kValues][first_ + part] = 0;
+      }
+    }
+    if (cluster_ > 1) {
+      if (static_cast<int>(threadIdx.x) < kMaxCluster) {
+#pragma unroll
+        for (int v = 0; v < 2 * kValues; ++v) {
+          shared_.blocks[v / kValues][v % kValues][threadIdx.x] = 0;
+        }
+      }
+      if (threadIdx.x == 0) {
+        InitBarrier(&shared_.received[0]);
+        InitBarrier(&shared_.received[1]);
+        PublishBarriers();
+      }
+    }
+  }
+
+  // Replaces each value by its sum over the row. All threads of the unit call it.
+  __device__ __forceinline__ void operator()(A (&values)[kValues]) {
+    if (lanes_ < kWarp) {
+      for (int distance = lanes_ / 2; distance > 0; distance /= 2) {
+#pragma unroll
+        for (A& value : values) value += __shfl_xor_sync(0xffffffffu, value, distance);
+      }
+      return;
+    }
+    const A sum = OverWarp(values);
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+    if (lanes_ == kWarp) {
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) {
+        values[v] = __shfl_sync(0xffffffffu, sum, v * kLaneOfValue);
+      }
+    } else {
+      if (lane % kLaneOfValue == 0 && lane < kValues * kLaneOfValue) {
+        shared_.warps[buffer_][lane / kLaneOfValue][first_ + warp_] = sum;
+      }
+      // Every warp's sums are written before they are read. No barrier is needed after the reads:
+      // the next call writes the other buffer, and before the call after that writes this one, all
+      // threads have passed the next call's barrier and so have finished these reads.
+      UnitSync(unit_, lanes_);
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) {
+        values[v] = OverParts(shared_.warps[buffer_][v] + first_, Quarters(lanes_ / kWarp));
+      }
+      buffer_ ^= 1;
+    }
+    if (cluster_ > 1) OverCluster(values);
+  }
+
+ private:
+  // Which lane's sum OverWarp's is: that of value v in lane v * kLaneOfValue.
+  static constexpr int kLaneOfValue = kValues == 3 ? 8 : 16;
+
+  __device__ __forceinline__ static int Quarters(int parts) { return (parts + 3) >> 2; }
+
+  // Over the lanes of a warp, in a butterfly, whose first steps also give each value lanes of its
+  // own, so that the others are sums of one value.
+  __device__ __forceinline__ static A OverWarp(const A (&values)[kValues]) {
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+    // What the lane keeps, and what it gives for the same from the lane it exchanges with.
+    const auto exchange = [](A kept, A given, int distance) {
+      return kept + __shfl_xor_sync(0xffffffffu, given, distance);
+    };
+    A sum = values[0];
+    if constexpr (kValues == 1) {
+      sum = exchange(sum, sum, 16);
+      sum = exchange(sum, sum, 8);
+    } else if constexpr (kValues == 2) {
+      const bool second = (lane & 16) != 0;
+      sum = exchange(values[second ? 1 : 0], values[second ? 0 : 1], 16);
+      sum = exchange(sum, sum, 8);
+    } else {
+      static_assert(kValues == 3);
+      const bool third = (lane & 16) != 0, second = (lane & 8) != 0;
+      const A outer = exchange(third ? values[2] : values[0], third ? values[0] : values[2], 16);
+      const A middle = exchange(values[1], values[1], 16);
+      sum = exchange(second ? middle : outer, second ? outer : middle, 8);
+    }
+    sum = exchange(sum, sum, 4);
+    sum = exchange(sum, sum, 2);
+    return exchange(sum, sum, 1);
+  }
+
+  struct alignas(kVecBytes) Quarter {
+    A v[4];
+  };
+  // In a fixed order.
+  __device__ __forceinline__ static A OverParts(const A* parts, int quarters) {
+    Quarter sums = *reinterpret_cast<const Quarter*>(parts);
+#pragma unroll
+    for (int q = 1; q < kMaxCluster / 4; ++q) {
+      if (q >= quarters) break;
+      const Quarter more = *reinterpret_cast<const Quarter*>(parts + 4 * q);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sums.v[k] += more.v[k];
+    }
+    return (sums.v[0] + sums.v[2]) + (sums.v[1] + sums.v[3]);
+  }
+
+  __device__ __forceinline__ void OverCluster(A (&values)[kValues]) {
+    A(*const blocks)[kMaxCluster] = shared_.blocks[exchange_ & 1];
+    std::uint64_t* const received = &shared_.received[exchange_ & 1];
+    const int rank = ClusterRank();
+    if (threadIdx.x == 0) {
+      ExpectBytes(received, static_cast<std::uint32_t>(cluster_ * kValues * sizeof(A)));
+    }
+    // No block can send twice more before all of this block's threads have read what is here: it
+    // waits for this block's next values, which are sent after a barrier.
+    if (static_cast<int>(threadIdx.x) < cluster_) {
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) {
+        SendTo(static_cast<int>(threadIdx.x), &blocks[v][rank], values[v], received);
+      }
+    }
+    WaitForPhase</*kCluster=*/true>(received, (exchange_ >> 1) & 1);
+    ++exchange_;
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) values[v] = OverParts(blocks[v], Quarters(cluster_));
+  }
+
+  const int lanes_, cluster_, unit_, first_, warp_;
+  Storage& shared_;
+  int buffer_ = 0;
+  std::uint32_t exchange_ = 0;
+};
+
+}  // namespace
+}  // namespace gradops
