@@ -25,7 +25,6 @@ from jax_gradops import _registry
 CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
-BULK, ASYNC = 2, 1
 EVEN, UNEVEN, FRAMED = 0, 1, 2
 FEATURES = (1, 2, 8, 33, 64, 128, 192, 512, 513, 768, 1000, 1024, 3072, 3584, 4096, 4097)
 FEATURES += (5120, 6144, 8192, 8200, 12_288)
@@ -122,22 +121,19 @@ def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None
             assert features > 2048, (features, settings)
             continue
         owned(p, features, element_bytes)
-        elements = p["packs"] * 16 // element_bytes
-        few = element_bytes == 8 or (p["direct"] and element_bytes == 4)
-        assert elements == 24 or elements == (8 if few else 16)
-        assert elements < 24 or (element_bytes == 2 and p["division"] != FRAMED)
-        assert p["threads"] <= (384 if elements == 24 else 512)
-        assert p["stages"] == 0 if p["direct"] else 2 <= p["stages"] <= 8
+        more = {2: 3, 4: 4, 8: 4}[element_bytes]
+        assert p["packs"] == more if p["division"] == FRAMED else p["packs"] in (2, more)
+        assert p["threads"] <= (384 if p["packs"] == 3 else 512)
+        assert p["stages"] in (1, 2)
         assert p["shared_bytes"] <= GPUS[gpu][2] - 4096
         assert p["classes"] * features * element_bytes % 16 == 0
         assert p["division"] != FRAMED or p["lanes"] >= 32
         assert GPUS[gpu][0] >= 90 or p["cluster"] == 1
-        assert p["copy"] == (BULK if GPUS[gpu][0] >= 90 else ASYNC)
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_decides_a_row_s_result(backward: bool) -> None:
-    """Not the number of rows, nor how they are copied; forward, not whether there is a residual."""
+    """Not the number of rows; forward, not whether there is a residual."""
     kept = ("stream", "division", "packs", "lanes", "cluster", "share")
     for arrays, sums_dx in ((2, False), (3, False), (3, True)) if backward else ((1, False),):
         for features, element_bytes in itertools.product(FEATURES + WIDE, (2, 4, 8)):
@@ -190,40 +186,30 @@ def test_the_backward_table() -> None:
     assert plan(5120)["cluster"] == 2, "one block would have 10 of 16 warps"
     assert plan(16_384)["cluster"] == 2
     assert plan(131_072)["cluster"] == 16
-    assert plan(131_080)["stream"]
+    assert plan(200_000)["stream"]
     assert plan(16_384, gpu="A100")["stream"]
     assert plan(65_536, element_bytes=8)["cluster"] == 16
     assert plan(1000)["division"] == UNEVEN
     assert plan(4097)["division"] == FRAMED and plan(4097)["classes"] == 8
-    # Without a ring: as much under way on every multiprocessor, 16 warps of 32 bytes a lane.
-    direct = functools.partial(plan, element_bytes=4)
-    assert direct(4)["direct"] and not plan(1024)["direct"]
-    assert not direct(1023)["direct"] and not direct(1024, aligned_params=False)["direct"]
-    assert not any(direct(n)["direct"] for n in (40, 160, 260)), "too many threads without work"
-    assert direct(1024)["lanes"] == 128 and direct(1024)["units"] == 4
-    assert direct(4096)["lanes"] == 512 and direct(4096)["cluster"] == 1
-    assert direct(3072)["cluster"] == 3 and direct(3072)["lanes"] == 128
-    assert not direct(4100)["direct"] and direct(32_768)["cluster"] == 4
-    assert direct(4096, gpu="A100")["direct"]
-    assert not direct(4100, gpu="A100")["direct"] and direct(4100, gpu="A100")["copy"] == ASYNC
+    assert plan(4097)["packs"] == 3 and plan(4097)["lanes"] == 192 and plan(4097)["units"] == 2
+    # 32 bytes a thread of wider types, as long as a block holds the row and has enough work.
+    floats = functools.partial(plan, element_bytes=4)
+    assert floats(1024)["packs"] == 2 and floats(1024)["lanes"] == 128
+    assert floats(1024)["units"] == 4
+    assert floats(4096)["lanes"] == 512 and floats(4096)["cluster"] == 1
+    assert floats(640)["packs"] == 4 and floats(3072)["packs"] == 4 and floats(1023)["packs"] == 4
+    assert floats(4100)["packs"] == 4 and floats(32_768)["cluster"] == 4
+    assert plan(1024, element_bytes=8)["packs"] == 2 and plan(4096, element_bytes=8)["packs"] == 4
     # More elements a thread, where fewer would leave more of the threads without work.
     assert plan(768)["packs"] == 3 and plan(768)["lanes"] == 32 and plan(768)["units"] == 12
     assert plan(1024)["packs"] == 2 and plan(640)["packs"] == 3 and plan(1600)["packs"] == 2
     assert plan(6144)["packs"] == 3 and plan(6144)["cluster"] == 2 and plan(12_288)["packs"] == 2
     assert plan(768, arrays=3, sums_dx=True)["packs"] == 3
-    # Smaller blocks, where a large one's ring leaves no room for a second one.
-    assert plan(8192, arrays=3)["cluster"] == 2 and plan(16_384, arrays=3)["cluster"] == 4
-    assert plan(8192, arrays=3, sums_dx=True)["cluster"] == 4
-    assert plan(131_072, arrays=3, sums_dx=True)["cluster"] == 16
-    assert plan(6144, arrays=3, sums_dx=True, gpu="A100")["packs"] == 3, "16 elements: streamed"
-    # Few rows of 16 bits have no ring, which does not change who has which elements.
-    few, many = plan(4096, rows=264), plan(4096, rows=265)
-    assert few["direct"] and not many["direct"]
-    assert [few[k] for k in ("packs", "lanes", "cluster")] == [2, 256, 1]
-    assert [many[k] for k in ("packs", "lanes", "cluster")] == [2, 256, 1]
-    assert plan(1024, rows=1056)["direct"] and not plan(1024, rows=1057)["direct"]
-    assert not plan(768, rows=37)["direct"] and not plan(1001, rows=37)["direct"]
-    assert not plan(8192, rows=37, element_bytes=8)["direct"]
+    # One row under way, or two where units wait long for sums, or that is less than 28 KB.
+    assert plan(1024)["stages"] == 1 and plan(4096)["stages"] == 1 and plan(640)["stages"] == 1
+    assert plan(8192)["stages"] == 2 and plan(16_384)["stages"] == 2 and plan(4097)["stages"] == 2
+    assert plan(200)["stages"] == 2 and floats(200)["stages"] == 2
+    assert plan(8192, arrays=3)["stages"] == 1 and floats(8192)["stages"] == 1
     # Few rows are spread over the multiprocessors.
     assert plan(1024, rows=37)["units"] == 1
     assert plan(1024, rows=10**6)["units"] == 8
@@ -237,11 +223,11 @@ FORCED = {
     "streamed": {"stream": True},
     "small clusters": {"max_threads": 32},
     "clusters of up to 8": {"max_threads": 64, "max_cluster": 8},
-    "short ring": {"max_stages": 2, "ring": True},
-    "long ring": {"max_stages": 8, "ring": True},
-    "ring on sm_80": {"architecture": 80, "ring": True},
-    "24 elements": {"packs": 3},
-    "16 elements": {"packs": 2},
+    "one row under way": {"max_stages": 1},
+    "three rows under way": {"max_stages": 3},
+    "2 packs": {"packs": 2},
+    "3 packs": {"packs": 3},
+    "4 packs": {"packs": 4},
 }
 
 
@@ -277,10 +263,11 @@ def test_paths(forced: str, op: str, dtype: str) -> None:
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(3)
     centered = op == "layer_norm"
-    widths = (1, 7, 40, 64, 129, 256, 257, 1000, 1025, 3000, 4096, 4097, 5120, 8200, 12_288, 16_385)
+    widths = (1, 7, 40, 64, 129, 256, 257, 1000, 1025, 2560, 3000, 4096, 4097, 5120, 8200, 12_288)
+    widths += (16_385,)
     with jax.default_device(_gpus()[0]):
         for features, rows in itertools.product(widths, (3, 1000)):
-            if rows == 1000 and features > 2000 and features not in (4096, 5120):
+            if rows == 1000 and features > 2000 and features not in (2560, 4096, 5120):
                 continue
             dy, x = (0.3 + rng.standard_normal((2, rows, features))).astype(dtype)
             scale, bias = (1 + rng.standard_normal((2, features)) / 4).astype(np.float32)
@@ -339,8 +326,8 @@ def test_variants(forced: str, dtype: str) -> None:
 
 
 @pytest.mark.gpu
-def test_rings_and_copies_do_not_change_results() -> None:
-    """Neither the depth of the ring nor the kind of copy: bitwise, y and dx."""
+def test_rings_do_not_change_results() -> None:
+    """Neither their depth nor the architecture, of rows that one block holds: bitwise, y and dx."""
     if not _gpus():
         pytest.skip("needs a CUDA device")
     assert CUDA is not None
@@ -349,8 +336,8 @@ def test_rings_and_copies_do_not_change_results() -> None:
         for features in (64, 1000, 4096):
             dy, x = rng.standard_normal((2, 501, features)).astype(np.float32)
             expected = None
-            for forced in ({}, {"max_stages": 2}, {"max_stages": 8}, {"architecture": 80}):
-                CUDA.force_row_plan(ring=True, **forced)
+            for forced in ({}, {"max_stages": 1}, {"max_stages": 3}, {"architecture": 80}):
+                CUDA.force_row_plan(**forced)
                 try:
                     y, (dx,) = norm("layer_norm", "input")(dy, x)
                 finally:
@@ -369,7 +356,7 @@ def _gpus() -> list[Any]:
 
 @pytest.mark.gpu
 def test_few_rows_of_groups() -> None:
-    """A unit has several rows without a ring: as many groups leave each only one block."""
+    """A unit has several rows of one group after another's: as many leave each only one block."""
     if not _gpus():
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(5)
@@ -382,7 +369,7 @@ def test_few_rows_of_groups() -> None:
 
     with jax.default_device(_gpus()[0]):
         dx, dscale, dbias = jax.vmap(gradients)(dy, x)
-        many = [np.concatenate([a.reshape(-1, features)] * 2) for a in (dy, x)]  # in a ring
+        many = [np.concatenate([a.reshape(-1, features)] * 2) for a in (dy, x)]  # by more units
         assert_bitwise_equal(dx, gradients(*many)[0][: groups * rows].reshape(shape))
         for group in range(0, groups, 33):
             wide = [widen(a) for a in (dy[group], x[group], scale)]

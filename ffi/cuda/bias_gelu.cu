@@ -157,8 +157,9 @@ __global__ void __launch_bounds__(kMostGeluThreads, kBackwardBlocks)
   constexpr bool kCutSums = !std::is_same_v<A, double>;
   constexpr bool kRing = W > 1;  // copies to shared memory are of 16 bytes
   __shared__ __align__(kVecBytes)
-      A shared[W * kMostGeluThreads];                         // [spans at once][a tile's elements]
-  __shared__ Pack<T, W> ring[kStages * 2][kMostGeluThreads];  // each thread's packs under way
+      A shared[W * kMostGeluThreads];  // [spans at once][a tile's elements]
+  __shared__ __align__(128) Pack<T, W> ring[kStages * 2]
+                                           [kMostGeluThreads];  // each thread's packs under way
   A* const sums = shared + threadIdx.x * W;
   LaunchNext();
   const auto [groups, rows, features] = args.shape;

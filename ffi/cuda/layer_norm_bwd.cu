@@ -1,12 +1,12 @@
 // Layer norm and RMS norm backward, CUDA; formulas: common/math.h.
 //
 // How rows are laid out on the chip: cuda/layer_norm_bwd_policy.h. Each unit of threads (a warp, or
-// the warps of a row) is persistent: it takes every so many-th row, or small rows by the warp, and
-// has a ring of them in shared memory, or the next one in registers (layer_norm_ring.cuh); those
-// not worked on are on their way (layer_norm_bwd.cuh). Each block has a slot in a group: a share of
-// the group's rows, and one partial row of column sums, which stay in registers (dx's: in shared
-// memory) over the rows, are added over units, and then over slots (column_sum.cuh), in a fixed
-// order. Traffic: dy and x (and dsum) read, dx written, and a partial row per block.
+// the warps of a row) is persistent: it takes every so many-th row, or small rows by the warp
+// (layer_norm_bwd.cuh), and each of its threads has its part of the next ones on their way to
+// shared memory (layer_norm_ring.cuh). Each block has a slot in a group: a share of the group's
+// rows, and one partial row of column sums, which stay in registers (dx's: in shared memory) over
+// the rows, are added over units, and then over slots (column_sum.cuh), in a fixed order. Traffic:
+// dy and x (and dsum) read, dx written, and a partial row per block.
 //
 // Rows that start anywhere: as forward.
 #include "cuda/layer_norm_bwd.cuh"
@@ -115,16 +115,15 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
     const std::int64_t blocks = std::min(resident, groups * slots) * plan.cluster;
     const Launch launch(stream, dim3(static_cast<unsigned>(blocks)), plan.threads(),
                         plan.shared_bytes, plan.cluster);
-    return cudaLaunchKernelEx(&launch.config, kernel, args, plan, Deal(plan, rows, slots, features),
-                              sums);
+    return cudaLaunchKernelEx(&launch.config, kernel, args, plan, Deal(plan, rows, slots), sums,
+                              static_cast<A>(1.0 / static_cast<double>(features)));
   };
   if (!plan.stream) {
     // Here what it costs that rows may be uneven hardly shows.
-    constexpr int kFew = FewPacks(sizeof(T)), kMore = MorePacks(sizeof(T));
-    constexpr int kFramed = sizeof(T) == 2 ? kFew : kMore;
+    constexpr int kMore = MorePacks(sizeof(T));
     const cudaError_t status =
-        plan.division == Division::kFramed ? run.template operator()<kFramed, Division::kFramed>()
-        : plan.packs == kFew               ? run.template operator()<kFew, Division::kUneven>()
+        plan.division == Division::kFramed ? run.template operator()<kMore, Division::kFramed>()
+        : plan.packs == kFewPacks          ? run.template operator()<kFewPacks, Division::kUneven>()
                                            : run.template operator()<kMore, Division::kUneven>();
     if (status != cudaSuccess) return status;
   }
@@ -135,8 +134,7 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
     });
   }
   if (wanted.count == 0) return cudaSuccess;
-  return LaunchColumnSum<A>(stream, workspace, wanted, groups, args.partial_rows, slots,
-                            features);
+  return LaunchColumnSum<A>(stream, workspace, wanted, groups, args.partial_rows, slots, features);
 }
 
 const char* NameOf(const LayerNormBwdArgs& args) {

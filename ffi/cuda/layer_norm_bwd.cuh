@@ -21,7 +21,7 @@ template <typename T, int P, Division kDivision, bool kCentered, bool kFromOutpu
 __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
     BackwardKernel(const __grid_constant__ LayerNormBwdArgs args,
                    const __grid_constant__ BackwardPlan plan, const __grid_constant__ Deal deal,
-                   const __grid_constant__ SlotSums<Accum<T>> sums) {
+                   const __grid_constant__ SlotSums<Accum<T>> sums, const Accum<T> inverse_n) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
   constexpr bool kFramed = kDivision == Division::kFramed;
@@ -34,7 +34,6 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
   if (deal.EndsTogether()) LaunchNext();
   const auto [groups, rows, features] = args.shape;
   Place<T, P, kDivision, false> place(plan.lanes, plan.cluster, plan.share, features);
-  const A inverse_n = static_cast<A>(deal.inverse_features);
   const bool has_dsum = args.dsum != nullptr;
   const bool sums_dx = sums.results[2] != nullptr;
   const DxSums<T, P> dx_sums(shared + plan.shared_bytes - plan.dx_sum_bytes);
@@ -59,8 +58,8 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
         place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
       // Of this thread's first pack of the row being worked on.
-      std::int64_t at = first_row * features + place.first_column - (kFramed ? place.skip() : 0) +
-                        place.base;
+      std::int64_t at =
+          first_row * features + place.first_column - (kFramed ? place.skip() : 0) + place.base;
       const std::int64_t step = turns.step * features;
       ring.Start(at, step, turns.own);
       stats.Start(first_row, turns.step, turns.own);
@@ -116,11 +115,9 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
             }
           });
           over_row(totals);
+          // Not to keep both widened: registers are short.
 #pragma unroll
-          for (int i = 0; i < P; ++i) {
-            KeepPacked(dy_packs[i]);
-            KeepPacked(x_packs[i]);
-          }
+          for (int i = 0; i < P; ++i) KeepPacked(dy_packs[i]);
           if (has_dsum) ring.WaitForThird();
 
           // x_hat = centered * factor + shift. The saved mean is rounded: the mean of the
@@ -150,8 +147,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
                                             : centered * factor;
                 dscale[i][j] += dy[j] * x_hat;
                 if constexpr (kCentered) dbias[i][j] += dy[j];
-                dx_i[j] =
-                    NormInputGrad(dy[j] * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd);
+                dx_i[j] = NormInputGrad(dy[j] * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd);
               }
               if (has_dsum) {
                 A dsum[W];

@@ -15,9 +15,9 @@
 //   up to 131072              2 to 16 blocks of those, from sm_90 on; else streamed
 //
 // Framed: at least 32 lanes. Below 8192 features, too, a row gets a cluster where one block of it
-// would leave two or more of a multiprocessor's 16 warps without work (2561 to 3584 and 4097 to 7168
-// features); and threads have the bytes in brackets where that puts more of them to work, or, of
-// float32, where a block of the others cannot hold the row.
+// would leave two or more of a multiprocessor's 16 warps without work (2561 to 3584 and 4097 to
+// 7168 features); and threads have the bytes in brackets where that puts more of them to work, or,
+// of float32, where a block of the others cannot hold the row.
 #pragma once
 
 #include <algorithm>
@@ -54,9 +54,7 @@ inline constexpr int kBackwardWarps = 512 / 32;
 inline constexpr int kMaxStages = 3;
 
 // Packs of a row that one thread holds: few, or more.
-constexpr int FewPacks(int element_bytes) {
-  return element_bytes == 8 ? 4 : 2;
-}
+inline constexpr int kFewPacks = 2;
 constexpr int MorePacks(int element_bytes) {
   return element_bytes == 2 ? 3 : 4;
 }
@@ -113,11 +111,12 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   plan.packs = packs;
   const bool framed = Framed(task, packs);
   // What a block can hold: in registers, and in shared memory.
-  const std::int64_t bytes = RingBytes(task, packs, 1, 1) + (task.sums_dx ? SumBytes(task, packs, 1) : 0);
+  const std::int64_t bytes =
+      RingBytes(task, packs, 1, 1) + (task.sums_dx ? SumBytes(task, packs, 1) : 0);
   const int max_warps = BackwardThreads(16 * packs) / 32;
   const int limit = forced.max_threads != 0 ? forced.max_threads : 32 * max_warps;
-  const int threads =
-      static_cast<int>(std::min<std::int64_t>(std::min(limit, 32 * max_warps), SharedBudget(task, 1) / bytes / 32 * 32));
+  const int threads = static_cast<int>(std::min<std::int64_t>(
+      std::min(limit, 32 * max_warps), SharedBudget(task, 1) / bytes / 32 * 32));
   const std::int64_t held = std::int64_t{threads} * elements;
   const auto share = [&](int cluster) { return Share(task, cluster, framed); };
   // The fewest blocks that together leave no more than one of a multiprocessor's warps idle.
@@ -139,47 +138,46 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   return true;
 }
 
-// Chooses the packs of a thread, too.
+// Chooses the packs of a thread, too. Framed: more of them.
 inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
-  const int few = FewPacks(task.element_bytes), more = MorePacks(task.element_bytes);
   const auto divide = [&](int packs) {
     BackwardPlan divided{};
-    const bool can = forced.packs == 0 || forced.packs == packs;
+    const bool can = forced.packs == 0 || forced.packs == packs || Framed(task, packs);
     if (!can || !DivideRows(task, forced, packs, divided)) divided.lanes = 0;
     return divided;
   };
-  const auto part = [&](const BackwardPlan& divided) {
-    return divided.lanes == 0 ? 0.0 : PartAtWork(task, divided);
+  plan = divide(MorePacks(task.element_bytes));
+  const BackwardPlan few = divide(kFewPacks);
+  if (few.lanes == 0 || few.division == Division::kFramed) return plan.lanes > 0;
+  if (plan.division == Division::kFramed) plan.lanes = 0;  // as only the others need not be
+  const auto better = [&] {
+    if (plan.lanes == 0) return true;
+    const double with_few = PartAtWork(task, few), with_more = PartAtWork(task, plan);
+    if (task.element_bytes > 2) return few.cluster == 1 && with_few >= 0.9;
+    // A cluster is worth less than a smaller one.
+    return plan.cluster > 2 || UnitsThatFit(task, plan) == 1 ||
+           (with_more < 1.05 * with_few && !(with_more >= with_few && plan.cluster < few.cluster));
   };
-  plan = divide(few);
-  if (more == few) return plan.lanes > 0;
-  const BackwardPlan wide = divide(more);
-  if (wide.lanes == 0) return plan.lanes > 0;
-  bool better = plan.lanes == 0;
-  if (task.element_bytes == 2) {
-    // Framed, registers are short.
-    if (wide.division == Division::kFramed) return plan.lanes > 0;
-    better = better || forced.packs == more ||
-             (wide.cluster <= 2 && UnitsThatFit(task, wide) > 1 &&
-              (part(wide) >= 1.05 * part(plan) ||
-               (part(wide) >= part(plan) && wide.cluster < plan.cluster)));
-  } else {
-    better = better || plan.division == Division::kFramed || plan.cluster > 1 || part(plan) < 0.75;
-  }
-  if (better) plan = wide;
+  if (better()) plan = few;
   return true;
 }
 
-// Few rows are spread over all multiprocessors before a block gets several units.
+// Few rows are spread over all multiprocessors before a block gets several units. One row a thread
+// under way is enough where these are 28 KB a multiprocessor (with more, 16-bit rows of several
+// units are 2 to 8 % slower), but where units wait long for a row's sums: those of 16-bit elements
+// that are alone, of clusters, or framed.
 inline void SpreadRows(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
   const std::int64_t turns = CeilDiv(task.rows, plan.unit_rows());
   const int fit = std::max(1, UnitsThatFit(task, plan));
+  const int most = plan.cluster > 1 ? 1 : fit, blocks = plan.cluster > 1 ? fit : 1;
   const int units =
-      plan.cluster > 1 ? 1
-                       : static_cast<int>(std::clamp<std::int64_t>(
-                             CeilDiv(turns, task.multiprocessors), 1, fit));
-  const int blocks = plan.cluster > 1 ? fit : 1;
-  int stages = forced.max_stages != 0 ? std::min(forced.max_stages, kMaxStages) : 2;
+      static_cast<int>(std::clamp<std::int64_t>(CeilDiv(turns, task.multiprocessors), 1, most));
+  const bool waits = task.element_bytes == 2 && task.arrays == 2 &&
+                     (most == 1 || plan.division == Division::kFramed);
+  const double under_way =
+      PartAtWork(task, plan) * RingBytes(task, plan.packs, BackwardThreads(16 * plan.packs), 1);
+  int stages = waits || under_way < 28 * 1024 ? 2 : 1;
+  if (forced.max_stages != 0) stages = std::min(forced.max_stages, kMaxStages);
   for (; stages > 1; --stages) {
     Divide(task, units, stages, plan);
     if (plan.shared_bytes <= SharedBudget(task, blocks)) return;

@@ -21,10 +21,8 @@ struct Deal {
   int passes;
   int rounds, extra;  // turns of every unit in a pass; in pass p, the first units up to
                       // extra - p * units of the group's have one more
-  double inverse_features;
 
-  Deal(const BackwardPlan& plan, std::int64_t rows, std::int64_t slots, std::int64_t features)
-      : slots(slots), inverse_features(features > 0 ? 1.0 / static_cast<double>(features) : 1.0) {
+  Deal(const BackwardPlan& plan, std::int64_t rows, std::int64_t slots) : slots(slots) {
     turns = (rows + plan.unit_rows() - 1) / plan.unit_rows();
     passes =
         static_cast<int>(plan.classes / std::gcd<std::int64_t>(plan.classes, slots * plan.units));

@@ -97,7 +97,7 @@ class RowSum {
         SendTo(static_cast<int>(threadIdx.x), &blocks[i][rank], values[i], received);
       }
     }
-    WaitForPhase</*kCluster=*/true>(received, (exchange_ >> 1) & 1);
+    WaitForPhase(received, (exchange_ >> 1) & 1);
     ++exchange_;
     const int from = BlockOfLane();
 #pragma unroll

@@ -17,11 +17,12 @@ __device__ __forceinline__ void UnitSync(int unit, int lanes) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
 }
 
-// Of kValues values: those of each unit's warps, and of a cluster's blocks, in whole quarters, of
-// which the rest are zeros.
+// Of kValues values: those of each unit's warps, and of a cluster's blocks; behind them zeros, up
+// to the next PartsOf.
 template <typename A, int kValues>
 struct TotalStorage {
-  static constexpr int kParts = 2 * kBackwardWarps;  // as eight units of two warps have
+  // As eight units of two warps have; or three of five warps.
+  static constexpr int kParts = kValues == 3 ? 32 : 48;
   A warps[2][kValues][kParts];
   A blocks[2][kValues][kMaxCluster];
   std::uint64_t received[2];
@@ -37,14 +38,15 @@ class RowTotals {
       : lanes_(plan.lanes),
         cluster_(plan.cluster),
         unit_(unit),
-        first_(unit * Quarters(lanes_ / kWarp) * 4),
-        warp_(__shfl_sync(0xffffffffu, static_cast<int>(static_cast<unsigned>(in_unit) / kWarp), 0)),
+        first_(unit * PartsOf(lanes_ / kWarp)),
+        warp_(
+            __shfl_sync(0xffffffffu, static_cast<int>(static_cast<unsigned>(in_unit) / kWarp), 0)),
         shared_(shared) {
-    if (lanes_ > kWarp && in_unit < 4) {
-      const int part = Quarters(lanes_ / kWarp) * 4 - 1 - in_unit;
+    const int part = in_unit + lanes_ / kWarp;
+    if (lanes_ > kWarp && part < PartsOf(lanes_ / kWarp)) {
 #pragma unroll
       for (int v = 0; v < 2 * kValues; ++v) {
-        if (part >= lanes_ / kWarp) shared_.warps[v / kValues][v % kValues][first_ + part] = 0;
+        shared_.warps[v / kValues][v % kValues][first_ + part] = 0;
       }
     }
     if (cluster_ > 1) {
@@ -74,10 +76,7 @@ class RowTotals {
     const A sum = OverWarp(values);
     const int lane = static_cast<int>(threadIdx.x % kWarp);
     if (lanes_ == kWarp) {
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) {
-        values[v] = __shfl_sync(0xffffffffu, sum, v * kLaneOfValue);
-      }
+      FromLanes(sum, values);
     } else {
       if (lane % kLaneOfValue == 0 && lane < kValues * kLaneOfValue) {
         shared_.warps[buffer_][lane / kLaneOfValue][first_ + warp_] = sum;
@@ -86,10 +85,7 @@ class RowTotals {
       // the next call writes the other buffer, and before the call after that writes this one, all
       // threads have passed the next call's barrier and so have finished these reads.
       UnitSync(unit_, lanes_);
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) {
-        values[v] = OverParts(shared_.warps[buffer_][v] + first_, Quarters(lanes_ / kWarp));
-      }
+      OverParts<Storage::kParts>(shared_.warps[buffer_][0] + first_, lanes_ / kWarp, values);
       buffer_ ^= 1;
     }
     if (cluster_ > 1) OverCluster(values);
@@ -99,7 +95,20 @@ class RowTotals {
   // Which lane's sum OverWarp's is: that of value v in lane v * kLaneOfValue.
   static constexpr int kLaneOfValue = kValues == 3 ? 8 : 16;
 
-  __device__ __forceinline__ static int Quarters(int parts) { return (parts + 3) >> 2; }
+  // Of so many parts of a sum, up to 16, how many places there are: some, which each thread reads;
+  // or one or two for each of a value's lanes.
+  static constexpr int kFewParts = 4;
+  __device__ __forceinline__ static int PartsOf(int parts) {
+    return parts <= kFewParts ? kFewParts : parts <= 8 && kLaneOfValue == 8 ? 8 : 16;
+  }
+
+  // Gives all lanes each value's sum, from one of its lanes.
+  __device__ __forceinline__ static void FromLanes(A sum, A (&values)[kValues]) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      values[v] = __shfl_sync(0xffffffffu, sum, v * kLaneOfValue);
+    }
+  }
 
   // Over the lanes of a warp, in a butterfly, whose first steps also give each value lanes of its
   // own, so that the others are sums of one value.
@@ -129,20 +138,31 @@ class RowTotals {
     return exchange(sum, sum, 1);
   }
 
-  struct alignas(kVecBytes) Quarter {
-    A v[4];
-  };
-  // In a fixed order.
-  __device__ __forceinline__ static A OverParts(const A* parts, int quarters) {
-    Quarter sums = *reinterpret_cast<const Quarter*>(parts);
+  // Each value's parts, in a fixed order; kPitch: from one value's first part to the next one's.
+  template <int kPitch>
+  __device__ __forceinline__ static void OverParts(const A* parts, int count,
+                                                   A (&values)[kValues]) {
+    struct alignas(kVecBytes) Few {
+      A v[kFewParts];
+    };
+    if (count <= kFewParts) {
 #pragma unroll
-    for (int q = 1; q < kMaxCluster / 4; ++q) {
-      if (q >= quarters) break;
-      const Quarter more = *reinterpret_cast<const Quarter*>(parts + 4 * q);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) sums.v[k] += more.v[k];
+      for (int v = 0; v < kValues; ++v) {
+        const Few few = *reinterpret_cast<const Few*>(parts + v * kPitch);
+        values[v] = (few.v[0] + few.v[2]) + (few.v[1] + few.v[3]);
+      }
+      return;
     }
-    return (sums.v[0] + sums.v[2]) + (sums.v[1] + sums.v[3]);
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+    const A* const own =
+        parts + min(lane / kLaneOfValue, kValues - 1) * kPitch + lane % kLaneOfValue;
+    A sum = *own;
+    if (kLaneOfValue == 8 && count > 8) sum += own[8];
+#pragma unroll
+    for (int distance = kLaneOfValue / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    }
+    FromLanes(sum, values);
   }
 
   __device__ __forceinline__ void OverCluster(A (&values)[kValues]) {
@@ -160,10 +180,9 @@ class RowTotals {
         SendTo(static_cast<int>(threadIdx.x), &blocks[v][rank], values[v], received);
       }
     }
-    WaitForPhase</*kCluster=*/true>(received, (exchange_ >> 1) & 1);
+    WaitForPhase(received, (exchange_ >> 1) & 1);
     ++exchange_;
-#pragma unroll
-    for (int v = 0; v < kValues; ++v) values[v] = OverParts(blocks[v], Quarters(cluster_));
+    OverParts<kMaxCluster>(blocks[0], cluster_, values);
   }
 
   const int lanes_, cluster_, unit_, first_, warp_;

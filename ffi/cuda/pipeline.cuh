@@ -11,8 +11,8 @@ __device__ __forceinline__ std::uint32_t SharedAddress(const void* p) {
 
 // --- cp.async, sm_80: per thread, in groups ------------------------------------------------------
 
-// 16 bytes. What a warp copies should start at multiples of 128 bytes in shared memory, too: else it
-// is written there in three times as many steps, which costs 10 % of the bandwidth.
+// 16 bytes. What a warp copies should start at multiples of 128 bytes in shared memory, too: else
+// it is written there in three times as many steps, which costs 10 % of the bandwidth.
 __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)), "l"(global)
                : "memory");
@@ -28,7 +28,7 @@ __device__ __forceinline__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// --- mbarriers and bulk copies, sm_90; elsewhere never called -----------------------------------
+// --- mbarriers, sm_90; elsewhere never called ----------------------------------------------------
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 inline constexpr bool kHopper = true;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void InitBarrier(std::uint64_t* barrier) {
   }
 }
 
-// Makes initialised barriers known to the cluster and to the copy engine.
+// Makes initialised barriers known to the cluster.
 __device__ __forceinline__ void PublishBarriers() {
   if constexpr (kHopper) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -59,50 +59,18 @@ __device__ __forceinline__ void ExpectBytes(std::uint64_t* barrier, std::uint32_
   }
 }
 
-// kCluster: where other blocks of the cluster write what is waited for.
-template <bool kCluster = false>
+// For what other blocks of the cluster write.
 __device__ __forceinline__ void WaitForPhase(std::uint64_t* barrier, std::uint32_t parity) {
   if constexpr (kHopper) {
-    if constexpr (kCluster) {
-      asm volatile(
-          "{\n"
-          ".reg .pred done;\n"
-          "again:\n"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-          "@!done bra again;\n"
-          "}\n" ::"r"(SharedAddress(barrier)),
-          "r"(parity)
-          : "memory");
-    } else {
-      asm volatile(
-          "{\n"
-          ".reg .pred done;\n"
-          "again:\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-          "@!done bra again;\n"
-          "}\n" ::"r"(SharedAddress(barrier)),
-          "r"(parity)
-          : "memory");
-    }
-  }
-}
-
-// Both addresses and `bytes` are multiples of 16.
-__device__ __forceinline__ void CopyBulk(void* shared, const void* global, std::uint32_t bytes,
-                                         std::uint64_t* barrier) {
-  if constexpr (kHopper) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(SharedAddress(shared)),
-        "l"(global), "r"(bytes), "r"(SharedAddress(barrier))
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(SharedAddress(barrier)),
+        "r"(parity)
         : "memory");
-  }
-}
-
-// What this thread has written to shared memory comes before bulk copies that follow a barrier.
-__device__ __forceinline__ void FenceBulkCopies() {
-  if constexpr (kHopper) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
 }
 

@@ -84,7 +84,7 @@ int RunAll(const char* dtype, const Filter& filter) {
                                {.architecture = 80},
                                {.max_cluster = 8, .max_threads = 32},
                                {.stream = true},
-                               {.ring = true},
+                               {.max_stages = 3},
                                {.max_threads = 32},
                                {.packs = 3}};
   const Variant variants[] = {{},
@@ -99,7 +99,8 @@ int RunAll(const char* dtype, const Filter& filter) {
                               {.sum = true, .residual_bias = true, .groups = 3},
                               {.centered = false, .sum = true, .residual_bias = true},
                               {.sum = true, .from_output = true, .residual_bias = true}};
-  const std::int64_t widths[] = {1, 7, 40, 64, 257, 1000, 2049, 3000, 4096, 8200, 16385, 40000};
+  const std::int64_t widths[] = {1,    7,    40,   64,   257,   1000, 2049,
+                                 2560, 3000, 4096, 8200, 16385, 40000};
   const auto wanted = [](std::int64_t only, std::int64_t value) {
     return only < 0 || only == value;
   };
