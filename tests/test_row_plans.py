@@ -60,8 +60,11 @@ def plan(
     )
 
 
-def owned(p: dict[str, Any], features: int, element_bytes: int) -> None:
-    """Whether the threads of a row have all of it, and what they lack is what the plan says."""
+def owned(p: dict[str, Any], features: int, element_bytes: int, *, lines: bool) -> None:
+    """Whether the threads of a row have all of it, and what they lack is what the plan says.
+
+    lines: whether each thread's second pack starts with a line of 128 bytes, if that can be.
+    """
     width = 16 // element_bytes
     columns = features + (width - 1 if p["division"] == FRAMED else 0)
     assert p["share"] * p["cluster"] >= columns
@@ -76,9 +79,13 @@ def owned(p: dict[str, Any], features: int, element_bytes: int) -> None:
     for rank in range(p["cluster"]):
         packs = min(p["share"], features - rank * p["share"]) // width
         owners = -(-packs // p["packs"])
+        in_lines = -(-owners // 8) * 8
+        if lines and in_lines <= p["lanes"] and (p["packs"] - 1) * in_lines <= packs:
+            owners = in_lines
         assert 0 < owners <= p["lanes"]
         missing = owners * p["packs"] - packs
-        assert missing == 0 if p["division"] == EVEN else 0 <= missing <= owners
+        assert 0 <= missing <= owners
+        assert missing == 0 or p["division"] == UNEVEN or lines
 
 
 @pytest.mark.G10
@@ -91,7 +98,7 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
         if p["stream"]:
             assert features > 2048, (features, settings)
             continue
-        owned(p, features, element_bytes)
+        owned(p, features, element_bytes, lines=False)
         assert p["threads"] == p["teams"] * p["lanes"] <= 1024
         assert p["teams"] == 1 or p["threads"] == 64
         framed = p["division"] == FRAMED
@@ -111,7 +118,7 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
-    """And fits in registers and shared memory, with room for a chunk under way."""
+    """And fits in registers and shared memory, with a row under way."""
     cases = itertools.product(FEATURES + WIDE, (1, 37, 10**6), (2, 3), (False, True))
     for features, rows, arrays, sums_dx in cases:
         settings: dict[str, Any] = {"rows": rows, "element_bytes": element_bytes}
@@ -120,7 +127,7 @@ def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None
         if p["stream"]:
             assert features > 2048, (features, settings)
             continue
-        owned(p, features, element_bytes)
+        owned(p, features, element_bytes, lines=True)
         more = {2: 3, 4: 4, 8: 4}[element_bytes]
         assert p["packs"] == more if p["division"] == FRAMED else p["packs"] in (2, more)
         assert p["threads"] <= (384 if p["packs"] == 3 else 512)
@@ -204,6 +211,7 @@ def test_the_backward_table() -> None:
     assert plan(768)["packs"] == 3 and plan(768)["lanes"] == 32 and plan(768)["units"] == 12
     assert plan(1024)["packs"] == 2 and plan(640)["packs"] == 3 and plan(1600)["packs"] == 2
     assert plan(6144)["packs"] == 3 and plan(6144)["cluster"] == 2 and plan(12_288)["packs"] == 2
+    assert all(plan(n)["cluster"] == 2 for n in (5376, 5504, 5632, 5760, 6016))
     assert plan(768, arrays=3, sums_dx=True)["packs"] == 3
     # One row under way, or two where units wait long for sums, or that is less than 28 KB.
     assert plan(1024)["stages"] == 1 and plan(4096)["stages"] == 1 and plan(640)["stages"] == 1

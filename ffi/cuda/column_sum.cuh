@@ -92,17 +92,17 @@ __global__ void __launch_bounds__(kColumnLanes* kColumnSlices)
   }
 }
 
-// carveout: the split of cache and shared memory that the kernel before has, as changing it takes
+// With the split of cache and shared memory that the kernels before have, as changing it takes
 // time.
 template <typename A>
 cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const ColumnSums& sums,
                             std::int64_t groups, std::int64_t stride, std::int64_t partial_rows,
-                            std::int64_t features, int carveout = cudaSharedmemCarveoutMaxShared) {
+                            std::int64_t features) {
   const auto launch = [&]<int W>() {
     const std::int64_t items = groups * sums.count * CeilDiv(features, kColumnLanes * W);
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-    attributes[0].val.sharedMemCarveout = static_cast<unsigned>(carveout);
+    attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(GridBlocks(items));
     config.blockDim = dim3(kColumnLanes, kColumnSlices);

@@ -40,28 +40,37 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
   const BlockSums<T, P, kDivision> block(plan, place, shared + plan.ring_bytes);
   const T* const arrays[] = {static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
                              static_cast<const T*>(args.dsum)};
-  RowRing<T, P, kDivision> ring(plan, place, shared, arrays, groups * rows * features);
+  const unsigned clusters = gridDim.x / static_cast<unsigned>(plan.cluster);
+  const std::int64_t first_item = blockIdx.x / static_cast<unsigned>(plan.cluster);
+  const auto row_of = [&](std::int64_t item, const Turns& turns) {
+    return deal.Group(item) * rows + turns.first;
+  };
+  const auto turns_of = [&](std::int64_t item, int pass) {
+    return Turns(deal, plan, item - deal.Group(item) * deal.slots, place.unit, place.row, pass,
+                 rows);
+  };
+  RowRing<T, P, kDivision> ring(
+      plan, place, shared, arrays, groups * rows * features,
+      row_of(first_item, turns_of(first_item, 0)) * features + place.first_column);
   RowStats<A> stats(plan.lanes, kShift ? static_cast<const A*>(args.mean) : nullptr,
                     static_cast<const A*>(args.rstd));
   RowTotals<A, kValues> over_row(plan, place.unit, place.in_unit, storage);
   if (plan.cluster > 1) ClusterSync();  // all barriers are initialised
 
-  const unsigned clusters = gridDim.x / static_cast<unsigned>(plan.cluster);
-  for (std::int64_t item = blockIdx.x / static_cast<unsigned>(plan.cluster);
-       item < groups * deal.slots; item += clusters) {
+  for (std::int64_t item = first_item; item < groups * deal.slots; item += clusters) {
     const std::int64_t group = deal.Group(item), slot = item - group * deal.slots;
 #pragma unroll 1
     for (int pass = 0; pass < (kFramed ? deal.passes : 1); ++pass) {
-      const Turns turns(deal, plan, slot, place.unit, place.row, pass, rows);
-      const std::int64_t first_row = group * rows + turns.first + place.row;
+      const Turns turns = turns_of(item, pass);
+      const std::int64_t turn_row = row_of(item, turns), first_row = turn_row + place.row;
       if constexpr (kFramed) {
         place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
-      // Of this thread's first pack of the row being worked on.
-      std::int64_t at =
-          first_row * features + place.first_column - (kFramed ? place.skip() : 0) + place.base;
+      // From a row's first column to the block's, and to this thread's first pack.
+      const std::int64_t to_block = place.first_column - (kFramed ? place.skip() : 0);
+      std::int64_t at = first_row * features + to_block + place.base;
       const std::int64_t step = turns.step * features;
-      ring.Start(at, step, turns.own);
+      ring.Start(at, turn_row * features + to_block, step, turns.own);
       stats.Start(first_row, turns.step, turns.own);
       A scale[P][W];
       LoadParam(args.scale, group, place, A{1}, static_cast<A>(args.scale_offset), scale);
@@ -180,7 +189,9 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
           dx_sums.Get(dscale);
           give(kCentered ? 0 : 1, dscale, 2);
         }
-        if (plan.units > 1) __syncthreads();  // all sums are read before the next are written
+        // All sums are read before the next are written; and written before another pass, in which
+        // columns change hands, adds to them.
+        if (plan.units > 1 || kFramed) __syncthreads();
       }
       // Columns change hands: what one block stored, another one adds to.
       if (kFramed && plan.cluster > 1 && pass + 1 < deal.passes) ClusterSync();

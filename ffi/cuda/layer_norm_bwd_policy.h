@@ -7,17 +7,18 @@
 // multiprocessor has as much under way as it takes, all the time, and no thread waits for another
 // but in a row's sums.
 //
-//   bytes of a thread         of 16-bit elements   float32          float64
-//                             32 (48)              32 (64)          64
-//   features                  threads per row
-//   up to 512                 1 to 32 lanes        half as many features
-//   up to 8192                64 to 512 threads    in 32 bytes      in 64 bytes
-//   up to 131072              2 to 16 blocks of those, from sm_90 on; else streamed
+//   bytes of a row          of a thread                       threads of a row
+//   up to 1 Ki              32                                1 to 32 lanes
+//   up to 16 Ki             32; or, of 16-bit elements, 48    64 to 512 (with 48 up to 384)
+//                           where that puts more of them to
+//                           work, and of wider ones 64 where
+//                           a block of 32 cannot, or not well
+//   up to 512 Ki (16-bit    as above                          2 to 16 blocks of those, from sm_90
+//   elements: 288 Ki)                                         on; else streamed
 //
-// Framed: at least 32 lanes. Below 8192 features, too, a row gets a cluster where one block of it
-// would leave two or more of a multiprocessor's 16 warps without work (2561 to 3584 and 4097 to
-// 7168 features); and threads have the bytes in brackets where that puts more of them to work, or,
-// of float32, where a block of the others cannot hold the row.
+// Framed rows have at least 32 lanes, and 48 or 64 bytes a thread. Narrower rows, too, get a
+// cluster where one block of them would leave two or more of a multiprocessor's 16 (or 12) warps
+// without work.
 #pragma once
 
 #include <algorithm>
@@ -46,11 +47,10 @@ struct BackwardPlan {
   constexpr int unit_rows() const { return lanes < 32 ? 32 / lanes : 1; }  // of a turn
 };
 
-// Threads of a block, at most, which have so many bytes of a row each; and warps of any block.
+// Threads of a block, at most, which have so many bytes of a row each.
 constexpr int BackwardThreads(int row_bytes) {
   return row_bytes == 48 ? 384 : 512;
 }
-inline constexpr int kBackwardWarps = 512 / 32;
 inline constexpr int kMaxStages = 3;
 
 // Packs of a row that one thread holds: few, or more.
@@ -58,6 +58,11 @@ inline constexpr int kFewPacks = 2;
 constexpr int MorePacks(int element_bytes) {
   return element_bytes == 2 ? 3 : 4;
 }
+
+// What a thread's pack takes of a ring: 16 bytes, and its part of the line by which a warp's packs
+// may start later.
+inline constexpr int kLineBytes = 128;
+inline constexpr int kRingPackBytes = 16 + kLineBytes / 32;
 
 namespace row_policy {
 
@@ -72,7 +77,7 @@ constexpr int SumBytes(const RowTask& task, int packs, int threads) {
   return threads * packs * 16 / task.element_bytes * (task.element_bytes == 8 ? 8 : 4);
 }
 constexpr int RingBytes(const RowTask& task, int packs, int threads, int stages) {
-  return stages * task.arrays * packs * 16 * threads;
+  return stages * task.arrays * packs * kRingPackBytes * threads;
 }
 
 // Gives a block so many units and stages, and all shared memory they take. Where several units add
@@ -114,7 +119,7 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   const std::int64_t bytes =
       RingBytes(task, packs, 1, 1) + (task.sums_dx ? SumBytes(task, packs, 1) : 0);
   const int max_warps = BackwardThreads(16 * packs) / 32;
-  const int limit = forced.max_threads != 0 ? forced.max_threads : 32 * max_warps;
+  const int limit = forced.max_threads != 0 ? std::max(32, forced.max_threads) : 32 * max_warps;
   const int threads = static_cast<int>(std::min<std::int64_t>(
       std::min(limit, 32 * max_warps), SharedBudget(task, 1) / bytes / 32 * 32));
   const std::int64_t held = std::int64_t{threads} * elements;
@@ -154,9 +159,9 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
     if (plan.lanes == 0) return true;
     const double with_few = PartAtWork(task, few), with_more = PartAtWork(task, plan);
     if (task.element_bytes > 2) return few.cluster == 1 && with_few >= 0.9;
-    // A cluster is worth less than a smaller one.
+    // A cluster is worth less than a smaller one. Shares are rounded: 1 % is no difference.
     return plan.cluster > 2 || UnitsThatFit(task, plan) == 1 ||
-           (with_more < 1.05 * with_few && !(with_more >= with_few && plan.cluster < few.cluster));
+           with_more < (plan.cluster < few.cluster ? 0.99 : 1.05) * with_few;
   };
   if (better()) plan = few;
   return true;
@@ -165,7 +170,7 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
 // Few rows are spread over all multiprocessors before a block gets several units. One row a thread
 // under way is enough where these are 28 KB a multiprocessor (with more, 16-bit rows of several
 // units are 2 to 8 % slower), but where units wait long for a row's sums: those of 16-bit elements
-// that are alone, of clusters, or framed.
+// that are alone, of clusters, or framed, unless they have a third array under way.
 inline void SpreadRows(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
   const std::int64_t turns = CeilDiv(task.rows, plan.unit_rows());
   const int fit = std::max(1, UnitsThatFit(task, plan));
@@ -175,7 +180,7 @@ inline void SpreadRows(const RowTask& task, const RowOverride& forced, BackwardP
   const bool waits = task.element_bytes == 2 && task.arrays == 2 &&
                      (most == 1 || plan.division == Division::kFramed);
   const double under_way =
-      PartAtWork(task, plan) * RingBytes(task, plan.packs, BackwardThreads(16 * plan.packs), 1);
+      PartAtWork(task, plan) * BackwardThreads(16 * plan.packs) * task.arrays * 16 * plan.packs;
   int stages = waits || under_way < 28 * 1024 ? 2 : 1;
   if (forced.max_stages != 0) stages = std::min(forced.max_stages, kMaxStages);
   for (; stages > 1; --stages) {

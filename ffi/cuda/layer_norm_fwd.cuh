@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
   constexpr bool kFramed = kDivision == Division::kFramed;
   constexpr int kValues = kCentered ? 3 : 1;
   __shared__ SumStorage<A, kValues, kForwardWarps> storage;
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(128) unsigned char shared[];
 
   const auto [groups, rows, features] = args.shape;
   const std::int64_t group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;

@@ -17,13 +17,12 @@ namespace {
 // cost spills.
 struct Deal {
   std::int64_t slots;
-  std::int64_t turns;  // of the group
   int passes;
   int rounds, extra;  // turns of every unit in a pass; in pass p, the first units up to
                       // extra - p * units of the group's have one more
 
   Deal(const BackwardPlan& plan, std::int64_t rows, std::int64_t slots) : slots(slots) {
-    turns = (rows + plan.unit_rows() - 1) / plan.unit_rows();
+    const std::int64_t turns = (rows + plan.unit_rows() - 1) / plan.unit_rows();
     passes =
         static_cast<int>(plan.classes / std::gcd<std::int64_t>(plan.classes, slots * plan.units));
     rounds = static_cast<int>(turns / (slots * plan.units * passes));
@@ -61,7 +60,9 @@ struct Turns {
 
 // A thread's packs of the rows that its unit works on, turn by turn, of dy, x, and dsum or null: on
 // their way to shared memory from `stages` turns before. Each thread copies, and reads, its own: so
-// none waits for others, and what is read is replaced at once.
+// none waits for others, and what is read is replaced at once. A warp's packs lie there as far from
+// the start of a line of 128 bytes as in memory (CopyAsync); unless framed, as the block's first
+// rows, from which the others nearly always are whole lines away.
 template <typename T, int P, Division kDivision>
 class RowRing {
   static constexpr int W = kVec<T>;
@@ -69,82 +70,99 @@ class RowRing {
   using RowPlace = Place<T, P, kDivision, false>;
 
  public:
-  // shared: the block's. elements: of an array.
+  // shared: the block's. elements: of an array. first_turn: as in Start, of the first call.
   __device__ RowRing(const BackwardPlan& plan, const RowPlace& place, unsigned char* shared,
-                     const T* const (&arrays)[3], std::int64_t elements)
+                     const T* const (&arrays)[3], std::int64_t elements, std::int64_t first_turn)
       : place_(place),
         arrays_{arrays[0], arrays[1], arrays[2]},
-        pack_bytes_(plan.threads() * kVecBytes),
+        pack_bytes_(plan.threads() * kRingPackBytes),
         stages_(plan.stages),
         stage_bytes_(plan.ring_bytes / plan.stages),
-        own_(shared + threadIdx.x * kVecBytes),
+        own_(shared + threadIdx.x / kWarp * (kWarp * kRingPackBytes) +
+             threadIdx.x % kWarp * kVecBytes + (kFramed ? 0 : InLine(first_turn))),
         elements_(elements) {}
 
   // The thread's first row starts at element `first`, the next one `step` further, and so on: `own`
-  // of them. Orders the first ones.
-  __device__ __forceinline__ void Start(std::int64_t first, std::int64_t step, int own) {
+  // of them. turn: where the first turn's rows start, the same for the warp. Orders the first ones.
+  __device__ __forceinline__ void Start(std::int64_t first, std::int64_t turn, std::int64_t step,
+                                        int own) {
     next_ = first, step_ = step, left_ = own;
+    if constexpr (kFramed) ordered_ = static_cast<unsigned>(turn);
     stage_ = 0;
 #pragma unroll 1
     for (int s = 0; s < stages_; ++s) {
       Order();
-      OrderThird();
-      if (++stage_ == stages_) stage_ = 0;
+      EndTurn();
     }
+    if constexpr (kFramed) taken_ = static_cast<unsigned>(turn);
   }
 
-  // The next row's packs of the first two arrays, in whose place those of a later row are ordered.
+  // The next row's packs of the first two arrays, in whose place those of a later row are ordered:
+  // what comes from memory is written long after what a thread has asked for before is read.
   __device__ __forceinline__ void Take(Pack<T, W> (&first)[P], Pack<T, W> (&second)[P]) {
     Wait();
 #pragma unroll
     for (int i = 0; i < P; ++i) {
-      first[i] = LoadPlain<W>(Slot(0, i));
-      second[i] = LoadPlain<W>(Slot(1, i));
+      first[i] = LoadPlain<W>(Slot(0, i, taken_));
+      second[i] = LoadPlain<W>(Slot(1, i, taken_));
     }
     Order();
   }
   // After Take: until the same row's packs of the third array are there; pack i of them; and when
   // they are done with, those of a later row.
   __device__ __forceinline__ void WaitForThird() const { Wait(); }
-  __device__ __forceinline__ Pack<T, W> Third(int i) const { return LoadPlain<W>(Slot(2, i)); }
+  __device__ __forceinline__ Pack<T, W> Third(int i) const {
+    return LoadPlain<W>(Slot(2, i, taken_));
+  }
   __device__ __forceinline__ void EndTurn() {
     OrderThird();
+    if constexpr (kFramed) taken_ += static_cast<unsigned>(step_);
     if (++stage_ == stages_) stage_ = 0;
   }
 
  private:
-  __device__ __forceinline__ T* Slot(int array, int i) const {
-    return reinterpret_cast<T*>(own_ + stage_ * stage_bytes_ + (array * P + i) * pack_bytes_);
+  // Where in a line element `element` is.
+  __device__ __forceinline__ static unsigned InLine(std::int64_t element) {
+    return static_cast<unsigned>(element) * sizeof(T) & (kLineBytes - kVecBytes);
+  }
+  __device__ __forceinline__ T* Slot(int array, int i, unsigned turn) const {
+    return reinterpret_cast<T*>(own_ + (kFramed ? InLine(turn) : 0) + stage_ * stage_bytes_ +
+                                (array * P + i) * pack_bytes_);
   }
 
   __device__ __forceinline__ void Order() {
     if (left_ > 0) {
 #pragma unroll
       for (int i = 0; i < P; ++i) {
-        Copy(arrays_[0], next_, 0, i);
-        Copy(arrays_[1], next_, 1, i);
+        Copy(arrays_[0], next_, ordered_, 0, i);
+        Copy(arrays_[1], next_, ordered_, 1, i);
       }
     }
     --left_;
     next_ += step_;
+    if constexpr (kFramed) ordered_ += static_cast<unsigned>(step_);
     CommitCopies();
   }
   __device__ __forceinline__ void OrderThird() {
     if (arrays_[2] != nullptr && left_ >= 0) {
 #pragma unroll
-      for (int i = 0; i < P; ++i) Copy(arrays_[2], next_ - step_, 2, i);
+      for (int i = 0; i < P; ++i) {
+        Copy(arrays_[2], next_ - step_, ordered_ - static_cast<unsigned>(step_), 2, i);
+      }
     }
     CommitCopies();  // groups are counted
   }
-  __device__ __forceinline__ void Copy(const T* array, std::int64_t row, int a, int i) const {
+  __device__ __forceinline__ void Copy(const T* array, std::int64_t row, unsigned turn, int a,
+                                       int i) const {
     if (!place_.Counts(i) || place_.Lacks(i)) return;
     const std::int64_t from = row + place_.Begin(i);
+    T* const to = Slot(a, i, turn);
     // Beyond an array's end, nothing may be read.
     if (!kFramed || elements_ - from >= W) {
-      CopyAsync(Slot(a, i), array + from);
+      CopyAsync(to, array + from);
     } else {
 #pragma unroll 1
-      for (int j = 0; j < static_cast<int>(elements_ - from); ++j) Slot(a, i)[j] = array[from + j];
+      for (int j = 0; j < static_cast<int>(elements_ - from); ++j) to[j] = array[from + j];
     }
   }
 
@@ -165,6 +183,7 @@ class RowRing {
   unsigned char* const own_;
   const std::int64_t elements_;
   std::int64_t next_, step_;
+  unsigned ordered_ = 0, taken_ = 0;  // framed: where turns' rows start; only the last bits matter
   int left_, stage_ = 0;
 };
 

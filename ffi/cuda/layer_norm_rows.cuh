@@ -15,16 +15,17 @@ namespace {
 // A thread's place in its row, of which it owns P packs of 16 bytes (cuda/layer_norm_policy.h):
 // packs lane, lane + q, lane + 2 q ... of a row of at most P * q packs.
 //
-// Even: of exactly so many. Threads from q on own what the one before them owns, and do the same
-// once more, as a branch costs all of them more; but that must not be added to sums. Uneven: some
-// threads lack their last pack, and own the row's last one too, likewise.
+// Even: of exactly so many. Threads from q on own what the one before them owns, which must not be
+// added to sums. Uneven: some threads lack their last pack, and own the row's last one too,
+// likewise. Forward, they do the same once more, as a branch costs all of them more; backward, they
+// neither load nor store it, and what they have of it may be anything.
 //
 // Framed: rows may start anywhere, and have any length. A row's frame then starts at the last
 // 16-byte boundary before it, and packs are those of the frame, of which the row may have all, some
 // columns, or none: a warp owns 32 * P neighbouring ones, a lane every 32nd of these. Rows whose
 // frames start as many columns before them are worked on by the same threads, so that a thread's
 // columns stay what they are.
-// kOneUnit: a block has one row, unless it is narrow.
+// kOneUnit: a block has one row, unless it is narrow: forward.
 template <typename T, int P, Division kDivision, bool kOneUnit>
 class Place {
  public:

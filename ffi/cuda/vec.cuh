@@ -81,28 +81,6 @@ __device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
   return pack;
 }
 
-// The same if `wanted`; otherwise zeros. There is no branch, and so nothing to be copied from
-// register to register where its ends meet.
-template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> LoadPackOnceIf(bool wanted, const T* p) {
-  Pack<T, W> pack;
-  uint4& words = AsWords(pack);
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.s32 wanted, %5, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "mov.b32 %1, 0;\n"
-      "mov.b32 %2, 0;\n"
-      "mov.b32 %3, 0;\n"
-      "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-      "}\n"
-      : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
-      : "l"(p), "r"(static_cast<int>(wanted))
-      : "memory");
-  return pack;
-}
-
 // The same of what threads may write: from shared memory; from global memory where loads shall not
 // be moved before the stores that precede them.
 template <int W, typename T>
