@@ -216,7 +216,7 @@ def test_the_backward_table() -> None:
     # One row under way, or two where units wait long for sums, or that is less than 28 KB.
     assert plan(1024)["stages"] == 1 and plan(4096)["stages"] == 1 and plan(640)["stages"] == 1
     assert plan(8192)["stages"] == 2 and plan(16_384)["stages"] == 2 and plan(4097)["stages"] == 2
-    assert plan(200)["stages"] == 2 and floats(200)["stages"] == 2
+    assert plan(200)["stages"] == 2
     assert plan(8192, arrays=3)["stages"] == 1 and floats(8192)["stages"] == 1
     # Few rows are spread over the multiprocessors.
     assert plan(1024, rows=37)["units"] == 1

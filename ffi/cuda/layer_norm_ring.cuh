@@ -61,8 +61,8 @@ struct Turns {
 // A thread's packs of the rows that its unit works on, turn by turn, of dy, x, and dsum or null: on
 // their way to shared memory from `stages` turns before. Each thread copies, and reads, its own: so
 // none waits for others, and what is read is replaced at once. A warp's packs lie there as far from
-// the start of a line of 128 bytes as in memory (CopyAsync); unless framed, as the block's first
-// rows, from which the others nearly always are whole lines away.
+// the start of a line of 128 bytes as in memory (CopyAsync): framed, as those of each row; else, as
+// those of the block's first rows, from which the others nearly always are whole lines away.
 template <typename T, int P, Division kDivision>
 class RowRing {
   static constexpr int W = kVec<T>;
@@ -106,6 +106,7 @@ class RowRing {
       first[i] = LoadPlain<W>(Slot(0, i, taken_));
       second[i] = LoadPlain<W>(Slot(1, i, taken_));
     }
+    SyncSlots();
     Order();
   }
   // After Take: until the same row's packs of the third array are there; pack i of them; and when
@@ -115,12 +116,17 @@ class RowRing {
     return LoadPlain<W>(Slot(2, i, taken_));
   }
   __device__ __forceinline__ void EndTurn() {
+    SyncSlots();
     OrderThird();
     if constexpr (kFramed) taken_ += static_cast<unsigned>(step_);
     if (++stage_ == stages_) stage_ = 0;
   }
 
  private:
+  // Framed, a row's slots may overlap those of the row before of neighbouring lanes.
+  __device__ __forceinline__ static void SyncSlots() {
+    if constexpr (kFramed) __syncwarp();
+  }
   // Where in a line element `element` is.
   __device__ __forceinline__ static unsigned InLine(std::int64_t element) {
     return static_cast<unsigned>(element) * sizeof(T) & (kLineBytes - kVecBytes);
