@@ -63,7 +63,7 @@ def plan(
 def owned(p: dict[str, Any], features: int, element_bytes: int, *, lines: bool) -> None:
     """Whether the threads of a row have all of it, and what they lack is what the plan says.
 
-    lines: whether each thread's second pack starts with a line of 128 bytes, if that can be.
+    lines: whether a thread's packs are whole lines of 128 bytes apart, if that can be.
     """
     width = 16 // element_bytes
     columns = features + (width - 1 if p["division"] == FRAMED else 0)
@@ -85,7 +85,7 @@ def owned(p: dict[str, Any], features: int, element_bytes: int, *, lines: bool) 
         assert 0 < owners <= p["lanes"]
         missing = owners * p["packs"] - packs
         assert 0 <= missing <= owners
-        assert missing == 0 or p["division"] == UNEVEN or lines
+        assert missing == 0 or p["division"] == UNEVEN or in_lines == owners
 
 
 @pytest.mark.G10

@@ -4,17 +4,17 @@
 // Few blocks stay, as column sums do, in registers (dx's: in shared memory). Each unit of threads
 // takes row after row. Each thread has its part of the next ones on their way to its own part of a
 // ring in shared memory, and what it reads of one it orders of a later one at once: so a
-// multiprocessor has as much under way as it takes, all the time, and no thread waits for another
-// but in a row's sums.
+// multiprocessor has as much under way as it takes, all the time, and no thread waits for others
+// but in a row's sums (framed: and for its warp's).
 //
 //   bytes of a row          of a thread                       threads of a row
 //   up to 1 Ki              32                                1 to 32 lanes
-//   up to 16 Ki             32; or, of 16-bit elements, 48    64 to 512 (with 48 up to 384)
-//                           where that puts more of them to
+//   up to 16 Ki (with 48    32; or, of 16-bit elements, 48    64 to 512 (with 48 up to 384)
+//   bytes 18, with 64 32)   where that puts more of them to
 //                           work, and of wider ones 64 where
 //                           a block of 32 cannot, or not well
-//   up to 512 Ki (16-bit    as above                          2 to 16 blocks of those, from sm_90
-//   elements: 288 Ki)                                         on; else streamed
+//   up to 16 times that     as above                          2 to 16 blocks of those, from sm_90
+//                                                             on; else streamed
 //
 // Framed rows have at least 32 lanes, and 48 or 64 bytes a thread. Narrower rows, too, get a
 // cluster where one block of them would leave two or more of a multiprocessor's 16 (or 12) warps
@@ -159,7 +159,8 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
     if (plan.lanes == 0) return true;
     const double with_few = PartAtWork(task, few), with_more = PartAtWork(task, plan);
     if (task.element_bytes > 2) return few.cluster == 1 && with_few >= 0.9;
-    // A cluster is worth less than a smaller one. Shares are rounded: 1 % is no difference.
+    // More packs are not worth a large cluster, nor a block of one unit; but a cluster is worth
+    // less than a smaller one. Shares are rounded: 1 % is no difference.
     return plan.cluster > 2 || UnitsThatFit(task, plan) == 1 ||
            with_more < (plan.cluster < few.cluster ? 0.99 : 1.05) * with_few;
   };

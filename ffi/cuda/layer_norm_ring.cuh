@@ -60,9 +60,11 @@ struct Turns {
 
 // A thread's packs of the rows that its unit works on, turn by turn, of dy, x, and dsum or null: on
 // their way to shared memory from `stages` turns before. Each thread copies, and reads, its own: so
-// none waits for others, and what is read is replaced at once. A warp's packs lie there as far from
-// the start of a line of 128 bytes as in memory (CopyAsync): framed, as those of each row; else, as
-// those of the block's first rows, from which the others nearly always are whole lines away.
+// none waits for others (framed: for others than its warp's), and what is read is replaced at once.
+// A warp's packs should start as far into a line of 128 bytes as in memory (CopyAsync): framed,
+// they do; else, as the block's first rows do, which is right for all if a unit's rows are whole
+// lines apart: of 1000 elements 8 units times 132 blocks are, of 5000, by clusters, every second or
+// fourth.
 template <typename T, int P, Division kDivision>
 class RowRing {
   static constexpr int W = kVec<T>;
@@ -116,7 +118,7 @@ class RowRing {
     return LoadPlain<W>(Slot(2, i, taken_));
   }
   __device__ __forceinline__ void EndTurn() {
-    SyncSlots();
+    if (arrays_[2] != nullptr) SyncSlots();
     OrderThird();
     if constexpr (kFramed) taken_ += static_cast<unsigned>(step_);
     if (++stage_ == stages_) stage_ = 0;

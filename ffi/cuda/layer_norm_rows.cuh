@@ -61,7 +61,7 @@ class Place {
       SetSkip(0);
       const int packs = static_cast<int>(static_cast<unsigned>(high_) / W);
       owners_ = (packs + P - 1) / P;
-      // Backward, all of a warp's copies start with lines of 128 bytes (CopyAsync), if that can be.
+      // Backward, a thread's packs are whole lines of 128 bytes apart (CopyAsync), if that can be.
       const int in_lines = (owners_ + 7) & ~7;
       if (!kOneUnit && in_lines <= lanes && (P - 1) * in_lines <= packs) owners_ = in_lines;
       const int owned = min(lane, owners_ - 1), last = owned + (P - 1) * owners_;

@@ -11,8 +11,9 @@ __device__ __forceinline__ std::uint32_t SharedAddress(const void* p) {
 
 // --- cp.async, sm_80: per thread, in groups ------------------------------------------------------
 
-// 16 bytes. What a warp copies should start at multiples of 128 bytes in shared memory, too: else
-// it is written there in three times as many steps, which costs 10 % of the bandwidth.
+// 16 bytes. What a warp copies should start as far into a line of 128 bytes in shared memory as in
+// global memory: else it is written in three times as many steps, which costs 10 % of the
+// bandwidth.
 __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)), "l"(global)
                : "memory");
