@@ -88,7 +88,12 @@ class RowTotals {
       OverParts<Storage::kParts>(shared_.warps[buffer_][0] + first_, lanes_ / kWarp, values);
       buffer_ ^= 1;
     }
-    if (cluster_ > 1) OverCluster(values);
+    if (cluster_ > 1) {
+      A(*const blocks)[kMaxCluster] = shared_.blocks[exchange_ & 1];
+      ExchangeInCluster(shared_, exchange_, cluster_, values);
+      ++exchange_;
+      OverParts<kMaxCluster>(blocks[0], cluster_, values);
+    }
   }
 
  private:
@@ -163,26 +168,6 @@ class RowTotals {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
     FromLanes(sum, values);
-  }
-
-  __device__ __forceinline__ void OverCluster(A (&values)[kValues]) {
-    A(*const blocks)[kMaxCluster] = shared_.blocks[exchange_ & 1];
-    std::uint64_t* const received = &shared_.received[exchange_ & 1];
-    const int rank = ClusterRank();
-    if (threadIdx.x == 0) {
-      ExpectBytes(received, static_cast<std::uint32_t>(cluster_ * kValues * sizeof(A)));
-    }
-    // No block can send twice more before all of this block's threads have read what is here: it
-    // waits for this block's next values, which are sent after a barrier.
-    if (static_cast<int>(threadIdx.x) < cluster_) {
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) {
-        SendTo(static_cast<int>(threadIdx.x), &blocks[v][rank], values[v], received);
-      }
-    }
-    WaitForPhase(received, (exchange_ >> 1) & 1);
-    ++exchange_;
-    OverParts<kMaxCluster>(blocks[0], cluster_, values);
   }
 
   const int lanes_, cluster_, unit_, first_, warp_;
