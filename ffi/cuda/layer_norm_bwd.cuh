@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
   if (deal.EndsTogether()) LaunchNext();
   const auto [groups, rows, features] = args.shape;
   Place<T, P, kDivision, false> place(plan.lanes, plan.cluster, plan.share, features);
-  const bool has_dsum = args.dsum != nullptr;
+  const bool has_dsum = KeptOfWarp(args.dsum != nullptr) != 0;
   const bool sums_dx = sums.results[2] != nullptr;
   const DxSums<T, P> dx_sums(shared + plan.shared_bytes - plan.dx_sum_bytes);
   const BlockSums<T, P, kDivision> block(plan, place, shared + plan.ring_bytes);
@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
   RowRing<T, P, kDivision> ring(
       plan, place, shared, arrays, groups * rows * features,
       row_of(first_item, turns_of(first_item, 0)) * features + place.first_column);
-  RowStats<A> stats(plan.lanes, kShift ? static_cast<const A*>(args.mean) : nullptr,
-                    static_cast<const A*>(args.rstd));
+  RowStats<A, kShift> stats(plan.lanes, static_cast<const A*>(args.mean),
+                            static_cast<const A*>(args.rstd), has_dsum || sums_dx);
   RowTotals<A, kValues> over_row(plan, place.unit, place.in_unit, storage);
   if (plan.cluster > 1) ClusterSync();  // all barriers are initialised
 
@@ -66,11 +66,11 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
       if constexpr (kFramed) {
         place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
-      // From a row's first column to the block's, and to this thread's first pack.
-      const std::int64_t to_block = place.first_column - (kFramed ? place.skip() : 0);
-      std::int64_t at = first_row * features + to_block + place.base;
+      // Where the turn's rows begin, as far as they are the block's.
+      const std::int64_t first = turn_row * features + place.first_column - (kFramed ? place.skip() : 0);
       const std::int64_t step = turns.step * features;
-      ring.Start(at, turn_row * features + to_block, step, turns.own);
+      T* dx = static_cast<T*>(args.dx) + first;
+      ring.Start(first, step, turns.own);
       stats.Start(first_row, turns.step, turns.own);
       A scale[P][W];
       LoadParam(args.scale, group, place, A{1}, static_cast<A>(args.scale_offset), scale);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
 #pragma unroll 1
         for (; turn < end; ++turn) {
           A mean = 0, rstd;
-          stats.Get(turn, mean, rstd);
+          const bool usual = stats.Get(turn, mean, rstd);
           Pack<T, W> dy_packs[P], x_packs[P];
           ring.Take(dy_packs, x_packs);
 
@@ -101,48 +101,82 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
             }
             return kShift ? value - mean : value;
           };
-          A totals[kValues] = {};  // of wdy * centered, wdy, centered
-          place.ForPacks([&]<bool kAll>(int i) {
-            if (!kAll && place.Lacks(i)) return;
-            A dy[W], x[W];
-            Widen(x_packs[i], x);
-            Widen(dy_packs[i], dy);
-            // Some threads that count must not count their last pack.
-            A part[kValues] = {};
+          A totals[kValues];  // of wdy * centered, wdy, and, in unusual rows, centered
+          const auto add_up = [&]<bool kUsual>() {
+            place.ForPacks([&]<bool kAll>(int i) {
+              if (!kAll && place.Lacks(i)) return;
+              A dy[W], x[W];
+              Widen(x_packs[i], x);
+              Widen(dy_packs[i], dy);
 #pragma unroll
-            for (int j = 0; j < W; ++j) {
-              const A centered = centered_of(x[j], i, j);
-              if (!kAll && !place.Has(i, j)) continue;
-              const A wdy = dy[j] * scale[i][j];
-              part[0] += wdy * centered;
-              if constexpr (kCentered) part[1] += wdy;
-              if constexpr (kShift) part[2] += centered;
-            }
+              for (int j = 0; j < W; ++j) {
+                if (!kAll && !place.Has(i, j)) continue;
+                const A centered = centered_of(x[j], i, j), wdy = dy[j] * scale[i][j];
+                if (!kFramed && i == 0 && j == 0) {
+                  totals[0] = wdy * centered;
+                  if constexpr (kCentered) totals[1] = wdy;
+                } else {
+                  totals[0] += wdy * centered;
+                  if constexpr (kCentered) totals[1] += wdy;
+                }
+                if constexpr (kShift && !kUsual) totals[2] += place.Counts(i) ? centered : A{0};
+              }
+            });
+          };
+          if constexpr (kFramed) {
 #pragma unroll
-            for (int v = 0; v < kValues; ++v) {
-              if (place.Counts(i)) totals[v] += part[v];
-            }
-          });
+            for (int v = 0; v < kValues; ++v) totals[v] = 0;
+          }
+          if constexpr (kShift) totals[2] = 0;
+          if (!kShift || usual) {
+            add_up.template operator()<true>();
+          } else {
+            add_up.template operator()<false>();
+          }
           over_row(totals);
           // Not to keep both widened: registers are short.
 #pragma unroll
           for (int i = 0; i < P; ++i) KeepPacked(dy_packs[i]);
-          if (has_dsum) ring.WaitForThird();
-
-          // x_hat = centered * factor + shift. The saved mean is rounded: the mean of the
-          // differences from it is what it is off by.
-          const A factor = kFromOutput ? A{1} : rstd;
-          A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
-          if constexpr (kShift) {
-            const A delta = totals[2] * inverse_n;
-            mean_wdy_x_hat -= delta * totals[1];
-            shift = -delta * rstd;
-          }
-          if constexpr (kCentered) mean_wdy = totals[1] * inverse_n;
-          mean_wdy_x_hat *= factor * inverse_n;
-          T* const dx = static_cast<T*>(args.dx) + at;
-          at += step;
-          if (turn < turns.own) {
+          if (turn >= turns.own) {
+          } else if (usual) {
+            // d(loss)/dx of NormInputGrad, multiplied out: of dy * rstd, and of x as a row has it.
+            const A mean_wdy_x_hat = totals[0] * inverse_n * (kFromOutput ? A{1} : rstd);
+            const A slope = -mean_wdy_x_hat * rstd * (kFromOutput ? A{1} : rstd);
+            A offset = 0;
+            if constexpr (kCentered) offset = -totals[1] * inverse_n * rstd;
+            place.ForPacks([&]<bool kAll>(int i) {
+              if (!kAll && place.Lacks(i)) return;
+              A dy[W], x[W], dx_i[W];
+              Widen(x_packs[i], x);
+              Widen(dy_packs[i], dy);
+#pragma unroll
+              for (int j = 0; j < W; ++j) {
+                const A centered = centered_of(x[j], i, j), scaled = dy[j] * rstd;
+                dscale[i][j] += (kFromOutput ? dy[j] : scaled) * centered;
+                if constexpr (kCentered) dbias[i][j] += dy[j];
+                dx_i[j] = scaled * scale[i][j] + (kCentered ? centered * slope + offset : centered * slope);
+              }
+              const auto out = Narrow<T>(dx_i);
+              T* const to = place.InRow(dx, i);
+              if (kAll) {
+                if (place.Counts(i)) StorePackOnce(to, out);
+              } else {
+                place.Store(to, out, i);
+              }
+            });
+          } else {
+            if (has_dsum) ring.WaitForThird();
+            // x_hat = centered * factor + shift. The saved mean is rounded: the mean of the
+            // differences from it is what it is off by.
+            const A factor = kFromOutput ? A{1} : rstd;
+            A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
+            if constexpr (kShift) {
+              const A delta = totals[2] * inverse_n;
+              mean_wdy_x_hat -= delta * totals[1];
+              shift = -delta * rstd;
+            }
+            if constexpr (kCentered) mean_wdy = totals[1] * inverse_n;
+            mean_wdy_x_hat *= factor * inverse_n;
             place.ForPacks([&]<bool kAll>(int i) {
               if (!kAll && place.Lacks(i)) return;
               A dy[W], x[W], dx_i[W];
@@ -165,16 +199,17 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
                 for (int j = 0; j < W; ++j) dx_i[j] += dsum[j];
               }
               if (sums_dx) dx_sums.Add(i, dx_i);
-              if (!place.Counts(i)) return;
               const auto out = Narrow<T>(dx_i);
+              T* const to = place.InRow(dx, i);
               if (kAll) {
-                StorePackOnce(dx + place.Begin(i), out);
+                if (place.Counts(i)) StorePackOnce(to, out);
               } else {
-                place.Store(dx + place.Begin(i), out, i);
+                place.Store(to, out, i);
               }
             });
           }
-          ring.EndTurn();
+          dx += step;
+          ring.EndTurn(has_dsum);
         }
 
         const std::int64_t sums_at = group * sums.group_pitch + slot * sums.slot_pitch;

@@ -51,7 +51,7 @@ struct BackwardPlan {
 constexpr int BackwardThreads(int row_bytes) {
   return row_bytes == 48 ? 384 : 512;
 }
-inline constexpr int kMaxStages = 3;
+inline constexpr int kMaxStages = 2;
 
 // Packs of a row that one thread holds: few, or more.
 inline constexpr int kFewPacks = 2;

@@ -77,24 +77,34 @@ class RowRing {
                      const T* const (&arrays)[3], std::int64_t elements, std::int64_t first_turn)
       : place_(place),
         arrays_{arrays[0], arrays[1], arrays[2]},
-        pack_bytes_(plan.threads() * kRingPackBytes),
         stages_(plan.stages),
-        stage_bytes_(plan.ring_bytes / plan.stages),
-        own_(shared + threadIdx.x / kWarp * (kWarp * kRingPackBytes) +
+        last_stage_(plan.ring_bytes / plan.stages * (plan.stages - 1)),
+        own_(shared + threadIdx.x / kWarp * (plan.ring_bytes / plan.stages / (plan.threads() / kWarp)) +
              threadIdx.x % kWarp * kVecBytes + (kFramed ? 0 : InLine(first_turn))),
-        elements_(elements) {}
+        elements_(elements) {
+    // What is never copied adds nothing to a row's sums.
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      if (place.Counts(i)) continue;
+      for (stage_ = 0; stage_ <= last_stage_; stage_ += max(last_stage_, 1)) {
+        StorePack(Slot(0, i, 0), Pack<T, W>{});
+        StorePack(Slot(1, i, 0), Pack<T, W>{});
+      }
+    }
+  }
 
-  // The thread's first row starts at element `first`, the next one `step` further, and so on: `own`
-  // of them. turn: where the first turn's rows start, the same for the warp. Orders the first ones.
-  __device__ __forceinline__ void Start(std::int64_t first, std::int64_t turn, std::int64_t step,
-                                        int own) {
-    next_ = first, step_ = step, left_ = own;
+  // The first turn's rows start at element `turn`, the same for the warp, the next one's `step`
+  // further, and so on; of `own` turns one is the thread's. Orders the first ones.
+  __device__ __forceinline__ void Start(std::int64_t turn, std::int64_t step, int own) {
+#pragma unroll
+    for (int a = 0; a < 3; ++a) next_[a] = arrays_[a] + turn;
+    step_ = step, left_ = own;
     if constexpr (kFramed) ordered_ = static_cast<unsigned>(turn);
     stage_ = 0;
 #pragma unroll 1
     for (int s = 0; s < stages_; ++s) {
       Order();
-      EndTurn();
+      EndTurn(arrays_[2] != nullptr);
     }
     if constexpr (kFramed) taken_ = static_cast<unsigned>(turn);
   }
@@ -112,16 +122,19 @@ class RowRing {
     Order();
   }
   // After Take: until the same row's packs of the third array are there; pack i of them; and when
-  // they are done with, those of a later row.
+  // they are done with, or there are none, those of a later row.
   __device__ __forceinline__ void WaitForThird() const { Wait(); }
   __device__ __forceinline__ Pack<T, W> Third(int i) const {
     return LoadPlain<W>(Slot(2, i, taken_));
   }
-  __device__ __forceinline__ void EndTurn() {
-    if (arrays_[2] != nullptr) SyncSlots();
-    OrderThird();
+  __device__ __forceinline__ void EndTurn(bool has_third) {
+    if (has_third) {
+      SyncSlots();
+      OrderThird();
+    }
+    CommitCopies();  // groups are counted
     if constexpr (kFramed) taken_ += static_cast<unsigned>(step_);
-    if (++stage_ == stages_) stage_ = 0;
+    stage_ = last_stage_ - stage_;
   }
 
  private:
@@ -133,44 +146,43 @@ class RowRing {
   __device__ __forceinline__ static unsigned InLine(std::int64_t element) {
     return static_cast<unsigned>(element) * sizeof(T) & (kLineBytes - kVecBytes);
   }
+  // A warp's slots are one behind the other, array by array.
   __device__ __forceinline__ T* Slot(int array, int i, unsigned turn) const {
-    return reinterpret_cast<T*>(own_ + (kFramed ? InLine(turn) : 0) + stage_ * stage_bytes_ +
-                                (array * P + i) * pack_bytes_);
+    return reinterpret_cast<T*>(own_ + stage_ + (kFramed ? InLine(turn) : 0) +
+                                (array * P + i) * (kWarp * kRingPackBytes));
   }
 
   __device__ __forceinline__ void Order() {
     if (left_ > 0) {
 #pragma unroll
       for (int i = 0; i < P; ++i) {
-        Copy(arrays_[0], next_, ordered_, 0, i);
-        Copy(arrays_[1], next_, ordered_, 1, i);
+        Copy(0, i, ordered_);
+        Copy(1, i, ordered_);
       }
     }
     --left_;
-    next_ += step_;
+    next_[0] += step_, next_[1] += step_;
     if constexpr (kFramed) ordered_ += static_cast<unsigned>(step_);
     CommitCopies();
   }
   __device__ __forceinline__ void OrderThird() {
-    if (arrays_[2] != nullptr && left_ >= 0) {
+    if (left_ >= 0) {
 #pragma unroll
-      for (int i = 0; i < P; ++i) {
-        Copy(arrays_[2], next_ - step_, ordered_ - static_cast<unsigned>(step_), 2, i);
-      }
+      for (int i = 0; i < P; ++i) Copy(2, i, ordered_ - static_cast<unsigned>(step_));
     }
-    CommitCopies();  // groups are counted
+    next_[2] += step_;
   }
-  __device__ __forceinline__ void Copy(const T* array, std::int64_t row, unsigned turn, int a,
-                                       int i) const {
+  __device__ __forceinline__ void Copy(int a, int i, unsigned turn) const {
     if (!place_.Counts(i) || place_.Lacks(i)) return;
-    const std::int64_t from = row + place_.Begin(i);
+    const T* const from = place_.InRow(next_[a], i);
     T* const to = Slot(a, i, turn);
     // Beyond an array's end, nothing may be read.
-    if (!kFramed || elements_ - from >= W) {
-      CopyAsync(to, array + from);
+    const T* const end = arrays_[a] + elements_;
+    if (!kFramed || end - from >= W) {
+      CopyAsync(to, from);
     } else {
 #pragma unroll 1
-      for (int j = 0; j < static_cast<int>(elements_ - from); ++j) to[j] = array[from + j];
+      for (int j = 0; j < static_cast<int>(end - from); ++j) to[j] = from[j];
     }
   }
 
@@ -178,64 +190,76 @@ class RowRing {
   __device__ __forceinline__ void Wait() const {
     if (stages_ == 1) {
       WaitForCopies<1>();
-    } else if (stages_ == 2) {
-      WaitForCopies<3>();
     } else {
-      WaitForCopies<5>();
+      WaitForCopies<3>();
     }
   }
 
   const RowPlace& place_;
   const T* const arrays_[3];
-  const int pack_bytes_, stages_, stage_bytes_;
+  const int stages_, last_stage_;  // one or two; where the last one is
   unsigned char* const own_;
   const std::int64_t elements_;
-  std::int64_t next_, step_;
+  const T* next_[3];  // where the next turn's rows start
+  std::int64_t step_;
   unsigned ordered_ = 0, taken_ = 0;  // framed: where turns' rows start; only the last bits matter
   int left_, stage_ = 0;
 };
 
-// The statistics of a unit's rows: mean, if it is not null, and 1 / deviation. The lanes of a row
-// load those of as many turns, that many turns ahead. If all loaded the next turn's, the compiler
-// would await that within this turn, to have in a uniform register what all have: 8 % of the time.
-template <typename A>
+// The statistics of a unit's rows: mean, if kMean, and 1 / deviation. The lanes of a row load those
+// of as many turns, that many turns ahead. If all loaded the next turn's, the compiler would await
+// that within this turn, to have in a uniform register what all have: 8 % of the time.
+template <typename A, bool kMean>
 class RowStats {
  public:
-  __device__ RowStats(int lanes, const A* mean, const A* rstd)
-      : span_(min(lanes, kWarp)), mean_(mean), rstd_(rstd) {}
+  // careful: no row is to be called usual.
+  __device__ RowStats(int lanes, const A* mean, const A* rstd, bool careful)
+      : mask_(KeptOfWarp(min(lanes, kWarp) - 1)),
+        first_(Kept(static_cast<int>(threadIdx.x % kWarp) & ~mask_)),
+        mean_(mean),
+        rstd_(rstd),
+        careful_(careful) {}
 
   // The thread's rows: `row`, and so on every `step`, `own` in all.
   __device__ __forceinline__ void Start(std::int64_t row, std::int64_t step, int own) {
-    const int lane = static_cast<int>(threadIdx.x) & (span_ - 1);
-    row_ = row + lane * step, step_ = step * span_, left_ = own - lane;
+    const int lane = static_cast<int>(threadIdx.x) & mask_;
+    row_ = row + lane * step, step_ = step * (mask_ + 1), left_ = own - lane;
     Load();
   }
-  // All of the warp call it, turn by turn from 0 on.
-  __device__ __forceinline__ void Get(int turn, A& mean, A& rstd) {
-    const int of = turn & (span_ - 1);
+  // All of the warp call it, turn by turn from 0 on. Returns whether the row is as most are:
+  // rounding the mean, as which it is saved, moved x - mean by no more than rounding moves that;
+  // and rstd and its square are far from where floats end.
+  __device__ __forceinline__ bool Get(int turn, A& mean, A& rstd) {
+    const int of = turn & mask_, from = first_ + of;
     if (of == 0) {
       now_[0] = next_[0], now_[1] = next_[1];
+      const bool usual = !careful_ && abs(now_[0]) * now_[1] <= A{4} && now_[1] > A{0x1p-20} &&
+                         now_[1] < A{0x1p20};
+      usual_ = __ballot_sync(0xffffffffu, usual);
       Load();
     }
-    if (mean_ != nullptr) mean = __shfl_sync(0xffffffffu, now_[0], of, span_);
-    rstd = __shfl_sync(0xffffffffu, now_[1], of, span_);
+    if constexpr (kMean) mean = __shfl_sync(0xffffffffu, now_[0], from);
+    rstd = __shfl_sync(0xffffffffu, now_[1], from);
+    return usual_ >> from & 1;
   }
 
  private:
   __device__ __forceinline__ void Load() {
     if (left_ > 0) {
-      if (mean_ != nullptr) next_[0] = __ldg(mean_ + row_);
+      if constexpr (kMean) next_[0] = __ldg(mean_ + row_);
       next_[1] = __ldg(rstd_ + row_);
     }
-    left_ -= span_;
+    left_ -= mask_ + 1;
     row_ += step_;
   }
 
-  const int span_;
+  const int mask_, first_;  // a row's lanes less one; the first of the thread's row
   const A *const mean_, *const rstd_;
+  const bool careful_;
   std::int64_t row_, step_;
   int left_;
   A now_[2] = {}, next_[2] = {};
+  unsigned usual_ = 0;  // lane by lane, of the rows of now_
 };
 
 }  // namespace

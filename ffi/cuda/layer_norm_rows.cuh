@@ -51,6 +51,7 @@ class Place {
     in_unit = static_cast<int>(thread) - unit * max(lanes, kWarp);
     lane = lanes < kWarp ? in_unit & (lanes - 1) : in_unit;
     row = lanes < kWarp ? in_unit >> (31 - __clz(lanes)) : 0;
+    row_offset_ = row * static_cast<int>(features);
     first_column = cluster > 1 ? ClusterRank() * share : 0;
     if constexpr (kFramed) {
       counts = counts_last = true;
@@ -114,6 +115,16 @@ class Place {
   // Where pack i begins, from `base` on.
   __device__ __forceinline__ int Begin(int i) const {
     return kDivision == Division::kUneven && i == P - 1 ? last_ : i * stride_;
+  }
+
+  // Pack i of the thread's row, from where the block's share of the first of a warp's rows begins:
+  // one address for the warp, and, so that it is one, the rest in 32 bits.
+  template <typename U>
+  __device__ __forceinline__ U* InRow(U* first, int i) const {
+    using Byte = std::conditional_t<std::is_const_v<U>, const char, char>;
+    const auto offset = static_cast<std::uint32_t>(row_offset_ + base + Begin(i));
+    return reinterpret_cast<U*>(reinterpret_cast<Byte*>(first) +
+                                offset * static_cast<std::uint32_t>(sizeof(T)));
   }
 
   // Calls fn.operator()<kAll>(i) for each pack i of which any of the warp's rows has anything; kAll
@@ -191,6 +202,7 @@ class Place {
   const std::int64_t features_;
   int owners_ = 0, last_ = 0;  // not framed: q; where the last pack begins
   int stride_ = 0, low_, high_, skip_;
+  int row_offset_;  // from the first of a warp's rows
   unsigned whole_packs_ = 0, any_packs_ = 0;  // bit i: pack i
 };
 

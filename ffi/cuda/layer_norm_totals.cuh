@@ -12,9 +12,13 @@
 namespace gradops {
 namespace {
 
-// The threads of one of a block's units, of more than a warp, by a barrier of its own, meet.
+// The threads of one of a block's units, of more than a warp, by a barrier of its own, meet; or
+// say that they have been there, which those that meet wait for.
 __device__ __forceinline__ void UnitSync(int unit, int lanes) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
+}
+__device__ __forceinline__ void UnitArrive(int unit, int lanes) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
 }
 
 // Of kValues values: those of each unit's warps, and of a cluster's blocks; behind them zeros, up
@@ -35,30 +39,32 @@ class RowTotals {
  public:
   // All of the unit's threads; those of a cluster meet (ClusterSync) before the first sums.
   __device__ RowTotals(const BackwardPlan& plan, int unit, int in_unit, Storage& shared)
-      : lanes_(plan.lanes),
-        cluster_(plan.cluster),
-        unit_(unit),
-        first_(unit * PartsOf(lanes_ / kWarp)),
-        warp_(
-            __shfl_sync(0xffffffffu, static_cast<int>(static_cast<unsigned>(in_unit) / kWarp), 0)),
-        shared_(shared) {
-    const int part = in_unit + lanes_ / kWarp;
-    if (lanes_ > kWarp && part < PartsOf(lanes_ / kWarp)) {
+      : lanes_(plan.lanes), cluster_(plan.cluster), unit_(unit), shared_(shared) {
+    const int warps = lanes_ / kWarp, first = unit * PartsOf(warps);
+    warp_ = __shfl_sync(0xffffffffu, static_cast<int>(static_cast<unsigned>(in_unit) / kWarp), 0);
+    lane_ = Kept(static_cast<int>(threadIdx.x % kWarp));
+    // Lanes beyond the last value's have the middle one's sum, too.
+    value_ = lane_ / kLaneOfValue < kValues ? lane_ / kLaneOfValue : kValues / 2;
+    write_ = Kept(SharedAddress(&shared.warps[0][value_][first + warp_]));
+    read_ = Kept(SharedAddress(&shared.warps[0][value_][first + PlaceOfLane(warps)]));
+    read_blocks_ = Kept(SharedAddress(&shared.blocks[0][value_][PlaceOfLane(cluster_)]));
+    const int part = in_unit + warps;
+    if (lanes_ > kWarp && part < PartsOf(warps)) {
 #pragma unroll
       for (int v = 0; v < 2 * kValues; ++v) {
-        shared_.warps[v / kValues][v % kValues][first_ + part] = 0;
+        shared.warps[v / kValues][v % kValues][first + part] = 0;
       }
     }
     if (cluster_ > 1) {
       if (static_cast<int>(threadIdx.x) < kMaxCluster) {
 #pragma unroll
         for (int v = 0; v < 2 * kValues; ++v) {
-          shared_.blocks[v / kValues][v % kValues][threadIdx.x] = 0;
+          shared.blocks[v / kValues][v % kValues][threadIdx.x] = 0;
         }
       }
       if (threadIdx.x == 0) {
-        InitBarrier(&shared_.received[0]);
-        InitBarrier(&shared_.received[1]);
+        InitBarrier(&shared.received[0]);
+        InitBarrier(&shared.received[1]);
         PublishBarriers();
       }
     }
@@ -73,52 +79,46 @@ class RowTotals {
       }
       return;
     }
-    const A sum = OverWarp(values);
-    const int lane = static_cast<int>(threadIdx.x % kWarp);
-    if (lanes_ == kWarp) {
-      FromLanes(sum, values);
-    } else {
-      if (lane % kLaneOfValue == 0 && lane < kValues * kLaneOfValue) {
-        shared_.warps[buffer_][lane / kLaneOfValue][first_ + warp_] = sum;
-      }
+    A sum = OverWarp(values);
+    if (lanes_ > kWarp) {
+      StoreShared(write_ + buffer_, sum);  // all lanes that have the same, to the same place
       // Every warp's sums are written before they are read. No barrier is needed after the reads:
       // the next call writes the other buffer, and before the call after that writes this one, all
-      // threads have passed the next call's barrier and so have finished these reads.
-      UnitSync(unit_, lanes_);
-      OverParts<Storage::kParts>(shared_.warps[buffer_][0] + first_, lanes_ / kWarp, values);
-      buffer_ ^= 1;
+      // threads have passed the next call's barrier and so have finished these reads. A cluster's
+      // sums are the first warp's affair; the others wait for what it sends.
+      if (cluster_ > 1 && warp_ > 0) {
+        UnitArrive(unit_, lanes_);
+      } else {
+        UnitSync(unit_, lanes_);
+        sum = OverParts(read_ + buffer_, lanes_ / kWarp);
+      }
+      buffer_ = kBufferBytes - buffer_;
     }
-    if (cluster_ > 1) {
-      A(*const blocks)[kMaxCluster] = shared_.blocks[exchange_ & 1];
-      ExchangeInCluster(shared_, exchange_, cluster_, values);
-      ++exchange_;
-      OverParts<kMaxCluster>(blocks[0], cluster_, values);
-    }
-  }
-
- private:
-  // Which lane's sum OverWarp's is: that of value v in lane v * kLaneOfValue.
-  static constexpr int kLaneOfValue = kValues == 3 ? 8 : 16;
-
-  // Of so many parts of a sum, up to 16, how many places there are: some, which each thread reads;
-  // or one or two for each of a value's lanes.
-  static constexpr int kFewParts = 4;
-  __device__ __forceinline__ static int PartsOf(int parts) {
-    return parts <= kFewParts ? kFewParts : parts <= 8 && kLaneOfValue == 8 ? 8 : 16;
-  }
-
-  // Gives all lanes each value's sum, from one of its lanes.
-  __device__ __forceinline__ static void FromLanes(A sum, A (&values)[kValues]) {
+    if (cluster_ > 1) sum = OverCluster(sum);
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
       values[v] = __shfl_sync(0xffffffffu, sum, v * kLaneOfValue);
     }
   }
 
+ private:
+  static constexpr int kBufferBytes = kValues * Storage::kParts * sizeof(A);
+  // Which lanes get the sums of value v: those from v * kLaneOfValue on.
+  static constexpr int kLaneOfValue = kValues == 3 ? 8 : 16;
+
+  // Of so many parts of a sum, up to 16, how many places there are: some, all of which each thread
+  // reads; or one or two for each of a value's lanes.
+  static constexpr int kFewParts = 4;
+  __device__ __forceinline__ static int PartsOf(int parts) {
+    return parts <= kFewParts ? kFewParts : parts <= 8 && kLaneOfValue == 8 ? 8 : 16;
+  }
+  __device__ __forceinline__ int PlaceOfLane(int parts) const {
+    return parts <= kFewParts ? 0 : lane_ % kLaneOfValue;
+  }
+
   // Over the lanes of a warp, in a butterfly, whose first steps also give each value lanes of its
   // own, so that the others are sums of one value.
-  __device__ __forceinline__ static A OverWarp(const A (&values)[kValues]) {
-    const int lane = static_cast<int>(threadIdx.x % kWarp);
+  __device__ __forceinline__ A OverWarp(const A (&values)[kValues]) const {
     // What the lane keeps, and what it gives for the same from the lane it exchanges with.
     const auto exchange = [](A kept, A given, int distance) {
       return kept + __shfl_xor_sync(0xffffffffu, given, distance);
@@ -128,12 +128,12 @@ class RowTotals {
       sum = exchange(sum, sum, 16);
       sum = exchange(sum, sum, 8);
     } else if constexpr (kValues == 2) {
-      const bool second = (lane & 16) != 0;
+      const bool second = (lane_ & 16) != 0;
       sum = exchange(values[second ? 1 : 0], values[second ? 0 : 1], 16);
       sum = exchange(sum, sum, 8);
     } else {
       static_assert(kValues == 3);
-      const bool third = (lane & 16) != 0, second = (lane & 8) != 0;
+      const bool third = lane_ >= 16, second = lane_ % 16 >= 8;
       const A outer = exchange(third ? values[2] : values[0], third ? values[0] : values[2], 16);
       const A middle = exchange(values[1], values[1], 16);
       sum = exchange(second ? middle : outer, second ? outer : middle, 8);
@@ -143,35 +143,55 @@ class RowTotals {
     return exchange(sum, sum, 1);
   }
 
-  // Each value's parts, in a fixed order; kPitch: from one value's first part to the next one's.
-  template <int kPitch>
-  __device__ __forceinline__ static void OverParts(const A* parts, int count,
-                                                   A (&values)[kValues]) {
-    struct alignas(kVecBytes) Few {
-      A v[kFewParts];
-    };
+  // The lane's value's parts, in a fixed order. address: the first part's or, of more than a few,
+  // the lane's.
+  __device__ __forceinline__ A OverParts(std::uint32_t address, int count) const {
     if (count <= kFewParts) {
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) {
-        const Few few = *reinterpret_cast<const Few*>(parts + v * kPitch);
-        values[v] = (few.v[0] + few.v[2]) + (few.v[1] + few.v[3]);
-      }
-      return;
+      A few[kFewParts];
+      LoadShared(address, few);
+      return (few[0] + few[2]) + (few[1] + few[3]);
     }
-    const int lane = static_cast<int>(threadIdx.x % kWarp);
-    const A* const own =
-        parts + min(lane / kLaneOfValue, kValues - 1) * kPitch + lane % kLaneOfValue;
-    A sum = *own;
-    if (kLaneOfValue == 8 && count > 8) sum += own[8];
+    A sum[1];
+    LoadShared(address, sum);
+    if (kLaneOfValue == 8 && count > 8) {
+      A other[1];
+      LoadShared(address + 8 * sizeof(A), other);
+      sum[0] += other[0];
+    }
 #pragma unroll
     for (int distance = kLaneOfValue / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], distance);
     }
-    FromLanes(sum, values);
+    return sum[0];
   }
 
-  const int lanes_, cluster_, unit_, first_, warp_;
+  // Over the cluster's blocks, of whose first warps each lane sends its value's sum to one or two.
+  // No block can send twice more before all of this block's threads have read what is there: for
+  // its next values it waits at a barrier, which they reach later.
+  __device__ __forceinline__ A OverCluster(A sum) {
+    const unsigned buffer = exchange_ & 1;
+    std::uint64_t* const received = &shared_.received[buffer];
+    if (warp_ == 0) {
+      if (threadIdx.x == 0) {
+        ExpectBytes(received, static_cast<std::uint32_t>(cluster_ * kValues * sizeof(A)));
+      }
+      if (lane_ < kValues * kLaneOfValue) {
+        A* const to = &shared_.blocks[buffer][value_][ClusterRank()];
+        const int rank = lane_ % kLaneOfValue;
+        if (rank < cluster_) SendTo(rank, to, sum, received);
+        if (kLaneOfValue + rank < cluster_) SendTo(kLaneOfValue + rank, to, sum, received);
+      }
+    }
+    WaitForPhase(received, (exchange_ >> 1) & 1);
+    ++exchange_;
+    constexpr int kBytes = kValues * kMaxCluster * sizeof(A);
+    return OverParts(read_blocks_ + buffer * kBytes, cluster_);
+  }
+
+  const int lanes_, cluster_, unit_;
   Storage& shared_;
+  int warp_, lane_, value_;
+  std::uint32_t write_, read_, read_blocks_;
   int buffer_ = 0;
   std::uint32_t exchange_ = 0;
 };

@@ -9,6 +9,30 @@ __device__ __forceinline__ std::uint32_t SharedAddress(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// One value, or several, at a shared address.
+template <typename A>
+__device__ __forceinline__ void StoreShared(std::uint32_t address, A value) {
+  if constexpr (sizeof(A) == 8) {
+    asm volatile("st.shared.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+  } else {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+  }
+}
+template <int N, typename A>
+__device__ __forceinline__ void LoadShared(std::uint32_t address, A (&values)[N]) {
+  static_assert(N == 1 || N == 4);
+  if constexpr (N == 1 && sizeof(A) == 8) {
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(values[0]) : "r"(address) : "memory");
+  } else if constexpr (N == 1) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(values[0]) : "r"(address) : "memory");
+  } else if constexpr (sizeof(A) == 8) {
+    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(values[0]), "=d"(values[1]) : "r"(address) : "memory");
+    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2+16];" : "=d"(values[2]), "=d"(values[3]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3]) : "r"(address) : "memory");
+  }
+}
+
 // --- cp.async, sm_80: per thread, in groups ------------------------------------------------------
 
 // 16 bytes. What a warp copies should start as far into a line of 128 bytes in shared memory as in
@@ -67,7 +91,7 @@ __device__ __forceinline__ void WaitForPhase(std::uint64_t* barrier, std::uint32
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
         "}\n" ::"r"(SharedAddress(barrier)),
         "r"(parity)
