@@ -134,6 +134,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
             add_up.template operator()<false>();
           }
           over_row(totals);
+          ring.ReplaceLater();
           // Not to keep both widened: registers are short.
 #pragma unroll
           for (int i = 0; i < P; ++i) KeepPacked(dy_packs[i]);

@@ -58,6 +58,7 @@ inline constexpr int kFewPacks = 2;
 constexpr int MorePacks(int element_bytes) {
   return element_bytes == 2 ? 3 : 4;
 }
+inline constexpr int kFramedPacks = 3;
 
 // What a thread's pack takes of a ring: 16 bytes, and its part of the line by which a warp's packs
 // may start later.
@@ -143,29 +144,33 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   return true;
 }
 
-// Chooses the packs of a thread, too. Framed: more of them.
+// Chooses the packs of a thread, too.
 inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
   const auto divide = [&](int packs) {
     BackwardPlan divided{};
-    const bool can = forced.packs == 0 || forced.packs == packs || Framed(task, packs);
-    if (!can || !DivideRows(task, forced, packs, divided)) divided.lanes = 0;
+    if (!DivideRows(task, forced, packs, divided)) divided.lanes = 0;
     return divided;
   };
-  plan = divide(MorePacks(task.element_bytes));
-  const BackwardPlan few = divide(kFewPacks);
-  if (few.lanes == 0 || few.division == Division::kFramed) return plan.lanes > 0;
-  if (plan.division == Division::kFramed) plan.lanes = 0;  // as only the others need not be
+  if (Framed(task, kFewPacks)) {
+    plan = divide(kFramedPacks);
+    return plan.lanes > 0;
+  }
+  const int more_packs = MorePacks(task.element_bytes);
+  const bool can_more = forced.packs != kFewPacks && !Framed(task, more_packs);
+  plan = can_more ? divide(more_packs) : BackwardPlan{};
+  const BackwardPlan few = forced.packs != more_packs ? divide(kFewPacks) : BackwardPlan{};
   const auto better = [&] {
-    if (plan.lanes == 0) return true;
-    const double with_few = PartAtWork(task, few), with_more = PartAtWork(task, plan);
-    if (task.element_bytes > 2) return few.cluster == 1 && with_few >= 0.9;
+    if (few.lanes == 0 || plan.lanes == 0) return few.lanes > 0;
+    // More packs of wider elements take more registers than there are.
+    if (task.element_bytes > 2) return true;
     // More packs are not worth a large cluster, nor a block of one unit; but a cluster is worth
     // less than a smaller one. Shares are rounded: 1 % is no difference.
     return plan.cluster > 2 || UnitsThatFit(task, plan) == 1 ||
-           with_more < (plan.cluster < few.cluster ? 0.99 : 1.05) * with_few;
+           PartAtWork(task, plan) <
+               (plan.cluster < few.cluster ? 0.99 : 1.05) * PartAtWork(task, few);
   };
   if (better()) plan = few;
-  return true;
+  return plan.lanes > 0;
 }
 
 // Few rows are spread over all multiprocessors before a block gets several units. One row a thread
@@ -178,8 +183,8 @@ inline void SpreadRows(const RowTask& task, const RowOverride& forced, BackwardP
   const int most = plan.cluster > 1 ? 1 : fit, blocks = plan.cluster > 1 ? fit : 1;
   const int units =
       static_cast<int>(std::clamp<std::int64_t>(CeilDiv(turns, task.multiprocessors), 1, most));
-  const bool waits = task.element_bytes == 2 && task.arrays == 2 &&
-                     (most == 1 || plan.division == Division::kFramed);
+  const bool half = task.element_bytes == 2;
+  const bool waits = task.arrays == 2 && (plan.cluster > 1 || (half && (most == 1 || plan.division == Division::kFramed)));
   const double under_way =
       PartAtWork(task, plan) * BackwardThreads(16 * plan.packs) * task.arrays * 16 * plan.packs;
   int stages = waits || under_way < 28 * 1024 ? 2 : 1;

@@ -109,8 +109,9 @@ class RowRing {
     if constexpr (kFramed) taken_ = static_cast<unsigned>(turn);
   }
 
-  // The next row's packs of the first two arrays, in whose place those of a later row are ordered:
-  // what comes from memory is written long after what a thread has asked for before is read.
+  // The next row's packs of the first two arrays, in whose place, if rows have one stage, those of
+  // the next row are ordered at once: what comes from memory is written long after what a thread
+  // has asked for before is read.
   __device__ __forceinline__ void Take(Pack<T, W> (&first)[P], Pack<T, W> (&second)[P]) {
     Wait();
 #pragma unroll
@@ -118,11 +119,15 @@ class RowRing {
       first[i] = LoadPlain<W>(Slot(0, i, taken_));
       second[i] = LoadPlain<W>(Slot(1, i, taken_));
     }
-    SyncSlots();
-    Order();
+    if (stages_ == 1) Replace();
   }
-  // After Take: until the same row's packs of the third array are there; pack i of them; and when
-  // they are done with, or there are none, those of a later row.
+  // If they have two, later, when the row's sums are there: with two whole rows under way all the
+  // time some multiprocessors starve others (ffi/cuda/TUNING.md).
+  __device__ __forceinline__ void ReplaceLater() {
+    if (stages_ > 1) Replace();
+  }
+  // Until the same row's packs of the third array are there; pack i of them; and when they are done
+  // with, or there are none, those of a later row.
   __device__ __forceinline__ void WaitForThird() const { Wait(); }
   __device__ __forceinline__ Pack<T, W> Third(int i) const {
     return LoadPlain<W>(Slot(2, i, taken_));
@@ -141,6 +146,10 @@ class RowRing {
   // Framed, a row's slots may overlap those of the row before of neighbouring lanes.
   __device__ __forceinline__ static void SyncSlots() {
     if constexpr (kFramed) __syncwarp();
+  }
+  __device__ __forceinline__ void Replace() {
+    SyncSlots();
+    Order();
   }
   // Where in a line element `element` is.
   __device__ __forceinline__ static unsigned InLine(std::int64_t element) {
