@@ -121,10 +121,11 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   if (!plan.stream) {
     // Here what it costs that rows may be uneven hardly shows.
     constexpr int kMore = MorePacks(sizeof(T));
-    const cudaError_t status =
-        plan.division == Division::kFramed ? run.template operator()<kFramedPacks, Division::kFramed>()
-        : plan.packs == kFewPacks          ? run.template operator()<kFewPacks, Division::kUneven>()
-                                           : run.template operator()<kMore, Division::kUneven>();
+    const cudaError_t status = plan.division == Division::kFramed
+                                   ? run.template operator()<kFramedPacks, Division::kFramed>()
+                               : plan.packs == kFewPacks
+                                   ? run.template operator()<kFewPacks, Division::kUneven>()
+                                   : run.template operator()<kMore, Division::kUneven>();
     if (status != cudaSuccess) return status;
   }
   if (resident == 0) {

@@ -67,13 +67,19 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
         place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
       // Where the turn's rows begin, as far as they are the block's.
-      const std::int64_t first = turn_row * features + place.first_column - (kFramed ? place.skip() : 0);
+      const std::int64_t first =
+          turn_row * features + place.first_column - (kFramed ? place.skip() : 0);
       const std::int64_t step = turns.step * features;
       T* dx = static_cast<T*>(args.dx) + first;
       ring.Start(first, step, turns.own);
       stats.Start(first_row, turns.step, turns.own);
       A scale[P][W];
       LoadParam(args.scale, group, place, A{1}, static_cast<A>(args.scale_offset), scale);
+#pragma unroll
+      for (int i = 0; i < P; ++i) {
+#pragma unroll
+        for (int j = 0; j < W; ++j) scale[i][j] = place.Counts(i) ? scale[i][j] : A{0};
+      }
       [[maybe_unused]] A bias[kFromOutput ? P : 1][W];
       if constexpr (kFromOutput) LoadParam(args.bias, group, place, A{0}, A{0}, bias);
       int turn = 0;
@@ -101,7 +107,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
             }
             return kShift ? value - mean : value;
           };
-          A totals[kValues];  // of wdy * centered, wdy, and, in unusual rows, centered
+          A totals[kValues] = {};  // of wdy * centered, wdy and, not kUsual, centered
           const auto add_up = [&]<bool kUsual>() {
             place.ForPacks([&]<bool kAll>(int i) {
               if (!kAll && place.Lacks(i)) return;
@@ -112,72 +118,38 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
               for (int j = 0; j < W; ++j) {
                 if (!kAll && !place.Has(i, j)) continue;
                 const A centered = centered_of(x[j], i, j), wdy = dy[j] * scale[i][j];
-                if (!kFramed && i == 0 && j == 0) {
-                  totals[0] = wdy * centered;
-                  if constexpr (kCentered) totals[1] = wdy;
-                } else {
-                  totals[0] += wdy * centered;
-                  if constexpr (kCentered) totals[1] += wdy;
-                }
+                const bool first = !kFramed && i == 0 && j == 0;
+                totals[0] = first ? wdy * centered : totals[0] + wdy * centered;
+                if constexpr (kCentered) totals[1] = first ? wdy : totals[1] + wdy;
                 if constexpr (kShift && !kUsual) totals[2] += place.Counts(i) ? centered : A{0};
               }
             });
           };
-          if constexpr (kFramed) {
-#pragma unroll
-            for (int v = 0; v < kValues; ++v) totals[v] = 0;
-          }
-          if constexpr (kShift) totals[2] = 0;
           if (!kShift || usual) {
             add_up.template operator()<true>();
           } else {
             add_up.template operator()<false>();
           }
           over_row(totals);
-          ring.ReplaceLater();
+          if (plan.cluster > 1) ring.ReplaceLater();
           // Not to keep both widened: registers are short.
 #pragma unroll
           for (int i = 0; i < P; ++i) KeepPacked(dy_packs[i]);
-          if (turn >= turns.own) {
-          } else if (usual) {
-            // d(loss)/dx of NormInputGrad, multiplied out: of dy * rstd, and of x as a row has it.
-            const A mean_wdy_x_hat = totals[0] * inverse_n * (kFromOutput ? A{1} : rstd);
-            const A slope = -mean_wdy_x_hat * rstd * (kFromOutput ? A{1} : rstd);
-            A offset = 0;
-            if constexpr (kCentered) offset = -totals[1] * inverse_n * rstd;
-            place.ForPacks([&]<bool kAll>(int i) {
-              if (!kAll && place.Lacks(i)) return;
-              A dy[W], x[W], dx_i[W];
-              Widen(x_packs[i], x);
-              Widen(dy_packs[i], dy);
-#pragma unroll
-              for (int j = 0; j < W; ++j) {
-                const A centered = centered_of(x[j], i, j), scaled = dy[j] * rstd;
-                dscale[i][j] += (kFromOutput ? dy[j] : scaled) * centered;
-                if constexpr (kCentered) dbias[i][j] += dy[j];
-                dx_i[j] = scaled * scale[i][j] + (kCentered ? centered * slope + offset : centered * slope);
-              }
-              const auto out = Narrow<T>(dx_i);
-              T* const to = place.InRow(dx, i);
-              if (kAll) {
-                if (place.Counts(i)) StorePackOnce(to, out);
-              } else {
-                place.Store(to, out, i);
-              }
-            });
-          } else {
-            if (has_dsum) ring.WaitForThird();
+
+          const auto finish = [&]<bool kUsual>() {
             // x_hat = centered * factor + shift. The saved mean is rounded: the mean of the
             // differences from it is what it is off by.
             const A factor = kFromOutput ? A{1} : rstd;
             A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
-            if constexpr (kShift) {
+            if constexpr (kShift && !kUsual) {
               const A delta = totals[2] * inverse_n;
               mean_wdy_x_hat -= delta * totals[1];
               shift = -delta * rstd;
             }
             if constexpr (kCentered) mean_wdy = totals[1] * inverse_n;
             mean_wdy_x_hat *= factor * inverse_n;
+            // kUsual: NormInputGrad multiplied out, for fewer instructions.
+            const A slope = -mean_wdy_x_hat * rstd * factor, offset = -mean_wdy * rstd;
             place.ForPacks([&]<bool kAll>(int i) {
               if (!kAll && place.Lacks(i)) return;
               A dy[W], x[W], dx_i[W];
@@ -186,30 +158,47 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
 #pragma unroll
               for (int j = 0; j < W; ++j) {
                 const A centered = centered_of(x[j], i, j);
-                const A x_hat = kFromOutput ? centered
-                                : kShift    ? centered * factor + shift
-                                            : centered * factor;
-                dscale[i][j] += dy[j] * x_hat;
                 if constexpr (kCentered) dbias[i][j] += dy[j];
-                dx_i[j] = NormInputGrad(dy[j] * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd);
+                if constexpr (kUsual) {
+                  const A scaled = dy[j] * rstd;
+                  dscale[i][j] += (kFromOutput ? dy[j] : scaled) * centered;
+                  const A rest = kCentered ? centered * slope + offset : centered * slope;
+                  dx_i[j] = scaled * scale[i][j] + rest;
+                } else {
+                  const A x_hat = kShift ? centered * factor + shift : centered * factor;
+                  dscale[i][j] += dy[j] * x_hat;
+                  dx_i[j] =
+                      NormInputGrad(dy[j] * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd);
+                }
               }
-              if (has_dsum) {
-                A dsum[W];
-                Widen(ring.Third(i), dsum);
+              if constexpr (!kUsual) {
+                if (has_dsum) {
+                  A dsum[W];
+                  Widen(ring.Third(i), dsum);
 #pragma unroll
-                for (int j = 0; j < W; ++j) dx_i[j] += dsum[j];
+                  for (int j = 0; j < W; ++j) dx_i[j] += dsum[j];
+                }
+                if (sums_dx) dx_sums.Add(i, dx_i);
               }
-              if (sums_dx) dx_sums.Add(i, dx_i);
               const auto out = Narrow<T>(dx_i);
               T* const to = place.InRow(dx, i);
-              if (kAll) {
-                if (place.Counts(i)) StorePackOnce(to, out);
-              } else {
+              if (!kAll) {
                 place.Store(to, out, i);
+              } else if (place.Counts(i)) {
+                StorePackOnce(to, out);
               }
             });
+          };
+          if (turn < turns.own) {
+            if (usual) {
+              finish.template operator()<true>();
+            } else {
+              if (has_dsum) ring.WaitForThird();
+              finish.template operator()<false>();
+            }
           }
           dx += step;
+          if (plan.cluster == 1) ring.ReplaceLater();
           ring.EndTurn(has_dsum);
         }
 

@@ -11,14 +11,14 @@
 //   up to 1 Ki              32                                1 to 32 lanes
 //   up to 16 Ki (with 48    32; or, of 16-bit elements, 48    64 to 512 (with 48 up to 384)
 //   bytes 18, with 64 32)   where that puts more of them to
-//                           work, and of wider ones 64 where
-//                           a block of 32 cannot, or not well
+//                           work; framed 48; 64, of wider
+//                           elements, where there are no
+//                           clusters and 32 do not suffice
 //   up to 16 times that     as above                          2 to 16 blocks of those, from sm_90
 //                                                             on; else streamed
 //
-// Framed rows have at least 32 lanes, and 48 or 64 bytes a thread. Narrower rows, too, get a
-// cluster where one block of them would leave two or more of a multiprocessor's 16 (or 12) warps
-// without work.
+// Framed rows have at least 32 lanes. Narrower rows, too, get a cluster where one block of them
+// would leave more than an eighth of a multiprocessor's 16 (or 12) warps without work.
 #pragma once
 
 #include <algorithm>
@@ -53,7 +53,7 @@ constexpr int BackwardThreads(int row_bytes) {
 }
 inline constexpr int kMaxStages = 2;
 
-// Packs of a row that one thread holds: few, or more.
+// Packs of a row that one thread holds: few, or more; framed, whose code takes more registers.
 inline constexpr int kFewPacks = 2;
 constexpr int MorePacks(int element_bytes) {
   return element_bytes == 2 ? 3 : 4;
@@ -124,17 +124,28 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   const int threads = static_cast<int>(std::min<std::int64_t>(
       std::min(limit, 32 * max_warps), SharedBudget(task, 1) / bytes / 32 * 32));
   const std::int64_t held = std::int64_t{threads} * elements;
-  const auto share = [&](int cluster) { return Share(task, cluster, framed); };
-  // The fewest blocks that together leave no more than one of a multiprocessor's warps idle.
-  const auto warps_in_use = [&](int cluster) {
-    const std::int64_t warps = CeilDiv(share(cluster), 32 * elements);
-    return share(cluster) > held ? 0 : static_cast<int>(warps * (max_warps / warps));
+  // Whole lines: else blocks share sectors of memory, which are then read twice. Unless too little
+  // were left for the last one.
+  const auto share = [&](int cluster) {
+    const std::int64_t least = Share(task, cluster, framed);
+    const std::int64_t lines = RoundUp(least, kLineBytes / task.element_bytes);
+    const std::int64_t rest = task.features - (cluster - 1) * lines;
+    return !framed && cluster > 1 && 2 * rest >= lines ? lines : least;
   };
+  // The fewest blocks by which enough of a multiprocessor's threads have work. Those of less than
+  // three warps are slow: only where there are no others.
+  const auto at_work = [&](int cluster) {
+    const std::int64_t parts = CeilDiv(share(cluster), elements), warps = CeilDiv(parts, 32);
+    if (share(cluster) > held) return 0.0;
+    if (cluster > 1 && warps < 3) return 0.01;
+    return static_cast<double>(parts * (max_warps / warps)) / (32 * max_warps);
+  };
+  const double enough = packs == 3 && !framed ? 0.9 : 0.875;
   // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
   plan.cluster = 1;
   for (int cluster = 2; cluster <= MaxCluster(task, forced); ++cluster) {
-    if (warps_in_use(plan.cluster) >= (cluster <= 8 ? max_warps - 1 : 1)) break;
-    if (warps_in_use(cluster) > warps_in_use(plan.cluster)) plan.cluster = cluster;
+    if (at_work(plan.cluster) >= (cluster <= 8 ? enough : 0.01)) break;
+    if (at_work(cluster) > at_work(plan.cluster)) plan.cluster = cluster;
   }
   const std::int64_t columns = share(plan.cluster);
   if (columns > held) return false;
@@ -161,22 +172,23 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
   const BackwardPlan few = forced.packs != more_packs ? divide(kFewPacks) : BackwardPlan{};
   const auto better = [&] {
     if (few.lanes == 0 || plan.lanes == 0) return few.lanes > 0;
-    // More packs of wider elements take more registers than there are.
-    if (task.element_bytes > 2) return true;
-    // More packs are not worth a large cluster, nor a block of one unit; but a cluster is worth
-    // less than a smaller one. Shares are rounded: 1 % is no difference.
-    return plan.cluster > 2 || UnitsThatFit(task, plan) == 1 ||
-           PartAtWork(task, plan) <
-               (plan.cluster < few.cluster ? 0.99 : 1.05) * PartAtWork(task, few);
+    const double with_few = PartAtWork(task, few);
+    // More packs take fewer instructions an element, and, of wider elements, more registers than
+    // there are: float32 takes them where else clusters were large or left threads idle, float64
+    // where there were no such clusters on every GPU.
+    if (task.element_bytes == 2) return 1.05 * PartAtWork(task, plan) < with_few;
+    if (task.element_bytes == 8) return few.cluster <= 8;
+    return few.cluster <= 2 || (few.cluster <= 4 && with_few >= 0.9);
   };
   if (better()) plan = few;
   return plan.lanes > 0;
 }
 
-// Few rows are spread over all multiprocessors before a block gets several units. One row a thread
-// under way is enough where these are 28 KB a multiprocessor (with more, 16-bit rows of several
-// units are 2 to 8 % slower), but where units wait long for a row's sums: those of 16-bit elements
-// that are alone, of clusters, or framed, unless they have a third array under way.
+// Few rows are spread over all multiprocessors before a block gets several units. How many rows a
+// thread has under way follows from how much a multiprocessor then has: with more than it needs,
+// some starve others. It needs more where few units wait long for a row's sums, and have no third
+// array under way: those of clusters and, of 16-bit elements, those that are alone or framed; and a
+// bit more where 16-bit rows have several warps.
 inline void SpreadRows(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
   const std::int64_t turns = CeilDiv(task.rows, plan.unit_rows());
   const int fit = std::max(1, UnitsThatFit(task, plan));
@@ -184,10 +196,13 @@ inline void SpreadRows(const RowTask& task, const RowOverride& forced, BackwardP
   const int units =
       static_cast<int>(std::clamp<std::int64_t>(CeilDiv(turns, task.multiprocessors), 1, most));
   const bool half = task.element_bytes == 2;
-  const bool waits = task.arrays == 2 && (plan.cluster > 1 || (half && (most == 1 || plan.division == Division::kFramed)));
+  const bool waits =
+      task.arrays == 2 &&
+      (plan.cluster > 1 || (half && (most == 1 || plan.division == Division::kFramed)));
+  const int needed = waits ? 36 : half && plan.lanes > 32 ? 31 : 28;
   const double under_way =
       PartAtWork(task, plan) * BackwardThreads(16 * plan.packs) * task.arrays * 16 * plan.packs;
-  int stages = waits || under_way < 28 * 1024 ? 2 : 1;
+  int stages = under_way < needed * 1024 ? 2 : 1;
   if (forced.max_stages != 0) stages = std::min(forced.max_stages, kMaxStages);
   for (; stages > 1; --stages) {
     Divide(task, units, stages, plan);

@@ -79,7 +79,8 @@ class RowRing {
         arrays_{arrays[0], arrays[1], arrays[2]},
         stages_(plan.stages),
         last_stage_(plan.ring_bytes / plan.stages * (plan.stages - 1)),
-        own_(shared + threadIdx.x / kWarp * (plan.ring_bytes / plan.stages / (plan.threads() / kWarp)) +
+        own_(shared +
+             threadIdx.x / kWarp * (plan.ring_bytes / plan.stages / (plan.threads() / kWarp)) +
              threadIdx.x % kWarp * kVecBytes + (kFramed ? 0 : InLine(first_turn))),
         elements_(elements) {
     // What is never copied adds nothing to a row's sums.

@@ -202,7 +202,7 @@ class Place {
   const std::int64_t features_;
   int owners_ = 0, last_ = 0;  // not framed: q; where the last pack begins
   int stride_ = 0, low_, high_, skip_;
-  int row_offset_;  // from the first of a warp's rows
+  int row_offset_;                            // from the first of a warp's rows
   unsigned whole_packs_ = 0, any_packs_ = 0;  // bit i: pack i
 };
 

@@ -26,10 +26,19 @@ __device__ __forceinline__ void LoadShared(std::uint32_t address, A (&values)[N]
   } else if constexpr (N == 1) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(values[0]) : "r"(address) : "memory");
   } else if constexpr (sizeof(A) == 8) {
-    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(values[0]), "=d"(values[1]) : "r"(address) : "memory");
-    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2+16];" : "=d"(values[2]), "=d"(values[3]) : "r"(address) : "memory");
+    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
+                 : "=d"(values[0]), "=d"(values[1])
+                 : "r"(address)
+                 : "memory");
+    asm volatile("ld.shared.v2.f64 {%0, %1}, [%2+16];"
+                 : "=d"(values[2]), "=d"(values[3])
+                 : "r"(address)
+                 : "memory");
   } else {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3]) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+                 : "r"(address)
+                 : "memory");
   }
 }
 

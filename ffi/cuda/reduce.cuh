@@ -7,14 +7,16 @@ namespace gradops {
 
 inline constexpr int kWarp = 32;
 
-// The value as it is; but the compiler, which would compute it anew in each turn of a loop, keeps it
-// in a register. The whole warp must call it. OfWarp: of a value that all of the warp have, of
+// The value as it is; but the compiler, which would compute it anew in each turn of a loop, keeps
+// it in a register. The whole warp must call it. OfWarp: of a value that all of the warp have, of
 // which the compiler then knows that.
 template <typename I>
 __device__ __forceinline__ I Kept(I value) {
   return __shfl_sync(0xffffffffu, value, static_cast<int>(threadIdx.x % kWarp));
 }
-__device__ __forceinline__ int KeptOfWarp(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+__device__ __forceinline__ int KeptOfWarp(int value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
 
 // Every thread of each aligned run of kWidth lanes gets the run's sum. The whole warp must call it.
 // The order of additions is fixed and all lanes get the same bits, as a + b == b + a.
