@@ -154,6 +154,23 @@ def test_far_from_one(platform, op, implementation, rng):
     check(*problems)
 
 
+@pytest.mark.parametrize("features", [40, 64, 129, 1000])
+def test_rows_of_several_kinds(platform, op, features, rng):
+    """Large means, tiny and huge rows: right beside each other, and the same to the bit beside
+    others, though kernels take other code for some of them."""
+    dy, x, scale, bias = example(rng, (48, features))
+    kind = np.arange(48)[:, None] % 4
+    sizes, means = np.float32([1, 1, 1e-9, 1e9])[kind], np.float32([0, 30, 0, 0])[kind]
+    mixed = means + sizes * x
+    alone = np.where(kind == 1, mixed, x), np.where(kind >= 2, mixed, x)
+    problems = [problem(op, dy, a, scale, bias, epsilon=0.0) for a in (mixed, *alone)]
+    check(problems[0])
+    results = run(problems)
+    for other, rows in zip(results[1:], (kind[:, 0] < 2, kind[:, 0] != 1), strict=True):
+        for name in ("y", "x"):
+            assert_bitwise_equal(results[0][name][rows], other[name][rows], name)
+
+
 @pytest.mark.N9
 @pytest.mark.N10
 @pytest.mark.parametrize("features", WIDTHS)

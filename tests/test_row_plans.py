@@ -129,7 +129,7 @@ def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None
             continue
         owned(p, features, element_bytes, lines=True)
         more = {2: 3, 4: 4, 8: 4}[element_bytes]
-        assert p["packs"] == more if p["division"] == FRAMED else p["packs"] in (2, more)
+        assert p["packs"] in ((3,) if p["division"] == FRAMED else (2, more))
         assert p["threads"] <= (384 if p["packs"] == 3 else 512)
         assert p["stages"] in (1, 2)
         assert p["shared_bytes"] <= GPUS[gpu][2] - 4096
@@ -190,6 +190,7 @@ def test_the_backward_table() -> None:
     assert plan(512)["lanes"] == 32
     assert plan(4096)["lanes"] == 256 and plan(4096)["units"] == 2
     assert plan(8192)["lanes"] == 512 and plan(8192)["cluster"] == 1
+    assert plan(7168)["lanes"] == 448 and plan(7168)["cluster"] == 1, "14 of 16 warps are enough"
     assert plan(5120)["cluster"] == 2, "one block would have 10 of 16 warps"
     assert plan(16_384)["cluster"] == 2
     assert plan(131_072)["cluster"] == 16
@@ -199,25 +200,31 @@ def test_the_backward_table() -> None:
     assert plan(1000)["division"] == UNEVEN
     assert plan(4097)["division"] == FRAMED and plan(4097)["classes"] == 8
     assert plan(4097)["packs"] == 3 and plan(4097)["lanes"] == 192 and plan(4097)["units"] == 2
-    # 32 bytes a thread of wider types, as long as a block holds the row and has enough work.
+    # 32 bytes a thread of wider types, if a small cluster then holds the row.
     floats = functools.partial(plan, element_bytes=4)
     assert floats(1024)["packs"] == 2 and floats(1024)["lanes"] == 128
     assert floats(1024)["units"] == 4
     assert floats(4096)["lanes"] == 512 and floats(4096)["cluster"] == 1
-    assert floats(640)["packs"] == 4 and floats(3072)["packs"] == 4 and floats(1023)["packs"] == 4
-    assert floats(4100)["packs"] == 4 and floats(32_768)["cluster"] == 4
-    assert plan(1024, element_bytes=8)["packs"] == 2 and plan(4096, element_bytes=8)["packs"] == 4
+    assert floats(8192)["packs"] == 2 and floats(8192)["cluster"] == 2
+    assert floats(32_768)["packs"] == 4 and floats(32_768)["cluster"] == 4
+    assert floats(8192, gpu="A100")["packs"] == 4
+    assert floats(4097)["packs"] == 3 and floats(4097)["cluster"] == 1
+    assert plan(4096, element_bytes=8)["packs"] == 2
     # More elements a thread, where fewer would leave more of the threads without work.
     assert plan(768)["packs"] == 3 and plan(768)["lanes"] == 32 and plan(768)["units"] == 12
     assert plan(1024)["packs"] == 2 and plan(640)["packs"] == 3 and plan(1600)["packs"] == 2
-    assert plan(6144)["packs"] == 3 and plan(6144)["cluster"] == 2 and plan(12_288)["packs"] == 2
-    assert all(plan(n)["cluster"] == 2 for n in (5376, 5504, 5632, 5760, 6016))
+    assert plan(6144)["packs"] == 3 and plan(6144)["cluster"] == 2
+    assert plan(12_288)["packs"] == 3 and plan(12_288)["cluster"] == 4
+    assert plan(16_384)["packs"] == 2
     assert plan(768, arrays=3, sums_dx=True)["packs"] == 3
-    # One row under way, or two where units wait long for sums, or that is less than 28 KB.
-    assert plan(1024)["stages"] == 1 and plan(4096)["stages"] == 1 and plan(640)["stages"] == 1
+    # A block's share is whole lines of memory.
+    assert plan(6656)["cluster"] == 3 and plan(6656)["share"] == 2240
+    # One row under way, or two where that is less than needed: more, where units wait long for sums.
+    assert plan(1024)["stages"] == 1 and plan(4096)["stages"] == 1 and plan(6144)["stages"] == 1
     assert plan(8192)["stages"] == 2 and plan(16_384)["stages"] == 2 and plan(4097)["stages"] == 2
-    assert plan(200)["stages"] == 2
-    assert plan(8192, arrays=3)["stages"] == 1 and floats(8192)["stages"] == 1
+    assert plan(200)["stages"] == 2 and plan(2560)["stages"] == 2
+    assert plan(8192, arrays=3)["stages"] == 1
+    assert floats(4096)["stages"] == 1 and floats(8192)["stages"] == 2
     # Few rows are spread over the multiprocessors.
     assert plan(1024, rows=37)["units"] == 1
     assert plan(1024, rows=10**6)["units"] == 8
@@ -232,7 +239,7 @@ FORCED = {
     "small clusters": {"max_threads": 32},
     "clusters of up to 8": {"max_threads": 64, "max_cluster": 8},
     "one row under way": {"max_stages": 1},
-    "three rows under way": {"max_stages": 3},
+    "two rows under way": {"max_stages": 2},
     "2 packs": {"packs": 2},
     "3 packs": {"packs": 3},
     "4 packs": {"packs": 4},
@@ -344,7 +351,7 @@ def test_rings_do_not_change_results() -> None:
         for features in (64, 1000, 4096):
             dy, x = rng.standard_normal((2, 501, features)).astype(np.float32)
             expected = None
-            for forced in ({}, {"max_stages": 1}, {"max_stages": 3}, {"architecture": 80}):
+            for forced in ({}, {"max_stages": 1}, {"max_stages": 2}, {"architecture": 80}):
                 CUDA.force_row_plan(**forced)
                 try:
                     y, (dx,) = norm("layer_norm", "input")(dy, x)

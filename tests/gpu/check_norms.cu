@@ -84,7 +84,7 @@ int RunAll(const char* dtype, const Filter& filter) {
                                {.architecture = 80},
                                {.max_cluster = 8, .max_threads = 32},
                                {.stream = true},
-                               {.max_stages = 3},
+                               {.max_stages = 2},
                                {.max_threads = 32},
                                {.packs = 3}};
   const Variant variants[] = {{},

@@ -9,7 +9,7 @@
 //     jaxlib)
 //   ./time_norms [-t bf16|f16|f32|f64] [-h features,...] [-o "LN fwd"] [-x times as many rows]
 //     [-r rows] [-n: no comparison] [-a 1: with a residual, or 2: and its bias; not compared] and
-//     what cuda/layer_norm_policy.h lets force: [-arch 80] [-threads 256] [-cluster 8] [-stages 3]
+//     what cuda/layer_norm_policy.h lets force: [-arch 80] [-threads 256] [-cluster 8] [-stages 2]
 //     [-stream] [-packs 3]
 #include <algorithm>
 #include <cmath>
