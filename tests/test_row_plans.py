@@ -219,7 +219,7 @@ def test_the_backward_table() -> None:
     assert plan(768, arrays=3, sums_dx=True)["packs"] == 3
     # A block's share is whole lines of memory.
     assert plan(6656)["cluster"] == 3 and plan(6656)["share"] == 2240
-    # One row under way, or two where that is less than needed: more, where units wait long for sums.
+    # One row under way, or two where that is less than needed: more where units wait for sums.
     assert plan(1024)["stages"] == 1 and plan(4096)["stages"] == 1 and plan(6144)["stages"] == 1
     assert plan(8192)["stages"] == 2 and plan(16_384)["stages"] == 2 and plan(4097)["stages"] == 2
     assert plan(200)["stages"] == 2 and plan(2560)["stages"] == 2

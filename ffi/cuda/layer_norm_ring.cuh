@@ -114,7 +114,12 @@ class RowRing {
   // the next row are ordered at once: what comes from memory is written long after what a thread
   // has asked for before is read.
   __device__ __forceinline__ void Take(Pack<T, W> (&first)[P], Pack<T, W> (&second)[P]) {
-    Wait();
+    // Two groups of copies a turn: all but the last ones of the turns under way.
+    if (stages_ == 1) {
+      WaitForCopies<1>();
+    } else {
+      WaitForCopies<3>();
+    }
 #pragma unroll
     for (int i = 0; i < P; ++i) {
       first[i] = LoadPlain<W>(Slot(0, i, taken_));
@@ -129,7 +134,13 @@ class RowRing {
   }
   // Until the same row's packs of the third array are there; pack i of them; and when they are done
   // with, or there are none, those of a later row.
-  __device__ __forceinline__ void WaitForThird() const { Wait(); }
+  __device__ __forceinline__ void WaitForThird() const {
+    if (stages_ == 1) {
+      WaitForCopies<1>();  // the next row's first two arrays
+    } else {
+      WaitForCopies<2>();  // all of the next row's, if ReplaceLater comes later still
+    }
+  }
   __device__ __forceinline__ Pack<T, W> Third(int i) const {
     return LoadPlain<W>(Slot(2, i, taken_));
   }
@@ -193,15 +204,6 @@ class RowRing {
     } else {
 #pragma unroll 1
       for (int j = 0; j < static_cast<int>(end - from); ++j) to[j] = from[j];
-    }
-  }
-
-  // Two groups of copies a turn: all but the last ones of the turns under way.
-  __device__ __forceinline__ void Wait() const {
-    if (stages_ == 1) {
-      WaitForCopies<1>();
-    } else {
-      WaitForCopies<3>();
     }
   }
 

@@ -12,13 +12,9 @@
 namespace gradops {
 namespace {
 
-// The threads of one of a block's units, of more than a warp, by a barrier of its own, meet; or
-// say that they have been there, which those that meet wait for.
+// The threads of one of a block's units, of more than a warp, by a barrier of its own, meet.
 __device__ __forceinline__ void UnitSync(int unit, int lanes) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
-}
-__device__ __forceinline__ void UnitArrive(int unit, int lanes) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
 }
 
 // Of kValues values: those of each unit's warps, and of a cluster's blocks; behind them zeros, up
@@ -84,14 +80,9 @@ class RowTotals {
       StoreShared(write_ + buffer_, sum);  // all lanes that have the same, to the same place
       // Every warp's sums are written before they are read. No barrier is needed after the reads:
       // the next call writes the other buffer, and before the call after that writes this one, all
-      // threads have passed the next call's barrier and so have finished these reads. A cluster's
-      // sums are the first warp's affair; the others wait for what it sends.
-      if (cluster_ > 1 && warp_ > 0) {
-        UnitArrive(unit_, lanes_);
-      } else {
-        UnitSync(unit_, lanes_);
-        sum = OverParts(read_ + buffer_, lanes_ / kWarp);
-      }
+      // threads have passed the next call's barrier and so have finished these reads.
+      UnitSync(unit_, lanes_);
+      if (cluster_ == 1 || warp_ == 0) sum = OverParts(read_ + buffer_, lanes_ / kWarp);
       buffer_ = kBufferBytes - buffer_;
     }
     if (cluster_ > 1) sum = OverCluster(sum);
