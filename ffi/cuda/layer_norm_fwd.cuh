@@ -199,6 +199,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
       place.ForPacks([&]<bool kAll>(int i) {
         A values[W];
         h.Get(i, values);
+        if (parameters.Swaps()) SwapHalves(values);
 #pragma unroll
         for (int step = i * kSteps; step < (i + 1) * kSteps; ++step) {
           if (!kAhead) {
@@ -214,7 +215,9 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
             values[j] = x_hat * (parameters.Scale(step, k) + offset) + parameters.Bias(step, k);
           }
         }
-        store.template operator()<kAll>(y, i, Narrow<T>(values));
+        auto out = Narrow<T>(values);
+        if (parameters.Swaps()) SwapHalves(reinterpret_cast<unsigned(&)[4]>(out));
+        store.template operator()<kAll>(y, i, out);
       });
     };
     // A branch for all of it: one for each element costs more. Framed, and where there is no scale,

@@ -134,6 +134,9 @@ __device__ __forceinline__ void AddResidualBias(const LayerNormFwdArgs& args, st
 
 // Scale and bias of a thread's columns, kVec<T> / kSteps at a time. Framed rows, in memory, have
 // them at no 16-byte boundary: each thread has its own in shared memory, for all its rows.
+//
+// Half a pack's at a time, some threads begin with the second half: of float32, were they all at
+// the first 16 of each 32 bytes, an access would take twice as long as for as many in a row.
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered, int kSteps>
 class Parameters {
   using A = Accum<T>;
@@ -169,6 +172,10 @@ class Parameters {
     }
   }
 
+  // Whether the thread has a pack's second half first. Not of many packs, where it does not pay.
+  static constexpr bool kSwaps = kSteps == 2 && P == 4 && !kFramed;
+  __device__ __forceinline__ static bool Swaps() { return kSwaps && (threadIdx.x & 4) != 0; }
+
   // Of framed rows: before each of them, so that the compiler does not keep addresses.
   __device__ __forceinline__ void Forget() { asm volatile("" : "+r"(own_)); }
 
@@ -179,7 +186,8 @@ class Parameters {
       LoadWide(At(0, step), A{0}, scale);
       if constexpr (kCentered) LoadWide(At(1, step), A{0}, bias);
     } else {
-      const int column = place_.Begin(step / kSteps) + step % kSteps * N;
+      const int part = step % kSteps ^ static_cast<int>(Swaps());
+      const int column = place_.Begin(step / kSteps) + part * N;
       LoadParamPack<ParamT>(scale_, 0, column, A{1}, A{0}, scale);
       if constexpr (kCentered) LoadParamPack<ParamT>(bias_, 0, column, A{0}, A{0}, bias);
     }

@@ -134,6 +134,17 @@ __device__ __forceinline__ Pack<T, W> Narrow(const A (&values)[W]) {
   return pack;
 }
 
+// Exchanges the first half of some values with the second one.
+template <int W, typename A>
+__device__ __forceinline__ void SwapHalves(A (&values)[W]) {
+#pragma unroll
+  for (int j = 0; j < W / 2; ++j) {
+    const A first = values[j];
+    values[j] = values[W / 2 + j];
+    values[W / 2 + j] = first;
+  }
+}
+
 // Makes the compiler convert 16-bit elements anew in every pass over them: converted ones would
 // take twice the registers.
 template <typename T, int W>
