@@ -54,7 +54,7 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "dresidual_bias": HALF,
             "workspace": scratch(1, 1, 3, 4),
         },
-        GROUPS | OFFSET,
+        GROUPS | OFFSET | EPSILON,
     ),
     "layer_norm_bwd_from_output": (
         {"dy": ROWS, "y": ROWS, "dsum": NOTHING, "scale": HALF, "bias": PARAMETER, "rstd": STAT},

@@ -154,6 +154,20 @@ def test_far_from_one(platform, op, implementation, rng):
     check(*problems)
 
 
+def test_deviation_far_below_epsilon(platform, implementation, rng):
+    """The mean's rounding counts as much as without epsilon, though rstd does not tell."""
+    problems = []
+    for deviation, features in itertools.product((1e-3, 1e-5, 1e-8), (64, 1000, 4097)):
+        dy, x, scale, bias = example(rng, (16, features))
+        for rows in (1, 16):
+            shifted = np.float32(0.0125) + x[:rows] * np.float32(deviation)
+            arrays = (dy[:rows], shifted, scale, bias)
+            problems.append(
+                problem("layer_norm", *arrays, epsilon=1e-5, implementation=implementation)
+            )
+    check(*problems)
+
+
 @pytest.mark.parametrize("features", [40, 64, 129, 1000])
 def test_rows_of_several_kinds(platform, op, features, rng):
     """Large means, tiny and huge rows: right beside each other, and the same to the bit beside

@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
       plan, place, shared, arrays, groups * rows * features,
       row_of(first_item, turns_of(first_item, 0)) * features + place.first_column);
   RowStats<A, kShift> stats(plan.lanes, static_cast<const A*>(args.mean),
-                            static_cast<const A*>(args.rstd), has_dsum || sums_dx);
+                            static_cast<const A*>(args.rstd), static_cast<A>(args.epsilon),
+                            has_dsum || sums_dx);
   RowTotals<A, kValues> over_row(plan, place.unit, place.in_unit, storage);
   if (plan.cluster > 1) ClusterSync();  // all barriers are initialised
 
@@ -75,6 +76,8 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
       stats.Start(first_row, turns.step, turns.own);
       A scale[P][W];
       LoadParam(args.scale, group, place, A{1}, static_cast<A>(args.scale_offset), scale);
+      // Of packs that do not count dy and x are 0, but their products should be, too: also with
+      // an infinite scale, and what follows from a bias.
 #pragma unroll
       for (int i = 0; i < P; ++i) {
 #pragma unroll
@@ -118,9 +121,10 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
               for (int j = 0; j < W; ++j) {
                 if (!kAll && !place.Has(i, j)) continue;
                 const A centered = centered_of(x[j], i, j), wdy = dy[j] * scale[i][j];
-                const bool first = !kFramed && i == 0 && j == 0;
-                totals[0] = first ? wdy * centered : totals[0] + wdy * centered;
-                if constexpr (kCentered) totals[1] = first ? wdy : totals[1] + wdy;
+                // Not added to 0, which would take an instruction, as -0 + 0 is 0.
+                const bool alone = !kFramed && i == 0 && j == 0;
+                totals[0] = alone ? wdy * centered : totals[0] + wdy * centered;
+                if constexpr (kCentered) totals[1] = alone ? wdy : totals[1] + wdy;
                 if constexpr (kShift && !kUsual) totals[2] += place.Counts(i) ? centered : A{0};
               }
             });
@@ -132,7 +136,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
           }
           over_row(totals);
           if (plan.cluster > 1) ring.ReplaceLater();
-          // Not to keep both widened: registers are short.
+          // Not to keep dy widened, too: registers are short.
 #pragma unroll
           for (int i = 0; i < P; ++i) KeepPacked(dy_packs[i]);
 

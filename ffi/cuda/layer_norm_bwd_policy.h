@@ -3,22 +3,23 @@
 //
 // Few blocks stay, as column sums do, in registers (dx's: in shared memory). Each unit of threads
 // takes row after row. Each thread has its part of the next ones on their way to its own part of a
-// ring in shared memory, and what it reads of one it orders of a later one at once: so a
-// multiprocessor has as much under way as it takes, all the time, and no thread waits for others
-// but in a row's sums (framed: and for its warp's).
+// ring in shared memory, and what it reads of one it orders of a later one: so a multiprocessor has
+// as much under way as it takes, all the time, and no thread waits for others but in a row's sums
+// (framed: and for its warp's).
 //
 //   bytes of a row          of a thread                       threads of a row
 //   up to 1 Ki              32                                1 to 32 lanes
 //   up to 16 Ki (with 48    32; or, of 16-bit elements, 48    64 to 512 (with 48 up to 384)
 //   bytes 18, with 64 32)   where that puts more of them to
 //                           work; framed 48; 64, of wider
-//                           elements, where there are no
-//                           clusters and 32 do not suffice
+//                           elements, where 32 would take
+//                           larger clusters, or cannot
 //   up to 16 times that     as above                          2 to 16 blocks of those, from sm_90
 //                                                             on; else streamed
 //
-// Framed rows have at least 32 lanes. Narrower rows, too, get a cluster where one block of them
-// would leave more than an eighth of a multiprocessor's 16 (or 12) warps without work.
+// Framed rows have at least 32 lanes. Narrower rows, too, get a cluster, of blocks of at least
+// three warps, where one block would leave more than an eighth (of 48 bytes a tenth) of a
+// multiprocessor's 512 (or 384) threads without work.
 #pragma once
 
 #include <algorithm>
@@ -166,10 +167,12 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
     plan = divide(kFramedPacks);
     return plan.lanes > 0;
   }
-  const int more_packs = MorePacks(task.element_bytes);
-  const bool can_more = forced.packs != kFewPacks && !Framed(task, more_packs);
-  plan = can_more ? divide(more_packs) : BackwardPlan{};
-  const BackwardPlan few = forced.packs != more_packs ? divide(kFewPacks) : BackwardPlan{};
+  const auto divide_by = [&](int packs) {
+    const bool can = (forced.packs == 0 || forced.packs == packs) && !Framed(task, packs);
+    return can ? divide(packs) : BackwardPlan{};
+  };
+  plan = divide_by(MorePacks(task.element_bytes));
+  const BackwardPlan few = divide_by(kFewPacks);
   const auto better = [&] {
     if (few.lanes == 0 || plan.lanes == 0) return few.lanes > 0;
     const double with_few = PartAtWork(task, few);

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
           }
         }
         auto out = Narrow<T>(values);
-        if (parameters.Swaps()) SwapHalves(reinterpret_cast<unsigned(&)[4]>(out));
+        if (parameters.Swaps()) SwapHalves(reinterpret_cast<unsigned (&)[4]>(out));
         store.template operator()<kAll>(y, i, out);
       });
     };

@@ -135,8 +135,8 @@ __device__ __forceinline__ void AddResidualBias(const LayerNormFwdArgs& args, st
 // Scale and bias of a thread's columns, kVec<T> / kSteps at a time. Framed rows, in memory, have
 // them at no 16-byte boundary: each thread has its own in shared memory, for all its rows.
 //
-// Half a pack's at a time, some threads begin with the second half: of float32, were they all at
-// the first 16 of each 32 bytes, an access would take twice as long as for as many in a row.
+// Half a pack's at a time, some threads begin with the second half: if all read the first 16 of
+// each 32 bytes of float32, that would take the L1 cache twice as long as as many bytes in a row.
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered, int kSteps>
 class Parameters {
   using A = Accum<T>;
@@ -172,7 +172,7 @@ class Parameters {
     }
   }
 
-  // Whether the thread has a pack's second half first. Not of many packs, where it does not pay.
+  // Whether the thread has a pack's second half first. Not of 8 packs, where it does not pay.
   static constexpr bool kSwaps = kSteps == 2 && P == 4 && !kFramed;
   __device__ __forceinline__ static bool Swaps() { return kSwaps && (threadIdx.x & 4) != 0; }
 

@@ -56,7 +56,7 @@ struct RowOverride {
   int architecture = 0;  // as if the GPU were this one
   int max_cluster = 0;   // blocks that may share a row
   int max_threads = 0;   // of a row in one block
-  int max_stages = 0;    // backward: so many, if there is room
+  int max_stages = 0;    // backward: 1 or 2, if there is room
   bool stream = false;
   int packs = 0;  // of a thread, backward: as many, or streamed
 };

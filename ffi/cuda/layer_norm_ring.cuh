@@ -60,11 +60,11 @@ struct Turns {
 
 // A thread's packs of the rows that its unit works on, turn by turn, of dy, x, and dsum or null: on
 // their way to shared memory from `stages` turns before. Each thread copies, and reads, its own: so
-// none waits for others (framed: for others than its warp's), and what is read is replaced at once.
-// A warp's packs should start as far into a line of 128 bytes as in memory (CopyAsync): framed,
-// they do; else, as the block's first rows do, which is right for all if a unit's rows are whole
-// lines apart: of 1000 elements 8 units times 132 blocks are, of 5000, by clusters, every second or
-// fourth.
+// none waits for others (framed: for others than its warp's), and what is read is replaced, at once
+// or later. A warp's packs should start as far into a line of 128 bytes as in memory (CopyAsync):
+// framed, they do; else, as the unit's first rows do, which is right for all if a unit's rows are
+// whole lines apart: of 1000 elements 8 units times 132 blocks are, of 5000, by clusters, every
+// second or fourth.
 template <typename T, int P, Division kDivision>
 class RowRing {
   static constexpr int W = kVec<T>;
@@ -84,13 +84,14 @@ class RowRing {
              threadIdx.x % kWarp * kVecBytes + (kFramed ? 0 : InLine(first_turn))),
         elements_(elements) {
     // What is never copied adds nothing to a row's sums.
+    for (int s = 0; s < stages_; ++s) {
 #pragma unroll
-    for (int i = 0; i < P; ++i) {
-      if (place.Counts(i)) continue;
-      for (stage_ = 0; stage_ <= last_stage_; stage_ += max(last_stage_, 1)) {
+      for (int i = 0; i < P; ++i) {
+        if (place.Counts(i)) continue;
         StorePack(Slot(0, i, 0), Pack<T, W>{});
         StorePack(Slot(1, i, 0), Pack<T, W>{});
       }
+      stage_ = last_stage_ - stage_;
     }
   }
 
@@ -132,18 +133,19 @@ class RowRing {
   __device__ __forceinline__ void ReplaceLater() {
     if (stages_ > 1) Replace();
   }
-  // Until the same row's packs of the third array are there; pack i of them; and when they are done
-  // with, or there are none, those of a later row.
+  // Until the same row's packs of the third array are there.
   __device__ __forceinline__ void WaitForThird() const {
     if (stages_ == 1) {
-      WaitForCopies<1>();  // the next row's first two arrays
+      WaitForCopies<1>();  // but for the next row's first two arrays
     } else {
-      WaitForCopies<2>();  // all of the next row's, if ReplaceLater comes later still
+      WaitForCopies<2>();  // but for all of the next row's, if ReplaceLater comes after this
     }
   }
+  // Pack i of them.
   __device__ __forceinline__ Pack<T, W> Third(int i) const {
     return LoadPlain<W>(Slot(2, i, taken_));
   }
+  // When they are done with, or there are none: orders those of a later row.
   __device__ __forceinline__ void EndTurn(bool has_third) {
     if (has_third) {
       SyncSlots();
@@ -224,13 +226,14 @@ class RowRing {
 template <typename A, bool kMean>
 class RowStats {
  public:
-  // careful: no row is to be called usual.
-  __device__ RowStats(int lanes, const A* mean, const A* rstd, bool careful)
+  // epsilon: in rstd; negative: not known. careful: no row is to be called usual.
+  __device__ RowStats(int lanes, const A* mean, const A* rstd, A epsilon, bool careful)
       : mask_(KeptOfWarp(min(lanes, kWarp) - 1)),
         first_(Kept(static_cast<int>(threadIdx.x % kWarp) & ~mask_)),
         mean_(mean),
         rstd_(rstd),
-        careful_(careful) {}
+        epsilon_(epsilon),
+        careful_(careful || epsilon < 0) {}
 
   // The thread's rows: `row`, and so on every `step`, `own` in all.
   __device__ __forceinline__ void Start(std::int64_t row, std::int64_t step, int own) {
@@ -238,15 +241,18 @@ class RowStats {
     row_ = row + lane * step, step_ = step * (mask_ + 1), left_ = own - lane;
     Load();
   }
-  // All of the warp call it, turn by turn from 0 on. Returns whether the row is as most are:
-  // rounding the mean, as which it is saved, moved x - mean by no more than rounding moves that;
-  // and rstd and its square are far from where floats end.
+  // All of the warp call it, turn by turn from 0 on. Returns whether the row is as most are: the
+  // mean, as which it is saved rounded, is no more than a few times the deviation, of which epsilon
+  // is not nearly all; and products of rstd, its square and a dy of 2^-100 to 2^100 are far from
+  // where floats end.
   __device__ __forceinline__ bool Get(int turn, A& mean, A& rstd) {
     const int of = turn & mask_, from = first_ + of;
     if (of == 0) {
       now_[0] = next_[0], now_[1] = next_[1];
-      const bool usual = !careful_ && abs(now_[0]) * now_[1] <= A{4} && now_[1] > A{0x1p-20} &&
-                         now_[1] < A{0x1p20};
+      // Of variance + epsilon, the variance; and the square of the mean.
+      const A part = A{1} - epsilon_ * now_[1] * now_[1], ratio = now_[0] * now_[1];
+      const bool usual = !careful_ && part >= A{0x1p-8} && ratio * ratio <= A{16} * part &&
+                         now_[1] > A{0x1p-10} && now_[1] < A{0x1p10};
       usual_ = __ballot_sync(0xffffffffu, usual);
       Load();
     }
@@ -267,6 +273,7 @@ class RowStats {
 
   const int mask_, first_;  // a row's lanes less one; the first of the thread's row
   const A *const mean_, *const rstd_;
+  const A epsilon_;
   const bool careful_;
   std::int64_t row_, step_;
   int left_;

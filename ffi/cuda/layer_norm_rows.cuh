@@ -18,7 +18,7 @@ namespace {
 // Even: of exactly so many. Threads from q on own what the one before them owns, which must not be
 // added to sums. Uneven: some threads lack their last pack, and own the row's last one too,
 // likewise. Forward, they do the same once more, as a branch costs all of them more; backward, they
-// neither load nor store it, and what they have of it may be anything.
+// neither load nor store it: what they have of it is 0.
 //
 // Framed: rows may start anywhere, and have any length. A row's frame then starts at the last
 // 16-byte boundary before it, and packs are those of the frame, of which the row may have all, some

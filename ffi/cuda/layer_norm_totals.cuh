@@ -21,7 +21,7 @@ __device__ __forceinline__ void UnitSync(int unit, int lanes) {
 // to the next PartsOf.
 template <typename A, int kValues>
 struct TotalStorage {
-  // As eight units of two warps have; or three of five warps.
+  // As eight units of two warps have, 4 places each; or, of fewer values, three of five warps, 16.
   static constexpr int kParts = kValues == 3 ? 32 : 48;
   A warps[2][kValues][kParts];
   A blocks[2][kValues][kMaxCluster];

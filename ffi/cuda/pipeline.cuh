@@ -93,7 +93,9 @@ __device__ __forceinline__ void ExpectBytes(std::uint64_t* barrier, std::uint32_
   }
 }
 
-// For what other blocks of the cluster write.
+// For what other blocks of the cluster write to this one's shared memory. An acquire of the block's
+// scope is enough, as that memory is nowhere else; of the cluster's, it would empty the L1 cache
+// (CCTL.IVALL), which takes 1 to 2 % of layer norm's time.
 __device__ __forceinline__ void WaitForPhase(std::uint64_t* barrier, std::uint32_t parity) {
   if constexpr (kHopper) {
     asm volatile(

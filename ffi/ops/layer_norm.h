@@ -34,6 +34,7 @@ struct LayerNormBwdArgs {
   RowShape shape;
   ffi::DataType dtype;  // of dy, x, dsum and dx
   bool centered, from_output;
+  double epsilon;  // in rstd; negative: not known. Of layer norm from its input
   double scale_offset;
   const void* dy;           // [groups, rows, features]
   const void* x;            // [groups, rows, features]
@@ -83,10 +84,11 @@ struct LayerNorm {
   }
   static auto BindRmsFwd() { return Buffers<4, 3>(FwdAttributes()); }
 
-  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, double scale_offset, In dy, In x,
-                        In dsum, In scale, In mean, In rstd, Out dx, Out dscale, Out dbias,
-                        Out dresidual_bias, Out workspace) {
-    return RunBwd({.op = "layer_norm_bwd", .centered = true}, ctx, group_rank, scale_offset,
+  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, double scale_offset, double epsilon,
+                        In dy, In x, In dsum, In scale, In mean, In rstd, Out dx, Out dscale,
+                        Out dbias, Out dresidual_bias, Out workspace) {
+    return RunBwd({.op = "layer_norm_bwd", .centered = true, .epsilon = epsilon}, ctx, group_rank,
+                  scale_offset,
                   {.dy = dy, .x = x, .dsum = dsum, .scale = scale, .mean = &mean, .rstd = rstd},
                   {.dx = *dx,
                    .dscale = *dscale,
@@ -94,7 +96,7 @@ struct LayerNorm {
                    .dresidual_bias = *dresidual_bias,
                    .workspace = *workspace});
   }
-  static auto BindBwd() { return Buffers<6, 5>(BwdAttributes()); }
+  static auto BindBwd() { return Buffers<6, 5>(BwdAttributes().template Attr<double>("epsilon")); }
 
   static ffi::Error RmsBwd(Context ctx, std::int64_t group_rank, double scale_offset, In dy, In x,
                            In dsum, In scale, In rstd, Out dx, Out dscale, Out dresidual_bias,
@@ -148,6 +150,7 @@ struct LayerNorm {
   struct BwdKind {
     std::string_view op;
     bool centered = false, from_output = false;
+    double epsilon = 0;
   };
   struct BwdOperands {
     const In& dy;
@@ -232,12 +235,14 @@ struct LayerNorm {
     std::int64_t sums = 0;
     for (const ParamGrad& grad : {dscale, dbias, dresidual_bias}) sums += grad.data != nullptr;
     const std::int64_t partial_rows = check.PartialRows("workspace", out.workspace, sums);
+    check.Number("epsilon", kind.epsilon, true, "finite");
     check.Number("scale_offset", scale_offset, true, "finite");
     if (!check.ok()) return check.error();
     return LayerNormBwd(ctx, {.shape = check.shape(),
                               .dtype = check.dtype(),
                               .centered = kind.centered,
                               .from_output = kind.from_output,
+                              .epsilon = kind.epsilon,
                               .scale_offset = scale_offset,
                               .dy = in.dy.untyped_data(),
                               .x = in.x.untyped_data(),

@@ -87,7 +87,7 @@ class Norm:
     """A norm with all that is static."""
 
     centered: bool  # layer norm, else RMS norm
-    epsilon: float = 0.0
+    epsilon: float = -1.0  # of a gradient from saved statistics, not known
     scale_offset: float = 0.0
     residuals: Residuals = "input"
     implementation: Implementation = None
@@ -148,6 +148,7 @@ class Norm:
             "implementation": self.implementation,
         }
         if self.centered and self.residuals == "input":
+            options["epsilon"] = np.float64(self.epsilon)
             return LAYER_NORM_BWD(dy, saved, dsum, scale, mean, rstd, **options)
         if self.centered:
             return LAYER_NORM_BWD_FROM_OUTPUT(dy, saved, dsum, scale, bias, rstd, **options)

@@ -119,6 +119,7 @@ def layer_norm_bwd(
     rstd: Array,
     *,
     scale_offset: float,
+    epsilon: float,  # what kernels decide by
 ) -> Arrays:
     shifted = x.astype(mean.dtype) - mean[..., None]
     # Rounding the saved mean leaves |mean| * 2^-24, which is large beside a small deviation.

@@ -51,7 +51,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
 
   LayerNormBwdArgs bwd{};
   bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.centered = v.centered;
-  bwd.scale_offset = fwd.scale_offset;
+  bwd.epsilon = fwd.epsilon, bwd.scale_offset = fwd.scale_offset;
   bwd.from_output = v.from_output, bwd.dy = arrays.Filled<T>(n), bwd.rstd = fwd.rstd;
   bwd.x = v.from_output ? fwd.y : fwd.x, bwd.dx = arrays.Empty<T>(n);
   if (v.sum) bwd.dsum = fwd.sum;

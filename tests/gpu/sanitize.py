@@ -69,7 +69,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "sm_80": {"architecture": 80},
     "streamed": {"stream": True},
     "clusters": {"max_threads": 32},
-    "long ring": {"max_stages": 2},
+    "two stages": {"max_stages": 2},
 }
 FORCED_WIDTHS = (7, 64, 1000, 4097)
 
