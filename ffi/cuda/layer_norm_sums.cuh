@@ -84,7 +84,20 @@ class RowSum {
   template <int kValues>
   __device__ __forceinline__ void OfBlocks(A (&values)[kValues]) {
     A(*const blocks)[kMaxCluster] = shared_.blocks[exchange_ & 1];
-    ExchangeInCluster(shared_, exchange_, cluster_, values);
+    std::uint64_t* const received = &shared_.received[exchange_ & 1];
+    const int rank = ClusterRank();
+    if (threadIdx.x == 0) {
+      ExpectBytes(received, static_cast<std::uint32_t>(cluster_ * kValues * sizeof(A)));
+    }
+    // No block can send twice more before all of this block's threads have read what is here: it
+    // waits for this block's next values, which are sent after a barrier.
+    if (static_cast<int>(threadIdx.x) < cluster_) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        SendTo(static_cast<int>(threadIdx.x), &blocks[i][rank], values[i], received);
+      }
+    }
+    WaitForPhase(received, (exchange_ >> 1) & 1);
     ++exchange_;
     const int from = BlockOfLane();
 #pragma unroll

@@ -183,26 +183,4 @@ __device__ __forceinline__ void SendTo(int rank, A* shared, A value, std::uint64
   }
 }
 
-// Gives each of the `cluster` blocks every block's values, in shared.blocks[exchange % 2], value by
-// value: the exchange-th time. All threads of the block call it, whose first `cluster` threads have
-// the values. No block can send twice more before all of this block's threads have read what is
-// there, if a barrier comes before its next values: for these it waits.
-template <typename Storage, int kValues, typename A>
-__device__ __forceinline__ void ExchangeInCluster(Storage& shared, std::uint32_t exchange,
-                                                  int cluster, const A (&values)[kValues]) {
-  std::uint64_t* const received = &shared.received[exchange & 1];
-  const int rank = ClusterRank();
-  if (threadIdx.x == 0) {
-    ExpectBytes(received, static_cast<std::uint32_t>(cluster * kValues * sizeof(A)));
-  }
-  if (static_cast<int>(threadIdx.x) < cluster) {
-#pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-      SendTo(static_cast<int>(threadIdx.x), &shared.blocks[exchange & 1][v][rank], values[v],
-             received);
-    }
-  }
-  WaitForPhase(received, (exchange >> 1) & 1);
-}
-
 }  // namespace gradops

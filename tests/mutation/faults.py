@@ -870,6 +870,13 @@ CUDA = [
         _gpu("norm_numerics", "(test_large_mean or test_rows_of_several_kinds) and (ffi or cuda)"),
     ),
     Fault(
+        "layer norm backward: epsilon is taken for a part of the deviation",
+        "ffi/cuda/layer_norm_ring.cuh",
+        "part = A{1} - epsilon_ * now_[1] * now_[1]",
+        "part = A{1}",
+        _gpu("norm_numerics", "test_deviation_far_below_epsilon and ffi"),
+    ),
+    Fault(
         "layer norm backward: a row is called usual as its warp's first one is",
         "ffi/cuda/layer_norm_ring.cuh",
         "return usual_ >> from & 1;",
