@@ -168,7 +168,10 @@ def test_the_forward_table() -> None:
     assert forward(64)["lanes"] == 2 and forward(64)["teams"] == 32
     assert forward(1024)["lanes"] == 32
     assert forward(2048)["lanes"] == 64 and forward(2048)["packs"] == 4
-    assert forward(4096)["lanes"] == 64 and forward(4096)["packs"] == 8
+    assert forward(4096)["lanes"] == 128 and forward(4096)["packs"] == 4
+    assert forward(5120)["lanes"] == 96 and forward(5120)["packs"] == 8
+    assert forward(8192)["lanes"] == 256 and forward(8192)["packs"] == 4
+    assert forward(16_384)["lanes"] == 256 and forward(16_384)["packs"] == 8
     assert forward(4096, element_bytes=4)["lanes"] == 256
     assert forward(8192, element_bytes=4)["packs"] == 4
     assert forward(16_384, element_bytes=4)["packs"] == 8

@@ -41,6 +41,9 @@ cudaError_t DispatchParam(const LayerNormFwdArgs& args, const Fn& fn) {
 }
 
 constexpr std::int64_t kMaxGridY = 65535;
+// What a multiprocessor's blocks of more than a warp or two need; the GPU gives 16 KB.
+constexpr int kLeastSharedBytes = 10 * 1024;
+
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered>
 cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
                           const ForwardPlan& plan, bool& done) {
@@ -52,10 +55,12 @@ cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
       status =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFramedBytes);
     }
-    // Parameters shall stay in the L1 cache: so much (in %) is enough for blocks' own memory.
+    // What is under way from memory needs a place in the L1 cache, and parameters shall stay there:
+    // shared memory, of which blocks have little, gets no more than so much (in %).
     if (status == cudaSuccess) {
+      const int least = 100 * kLeastSharedBytes / std::max(1, CurrentDevice().shared_bytes) + 1;
       status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                    kFramed ? (sizeof(T) == 2 ? 75 : 40) : 10);
+                                    kFramed ? (sizeof(T) == 2 ? 75 : 40) : std::min(100, least));
     }
     count = plan.cluster == 1
                 ? 1
@@ -76,7 +81,7 @@ cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(y),
                   static_cast<unsigned>(z));
   const Launch launch(stream, grid, plan.threads(), plan.shared_bytes, plan.cluster);
-  return cudaLaunchKernelEx(&launch.config, kernel, args, plan);
+  return cudaLaunchKernelEx(&launch.config, kernel, args, plan, ForwardScalars<Accum<T>>(args));
 }
 
 template <typename T, bool kCentered>

@@ -9,7 +9,6 @@
 #include "cuda/layer_norm_parameters.cuh"
 #include "cuda/layer_norm_rows.cuh"
 #include "cuda/layer_norm_sums.cuh"
-#include "cuda/reciprocal.cuh"
 
 namespace gradops {
 namespace {
@@ -33,26 +32,32 @@ __device__ __forceinline__ uint4 LoadEnd(const T* p, int count) {
 // ParamT: what scale and bias are arrays of; void: of anything.
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered>
 __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThreads : kForwardThreads,
-                                  1) ForwardKernel(const __grid_constant__ LayerNormFwdArgs args,
-                                                   const __grid_constant__ ForwardPlan plan) {
+                                  1)
+    ForwardKernel(const __grid_constant__ LayerNormFwdArgs args,
+                  const __grid_constant__ ForwardPlan plan,
+                  const __grid_constant__ ForwardScalars<Accum<T>> scalars) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
   constexpr bool kFramed = kDivision == Division::kFramed;
   constexpr int kValues = kCentered ? 3 : 1;
-  __shared__ SumStorage<A, kValues, kForwardWarps> storage;
+  // The plans with few packs have no clusters, and smaller blocks.
+  constexpr bool kClusters = P == 8 || kFramed;
+  using Sum = RowSum<A, kValues, (kClusters ? kForwardThreads : kFewThreads) / kWarp,
+                     kClusters ? kMaxCluster : 1>;
+  __shared__ typename Sum::Storage storage;
   extern __shared__ __align__(128) unsigned char shared[];
 
   const auto [groups, rows, features] = args.shape;
-  const std::int64_t group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
-  if (group >= groups) return;  // its last plane may not be full
-  // The plans with few packs have no clusters.
-  const int cluster = P == 8 || kFramed ? plan.cluster : 1;
+  std::int64_t group = 0;
+  if (groups > 1) {
+    group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
+    if (group >= groups) return;  // its last plane may not be full
+  }
+  const int cluster = kClusters ? plan.cluster : 1;
   Place<T, P, kDivision, true> place(plan.lanes, cluster, plan.share, features);
 
   // The first of the team's rows: blocks have neighbouring ones, those of a step in turn.
-  const int team = plan.lanes < kWarp
-                       ? static_cast<int>(threadIdx.x) >> (kWarp - 1 - __clz(plan.lanes))
-                       : place.unit;
+  const int team = plan.lanes <= kWarp ? place.in_unit >> plan.log_lanes : 0;
   const unsigned block = cluster > 1 ? ClusterId() : blockIdx.x;
   const std::int64_t first_row =
       kFramed ? std::int64_t{block >> plan.log_blocks} * (plan.step * plan.rounds) +
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
   uint4 next[P];
   if (!kFramed || own_rounds > 0) load(args.x, start, 0, next);
   // No block ends while another may send to it: each waits for all that is sent.
-  RowSum<A, kValues, kForwardWarps> sum(plan.lanes, cluster, storage);
+  Sum sum(plan.lanes, cluster, storage);
   if (cluster > 1) ClusterArrive();
   // So many columns at a time that registers suffice for their parameters. Those of wide rows do
   // not stay in the L1 cache: the next ones are always on their way.
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
     if (cluster > 1 && round == 0) ClusterWait();  // all barriers are initialised
     Moments<A> moments{};
     if constexpr (kCentered) {
-      moments = RowMoments(plan, cluster, place, h, sum, features, static_cast<A>(args.epsilon));
+      moments = RowMoments(plan, cluster, place, h, sum, features, scalars);
     } else {
       A squares[1] = {};
       Fill(place, h, A{0});
@@ -181,9 +186,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
       });
       if (!place.counts) squares[0] = 0;
       sum(squares);
-      moments.rstd = InverseDeviation(
-          squares[0] * PreciseReciprocal(static_cast<A>(max(features, std::int64_t{1}))),
-          static_cast<A>(args.epsilon));
+      moments.rstd = InverseDeviation(squares[0] * scalars.inverse_features, scalars.epsilon);
     }
     if (place.lane == 0 && place.first_column == 0 && (!kFramed || round < own_rounds)) {
       if constexpr (kCentered) {
@@ -195,7 +198,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
     T* const y = packs_of(args.y, start);
     const A shift = -moments.delta * moments.rstd;
     const auto finish = [&]<bool kOffset>() {
-      const A offset = kOffset ? static_cast<A>(args.scale_offset) : A{0};
+      const A offset = kOffset ? scalars.scale_offset : A{0};
       place.ForPacks([&]<bool kAll>(int i) {
         A values[W];
         h.Get(i, values);
@@ -222,7 +225,7 @@ __global__ void __launch_bounds__(kDivision == Division::kFramed ? kFramedThread
     };
     // A branch for all of it: one for each element costs more. Framed, and where there is no scale,
     // nothing is left to add.
-    if (kFramed || args.scale_offset == 0 || args.scale.data == nullptr) {
+    if (kFramed || !scalars.offset) {
       finish.template operator()<false>();
     } else {
       finish.template operator()<true>();

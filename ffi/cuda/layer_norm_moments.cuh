@@ -1,12 +1,14 @@
 // The row that layer norm's forward kernel holds in registers, its mean and deviation.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "common/math.h"
 #include "cuda/layer_norm_rows.cuh"
 #include "cuda/reciprocal.cuh"
+#include "ops/layer_norm.h"
 
 namespace gradops {
 namespace {
@@ -106,6 +108,20 @@ __device__ __forceinline__ void Fill(const Place<T, P, kDivision, true>& place, 
   }
 }
 
+// What the kernel's arithmetic needs, as what it is done in.
+template <typename A>
+struct ForwardScalars {
+  A epsilon, scale_offset;
+  A inverse_features;  // 1 / features
+  bool offset;         // whether scale_offset is to be added
+
+  explicit ForwardScalars(const LayerNormFwdArgs& args)
+      : epsilon(static_cast<A>(args.epsilon)),
+        scale_offset(static_cast<A>(args.scale_offset)),
+        inverse_features(A{1} / static_cast<A>(std::max<std::int64_t>(1, args.shape.features))),
+        offset(args.scale_offset != 0 && args.scale.data != nullptr) {}
+};
+
 // Mean and deviation of the row that the caller's team holds: two passes in each warp, whose
 // results are then merged, and those of a cluster's blocks likewise.
 template <typename A>
@@ -118,7 +134,8 @@ template <typename T, int P, Division kDivision, typename Sum>
 __device__ __forceinline__ Moments<Accum<T>> RowMoments(const ForwardPlan& plan, int cluster,
                                                         const Place<T, P, kDivision, true>& place,
                                                         HeldRow<T, P>& h, Sum& sum,
-                                                        std::int64_t features, Accum<T> epsilon) {
+                                                        std::int64_t features,
+                                                        const ForwardScalars<Accum<T>>& scalars) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
   // From differences from the warp's first element, so that the mean of equal elements is exact;
@@ -213,19 +230,21 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(const ForwardPlan& plan,
   } else {
     __syncwarp();  // what was read from shared memory may be overwritten, as after RowSum's sums
   }
-  if (cluster > 1) {
-    A values[3];
-    part.CopyTo(values);
-    sum.OfBlocks(values);
-    const std::int64_t from = std::int64_t{sum.BlockOfLane()} * plan.share;
-    const std::int64_t end = min(place.skip() + features, from + plan.share);
-    const auto columns = end - max(std::int64_t{place.skip()}, from);
-    part = Part<A>::Of(static_cast<A>(max(std::int64_t{0}, columns)), values);
-    inverse_n = PreciseReciprocal(static_cast<A>(features));
-    merge(inverse_n, [&](auto& v) { sum.OverBlocks(v); });
+  if constexpr (Sum::kClusters) {
+    if (cluster > 1) {
+      A values[3];
+      part.CopyTo(values);
+      sum.OfBlocks(values);
+      const std::int64_t from = std::int64_t{sum.BlockOfLane()} * plan.share;
+      const std::int64_t end = min(place.skip() + features, from + plan.share);
+      const auto columns = end - max(std::int64_t{place.skip()}, from);
+      part = Part<A>::Of(static_cast<A>(max(std::int64_t{0}, columns)), values);
+      inverse_n = scalars.inverse_features;
+      merge(inverse_n, [&](auto& v) { sum.OverBlocks(v); });
+    }
   }
   const A variance = part.squares * inverse_n;
-  return {part.mean, part.delta, InverseDeviation(variance < 0 ? A{0} : variance, epsilon)};
+  return {part.mean, part.delta, InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
 }
 
 }  // namespace

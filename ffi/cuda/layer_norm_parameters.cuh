@@ -23,14 +23,14 @@ __device__ __forceinline__ void WithType(const Param& param, std::int64_t group,
   }
 }
 
-// W values; p is aligned to them, up to 16 bytes.
+// W values from global memory; p is aligned to them, up to 16 bytes.
 template <int W, typename A, typename P>
 __device__ __forceinline__ void LoadWide(const P* p, A added, A (&values)[W]) {
   if constexpr (W * sizeof(P) % kVecBytes == 0) {
     constexpr int kStep = kVec<P>;
 #pragma unroll
     for (int j = 0; j < W; j += kStep) {
-      Widen(LoadPlain<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
+      Widen(LoadPackAgain<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
     }
   } else if constexpr (W * sizeof(P) == 8) {
     const uint2 words = *reinterpret_cast<const uint2*>(p);
@@ -183,8 +183,8 @@ class Parameters {
     A(&scale)[N] = values_[0][step % 2];
     A(&bias)[N] = values_[kCentered][step % 2];
     if constexpr (kFramed) {
-      LoadWide(At(0, step), A{0}, scale);
-      if constexpr (kCentered) LoadWide(At(1, step), A{0}, bias);
+      Widen(LoadPlain<N>(At(0, step)), scale);
+      if constexpr (kCentered) Widen(LoadPlain<N>(At(1, step)), bias);
     } else {
       const int part = step % kSteps ^ static_cast<int>(Swaps());
       const int column = place_.Begin(step / kSteps) + part * N;

@@ -14,8 +14,8 @@
 //
 //   bytes of a row (of 16-bit elements)            bytes of a thread    threads of a row
 //   up to 2 Ki                                     64                   1 to 32 lanes
-//   up to 32 Ki (less than 8 Ki)                   64                   64 to 512 (64 to 128)
-//   up to 128 Ki (64 Ki)                           128                  up to 1024 (64 to 512)
+//   up to 32 Ki (8 Ki, and 16 Ki)                  64                   64 to 512 (256)
+//   up to 128 Ki (64 Ki)                           128                  up to 1024 (512)
 //   up to 16 times that, from sm_90 on             128                  2 to 16 blocks of those
 //   start anywhere: up to 40 Ki (24 Ki)            64                   1 to 640 (384)
 //   up to 16 times that, from sm_90 on             64                   2 to 16 blocks of those
@@ -108,6 +108,7 @@ struct ForwardPlan {
   int cluster;               // blocks that share a row
   int share;                 // columns of each of them
   bool full;                 // all threads have as many packs, and all of these
+  int log_lanes;             // log2 of the lanes of a row that has no more than a warp
   int teams;                 // of a block, each with a row at a time
   int rounds;                // rows that a team works on, one after the other
   int step;                  // from one of them to the next: a power of two, not less than teams
@@ -118,6 +119,7 @@ struct ForwardPlan {
 };
 
 inline constexpr int kForwardThreads = 1024;  // of a block, at most
+inline constexpr int kFewThreads = 512;       // of one whose threads have few packs
 // The same for framed rows, whose threads take more registers; and for their parameters, in as much
 // shared memory as a block has on any GPU since sm_80.
 inline constexpr int kFramedThreads = 640;
@@ -125,7 +127,6 @@ inline constexpr int kFramedBytes = 96 * 1024;
 constexpr int FramedThreads(int element_bytes) {
   return std::min(kFramedThreads, kFramedBytes / (element_bytes == 2 ? 256 : 128));
 }
-inline constexpr int kForwardWarps = kForwardThreads / 32;
 inline constexpr int kMaxRounds = 8;
 
 inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& forced = {}) {
@@ -133,7 +134,7 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
   ForwardPlan plan{};
   const int limit = forced.max_threads != 0 ? std::clamp(forced.max_threads, 32, kForwardThreads)
                                             : kForwardThreads;
-  const int few = std::min(limit, 512), pack = 16 / task.element_bytes;
+  const int few = std::min(limit, kFewThreads), pack = 16 / task.element_bytes;
   const int param_bytes = 2 * (task.element_bytes == 8 ? 8 : 4);
   // Whether so many blocks of at most so many threads can hold a row with so many packs a thread.
   const auto holds = [&](bool framed, int cluster, int packs, int threads) {
@@ -155,8 +156,11 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
     return framed || (enough(share) && enough(last));
   };
   const bool whole_packs = task.aligned_params && task.features > 0 && task.features % pack == 0;
-  // Of 16-bit elements, fewer threads have as much to do.
   const bool half = task.element_bytes == 2;
+  // Wide rows of 16-bit elements: only where a multiprocessor then has all the threads that it has
+  // registers for.
+  const int of_row = Lanes(CeilDiv(task.features, pack * 4));
+  const bool few_fit = !half || of_row <= 128 || of_row == 256;
   const auto fits = [&](bool framed) {
     for (int cluster = 1; cluster <= MaxCluster(task, forced); ++cluster) {
       if (framed) {
@@ -164,7 +168,7 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
         if (holds(true, cluster, 4, threads)) return true;
         continue;
       }
-      if (cluster == 1 && !(half && task.features >= 4096) && holds(false, 1, 4, few)) return true;
+      if (cluster == 1 && few_fit && holds(false, 1, 4, few)) return true;
       if (holds(false, cluster, 8, half ? few : limit)) return true;
     }
     return false;
@@ -175,6 +179,7 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
                   ((!whole_packs || task.features <= 5 * pack) && fits(true)));
   if (plan.stream) return plan;
   plan.teams = plan.lanes > 32 || plan.cluster > 1 ? 1 : 64 / plan.lanes;
+  while (2 << plan.log_lanes <= std::min(plan.lanes, 32)) ++plan.log_lanes;
   plan.rounds = 1, plan.step = plan.teams;
   if (plan.division == Division::kFramed) {
     // So many rows on, a frame starts as many columns before its row.

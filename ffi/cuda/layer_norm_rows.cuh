@@ -42,16 +42,21 @@ class Place {
   __device__ Place(int lanes, int cluster, int share, std::int64_t features)
       : share_(share), features_(features) {
     const unsigned thread = threadIdx.x;
-    // The shuffle tells the compiler that all of a warp have the same: so loops over a unit's rows
-    // are uniform, their counters need no registers, and shuffles in them overlap.
-    unit = static_cast<int>(lanes <= kWarp ? thread / kWarp
-                            : kOneUnit     ? 0
-                                           : thread / static_cast<unsigned>(lanes));
-    unit = __shfl_sync(0xffffffffu, unit, 0);
-    in_unit = static_cast<int>(thread) - unit * max(lanes, kWarp);
-    lane = lanes < kWarp ? in_unit & (lanes - 1) : in_unit;
-    row = lanes < kWarp ? in_unit >> (31 - __clz(lanes)) : 0;
-    row_offset_ = row * static_cast<int>(features);
+    if constexpr (kOneUnit) {
+      unit = row = row_offset_ = 0;
+      in_unit = static_cast<int>(thread);
+      lane = lanes <= kWarp ? in_unit & (lanes - 1) : in_unit;
+    } else {
+      // The shuffle tells the compiler that all of a warp have the same: so loops over a unit's
+      // rows are uniform, their counters need no registers, and shuffles in them overlap.
+      unit =
+          static_cast<int>(lanes <= kWarp ? thread / kWarp : thread / static_cast<unsigned>(lanes));
+      unit = __shfl_sync(0xffffffffu, unit, 0);
+      in_unit = static_cast<int>(thread) - unit * max(lanes, kWarp);
+      lane = lanes < kWarp ? in_unit & (lanes - 1) : in_unit;
+      row = lanes < kWarp ? in_unit >> (31 - __clz(lanes)) : 0;
+      row_offset_ = row * static_cast<int>(features);
+    }
     first_column = cluster > 1 ? ClusterRank() * share : 0;
     if constexpr (kFramed) {
       counts = counts_last = true;

@@ -6,32 +6,43 @@
 #include "cuda/layer_norm_policy.h"
 #include "cuda/pipeline.cuh"
 #include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
 
 namespace gradops {
 namespace {
 
-// For the sums of up to kMaxValues values: of a block's up to kWarps warps, and of a cluster's
-// blocks.
-template <typename A, int kMaxValues, int kWarps>
+// For the sums of up to kMaxValues values: of a block's up to kWarps warps, and of up to kBlocks
+// blocks of a cluster (1: there are no clusters). No larger than it need be: what a
+// multiprocessor's blocks take of its shared memory is not cache.
+template <typename A, int kMaxValues, int kWarps, int kBlocks>
 struct SumStorage {
-  A warps[2][kMaxValues][kWarps];
-  A blocks[2][kMaxValues][kMaxCluster];
+  alignas(kVecBytes) A warps[2][kMaxValues][kWarps];
+  A blocks[2][kMaxValues][kBlocks];
   std::uint64_t received[2];
+};
+template <typename A, int kMaxValues, int kWarps>
+struct SumStorage<A, kMaxValues, kWarps, 1> {
+  alignas(kVecBytes) A warps[2][kMaxValues][kWarps];
 };
 
 // Sums and exchanges among the threads of a row, which has the block to itself unless it is narrow.
 // All of them call it, whose barrier it is: what was read before from shared memory may be
 // overwritten by any thread after.
-template <typename A, int kMaxValues, int kWarps>
+template <typename A, int kMaxValues, int kWarps, int kBlocks>
 class RowSum {
  public:
+  static constexpr bool kClusters = kBlocks > 1;
+  using Storage = SumStorage<A, kMaxValues, kWarps, kBlocks>;
+
   // Blocks of a cluster meet (ClusterSync) before the first exchange.
-  __device__ RowSum(int lanes, int cluster, SumStorage<A, kMaxValues, kWarps>& shared)
+  __device__ RowSum(int lanes, int cluster, Storage& shared)
       : lanes_(lanes), cluster_(cluster), shared_(shared) {
-    if (cluster > 1 && threadIdx.x == 0) {
-      InitBarrier(&shared.received[0]);
-      InitBarrier(&shared.received[1]);
-      PublishBarriers();
+    if constexpr (kClusters) {
+      if (cluster > 1 && threadIdx.x == 0) {
+        InitBarrier(&shared.received[0]);
+        InitBarrier(&shared.received[1]);
+        PublishBarriers();
+      }
     }
   }
 
@@ -83,7 +94,8 @@ class RowSum {
   // The same for the cluster's blocks.
   template <int kValues>
   __device__ __forceinline__ void OfBlocks(A (&values)[kValues]) {
-    A(*const blocks)[kMaxCluster] = shared_.blocks[exchange_ & 1];
+    static_assert(kClusters);
+    A(*const blocks)[kBlocks] = shared_.blocks[exchange_ & 1];
     std::uint64_t* const received = &shared_.received[exchange_ & 1];
     const int rank = ClusterRank();
     if (threadIdx.x == 0) {
@@ -110,23 +122,55 @@ class RowSum {
     OverSpan(values, cluster_);
   }
 
-  // Replaces each value by its sum over the row.
+  // Replaces each value by its sum over the row, whose order is the same for all of its threads.
   template <int kValues>
   __device__ __forceinline__ void operator()(A (&values)[kValues]) {
     OverWarp(values);
     if (lanes_ <= kWarp) {
-      __syncwarp();  // what was read before may be overwritten: OfWarps has a barrier that says so
+      __syncwarp();  // what was read before may be overwritten: SumOfWarps has a barrier that says
+                     // so
     } else {
-      OfWarps(values);
-      OverWarps(values);
+      SumOfWarps(values);
     }
-    if (cluster_ > 1) {
-      OfBlocks(values);
-      OverBlocks(values);
+    if constexpr (kClusters) {
+      if (cluster_ > 1) {
+        OfBlocks(values);
+        OverBlocks(values);
+      }
     }
   }
 
  private:
+  // OfWarps and OverWarps, if none but the sum is wanted: lanes read 16 bytes of values each, so
+  // that there is less to exchange.
+  template <int kValues>
+  __device__ __forceinline__ void SumOfWarps(A (&values)[kValues]) {
+    constexpr int W = kVec<A>;
+    const int warp = static_cast<int>(threadIdx.x / kWarp), warps = lanes_ >> 5;
+    const int packs = Span((warps + W - 1) / W);
+    A(*const all)[kWarps] = shared_.warps[buffer_];
+    if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) all[i][warp] = values[i];
+    }
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread >= warps && thread < packs * W) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) all[i][thread] = 0;
+    }
+    __syncthreads();  // as in OfWarps
+    const int from = static_cast<int>(threadIdx.x) & (packs - 1);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const Pack<A, W> pack = LoadPlain<W>(&all[i][from * W]);
+      values[i] = pack.v[0];
+#pragma unroll
+      for (int j = 1; j < W; ++j) values[i] += pack.v[j];
+    }
+    buffer_ ^= 1;
+    OverSpan(values, packs);
+  }
+
   __device__ __forceinline__ static int PlaceOfLane(int n) {
     return static_cast<int>(threadIdx.x % kWarp) & (Span(n) - 1);
   }
@@ -148,7 +192,7 @@ class RowSum {
   }
 
   const int lanes_, cluster_;
-  SumStorage<A, kMaxValues, kWarps>& shared_;
+  Storage& shared_;
   int buffer_ = 0;
   std::uint32_t exchange_ = 0;
 };

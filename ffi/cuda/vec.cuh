@@ -81,8 +81,20 @@ __device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
   return pack;
 }
 
-// The same of what threads may write: from shared memory; from global memory where loads shall not
-// be moved before the stores that precede them.
+// The opposite: what other threads read, too. Loads and stores stay in order, so that what is
+// loaded does not take registers before it is needed.
+template <int W, typename T>
+__device__ __forceinline__ Pack<T, W> LoadPackAgain(const T* p) {
+  Pack<T, W> pack;
+  uint4& words = AsWords(pack);
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(p)
+               : "memory");
+  return pack;
+}
+
+// A pack of what threads may write: of shared memory, of a workspace.
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> LoadPlain(const T* p) {
   Pack<T, W> pack;
