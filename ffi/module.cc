@@ -51,9 +51,10 @@ void BindRowPlans(nb::module_& m) {
         "row_plan",
         [](std::int64_t rows, std::int64_t features, int element_bytes, int arrays, bool backward,
            bool aligned, bool aligned_params, int architecture, int multiprocessors,
-           std::int64_t shared_bytes, bool sums_dx) {
-          const RowTask task{rows,           features,     element_bytes,   arrays,       aligned,
-                             aligned_params, architecture, multiprocessors, shared_bytes, sums_dx};
+           std::int64_t shared_bytes, bool sums_dx, bool centered) {
+          const RowTask task{rows,         features,       element_bytes, arrays,
+                             aligned,      aligned_params, architecture,  multiprocessors,
+                             shared_bytes, sums_dx,        centered};
           nb::dict fields;
           const auto describe = [&](const auto& plan) {
             fields["stream"] = plan.stream;
@@ -71,8 +72,8 @@ void BindRowPlans(nb::module_& m) {
               fields["classes"] = plan.classes;
             } else {
               fields["teams"] = plan.teams;
-              fields["rounds"] = plan.rounds;
               fields["step"] = plan.step;
+              fields["stages"] = plan.stages;
               fields["shared_bytes"] = plan.shared_bytes;
             }
           };
@@ -86,7 +87,7 @@ void BindRowPlans(nb::module_& m) {
         nb::kw_only(), nb::arg("rows"), nb::arg("features"), nb::arg("element_bytes"),
         nb::arg("arrays"), nb::arg("backward"), nb::arg("aligned"), nb::arg("aligned_params"),
         nb::arg("architecture"), nb::arg("multiprocessors"), nb::arg("shared_bytes"),
-        nb::arg("sums_dx") = false);
+        nb::arg("sums_dx") = false, nb::arg("centered") = true);
     m.def(
         "force_row_plan",
         [](int architecture, int max_cluster, int max_threads, int max_stages, bool stream,

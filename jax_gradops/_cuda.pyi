@@ -19,6 +19,7 @@ def row_plan(
     multiprocessors: int,
     shared_bytes: int,
     sums_dx: bool = False,
+    centered: bool = True,
 ) -> dict[str, int | bool]: ...
 def force_row_plan(
     *,

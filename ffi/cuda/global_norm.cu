@@ -36,9 +36,10 @@ constexpr const char* kSum = "sum_of_squares";
 constexpr const char* kScale = "scale";
 constexpr int kBlocksPerMultiprocessor = 5;
 // Of a block that scales, if there are enough for all multiprocessors; and blocks that each holds.
-// Where nothing is clipped, what takes time is that the GPU starts 11 warps a nanosecond.
+// Where nothing is clipped, what takes time is that the GPU starts 11 warps a nanosecond: so a
+// block takes two turns.
 constexpr int kScaleThreads = 512;
-constexpr int kScaleChunks = 4;
+constexpr int kScaleChunks = 8;
 constexpr int kScaleBlocks = 2;
 
 // --- Sums of one thread --------------------------------------------------------------------------
@@ -139,7 +140,7 @@ __device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, A factor) {
   if (thread < division.head) x[thread] = Scaled(x[thread], factor);
   if (division.tail() < count) x[division.tail()] = Scaled(x[division.tail()], factor);
 
-  constexpr int kAtOnce = kScaleChunks * kLoads * kThreads / kScaleThreads;
+  constexpr int kAtOnce = 8;  // packs of a thread: half of a block's chunks
   for (std::int64_t first = thread; first < division.packs; first += kAtOnce * kScaleThreads) {
     T* const p = x + division.head + first * W;
     const int last =

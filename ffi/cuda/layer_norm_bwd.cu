@@ -46,7 +46,7 @@ cudaError_t CountResident(const BackwardPlan& plan, Kernel* kernel, std::int64_t
     // As much shared memory as any plan takes, and always the same split of it and the L1 cache, as
     // another one makes multiprocessors idle between kernels.
     cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              CurrentDevice().shared_bytes - 4096);
+                                              CurrentDevice().shared_bytes - kSparedBytes);
     if (status != cudaSuccess) return status;
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                   cudaSharedmemCarveoutMaxShared);

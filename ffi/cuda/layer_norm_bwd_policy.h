@@ -63,7 +63,6 @@ inline constexpr int kFramedPacks = 3;
 
 // What a thread's pack takes of a ring: 16 bytes, and its part of the line by which a warp's packs
 // may start later.
-inline constexpr int kLineBytes = 128;
 inline constexpr int kRingPackBytes = 16 + kLineBytes / 32;
 
 namespace row_policy {
@@ -71,7 +70,7 @@ namespace row_policy {
 // Of as many blocks on a multiprocessor: beside what they ask for, CUDA keeps 1 KB, and static
 // memory is less than 3.
 constexpr std::int64_t SharedBudget(const RowTask& task, int blocks) {
-  return task.shared_bytes / blocks - 4096;
+  return task.shared_bytes / blocks - kSparedBytes;
 }
 
 // Of so many threads: a sum for each of their elements; and the ring.

@@ -1,9 +1,10 @@
 // Layer norm and RMS norm forward, CUDA.
 //
-// How rows are laid out on the chip: cuda/layer_norm_policy.h. A block per row (some rows, where
-// they are narrow) loads it into registers, makes two passes over them in each warp, merges the
-// warps' means and sums of squares (layer_norm_moments.cuh), and stores y. Traffic: x read, y
-// written; with a residual, x and residual read, sum and y written.
+// How rows are laid out on the chip: cuda/layer_norm_policy.h. A block per row loads it into
+// registers (layer_norm_fwd.cuh); or blocks have rows one after the other, the next ones on their
+// way to shared memory (layer_norm_fwd_rows.cuh). Two passes over a row in each warp, whose means
+// and sums of squares are merged (layer_norm_moments.cuh). Traffic: x read, y written; with a
+// residual, x and residual read, sum and y written.
 //
 // Rows that start anywhere are read and written by the 16 bytes too, from 16-byte boundary to
 // 16-byte boundary, so that only a row's first and last few elements need care: see Place.
@@ -11,7 +12,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
+#include "cuda/layer_norm_fwd_rows.cuh"
 #include "cuda/layer_norm_launch.cuh"
 #include "cuda/layer_norm_stream.cuh"
 
@@ -44,42 +47,78 @@ constexpr std::int64_t kMaxGridY = 65535;
 // What a multiprocessor's blocks of more than a warp or two need; the GPU gives 16 KB.
 constexpr int kLeastSharedBytes = 10 * 1024;
 
+// A grid of so many blocks for each group.
+cudaError_t GridOf(std::int64_t groups, std::int64_t blocks, dim3& grid) {
+  const std::int64_t y = std::min(groups, kMaxGridY);
+  const std::int64_t z = CeilDiv(groups, y);
+  if (blocks > std::numeric_limits<int>::max() || z > kMaxGridY) return cudaErrorInvalidValue;
+  grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(y), static_cast<unsigned>(z));
+  return cudaSuccess;
+}
+
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered>
 cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
-                          const ForwardPlan& plan, bool& done) {
+                          const ForwardPlan& plan) {
   auto* const kernel = &ForwardKernel<T, ParamT, P, kDivision, kCentered>;
-  constexpr bool kFramed = kDivision == Division::kFramed;
-  const auto ask = [&](int& count) {
-    cudaError_t status = cudaSuccess;
-    if constexpr (kFramed) {
-      status =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFramedBytes);
-    }
+  const auto ask = [&](int& answer) {
     // What is under way from memory needs a place in the L1 cache, and parameters shall stay there:
     // shared memory, of which blocks have little, gets no more than so much (in %).
+    const int least = 100 * kLeastSharedBytes / std::max(1, CurrentDevice().shared_bytes) + 1;
+    answer = 1;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                std::min(100, least));
+  };
+  int asked = 0;
+  cudaError_t status = Remembered(reinterpret_cast<const void*>(kernel), 0, 0, 1, asked, ask);
+  dim3 grid;
+  if (status == cudaSuccess) {
+    status = GridOf(args.shape.groups, CeilDiv(args.shape.rows, plan.teams), grid);
+  }
+  if (status != cudaSuccess) return status;
+  const Launch launch(stream, grid, plan.threads(), 0, 1);
+  return cudaLaunchKernelEx(&launch.config, kernel, args, plan, ForwardScalars<Accum<T>>(args));
+}
+
+// Rows one after the other; not done where the GPU has no such clusters.
+template <typename T, Division kDivision, bool kCentered, bool kResidual>
+cudaError_t LaunchForwardRows(cudaStream_t stream, const LayerNormFwdArgs& args, ForwardPlan plan,
+                              bool& done) {
+  auto* const kernel = &ForwardRowsKernel<T, kDivision, kCentered, kResidual>;
+  const auto ask = [&](int& count) {
+    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              CurrentDevice().shared_bytes - kSparedBytes);
     if (status == cudaSuccess) {
-      const int least = 100 * kLeastSharedBytes / std::max(1, CurrentDevice().shared_bytes) + 1;
       status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                    kFramed ? (sizeof(T) == 2 ? 75 : 40) : std::min(100, least));
+                                    cudaSharedmemCarveoutMaxShared);
     }
-    count = plan.cluster == 1
-                ? 1
-                : ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
+    if (status != cudaSuccess) return status;
+    if (plan.cluster > 1) {
+      count =
+          plan.cluster * ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
+      return cudaSuccess;
+    }
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, plan.threads(),
+                                                           plan.shared_bytes);
+    count *= MultiprocessorCount();
     return status;
   };
   int resident = 0;
-  const cudaError_t status = Remembered(reinterpret_cast<const void*>(kernel), plan.threads(),
-                                        plan.shared_bytes, plan.cluster, resident, ask);
+  cudaError_t status = Remembered(reinterpret_cast<const void*>(kernel), plan.threads(),
+                                  plan.shared_bytes, plan.cluster, resident, ask);
   if (status != cudaSuccess) return status;
   done = resident > 0;
   if (!done) return cudaSuccess;
-  const std::int64_t blocks = CeilDiv(args.shape.rows, std::int64_t{plan.step} * plan.rounds) *
-                              (plan.step / plan.teams) * plan.cluster;
-  const std::int64_t y = std::min(args.shape.groups, kMaxGridY);
-  const std::int64_t z = CeilDiv(args.shape.groups, y);
-  if (blocks > std::numeric_limits<int>::max() || z > kMaxGridY) return cudaErrorInvalidValue;
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(y),
-                  static_cast<unsigned>(z));
+  // Blocks that stay to the end do not all end at once; but each loads its parameters, which pays
+  // where these are few.
+  const bool few_parameters = !kCentered && (sizeof(T) > 2 || plan.division == Division::kNarrow);
+  const int waves = few_parameters && plan.cluster == 1 ? 8 : 1;
+  const std::int64_t clusters =
+      std::max<std::int64_t>(1, std::int64_t{waves} * resident / plan.cluster / args.shape.groups);
+  const std::int64_t row_bytes = args.shape.features * static_cast<std::int64_t>(sizeof(T));
+  const std::int64_t blocks = plan.Deal(args.shape.rows, row_bytes, clusters) * plan.cluster;
+  dim3 grid;
+  status = GridOf(args.shape.groups, blocks, grid);
+  if (status != cudaSuccess) return status;
   const Launch launch(stream, grid, plan.threads(), plan.shared_bytes, plan.cluster);
   return cudaLaunchKernelEx(&launch.config, kernel, args, plan, ForwardScalars<Accum<T>>(args));
 }
@@ -98,24 +137,30 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
   RowTask task =
       TaskOf(args.shape, sizeof(T), args.residual == nullptr ? 1 : 2, aligned, aligned_params);
   task.rows = args.shape.rows;  // a block's rows are those of one group
+  task.centered = kCentered;
   const ForwardPlan plan = ChooseForwardPlan(task, ForcedRowPlan());
-  bool done = false;
-  if (!plan.stream) {
+  if (!plan.stream && plan.framed()) {
+    bool done = false;
+    const auto launch = [&]<Division kDivision, bool kResidual>() {
+      return LaunchForwardRows<T, kDivision, kCentered, kResidual>(stream, args, plan, done);
+    };
+    const cudaError_t status =
+        plan.division == Division::kNarrow ? launch.template operator()<Division::kNarrow, true>()
+        : args.residual == nullptr         ? launch.template operator()<Division::kFramed, false>()
+                                           : launch.template operator()<Division::kFramed, true>();
+    if (done || status != cudaSuccess) return status;
+  } else if (!plan.stream) {
     const auto launch = [&]<int P, Division kDivision>() {
-      const auto with = [&]<typename ParamT>() {
-        return LaunchForward<T, ParamT, P, kDivision, kCentered>(stream, args, plan, done);
-      };
-      return DispatchParam<T, kDivision, kCentered>(args, with);
+      return DispatchParam<T, kDivision, kCentered>(args, [&]<typename ParamT>() {
+        return LaunchForward<T, ParamT, P, kDivision, kCentered>(stream, args, plan);
+      });
     };
     const auto with_packs = [&]<Division kDivision>() {
       return plan.packs == 4 ? launch.template operator()<4, kDivision>()
                              : launch.template operator()<8, kDivision>();
     };
-    const cudaError_t status =
-        plan.division == Division::kFramed   ? launch.template operator()<4, Division::kFramed>()
-        : plan.division == Division::kUneven ? with_packs.template operator()<Division::kUneven>()
-                                             : with_packs.template operator()<Division::kEven>();
-    if (done || status != cudaSuccess) return status;
+    return plan.division == Division::kUneven ? with_packs.template operator()<Division::kUneven>()
+                                              : with_packs.template operator()<Division::kEven>();
   }
   return DispatchWidth<T>(aligned && aligned_params, features, [&]<int W>() {
     ForwardStreamKernel<T, W>

@@ -14,8 +14,8 @@ namespace gradops {
 namespace {
 
 // Means and sums of squares of what two or more parts of a row hold, merged as in Chan, Golub,
-// LeVeque, Algorithms for computing the sample variance (1983), but in two passes over the parts,
-// so that no part's distance from the first one costs accuracy. A part: n, mean + delta, squares,
+// LeVeque, Algorithms for computing the sample variance (1983), but all at once, relative to a mean
+// that is near: in two passes over the parts, or to one part's. A part: n, mean + delta, squares,
 // the sum of squared differences from that.
 template <typename A>
 struct Part {
@@ -35,13 +35,12 @@ struct Part {
   }
 };
 
-// The part of a row that a thread of the forward kernel holds, as the elements that were loaded or,
-// unless registers are short, as what they are worked on as.
-template <typename T, int P>
+// The part of a row that a thread of a forward kernel holds: kPacked, where registers are short, as
+// the elements that were loaded, else as what they are worked on as.
+template <typename T, int P, bool kPacked>
 class HeldRow {
   using A = Accum<T>;
   static constexpr int W = kVec<T>;
-  static constexpr bool kPacked = sizeof(T) == 2 && P == 8;
 
  public:
   __device__ __forceinline__ void Hold(int i, const Pack<T, W>& pack) {
@@ -62,9 +61,22 @@ class HeldRow {
       for (int j = 0; j < W; ++j) values[j] = values_[i][j];
     }
   }
-  __device__ __forceinline__ void SetOne(int i, int j, A value) {
-    static_assert(!kPacked);
-    values_[i][j] = value;
+  // Gives columns that the row does not have a value, so that sums need not ask; if packed, one
+  // that T has.
+  template <typename RowPlace>
+  __device__ __forceinline__ void Fill(const RowPlace& place, A value) {
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      if (place.Whole(i)) continue;
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        if constexpr (kPacked) {
+          if (!place.Has(i, j)) packed_[i].v[j] = static_cast<T>(value);
+        } else {
+          if (!place.Has(i, j)) values_[i][j] = value;
+        }
+      }
+    }
   }
   __device__ __forceinline__ A GetOne(int i, int j) const {
     if constexpr (kPacked) {
@@ -79,32 +91,25 @@ class HeldRow {
   A values_[kPacked ? 1 : P][W];
 };
 
-// Calls fn(values, may_not_count) for each pack; may_not_count, known to the compiler: whether it
-// is one that some of the threads that count must not count.
-template <typename T, int P, Division kDivision, typename Fn>
-__device__ __forceinline__ void ForHeld(const Place<T, P, kDivision, true>& place, HeldRow<T, P>& h,
-                                        const Fn& fn) {
-  place.ForPacks([&]<bool kAll>(int i) {
+// Calls fn(i, values, may_not_count) for each pack i; may_not_count, known to the compiler: whether
+// it is one that some of the threads that count must not count.
+template <typename T, int P, bool kPacked, Division kDivision, typename Fn>
+__device__ __forceinline__ void ForHeld(const Place<T, P, kDivision, true>&,
+                                        HeldRow<T, P, kPacked>& h, const Fn& fn) {
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
     Accum<T> values[kVec<T>];
     h.Get(i, values);
-    fn(values, kDivision == Division::kUneven && i == P - 1);
-  });
+    fn(i, values, kDivision == Division::kUneven && i == P - 1);
+  }
 }
 
-// Framed: gives columns that threads hold, but the row does not have, a value.
-template <typename T, int P, Division kDivision>
-__device__ __forceinline__ void Fill(const Place<T, P, kDivision, true>& place, HeldRow<T, P>& h,
-                                     Accum<T> value) {
-  if constexpr (kDivision == Division::kFramed) {
-    if (place.AllWhole()) return;
-#pragma unroll
-    for (int i = 0; i < P; ++i) {
-      if (place.Whole(i)) continue;
-#pragma unroll
-      for (int j = 0; j < kVec<T>; ++j) {
-        if (!place.Has(i, j)) h.SetOne(i, j, value);
-      }
-    }
+// Framed: gives what columns lack that the row does not have, so that sums need not ask.
+template <typename T, int P, bool kPacked, Division kDivision>
+__device__ __forceinline__ void FillHeld(const Place<T, P, kDivision, true>& place,
+                                         HeldRow<T, P, kPacked>& h, Accum<T> value) {
+  if constexpr (Place<T, P, kDivision, true>::kFramed) {
+    if (!place.AllWhole()) h.Fill(place, value);
   }
 }
 
@@ -122,6 +127,39 @@ struct ForwardScalars {
         offset(args.scale_offset != 0 && args.scale.data != nullptr) {}
 };
 
+// How many columns parts of the caller's row have.
+template <typename A>
+struct RowCounts {
+  A warp, inverse_warp;  // the caller's warp's, at least 1
+  A of_lane;             // those of RowSum::WarpOfLane()
+  A inverse_block;       // of all of the block's
+  A of_block;            // those of RowSum::BlockOfLane(), where there are clusters
+
+  template <typename RowPlace, typename Sum>
+  __device__ RowCounts(const ForwardPlan& plan, const RowPlace& place, const Sum& sum,
+                       std::int64_t features) {
+    const auto columns_of = [&](int warp) {
+      if (!plan.full) return place.WarpColumns(warp);
+      constexpr int kColumns = RowPlace::kPacks * RowPlace::W;
+      return warp * kWarp < plan.lanes ? kColumns * min(plan.lanes, kWarp) : 0;
+    };
+    warp = static_cast<A>(max(1, columns_of(place.warp_of_row())));
+    inverse_warp = PreciseReciprocal(warp);
+    if (plan.lanes > kWarp) {
+      of_lane = static_cast<A>(columns_of(sum.WarpOfLane()));
+      inverse_block = PreciseReciprocal(static_cast<A>(max(1, place.Columns())));
+    }
+    if constexpr (Sum::kClusters) {
+      if (plan.cluster > 1) {
+        const std::int64_t from = std::int64_t{sum.BlockOfLane()} * plan.share;
+        const std::int64_t end = min(place.skip() + features, from + plan.share);
+        const auto columns = end - max(std::int64_t{place.skip()}, from);
+        of_block = static_cast<A>(max(std::int64_t{0}, columns));
+      }
+    }
+  }
+};
+
 // Mean and deviation of the row that the caller's team holds: two passes in each warp, whose
 // results are then merged, and those of a cluster's blocks likewise.
 template <typename A>
@@ -130,11 +168,11 @@ struct Moments {
   A rstd;
 };
 
-template <typename T, int P, Division kDivision, typename Sum>
-__device__ __forceinline__ Moments<Accum<T>> RowMoments(const ForwardPlan& plan, int cluster,
+template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
+__device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
                                                         const Place<T, P, kDivision, true>& place,
-                                                        HeldRow<T, P>& h, Sum& sum,
-                                                        std::int64_t features,
+                                                        HeldRow<T, P, kPacked>& h, Sum& sum,
+                                                        const RowCounts<Accum<T>>& counts,
                                                         const ForwardScalars<Accum<T>>& scalars) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
@@ -143,47 +181,43 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(const ForwardPlan& plan,
   constexpr bool kExact = sizeof(T) == 2, kHasDelta = !std::is_same_v<T, BFloat16>;
   // A warp's sum of the largest bfloat16s would overflow.
   constexpr A kFactor = std::is_same_v<T, BFloat16> ? A{1} / (kWarp * P * W) : A{1};
-  const int lane = static_cast<int>(threadIdx.x % kWarp);
-  // How many of the row's columns, in this block, a warp has.
-  const auto columns_of = [&](int warp) {
-    if (!plan.full) return place.WarpColumns(warp);
-    return warp * kWarp < plan.lanes ? P * W * min(plan.lanes, kWarp) : 0;
-  };
-  const A n = static_cast<A>(max(1, columns_of(place.warp_of_row())));
-  const A inverse_warp_n = PreciseReciprocal(n);
 
   A first = 0;
   if constexpr (!kExact) {
-    constexpr bool kFramed = kDivision == Division::kFramed;
+    constexpr bool kFramed = Place<T, P, kDivision, true>::kFramed;
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
     const int j = kFramed ? (W - 1) & max(0, place.low() - place.base) : 0;
 #pragma unroll
     for (int k = 0; k < (kFramed ? W : 1); ++k) {
       if (k == j) first = h.GetOne(0, k);
     }
-    const int team = plan.lanes < kWarp ? lane & ~(plan.lanes - 1) : 0;
+    const int team = lanes < kWarp ? lane & ~(lanes - 1) : 0;
     first = __shfl_sync(0xffffffffu, place.Lacks(0) ? A{0} : first, team);
   }
-  Fill(place, h, first);
-  A total[1] = {};
-  ForHeld(place, h, [&](const A(&values)[W], bool may_not_count) {
+  // Sums of two halves, so that additions need not wait for each other.
+  A halves[2] = {};
+  FillHeld(place, h, first);
+  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_count) {
     A last = 0;
-    A& sum_of = may_not_count ? last : total[0];
+    A& sum_of = may_not_count ? last : halves[i % 2];
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       sum_of += kExact ? values[j] * kFactor : values[j] - first;
     }
-    if (may_not_count && place.counts_last) total[0] += last;
+    if (may_not_count && place.counts_last) halves[0] += last;
   });
+  A total[1] = {halves[0] + halves[1]};
   if (!place.counts) total[0] = 0;
   sum.OverWarp(total);
-  const A quotient = total[0] * inverse_warp_n;  // made exact where it can be
-  const A warp_mean = first + (quotient + (total[0] - quotient * n) * inverse_warp_n) / kFactor;
+  const A quotient = total[0] * counts.inverse_warp;  // made exact where it can be
+  const A rest = (total[0] - quotient * counts.warp) * counts.inverse_warp;
+  const A warp_mean = first + (quotient + rest) / kFactor;
 
-  Fill(place, h, warp_mean);
-  A squares[1 + kHasDelta] = {};  // sums of d^2 and d with d = h - mean
-  ForHeld(place, h, [&](const A(&values)[W], bool may_not_count) {
+  A parts[2][1 + kHasDelta] = {};  // sums of d^2 and d with d = h - mean
+  FillHeld(place, h, warp_mean);
+  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_count) {
     A last[1 + kHasDelta] = {};
-    A(&sums)[1 + kHasDelta] = may_not_count ? last : squares;
+    A(&sums)[1 + kHasDelta] = may_not_count ? last : parts[i % 2];
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       const A difference = values[j] - warp_mean;
@@ -192,9 +226,12 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(const ForwardPlan& plan,
     }
 #pragma unroll
     for (int v = 0; v < 1 + kHasDelta; ++v) {
-      if (may_not_count && place.counts_last) squares[v] += last[v];
+      if (may_not_count && place.counts_last) parts[0][v] += last[v];
     }
   });
+  A squares[1 + kHasDelta];
+#pragma unroll
+  for (int v = 0; v < 1 + kHasDelta; ++v) squares[v] = parts[0][v] + parts[1][v];
   if (!place.counts) {
 #pragma unroll
     for (A& value : squares) value = 0;
@@ -202,31 +239,39 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(const ForwardPlan& plan,
   sum.OverWarp(squares);
   A delta = 0;
   if constexpr (kHasDelta) {
-    delta = squares[kHasDelta] * inverse_warp_n;
+    delta = squares[kHasDelta] * counts.inverse_warp;
     squares[0] -= squares[kHasDelta] * delta;
   }
   Part<A> part{A{0}, warp_mean, delta, squares[0]};
 
   // Of parts in lanes k, to the whole in every lane.
   const auto merge = [&](A inverse_n, const auto& sum_over) {
-    const A pivot = __shfl_sync(0xffffffffu, part.mean, 0);
-    A offset[1] = {part.Offset(pivot)};
-    sum_over(offset);
-    const A whole_mean = pivot + offset[0] * inverse_n;
+    A mean = __shfl_sync(0xffffffffu, part.mean, 0);
+    // Relative to the first part's mean alone, squares may lose as many units in the last place as
+    // there are parts: elements of 16 bits do not notice.
+    if constexpr (sizeof(T) > 2) {
+      A offset[1] = {part.Offset(mean)};
+      sum_over(offset);
+      mean += offset[0] * inverse_n;
+    }
     A moments[2];
-    part.Moments(whole_mean, moments[0], moments[1]);
+    part.Moments(mean, moments[0], moments[1]);
     sum_over(moments);
     const A whole_delta = moments[0] * inverse_n;
-    part = {A{0}, whole_mean, whole_delta, moments[1] - moments[0] * whole_delta};
+    part = {A{0}, mean, whole_delta, moments[1] - moments[0] * whole_delta};
   };
-  A inverse_n = inverse_warp_n;
-  if (plan.lanes > kWarp) {
+  A inverse_n = counts.inverse_warp;
+  if (lanes > kWarp) {
     A values[3];
     part.CopyTo(values);
-    sum.OfWarps(values);
-    part = Part<A>::Of(static_cast<A>(columns_of(sum.WarpOfLane())), values);
-    inverse_n = PreciseReciprocal(static_cast<A>(max(1, place.Columns())));
-    merge(inverse_n, [&](auto& v) { sum.OverWarps(v); });
+    sum.MeetWarps(values);
+    inverse_n = counts.inverse_block;
+    if (sum.WantsBlock()) {
+      sum.OfWarps(values);
+      part = Part<A>::Of(counts.of_lane, values);
+      merge(inverse_n, [&](auto& v) { sum.OverWarps(v); });
+    }
+    sum.NextWarps();
   } else {
     __syncwarp();  // what was read from shared memory may be overwritten, as after RowSum's sums
   }
@@ -235,16 +280,34 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(const ForwardPlan& plan,
       A values[3];
       part.CopyTo(values);
       sum.OfBlocks(values);
-      const std::int64_t from = std::int64_t{sum.BlockOfLane()} * plan.share;
-      const std::int64_t end = min(place.skip() + features, from + plan.share);
-      const auto columns = end - max(std::int64_t{place.skip()}, from);
-      part = Part<A>::Of(static_cast<A>(max(std::int64_t{0}, columns)), values);
+      part = Part<A>::Of(counts.of_block, values);
       inverse_n = scalars.inverse_features;
       merge(inverse_n, [&](auto& v) { sum.OverBlocks(v); });
     }
   }
   const A variance = part.squares * inverse_n;
   return {part.mean, part.delta, InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
+}
+
+// RMS norm's factor for the row that the caller's team holds.
+template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
+__device__ __forceinline__ Accum<T> InverseRootMeanSquare(const Place<T, P, kDivision, true>& place,
+                                                          HeldRow<T, P, kPacked>& h, Sum& sum,
+                                                          const ForwardScalars<Accum<T>>& scalars) {
+  using A = Accum<T>;
+  A halves[2] = {};
+  FillHeld(place, h, A{0});
+  ForHeld(place, h, [&](int i, const A(&values)[kVec<T>], bool may_not_count) {
+    A last = 0;
+    A& sum_of = may_not_count ? last : halves[i % 2];
+#pragma unroll
+    for (const A value : values) sum_of += value * value;
+    if (may_not_count && place.counts_last) halves[0] += last;
+  });
+  A squares[1] = {halves[0] + halves[1]};
+  if (!place.counts) squares[0] = 0;
+  sum(squares);
+  return InverseDeviation(squares[0] * scalars.inverse_features, scalars.epsilon);
 }
 
 }  // namespace

@@ -119,12 +119,10 @@ template <typename ParamT, typename T, int P, Division kDivision, typename A>
 __device__ __forceinline__ void AddResidualBias(const LayerNormFwdArgs& args, std::int64_t group,
                                                 const Place<T, P, kDivision, true>& place, int i,
                                                 A (&residual)[kVec<T>]) {
-  constexpr int W = kVec<T>, N = kDivision == Division::kFramed ? 1 : sizeof(T) == 2 ? W / 2 : W;
-  const int first = place.first_column - place.skip() + place.base + place.Begin(i);
-  const Param param = From<ParamT>(args.residual_bias, group, first);
+  constexpr int W = kVec<T>, N = sizeof(T) == 2 ? W / 2 : W;
+  const Param param = From<ParamT>(args.residual_bias, group, place.base + place.Begin(i));
 #pragma unroll
   for (int j = 0; j < W; j += N) {
-    if (!place.Has(i, j)) continue;
     A bias[N];
     LoadParamPack<ParamT>(param, 0, j, A{0}, A{0}, bias);
 #pragma unroll
@@ -132,64 +130,32 @@ __device__ __forceinline__ void AddResidualBias(const LayerNormFwdArgs& args, st
   }
 }
 
-// Scale and bias of a thread's columns, kVec<T> / kSteps at a time. Framed rows, in memory, have
-// them at no 16-byte boundary: each thread has its own in shared memory, for all its rows.
+// Scale and bias of a thread's columns, kVec<T> / kSteps at a time.
 //
 // Half a pack's at a time, some threads begin with the second half: if all read the first 16 of
 // each 32 bytes of float32, that would take the L1 cache twice as long as as many bytes in a row.
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered, int kSteps>
 class Parameters {
   using A = Accum<T>;
-  static constexpr bool kFramed = kDivision == Division::kFramed;
-  static constexpr int W = kVec<T>, N = W / kSteps, kArrays = 1 + kCentered;
+  static constexpr int W = kVec<T>, N = W / kSteps;
   using RowPlace = Place<T, P, kDivision, true>;
 
  public:
-  // shared: the block's, kArrays * P * W values for each thread.
-  __device__ Parameters(const LayerNormFwdArgs& args, std::int64_t group, const RowPlace& place,
-                        unsigned char* shared)
+  __device__ Parameters(const LayerNormFwdArgs& args, std::int64_t group, const RowPlace& place)
       : place_(place),
-        shared_(shared),
-        own_(static_cast<int>(threadIdx.x / kWarp * (P * kSteps * kArrays) * kWarp +
-                              threadIdx.x % kWarp) *
-             kVecBytes) {
-    const int column = place.first_column + place.base - (kFramed ? place.skip() : 0);
-    scale_ = From<ParamT>(args.scale, group, column);
-    bias_ = From<ParamT>(args.bias, group, column);
-    if constexpr (kFramed) {
-      const auto offset = static_cast<A>(args.scale_offset);
-#pragma unroll 8
-      for (int c = 0; c < P * W; ++c) {
-        const int i = c / W, j = c % W, from = place.Begin(i) + j;
-        A scale[1] = {1}, bias[1] = {0};
-        if (place.Has(i, j)) {
-          LoadParamPack<ParamT>(scale_, 0, from, A{1}, offset, scale);
-          if constexpr (kCentered) LoadParamPack<ParamT>(bias_, 0, from, A{0}, A{0}, bias);
-        }
-        At(0, c / N)[c % N] = scale[0];
-        if constexpr (kCentered) At(1, c / N)[c % N] = bias[0];
-      }
-    }
-  }
+        scale_(From<ParamT>(args.scale, group, place.base)),
+        bias_(From<ParamT>(args.bias, group, place.base)) {}
 
   // Whether the thread has a pack's second half first. Not of 8 packs, where it does not pay.
-  static constexpr bool kSwaps = kSteps == 2 && P == 4 && !kFramed;
+  static constexpr bool kSwaps = kSteps == 2 && P == 4;
   __device__ __forceinline__ static bool Swaps() { return kSwaps && (threadIdx.x & 4) != 0; }
 
-  // Of framed rows: before each of them, so that the compiler does not keep addresses.
-  __device__ __forceinline__ void Forget() { asm volatile("" : "+r"(own_)); }
-
   __device__ __forceinline__ void Load(int step) {
-    A(&scale)[N] = values_[0][step % 2];
-    A(&bias)[N] = values_[kCentered][step % 2];
-    if constexpr (kFramed) {
-      Widen(LoadPlain<N>(At(0, step)), scale);
-      if constexpr (kCentered) Widen(LoadPlain<N>(At(1, step)), bias);
-    } else {
-      const int part = step % kSteps ^ static_cast<int>(Swaps());
-      const int column = place_.Begin(step / kSteps) + part * N;
-      LoadParamPack<ParamT>(scale_, 0, column, A{1}, A{0}, scale);
-      if constexpr (kCentered) LoadParamPack<ParamT>(bias_, 0, column, A{0}, A{0}, bias);
+    const int part = step % kSteps ^ static_cast<int>(Swaps());
+    const int column = place_.Begin(step / kSteps) + part * N;
+    LoadParamPack<ParamT>(scale_, 0, column, A{1}, A{0}, values_[0][step % 2]);
+    if constexpr (kCentered) {
+      LoadParamPack<ParamT>(bias_, 0, column, A{0}, A{0}, values_[1][step % 2]);
     }
   }
   __device__ __forceinline__ A Scale(int step, int k) const { return values_[0][step % 2][k]; }
@@ -198,16 +164,64 @@ class Parameters {
   }
 
  private:
-  __device__ __forceinline__ A* At(int array, int step) const {
-    static_assert(N == kVec<A>);
-    return reinterpret_cast<A*>(shared_ + own_ + (step * kArrays + array) * kWarp * kVecBytes);
+  const RowPlace& place_;
+  const Param scale_, bias_;
+  A values_[1 + kCentered][2][N];
+};
+
+// A warp's columns of a parameter, of rows that start anywhere, on their way to registers: loaded
+// one next to the other, and read by each thread from `shared`, the warp's, of as many values.
+template <typename T, int P, Division kDivision>
+class StagedParam {
+  using A = Accum<T>;
+  static constexpr int W = kVec<T>;
+
+ public:
+  __device__ explicit StagedParam(unsigned char* shared) : shared_(reinterpret_cast<A*>(shared)) {}
+
+  // Those that the row does not have, and all where there is no parameter: `absent`.
+  __device__ __forceinline__ void Load(const Param& param, std::int64_t group,
+                                       const Place<T, P, kDivision, true>& place,
+                                       std::int64_t features, A absent, A added) const {
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+    const int own_column = place.first_column - place.skip() + place.base;
+    __syncwarp();  // what was there before is read
+    if (param.data == nullptr) {
+#pragma unroll 4
+      for (int k = 0; k < P * W; ++k) shared_[k * kWarp + lane] = absent;
+    } else {
+      WithType(param, group, [&](const auto* data) {
+      // All at once, so that they are under way together.
+#pragma unroll
+        for (int k = 0; k < P * W; ++k) {
+          int column = own_column - lane * W + k * kWarp + lane;
+          if constexpr (kDivision == Division::kNarrow) {
+            // Lanes have rows of their own.
+            const int element = k * kWarp + lane;
+            column = __shfl_sync(0xffffffffu, own_column, element / W % kWarp) +
+                     place.Begin(element / (W * kWarp)) + element % W;
+          }
+          const bool has = column >= 0 && column < features;
+          shared_[k * kWarp + lane] = has ? static_cast<A>(__ldg(data + column)) + added : absent;
+        }
+      });
+    }
+    __syncwarp();
   }
 
-  const RowPlace& place_;
-  unsigned char* const shared_;
-  int own_;
-  Param scale_, bias_;
-  A values_[kArrays][2][N];
+  // The thread's pack i.
+  __device__ __forceinline__ void Get(int i, A (&values)[W]) const {
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+#pragma unroll
+    for (int j = 0; j < W; j += kVec<A>) {
+      const auto part = LoadPlain<kVec<A>>(shared_ + (i * kWarp + lane) * W + j);
+#pragma unroll
+      for (int k = 0; k < kVec<A>; ++k) values[j + k] = part.v[k];
+    }
+  }
+
+ private:
+  A* const shared_;
 };
 
 }  // namespace

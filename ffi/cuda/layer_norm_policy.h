@@ -9,16 +9,16 @@
 //
 // Forward: a block has one row (two warps' worth of narrow ones), loads it, and ends; whatever
 // comes next to a multiprocessor is up to the hardware, which keeps all of them busy to the end.
-// Rows that start anywhere: a block has up to 8 of them, one after the other, to load parameters,
-// single elements there, less often.
+// Rows that start anywhere, or of which several blocks have a share: blocks have them one after the
+// other, as their parameters cost more than they do.
 //
 //   bytes of a row (of 16-bit elements)            bytes of a thread    threads of a row
 //   up to 2 Ki                                     64                   1 to 32 lanes
 //   up to 32 Ki (8 Ki, and 16 Ki)                  64                   64 to 512 (256)
 //   up to 128 Ki (64 Ki)                           128                  up to 1024 (512)
-//   up to 16 times that, from sm_90 on             128                  2 to 16 blocks of those
-//   start anywhere: up to 40 Ki (24 Ki)            64                   1 to 640 (384)
-//   up to 16 times that, from sm_90 on             64                   2 to 16 blocks of those
+//   start anywhere: up to 32 Ki                    64                   1 to 512
+//   more, from sm_90 on                            64                   2 to 16 blocks of up to 512
+//                                                                       (256, if that suffices)
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,8 @@ namespace gradops {
 enum class Division : int {
   kEven,    // all threads have as many
   kUneven,  // some lack the last one
-  kFramed,  // rows, or parameters, start anywhere
+  kFramed,  // rows, or parameters, start anywhere; or, forward, blocks share rows
+  kNarrow,  // forward: framed, and of less than a warp
 };
 
 // What the choice depends on.
@@ -49,6 +50,7 @@ struct RowTask {
   int multiprocessors;
   std::int64_t shared_bytes;  // of a multiprocessor
   bool sums_dx = false;       // backward: dresidual_bias is wanted
+  bool centered = true;       // layer norm
 };
 
 // What tests may force; 0: as the table says. A row that does not fit what is forced is streamed.
@@ -103,31 +105,53 @@ constexpr int Lanes(std::int64_t parts) {
 struct ForwardPlan {
   bool stream;  // none of what follows holds
   Division division;
-  int packs;                 // of 16 bytes, that a thread has of a row
-  int lanes;                 // threads of a row in one block
-  int cluster;               // blocks that share a row
-  int share;                 // columns of each of them
-  bool full;                 // all threads have as many packs, and all of these
-  int log_lanes;             // log2 of the lanes of a row that has no more than a warp
-  int teams;                 // of a block, each with a row at a time
-  int rounds;                // rows that a team works on, one after the other
-  int step;                  // from one of them to the next: a power of two, not less than teams
+  int packs;      // of 16 bytes, that a thread has of a row
+  int lanes;      // threads of a row in one block
+  int cluster;    // blocks that share a row
+  int share;      // columns of each of them
+  bool full;      // all threads have as many packs, and all of these
+  int log_lanes;  // log2 of the lanes of a row that has no more than a warp
+  int teams;      // of a block, each with a row at a time
+
+  // Framed:
+  int step;                  // rows that begin at different places of a pack: a power of two, not
+                             // less than teams
   int log_step, log_blocks;  // log2 of it, and of the number of blocks that have a step's rows
-  int shared_bytes;          // of a block, for the parameters of framed rows
+  int stages;                // rows that a thread has under way
+  int stage_bytes, warp_bytes, shared_bytes;  // for one of them, of a warp; for all; of a block
+  int rounds;           // rows that a team works on, one after the other, at most
+  std::int64_t apart;   // from one of them to the next
+  std::int64_t stride;  // the same in bytes
+  std::int64_t ahead;   // from a row to the one that is ordered in its place
 
   constexpr int threads() const { return teams * lanes; }
+  constexpr bool framed() const {
+    return division == Division::kFramed || division == Division::kNarrow;
+  }
+
+  // Deals out `rows` rows, such that about `blocks` blocks have them; returns how many do.
+  constexpr std::int64_t Deal(std::int64_t rows, std::int64_t row_bytes, std::int64_t blocks) {
+    const std::int64_t at_once = std::max<std::int64_t>(1, blocks >> log_blocks) * step;
+    rounds = static_cast<int>(std::min<std::int64_t>(CeilDiv(rows, at_once), kMostRounds));
+    apart = RoundUp(CeilDiv(rows, rounds), step);
+    rounds = static_cast<int>(CeilDiv(rows, apart));
+    stride = apart * row_bytes;
+    ahead = stages * stride;
+    return (apart >> log_step) << log_blocks;
+  }
+  static constexpr std::int64_t kMostRounds = 1 << 20;
 };
 
 inline constexpr int kForwardThreads = 1024;  // of a block, at most
 inline constexpr int kFewThreads = 512;       // of one whose threads have few packs
-// The same for framed rows, whose threads take more registers; and for their parameters, in as much
-// shared memory as a block has on any GPU since sm_80.
-inline constexpr int kFramedThreads = 640;
-inline constexpr int kFramedBytes = 96 * 1024;
-constexpr int FramedThreads(int element_bytes) {
-  return std::min(kFramedThreads, kFramedBytes / (element_bytes == 2 ? 256 : 128));
+// Framed: threads that a multiprocessor has registers for; of a block, at most; packs of a thread.
+constexpr int RowsThreads(int element_bytes) {
+  return element_bytes == 2 ? 512 : element_bytes == 4 ? 768 : 640;
 }
-inline constexpr int kMaxRounds = 8;
+inline constexpr int kRowThreads = 512;
+inline constexpr int kRowsPacks = 4;
+inline constexpr int kLineBytes = 128;         // of the cache
+inline constexpr int kSparedBytes = 4 * 1024;  // of a multiprocessor's shared memory: not a block's
 
 inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& forced = {}) {
   using namespace row_policy;
@@ -135,25 +159,17 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
   const int limit = forced.max_threads != 0 ? std::clamp(forced.max_threads, 32, kForwardThreads)
                                             : kForwardThreads;
   const int few = std::min(limit, kFewThreads), pack = 16 / task.element_bytes;
-  const int param_bytes = 2 * (task.element_bytes == 8 ? 8 : 4);
-  // Whether so many blocks of at most so many threads can hold a row with so many packs a thread.
-  const auto holds = [&](bool framed, int cluster, int packs, int threads) {
-    const std::int64_t share = Share(task, cluster, framed);
-    const std::int64_t last = std::max<std::int64_t>(1, task.features) - (cluster - 1) * share;
-    if (share * task.element_bytes > std::int64_t{16} * packs * threads) return false;
-    const bool even = share % (pack * packs) == 0 && last % (pack * packs) == 0;
-    plan.division = framed ? Division::kFramed : even ? Division::kEven : Division::kUneven;
+  // Whether a block of at most so many threads can hold a row with so many packs a thread.
+  const auto holds = [&](int packs, int threads) {
+    const std::int64_t all = task.features / pack, owners = CeilDiv(all, packs);
+    if (owners > threads) return false;
+    plan.division = all % packs == 0 ? Division::kEven : Division::kUneven;
     plan.packs = packs;
-    plan.cluster = cluster;
-    plan.share = static_cast<int>(share);
-    plan.lanes = Lanes(CeilDiv(share, pack * packs));
-    plan.full = even && !framed && last == share && share == plan.lanes * packs * pack;
-    // Whether threads lack no more than their last packs.
-    const auto enough = [&](std::int64_t columns) {
-      const std::int64_t all = CeilDiv(columns, pack), owners = CeilDiv(all, packs);
-      return all > 0 && (packs - 1) * owners <= all;
-    };
-    return framed || (enough(share) && enough(last));
+    plan.cluster = 1;
+    plan.share = static_cast<int>(task.features);
+    plan.lanes = Lanes(owners);
+    plan.full = all == std::int64_t{plan.lanes} * packs;
+    return (packs - 1) * owners <= all;  // threads lack no more than their last packs
   };
   const bool whole_packs = task.aligned_params && task.features > 0 && task.features % pack == 0;
   const bool half = task.element_bytes == 2;
@@ -161,37 +177,68 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
   // registers for.
   const int of_row = Lanes(CeilDiv(task.features, pack * 4));
   const bool few_fit = !half || of_row <= 128 || of_row == 256;
-  const auto fits = [&](bool framed) {
-    for (int cluster = 1; cluster <= MaxCluster(task, forced); ++cluster) {
-      if (framed) {
-        const int threads = std::min(limit, FramedThreads(task.element_bytes));
-        if (holds(true, cluster, 4, threads)) return true;
-        continue;
-      }
-      if (cluster == 1 && few_fit && holds(false, 1, 4, few)) return true;
-      if (holds(false, cluster, 8, half ? few : limit)) return true;
+  const auto fits = [&] { return (few_fit && holds(4, few)) || holds(8, half ? few : limit); };
+  // Of shared memory, for a warp: a row under way, of so many arrays; parameters, one at a time, on
+  // their way to registers. And for a block, at most.
+  const auto stage_bytes = [](int arrays) { return arrays * kRowsPacks * 512 + kLineBytes; };
+  const int param_bytes = 32 * kRowsPacks * pack * (task.element_bytes == 8 ? 8 : 4);
+  const std::int64_t shared_bytes = task.shared_bytes - kSparedBytes;
+  // The same for blocks that have rows one after the other: of all numbers of blocks the one that
+  // costs least, in warps that a row does not need, in too few of them that a multiprocessor has
+  // room for, and in waiting for each other.
+  const auto fits_framed = [&](int least_blocks) {
+    constexpr int kEnoughWarps = 16;
+    const auto with_residual = static_cast<int>(shared_bytes / (stage_bytes(2) + param_bytes));
+    const int threads = std::min({limit, kRowThreads, 32 * with_residual});
+    const int room = RowsThreads(task.element_bytes) / 32;
+    const bool anywhere = task.features % pack != 0;
+    double least_cost = 0;
+    for (int cluster = least_blocks; cluster <= MaxCluster(task, forced); ++cluster) {
+      std::int64_t share = Share(task, cluster, anywhere);
+      if (cluster > 1) share = RoundUp(share, 32 * kRowsPacks * pack);  // whole warps
+      if (share > std::int64_t{pack} * kRowsPacks * threads) continue;
+      const auto blocks = static_cast<int>(CeilDiv(Share(task, 1, anywhere), share));
+      const int lanes = Lanes(CeilDiv(share, pack * kRowsPacks));
+      const int warps = static_cast<int>(CeilDiv(lanes, 32));
+      const double idle = std::max(1.0, double{kEnoughWarps} / (room / warps * warps));
+      const double cost = (blocks == 1 ? 1.05 : 1.25 + 0.05 * blocks) * idle * blocks * warps;
+      if (least_cost != 0 && cost >= least_cost) continue;
+      least_cost = cost;
+      plan.division = lanes < 32 ? Division::kNarrow : Division::kFramed;
+      plan.packs = kRowsPacks;
+      plan.cluster = blocks;
+      plan.share = static_cast<int>(share);
+      plan.lanes = lanes;
+      plan.full = false;
     }
-    return false;
+    return least_cost != 0;
   };
   // A few widths of up to 5 packs cannot be divided otherwise.
-  plan.stream = forced.stream || !task.aligned ||
-                !((whole_packs && fits(false)) ||
-                  ((!whole_packs || task.features <= 5 * pack) && fits(true)));
+  const bool framed = !whole_packs || task.features <= 5 * pack;
+  // Layer norm's parameters, which wide rows' blocks each read anew.
+  const bool wide = task.centered && task.element_bytes <= 4 &&
+                    task.features * task.element_bytes > (half ? 40 : 80) * 1024;
+  plan.stream =
+      forced.stream || !task.aligned ||
+      !((wide && fits_framed(2)) || (whole_packs && fits()) || fits_framed(framed ? 1 : 2));
   if (plan.stream) return plan;
   plan.teams = plan.lanes > 32 || plan.cluster > 1 ? 1 : 64 / plan.lanes;
   while (2 << plan.log_lanes <= std::min(plan.lanes, 32)) ++plan.log_lanes;
-  plan.rounds = 1, plan.step = plan.teams;
-  if (plan.division == Division::kFramed) {
+  if (plan.framed()) {
     // So many rows on, a frame starts as many columns before its row.
     const int classes =
         static_cast<int>(16 / std::gcd<std::int64_t>(16, task.features * task.element_bytes));
     plan.step = std::max(plan.teams, classes);
     while (1 << plan.log_step < plan.step) ++plan.log_step;
     while (plan.teams << plan.log_blocks < plan.step) ++plan.log_blocks;
-    plan.rounds = static_cast<int>(std::clamp<std::int64_t>(
-        task.rows * plan.cluster / (std::int64_t{4} * plan.teams * task.multiprocessors), 1,
-        kMaxRounds));
-    plan.shared_bytes = plan.threads() * plan.packs * pack * param_bytes;
+    // What a multiprocessor has under way then is about 32 KB.
+    const bool rereads = task.centered && half;
+    plan.stages = forced.max_stages != 0 ? forced.max_stages : rereads || plan.cluster > 1 ? 2 : 1;
+    plan.stage_bytes = stage_bytes(task.arrays);
+    const int warps = plan.threads() / 32;
+    if (warps * (2 * plan.stage_bytes + param_bytes) > shared_bytes) plan.stages = 1;
+    plan.warp_bytes = plan.stages * plan.stage_bytes + param_bytes;
+    plan.shared_bytes = warps * plan.warp_bytes;
   }
   return plan;
 }

@@ -29,8 +29,9 @@ namespace {
 template <typename T, int P, Division kDivision, bool kOneUnit>
 class Place {
  public:
-  static constexpr int W = kVec<T>;
-  static constexpr bool kFramed = kDivision == Division::kFramed;
+  static constexpr int W = kVec<T>, kPacks = P;
+  static constexpr bool kNarrow = kDivision == Division::kNarrow;
+  static constexpr bool kFramed = kDivision == Division::kFramed || kNarrow;
 
   int unit, in_unit;  // of the block; thread of the unit
   int lane, row;      // thread of the row; row of the unit
@@ -60,7 +61,7 @@ class Place {
     first_column = cluster > 1 ? ClusterRank() * share : 0;
     if constexpr (kFramed) {
       counts = counts_last = true;
-      stride_ = min(lanes, kWarp) * W;
+      stride_ = kNarrow ? lanes * W : kWarp * W;
       base = warp_of_row() * (kWarp * P * W) + (lane & (kWarp - 1)) * W;
       SetSkip(0);
     } else {
@@ -94,7 +95,7 @@ class Place {
   }
 
   // Before each of several rows: so that the compiler does not keep what follows from it.
-  __device__ __forceinline__ void Forget() { asm volatile("" : "+r"(base), "+r"(stride_)); }
+  __device__ __forceinline__ void Forget() { asm volatile("" : "+r"(columns_)); }
 
   __device__ __forceinline__ int warp_of_row() const {
     return static_cast<int>(static_cast<unsigned>(lane) / kWarp);
@@ -119,6 +120,7 @@ class Place {
 
   // Where pack i begins, from `base` on.
   __device__ __forceinline__ int Begin(int i) const {
+    if constexpr (kDivision == Division::kFramed) return i * kWarp * W;
     return kDivision == Division::kUneven && i == P - 1 ? last_ : i * stride_;
   }
 
@@ -136,17 +138,11 @@ class Place {
   // says that all of them have all of it.
   template <typename Fn>
   __device__ __forceinline__ void ForPacks(const Fn& fn) const {
-    // Forward, it pays that the many packs of most warps are one piece of code.
-    if (kFramed && kOneUnit && AllWhole()) {
-#pragma unroll
-      for (int i = 0; i < P; ++i) fn.template operator()<true>(i);
-      return;
-    }
 #pragma unroll
     for (int i = 0; i < P; ++i) {
-      if (!kFramed || (!kOneUnit && Whole(i))) {
+      if (Whole(i)) {
         fn.template operator()<true>(i);
-      } else if (any_packs_ >> i & 1) {
+      } else if (Any(i)) {
         fn.template operator()<false>(i);
       }
     }
@@ -155,6 +151,8 @@ class Place {
   __device__ __forceinline__ bool Whole(int i) const {
     return !kFramed || (whole_packs_ >> i & 1) != 0;
   }
+  // Whether any of the warp's rows has anything of pack i.
+  __device__ __forceinline__ bool Any(int i) const { return (any_packs_ >> i & 1) != 0; }
   __device__ __forceinline__ bool AllWhole() const {
     return !kFramed || whole_packs_ == (1u << P) - 1;
   }
@@ -163,23 +161,25 @@ class Place {
     return kFramed || (i == P - 1 ? counts_last : counts);
   }
   __device__ __forceinline__ bool Lacks(int i) const {
-    const int begin = base + Begin(i);
-    return kFramed && (begin >= high_ || begin + W <= low_);
+    return kFramed && (columns_ >> i * W & kAllOfPack) == 0;
   }
   __device__ __forceinline__ bool HasAll(int i) const {
-    const int begin = base + Begin(i);
-    return !kFramed || (begin >= low_ && begin + W <= high_);
+    return !kFramed || (columns_ >> i * W & kAllOfPack) == kAllOfPack;
   }
   __device__ __forceinline__ bool Has(int i, int j) const {
-    const int column = base + Begin(i) + j;
-    return !kFramed || (column >= low_ && column < high_);
+    return !kFramed || (columns_ >> (i * W + j) & 1) != 0;
   }
 
-  // Stores what the row has of pack i at `p`.
+  // How many columns of the thread's packs the row does not have.
+  __device__ __forceinline__ int Missing() const { return P * W - __popc(columns_); }
+
+  // Stores what the row has of pack i at `p`; or only if it does not have all of it.
   __device__ __forceinline__ void Store(T* p, const Pack<T, W>& pack, int i) const {
-    if (HasAll(i)) {
-      StorePackOnce(p, pack);
-    } else {
+    if (HasAll(i)) StorePackOnce(p, pack);
+    StoreSome(p, pack, i);
+  }
+  __device__ __forceinline__ void StoreSome(T* p, const Pack<T, W>& pack, int i) const {
+    if (!HasAll(i)) {
       const auto& words = reinterpret_cast<const std::uint32_t (&)[kVecBytes / 4]>(pack);
 #pragma unroll
       for (int j = 0; j < W; ++j) {
@@ -194,8 +194,19 @@ class Place {
   }
 
  private:
+  static constexpr unsigned kAllOfPack = (1u << W) - 1;
+  static_assert(!kFramed || P * W <= 32);
+
   __device__ void Refresh() {
-    whole_packs_ = any_packs_ = 0;
+    whole_packs_ = any_packs_ = columns_ = 0;
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      const int begin = base + Begin(i);
+      // The pack's columns from low to high.
+      const unsigned before = (1u << min(W, max(0, low_ - begin))) - 1;
+      const unsigned up_to = (1u << min(W, max(0, high_ - begin))) - 1;
+      columns_ |= (up_to & ~before) << i * W;
+    }
 #pragma unroll
     for (int i = 0; i < P; ++i) {
       whole_packs_ |= static_cast<unsigned>(__all_sync(0xffffffffu, HasAll(i))) << i;
@@ -208,7 +219,8 @@ class Place {
   int owners_ = 0, last_ = 0;  // not framed: q; where the last pack begins
   int stride_ = 0, low_, high_, skip_;
   int row_offset_;                            // from the first of a warp's rows
-  unsigned whole_packs_ = 0, any_packs_ = 0;  // bit i: pack i
+  unsigned whole_packs_ = 0, any_packs_ = 0;  // framed, bit i: pack i
+  unsigned columns_ = 0;                      // framed, bit i * W + j: column j of the thread's
 };
 
 }  // namespace

@@ -28,7 +28,8 @@ struct SumStorage<A, kMaxValues, kWarps, 1> {
 // Sums and exchanges among the threads of a row, which has the block to itself unless it is narrow.
 // All of them call it, whose barrier it is: what was read before from shared memory may be
 // overwritten by any thread after.
-template <typename A, int kMaxValues, int kWarps, int kBlocks>
+// kNarrow: a row may have less than a warp.
+template <typename A, int kMaxValues, int kWarps, int kBlocks, bool kNarrow>
 class RowSum {
  public:
   static constexpr bool kClusters = kBlocks > 1;
@@ -38,6 +39,7 @@ class RowSum {
   __device__ RowSum(int lanes, int cluster, Storage& shared)
       : lanes_(lanes), cluster_(cluster), shared_(shared) {
     if constexpr (kClusters) {
+      warp_ = KeptOfWarp(static_cast<int>(threadIdx.x / kWarp));
       if (cluster > 1 && threadIdx.x == 0) {
         InitBarrier(&shared.received[0]);
         InitBarrier(&shared.received[1]);
@@ -49,7 +51,7 @@ class RowSum {
   // Over the lanes of a warp that belong to the row.
   template <int kValues>
   __device__ __forceinline__ void OverWarp(A (&values)[kValues]) const {
-    if (lanes_ >= kWarp) {
+    if (!kNarrow || lanes_ >= kWarp) {
       WarpSums<kWarp>(values);
     } else {
       for (int distance = lanes_ / 2; distance > 0; distance /= 2) {
@@ -59,31 +61,39 @@ class RowSum {
     }
   }
 
+  // Whether the warp's sums over the block are wanted: of a cluster's blocks, the first one's,
+  // which sends them.
+  __device__ __forceinline__ bool WantsBlock() const {
+    return !kClusters || cluster_ == 1 || warp_ == 0;
+  }
+
   // Whose values OfWarps and OfBlocks give the calling lane.
   __device__ __forceinline__ int WarpOfLane() const { return PlaceOfLane(lanes_ >> 5); }
   __device__ __forceinline__ int BlockOfLane() const { return PlaceOfLane(cluster_); }
 
-  // Each aligned run of lanes gets the values of the row's warps in this block, lane by lane; 0
-  // where there is none.
+  // Of the row's warps in this block: MeetWarps, of all of them; then OfWarps, of those that want
+  // their values, of which each aligned run of lanes gets those of all warps, lane by lane, 0 where
+  // there is none; then NextWarps.
   template <int kValues>
-  __device__ __forceinline__ void OfWarps(A (&values)[kValues]) {
-    const int lane = static_cast<int>(threadIdx.x % kWarp);
-    const int warp = static_cast<int>(threadIdx.x / kWarp), warps = lanes_ >> 5;
-    if (lane == 0) {
+  __device__ __forceinline__ void MeetWarps(const A (&values)[kValues]) {
+    if (threadIdx.x % kWarp == 0) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) shared_.warps[buffer_][i][warp] = values[i];
+      for (int i = 0; i < kValues; ++i) shared_.warps[buffer_][i][threadIdx.x / kWarp] = values[i];
     }
     // Every warp's values are written before they are read. No barrier is needed after the reads:
     // the next call writes the other buffer, and before the call after that writes this one, all
     // threads have passed the next call's barrier and so have finished these reads.
     __syncthreads();
+  }
+  template <int kValues>
+  __device__ __forceinline__ void OfWarps(A (&values)[kValues]) const {
     const int from = WarpOfLane();
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      values[i] = from < warps ? shared_.warps[buffer_][i][from] : A{0};
+      values[i] = from < lanes_ >> 5 ? shared_.warps[buffer_][i][from] : A{0};
     }
-    buffer_ ^= 1;
   }
+  __device__ __forceinline__ void NextWarps() { buffer_ ^= 1; }
 
   // Over the lanes that OfWarps gave values.
   template <int kValues>
@@ -193,6 +203,7 @@ class RowSum {
 
   const int lanes_, cluster_;
   Storage& shared_;
+  int warp_ = 0;  // where there are clusters
   int buffer_ = 0;
   std::uint32_t exchange_ = 0;
 };

@@ -47,11 +47,23 @@ __device__ __forceinline__ void LoadShared(std::uint32_t address, A (&values)[N]
 // 16 bytes. What a warp copies should start as far into a line of 128 bytes in shared memory as in
 // global memory: else it is written in three times as many steps, which costs 10 % of the
 // bandwidth.
-__device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)), "l"(global)
-               : "memory");
+__device__ __forceinline__ void CopyAsync(std::uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
-
+__device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
+  CopyAsync(SharedAddress(shared), global);
+}
+// If `wanted`, without a branch.
+__device__ __forceinline__ void CopyAsyncIf(bool wanted, std::uint32_t shared, const void* global) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

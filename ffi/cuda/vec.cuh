@@ -183,7 +183,19 @@ __device__ __forceinline__ void StorePack(T* p, const Pack<T, W>& pack) {
   }
 }
 
-// The same for what is not read again soon.
+// The same for what is not read again soon; 16 bytes, if `wanted`, without a branch.
+template <int W, typename T>
+__device__ __forceinline__ void StorePackOnceIf(bool wanted, T* p, const Pack<T, W>& pack) {
+  const auto& words = *reinterpret_cast<const uint4*>(&pack);
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %5, 0;\n"
+      "@wanted st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};\n"
+      "}\n" ::"l"(p),
+      "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 template <int W, typename T>
 __device__ __forceinline__ void StorePackOnce(T* p, const Pack<T, W>& pack) {
   if constexpr (W == 1) {

@@ -100,7 +100,7 @@ int RunAll(const char* dtype, const Filter& filter) {
                               {.centered = false, .sum = true, .residual_bias = true},
                               {.sum = true, .from_output = true, .residual_bias = true}};
   const std::int64_t widths[] = {1,    7,    40,   64,   257,   1000, 2049,
-                                 2560, 3000, 4096, 8200, 16385, 40000};
+                                 2560, 3000, 4096, 8193, 16385, 40000};
   const auto wanted = [](std::int64_t only, std::int64_t value) {
     return only < 0 || only == value;
   };
