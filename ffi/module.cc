@@ -13,6 +13,7 @@
 #include "cuda/bias_gelu_policy.h"
 #include "cuda/devices.h"
 #include "cuda/layer_norm_bwd_policy.h"
+#include "cuda/layer_norm_narrow_policy.h"
 #include "cuda/layer_norm_override.h"
 #include "ops/handlers.h"
 
@@ -76,6 +77,19 @@ void BindRowPlans(nb::module_& m) {
               fields["stages"] = plan.stages;
               fields["shared_bytes"] = plan.shared_bytes;
             }
+            const NarrowPlan narrow = plan.division == Division::kFramed
+                                          ? ChooseNarrowPlan(task, /*beside=*/{})
+                                          : NarrowPlan{};
+            if (narrow.lanes == 0) return;
+            nb::dict chunk;
+            chunk["lanes"] = narrow.lanes;
+            chunk["columns"] = narrow.columns;
+            chunk["steps"] = narrow.steps;
+            chunk["chunk_rows"] = narrow.chunk_rows;
+            chunk["slot_bytes"] = narrow.slot_bytes;
+            chunk["warps"] = narrow.warps;
+            chunk["shared_bytes"] = narrow.shared_bytes;
+            fields["narrow"] = chunk;
           };
           if (backward) {
             describe(ChooseBackwardPlan(task, ForcedRowPlan()));

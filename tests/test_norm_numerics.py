@@ -38,6 +38,10 @@ def test_large_mean(platform, implementation, rng):
         (1449, 0.5, (64, 768), "float32"),  # N5
         (5, 0.1, (64, 768), "bfloat16"),  # N8
         (1e8, 1, (64, 1024), "float64"),
+        # On GPUs, sums over so many rows are made of partial ones.
+        (1e4, 1, (300, 129), "float32"),
+        (1e4, 1, (300, 768), "float32"),
+        (5, 0.1, (300, 33), "bfloat16"),
     ]:
         dy, _, scale, bias = example(rng, shape)
         x = mean + std * rng.standard_normal(shape)
@@ -168,12 +172,14 @@ def test_deviation_far_below_epsilon(platform, implementation, rng):
     check(*problems)
 
 
-@pytest.mark.parametrize("features", [40, 64, 129, 1000])
-def test_rows_of_several_kinds(platform, op, features, rng):
+@pytest.mark.parametrize(
+    "shape", [(48, 40), (48, 64), (48, 129), (48, 1000), (300, 129), (300, 1000)], ids=str
+)
+def test_rows_of_several_kinds(platform, op, shape, rng):
     """Large means, tiny and huge rows: right beside each other, and the same to the bit beside
     others, though kernels take other code for some of them."""
-    dy, x, scale, bias = example(rng, (48, features))
-    kind = np.arange(48)[:, None] % 4
+    dy, x, scale, bias = example(rng, shape)
+    kind = np.arange(shape[0])[:, None] % 4
     sizes, means = np.float32([1, 1, 1e-9, 1e9])[kind], np.float32([0, 30, 0, 0])[kind]
     mixed = means + sizes * x
     alone = np.where(kind == 1, mixed, x), np.where(kind >= 2, mixed, x)
@@ -228,7 +234,9 @@ def test_infinity_in_rms_norm(platform, implementation):
 
 
 @pytest.mark.parametrize(
-    "shape", [(4099, 129), (2_500_000, 4), (80_000, 513), (40_000, 4096)], ids=str
+    "shape",
+    [(200, 129), (4099, 129), (2_500_000, 4), (2_500_000, 33), (80_000, 513), (40_000, 4096)],
+    ids=str,
 )
 def test_exact_sums(platform, shape):
     """The gradient of the bias is a plain sum: of small integers, it is exact.

@@ -25,8 +25,8 @@ from jax_gradops import _registry
 CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
-EVEN, UNEVEN, FRAMED, NARROW = 0, 1, 2, 3
-FEATURES = (1, 2, 8, 33, 64, 128, 192, 512, 513, 768, 1000, 1024, 3072, 3584, 4096, 4097)
+EVEN, UNEVEN, FRAMED = 0, 1, 2
+FEATURES = (1, 2, 8, 15, 16, 17, 33, 64, 128, 192, 257, 480, 481, 512, 513, 768, 1000, 1024, 3072, 3584, 4096, 4097)
 FEATURES += (5120, 6144, 8192, 8200, 12_288)
 WIDE = (16_384, 32_768, 65_535, 65_536, 131_072, 131_080, 10**6)
 
@@ -68,7 +68,7 @@ def owned(p: dict[str, Any], features: int, element_bytes: int, *, lines: bool) 
     lines: whether a thread's packs are whole lines of 128 bytes apart, if that can be.
     """
     width = 16 // element_bytes
-    framed = p["division"] in (FRAMED, NARROW)
+    framed = p["division"] == FRAMED
     columns = features + (width - 1 if framed and (lines or features % width) else 0)
     assert p["share"] * p["cluster"] >= columns
     assert p["share"] * (p["cluster"] - 1) < columns, "a block of the cluster has no column"
@@ -76,9 +76,8 @@ def owned(p: dict[str, Any], features: int, element_bytes: int, *, lines: bool) 
     assert p["lanes"] * p["packs"] * width >= p["share"], "a column has no thread"
     assert p["lanes"] <= 32 and 32 % p["lanes"] == 0 or p["lanes"] % 32 == 0
     assert 1 <= p["cluster"] <= 16
-    assert (p["division"] == NARROW) == (p["lanes"] < 32 and framed and not lines)
     if framed:
-        return
+        return narrow(p, features, element_bytes)
     assert features % width == 0
     for rank in range(p["cluster"]):
         packs = min(p["share"], features - rank * p["share"]) // width
@@ -90,6 +89,25 @@ def owned(p: dict[str, Any], features: int, element_bytes: int, *, lines: bool) 
         missing = owners * p["packs"] - packs
         assert 0 <= missing <= owners
         assert missing == 0 or p["division"] == UNEVEN or in_lines == owners
+
+
+def narrow(p: dict[str, Any], features: int, element_bytes: int) -> None:
+    """Which rows are worked on by the chunk, and whether their lanes have all of them."""
+    most = {2: 15, 4: 15, 8: 7}[element_bytes]
+    assert ("narrow" in p) == (features <= 32 * most)
+    if "narrow" not in p:
+        return
+    n = p["narrow"]
+    assert 1 <= n["columns"] <= most and n["columns"] * n["lanes"] >= features >= n["columns"]
+    assert n["columns"] % 2 == 1 or n["lanes"] == 1, "lanes' elements are in the same banks"
+    assert n["lanes"] == 1 or n["columns"] > most // 2, "kernels count on it"
+    assert n["lanes"] in (1, 2, 4, 8, 16, 32)
+    assert n["chunk_rows"] * n["lanes"] == 32 * n["steps"] and 1 <= n["chunk_rows"] <= 32
+    row_bytes = features * element_bytes
+    assert n["steps"] == 1 or n["chunk_rows"] * row_bytes <= 4096
+    # Wherever in a line it starts, and with what the last row's last lane reads beyond it.
+    beyond = (most // 2 + 1 | 1) * element_bytes
+    assert n["slot_bytes"] >= 127 + n["chunk_rows"] * row_bytes + beyond
 
 
 @pytest.mark.G10
@@ -109,7 +127,8 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
         assert p["teams"] == 1 or p["threads"] == 64
         assert GPUS[gpu][0] >= 90 or p["cluster"] == 1
         if p["division"] in (EVEN, UNEVEN):
-            assert p["packs"] in (4, 8) and p["cluster"] == 1
+            assert p["packs"] in (3, 4, 8) and p["cluster"] == 1
+            assert p["packs"] != 3 or p["division"] == EVEN
             continue
         # Registers: 80 to 128.
         assert p["packs"] == 4 and p["threads"] <= 512
@@ -117,7 +136,8 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
         assert p["step"] % p["teams"] == 0 and p["step"] & (p["step"] - 1) == 0
         assert p["step"] * features * element_bytes % 16 == 0
         assert p["stages"] in (1, 2)
-        assert p["shared_bytes"] <= GPUS[gpu][2] - 4096, "more than the launcher asks for"
+        for of in (p, p.get("narrow", p)):
+            assert of["shared_bytes"] <= GPUS[gpu][2] - 4096, "more than the launcher asks for"
 
 
 @pytest.mark.G10
@@ -138,7 +158,8 @@ def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None
         assert p["packs"] in ((3,) if p["division"] == FRAMED else (2, more))
         assert p["threads"] <= (384 if p["packs"] == 3 else 512)
         assert p["stages"] in (1, 2)
-        assert p["shared_bytes"] <= GPUS[gpu][2] - 4096
+        for of in (p, p.get("narrow", p)):
+            assert of["shared_bytes"] <= GPUS[gpu][2] - 4096
         assert p["classes"] * features * element_bytes % 16 == 0
         assert p["division"] != FRAMED or p["lanes"] >= 32
         assert GPUS[gpu][0] >= 90 or p["cluster"] == 1
@@ -151,7 +172,7 @@ def test_what_decides_a_row_s_result(backward: bool) -> None:
     for arrays, sums_dx in ((2, False), (3, False), (3, True)) if backward else ((1, False),):
         for features, element_bytes in itertools.product(FEATURES + WIDE, (2, 4, 8)):
             layouts = {
-                tuple(p.get(k) for k in kept)
+                (*map(p.get, kept), *map(p.get("narrow", {}).get, ("lanes", "columns")))
                 for rows in (1, 7, 133, 10**7)
                 for more in ((0,) if backward else (0, 1))
                 for p in [
@@ -175,6 +196,8 @@ def test_the_forward_table() -> None:
     threads = {1024: (32, 4), 2048: (64, 4), 4096: (128, 4), 5120: (96, 8), 8192: (256, 4)}
     for features, expected in (threads | {16_384: (256, 8)}).items():
         assert (forward(features)["lanes"], forward(features)["packs"]) == expected
+    # Three packs a thread, where these are all of the row's, and four would leave some idle.
+    assert [forward(n)["packs"] for n in (24, 384, 768, 1536, 3072, 640)] == [3, 3, 3, 3, 4, 4]
     floats = functools.partial(forward, element_bytes=4)
     rms_norm = functools.partial(forward, centered=False)
     assert floats(4096)["lanes"] == 256 and rms_norm(32_768, element_bytes=4)["lanes"] == 1024
@@ -184,7 +207,7 @@ def test_the_forward_table() -> None:
     assert [forward(n)["cluster"] for n in (32_768, 65_536)] == [2, 4]
     assert [floats(n)["cluster"] for n in (8193, 32_768, 65_536)] == [2, 4, 8]
     assert forward(65_536, gpu="A100")["stream"]
-    assert forward(8)["division"] == NARROW and forward(4097)["division"] == FRAMED
+    assert forward(8)["narrow"]["lanes"] == 1 and forward(4097)["division"] == FRAMED
     assert forward(1000)["division"] == UNEVEN and forward(1600)["division"] == EVEN
     # Two rows under way, or one where the row that is worked on leaves its place at once.
     assert [p(4097)["stages"] for p in (forward, rms_norm, floats)] == [2, 1, 1]
@@ -194,6 +217,13 @@ def test_the_forward_table() -> None:
 
 def test_the_backward_table() -> None:
     assert plan(64)["lanes"] == 4
+    # Narrow rows that start anywhere: few lanes, an odd number of columns for each.
+    lanes = {7: (1, 7), 15: (1, 15), 33: (4, 9), 100: (8, 13), 257: (32, 9), 480: (32, 15)}
+    for features, expected in lanes.items():
+        n = plan(features, aligned_params=False)["narrow"]
+        assert (n["lanes"], n["columns"]) == expected, features
+    assert [plan(33, rows=n)["narrow"]["chunk_rows"] for n in (37, 10**6)] == [8, 32]
+    assert [plan(257, arrays=n, rows=10**6)["narrow"]["chunk_rows"] for n in (2, 3)] == [5, 3]
     assert plan(512)["lanes"] == 32
     assert plan(4096)["lanes"] == 256 and plan(4096)["units"] == 2
     assert plan(8192)["lanes"] == 512 and plan(8192)["cluster"] == 1
@@ -285,7 +315,7 @@ def test_paths(forced: str, op: str, dtype: str) -> None:
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(3)
     centered = op == "layer_norm"
-    widths = (1, 7, 40, 64, 129, 256, 257, 1000, 1025, 2560, 3000, 4096, 4097, 5120, 8200, 12_288)
+    widths = (1, 7, 15, 17, 33, 40, 64, 129, 256, 257, 479, 1000, 1025, 2560, 3000, 4096, 4097, 5120, 8200, 12_288)
     widths += (8193, 16_385, 32_768)
     with jax.default_device(_gpus()[0]):
         for features, rows in itertools.product(widths, (3, 1000)):
@@ -318,7 +348,7 @@ def test_variants(forced: str, dtype: str) -> None:
     tolerance = {"bfloat16": 0.03, "float32": 3e-5, "float64": 1e-12}[dtype]
     with jax.default_device(_gpus()[0]):
         for features, residuals in itertools.product(
-            (33, 64, 768, 1000, 4097, 8200), ("input", "output")
+            (7, 33, 64, 301, 768, 1000, 4097, 8200), ("input", "output")
         ):
             dy, ds, x, residual = rng.standard_normal((4, 37, features)).astype(dtype)
             scale = (1.5 + rng.random(features)).astype(jnp.bfloat16)

@@ -13,8 +13,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "cuda/column_sum.cuh"
+#include "cuda/layer_norm_bwd_narrow.cuh"
 #include "cuda/layer_norm_launch.cuh"
 #include "cuda/layer_norm_stream.cuh"
 
@@ -39,36 +41,60 @@ cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, 
   return cudaGetLastError();
 }
 
-// How many blocks, or clusters, of a persistent kernel run at a time; 0: clusters, but none can.
-template <typename Kernel>
-cudaError_t CountResident(const BackwardPlan& plan, Kernel* kernel, std::int64_t& resident) {
-  const auto ask = [&](int& count) {
-    // As much shared memory as any plan takes, and always the same split of it and the L1 cache, as
-    // another one makes multiprocessors idle between kernels.
-    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              CurrentDevice().shared_bytes - kSparedBytes);
-    if (status != cudaSuccess) return status;
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  cudaSharedmemCarveoutMaxShared);
-    if (status != cudaSuccess) return status;
-    if (plan.cluster > 1) {
-      count = ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
-      return cudaSuccess;
-    }
-    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &count, kernel, plan.threads(), static_cast<std::size_t>(plan.shared_bytes));
-    count = std::max(1, count) * MultiprocessorCount();
-    return status;
-  };
-  int count = 0;
-  const cudaError_t status = Remembered(reinterpret_cast<const void*>(kernel), plan.threads(),
-                                        plan.shared_bytes, plan.cluster, count, ask);
-  resident = count;
-  return status;
+// Where the column sums of `slots` blocks a group go; counts those that are to be added up after.
+template <typename A>
+SlotSums<A> SumsOf(const LayerNormBwdArgs& args, std::int64_t slots, ColumnSums& wanted) {
+  const std::int64_t features = args.shape.features;
+  auto* const workspace = static_cast<A*>(args.workspace);
+  SlotSums<A> sums{{nullptr, nullptr, nullptr}, features, 0};
+  const ParamGrad* const results[] = {&args.dscale, &args.dbias, &args.dresidual_bias};
+  const bool at_once =
+      slots == 1 && std::all_of(std::begin(results), std::end(results), [](const ParamGrad* g) {
+        return g->data == nullptr || (g->dtype == kDtype<A> && Aligned(g->data));
+      });
+  int place = 0;
+  for (int s = 0; s < 3; ++s) {
+    void* const result = results[s]->data;
+    if (result == nullptr) continue;
+    sums.results[s] = at_once ? static_cast<A*>(result) : workspace + place++ * features;
+  }
+  if (at_once) {
+    wanted.count = 0;  // nothing is left to do
+  } else {
+    sums.group_pitch = args.partial_rows * wanted.count * features;
+    sums.slot_pitch = wanted.count * features;
+  }
+  return sums;
+}
+
+// Few rows' column sums from dy and x, by a kernel that starts with the one before, which needs
+// longer for dx than this for them: sums of partial sums would wait for these.
+template <typename T, int W>
+cudaError_t LaunchFewSums(cudaStream_t stream, const LayerNormBwdArgs& args) {
+  cudaLaunchAttribute attribute{};
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(GridBlocks(args.shape.groups * CeilDiv(args.shape.features, kSumLanes * W)));
+  config.blockDim = dim3(kSumLanes, kSumRows);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = StartEarly(attribute);
+  return cudaLaunchKernelEx(&config, &BackwardSumsKernel<T, W>, args,
+                            static_cast<const Accum<T>*>(nullptr));
+}
+
+// Whether that is faster: while dy and x, read twice, are in the L2 cache. Not where tests force
+// what they look at.
+inline constexpr std::int64_t kFewBytes = std::int64_t{4} << 20;
+bool FewRows(const LayerNormBwdArgs& args, int element_bytes) {
+  const bool centers = args.centered && !args.from_output;
+  return ForcedRowPlan() == RowOverride{} && args.shape.rows > 1 && args.shape.rows <= kFewRows &&
+         args.shape.elements() * element_bytes <= kFewBytes &&
+         args.dresidual_bias.data == nullptr && (!centers || args.epsilon >= 0);
 }
 
 template <typename T, bool kCentered, bool kFromOutput>
-cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
+cudaError_t Backward(cudaStream_t stream, LayerNormBwdArgs args) {
   using A = Accum<T>;
   const auto [groups, rows, features] = args.shape;
   ColumnSums wanted;
@@ -82,46 +108,54 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
       TaskOf(args.shape, sizeof(T), args.dsum == nullptr ? 2 : 3, aligned, aligned_params);
   task.sums_dx = args.dresidual_bias.data != nullptr;
   const BackwardPlan plan = ChooseBackwardPlan(task, ForcedRowPlan());
-  auto* const workspace = static_cast<A*>(args.workspace);
+  const LayerNormBwdArgs all = args;
+  const bool few = !plan.stream && wanted.count > 0 && FewRows(args, sizeof(T));
+  if (few) args.dscale = args.dbias = {}, wanted.count = 0;
   std::int64_t resident = 0, slots = 1;
+  const A inverse_features = static_cast<A>(1.0 / static_cast<double>(features));
 
   const auto run = [&]<int P, Division kDivision>() {
     auto* const kernel = &BackwardKernel<T, P, kDivision, kCentered, kFromOutput>;
-    const cudaError_t status = CountResident(plan, kernel, resident);
+    const cudaError_t status =
+        CountResident(kernel, plan.threads(), plan.shared_bytes, plan.cluster, resident);
     if (status != cudaSuccess || resident == 0) return status;
     const std::int64_t items = CeilDiv(rows, plan.unit_rows() * plan.units);
     slots = std::min(items, std::max<std::int64_t>(1, resident / groups));
     if (wanted.count > 0) slots = std::min(slots, args.partial_rows);
-    SlotSums<A> sums{{nullptr, nullptr, nullptr}, features, 0};
-    const auto in_accum = [](const ParamGrad& g) {
-      return g.data == nullptr || g.dtype == kDtype<A>;
-    };
-    const ParamGrad* const results[] = {&args.dscale, &args.dbias, &args.dresidual_bias};
-    const bool at_once = slots == 1 && in_accum(args.dscale) && in_accum(args.dbias) &&
-                         in_accum(args.dresidual_bias) &&
-                         Aligned(args.dscale.data, args.dbias.data, args.dresidual_bias.data);
-    int place = 0;
-    for (int s = 0; s < 3; ++s) {
-      const ParamGrad& result = *results[s];
-      if (result.data == nullptr) continue;
-      sums.results[s] = at_once ? static_cast<A*>(result.data) : workspace + place++ * features;
-    }
-    if (!at_once) {
-      sums.group_pitch = args.partial_rows * wanted.count * features;
-      sums.slot_pitch = wanted.count * features;
-    } else {
-      wanted.count = 0;  // nothing is left to do
-    }
+    const SlotSums<A> sums = SumsOf<A>(args, slots, wanted);
     const std::int64_t blocks = std::min(resident, groups * slots) * plan.cluster;
     const Launch launch(stream, dim3(static_cast<unsigned>(blocks)), plan.threads(),
                         plan.shared_bytes, plan.cluster);
     return cudaLaunchKernelEx(&launch.config, kernel, args, plan, Deal(plan, rows, slots), sums,
-                              static_cast<A>(1.0 / static_cast<double>(features)));
+                              inverse_features);
+  };
+  const auto run_narrow = [&](const NarrowPlan& narrow) {
+    auto* const kernel = &BackwardNarrowKernel<T, kCentered, kFromOutput>;
+    const cudaError_t status =
+        CountResident(kernel, narrow.threads(), narrow.shared_bytes, 1, resident);
+    if (status != cudaSuccess) return status;
+    const NarrowDeal deal = DealNarrow(narrow, args.shape, resident,
+                                       wanted.count > 0 ? args.partial_rows : resident);
+    slots = deal.slots;
+    const SlotSums<A> sums = SumsOf<A>(args, slots, wanted);
+    const std::int64_t blocks = std::min(resident, groups * slots);
+    const Launch launch(stream, dim3(static_cast<unsigned>(blocks)), narrow.threads(),
+                        narrow.shared_bytes, 1);
+    return cudaLaunchKernelEx(&launch.config, kernel, args, narrow, deal, sums, inverse_features);
   };
   if (!plan.stream) {
     // Here what it costs that rows may be uneven hardly shows.
     constexpr int kMore = MorePacks(sizeof(T));
-    const cudaError_t status = plan.division == Division::kFramed
+    NarrowPlan narrow{};
+    if (plan.division == Division::kFramed) {
+      // Column sums, and dx's of each thread.
+      const auto of_columns = static_cast<int>(features * static_cast<std::int64_t>(sizeof(A)));
+      constexpr int kOfDx = 32 * NarrowColumns(sizeof(T)) * static_cast<int>(sizeof(A));
+      narrow = ChooseNarrowPlan(
+          task, {.of_warp = of_columns + (task.sums_dx ? kOfDx : 0), .of_block = 0});
+    }
+    const cudaError_t status = narrow.lanes > 0 ? run_narrow(narrow)
+                               : plan.division == Division::kFramed
                                    ? run.template operator()<kFramedPacks, Division::kFramed>()
                                : plan.packs == kFewPacks
                                    ? run.template operator()<kFewPacks, Division::kUneven>()
@@ -130,12 +164,19 @@ cudaError_t Backward(cudaStream_t stream, const LayerNormBwdArgs& args) {
   }
   if (resident == 0) {
     const std::int64_t scratch = groups * args.partial_rows * wanted.count * features;
-    return DispatchWidth<T>(aligned && aligned_params, features, [&]<int W>() {
-      return BackwardStreamed<T, W>(stream, args, wanted.count > 0, scratch);
-    });
+    const cudaError_t status =
+        DispatchWidth<T>(aligned && aligned_params, features, [&]<int W>() {
+          return BackwardStreamed<T, W>(stream, args, wanted.count > 0, scratch);
+        });
+    if (status != cudaSuccess || !few) return status;
+  }
+  if (few) {
+    return DispatchWidth<T>(aligned && aligned_params, features,
+                            [&]<int W>() { return LaunchFewSums<T, W>(stream, all); });
   }
   if (wanted.count == 0) return cudaSuccess;
-  return LaunchColumnSum<A>(stream, workspace, wanted, groups, args.partial_rows, slots, features);
+  return LaunchColumnSum<A>(stream, static_cast<const A*>(args.workspace), wanted, groups,
+                            args.partial_rows, slots, features);
 }
 
 const char* NameOf(const LayerNormBwdArgs& args) {

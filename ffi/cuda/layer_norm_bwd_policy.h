@@ -177,9 +177,10 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
     const double with_few = PartAtWork(task, few);
     // More packs take fewer instructions an element, and, of wider elements, more registers than
     // there are: float32 takes them where else clusters were large or left threads idle, float64
-    // where there were no such clusters on every GPU.
+    // where there were no such clusters on every GPU, or, of 6, a quarter of multiprocessors had
+    // none.
     if (task.element_bytes == 2) return 1.05 * PartAtWork(task, plan) < with_few;
-    if (task.element_bytes == 8) return few.cluster <= 8;
+    if (task.element_bytes == 8) return few.cluster <= 8 && few.cluster != 6;
     return few.cluster <= 2 || (few.cluster <= 4 && with_few >= 0.9);
   };
   if (better()) plan = few;

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "cuda/layer_norm_fwd_narrow.cuh"
 #include "cuda/layer_norm_fwd_rows.cuh"
 #include "cuda/layer_norm_launch.cuh"
 #include "cuda/layer_norm_stream.cuh"
@@ -80,40 +81,20 @@ cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
 }
 
 // Rows one after the other; not done where the GPU has no such clusters.
-template <typename T, Division kDivision, bool kCentered, bool kResidual>
+template <typename T, bool kCentered, bool kResidual>
 cudaError_t LaunchForwardRows(cudaStream_t stream, const LayerNormFwdArgs& args, ForwardPlan plan,
                               bool& done) {
-  auto* const kernel = &ForwardRowsKernel<T, kDivision, kCentered, kResidual>;
-  const auto ask = [&](int& count) {
-    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              CurrentDevice().shared_bytes - kSparedBytes);
-    if (status == cudaSuccess) {
-      status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                    cudaSharedmemCarveoutMaxShared);
-    }
-    if (status != cudaSuccess) return status;
-    if (plan.cluster > 1) {
-      count =
-          plan.cluster * ResidentClusters(kernel, plan.threads(), plan.shared_bytes, plan.cluster);
-      return cudaSuccess;
-    }
-    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, plan.threads(),
-                                                           plan.shared_bytes);
-    count *= MultiprocessorCount();
-    return status;
-  };
-  int resident = 0;
-  cudaError_t status = Remembered(reinterpret_cast<const void*>(kernel), plan.threads(),
-                                  plan.shared_bytes, plan.cluster, resident, ask);
+  auto* const kernel = &ForwardRowsKernel<T, kCentered, kResidual>;
+  std::int64_t resident = 0;
+  cudaError_t status =
+      CountResident(kernel, plan.threads(), plan.shared_bytes, plan.cluster, resident);
   if (status != cudaSuccess) return status;
   done = resident > 0;
   if (!done) return cudaSuccess;
   // Blocks that stay to the end do not all end at once; but each loads its parameters, which pays
   // where these are few.
-  const bool few_parameters = !kCentered && (sizeof(T) > 2 || plan.division == Division::kNarrow);
-  const int waves = few_parameters && plan.cluster == 1 ? 8 : 1;
-  const std::int64_t clusters =
-      std::max<std::int64_t>(1, std::int64_t{waves} * resident / plan.cluster / args.shape.groups);
+  const int waves = !kCentered && sizeof(T) > 2 && plan.cluster == 1 ? 8 : 1;
+  const std::int64_t clusters = std::max<std::int64_t>(1, waves * resident / args.shape.groups);
   const std::int64_t row_bytes = args.shape.features * static_cast<std::int64_t>(sizeof(T));
   const std::int64_t blocks = plan.Deal(args.shape.rows, row_bytes, clusters) * plan.cluster;
   dim3 grid;
@@ -121,6 +102,22 @@ cudaError_t LaunchForwardRows(cudaStream_t stream, const LayerNormFwdArgs& args,
   if (status != cudaSuccess) return status;
   const Launch launch(stream, grid, plan.threads(), plan.shared_bytes, plan.cluster);
   return cudaLaunchKernelEx(&launch.config, kernel, args, plan, ForwardScalars<Accum<T>>(args));
+}
+
+template <typename T, bool kCentered>
+cudaError_t LaunchForwardNarrow(cudaStream_t stream, const LayerNormFwdArgs& args,
+                                const NarrowPlan& plan) {
+  auto* const kernel = &ForwardNarrowKernel<T, kCentered>;
+  std::int64_t resident = 0;
+  cudaError_t status = CountResident(kernel, plan.threads(), plan.shared_bytes, 1, resident);
+  if (status != cudaSuccess) return status;
+  const NarrowDeal deal = DealNarrow(plan, args.shape, resident, resident);
+  dim3 grid;
+  status = GridOf(args.shape.groups, deal.slots, grid);
+  if (status != cudaSuccess) return status;
+  const Launch launch(stream, grid, plan.threads(), plan.shared_bytes, 1);
+  return cudaLaunchKernelEx(&launch.config, kernel, args, plan, deal,
+                            ForwardScalars<Accum<T>>(args));
 }
 
 template <typename T, bool kCentered>
@@ -140,14 +137,15 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
   task.centered = kCentered;
   const ForwardPlan plan = ChooseForwardPlan(task, ForcedRowPlan());
   if (!plan.stream && plan.framed()) {
+    const auto bias_bytes =
+        args.residual_bias.data == nullptr ? 0 : static_cast<int>(features * sizeof(Accum<T>));
+    const NarrowPlan narrow = ChooseNarrowPlan(task, {.of_warp = 0, .of_block = bias_bytes});
+    if (narrow.lanes > 0) return LaunchForwardNarrow<T, kCentered>(stream, args, narrow);
     bool done = false;
-    const auto launch = [&]<Division kDivision, bool kResidual>() {
-      return LaunchForwardRows<T, kDivision, kCentered, kResidual>(stream, args, plan, done);
-    };
     const cudaError_t status =
-        plan.division == Division::kNarrow ? launch.template operator()<Division::kNarrow, true>()
-        : args.residual == nullptr         ? launch.template operator()<Division::kFramed, false>()
-                                           : launch.template operator()<Division::kFramed, true>();
+        args.residual == nullptr
+            ? LaunchForwardRows<T, kCentered, false>(stream, args, plan, done)
+            : LaunchForwardRows<T, kCentered, true>(stream, args, plan, done);
     if (done || status != cudaSuccess) return status;
   } else if (!plan.stream) {
     const auto launch = [&]<int P, Division kDivision>() {
@@ -159,8 +157,9 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
       return plan.packs == 4 ? launch.template operator()<4, kDivision>()
                              : launch.template operator()<8, kDivision>();
     };
-    return plan.division == Division::kUneven ? with_packs.template operator()<Division::kUneven>()
-                                              : with_packs.template operator()<Division::kEven>();
+    return plan.packs == 3                        ? launch.template operator()<3, Division::kEven>()
+           : plan.division == Division::kUneven ? with_packs.template operator()<Division::kUneven>()
+                                                : with_packs.template operator()<Division::kEven>();
   }
   return DispatchWidth<T>(aligned && aligned_params, features, [&]<int W>() {
     ForwardStreamKernel<T, W>

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   const auto add_residual = [&]<bool kBias>() {
     T* const p = packs_of(args.sum);
     // More would take too many registers.
-    constexpr int kAtOnce = kBias && (P == 8 || std::is_void_v<ParamT>) ? 1 : 4;
+    constexpr int kAtOnce = kBias && (P == 8 || std::is_void_v<ParamT>) ? 1 : P == 3 ? 3 : 4;
 #pragma unroll
     for (int first = 0; first < P; first += kAtOnce) {
       Pack<T, W> residual[kAtOnce];

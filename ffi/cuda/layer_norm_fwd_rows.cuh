@@ -20,10 +20,10 @@ namespace {
 // on their way to shared memory. Each thread copies, and reads, its own. A warp's packs start as
 // far into a line of 128 bytes as in memory (CopyAsync). What follows from the kernel's parameters
 // is taken from there, as registers are short.
-template <typename T, int P, Division kDivision, bool kResidual>
+template <typename T, int P, bool kResidual>
 class ForwardRing {
   static constexpr int W = kVec<T>;
-  using RowPlace = Place<T, P, kDivision, true>;
+  using RowPlace = Place<T, P, Division::kFramed, true>;
 
  public:
   // shared: the warp's.
@@ -68,10 +68,9 @@ class ForwardRing {
  private:
   static constexpr int kPackBytes = kWarp * kVecBytes;
   __device__ __forceinline__ std::uint32_t Slot(std::int64_t at, int round) const {
-    // Of narrow rows, a warp has several, at different places of a line.
     const unsigned first = static_cast<unsigned>(at) - threadIdx.x % kWarp * kVecBytes;
     return own_ + (plan_.stages == 1 ? 0 : (round & 1) * plan_.stage_bytes) +
-           (RowPlace::kNarrow ? 0 : first & (kLineBytes - kVecBytes));
+           (first & (kLineBytes - kVecBytes));
   }
   __device__ __forceinline__ static Pack<T, W> Load(std::uint32_t address) {
     Pack<T, W> pack;
@@ -123,28 +122,27 @@ class ForwardRing {
 };
 
 // kResidual: there may be one.
-template <typename T, Division kDivision, bool kCentered, bool kResidual>
+template <typename T, bool kCentered, bool kResidual>
 __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
     ForwardRowsKernel(const __grid_constant__ LayerNormFwdArgs args,
                       const __grid_constant__ ForwardPlan plan,
                       const __grid_constant__ ForwardScalars<Accum<T>> scalars) {
   using A = Accum<T>;
   constexpr int W = kVec<T>, P = kRowsPacks;
-  constexpr bool kNarrow = kDivision == Division::kNarrow;
   // Of 16-bit elements, whose parameters take most registers, layer norm keeps what it works on in
   // the others until the row's mean and deviation are there, and then reads the row once more; else
   // the row stays in registers, and the next one can be ordered in its place at once.
   constexpr bool kReread = kCentered && sizeof(T) == 2;
-  using Sum = RowSum<A, kCentered ? 3 : 1, kNarrow ? 2 : RowsThreads(sizeof(T)) / kWarp,
-                     kNarrow ? 1 : kMaxCluster, kNarrow>;
+  using Sum =
+      RowSum<A, kCentered ? 3 : 1, RowsThreads(sizeof(T)) / kWarp, kMaxCluster, /*kNarrow=*/false>;
   __shared__ typename Sum::Storage storage;
   extern __shared__ __align__(128) unsigned char shared[];
 
   const auto [groups, rows, features] = args.shape;
   const std::int64_t group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
   if (group >= groups) return;  // its last plane may not be full
-  const int cluster = kNarrow ? 1 : plan.cluster, lanes = plan.lanes;
-  Place<T, P, kDivision, true> place(lanes, cluster, plan.share, features);
+  const int cluster = plan.cluster, lanes = plan.lanes;
+  Place<T, P, Division::kFramed, true> place(lanes, cluster, plan.share, features);
 
   // The team's rows: the first one, and so on every plan.apart.
   const int team = lanes <= kWarp ? static_cast<int>(threadIdx.x) >> plan.log_lanes : 0;
@@ -155,7 +153,7 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
   std::int64_t row = group * rows + first_row;
   const std::int64_t last = first_row + (plan.rounds - 1) * plan.apart;
   int own_rounds = first_row >= rows ? 0 : plan.rounds - (last >= rows);
-  if (!kNarrow) own_rounds = KeptOfWarp(own_rounds);  // so that the compiler knows
+  own_rounds = KeptOfWarp(own_rounds);  // so that the compiler knows
   place.SetSkip(
       static_cast<int>(static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(features) % W));
   // Where the thread's packs of the row begin in each array, in bytes.
@@ -165,7 +163,7 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
   Sum sum(lanes, cluster, storage);
   if (cluster > 1) ClusterArrive();
   unsigned char* const of_warp = shared + threadIdx.x / kWarp * plan.warp_bytes;
-  const ForwardRing<T, P, kDivision, kResidual> ring(args, plan, place, of_warp);
+  const ForwardRing<T, P, kResidual> ring(args, plan, place, of_warp);
 #pragma unroll 1
   for (int s = 0; s < plan.stages; ++s) {
     if (s < own_rounds) ring.Order(at + s * plan.stride, s);
@@ -173,7 +171,7 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
   }
   A scale[P][W];
   [[maybe_unused]] A bias[kCentered ? P : 1][W];
-  const StagedParam<T, P, kDivision> staged(of_warp + plan.stages * plan.stage_bytes);
+  const StagedParam<T, P> staged(of_warp + plan.stages * plan.stage_bytes);
   staged.Load(args.scale, group, place, features, A{1}, scalars.scale_offset);
 #pragma unroll
   for (int i = 0; i < P; ++i) staged.Get(i, scale[i]);
@@ -189,9 +187,7 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
   if (cluster > 1) ClusterWait();  // all barriers are initialised
 
 #pragma unroll 1
-  for (int round = 0; round < (kNarrow ? plan.rounds : own_rounds); ++round) {
-    // Of several teams each may have one row less than others.
-    if (kNarrow && __any_sync(0xffffffffu, round >= own_rounds)) place.Vanish(round >= own_rounds);
+  for (int round = 0; round < own_rounds; ++round) {
     place.Forget();
     ring.Wait();
     HeldRow<T, P, !kReread> h;
@@ -251,7 +247,7 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
       moments.rstd = InverseRootMeanSquare(place, h, sum, scalars);
     }
     if (!kReread && plan.stages > 1) replace();
-    if (place.lane == 0 && place.first_column == 0 && (!kNarrow || round < own_rounds)) {
+    if (place.lane == 0 && place.first_column == 0) {
       if constexpr (kCentered) static_cast<A*>(args.mean)[row] = moments.mean + moments.delta;
       static_cast<A*>(args.rstd)[row] = moments.rstd;
     }

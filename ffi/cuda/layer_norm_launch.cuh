@@ -1,6 +1,8 @@
 // What layer norm's launchers share: clusters, and what the choice of a plan depends on.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "cuda/launch.cuh"
@@ -47,6 +49,36 @@ int ResidentClusters(Kernel* kernel, int threads, int shared_bytes, int cluster)
   if (status == cudaSuccess) return count;
   cudaGetLastError();  // none of these errors is a launch's
   return 0;
+}
+
+// How many blocks, or clusters, of a kernel run at a time that stay to the end; 0: clusters, but
+// none can.
+template <typename Kernel>
+cudaError_t CountResident(Kernel* kernel, int threads, int shared_bytes, int cluster,
+                          std::int64_t& resident) {
+  const auto ask = [&](int& count) {
+    // As much shared memory as any plan takes, and always the same split of it and the L1 cache, as
+    // another one makes multiprocessors idle between kernels.
+    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              CurrentDevice().shared_bytes - kSparedBytes);
+    if (status != cudaSuccess) return status;
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared);
+    if (status != cudaSuccess) return status;
+    if (cluster > 1) {
+      count = ResidentClusters(kernel, threads, shared_bytes, cluster);
+      return cudaSuccess;
+    }
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads,
+                                                           static_cast<std::size_t>(shared_bytes));
+    count = std::max(1, count) * MultiprocessorCount();
+    return status;
+  };
+  int count = 0;
+  const cudaError_t status =
+      Remembered(reinterpret_cast<const void*>(kernel), threads, shared_bytes, cluster, count, ask);
+  resident = count;
+  return status;
 }
 
 RowTask TaskOf(const RowShape& shape, int element_bytes, int arrays, bool aligned,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <type_traits>
 
@@ -168,6 +169,27 @@ struct Moments {
   A rstd;
 };
 
+// How the mean of up to kMost elements comes from a sum over them: of differences from the first
+// one, so that the mean of equal elements is exact; sums of equal 16-bit elements are exact
+// themselves, and bfloat16's mean needs no more.
+template <typename T, int kMost>
+struct MeanRule {
+  using A = Accum<T>;
+  static constexpr bool kExact = sizeof(T) == 2;
+  // Whether the mean of the differences from the mean, by which it is off, is to be looked at.
+  static constexpr bool kHasDelta = !std::is_same_v<T, BFloat16>;
+  // A sum of the largest bfloat16s would overflow.
+  static constexpr A kFactor =
+      std::is_same_v<T, BFloat16> ? A{1} / std::bit_ceil(static_cast<unsigned>(kMost)) : A{1};
+
+  // total: of n elements times kFactor, or less `first`.
+  __device__ __forceinline__ static A Mean(A first, A total, A n, A inverse_n) {
+    const A quotient = total * inverse_n;  // made exact where it can be
+    const A rest = (total - quotient * n) * inverse_n;
+    return first + (quotient + rest) / kFactor;
+  }
+};
+
 template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
 __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
                                                         const Place<T, P, kDivision, true>& place,
@@ -176,11 +198,8 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
                                                         const ForwardScalars<Accum<T>>& scalars) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
-  // From differences from the warp's first element, so that the mean of equal elements is exact;
-  // sums of a warp's equal 16-bit elements are exact themselves, and bfloat16's mean needs no more.
-  constexpr bool kExact = sizeof(T) == 2, kHasDelta = !std::is_same_v<T, BFloat16>;
-  // A warp's sum of the largest bfloat16s would overflow.
-  constexpr A kFactor = std::is_same_v<T, BFloat16> ? A{1} / (kWarp * P * W) : A{1};
+  using Rule = MeanRule<T, kWarp * P * W>;
+  constexpr bool kExact = Rule::kExact, kHasDelta = Rule::kHasDelta;
 
   A first = 0;
   if constexpr (!kExact) {
@@ -202,16 +221,14 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
     A& sum_of = may_not_count ? last : halves[i % 2];
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      sum_of += kExact ? values[j] * kFactor : values[j] - first;
+      sum_of += kExact ? values[j] * Rule::kFactor : values[j] - first;
     }
     if (may_not_count && place.counts_last) halves[0] += last;
   });
   A total[1] = {halves[0] + halves[1]};
   if (!place.counts) total[0] = 0;
   sum.OverWarp(total);
-  const A quotient = total[0] * counts.inverse_warp;  // made exact where it can be
-  const A rest = (total[0] - quotient * counts.warp) * counts.inverse_warp;
-  const A warp_mean = first + (quotient + rest) / kFactor;
+  const A warp_mean = Rule::Mean(first, total[0], counts.warp, counts.inverse_warp);
 
   A parts[2][1 + kHasDelta] = {};  // sums of d^2 and d with d = h - mean
   FillHeld(place, h, warp_mean);

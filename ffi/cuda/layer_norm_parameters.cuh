@@ -147,7 +147,7 @@ class Parameters {
         bias_(From<ParamT>(args.bias, group, place.base)) {}
 
   // Whether the thread has a pack's second half first. Not of 8 packs, where it does not pay.
-  static constexpr bool kSwaps = kSteps == 2 && P == 4;
+  static constexpr bool kSwaps = kSteps == 2 && P <= 4;
   __device__ __forceinline__ static bool Swaps() { return kSwaps && (threadIdx.x & 4) != 0; }
 
   __device__ __forceinline__ void Load(int step) {
@@ -171,7 +171,7 @@ class Parameters {
 
 // A warp's columns of a parameter, of rows that start anywhere, on their way to registers: loaded
 // one next to the other, and read by each thread from `shared`, the warp's, of as many values.
-template <typename T, int P, Division kDivision>
+template <typename T, int P>
 class StagedParam {
   using A = Accum<T>;
   static constexpr int W = kVec<T>;
@@ -181,7 +181,7 @@ class StagedParam {
 
   // Those that the row does not have, and all where there is no parameter: `absent`.
   __device__ __forceinline__ void Load(const Param& param, std::int64_t group,
-                                       const Place<T, P, kDivision, true>& place,
+                                       const Place<T, P, Division::kFramed, true>& place,
                                        std::int64_t features, A absent, A added) const {
     const int lane = static_cast<int>(threadIdx.x % kWarp);
     const int own_column = place.first_column - place.skip() + place.base;
@@ -194,13 +194,7 @@ class StagedParam {
       // All at once, so that they are under way together.
 #pragma unroll
         for (int k = 0; k < P * W; ++k) {
-          int column = own_column - lane * W + k * kWarp + lane;
-          if constexpr (kDivision == Division::kNarrow) {
-            // Lanes have rows of their own.
-            const int element = k * kWarp + lane;
-            column = __shfl_sync(0xffffffffu, own_column, element / W % kWarp) +
-                     place.Begin(element / (W * kWarp)) + element % W;
-          }
+          const int column = own_column - lane * W + k * kWarp + lane;
           const bool has = column >= 0 && column < features;
           shared_[k * kWarp + lane] = has ? static_cast<A>(__ldg(data + column)) + added : absent;
         }

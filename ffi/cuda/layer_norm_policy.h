@@ -13,7 +13,7 @@
 // other, as their parameters cost more than they do.
 //
 //   bytes of a row (of 16-bit elements)            bytes of a thread    threads of a row
-//   up to 2 Ki                                     64                   1 to 32 lanes
+//   up to 2 Ki                                     64 (or 48: 768)      1 to 32 lanes
 //   up to 32 Ki (8 Ki, and 16 Ki)                  64                   64 to 512 (256)
 //   up to 128 Ki (64 Ki)                           128                  up to 1024 (512)
 //   start anywhere: up to 32 Ki                    64                   1 to 512
@@ -36,7 +36,6 @@ enum class Division : int {
   kEven,    // all threads have as many
   kUneven,  // some lack the last one
   kFramed,  // rows, or parameters, start anywhere; or, forward, blocks share rows
-  kNarrow,  // forward: framed, and of less than a warp
 };
 
 // What the choice depends on.
@@ -61,6 +60,8 @@ struct RowOverride {
   int max_stages = 0;    // backward: 1 or 2, if there is room
   bool stream = false;
   int packs = 0;  // of a thread, backward: as many, or streamed
+
+  bool operator==(const RowOverride&) const = default;
 };
 
 inline constexpr int kMaxCluster = 16;
@@ -125,9 +126,7 @@ struct ForwardPlan {
   std::int64_t ahead;   // from a row to the one that is ordered in its place
 
   constexpr int threads() const { return teams * lanes; }
-  constexpr bool framed() const {
-    return division == Division::kFramed || division == Division::kNarrow;
-  }
+  constexpr bool framed() const { return division == Division::kFramed; }
 
   // Deals out `rows` rows, such that about `blocks` blocks have them; returns how many do.
   constexpr std::int64_t Deal(std::int64_t rows, std::int64_t row_bytes, std::int64_t blocks) {
@@ -177,7 +176,15 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
   // registers for.
   const int of_row = Lanes(CeilDiv(task.features, pack * 4));
   const bool few_fit = !half || of_row <= 128 || of_row == 256;
-  const auto fits = [&] { return (few_fit && holds(4, few)) || holds(8, half ? few : limit); };
+  // Three, of rows of which all threads have as many, where four would leave a tenth of them idle.
+  const auto thirds = [&] {
+    const std::int64_t all = task.features / pack;
+    return all % 3 == 0 && 3 * Lanes(all / 3) == all && 10 * all < 36 * Lanes(CeilDiv(all, 4)) &&
+           holds(3, few);
+  };
+  const auto fits = [&] {
+    return thirds() || (few_fit && holds(4, few)) || holds(8, half ? few : limit);
+  };
   // Of shared memory, for a warp: a row under way, of so many arrays; parameters, one at a time, on
   // their way to registers. And for a block, at most.
   const auto stage_bytes = [](int arrays) { return arrays * kRowsPacks * 512 + kLineBytes; };
@@ -198,13 +205,13 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
       if (cluster > 1) share = RoundUp(share, 32 * kRowsPacks * pack);  // whole warps
       if (share > std::int64_t{pack} * kRowsPacks * threads) continue;
       const auto blocks = static_cast<int>(CeilDiv(Share(task, 1, anywhere), share));
-      const int lanes = Lanes(CeilDiv(share, pack * kRowsPacks));
+      const int lanes = std::max(32, Lanes(CeilDiv(share, pack * kRowsPacks)));
       const int warps = static_cast<int>(CeilDiv(lanes, 32));
       const double idle = std::max(1.0, double{kEnoughWarps} / (room / warps * warps));
       const double cost = (blocks == 1 ? 1.05 : 1.25 + 0.05 * blocks) * idle * blocks * warps;
       if (least_cost != 0 && cost >= least_cost) continue;
       least_cost = cost;
-      plan.division = lanes < 32 ? Division::kNarrow : Division::kFramed;
+      plan.division = Division::kFramed;
       plan.packs = kRowsPacks;
       plan.cluster = blocks;
       plan.share = static_cast<int>(share);

@@ -220,6 +220,17 @@ class RowRing {
   int left_, stage_ = 0;
 };
 
+// Whether a row is as most are: the saved mean, rounded, is no more than a few times the deviation,
+// of which epsilon is not nearly all; and products of rstd, its square and a dy of 2^-100 to 2^100
+// are far from where floats end.
+template <typename A>
+__device__ __forceinline__ bool UsualRow(A mean, A rstd, A epsilon) {
+  // Of variance + epsilon, the variance; and the square of the mean.
+  const A part = A{1} - epsilon * rstd * rstd, ratio = mean * rstd;
+  return part >= A{0x1p-8} && ratio * ratio <= A{16} * part && rstd > A{0x1p-10} &&
+         rstd < A{0x1p10};
+}
+
 // The statistics of a unit's rows: mean, if kMean, and 1 / deviation. The lanes of a row load those
 // of as many turns, that many turns ahead. If all loaded the next turn's, the compiler would await
 // that within this turn, to have in a uniform register what all have: 8 % of the time.
@@ -241,19 +252,13 @@ class RowStats {
     row_ = row + lane * step, step_ = step * (mask_ + 1), left_ = own - lane;
     Load();
   }
-  // All of the warp call it, turn by turn from 0 on. Returns whether the row is as most are: the
-  // mean, as which it is saved rounded, is no more than a few times the deviation, of which epsilon
-  // is not nearly all; and products of rstd, its square and a dy of 2^-100 to 2^100 are far from
-  // where floats end.
+  // All of the warp call it, turn by turn from 0 on. Returns whether the row is as most are.
   __device__ __forceinline__ bool Get(int turn, A& mean, A& rstd) {
     const int of = turn & mask_, from = first_ + of;
     if (of == 0) {
       now_[0] = next_[0], now_[1] = next_[1];
-      // Of variance + epsilon, the variance; and the square of the mean.
-      const A part = A{1} - epsilon_ * now_[1] * now_[1], ratio = now_[0] * now_[1];
-      const bool usual = !careful_ && part >= A{0x1p-8} && ratio * ratio <= A{16} * part &&
-                         now_[1] > A{0x1p-10} && now_[1] < A{0x1p10};
-      usual_ = __ballot_sync(0xffffffffu, usual);
+      usual_ =
+          __ballot_sync(0xffffffffu, !careful_ && UsualRow(now_[0], now_[1], epsilon_));
       Load();
     }
     if constexpr (kMean) mean = __shfl_sync(0xffffffffu, now_[0], from);

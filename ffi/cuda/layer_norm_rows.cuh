@@ -30,8 +30,7 @@ template <typename T, int P, Division kDivision, bool kOneUnit>
 class Place {
  public:
   static constexpr int W = kVec<T>, kPacks = P;
-  static constexpr bool kNarrow = kDivision == Division::kNarrow;
-  static constexpr bool kFramed = kDivision == Division::kFramed || kNarrow;
+  static constexpr bool kFramed = kDivision == Division::kFramed;
 
   int unit, in_unit;  // of the block; thread of the unit
   int lane, row;      // thread of the row; row of the unit
@@ -61,7 +60,7 @@ class Place {
     first_column = cluster > 1 ? ClusterRank() * share : 0;
     if constexpr (kFramed) {
       counts = counts_last = true;
-      stride_ = kNarrow ? lanes * W : kWarp * W;
+      stride_ = kWarp * W;
       base = warp_of_row() * (kWarp * P * W) + (lane & (kWarp - 1)) * W;
       SetSkip(0);
     } else {
@@ -86,12 +85,6 @@ class Place {
     high_ = static_cast<int>(min(std::int64_t{share_}, features_ + low_));
     skip_ = skip;
     if constexpr (kFramed) Refresh();
-  }
-
-  // From now on there is no row for the threads that say so. The whole warp calls it.
-  __device__ void Vanish(bool vanishes) {
-    if (vanishes) low_ = high_ = 0;
-    Refresh();
   }
 
   // Before each of several rows: so that the compiler does not keep what follows from it.

@@ -7,7 +7,9 @@
 
 #include "common/math.h"
 #include "cuda/column_sum.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/layer_norm_parameters.cuh"
+#include "cuda/layer_norm_ring.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"
 #include "ops/layer_norm.h"
@@ -237,13 +239,47 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
 constexpr int kSumLanes = 8, kSumRows = 32;  // threads of a block along columns and along rows
 
-// Column sums: each block adds up all rows of a group in kSumLanes packs of columns. dx is there.
+// What the saved means of up to kFewRows rows are off by, of those for which that matters. All of
+// the block call it.
+constexpr int kFewRows = kSumLanes * kSumRows;
+template <int W, typename T, typename A>
+__device__ __forceinline__ void FewDeltas(const LayerNormBwdArgs& args, std::int64_t group,
+                                          A (&deltas)[kFewRows]) {
+  const int thread = static_cast<int>(threadIdx.y * kSumLanes + threadIdx.x), lane = thread % kWarp;
+  const std::int64_t features = args.shape.features, first = group * args.shape.rows;
+  const auto mean_of = [&](int r) { return __ldg(static_cast<const A*>(args.mean) + first + r); };
+  bool usual = true;
+  if (thread < args.shape.rows) {
+    const A rstd = __ldg(static_cast<const A*>(args.rstd) + first + thread);
+    usual = UsualRow(mean_of(thread), rstd, static_cast<A>(args.epsilon));
+  }
+  deltas[thread] = 0;
+  __syncwarp();  // before any is something else
+  // Of its rows, each warp looks at those that are not usual.
+  for (unsigned left = __ballot_sync(0xffffffffu, !usual); left != 0; left &= left - 1) {
+    const int r = thread - lane + __ffs(static_cast<int>(left)) - 1;
+    const A mean = mean_of(r);
+    A delta = 0;
+    for (std::int64_t c = lane * W; c < features; c += kWarp * W) {
+      const auto x = LoadPack<W>(static_cast<const T*>(args.x) + (first + r) * features + c);
+#pragma unroll
+      for (int j = 0; j < W; ++j) delta += static_cast<A>(x.v[j]) - mean;
+    }
+    delta = WarpSum<kWarp>(delta) / static_cast<A>(features);
+    if (lane == 0) deltas[r] = delta;
+  }
+  __syncthreads();  // all are there
+}
+
+// Column sums: each block adds up all rows of a group in kSumLanes packs of columns. dx is there;
+// or, of few rows, whose deltas are null, it need not be: the kernel runs beside the one before.
 template <typename T, int W>
 __global__ void __launch_bounds__(kSumLanes* kSumRows)
     BackwardSumsKernel(const __grid_constant__ LayerNormBwdArgs args, const Accum<T>* deltas) {
   using A = Accum<T>;
   constexpr int kColumns = kSumLanes * W;
   __shared__ A shared[3][kSumRows][kColumns];
+  __shared__ A few_deltas[kFewRows];
   const std::int64_t features = args.shape.features, rows = args.shape.rows;
   const std::int64_t tiles = (features + kColumns - 1) / kColumns;
   const bool shift = args.centered && !args.from_output;
@@ -251,6 +287,7 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
     const std::int64_t group = item / tiles;
     const std::int64_t column = item % tiles * kColumns + threadIdx.x * W;
     A dscale[W] = {}, dbias[W] = {}, dresidual_bias[W] = {};
+    if (shift && deltas == nullptr) FewDeltas<W, T>(args, group, few_deltas);
     if (column < features) {
       A scale[W];
       LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
@@ -265,7 +302,8 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
           const auto x = LoadPack<W>(static_cast<const T*>(args.x) + row * features + column);
           const auto dy = LoadPack<W>(static_cast<const T*>(args.dy) + row * features + column);
           const A mean = shift ? __ldg(static_cast<const A*>(args.mean) + row) : A{0};
-          const A delta = shift ? __ldg(deltas + row) : A{0};
+          A delta = 0;
+          if (shift) delta = deltas == nullptr ? few_deltas[r] : __ldg(deltas + row);
           A x_hat[W];
           NormalisedPack(args, x, group, column, scale, mean, delta,
                          __ldg(static_cast<const A*>(args.rstd) + row), x_hat);
@@ -306,6 +344,7 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
     }
     __syncthreads();  // all are read before the next item's are written
   }
+  WaitForKernelBefore();  // what comes next counts on dx, too
 }
 
 }  // namespace

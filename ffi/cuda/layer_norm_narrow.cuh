@@ -1,0 +1,245 @@
+// Chunks of narrow rows in shared memory: cuda/layer_norm_narrow_policy.h.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "cuda/layer_norm_narrow_policy.h"
+#include "cuda/layer_norm_parameters.cuh"
+#include "cuda/pipeline.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+
+namespace gradops {
+namespace {
+
+// Which columns of its rows a thread has, and which rows of each step of a chunk.
+template <typename T>
+struct NarrowPlace {
+  static constexpr int K = NarrowColumns(sizeof(T));
+
+  int lane, row;   // of the row; of a step
+  int begin;       // the first column
+  unsigned owned;  // bit k: the thread owns column begin + k; other lanes, or none, have the others
+
+  __device__ NarrowPlace(const NarrowPlan& plan, std::int64_t features) {
+    const int in_warp = static_cast<int>(threadIdx.x % kWarp);
+    lane = in_warp & (plan.lanes - 1);
+    row = in_warp >> plan.log_lanes;
+    const int first = lane * plan.columns;
+    begin = min(first, static_cast<int>(features) - plan.columns);
+    const unsigned all = (1u << plan.columns) - 1;
+    owned = all & ~((1u << min(first - begin, plan.columns)) - 1);
+  }
+  __device__ __forceinline__ bool Owns(int k) const { return (owned & 1u << k) != 0; }
+};
+
+// Calls fn(k) for each of a thread's columns; and for a few more, if it has less than half of what
+// it could have.
+template <int K, typename Fn>
+__device__ __forceinline__ void ForColumns(int columns, const Fn& fn) {
+  constexpr int kSure = SureColumns(K);
+#pragma unroll
+  for (int k = 0; k < kSure; ++k) fn(k);
+#pragma unroll
+  for (int k = kSure; k < K; k += 2) {
+    if (k < columns) fn(k), fn(k + 1);
+  }
+}
+
+// A thread's columns of a parameter, plus `added`; `absent` where there is none.
+template <typename T, typename A, int K>
+__device__ __forceinline__ void LoadNarrowParam(const Param& param, std::int64_t group, int begin,
+                                                int columns, A absent, A added, A (&values)[K]) {
+#pragma unroll
+  for (A& value : values) value = absent;
+  if (param.data == nullptr) return;
+  WithType(param, group, [&](const auto* data) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (k < columns) values[k] = static_cast<A>(__ldg(data + begin + k)) + added;
+    }
+  });
+}
+
+// Sums over a row's lanes, which all get them.
+template <int kValues, typename A>
+__device__ __forceinline__ void OverLanes(int lanes, A (&values)[kValues]) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    if (distance >= lanes) continue;
+    A others[kValues];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) others[i] = __shfl_xor_sync(0xffffffffu, values[i], distance);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] += others[i];
+  }
+}
+
+// An element at a shared address.
+template <typename T>
+__device__ __forceinline__ Accum<T> LoadElement(std::uint32_t address) {
+  if constexpr (sizeof(T) == 2) {
+    std::uint16_t bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      return __uint_as_float(static_cast<std::uint32_t>(bits) << 16);
+    } else {
+      return static_cast<float>(__ushort_as_half(bits));
+    }
+  } else {
+    Accum<T> value[1];
+    LoadShared(address, value);
+    return value[0];
+  }
+}
+template <typename T>
+__device__ __forceinline__ void StoreElement(std::uint32_t address, Accum<T> value) {
+  if constexpr (sizeof(T) == 2) {
+    std::uint32_t word;  // its lower half
+    if constexpr (std::is_same_v<T, Half>) {
+      const __half2 pair = __floats2half2_rn(value, 0.f);
+      word = reinterpret_cast<const std::uint32_t&>(pair);
+    } else {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(value, 0.f);
+      word = reinterpret_cast<const std::uint32_t&>(pair);
+    }
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+  } else {
+    StoreShared(address, value);
+  }
+}
+
+// A thread's columns of a row in a slot; 0 for those that the row lacks.
+template <typename T, typename A, int K>
+__device__ __forceinline__ void LoadColumns(const NarrowPlan& plan, std::uint32_t at,
+                                            A (&values)[K]) {
+  ForColumns<K>(plan.columns, [&](int k) { values[k] = LoadElement<T>(at + k * sizeof(T)); });
+  if (plan.columns < SureColumns(K)) {
+#pragma unroll
+    for (int k = 0; k < SureColumns(K); ++k) values[k] = k < plan.columns ? values[k] : A{0};
+  }
+}
+
+// A warp's chunks: on their way to shared memory, and back. All of the warp call it.
+template <typename T, int kArrays>
+class NarrowChunks {
+  static constexpr int kSize = sizeof(T), W = kVec<T>;
+
+ public:
+  // shared: the warp's slots, `count` for each of the stages. array_bytes: of each of the arrays,
+  // of which no more may be read.
+  __device__ NarrowChunks(const NarrowPlan& plan, const unsigned char* shared, int count,
+                          std::int64_t array_bytes)
+      : plan_(plan),
+        shared_(SharedAddress(shared)),
+        stage_bytes_(count * plan.slot_bytes),
+        array_bytes_(array_bytes) {}
+
+  // Where in the slot of array a the chunk that begins `first` bytes into its array does.
+  __device__ __forceinline__ std::uint32_t At(int stage, int a, std::int64_t first) const {
+    return shared_ + static_cast<std::uint32_t>(stage * stage_bytes_ + a * plan_.slot_bytes) +
+           (static_cast<std::uint32_t>(first) & (kLineBytes - 1));
+  }
+
+  // Orders `bytes` from `first` on of those arrays that are not null. To be committed.
+  __device__ __forceinline__ void Order(int stage, const void* const (&arrays)[kArrays],
+                                        std::int64_t first, int bytes) const {
+    const int before = static_cast<int>(first) & (kVecBytes - 1), end = before + bytes;
+    const std::int64_t begin = first - before;
+    if (array_bytes_ - begin < end + kVecBytes) return OrderLast(stage, arrays, begin, end);
+    const int own = Lane() * kVecBytes;
+#pragma unroll
+    for (int a = 0; a < kArrays; ++a) {
+      if (arrays[a] == nullptr) continue;
+      std::uint32_t to = At(stage, a, begin) + static_cast<std::uint32_t>(own);
+      const char* from = static_cast<const char*>(arrays[a]) + begin + own;
+#pragma unroll 1
+      for (int at = own; at < end; at += kStep) {
+        CopyAsync(to, from);
+        to += kStep, from += kStep;
+      }
+    }
+  }
+
+  // Stores what is in array a's slot, which all of the warp have written.
+  __device__ __forceinline__ void WriteBack(int stage, int a, void* array, std::int64_t first,
+                                            int bytes) const {
+    const int before = static_cast<int>(first) & (kVecBytes - 1), end = before + bytes;
+    char* const to = static_cast<char*>(array) + (first - before);
+    const std::uint32_t from = At(stage, a, first - before);
+    const int packs = before > 0 ? kVecBytes : 0;
+#pragma unroll 1
+    for (int at = packs + Lane() * kVecBytes; at + kVecBytes <= end; at += kStep) {
+      uint4 words;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                   : "r"(from + static_cast<std::uint32_t>(at))
+                   : "memory");
+      asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to + at),
+                   "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+                   : "memory");
+    }
+    if (((before | end) & (kVecBytes - 1)) == 0) return;
+    // Of a first and a last pack that are the chunk's in part, each lane stores an element.
+    const int tail = end & -kVecBytes, which = Lane() % W * kSize;
+    const bool of_head = Lane() < W;
+    const int at = of_head ? before + which : tail + which;
+    if (of_head ? before > 0 && at < min(end, kVecBytes)
+                : Lane() < 2 * W && tail >= packs && at < end) {
+      *reinterpret_cast<T*>(to + at) =
+          *static_cast<const T*>(__cvta_shared_to_generic(from + static_cast<std::uint32_t>(at)));
+    }
+  }
+
+ private:
+  static constexpr int kStep = kWarp * kVecBytes;  // of a warp's copies
+  __device__ __forceinline__ static int Lane() { return static_cast<int>(threadIdx.x % kWarp); }
+
+  // At the arrays' end. The last pack's elements one by one, not by cp.async of fewer bytes, which
+  // memcheck takes for one of 16.
+  __device__ void OrderLast(int stage, const void* const (&arrays)[kArrays], std::int64_t begin,
+                            int end) const {
+    const auto there = static_cast<int>(array_bytes_ - begin);
+#pragma unroll 1
+    for (int at = Lane() * kVecBytes; at < end; at += kStep) {
+#pragma unroll
+      for (int a = 0; a < kArrays; ++a) {
+        if (arrays[a] == nullptr) continue;
+        const char* const from = static_cast<const char*>(arrays[a]) + begin;
+        auto* const to = static_cast<char*>(__cvta_shared_to_generic(At(stage, a, begin)));
+        if (at + kVecBytes <= there) {
+          CopyAsync(to + at, from + at);
+        } else {
+#pragma unroll 1
+          for (int j = at; j < end; j += kSize) {
+            *reinterpret_cast<T*>(to + j) = *reinterpret_cast<const T*>(from + j);
+          }
+        }
+      }
+    }
+  }
+
+  const NarrowPlan& plan_;
+  const std::uint32_t shared_;
+  const int stage_bytes_;
+  const std::int64_t array_bytes_;
+};
+
+// A warp's turns.
+struct NarrowTurns {
+  std::int64_t row, step;  // of the group: the first one, and from turn to turn
+  int most, own;           // turns of any of the block's warps, and of the warp
+
+  __device__ NarrowTurns(const NarrowDeal& deal, const NarrowPlan& plan, std::int64_t slot,
+                         int warp) {
+    const std::int64_t first = slot * plan.warps;
+    row = (first + warp) * plan.chunk_rows;
+    step = deal.slots * plan.warps * plan.chunk_rows;
+    most = static_cast<int>(deal.rounds + (first < deal.extra));
+    own = static_cast<int>(deal.rounds + (first + warp < deal.extra));
+  }
+};
+
+}  // namespace
+}  // namespace gradops
