@@ -26,7 +26,30 @@ CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
 EVEN, UNEVEN, FRAMED = 0, 1, 2
-FEATURES = (1, 2, 8, 15, 16, 17, 33, 64, 128, 192, 257, 480, 481, 512, 513, 768, 1000, 1024, 3072, 3584, 4096, 4097)
+FEATURES = (
+    1,
+    2,
+    8,
+    15,
+    16,
+    17,
+    33,
+    64,
+    128,
+    192,
+    257,
+    480,
+    481,
+    512,
+    513,
+    768,
+    1000,
+    1024,
+    3072,
+    3584,
+    4096,
+    4097,
+)
 FEATURES += (5120, 6144, 8192, 8200, 12_288)
 WIDE = (16_384, 32_768, 65_535, 65_536, 131_072, 131_080, 10**6)
 
@@ -315,7 +338,28 @@ def test_paths(forced: str, op: str, dtype: str) -> None:
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(3)
     centered = op == "layer_norm"
-    widths = (1, 7, 15, 17, 33, 40, 64, 129, 256, 257, 479, 1000, 1025, 2560, 3000, 4096, 4097, 5120, 8200, 12_288)
+    widths = (
+        1,
+        7,
+        15,
+        17,
+        33,
+        40,
+        64,
+        129,
+        256,
+        257,
+        479,
+        1000,
+        1025,
+        2560,
+        3000,
+        4096,
+        4097,
+        5120,
+        8200,
+        12_288,
+    )
     widths += (8193, 16_385, 32_768)
     with jax.default_device(_gpus()[0]):
         for features, rows in itertools.product(widths, (3, 1000)):

@@ -8,7 +8,8 @@
 // the rows, are added over units, and then over slots (column_sum.cuh), in a fixed order. Traffic:
 // dy and x (and dsum) read, dx written, and a partial row per block.
 //
-// Rows that start anywhere: as forward.
+// Rows that start anywhere: as forward (narrow ones: layer_norm_bwd_narrow.cuh). Few rows' column
+// sums are a kernel of their own, beside dx's, which reads dy and x once more (LaunchFewSums).
 #include "cuda/layer_norm_bwd.cuh"
 
 #include <algorithm>
@@ -134,8 +135,8 @@ cudaError_t Backward(cudaStream_t stream, LayerNormBwdArgs args) {
     const cudaError_t status =
         CountResident(kernel, narrow.threads(), narrow.shared_bytes, 1, resident);
     if (status != cudaSuccess) return status;
-    const NarrowDeal deal = DealNarrow(narrow, args.shape, resident,
-                                       wanted.count > 0 ? args.partial_rows : resident);
+    const NarrowDeal deal =
+        DealNarrow(narrow, args.shape, resident, wanted.count > 0 ? args.partial_rows : resident);
     slots = deal.slots;
     const SlotSums<A> sums = SumsOf<A>(args, slots, wanted);
     const std::int64_t blocks = std::min(resident, groups * slots);
@@ -164,10 +165,9 @@ cudaError_t Backward(cudaStream_t stream, LayerNormBwdArgs args) {
   }
   if (resident == 0) {
     const std::int64_t scratch = groups * args.partial_rows * wanted.count * features;
-    const cudaError_t status =
-        DispatchWidth<T>(aligned && aligned_params, features, [&]<int W>() {
-          return BackwardStreamed<T, W>(stream, args, wanted.count > 0, scratch);
-        });
+    const cudaError_t status = DispatchWidth<T>(aligned && aligned_params, features, [&]<int W>() {
+      return BackwardStreamed<T, W>(stream, args, wanted.count > 0, scratch);
+    });
     if (status != cudaSuccess || !few) return status;
   }
   if (few) {

@@ -7,10 +7,10 @@
 #include <limits>
 
 #include "common/math.h"
+#include "cuda/launch.cuh"
 #include "cuda/layer_norm_column_sums.cuh"
 #include "cuda/layer_norm_narrow.cuh"
 #include "cuda/layer_norm_ring.cuh"
-#include "cuda/launch.cuh"
 #include "cuda/reciprocal.cuh"
 
 namespace gradops {
@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
   };
 
   for (std::int64_t item = blockIdx.x; item < groups * deal.slots; item += gridDim.x) {
-    const std::int64_t group = deal.slots == 1 ? item
-                                               : static_cast<std::uint32_t>(item) /
-                                                     static_cast<std::uint32_t>(deal.slots);
+    const std::int64_t group =
+        deal.slots == 1 ? item
+                        : static_cast<std::uint32_t>(item) / static_cast<std::uint32_t>(deal.slots);
     const std::int64_t slot = item - group * deal.slots;
     const NarrowTurns turns(deal, plan, slot, warp);
     // The turn's chunk, which begins with `row`, `first` bytes into the arrays; and its rows'
@@ -101,10 +101,10 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
         const A means = next_mean, rstds = next_rstd;
         // Bit by bit, those of the chunk's rows that are not as most are.
         const unsigned unusual =
-            !kShift ? 0
-                    : __ballot_sync(0xffffffffu,
-                                    static_cast<int>(threadIdx.x % kWarp) < count &&
-                                        (epsilon < 0 || !UsualRow(means, rstds, epsilon)));
+            !kShift
+                ? 0
+                : __ballot_sync(0xffffffffu, static_cast<int>(threadIdx.x % kWarp) < count &&
+                                                 (epsilon < 0 || !UsualRow(means, rstds, epsilon)));
         load_statistics(turn + 1, row + turns.step);
         WaitForCopies<1>();
         __syncwarp();  // all lanes' copies are there
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
               static_cast<std::uint32_t>(of_chunk * row_bytes + place.begin * kSize);
           const std::uint32_t dy_at = chunks.At(stage, 0, first) + in_slot;
           const std::uint32_t x_at = chunks.At(stage, 1, first) + in_slot;
-          A dy[K], x[K];  // x: less the saved mean; from the output, x_hat
+          A dy[K], x[K];           // x: less the saved mean; from the output, x_hat
           A totals[kValues] = {};  // of wdy * x, wdy and x
           LoadColumns<T>(plan, dy_at, dy);
           LoadColumns<T>(plan, x_at, x);

@@ -17,7 +17,8 @@
 //   up to 16 times that     as above                          2 to 16 blocks of those, from sm_90
 //                                                             on; else streamed
 //
-// Framed rows have at least 32 lanes. Narrower rows, too, get a cluster, of blocks of at least
+// Framed rows have at least 32 lanes (those of up to 480 elements: layer_norm_narrow_policy.h).
+// Narrower rows, too, get a cluster, of blocks of at least
 // three warps, where one block would leave more than an eighth (of 48 bytes a tenth) of a
 // multiprocessor's 512 (or 384) threads without work.
 #pragma once

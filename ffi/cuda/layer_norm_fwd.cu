@@ -7,7 +7,8 @@
 // residual, x and residual read, sum and y written.
 //
 // Rows that start anywhere are read and written by the 16 bytes too, from 16-byte boundary to
-// 16-byte boundary, so that only a row's first and last few elements need care: see Place.
+// 16-byte boundary, so that only a row's first and last few elements need care: see Place. Narrow
+// ones by the chunk of neighbouring rows (layer_norm_fwd_narrow.cuh).
 #include "cuda/layer_norm_fwd.cuh"
 
 #include <algorithm>
@@ -143,9 +144,8 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
     if (narrow.lanes > 0) return LaunchForwardNarrow<T, kCentered>(stream, args, narrow);
     bool done = false;
     const cudaError_t status =
-        args.residual == nullptr
-            ? LaunchForwardRows<T, kCentered, false>(stream, args, plan, done)
-            : LaunchForwardRows<T, kCentered, true>(stream, args, plan, done);
+        args.residual == nullptr ? LaunchForwardRows<T, kCentered, false>(stream, args, plan, done)
+                                 : LaunchForwardRows<T, kCentered, true>(stream, args, plan, done);
     if (done || status != cudaSuccess) return status;
   } else if (!plan.stream) {
     const auto launch = [&]<int P, Division kDivision>() {
@@ -157,9 +157,10 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
       return plan.packs == 4 ? launch.template operator()<4, kDivision>()
                              : launch.template operator()<8, kDivision>();
     };
-    return plan.packs == 3                        ? launch.template operator()<3, Division::kEven>()
-           : plan.division == Division::kUneven ? with_packs.template operator()<Division::kUneven>()
-                                                : with_packs.template operator()<Division::kEven>();
+    return plan.packs == 3 ? launch.template operator()<3, Division::kEven>()
+           : plan.division == Division::kUneven
+               ? with_packs.template operator()<Division::kUneven>()
+               : with_packs.template operator()<Division::kEven>();
   }
   return DispatchWidth<T>(aligned && aligned_params, features, [&]<int W>() {
     ForwardStreamKernel<T, W>

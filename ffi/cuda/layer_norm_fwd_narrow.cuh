@@ -112,8 +112,7 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
       // Lanes without a row do the last one's sums once more.
       const int of_chunk = min(step + place.row, count - 1);
       const bool has_row = step + place.row < count;
-      const auto in_slot =
-          static_cast<std::uint32_t>(of_chunk * row_bytes + place.begin * kSize);
+      const auto in_slot = static_cast<std::uint32_t>(of_chunk * row_bytes + place.begin * kSize);
       const std::uint32_t at = chunks.At(stage, 0, first) + in_slot;
       A x[K];
       LoadColumns<T>(plan, at, x);

@@ -1,7 +1,7 @@
 // How layer norm's kernels have narrow rows laid out on a GPU that start anywhere: by the chunk of
-// neighbouring rows, which a warp copies to shared memory by whole packs of 16 bytes, works on there
-// element by element, and writes back by whole packs; the next one is under way meanwhile. Both
-// directions. Plain C++, no CUDA.
+// neighbouring rows, which a warp copies to shared memory by whole packs of 16 bytes, works on
+// there element by element, and writes back by whole packs; the next one is under way meanwhile.
+// Both directions. Plain C++, no CUDA.
 //
 // A row belongs to some lanes of a warp, each with as many neighbouring columns: an odd number, so
 // that lanes find their elements in different banks. Where the last lanes would have columns that
@@ -93,8 +93,8 @@ inline NarrowDeal DealNarrow(const NarrowPlan& plan, const RowShape& shape, std:
                              std::int64_t most) {
   const std::int64_t chunks = CeilDiv(shape.rows, plan.chunk_rows);
   NarrowDeal deal{};
-  deal.slots = std::min({CeilDiv(chunks, plan.warps), most,
-                         std::max<std::int64_t>(1, resident / shape.groups)});
+  deal.slots = std::min(
+      {CeilDiv(chunks, plan.warps), most, std::max<std::int64_t>(1, resident / shape.groups)});
   deal.rounds = chunks / (deal.slots * plan.warps);
   deal.extra = chunks % (deal.slots * plan.warps);
   return deal;

@@ -16,7 +16,8 @@
 //   up to 2 Ki                                     64 (or 48: 768)      1 to 32 lanes
 //   up to 32 Ki (8 Ki, and 16 Ki)                  64                   64 to 512 (256)
 //   up to 128 Ki (64 Ki)                           128                  up to 1024 (512)
-//   start anywhere: up to 32 Ki                    64                   1 to 512
+//   start anywhere: up to 32 Ki                    64                   32 to 512
+//     (up to 480 elements: layer_norm_narrow_policy.h)
 //   more, from sm_90 on                            64                   2 to 16 blocks of up to 512
 //                                                                       (256, if that suffices)
 #pragma once

@@ -257,8 +257,7 @@ class RowStats {
     const int of = turn & mask_, from = first_ + of;
     if (of == 0) {
       now_[0] = next_[0], now_[1] = next_[1];
-      usual_ =
-          __ballot_sync(0xffffffffu, !careful_ && UsualRow(now_[0], now_[1], epsilon_));
+      usual_ = __ballot_sync(0xffffffffu, !careful_ && UsualRow(now_[0], now_[1], epsilon_));
       Load();
     }
     if constexpr (kMean) mean = __shfl_sync(0xffffffffu, now_[0], from);

@@ -1,6 +1,6 @@
 // For rows that no plan holds on chip (cuda/layer_norm_policy.h): a block per row, which reads it
 // twice, the second time mostly from L2; backward, a second kernel reads dy and x once more, down
-// the columns, for their sums.
+// the columns, for their sums, as it does for those of few rows.
 #pragma once
 
 #include <cstdint>
