@@ -1,56 +1,27 @@
-"""How the CUDA norms lay out rows: the table (no GPU needed), and every path of it on a GPU.
+"""How the CUDA norms lay out rows: the tables, for which no GPU is needed.
 
-The tables are ffi/cuda/layer_norm{,_bwd}_policy.h. The native module says what they choose
-(`row_plan`), and can be told what to choose (`force_row_plan`), for the whole process.
+They are ffi/cuda/layer_norm{,_bwd,_narrow}_policy.h. The native module says what they choose
+(`row_plan`), and can be told what to choose (`force_row_plan`), for the whole process:
+test_row_paths.py.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import oracles
 import pytest
-from comparing import assert_bitwise_equal, assert_matches, widen
 from gpus import GPUS
 
-import jax_gradops
 from jax_gradops import _registry
 
 CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
 EVEN, UNEVEN, FRAMED = 0, 1, 2
-FEATURES = (
-    1,
-    2,
-    8,
-    15,
-    16,
-    17,
-    33,
-    64,
-    128,
-    192,
-    257,
-    480,
-    481,
-    512,
-    513,
-    768,
-    1000,
-    1024,
-    3072,
-    3584,
-    4096,
-    4097,
-)
-FEATURES += (5120, 6144, 8192, 8200, 12_288)
+FEATURES = (1, 2, 8, 15, 16, 17, 33, 64, 128, 192, 257, 480, 481, 512, 513, 768, 1000, 1024)
+FEATURES += (3072, 3584, 4096, 4097, 5120, 6144, 8192, 8200, 12_288)
 WIDE = (16_384, 32_768, 65_535, 65_536, 131_072, 131_080, 10**6)
 
 
@@ -288,187 +259,3 @@ def test_the_backward_table() -> None:
     # Few rows are spread over the multiprocessors.
     assert plan(1024, rows=37)["units"] == 1
     assert plan(1024, rows=10**6)["units"] == 8
-
-
-# --- Every path, on a GPU ------------------------------------------------------------------------
-
-FORCED = {
-    "as chosen": {},
-    "sm_80": {"architecture": 80},
-    "streamed": {"stream": True},
-    "small clusters": {"max_threads": 32},
-    "clusters of up to 8": {"max_threads": 64, "max_cluster": 8},
-    "one row under way": {"max_stages": 1},
-    "two rows under way": {"max_stages": 2},
-    "2 packs": {"packs": 2},
-    "3 packs": {"packs": 3},
-    "4 packs": {"packs": 4},
-}
-
-
-@pytest.fixture(params=FORCED)
-def forced(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert CUDA is not None
-    CUDA.force_row_plan(**FORCED[request.param])
-    yield request.param
-    CUDA.force_row_plan()
-
-
-@functools.cache
-def norm(op: str, residuals: str) -> Any:
-    """dy, x, residual and parameters to y and all gradients."""
-
-    @jax.jit
-    def f(dy: Any, x: Any, *parameters: Any) -> Any:
-        call = functools.partial(
-            getattr(jax_gradops, op), epsilon=1e-2, residuals=residuals, implementation="ffi"
-        )
-        result, pull = jax.vjp(call, x, *parameters)
-        return result, pull(dy)
-
-    return f
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_paths(forced: str, op: str, dtype: str) -> None:
-    """Each forced path, at widths on both sides of every change of plan, against float64."""
-    if not _gpus():
-        pytest.skip("needs a CUDA device")
-    rng = np.random.default_rng(3)
-    centered = op == "layer_norm"
-    widths = (
-        1,
-        7,
-        15,
-        17,
-        33,
-        40,
-        64,
-        129,
-        256,
-        257,
-        479,
-        1000,
-        1025,
-        2560,
-        3000,
-        4096,
-        4097,
-        5120,
-        8200,
-        12_288,
-    )
-    widths += (8193, 16_385, 32_768)
-    with jax.default_device(_gpus()[0]):
-        for features, rows in itertools.product(widths, (3, 1000)):
-            if rows == 1000 and features > 2000 and features not in (2560, 4096, 5120):
-                continue
-            dy, x = (0.3 + rng.standard_normal((2, rows, features))).astype(dtype)
-            scale, bias = (1 + rng.standard_normal((2, features)) / 4).astype(np.float32)
-            parameters = (scale, bias) if centered else (scale,)
-            y, (dx, *gradients) = norm(op, "input")(dy, x, *parameters)
-            wide = [widen(a) for a in (dy, x, *parameters)]
-            settings = {"epsilon": 1e-2, "centered": centered}
-            expected = oracles.norm(*wide[1:], **settings)
-            what = f"{forced}: {op} {dtype}{[rows, features]}"
-            accum = np.float64 if dtype == "float64" else np.float32
-            assert_matches(y, expected, x.dtype, accum, what)
-            of_x, *of_parameters = oracles.norm_vjp(*wide[:3], **settings)
-            assert_matches(dx, of_x, x.dtype, accum, what + ": dx")
-            for gradient, reference in zip(gradients, of_parameters, strict=False):
-                assert_matches(gradient, reference, np.float32, accum, what + ": dscale, dbias")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_variants(forced: str, dtype: str) -> None:
-    """Addition of a residual and its bias, backward from the output, parameters of other dtypes:
-    to XLA's."""
-    if not _gpus():
-        pytest.skip("needs a CUDA device")
-    rng = np.random.default_rng(4)
-    tolerance = {"bfloat16": 0.03, "float32": 3e-5, "float64": 1e-12}[dtype]
-    with jax.default_device(_gpus()[0]):
-        for features, residuals in itertools.product(
-            (7, 33, 64, 301, 768, 1000, 4097, 8200), ("input", "output")
-        ):
-            dy, ds, x, residual = rng.standard_normal((4, 37, features)).astype(dtype)
-            scale = (1.5 + rng.random(features)).astype(jnp.bfloat16)
-            bias = rng.standard_normal(features).astype(np.float16)
-            residual_bias = rng.standard_normal(features).astype(np.float32)
-            results = {}
-            for implementation in ("ffi", "xla"):
-
-                def call(x: Any, residual: Any, scale: Any, bias: Any, residual_bias: Any) -> Any:
-                    return jax_gradops.add_layer_norm(
-                        *(x, residual, scale, bias),
-                        residual_bias=residual_bias,
-                        residuals=residuals,  # noqa: B023 - called in this turn
-                        scale_offset=0.5,
-                        implementation=implementation,  # noqa: B023
-                    )
-
-                out, pull = jax.vjp(call, x, residual, scale, bias, residual_bias)
-                results[implementation] = (out, pull((jnp.asarray(dy), jnp.asarray(ds))))
-            ours, theirs = map(jax.tree.leaves, (results["ffi"], results["xla"]))
-            for a, b in zip(ours, theirs, strict=True):
-                assert a.dtype == b.dtype
-                a, b = widen(a), widen(b)
-                error = np.linalg.norm(a - b) / np.linalg.norm(b)
-                limit = tolerance if a.ndim == 2 else max(tolerance, 0.01)
-                assert error < limit, f"{forced}, {[37, features]}, {residuals}: {error}"
-
-
-@pytest.mark.gpu
-def test_rings_do_not_change_results() -> None:
-    """Neither their depth nor the architecture, of rows that one block holds: bitwise, y and dx."""
-    if not _gpus():
-        pytest.skip("needs a CUDA device")
-    assert CUDA is not None
-    rng = np.random.default_rng(5)
-    with jax.default_device(_gpus()[0]):
-        for features in (64, 1000, 4096):
-            dy, x = rng.standard_normal((2, 501, features)).astype(np.float32)
-            expected = None
-            for forced in ({}, {"max_stages": 1}, {"max_stages": 2}, {"architecture": 80}):
-                CUDA.force_row_plan(**forced)
-                try:
-                    y, (dx,) = norm("layer_norm", "input")(dy, x)
-                finally:
-                    CUDA.force_row_plan()
-                expected = expected or (y, dx)
-                assert_bitwise_equal(y, expected[0], f"{forced}")
-                assert_bitwise_equal(dx, expected[1], f"{forced}")
-
-
-def _gpus() -> list[Any]:
-    try:
-        return jax.devices("gpu")
-    except RuntimeError:
-        return []
-
-
-@pytest.mark.gpu
-def test_few_rows_of_groups() -> None:
-    """A unit has several rows of one group after another's: as many leave each only one block."""
-    if not _gpus():
-        pytest.skip("needs a CUDA device")
-    rng = np.random.default_rng(5)
-    groups, rows, features = shape = (100, 10, 1024)
-    dy, x = rng.standard_normal((2, *shape)).astype(jnp.bfloat16)
-    scale, bias = rng.standard_normal((2, features), np.float32)
-
-    def gradients(dy: Any, x: Any) -> Any:
-        return norm("layer_norm", "input")(dy, x, scale, bias)[1]
-
-    with jax.default_device(_gpus()[0]):
-        dx, dscale, dbias = jax.vmap(gradients)(dy, x)
-        many = [np.concatenate([a.reshape(-1, features)] * 2) for a in (dy, x)]  # by more units
-        assert_bitwise_equal(dx, gradients(*many)[0][: groups * rows].reshape(shape))
-        for group in range(0, groups, 33):
-            wide = [widen(a) for a in (dy[group], x[group], scale)]
-            _, *expected = oracles.norm_vjp(*wide, epsilon=1e-2, centered=True)
-            for actual, reference in zip((dscale, dbias), expected, strict=False):
-                assert_matches(actual[group], reference, np.float32, np.float32, f"group {group}")

@@ -930,21 +930,21 @@ CUDA = [
         "ffi/cuda/layer_norm_totals.cuh",
         "if (cluster_ == 1 || warp_ == 0) sum = OverParts(",
         "if (cluster_ == 1) sum = OverParts(",
-        _k("row_plans", "test_paths and bfloat16"),
+        _k("row_paths", "test_paths and bfloat16"),
     ),
     Fault(
         "layer norm backward: statistics of the turn before",
         "ffi/cuda/layer_norm_ring.cuh",
         "from = first_ + of;",
         "from = first_ + max(0, of - 1);",
-        _k("row_plans", "test_paths and bfloat16"),
+        _k("row_paths", "test_paths and bfloat16"),
     ),
     Fault(
         "layer norm backward: of more than four warps' sums, only eight",
         "ffi/cuda/layer_norm_totals.cuh",
         "sum[0] += other[0];",
         "",
-        _k("row_plans", "test_paths and bfloat16"),
+        _k("row_paths", "test_paths and bfloat16"),
     ),
     Fault(
         "layer norm backward: units' sums are read before they are written",
@@ -960,7 +960,7 @@ CUDA = [
         "ffi/cuda/column_sum.cuh",
         "features % kVec<A> == 0 && Aligned(workspace) && features",
         "Aligned(workspace) && features",
-        _k("row_plans", "test_paths and bfloat16"),
+        _k("row_paths", "test_paths and bfloat16"),
     ),
     Fault(
         "layer norm backward: sums of dx go on from those of earlier turns",
@@ -981,7 +981,7 @@ CUDA = [
         "ffi/cuda/layer_norm_fwd_rows.cuh",
         "if (kReread) replace();",
         "",
-        _k("row_plans", "test_paths and bfloat16"),
+        _k("row_paths", "test_paths and bfloat16"),
     ),
     Fault(
         "layer norm: columns that a row does not have count in its deviation",
@@ -995,7 +995,7 @@ CUDA = [
         "ffi/cuda/layer_norm_sums.cuh",
         "return !kClusters || cluster_ == 1 || warp_ == 0;",
         "return !kClusters || cluster_ == 1;",
-        _k("row_plans", "test_paths and bfloat16"),
+        _k("row_paths", "test_paths and bfloat16"),
     ),
     Fault(
         "batch norm: partial sums are read before they are written",
