@@ -149,7 +149,7 @@ def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None
             continue
         owned(p, features, element_bytes, lines=True)
         more = {2: 3, 4: 4, 8: 4}[element_bytes]
-        assert p["packs"] in ((3,) if p["division"] == FRAMED else (2, more))
+        assert p["packs"] in (2, 3 if p["division"] == FRAMED else more)
         assert p["threads"] <= (384 if p["packs"] == 3 else 512)
         assert p["stages"] in (1, 2)
         for of in (p, p.get("narrow", p)):
@@ -231,6 +231,7 @@ def test_the_backward_table() -> None:
     assert plan(1000)["division"] == UNEVEN
     assert plan(4097)["division"] == FRAMED and plan(4097)["classes"] == 8
     assert plan(4097)["packs"] == 3 and plan(4097)["lanes"] == 192 and plan(4097)["units"] == 2
+    assert [plan(n)["packs"] for n in (497, 769, 1001, 2001, 9001)] == [2, 2, 2, 2, 3]
     # 32 bytes a thread of wider types, if a small cluster then holds the row.
     floats = functools.partial(plan, element_bytes=4)
     assert floats(1024)["packs"] == 2 and floats(1024)["lanes"] == 128

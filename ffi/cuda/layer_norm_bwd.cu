@@ -155,12 +155,13 @@ cudaError_t Backward(cudaStream_t stream, LayerNormBwdArgs args) {
       narrow = ChooseNarrowPlan(
           task, {.of_warp = of_columns + (task.sums_dx ? kOfDx : 0), .of_block = 0});
     }
-    const cudaError_t status = narrow.lanes > 0 ? run_narrow(narrow)
-                               : plan.division == Division::kFramed
-                                   ? run.template operator()<kFramedPacks, Division::kFramed>()
-                               : plan.packs == kFewPacks
-                                   ? run.template operator()<kFewPacks, Division::kUneven>()
-                                   : run.template operator()<kMore, Division::kUneven>();
+    const cudaError_t status =
+        narrow.lanes > 0 ? run_narrow(narrow)
+        : plan.division == Division::kFramed
+            ? plan.packs == kFewPacks ? run.template operator()<kFewPacks, Division::kFramed>()
+                                      : run.template operator()<kFramedPacks, Division::kFramed>()
+        : plan.packs == kFewPacks ? run.template operator()<kFewPacks, Division::kUneven>()
+                                  : run.template operator()<kMore, Division::kUneven>();
     if (status != cudaSuccess) return status;
   }
   if (resident == 0) {

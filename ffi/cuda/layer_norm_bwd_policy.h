@@ -9,9 +9,9 @@
 //
 //   bytes of a row          of a thread                       threads of a row
 //   up to 1 Ki              32                                1 to 32 lanes
-//   up to 16 Ki (with 48    32; or, of 16-bit elements, 48    64 to 512 (with 48 up to 384)
-//   bytes 18, with 64 32)   where that puts more of them to
-//                           work; framed 48; 64, of wider
+//   up to 16 Ki (with 48    32; or, of 16-bit elements and    64 to 512 (with 48 up to 384)
+//   bytes 18, with 64 32)   framed, 48 where that puts more
+//                           of them to work; 64, of wider
 //                           elements, where 32 would take
 //                           larger clusters, or cannot
 //   up to 16 times that     as above                          2 to 16 blocks of those, from sm_90
@@ -164,7 +164,14 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
     return divided;
   };
   if (Framed(task, kFewPacks)) {
-    plan = divide(kFramedPacks);
+    const auto framed = [&](int packs, int other) {
+      return forced.packs == other ? BackwardPlan{} : divide(packs);
+    };
+    plan = framed(kFramedPacks, kFewPacks);
+    const BackwardPlan few = framed(kFewPacks, kFramedPacks);
+    const bool better =
+        few.lanes > 0 && (plan.lanes == 0 || 0.95 * PartAtWork(task, few) > PartAtWork(task, plan));
+    if (better) plan = few;
     return plan.lanes > 0;
   }
   const auto divide_by = [&](int packs) {
