@@ -111,6 +111,12 @@ inline double PartAtWork(const RowTask& task, const BackwardPlan& plan) {
          (BackwardThreads(16 * plan.packs) * 16 * plan.packs);
 }
 
+// Which part of a GPC's 16 multiprocessors has clusters of so many; of more than 8, whatever is
+// left.
+constexpr double PartOfGpc(int cluster) {
+  return cluster > 8 ? 1.0 : static_cast<double>(16 / cluster * cluster) / 16;
+}
+
 // Divides rows among threads of so many packs; false where no cluster can hold one.
 inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs,
                        BackwardPlan& plan) {
@@ -169,9 +175,10 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
     };
     plan = framed(kFramedPacks, kFewPacks);
     const BackwardPlan few = framed(kFewPacks, kFramedPacks);
-    const bool better =
-        few.lanes > 0 && (plan.lanes == 0 || 0.95 * PartAtWork(task, few) > PartAtWork(task, plan));
-    if (better) plan = few;
+    const auto at_work = [&](const BackwardPlan& p) {
+      return p.lanes == 0 ? 0.0 : PartAtWork(task, p) * PartOfGpc(p.cluster);
+    };
+    if (0.95 * at_work(few) > at_work(plan)) plan = few;
     return plan.lanes > 0;
   }
   const auto divide_by = [&](int packs) {
@@ -185,10 +192,9 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
     const double with_few = PartAtWork(task, few);
     // More packs take fewer instructions an element, and, of wider elements, more registers than
     // there are: float32 takes them where else clusters were large or left threads idle, float64
-    // where there were no such clusters on every GPU, or, of 6, a quarter of multiprocessors had
-    // none.
+    // where there were no such clusters on every GPU, or where they left multiprocessors idle.
     if (task.element_bytes == 2) return 1.05 * PartAtWork(task, plan) < with_few;
-    if (task.element_bytes == 8) return few.cluster <= 8 && few.cluster != 6;
+    if (task.element_bytes == 8) return few.cluster <= 8 && PartOfGpc(few.cluster) > 0.8;
     return few.cluster <= 2 || (few.cluster <= 4 && with_few >= 0.9);
   };
   if (better()) plan = few;
