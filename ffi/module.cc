@@ -56,6 +56,8 @@ void BindRowPlans(nb::module_& m) {
           const RowTask task{rows,         features,       element_bytes, arrays,
                              aligned,      aligned_params, architecture,  multiprocessors,
                              shared_bytes, sums_dx,        centered};
+          const NarrowExtra extra =
+              backward ? NarrowBackwardExtra(task) : NarrowForwardExtra(task, true);
           nb::dict fields;
           const auto describe = [&](const auto& plan) {
             fields["stream"] = plan.stream;
@@ -77,9 +79,8 @@ void BindRowPlans(nb::module_& m) {
               fields["stages"] = plan.stages;
               fields["shared_bytes"] = plan.shared_bytes;
             }
-            const NarrowPlan narrow = plan.division == Division::kFramed
-                                          ? ChooseNarrowPlan(task, /*beside=*/{})
-                                          : NarrowPlan{};
+            const NarrowPlan narrow =
+                plan.division == Division::kFramed ? ChooseNarrowPlan(task, extra) : NarrowPlan{};
             if (narrow.lanes == 0) return;
             nb::dict chunk;
             chunk["lanes"] = narrow.lanes;

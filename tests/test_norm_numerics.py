@@ -225,6 +225,22 @@ def test_every_power_of_two(platform, op, features, rng):
     assert (right | nan).all() and right[powers < 57].all() and nan[powers > 63].all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("features", [6, 10, 12, 14, 33, 100, 257, 769])
+def test_neighbours_of_nan(platform, op, dtype, features, rng):
+    """A NaN in any column of x or dy stays in its row: others are the same to the bit."""
+    dy, x, scale, bias = example(rng, (37, features))
+    arrays = [a.astype(jnp.dtype(dtype)) for a in (dy, x)]
+    nan = [a.copy() for a in arrays]
+    for a, rows in zip(nan, ((3, 31), (11, 35)), strict=True):
+        a[rows[0], 0] = a[rows[1], -1] = np.nan
+    clean, dirty = run([problem(op, *a, scale, bias) for a in (arrays, nan)])
+    for name, rows in (("y", (11, 35)), ("x", (3, 11, 31, 35))):
+        others = np.setdiff1d(np.arange(37), rows)
+        assert np.isnan(widen(dirty[name])[list(rows)]).all()
+        assert_bitwise_equal(dirty[name][others], clean[name][others], name)
+
+
 def test_infinity_in_rms_norm(platform, implementation):
     """NaN in all of its row, where 1/sqrt(inf) would give zeros; other rows do not change."""
     x = np.array([[3, 4, 0], [1, np.inf, 2], [3, 4, 0]], np.float32)

@@ -79,28 +79,8 @@ def test_paths(forced: str, op: str, dtype: str) -> None:
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(3)
     centered = op == "layer_norm"
-    widths = (
-        1,
-        7,
-        15,
-        17,
-        33,
-        40,
-        64,
-        129,
-        256,
-        257,
-        479,
-        1000,
-        1025,
-        2560,
-        3000,
-        4096,
-        4097,
-        5120,
-        8200,
-        12_288,
-    )
+    widths = (1, 6, 7, 10, 14, 15, 17, 33, 40, 64, 129, 256, 257, 479, 769, 1000, 1025)
+    widths += (2560, 3000, 4096, 4097, 5120, 8200, 12_288)
     widths += (8193, 16_385, 32_768)
     with jax.default_device(gpus()[0]):
         for features, rows in itertools.product(widths, (3, 1000)):

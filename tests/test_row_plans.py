@@ -20,7 +20,29 @@ CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
 EVEN, UNEVEN, FRAMED = 0, 1, 2
-FEATURES = (1, 2, 8, 15, 16, 17, 33, 64, 128, 192, 257, 480, 481, 512, 513, 768, 1000, 1024)
+FEATURES = (
+    1,
+    2,
+    6,
+    8,
+    10,
+    14,
+    15,
+    16,
+    17,
+    33,
+    64,
+    128,
+    192,
+    257,
+    480,
+    481,
+    512,
+    513,
+    768,
+    1000,
+    1024,
+)
 FEATURES += (3072, 3584, 4096, 4097, 5120, 6144, 8192, 8200, 12_288)
 WIDE = (16_384, 32_768, 65_535, 65_536, 131_072, 131_080, 10**6)
 

@@ -92,8 +92,6 @@ __global__ void __launch_bounds__(kColumnLanes* kColumnSlices)
   }
 }
 
-// With the split of cache and shared memory that the kernels before have, as changing it takes
-// time.
 template <typename A>
 cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const ColumnSums& sums,
                             std::int64_t groups, std::int64_t stride, std::int64_t partial_rows,
@@ -101,14 +99,12 @@ cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const Colum
   const auto launch = [&]<int W>() {
     const std::int64_t items = groups * sums.count * CeilDiv(features, kColumnLanes * W);
     cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-    attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(GridBlocks(items));
     config.blockDim = dim3(kColumnLanes, kColumnSlices);
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = 1 + StartEarly(attributes[1]);
+    config.numAttrs = KeepShared(attributes[0]) + StartEarly(attributes[1]);
     return cudaLaunchKernelEx(&config, &ColumnSumKernel<A, W>, workspace, sums, stride,
                               partial_rows, features, items);
   };

@@ -109,6 +109,13 @@ inline unsigned StartEarly(cudaLaunchAttribute& attribute) {
   return CurrentDevice().architecture >= 90 ? 1 : 0;
 }
 
+// And with as much shared memory as the kernel before has, as changing that takes time.
+inline unsigned KeepShared(cudaLaunchAttribute& attribute) {
+  attribute.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attribute.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  return 1;
+}
+
 // Blocks of a one-dimensional grid: one for each of `items`, but no more than CUDA allows and at
 // least the one that it demands. So kernels loop over items, from blockIdx.x in steps of gridDim.x.
 inline unsigned GridBlocks(std::int64_t items) {

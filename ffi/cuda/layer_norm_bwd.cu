@@ -68,30 +68,32 @@ SlotSums<A> SumsOf(const LayerNormBwdArgs& args, std::int64_t slots, ColumnSums&
   return sums;
 }
 
-// Few rows' column sums from dy and x, by a kernel that starts with the one before, which needs
-// longer for dx than this for them: sums of partial sums would wait for these.
+// Few rows' column sums, from dy and x: by a kernel that starts beside the one before if that lets
+// it, as it needs nothing of dx's. Sums of partial sums would wait for these.
 template <typename T, int W>
 cudaError_t LaunchFewSums(cudaStream_t stream, const LayerNormBwdArgs& args) {
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(GridBlocks(args.shape.groups * CeilDiv(args.shape.features, kSumLanes * W)));
+  config.gridDim = dim3(GridBlocks(CeilDiv(args.shape.features, kSumLanes * W)));
   config.blockDim = dim3(kSumLanes, kSumRows);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = StartEarly(attribute);
+  config.attrs = attributes;
+  config.numAttrs = KeepShared(attributes[0]) + StartEarly(attributes[1]);
   return cudaLaunchKernelEx(&config, &BackwardSumsKernel<T, W>, args,
                             static_cast<const Accum<T>*>(nullptr));
 }
 
-// Whether that is faster: while dy and x, read twice, are in the L2 cache. Not where tests force
-// what they look at.
-inline constexpr std::int64_t kFewBytes = std::int64_t{4} << 20;
-bool FewRows(const LayerNormBwdArgs& args, int element_bytes) {
+// Whether that is faster: while dy and x, read twice, are in the L2 cache, and x as often as blocks
+// read it if no row is usual (FewDeltas). Not where tests force what they look at.
+inline constexpr std::int64_t kFewBytes = std::int64_t{4} << 20,
+                              kFewReads = std::int64_t{128} << 20;
+bool FewRows(const LayerNormBwdArgs& args, int element_bytes, int width) {
+  const std::int64_t bytes = args.shape.elements() * element_bytes;
   const bool centers = args.centered && !args.from_output;
-  return ForcedRowPlan() == RowOverride{} && args.shape.rows > 1 && args.shape.rows <= kFewRows &&
-         args.shape.elements() * element_bytes <= kFewBytes &&
-         args.dresidual_bias.data == nullptr && (!centers || args.epsilon >= 0);
+  const std::int64_t reads = bytes * CeilDiv(args.shape.features, kSumLanes * width);
+  return ForcedRowPlan() == RowOverride{} && args.shape.groups == 1 && args.shape.rows > 1 &&
+         args.shape.rows <= kFewRows && bytes <= kFewBytes && args.dresidual_bias.data == nullptr &&
+         (!centers || (args.epsilon >= 0 && reads <= kFewReads));
 }
 
 template <typename T, bool kCentered, bool kFromOutput>
@@ -110,7 +112,8 @@ cudaError_t Backward(cudaStream_t stream, LayerNormBwdArgs args) {
   task.sums_dx = args.dresidual_bias.data != nullptr;
   const BackwardPlan plan = ChooseBackwardPlan(task, ForcedRowPlan());
   const LayerNormBwdArgs all = args;
-  const bool few = !plan.stream && wanted.count > 0 && FewRows(args, sizeof(T));
+  const int width = aligned && aligned_params && features % kVec<T> == 0 ? kVec<T> : 1;
+  const bool few = !plan.stream && wanted.count > 0 && FewRows(args, sizeof(T), width);
   if (few) args.dscale = args.dbias = {}, wanted.count = 0;
   std::int64_t resident = 0, slots = 1;
   const A inverse_features = static_cast<A>(1.0 / static_cast<double>(features));
@@ -147,14 +150,9 @@ cudaError_t Backward(cudaStream_t stream, LayerNormBwdArgs args) {
   if (!plan.stream) {
     // Here what it costs that rows may be uneven hardly shows.
     constexpr int kMore = MorePacks(sizeof(T));
-    NarrowPlan narrow{};
-    if (plan.division == Division::kFramed) {
-      // Column sums, and dx's of each thread.
-      const auto of_columns = static_cast<int>(features * static_cast<std::int64_t>(sizeof(A)));
-      constexpr int kOfDx = 32 * NarrowColumns(sizeof(T)) * static_cast<int>(sizeof(A));
-      narrow = ChooseNarrowPlan(
-          task, {.of_warp = of_columns + (task.sums_dx ? kOfDx : 0), .of_block = 0});
-    }
+    const NarrowPlan narrow = plan.division == Division::kFramed
+                                  ? ChooseNarrowPlan(task, NarrowBackwardExtra(task))
+                                  : NarrowPlan{};
     const cudaError_t status =
         narrow.lanes > 0 ? run_narrow(narrow)
         : plan.division == Division::kFramed

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
   __shared__ __align__(kVecBytes) TotalStorage<A, kValues> storage;
   extern __shared__ __align__(128) unsigned char shared[];
 
-  if (deal.EndsTogether()) LaunchNext();
+  if (EndTogether(deal.rounds, deal.extra)) LaunchNext();
   const auto [groups, rows, features] = args.shape;
   Place<T, P, kDivision, false> place(plan.lanes, plan.cluster, plan.share, features);
   const bool has_dsum = KeptOfWarp(args.dsum != nullptr) != 0;

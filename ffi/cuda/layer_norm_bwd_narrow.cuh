@@ -2,7 +2,6 @@
 // memory, where dx replaces dy (layer_norm_narrow.cuh).
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -29,7 +28,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
   constexpr int kValues = kShift ? 3 : kCentered ? 2 : 1;
   extern __shared__ __align__(128) unsigned char shared[];
 
-  if (deal.EndsTogether()) LaunchNext();
+  if (EndTogether(deal.rounds, deal.extra)) LaunchNext();
   const auto [groups, rows, features] = args.shape;
   const NarrowPlace<T> place(plan, features);
   const int warp = KeptOfWarp(static_cast<int>(threadIdx.x / kWarp));

@@ -138,9 +138,8 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
   task.centered = kCentered;
   const ForwardPlan plan = ChooseForwardPlan(task, ForcedRowPlan());
   if (!plan.stream && plan.framed()) {
-    const auto bias_bytes =
-        args.residual_bias.data == nullptr ? 0 : static_cast<int>(features * sizeof(Accum<T>));
-    const NarrowPlan narrow = ChooseNarrowPlan(task, {.of_warp = 0, .of_block = bias_bytes});
+    const NarrowPlan narrow =
+        ChooseNarrowPlan(task, NarrowForwardExtra(task, args.residual_bias.data != nullptr));
     if (narrow.lanes > 0) return LaunchForwardNarrow<T, kCentered>(stream, args, narrow);
     bool done = false;
     const cudaError_t status =

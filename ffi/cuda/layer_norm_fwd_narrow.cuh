@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/math.h"
 #include "cuda/layer_norm_moments.cuh"

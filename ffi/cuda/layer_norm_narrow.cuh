@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
+#include <type_traits>
 
 #include "cuda/layer_norm_narrow_policy.h"
 #include "cuda/layer_norm_parameters.cuh"
@@ -34,8 +34,7 @@ struct NarrowPlace {
   __device__ __forceinline__ bool Owns(int k) const { return (owned & 1u << k) != 0; }
 };
 
-// Calls fn(k) for each of a thread's columns; and for a few more, if it has less than half of what
-// it could have.
+// Calls fn(k) for each of a thread's columns; and, of rows of one lane, for one or some beyond.
 template <int K, typename Fn>
 __device__ __forceinline__ void ForColumns(int columns, const Fn& fn) {
   constexpr int kSure = SureColumns(K);
@@ -110,14 +109,15 @@ __device__ __forceinline__ void StoreElement(std::uint32_t address, Accum<T> val
   }
 }
 
-// A thread's columns of a row in a slot; 0 for those that the row lacks.
+// A thread's columns of a row in a slot; 0 for those beyond that ForColumns gives, which are the
+// next row's, or nobody's.
 template <typename T, typename A, int K>
 __device__ __forceinline__ void LoadColumns(const NarrowPlan& plan, std::uint32_t at,
                                             A (&values)[K]) {
   ForColumns<K>(plan.columns, [&](int k) { values[k] = LoadElement<T>(at + k * sizeof(T)); });
-  if (plan.columns < SureColumns(K)) {
+  if (plan.lanes == 1) {
 #pragma unroll
-    for (int k = 0; k < SureColumns(K); ++k) values[k] = k < plan.columns ? values[k] : A{0};
+    for (int k = 0; k < K; ++k) values[k] = k < plan.columns ? values[k] : A{0};
   }
 }
 

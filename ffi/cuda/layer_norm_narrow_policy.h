@@ -50,9 +50,19 @@ struct NarrowPlan {
 };
 
 // What a kernel needs of shared memory beside slots: for each of a block's warps, and once.
+// Forward, a residual's bias; backward, column sums, and dx's of each thread.
 struct NarrowExtra {
   int of_warp, of_block;
 };
+inline NarrowExtra NarrowForwardExtra(const RowTask& task, bool residual_bias) {
+  const int accum_bytes = task.element_bytes == 8 ? 8 : 4;
+  return {0, residual_bias ? static_cast<int>(task.features) * accum_bytes : 0};
+}
+inline NarrowExtra NarrowBackwardExtra(const RowTask& task) {
+  const int accum_bytes = task.element_bytes == 8 ? 8 : 4;
+  const int of_dx = task.sums_dx ? 32 * NarrowColumns(task.element_bytes) : 0;
+  return {(static_cast<int>(task.features) + of_dx) * accum_bytes, 0};
+}
 
 // Of rows that are to be framed (Division::kFramed).
 inline NarrowPlan ChooseNarrowPlan(const RowTask& task, NarrowExtra beside) {
@@ -73,9 +83,11 @@ inline NarrowPlan ChooseNarrowPlan(const RowTask& task, NarrowExtra beside) {
   const int bytes = plan.chunk_rows * row_bytes + SureColumns(most) * task.element_bytes;
   plan.slot_bytes = static_cast<int>(RoundUp(kLineBytes - 1 + bytes, kLineBytes));
   plan.warp_bytes = 2 * task.arrays * plan.slot_bytes;
+  const std::int64_t chunks = CeilDiv(task.rows, plan.chunk_rows);
   for (plan.warps = kNarrowThreads / 32;; plan.warps /= 2) {
     plan.shared_bytes = plan.warps * (plan.warp_bytes + beside.of_warp) + beside.of_block;
-    if (plan.warps == 1 || plan.shared_bytes <= task.shared_bytes - kSparedBytes) return plan;
+    const bool fits = plan.shared_bytes <= task.shared_bytes - kSparedBytes;
+    if (plan.warps == 1 || (fits && plan.warps / 2 < chunks)) return plan;
   }
 }
 
@@ -83,9 +95,6 @@ inline NarrowPlan ChooseNarrowPlan(const RowTask& task, NarrowExtra beside) {
 // neighbouring ones.
 struct NarrowDeal {
   std::int64_t slots, rounds, extra;  // turns of every warp; the first `extra` have one more
-
-  // Whether all blocks end at about the same time: as Deal's.
-  constexpr bool EndsTogether() const { return rounds == 0 || extra == 0 || rounds > 8; }
 };
 
 // To about as many blocks as are resident, and no more than `most` for a group.

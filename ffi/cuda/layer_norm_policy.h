@@ -180,8 +180,9 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& for
   // Three, of rows of which all threads have as many, where four would leave a tenth of them idle.
   const auto thirds = [&] {
     const std::int64_t all = task.features / pack;
-    return all % 3 == 0 && 3 * Lanes(all / 3) == all && 10 * all < 36 * Lanes(CeilDiv(all, 4)) &&
-           holds(3, few);
+    const int lanes = Lanes(all / 3);
+    return all % 3 == 0 && 3 * lanes == all && 10 * all < 36 * Lanes(CeilDiv(all, 4)) &&
+           (lanes <= 128 || lanes == 256) && holds(3, few);
   };
   const auto fits = [&] {
     return thirds() || (few_fit && holds(4, few)) || holds(8, half ? few : limit);

@@ -29,10 +29,6 @@ struct Deal {
     extra = static_cast<int>(turns % (slots * plan.units * passes));
   }
 
-  // Whether all blocks end at about the same time. If not, what comes after, launched early, crowds
-  // on the multiprocessors that are done first: [199, 8192] takes 17.6 us, not 16.4.
-  __device__ bool EndsTogether() const { return rounds == 0 || extra == 0 || rounds > 8; }
-
   // Item `item` of groups * slots. If there are more items than blocks, there is one slot.
   __device__ std::int64_t Group(std::int64_t item) const {
     return slots == 1 ? item : static_cast<std::uint32_t>(item) / static_cast<std::uint32_t>(slots);

@@ -155,8 +155,8 @@ class Place {
   }
   __device__ __forceinline__ bool Lacks(int i) const {
     const int begin = base + Begin(i);
-    return kFramed && (kBits ? (columns_ >> i * W & kAllOfPack) == 0
-                             : begin >= high_ || begin + W <= low_);
+    return kFramed &&
+           (kBits ? (columns_ >> i * W & kAllOfPack) == 0 : begin >= high_ || begin + W <= low_);
   }
   __device__ __forceinline__ bool HasAll(int i) const {
     const int begin = base + Begin(i);
@@ -168,9 +168,6 @@ class Place {
     return !kFramed ||
            (kBits ? (columns_ >> (i * W + j) & 1) != 0 : column >= low_ && column < high_);
   }
-
-  // How many columns of the thread's packs the row does not have.
-  __device__ __forceinline__ int Missing() const { return P * W - __popc(columns_); }
 
   // Stores what the row has of pack i at `p`; or only if it does not have all of it.
   __device__ __forceinline__ void Store(T* p, const Pack<T, W>& pack, int i) const {

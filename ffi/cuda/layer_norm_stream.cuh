@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "common/math.h"
 #include "cuda/column_sum.cuh"
@@ -160,7 +161,9 @@ __device__ __forceinline__ void NormalisedPack(const LayerNormBwdArgs& args, con
   for (int j = 0; j < W; ++j) {
     const A value = static_cast<A>(x.v[j]);
     if (args.from_output) {
-      x_hat[j] = scale[j] == 0 ? A{0} : (value - bias[j]) / scale[j];
+      // As in BackwardKernel, of subnormal ones, too.
+      x_hat[j] =
+          abs(scale[j]) < std::numeric_limits<A>::min() ? A{0} : (value - bias[j]) / scale[j];
     } else {
       x_hat[j] = ((value - mean) - delta) * rstd;
     }
