@@ -33,11 +33,10 @@
 namespace gradops {
 namespace {
 
-constexpr int kForwardPacks = 6;  // of a thread, at most, loaded before any is worked on
-// Of a multiprocessor. With 4 of double registers are short.
+// Of a thread, at most, loaded before any is worked on. With 6 of double registers are short.
 template <typename T>
-constexpr int kForwardBlocks = std::is_same_v<T, double> ? 3 : 4;
-constexpr int kBackwardBlocks = 2;
+constexpr int kForwardPacks = std::is_same_v<T, double> ? 5 : 6;
+constexpr int kForwardBlocks = 4, kBackwardBlocks = 2;  // of a multiprocessor
 constexpr int kStages = 2;  // packs of each array that a thread of backward has under way
 // Spans whose dz a thread adds up before it adds that to the sum, so that rounding errors hardly
 // grow with the number of rows.
@@ -94,7 +93,7 @@ __device__ __forceinline__ void LoadBias(const Param& param, const GeluCut& cut,
 // --- Forward -------------------------------------------------------------------------------------
 
 template <typename T, bool kApproximate, int W>
-__global__ void __launch_bounds__(kGeluThreads, kForwardBlocks<T>)
+__global__ void __launch_bounds__(kGeluThreads, kForwardBlocks)
     ForwardKernel(const __grid_constant__ BiasGeluFwdArgs args, const __grid_constant__ GeluCut cut,
                   std::int64_t first_slice, std::int64_t first_group) {
   using A = Accum<T>;
@@ -108,15 +107,15 @@ __global__ void __launch_bounds__(kGeluThreads, kForwardBlocks<T>)
   const std::int64_t step = cut.at_once * cut.span;  // packs
   const std::int64_t left = cut.packs - first;
   const auto has = [&](int k) { return k < cut.turns && k * step < left; };
-  Pack<T, W> packs[kForwardPacks];
+  Pack<T, W> packs[kForwardPacks<T>];
 #pragma unroll
-  for (int k = 0; k < kForwardPacks; ++k) {
+  for (int k = 0; k < kForwardPacks<T>; ++k) {
     if (has(k)) packs[k] = LoadPackOnce<W>(x + k * step * W);
   }
   A bias[W];
   LoadBias(args.bias, cut, group, features, place.pack, bias);
 #pragma unroll
-  for (int k = 0; k < kForwardPacks; ++k) {
+  for (int k = 0; k < kForwardPacks<T>; ++k) {
     if (!has(k)) continue;
     A values[W];
     Widen(packs[k], values);
@@ -291,9 +290,9 @@ template <typename T, bool kApproximate>
 ffi::Error Forward(cudaStream_t stream, const BiasGeluFwdArgs& args) {
   if (args.shape.elements() == 0) return ffi::Error::Success();
   return DispatchWidth<T>(args.shape, Aligned(args.x, args.y), [&]<int W>() {
-    const std::int64_t resident = std::int64_t{kForwardBlocks<T>} * MultiprocessorCount();
+    const std::int64_t resident = std::int64_t{kForwardBlocks} * MultiprocessorCount();
     const GeluCut cut =
-        CutForward(args.shape, W, args.bias.data != nullptr, kForwardPacks, resident);
+        CutForward(args.shape, W, args.bias.data != nullptr, kForwardPacks<T>, resident);
     // A loop over slices or groups in the kernel would take up to a twentieth of its time.
     for (std::int64_t group = 0; group < args.shape.groups; group += kMostBlocks) {
       for (std::int64_t slice = 0; slice < cut.slices; slice += kMostBlocks) {
