@@ -33,7 +33,7 @@
 namespace gradops {
 namespace {
 
-// Of a thread, at most, loaded before any is worked on. With 6 of double registers are short.
+// Of a thread, at most, loaded before any is worked on. Of double, 6 take more time.
 template <typename T>
 constexpr int kForwardPacks = std::is_same_v<T, double> ? 5 : 6;
 constexpr int kForwardBlocks = 4, kBackwardBlocks = 2;  // of a multiprocessor
