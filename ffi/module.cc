@@ -115,27 +115,42 @@ void BindRowPlans(nb::module_& m) {
   }
 }
 
-// GELU's choice, likewise.
+// GELU's choices, likewise.
+inline nb::dict FieldsOf(const GeluCut& cut, std::int64_t rows) {
+  nb::dict fields;
+  fields["span"] = cut.span;
+  fields["copies"] = cut.copies;
+  fields["spans"] = cut.spans;
+  fields["tiles"] = cut.tiles;
+  fields["slices"] = cut.slices;
+  fields["lanes"] = cut.lanes;
+  fields["inverse_lanes"] = cut.inverse_lanes;
+  fields["at_once"] = cut.at_once;
+  fields["turns"] = cut.turns;
+  fields["partial_rows"] = cut.partial_rows(rows);
+  return fields;
+}
+
 template <class Context>
 void BindGeluCuts(nb::module_& m) {
   if constexpr (std::is_same_v<Context, CudaContext>) {
     m.def(
+        "gelu_forward_cut",
+        [](std::int64_t groups, std::int64_t rows, std::int64_t features, int width, int turns,
+           std::int64_t resident) {
+          return FieldsOf(
+              CutForward({groups, rows, features}, width, /*has_columns=*/true, turns, resident),
+              rows);
+        },
+        nb::kw_only(), nb::arg("groups"), nb::arg("rows"), nb::arg("features"), nb::arg("width"),
+        nb::arg("turns"), nb::arg("resident"));
+    m.def(
         "gelu_cut",
         [](std::int64_t groups, std::int64_t rows, std::int64_t features, int width,
            int element_bytes, std::int64_t partial_rows, std::int64_t resident) {
-          const GeluCut cut = CutBackward({groups, rows, features}, width, element_bytes,
-                                          /*has_columns=*/true, partial_rows, resident);
-          nb::dict fields;
-          fields["span"] = cut.span;
-          fields["copies"] = cut.copies;
-          fields["spans"] = cut.spans;
-          fields["tiles"] = cut.tiles;
-          fields["slices"] = cut.slices;
-          fields["lanes"] = cut.lanes;
-          fields["inverse_lanes"] = cut.inverse_lanes;
-          fields["at_once"] = cut.at_once;
-          fields["partial_rows"] = cut.partial_rows(rows);
-          return fields;
+          return FieldsOf(CutBackward({groups, rows, features}, width, element_bytes,
+                                      /*has_columns=*/true, partial_rows, resident),
+                          rows);
         },
         nb::kw_only(), nb::arg("groups"), nb::arg("rows"), nb::arg("features"), nb::arg("width"),
         nb::arg("element_bytes"), nb::arg("partial_rows"), nb::arg("resident"));

@@ -30,6 +30,9 @@ def force_row_plan(
     stream: bool = False,
     packs: int = 0,
 ) -> None: ...
+def gelu_forward_cut(
+    *, groups: int, rows: int, features: int, width: int, turns: int, resident: int
+) -> dict[str, int]: ...
 def gelu_cut(
     *,
     groups: int,

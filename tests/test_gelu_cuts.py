@@ -1,7 +1,7 @@
-"""How CUDA's bias + GELU cuts arrays, backward: the table, for which no GPU is needed.
+"""How CUDA's bias + GELU cuts arrays: the table, for which no GPU is needed.
 
-It is ffi/cuda/bias_gelu_policy.h; the native module says what it chooses (`gelu_cut`). What comes
-of it is for test_bias_gelu.py, on a GPU.
+It is ffi/cuda/bias_gelu_policy.h; the native module says what it chooses (`gelu_forward_cut`, and
+backward `gelu_cut`). What comes of it is for test_bias_gelu.py, on a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from jax_gradops import _core, _registry
 CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
-THREADS = 320  # of a block, at most
-RESIDENT = 264  # blocks on an H200
+FORWARD_THREADS = 256  # of a block
+THREADS = 320  # backward, at most
+FORWARD_RESIDENT = 528  # blocks on an H200
+RESIDENT = 264  # backward
+TURNS = 6  # forward, at most
 
 GROUPS = (1, 3, 600)
 ROWS = (1, 2, 37, 300, 1101, 40_003, 2**20, 2**33)
@@ -58,6 +61,58 @@ def cut(
     )
 
 
+def forward_cut(rows: int, features: int, width: int, *, groups: int = 1) -> dict[str, int]:
+    assert CUDA is not None
+    return CUDA.gelu_forward_cut(
+        groups=groups,
+        rows=rows,
+        features=features,
+        width=width,
+        turns=TURNS,
+        resident=FORWARD_RESIDENT,
+    )
+
+
+def check(found: dict[str, int], rows: int, features: int, width: int, threads: int) -> None:
+    """Every pack of a span has one thread, and every pack a span."""
+    lanes = found["lanes"]
+    what = f"{[rows, features]} in packs of {width}: {found}"
+    assert 1 <= lanes * found["at_once"] <= threads, what
+    for thread in range(threads):
+        assert thread * found["inverse_lanes"] >> 20 == thread // lanes, what
+    assert found["span"] * width == found["copies"] * features, what
+    assert (found["tiles"] - 1) * lanes < found["span"] <= found["tiles"] * lanes, what
+    packs = -(-rows * features // width)
+    assert (found["spans"] - 1) * found["span"] <= packs <= found["spans"] * found["span"], what
+    assert found["tiles"] < 2**31, what
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_every_pack_has_a_thread_forward(width: int) -> None:
+    for groups, rows, features in itertools.product(GROUPS, ROWS, FEATURES):
+        found = forward_cut(rows, features, width, groups=groups)
+        check(found, rows, features, width, FORWARD_THREADS)
+        assert 1 <= found["turns"] <= TURNS, found
+        spans = found["at_once"] * found["turns"]  # of a slice
+        assert (found["slices"] - 1) * spans < found["spans"] <= found["slices"] * spans, found
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize(
+    "features", [33, 100, 129, 333, 768, 1000, 1001, 4096, 4097, 5001, 7777, 10_007, 65_537]
+)
+def test_large_arrays_forward(features: int, width: int) -> None:
+    """Tiles end with lines of 128 bytes, and nearly all threads have work."""
+    found = forward_cut(2**27 // features, features, width)
+    assert found["turns"] == TURNS
+    assert found["span"] % 8 == found["lanes"] % 8 == 0
+    assert found["span"] * found["at_once"] >= 0.93 * FORWARD_THREADS * found["tiles"], found
+    assert found["lanes"] == (256 if found["span"] >= 4096 else min(found["lanes"], 40)), found
+    few = forward_cut(3, features, width)
+    assert few["copies"] <= width
+    assert few["turns"] == 1
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_every_pack_has_a_thread(width: int) -> None:
     """One of them; rows of sums are no more than there is room for."""
@@ -65,15 +120,7 @@ def test_every_pack_has_a_thread(width: int) -> None:
         for partial_rows in (None, 0, 1, 7, 64):
             found = cut(rows, features, width, groups=groups, partial_rows=partial_rows)
             what = f"{[groups, rows, features]} in packs of {width}, {partial_rows}: {found}"
-            lanes = found["lanes"]
-            assert 1 <= lanes * found["at_once"] <= THREADS, what
-            for thread in range(THREADS):
-                assert thread * found["inverse_lanes"] >> 20 == thread // lanes, what
-            assert found["span"] * width == found["copies"] * features, what
-            assert (found["tiles"] - 1) * lanes < found["span"] <= found["tiles"] * lanes, what
-            packs = -(-rows * features // width)
-            assert (found["spans"] - 1) * found["span"] <= packs <= found["spans"] * found["span"]
-            assert found["tiles"] < 2**31, what
+            check(found, rows, features, width, THREADS)
             if partial_rows == 0:  # not wanted
                 assert found["slices"] >= 1, what
                 continue

@@ -33,10 +33,10 @@
 namespace gradops {
 namespace {
 
-// Of a thread, at most, loaded before any is worked on. With 8 of double registers are short.
+// Of a thread, at most, loaded before any is worked on. Of double, 6 take more time.
 template <typename T>
-constexpr int kForwardPacks = std::is_same_v<T, double> ? 6 : 8;
-constexpr int kForwardBlocks = 3, kBackwardBlocks = 2;  // of a multiprocessor
+constexpr int kForwardPacks = std::is_same_v<T, double> ? 5 : 6;
+constexpr int kForwardBlocks = 4, kBackwardBlocks = 2;  // of a multiprocessor
 constexpr int kStages = 2;  // packs of each array that a thread of backward has under way
 // Spans whose dz a thread adds up before it adds that to the sum, so that rounding errors hardly
 // grow with the number of rows.
@@ -64,77 +64,76 @@ __device__ __forceinline__ void LoadBias(const Param& param, const GeluCut& cut,
 #pragma unroll
   for (A& value : bias) value = 0;
   if (param.data == nullptr) return;
-  std::int64_t column = pack * W;
-  if (cut.copies > 1) column %= features;
   const A* const all = static_cast<const A*>(param.data) + group * param.group_stride;
-  const A* const own = all + column;
   if constexpr (W % kVec<A> == 0) {
     if (cut.copies == 1 && Aligned(all)) {
 #pragma unroll
       for (int j = 0; j < W; j += kVec<A>) {
-        const auto part = LoadPack<kVec<A>>(own + j);
+        const auto part = LoadPack<kVec<A>>(all + pack * W + j);
 #pragma unroll
         for (int k = 0; k < kVec<A>; ++k) bias[j + k] = part.v[k];
       }
       return;
     }
   }
-  if (features >= W) {
+  std::int64_t column = pack * W;
+  if (cut.copies > 1) column %= features;
+  if (column + W <= features) {
 #pragma unroll
-    for (int j = 0; j < W; ++j) {
-      bias[j] = __ldg(column + j < features ? own + j : own + j - features);
-    }
+    for (int j = 0; j < W; ++j) bias[j] = __ldg(all + column + j);
     return;
   }
 #pragma unroll
-  for (int j = 0; j < W; ++j) bias[j] = __ldg(all + (column + j) % features);
+  for (A& value : bias) {
+    value = __ldg(all + column);
+    if (++column == features) column = 0;
+  }
 }
 
 // --- Forward -------------------------------------------------------------------------------------
 
 template <typename T, bool kApproximate, int W>
 __global__ void __launch_bounds__(kGeluThreads, kForwardBlocks)
-    ForwardKernel(const __grid_constant__ BiasGeluFwdArgs args,
-                  const __grid_constant__ GeluCut cut) {
+    ForwardKernel(const __grid_constant__ BiasGeluFwdArgs args, const __grid_constant__ GeluCut cut,
+                  std::int64_t first_slice, std::int64_t first_group) {
   using A = Accum<T>;
   const auto [groups, rows, features] = args.shape;
-  for (std::int64_t group = blockIdx.z; group < groups; group += gridDim.z) {
-    const T* const x = static_cast<const T*>(args.x) + group * rows * features;
-    T* const y = static_cast<T*>(args.y) + group * rows * features;
-    for (std::int64_t slice = blockIdx.y; slice < cut.slices; slice += gridDim.y) {
-      const Place place(cut, slice * cut.turns);
-      if (!place.inside) continue;
-      const std::int64_t first = place.first * cut.span + place.pack;
-      const std::int64_t step = cut.at_once * cut.span;
-      const auto has = [&](int k) { return k < cut.turns && first + k * step < cut.packs; };
-      Pack<T, W> packs[kForwardPacks<T>];
+  const std::int64_t group = first_group + blockIdx.z, slice = first_slice + blockIdx.y;
+  const Place place(cut, slice * cut.turns);
+  if (!place.inside) return;
+  const std::int64_t first = place.first * cut.span + place.pack;
+  const T* const x = static_cast<const T*>(args.x) + group * rows * features + first * W;
+  T* const y = static_cast<T*>(args.y) + group * rows * features + first * W;
+  const std::int64_t step = cut.at_once * cut.span;  // packs
+  const std::int64_t left = cut.packs - first;
+  const auto has = [&](int k) { return k < cut.turns && k * step < left; };
+  Pack<T, W> packs[kForwardPacks<T>];
 #pragma unroll
-      for (int k = 0; k < kForwardPacks<T>; ++k) {
-        if (has(k)) packs[k] = LoadPackOnce<W>(x + (first + k * step) * W);
-      }
-      A bias[W];
-      LoadBias(args.bias, cut, group, features, place.pack, bias);
+  for (int k = 0; k < kForwardPacks<T>; ++k) {
+    if (has(k)) packs[k] = LoadPackOnce<W>(x + k * step * W);
+  }
+  A bias[W];
+  LoadBias(args.bias, cut, group, features, place.pack, bias);
 #pragma unroll
-      for (int k = 0; k < kForwardPacks<T>; ++k) {
-        if (!has(k)) continue;
-        A values[W];
-        Widen(packs[k], values);
+  for (int k = 0; k < kForwardPacks<T>; ++k) {
+    if (!has(k)) continue;
+    A values[W];
+    Widen(packs[k], values);
 #pragma unroll
-        for (int j = 0; j < W; ++j)
-          values[j] = Gelu<T, kApproximate>(GeluTail<T, kApproximate>(values[j] + bias[j]));
-        StorePackOnce(y + (first + k * step) * W, Narrow<T>(values));
-      }
-      // The elements after the last whole pack are its successor's.
-      for (int k = 0; k < (cut.rest > 0 ? cut.turns : 0); ++k) {
-        if (first + k * step != cut.packs) continue;
+    for (int j = 0; j < W; ++j)
+      values[j] = Gelu<T, kApproximate>(GeluTail<T, kApproximate>(values[j] + bias[j]));
+    StorePackOnce(y + k * step * W, Narrow<T>(values));
+  }
+  // The elements after the last whole pack, of the last slice, are its successor's.
+  if (cut.rest == 0 || slice + 1 < cut.slices) return;
+  for (int k = 0; k < cut.turns; ++k) {
+    if (k * step != left) continue;
 #pragma unroll
-        for (int j = 0; j < W; ++j) {
-          if (j >= cut.rest) continue;
-          const std::int64_t i = cut.packs * W + j;
-          y[i] = static_cast<T>(
-              Gelu<T, kApproximate>(GeluTail<T, kApproximate>(static_cast<A>(x[i]) + bias[j])));
-        }
-      }
+    for (int j = 0; j < W; ++j) {
+      if (j >= cut.rest) continue;
+      const std::int64_t i = left * W + j;
+      y[i] = static_cast<T>(
+          Gelu<T, kApproximate>(GeluTail<T, kApproximate>(static_cast<A>(x[i]) + bias[j])));
     }
   }
 }
@@ -272,11 +271,11 @@ __global__ void __launch_bounds__(kMostGeluThreads, kBackwardBlocks)
 
 // --- Launchers -----------------------------------------------------------------------------------
 
-dim3 GridOf(const GeluCut& cut, std::int64_t groups) {
-  const auto limited = [](std::int64_t n) {
-    return static_cast<unsigned>(std::clamp<std::int64_t>(n, 1, 65535));
-  };
-  return {static_cast<unsigned>(cut.tiles), limited(cut.slices), limited(groups)};
+constexpr std::int64_t kMostBlocks = 65535;  // in all but a grid's first dimension
+
+dim3 GridOf(const GeluCut& cut, std::int64_t slices, std::int64_t groups) {
+  return {static_cast<unsigned>(cut.tiles), static_cast<unsigned>(std::min(slices, kMostBlocks)),
+          static_cast<unsigned>(std::min(groups, kMostBlocks))};
 }
 
 // Calls fn.operator()<elements of a pack>(): of 16 bytes where every group starts at such a
@@ -292,14 +291,16 @@ ffi::Error Forward(cudaStream_t stream, const BiasGeluFwdArgs& args) {
   if (args.shape.elements() == 0) return ffi::Error::Success();
   return DispatchWidth<T>(args.shape, Aligned(args.x, args.y), [&]<int W>() {
     const std::int64_t resident = std::int64_t{kForwardBlocks} * MultiprocessorCount();
-    GeluCut cut = CutForward(args.shape, W, args.bias.data != nullptr, resident);
-    // Few spans are spread over all multiprocessors before a thread gets several.
-    const std::int64_t blocks = CeilDiv(cut.spans, cut.at_once) * cut.tiles * args.shape.groups;
-    cut.turns =
-        static_cast<int>(std::clamp<std::int64_t>(blocks / (2 * resident), 1, kForwardPacks<T>));
-    cut.slices = CeilDiv(cut.spans, std::int64_t{cut.at_once} * cut.turns);
-    ForwardKernel<T, kApproximate, W>
-        <<<GridOf(cut, args.shape.groups), kGeluThreads, 0, stream>>>(args, cut);
+    const GeluCut cut =
+        CutForward(args.shape, W, args.bias.data != nullptr, kForwardPacks<T>, resident);
+    // A loop over slices or groups in the kernel would take up to a twentieth of its time.
+    for (std::int64_t group = 0; group < args.shape.groups; group += kMostBlocks) {
+      for (std::int64_t slice = 0; slice < cut.slices; slice += kMostBlocks) {
+        ForwardKernel<T, kApproximate, W>
+            <<<GridOf(cut, cut.slices - slice, args.shape.groups - group), kGeluThreads, 0,
+               stream>>>(args, cut, slice, group);
+      }
+    }
     return LastError("bias_gelu_fwd");
   });
 }
@@ -332,7 +333,8 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
     const SliceSums<A> sums{at_once ? dbias : static_cast<A*>(args.workspace),
                             (at_once ? 1 : args.partial_rows) * features, partial_rows * features};
     BackwardKernel<T, kApproximate, W>
-        <<<GridOf(cut, groups), 32 * CeilDiv(cut.threads(), 32), 0, stream>>>(args, cut, sums);
+        <<<GridOf(cut, cut.slices, groups), 32 * CeilDiv(cut.threads(), 32), 0, stream>>>(args, cut,
+                                                                                          sums);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess || at_once) return ToError(kOp, status);
     return ToError(kOp,

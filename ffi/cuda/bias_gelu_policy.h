@@ -39,9 +39,16 @@ struct GeluCut {
     spans = CeilDiv(packs + (rest > 0), span);
   }
   constexpr int threads() const { return lanes * at_once; }
-  // Threads that have a pack, of those that might.
-  constexpr double PartAtWork() const {
+  // Spans of so many times as many rows.
+  constexpr void Repeat(std::int64_t times) { copies *= times, span *= times; }
+  constexpr void EndWithLines() { Repeat(kLinePacks / std::gcd<std::int64_t>(span, kLinePacks)); }
+  // Of the tiles' places, those in a span; and of the threads of a block of kGeluThreads, those
+  // that have a pack.
+  constexpr double PartOfTiles() const {
     return static_cast<double>(span) / static_cast<double>(tiles * lanes);
+  }
+  constexpr double PartAtWork() const {
+    return tiles == 0 ? 0 : PartOfTiles() * threads() / kGeluThreads;
   }
   // Whether a block adds up all rows of a span.
   constexpr bool folded() const { return tiles == 1; }
@@ -51,11 +58,9 @@ struct GeluCut {
   }
 };
 
-// Forward, of packs of `width`; turns and slices are the caller's. Neighbouring tiles follow each
-// other at once, so that of a line of the cache that two share, one finds it there; but narrow rows
-// are cut into whole spans where these fill a block. resident: blocks that the GPU has at once.
-inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns,
-                          std::int64_t resident) {
+// Of packs of `width`: the shortest spans of whole rows that end where a pack does, or several of
+// these if they are short.
+inline GeluCut ShortestSpans(const RowShape& shape, int width, bool has_columns) {
   const std::int64_t elements = shape.rows * shape.features;
   GeluCut cut{};
   cut.packs = elements / width, cut.rest = elements % width;
@@ -63,9 +68,37 @@ inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns,
   if (has_columns) {
     cut.copies = width / std::gcd<std::int64_t>(shape.features, width);
     cut.span = shape.features * cut.copies / width;
-    const std::int64_t times = std::max<std::int64_t>(1, kGeluLanes / cut.span);
-    cut.copies *= times, cut.span *= times;
+    cut.Repeat(std::max<std::int64_t>(1, kGeluLanes / cut.span));
   }
+  return cut;
+}
+
+// Forward; a thread takes at most `most_turns` packs. Neighbouring tiles follow each other at once,
+// and all that blocks at work read at once should lie close together: so tiles of long spans are
+// wide. resident: blocks that the GPU has at once.
+inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns, int most_turns,
+                          std::int64_t resident) {
+  constexpr std::int64_t kLongSpan = 4096;
+  GeluCut cut = ShortestSpans(shape, width, has_columns);
+  if (has_columns && cut.packs >= resident * kGeluThreads) cut.EndWithLines();
+  GeluCut best{};
+  for (const int tile_packs : {256, 128, 64, kGeluLanes, 40, 24, 16, 8}) {
+    if (tile_packs > 40 && cut.span < kLongSpan) continue;
+    cut.CutSpans(tile_packs);
+    if (cut.PartAtWork() > best.PartAtWork()) best = cut;
+    if (best.PartAtWork() > 0.93) break;
+  }
+  // Few spans are spread over all multiprocessors before a thread gets several.
+  const std::int64_t blocks = CeilDiv(best.spans, best.at_once) * best.tiles * shape.groups;
+  best.turns = static_cast<int>(std::clamp<std::int64_t>(blocks / (2 * resident), 1, most_turns));
+  best.slices = CeilDiv(best.spans, std::int64_t{best.at_once} * best.turns);
+  return best;
+}
+
+// Backward, where not much is read. Narrow rows are cut into whole spans where these fill a block.
+inline GeluCut CutShortestSpans(const RowShape& shape, int width, bool has_columns,
+                                std::int64_t resident) {
+  GeluCut cut = ShortestSpans(shape, width, has_columns);
   if (cut.span % kLinePacks != 0 && cut.packs >= resident * kGeluThreads &&
       8 * (kGeluThreads / cut.span * cut.span) >= 7 * kGeluThreads) {
     cut.CutSpans(static_cast<int>(cut.span));
@@ -77,7 +110,7 @@ inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns,
   for (int lanes = kGeluLanes / 2; lanes >= 8; lanes /= 2) {
     GeluCut narrow = cut;
     narrow.CutSpans(lanes);
-    if (cut.PartAtWork() < 0.875 && narrow.PartAtWork() > cut.PartAtWork()) cut = narrow;
+    if (cut.PartOfTiles() < 0.875 && narrow.PartOfTiles() > cut.PartOfTiles()) cut = narrow;
   }
   return cut;
 }
@@ -87,7 +120,7 @@ inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns,
 inline GeluCut CutBackward(const RowShape& shape, int width, int element_bytes, bool has_columns,
                            std::int64_t most_partial_rows, std::int64_t resident) {
   const bool sums = most_partial_rows > 0;
-  const GeluCut shortest = CutForward(shape, width, has_columns, resident);
+  const GeluCut shortest = CutShortestSpans(shape, width, has_columns, resident);
   GeluCut best = shortest;
   double least_cost = 0;
   // In bytes that might be read instead. All threads of a wave of blocks take as long as the one
@@ -127,8 +160,7 @@ inline GeluCut CutBackward(const RowShape& shape, int width, int element_bytes, 
   if (!has_columns || shortest.packs < 8 * resident * kGeluThreads) return best;
   // Where much is read: spans that end with lines, in tiles of all sizes.
   GeluCut cut = shortest;
-  const std::int64_t times = kLinePacks / std::gcd<std::int64_t>(cut.span, kLinePacks);
-  cut.copies *= times, cut.span *= times;
+  cut.EndWithLines();
   for (int lanes = 2 * kLinePacks; lanes <= kMostGeluThreads; lanes += kLinePacks) {
     cut.CutSpans(static_cast<int>(std::min<std::int64_t>(lanes, cut.span)));
     consider_slices(cut);

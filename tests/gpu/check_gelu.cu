@@ -73,6 +73,8 @@ int RunAll() {
   }
   // More groups than there are partial rows for.
   calls += Run<T>({100, 16, 129}, true, true, true) + Run<T>({300, 3, 11}, true, true, false);
+  // More groups than a launch takes.
+  calls += Run<T>({70001, 1, 8}, true, true, true) + Run<T>({70001, 2, 3}, true, false, false);
   return calls;
 }
 

@@ -44,9 +44,17 @@ void Run(const Options& options, const char* type, const RowShape& shape) {
   const auto bytes = static_cast<std::size_t>(shape.elements()) * sizeof(T);
   const int calls = bytes < (1 << 24) ? 60 : 6;
   Check(cudaDeviceSynchronize());
-  const Timing copy = Time(
-      [&](int k) { Check(cudaMemcpyAsync(y[k], x[k], bytes, cudaMemcpyDeviceToDevice, Stream())); },
-      calls);
+  // Of numbers of bytes that are no multiple of 16, and of 512 MB, the driver copies 2.7 TB/s.
+  const std::size_t copied =
+      bytes < 4096 ? bytes : std::min<std::size_t>(bytes, 1 << 28) / 4096 * 4096;
+  const float copy =
+      static_cast<float>(bytes) / static_cast<float>(copied) *
+      Time(
+          [&](int k) {
+            Check(cudaMemcpyAsync(y[k], x[k], copied, cudaMemcpyDeviceToDevice, Stream()));
+          },
+          calls)
+          .median;
   for (const bool approximate : {true, false}) {
     if (!options.form.empty() && options.form != (approximate ? "tanh" : "exact")) continue;
     for (const bool is_forward : {true, false}) {
@@ -70,7 +78,7 @@ void Run(const Options& options, const char* type, const RowShape& shape) {
       std::printf("%-4s %8lldx%-6lld %-5s %s %7.1f us (%.1f-%.1f)  %.3f of copy (%.1f us)\n", type,
                   static_cast<long long>(shape.rows), static_cast<long long>(shape.features),
                   approximate ? "tanh" : "exact", is_forward ? "fwd" : "bwd", time.median, time.low,
-                  time.high, (is_forward ? 1.0 : 1.5) * copy.median / time.median, copy.median);
+                  time.high, (is_forward ? 1.0 : 1.5) * copy / time.median, copy);
       std::fflush(stdout);
     }
   }
