@@ -19,7 +19,11 @@
 // than that, steps are taken by units, of which a tile has no more than that.
 //
 // What a block has loaded first it keeps in shared memory; the rest is loaded again for the second
-// pass, last step first, as the L2 cache has the latest ones.
+// pass, last step first, as the L2 cache has the latest ones. Where there is much of it, and a tile
+// has several blocks, the end of it goes to whichever of these comes first (batch_norm_stream.cuh).
+//
+// Kernels know the way (As), and part by part what takes divisions: these and what is seldom needed
+// would be most of their code, for which all threads wait in short steps.
 #pragma once
 
 #include <cstdint>
@@ -234,10 +238,6 @@ struct ChannelPlan {
   // --- Channels of a tile ---
 
   // With fold, there is one tile. The rest is of columns only.
-  // Of a tile's column, the channel's number in the tile.
-  constexpr int ChannelOf(int column, int of_tile) const {
-    return column / static_cast<int>(inner) % of_tile;
-  }
   // How many columns a channel has, and which is its i-th one.
   constexpr int ChannelColumns() const { return static_cast<int>(fold * inner); }
   constexpr int ColumnOf(int channel, int i, int of_tile) const {
