@@ -87,9 +87,10 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
                 columns = found["tile_channels"] * inner * found["fold"]
                 assert columns <= found["lanes"] * found["width"], what
                 # Of a step's packs each has a place of its own, wherever a tile starts in its line.
-                if found["row_slots"] != found["lanes"]:
-                    assert found["row_slots"] % 8 == 0 and found["row_slots"] >= found["lanes"], what
-                    assert found["at_once"] * found["row_slots"] + 7 <= found["slots"], what
+                row_slots = found["row_slots"]
+                if row_slots != found["lanes"]:
+                    assert row_slots % 8 == 0 and row_slots >= found["lanes"], what
+                    assert found["at_once"] * row_slots + 7 <= found["slots"], what
                 assert found["slots"] >= 512, what
 
 
