@@ -164,23 +164,26 @@ void BindChannelPlans(nb::module_& m) {
     m.def(
         "channel_plan",
         [](std::int64_t groups, std::int64_t rows, std::int64_t channels, std::int64_t inner,
-           int element_bytes, bool aligned, bool backward, std::int64_t partial_rows,
+           int element_bytes, bool aligned, bool backward, bool residual, std::int64_t partial_rows,
            int multiprocessors, std::int64_t shared_bytes) {
-          const ChannelPlan plan = ChooseChannelPlan({.groups = groups,
-                                                      .rows = rows,
-                                                      .channels = channels,
-                                                      .inner = inner,
-                                                      .element_bytes = element_bytes,
-                                                      .accum_bytes = std::max(4, element_bytes),
-                                                      .aligned = aligned,
-                                                      .statistics = true,
-                                                      .apply = true,
-                                                      .arrays = backward ? 2 : 1,
-                                                      .parameters = backward ? 5 : 3,
-                                                      .origins = backward ? 0 : 1,
-                                                      .partial_rows = partial_rows,
-                                                      .multiprocessors = multiprocessors,
-                                                      .shared_bytes = shared_bytes});
+          const ChannelPlan plan =
+              ChooseChannelPlan({.groups = groups,
+                                 .rows = rows,
+                                 .channels = channels,
+                                 .inner = inner,
+                                 .element_bytes = element_bytes,
+                                 .accum_bytes = std::max(4, element_bytes),
+                                 .aligned = aligned,
+                                 .statistics = true,
+                                 .apply = true,
+                                 .arrays = backward ? 2 : 1,
+                                 .other_arrays = residual ? 1 : 0,
+                                 .ring_steps = backward ? kBackwardSteps : kForwardSteps,
+                                 .parameters = backward ? 5 : 3,
+                                 .origins = backward ? 0 : 1,
+                                 .partial_rows = partial_rows,
+                                 .multiprocessors = multiprocessors,
+                                 .shared_bytes = shared_bytes});
           nb::dict fields;
           fields["plane"] = plan.plane;
           fields["width"] = plan.width;
@@ -193,6 +196,8 @@ void BindChannelPlans(nb::module_& m) {
           fields["stride"] = plan.stride;
           fields["blocks"] = plan.blocks;
           fields["shared_bytes"] = plan.shared_bytes;
+          fields["row_slots"] = plan.row_slots;
+          fields["slots"] = plan.slot_bytes / (plan.width * element_bytes);
           // Of all blocks: how many steps of each tile, and how many blocks of a tile at most.
           std::vector<std::int64_t> steps(static_cast<std::size_t>(plan.all_tiles)), parts = steps;
           for (int block = 0; block < plan.blocks; ++block) {
@@ -209,8 +214,8 @@ void BindChannelPlans(nb::module_& m) {
           return fields;
         },
         nb::kw_only(), nb::arg("groups"), nb::arg("rows"), nb::arg("channels"), nb::arg("inner"),
-        nb::arg("element_bytes"), nb::arg("aligned"), nb::arg("backward"), nb::arg("partial_rows"),
-        nb::arg("multiprocessors"), nb::arg("shared_bytes"));
+        nb::arg("element_bytes"), nb::arg("aligned"), nb::arg("backward"), nb::arg("residual"),
+        nb::arg("partial_rows"), nb::arg("multiprocessors"), nb::arg("shared_bytes"));
   }
 }
 

@@ -52,6 +52,7 @@ def channel_plan(
     element_bytes: int,
     aligned: bool,
     backward: bool,
+    residual: bool,
     partial_rows: int,
     multiprocessors: int,
     shared_bytes: int,

@@ -36,6 +36,7 @@ def plan(
     element_bytes: int = 2,
     aligned: bool = True,
     backward: bool = False,
+    residual: bool = False,
     gpu: str = "H200",
 ) -> dict[str, Any]:
     _, multiprocessors, shared_bytes = GPUS[gpu]
@@ -48,6 +49,7 @@ def plan(
         element_bytes=element_bytes,
         aligned=aligned,
         backward=backward,
+        residual=residual,
         partial_rows=partial_rows(groups, rows * inner, channels, backward),
         multiprocessors=multiprocessors,
         shared_bytes=shared_bytes,
@@ -71,6 +73,7 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
                 element_bytes=element_bytes,
                 aligned=aligned,
                 backward=backward,
+                residual=channels % 2 == 0,
                 gpu=gpu,
             )
             what = (rows, channels, inner, aligned, backward, found)
@@ -83,6 +86,12 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
                 assert found["lanes"] * found["at_once"] <= 512, what
                 columns = found["tile_channels"] * inner * found["fold"]
                 assert columns <= found["lanes"] * found["width"], what
+                # Of a step's packs each has a place of its own, wherever a tile starts in its line.
+                row_slots = found["row_slots"]
+                if row_slots != found["lanes"]:
+                    assert row_slots % 8 == 0 and row_slots >= found["lanes"], what
+                    assert found["at_once"] * row_slots + 7 <= found["slots"], what
+                assert found["slots"] >= 512, what
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])

@@ -41,7 +41,7 @@ inline bool ApplyApart(const ChannelTask& task, const ChannelPlan& plan, std::in
   if (!task.aligned || task.inner < width || elements % width != 0) return false;
   if (task.groups > kMaxGroups || elements / width >= std::int64_t{1} << 31) return false;
   if (task.partial_rows < 3) return false;
-  return always_apart || (!plan.plane && task.groups * elements * task.element_bytes > on_chip);
+  return always_apart || (!plan.plane && task.groups * elements * task.element_bytes > 2 * on_chip);
 }
 
 inline std::int64_t OnChipBytes() {

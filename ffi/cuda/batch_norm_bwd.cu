@@ -16,6 +16,7 @@
 
 #include "cuda/batch_norm_apply.cuh"
 #include "cuda/batch_norm_grad.cuh"
+#include "cuda/batch_norm_stream.cuh"
 #include "cuda/batch_norm_sums.cuh"
 #include "cuda/batch_norm_tiles.cuh"
 #include "cuda/column_sum.cuh"
@@ -24,11 +25,9 @@
 namespace gradops {
 namespace {
 
-// Packs of a thread and an array, on their way, in the first pass: of three arrays, or of two,
-template <Mask kMask>
-constexpr int kSumPacks = kMask == Mask::kOfY ? 2 : 3;
-constexpr int kInputGradPacks = 2;  // and in the second one
-constexpr int kGradRingsPerSum = 12;
+constexpr int kGradRingsPerSum = 16;
+template <typename T, int W>
+using BackwardRings = PackRings<T, W, 2, W == 1 ? kElementSteps : kBackwardSteps>;  // dz and x
 constexpr int kInputGradPacksApart = 2;  // of a thread and an array, in a kernel of its own
 
 // --- Sums ----------------------------------------------------------------------------------------
@@ -37,21 +36,19 @@ template <typename T, int W, Mask kMask>
 __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const GradArrays<T>& arrays,
                                           const ChannelPlan& plan,
                                           const ChannelPartials<Accum<T>, 2>& partials,
-                                          char* scratch, Pack<T, W>* kept) {
+                                          char* scratch, BackwardRings<T, W>& rings) {
   using A = Accum<T>;
-  ForParts<false>(plan, [&](const ChannelPart& part) {
-    ForFirstPacks<kSumPacks<kMask>>(plan, part, [&](std::int64_t start) {
-      PrefetchL2(arrays.dy + start);
-      PrefetchL2(arrays.x + start);
-    });
+  ForParts<false>(plan, [&](const ChannelPart& part, bool) {
     A parameters[3][W];
-    LoadParameters(
-        plan, part.tile, reinterpret_cast<A*>(scratch),
-        [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
-          const Affine<A> affine(args, group, channel);
-          numbers[0] = affine.mean, numbers[1] = affine.factor, numbers[2] = affine.offset;
-        },
-        parameters);
+    const auto find_parameters = [&] {
+      LoadParameters(
+          plan, part, reinterpret_cast<A*>(scratch),
+          [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
+            const Affine<A> affine(args, group, channel);
+            numbers[0] = affine.mean, numbers[1] = affine.factor, numbers[2] = affine.offset;
+          },
+          parameters);
+    };
     ThreadSums<A, W> sums;
     const auto add = [&](A(&dz)[W], A(&x)[W], const A(&y)[W]) {
       MaskGrad<kMask>(parameters[0], parameters[1], parameters[2], y, x, dz);
@@ -59,36 +56,28 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
       for (int j = 0; j < W; ++j) sums.Add(j, dz[j], dz[j] * x[j]);
     };
 
-    GradPacks<T, W, kMask> ring[kSumPacks<kMask>] = {};
-    PackStart<W> starts[kSumPacks<kMask>];
-    const int own = static_cast<int>(part.own);
-    int rings = 0;
-    const auto load = [&](int k, int, bool wanted, std::int64_t start) {
-      starts[k] = start;
-      LoadGrad<kMask>(arrays, wanted, start, ring[k]);
-    };
-    const auto use = [&](int k, int i) {
-      A dz[W], x[W], y[W];
-      Widen(ring[k].dy, dz);
-      Widen(ring[k].x, x);
-      if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
-      add(dz, x, y);
-      const Pack<T, W> masked = kMask == Mask::kNone ? ring[k].dy : Narrow<T>(dz);
-      if constexpr (kMask == Mask::kOfY) {
-        if (arrays.dresidual != nullptr) StorePack(arrays.dresidual + starts[k], masked);
-      }
-      if (own + i < plan.kept_steps) {
-        Pack<T, W>* const slot = kept + 2 * (own + i) * kChannelThreads + threadIdx.x;
-        StorePack(slot->v, masked);
-        StorePack(slot[kChannelThreads].v, ring[k].x);
-      }
-    };
-    const auto end_ring = [&] {
-      if (++rings % kGradRingsPerSum == 0) sums.EndSum();
-    };
-    const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
-    ForPacks<kSumPacks<kMask>, false, false>(plan, part, 0, whole, load, use, end_ring);
-    ForPacks<kSumPacks<kMask>, false, true>(plan, part, whole, all, load, use, end_ring);
+    int turns = 0;
+    ForPacks<false>(
+        plan, part, rings, false,
+        [&](auto&& place, std::int64_t start, bool) {
+          CopyGrad<kMask>(arrays, start, false, place);
+        },
+        find_parameters,
+        [&](auto&& place, std::int64_t start) {
+          A dz[W], x[W], y[W];
+          WidenGrad<kMask>(place, dz, x, y);
+          add(dz, x, y);
+          if constexpr (kMask != Mask::kNone) {
+            const Pack<T, W> masked = Narrow<T>(dz);
+            place.Put(0, masked);
+            if (kMask == Mask::kOfY && arrays.dresidual != nullptr) {
+              StorePack(arrays.dresidual + start, masked);
+            }
+          }
+        },
+        [&] {
+          if (++turns % kGradRingsPerSum == 0) sums.EndSum();
+        });
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A dz[W], x[W], y[W];
       LoadGrad<kMask>(arrays, span, dz, x, y);
@@ -99,14 +88,12 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
     });
     sums.EndSum();
 
-    const std::int64_t group = part.tile / plan.tiles;
-    const std::int64_t slot = blockIdx.x - plan.FirstBlock(part.tile);
-    const std::int64_t first_channel = plan.FirstChannel(part.tile);
-    SumPart(plan, part, reinterpret_cast<double2*>(scratch), sums, 0,
-            [&](int channel, const double2& total, double) {
-              partials.at(group, slot, first_channel + channel) = {static_cast<A>(total.x),
-                                                                   static_cast<A>(total.y)};
-            });
+    BeginCounters(plan, part, partials);
+    const std::int64_t slot = plan.NumberOf(part, static_cast<int>(blockIdx.x));
+    SumPart(plan, part, scratch, sums, 0, [&](int channel, const double2& total, double) {
+      partials.at(part.group, slot, part.channel + channel) = {static_cast<A>(total.x),
+                                                               static_cast<A>(total.y)};
+    });
   });
 }
 
@@ -153,82 +140,71 @@ template <typename T, int W, Mask kMask>
 __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
                                            const GradArrays<T>& arrays, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, 2>& partials,
-                                           char* scratch, const Pack<T, W>* kept) {
+                                           char* scratch, BackwardRings<T, W>& rings) {
   using A = Accum<T>;
   T* const dx = static_cast<T*>(args.dx);
-  ForParts<true>(plan, [&](const ChannelPart& part) {
+  ForParts<true>(plan, [&](const ChannelPart& part, bool last) {
     A parameters[kDxNumbers][W];
     auto& [mean, factor, offset, level, slope] = parameters;
-    LoadParameters(
-        plan, part.tile, reinterpret_cast<A*>(scratch),
-        [&](std::int64_t group, std::int64_t channel, A(&numbers)[kDxNumbers]) {
-          const bool given = args.mean_dz.data != nullptr;
-          ChannelPartial<A, 2> line{};
-          if (!given) line = partials.Load(group, 0, channel);
-          const Affine<A> affine(args, group, channel);
-          if (given) {
-            const Slope<A> own(ParamAt<A>(args.mean_dz, group, channel, 0),
-                               ParamAt<A>(args.mean_dz_x_hat, group, channel, 0), affine.rstd,
-                               affine.delta);
-            line = {own.level, own.slope};
-          }
-          numbers[kDxMean] = affine.mean, numbers[kDxFactor] = affine.factor;
-          numbers[kDxOffset] = affine.offset;
-          numbers[kDxLevel] = line.v[0], numbers[kDxSlope] = line.v[1];
-        },
-        parameters);
-    ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
-      A dz[W], x[W], y[W];
-      LoadGrad<kMask>(arrays, span, dz, x, y);
-      MaskGrad<kMask>(mean, factor, offset, y, x, dz);
-      ApplyInputGrad(parameters, dz, x);
-      StoreSpan(dx, span, x);
-      if (arrays.dresidual != nullptr) StoreSpan(arrays.dresidual, span, dz);
-    });
+    const auto find_parameters = [&] {
+      LoadParameters(
+          plan, part, reinterpret_cast<A*>(scratch),
+          [&](std::int64_t group, std::int64_t channel, A(&numbers)[kDxNumbers]) {
+            const bool given = args.mean_dz.data != nullptr;
+            ChannelPartial<A, 2> line{};
+            if (!given) line = partials.Load(group, 0, channel);
+            const Affine<A> affine(args, group, channel);
+            if (given) {
+              const Slope<A> own(ParamAt<A>(args.mean_dz, group, channel, 0),
+                                 ParamAt<A>(args.mean_dz_x_hat, group, channel, 0), affine.rstd,
+                                 affine.delta);
+              line = {own.level, own.slope};
+            }
+            numbers[kDxMean] = affine.mean, numbers[kDxFactor] = affine.factor;
+            numbers[kDxOffset] = affine.offset;
+            numbers[kDxLevel] = line.v[0], numbers[kDxSlope] = line.v[1];
+          },
+          parameters);
+      ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+        A dz[W], x[W], y[W];
+        LoadGrad<kMask>(arrays, span, dz, x, y);
+        MaskGrad<kMask>(mean, factor, offset, y, x, dz);
+        ApplyInputGrad(parameters, dz, x);
+        StoreSpan(dx, span, x);
+        if (arrays.dresidual != nullptr) StoreSpan(arrays.dresidual, span, dz);
+      });
+    };
 
-    GradPacks<T, W, kMask> ring[kInputGradPacks] = {};
-    PackStart<W> starts[kInputGradPacks];
-    const int own = static_cast<int>(part.own);
-    const auto load = [&](int k, int i, bool wanted, std::int64_t start) {
-      starts[k] = start;
-      if (own + i >= plan.kept_steps) {
-        LoadGrad<kMask>(arrays, wanted, start, ring[k]);
-      } else if (wanted) {
-        const Pack<T, W>* const slot = kept + 2 * (own + i) * kChannelThreads + threadIdx.x;
-        ring[k].dy = LoadPlain<W>(slot->v);  // masked already
-        ring[k].x = LoadPlain<W>(slot[kChannelThreads].v);
-        if constexpr (kMask == Mask::kOfY) ring[k].y = Positive<T, W>();
-      }
+    const auto copy = [&](auto&& place, std::int64_t start, bool stays) {
+      CopyGrad<kMask>(arrays, start, stays, place);
     };
-    const auto use = [&](int k, int) {
+    const auto use = [&](auto&& place, std::int64_t start) {
       A dz[W], x[W], y[W];
-      Widen(ring[k].dy, dz);
-      Widen(ring[k].x, x);
-      if constexpr (kMask == Mask::kOfY) Widen(ring[k].y, y);
+      WidenGrad<kMask>(place, dz, x, y);
       MaskGrad<kMask>(mean, factor, offset, y, x, dz);
       ApplyInputGrad(parameters, dz, x);
-      StoreLast(dx, starts[k], Narrow<T>(x));
-      if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, starts[k], Narrow<T>(dz));
+      StoreLast(dx, start, Narrow<T>(x));
+      if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
     };
-    const auto nothing = [](auto...) {};
-    const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
-    ForPacks<kInputGradPacks, true, true>(plan, part, whole, all, load, use, nothing);
-    ForPacks<kInputGradPacks, true, false>(plan, part, 0, whole, load, use, nothing);
+    ForSecondPass(plan, part, rings, last && args.mean_dz.data == nullptr,
+                  RingCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
+                  find_parameters, use);
   });
 }
 
-template <typename T, int W, Mask kMask>
+template <typename T, int W, bool kPlane, Mask kMask>
 __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
-                       const __grid_constant__ ChannelPlan plan, bool apart) {
-  extern __shared__ __align__(16) char shared[];
-  auto* const kept = reinterpret_cast<Pack<T, W>*>(shared + plan.scratch_bytes);
+                       const __grid_constant__ ChannelPlan any_plan, bool apart) {
+  extern __shared__ __align__(128) char shared[];
+  const ChannelPlan plan = any_plan.As<kPlane, W>();
+  BackwardRings<T, W> rings(plan, shared);
   const ChannelPartials<Accum<T>, 2> partials(args.workspace, args.partial_rows, plan.channels);
   GradArrays<T> arrays{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
                        static_cast<const T*>(args.y), static_cast<T*>(args.dresidual)};
   if (args.mean_dz.data == nullptr) {
     if (args.dx == nullptr) arrays.dresidual = nullptr;
-    FirstPass<T, W, kMask>(args, arrays, plan, partials, shared, kept);
+    FirstPass<T, W, kMask>(args, arrays, plan, partials, shared, rings);
     cooperative_groups::this_grid().sync();  // partial sums are written
     Finish<Accum<T>>(args, plan, partials, apart);
     if (args.dx == nullptr || apart) return;
@@ -236,12 +212,12 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     if constexpr (kMask == Mask::kOfY) {
       if (arrays.dresidual != nullptr) {  // it is dz: each thread reads what it wrote itself
         arrays.dy = arrays.dresidual, arrays.dresidual = nullptr;
-        SecondPass<T, W, Mask::kNone>(args, arrays, plan, partials, shared, kept);
+        SecondPass<T, W, Mask::kNone>(args, arrays, plan, partials, shared, rings);
         return;
       }
     }
   }
-  SecondPass<T, W, kMask>(args, arrays, plan, partials, shared, kept);
+  SecondPass<T, W, kMask>(args, arrays, plan, partials, shared, rings);
 }
 
 // dx where the other kernel has left what it is made of.
@@ -296,15 +272,15 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args) {
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
   task.statistics = own, task.apply = args.dx != nullptr;
   task.arrays = 2, task.parameters = 5, task.partial_rows = args.partial_rows;
+  task.ring_steps = kBackwardSteps, task.other_arrays = y == nullptr ? 0 : 1;
   ChannelPlan plan = ChooseChannelPlan(task);
   const bool apart = own && task.apply && ApplyApart(task, plan, OnChipBytes());
   if (apart) task.apply = false, plan = ChooseChannelPlan(task);
   const auto launch = [&]<Mask kMask>() {
-    const ffi::Error error = plan.width == 1
-                                 ? LaunchChannels(kOp, BatchNormBwdKernel<T, 1, kMask>, stream,
-                                                  plan, own, args, plan, apart)
-                                 : LaunchChannels(kOp, BatchNormBwdKernel<T, kVec<T>, kMask>,
-                                                  stream, plan, own, args, plan, apart);
+    const ffi::Error error = DispatchPlan<kVec<T>>(plan, [&]<int W, bool kPlane>() {
+      return LaunchChannels(kOp, BatchNormBwdKernel<T, W, kPlane, kMask>, stream, plan, own, args,
+                            plan, apart);
+    });
     if (error.failure() || !apart) return error;
     const auto apply = [&]<Mask kLeft>(const GradArrays<T>& arrays) {
       const ApplyPlan apply_plan(task, kVec<T>, kInputGradPacksApart);

@@ -14,6 +14,7 @@
 
 #include "common/math.h"
 #include "cuda/batch_norm_apply.cuh"
+#include "cuda/batch_norm_stream.cuh"
 #include "cuda/batch_norm_sums.cuh"
 #include "cuda/batch_norm_tiles.cuh"
 #include "ops/batch_norm.h"
@@ -21,10 +22,9 @@
 namespace gradops {
 namespace {
 
-constexpr int kMomentPacks = 6;  // of a thread, on their way, in the first pass
-constexpr int kApplyPacks = 4;   // and in the second one, where there is no residual
-constexpr int kAddPacks = 2;     // and where there is one
-constexpr int kMomentRingsPerSum = 6;
+constexpr int kMomentRingsPerSum = 8;
+template <typename T, int W>
+using ForwardRings = PackRings<T, W, 1, W == 1 ? kElementSteps : kForwardSteps>;
 // Of a thread, in a kernel of its own.
 template <bool kResidual>
 constexpr int kApplyPacksApart = kResidual ? 2 : 4;
@@ -48,46 +48,39 @@ enum PartialMoments { kOrigin, kMean, kSquares, kCount, kMoments };  // kMean: f
 template <typename T, int W>
 __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
                                           const ChannelPartials<Accum<T>, kMoments>& partials,
-                                          char* scratch, Pack<T, W>* kept) {
+                                          char* scratch, ForwardRings<T, W>& rings) {
   using A = Accum<T>;
   A* const origins = reinterpret_cast<A*>(scratch + plan.origins_at);
-  ForParts<false>(plan, [&](const ChannelPart& part) {
-    ForFirstPacks<kMomentPacks>(plan, part, [&](std::int64_t start) { PrefetchL2(x + start); });
-    const std::int64_t group = part.tile / plan.tiles, first_channel = plan.FirstChannel(part.tile);
+  ForParts<false>(plan, [&](const ChannelPart& part, bool) {
+    const std::int64_t group = part.group, first_channel = part.channel;
     A origin[1][W];
-    LoadParameters(
-        plan, part.tile, origins,
-        [&](std::int64_t, std::int64_t channel, A(&numbers)[1]) {
-          numbers[0] = Origin(x, plan, part, static_cast<int>(channel - first_channel));
-        },
-        origin);
+    const auto find_origins = [&] {
+      LoadParameters(
+          plan, part, origins,
+          [&](std::int64_t, std::int64_t channel, A(&numbers)[1]) {
+            numbers[0] = Origin(x, plan, part, static_cast<int>(channel - first_channel));
+          },
+          origin);
+    };
     ThreadSums<A, W> sums;
     const auto add = [&](int j, A value) {
       const A distance = value - origin[0][j];
       sums.Add(j, distance, distance * distance);
     };
-    Pack<T, W> packs[kMomentPacks] = {};
-    const int own = static_cast<int>(part.own);
-    int elements = 0, rings = 0;
-    const auto load = [&](int k, int, bool wanted, std::int64_t start) {
-      LoadIf<W>(wanted, x, start, packs[k]);
-    };
-    const auto use = [&](int k, int i) {
-      if (own + i < plan.kept_steps) {
-        StorePack(kept[(own + i) * kChannelThreads + threadIdx.x].v, packs[k]);
-      }
-      A values[W];
-      Widen(packs[k], values);
+    int elements = 0, turns = 0;
+    ForPacks<false>(
+        plan, part, rings, false,
+        [&](auto&& place, std::int64_t start, bool) { place.Copy(0, x + start); }, find_origins,
+        [&](auto&& place, std::int64_t) {
+          A values[W];
+          Widen(place.Get(0), values);
 #pragma unroll
-      for (int j = 0; j < W; ++j) add(j, values[j]);
-      elements += W;
-    };
-    const auto end_ring = [&] {
-      if (++rings % kMomentRingsPerSum == 0) sums.EndSum();
-    };
-    const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
-    ForPacks<kMomentPacks, false, false>(plan, part, 0, whole, load, use, end_ring);
-    ForPacks<kMomentPacks, false, true>(plan, part, whole, all, load, use, end_ring);
+          for (int j = 0; j < W; ++j) add(j, values[j]);
+          elements += W;
+        },
+        [&] {
+          if (++turns % kMomentRingsPerSum == 0) sums.EndSum();
+        });
     ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
       A values[W];
       LoadSpan(x, span, values);
@@ -99,10 +92,11 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
     });
     sums.EndSum();
 
-    const std::int64_t slot = blockIdx.x - plan.FirstBlock(part.tile);
-    SumPart(plan, part, reinterpret_cast<double2*>(scratch), sums, elements,
+    BeginCounters(plan, part, partials);
+    const std::int64_t slot = plan.NumberOf(part, static_cast<int>(blockIdx.x));
+    SumPart(plan, part, scratch, sums, elements,
             [&](int channel, const double2& sum, double count) {
-              const double mean = sum.x / count, squares = sum.y - sum.x * mean;
+              const double mean = sum.x * (1.0 / count), squares = sum.y - sum.x * mean;
               partials.at(group, slot, first_channel + channel) = {
                   origins[channel], static_cast<A>(mean),
                   static_cast<A>(squares < 0 ? 0.0 : squares), static_cast<A>(count)};
@@ -113,14 +107,21 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
 // A channel's numbers in y = (x - mean) * factor + offset.
 enum AffineNumbers { kAffineMean, kFactor, kOffset, kAffine };
 
+// A channel's parameters.
 template <typename A>
-__device__ __forceinline__ void SetAffine(const BatchNormFwdArgs& args, std::int64_t group,
-                                          std::int64_t channel, A mean, A rstd, A delta,
+struct ScaleBias {
+  A scale, bias;
+  __device__ __forceinline__ ScaleBias(const BatchNormFwdArgs& args, std::int64_t group,
+                                       std::int64_t channel)
+      : scale(ParamAt<A>(args.scale, group, channel, 1)),
+        bias(ParamAt<A>(args.bias, group, channel, 0)) {}
+};
+
+template <typename A>
+__device__ __forceinline__ void SetAffine(const ScaleBias<A>& of, A mean, A rstd, A delta,
                                           A (&numbers)[kAffine]) {
-  const A scale = ParamAt<A>(args.scale, group, channel, 1);
-  const A bias = ParamAt<A>(args.bias, group, channel, 0);
-  numbers[kAffineMean] = mean, numbers[kFactor] = rstd * scale;
-  numbers[kOffset] = bias - delta * numbers[kFactor];
+  numbers[kAffineMean] = mean, numbers[kFactor] = rstd * of.scale;
+  numbers[kOffset] = of.bias - delta * numbers[kFactor];
 }
 
 template <typename A, int W>
@@ -159,12 +160,18 @@ template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
                                        const ChannelPartials<A, kMoments>& partials) {
   using Partial = ChannelPartial<A, kMoments>;
+  struct Given {
+    Partial first;
+    ScaleBias<A> affine;
+  };
   ForChannelSums<3>(
       plan, args.shape.outer.groups, partials,
-      [&](std::int64_t group, std::int64_t channel) { return partials.Load(group, 0, channel); },
-      [](double (&sums)[3], const Partial& part, const Partial& first) {
+      [&](std::int64_t group, std::int64_t channel) {
+        return Given{partials.Load(group, 0, channel), {args, group, channel}};
+      },
+      [](double (&sums)[3], const Partial& part, const Given& given) {
         const auto difference = [&](PartialMoments which) {
-          return static_cast<double>(part.v[which]) - static_cast<double>(first.v[which]);
+          return static_cast<double>(part.v[which]) - static_cast<double>(given.first.v[which]);
         };
         // From the first part's mean.
         const double mean = difference(kOrigin) + difference(kMean);
@@ -172,14 +179,14 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
         sums[0] += count, sums[1] += count * mean;
         sums[2] += static_cast<double>(part.v[kSquares]) + count * mean * mean;
       },
-      [&](std::int64_t group, std::int64_t channel, const double (&sums)[3], const Partial& first) {
-        const double mean = sums[1] / sums[0];
-        const double variance = (sums[2] - sums[1] * mean) / sums[0];
+      [&](std::int64_t group, std::int64_t channel, const double (&sums)[3], const Given& given) {
+        const double inverse = 1.0 / sums[0], mean = sums[1] * inverse;
+        const double variance = (sums[2] - sums[1] * mean) * inverse;
         A own[3], numbers[kAffine];
-        StoreStatistics(args, group * plan.channels + channel, first.v[kOrigin],
-                        static_cast<double>(first.v[kMean]) + mean, variance < 0 ? 0.0 : variance,
-                        own);
-        SetAffine(args, group, channel, own[0], own[1], own[2], numbers);
+        StoreStatistics(args, group * plan.channels + channel, given.first.v[kOrigin],
+                        static_cast<double>(given.first.v[kMean]) + mean,
+                        variance < 0 ? 0.0 : variance, own);
+        SetAffine(given.affine, own[0], own[1], own[2], numbers);
         partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
       });
 }
@@ -187,94 +194,88 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
 template <typename T, int W>
 __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, kMoments>& partials,
-                                           char* scratch, const Pack<T, W>* kept) {
+                                           char* scratch, ForwardRings<T, W>& rings) {
   using A = Accum<T>;
   const T* const x = static_cast<const T*>(args.x);
   const T* const residual = static_cast<const T*>(args.residual);
   T* const y = static_cast<T*>(args.y);
-  ForParts<true>(plan, [&](const ChannelPart& part) {
+  ForParts<true>(plan, [&](const ChannelPart& part, bool last) {
     A parameters[kAffine][W];
-    LoadParameters(
-        plan, part.tile, reinterpret_cast<A*>(scratch),
-        [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
-          if (args.mean.data == nullptr) {
-            const ChannelPartial<A, kMoments> own = partials.Load(group, 0, channel);
+    const auto find_parameters = [&] {
+      LoadParameters(
+          plan, part, reinterpret_cast<A*>(scratch),
+          [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
+            if (args.mean.data == nullptr) {
+              const ChannelPartial<A, kMoments> own = partials.Load(group, 0, channel);
 #pragma unroll
-            for (int v = 0; v < kAffine; ++v) numbers[v] = own.v[v];
-          } else {
-            SetAffine(args, group, channel, ParamAt<A>(args.mean, group, channel, 0),
-                      ParamAt<A>(args.rstd, group, channel, 0),
-                      ParamAt<A>(args.delta, group, channel, 0), numbers);
-          }
-        },
-        parameters);
-    ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
-      A values[W], terms[W];
-      LoadSpan(x, span, values);
-      ApplyAffine(parameters, values);
-      if (residual != nullptr) {
-        LoadSpan(residual, span, terms);
-#pragma unroll
-        for (int j = 0; j < W; ++j) values[j] += terms[j];
-      }
-      Activate(args.relu, values);
-      StoreSpan(y, span, values);
-    });
-    const auto stream = [&]<int kRing, bool kResidual>() {
-      Pack<T, W> packs[kRing] = {}, others[kRing] = {};
-      PackStart<W> starts[kRing];
-      const int own = static_cast<int>(part.own);
-      const auto load = [&](int k, int i, bool wanted, std::int64_t start) {
-        starts[k] = start;
-        if (own + i >= plan.kept_steps) {
-          LoadIf<W>(wanted, x, start, packs[k]);
-        } else if (wanted) {
-          packs[k] = LoadPlain<W>(kept[(own + i) * kChannelThreads + threadIdx.x].v);
-        }
-        if constexpr (kResidual) LoadIf<W>(wanted, residual, start, others[k]);
-      };
-      const auto use = [&](int k, int) {
-        A values[W];
-        Widen(packs[k], values);
+              for (int v = 0; v < kAffine; ++v) numbers[v] = own.v[v];
+            } else {
+              SetAffine<A>({args, group, channel}, ParamAt<A>(args.mean, group, channel, 0),
+                           ParamAt<A>(args.rstd, group, channel, 0),
+                           ParamAt<A>(args.delta, group, channel, 0), numbers);
+            }
+          },
+          parameters);
+      ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+        A values[W], terms[W];
+        LoadSpan(x, span, values);
         ApplyAffine(parameters, values);
-        if constexpr (kResidual) {
-          A terms[W];
-          Widen(others[k], terms);
+        if (residual != nullptr) {
+          LoadSpan(residual, span, terms);
 #pragma unroll
           for (int j = 0; j < W; ++j) values[j] += terms[j];
         }
         Activate(args.relu, values);
-        StoreLast(y, starts[k], Narrow<T>(values));
+        StoreSpan(y, span, values);
+      });
+    };
+    const auto stream = [&]<bool kResidual>() {
+      const auto copy = [&](auto&& place, std::int64_t start, bool stays) {
+        if (!stays) place.Copy(0, x + start);
+        if constexpr (kResidual) place.CopyOther(residual + start);
       };
-      const auto nothing = [](auto...) {};
-      const int whole = plan.WholeSteps(part), all = static_cast<int>(part.count);
-      ForPacks<kRing, true, true>(plan, part, whole, all, load, use, nothing);
-      ForPacks<kRing, true, false>(plan, part, 0, whole, load, use, nothing);
+      const auto use = [&](auto&& place, std::int64_t start) {
+        A values[W];
+        Widen(place.Get(0), values);
+        ApplyAffine(parameters, values);
+        if constexpr (kResidual) {
+          A terms[W];
+          Widen(place.GetOther(), terms);
+#pragma unroll
+          for (int j = 0; j < W; ++j) values[j] += terms[j];
+        }
+        Activate(args.relu, values);
+        StoreLast(y, start, Narrow<T>(values));
+      };
+      ForSecondPass(plan, part, rings, last && args.mean.data == nullptr,
+                    RingCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
+                    find_parameters, use);
     };
     if (residual == nullptr) {
-      stream.template operator()<kApplyPacks, false>();
+      stream.template operator()<false>();
     } else {
-      stream.template operator()<kAddPacks, true>();
+      stream.template operator()<true>();
     }
   });
 }
 
-template <typename T, int W>
+template <typename T, int W, bool kPlane>
 __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
-                       const __grid_constant__ ChannelPlan plan) {
-  extern __shared__ __align__(16) char shared[];
-  auto* const kept = reinterpret_cast<Pack<T, W>*>(shared + plan.scratch_bytes);
+                       const __grid_constant__ ChannelPlan any_plan) {
+  extern __shared__ __align__(128) char shared[];
+  const ChannelPlan plan = any_plan.As<kPlane, W>();
+  ForwardRings<T, W> rings(plan, shared);
   const ChannelPartials<Accum<T>, kMoments> partials(args.workspace, args.partial_rows,
                                                      plan.channels);
   if (args.mean.data == nullptr) {
-    FirstPass<T, W>(static_cast<const T*>(args.x), plan, partials, shared, kept);
+    FirstPass<T, W>(static_cast<const T*>(args.x), plan, partials, shared, rings);
     cooperative_groups::this_grid().sync();  // partial results are written
     Finish<Accum<T>>(args, plan, partials);
     if (args.y == nullptr) return;
     cooperative_groups::this_grid().sync();  // what y is made of is
   }
-  SecondPass<T, W>(args, plan, partials, shared, kept);
+  SecondPass<T, W>(args, plan, partials, shared, rings);
 }
 
 // y where the other kernel has left what it is made of.
@@ -339,14 +340,14 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
   ChannelTask task = ChannelTaskOf<T>(args.shape);
   task.aligned = Aligned(args.x, args.residual, args.y);
   task.statistics = own, task.apply = args.y != nullptr;
-  task.arrays = 1, task.parameters = kAffine, task.origins = 1,
+  task.arrays = 1, task.parameters = kAffine, task.origins = 1;
+  task.ring_steps = kForwardSteps, task.other_arrays = args.residual == nullptr ? 0 : 1;
   task.partial_rows = args.partial_rows;
   ChannelPlan plan = ChooseChannelPlan(task);
   const auto launch = [&](const BatchNormFwdArgs& wanted) {
-    return plan.width == 1
-               ? LaunchChannels(kOp, BatchNormFwdKernel<T, 1>, stream, plan, own, wanted, plan)
-               : LaunchChannels(kOp, BatchNormFwdKernel<T, kVec<T>>, stream, plan, own, wanted,
-                                plan);
+    return DispatchPlan<kVec<T>>(plan, [&]<int W, bool kPlane>() {
+      return LaunchChannels(kOp, BatchNormFwdKernel<T, W, kPlane>, stream, plan, own, wanted, plan);
+    });
   };
   if (!task.statistics || !task.apply || !ApplyApart(task, plan, OnChipBytes())) {
     return launch(args);

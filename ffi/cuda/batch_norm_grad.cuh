@@ -33,24 +33,25 @@ __device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, bool wante
   LoadIf<W>(wanted, arrays.x, start, packs.x);
   if constexpr (kMask == Mask::kOfY) LoadIf<W>(wanted, arrays.y, start, packs.y);
 }
+// The same to a place in a ring; where dz and x stay, y alone.
+template <Mask kMask, typename T, typename Place>
+__device__ __forceinline__ void CopyGrad(const GradArrays<T>& arrays, std::int64_t start,
+                                         bool stays, Place& place) {
+  if (!stays) place.Copy(0, arrays.dy + start), place.Copy(1, arrays.x + start);
+  if constexpr (kMask == Mask::kOfY) place.CopyOther(arrays.y + start);
+}
+template <Mask kMask, typename Place, typename A, int W>
+__device__ __forceinline__ void WidenGrad(const Place& place, A (&dy)[W], A (&x)[W], A (&y)[W]) {
+  Widen(place.Get(0), dy);
+  Widen(place.Get(1), x);
+  if constexpr (kMask == Mask::kOfY) Widen(place.GetOther(), y);
+}
 template <Mask kMask, typename T, typename A, int W>
 __device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const ChannelSpan& span,
                                          A (&dy)[W], A (&x)[W], A (&y)[W]) {
   LoadSpan(arrays.dy, span, dy);
   LoadSpan(arrays.x, span, x);
   if constexpr (kMask == Mask::kOfY) LoadSpan(arrays.y, span, y);
-}
-
-// Positive numbers, whatever T is.
-template <typename T, int W>
-__device__ __forceinline__ Pack<T, W> Positive() {
-  Pack<T, W> pack;
-  if constexpr (W == 1) {
-    pack.v[0] = T(1.f);
-  } else {
-    AsWords(pack) = make_uint4(0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u);
-  }
-  return pack;
 }
 
 // x - mean and dz, of dy, x and y. NaN is not positive.

@@ -19,7 +19,11 @@
 // than that, steps are taken by units, of which a tile has no more than that.
 //
 // What a block has loaded first it keeps in shared memory; the rest is loaded again for the second
-// pass, last step first, as the L2 cache has the latest ones.
+// pass, last step first, as the L2 cache has the latest ones. Where there is much of it, and a tile
+// has several blocks, the end of it goes to whichever of these comes first (batch_norm_stream.cuh).
+//
+// Kernels know the way (As), and part by part what takes divisions: these and what is seldom needed
+// would be most of their code, for which all threads wait in short steps.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +31,7 @@
 namespace gradops {
 
 inline constexpr int kChannelThreads = 512;  // of a block
+inline constexpr int kLinePacks = 8;         // 128 bytes
 
 // From one step of a thread to the next: packs of a row, elements of x.
 struct ChannelStride {
@@ -39,10 +44,14 @@ struct ChannelPlace {
   std::int64_t pack, at;
 };
 
-// Steps of a block in a tile: so many, from the first one on, and every stride-th of the plan. The
-// block's own number of the i-th of them is i + own.
+// Steps of a block in a tile: so many, from the first one on, and every stride-th of the plan.
+// Rings of these steps have numbers of the block's own, from `ring` on.
 struct ChannelPart {
-  std::int64_t tile, first, count, own;
+  std::int64_t tile, first, count;
+  int ring;
+  // Of the tile: its group and channels, and where in x it starts.
+  std::int64_t group, channel, element;
+  int channels;
 };
 
 // All steps of a block: so many parts, of one tile after the other. Where tiles are dealt out,
@@ -50,6 +59,15 @@ struct ChannelPart {
 struct ChannelShare {
   std::int64_t start, stop, first_tile;
   int parts;
+};
+
+// How many of `all` things each of those who take turns with them has: the i-th first takes the
+// i-th.
+struct ChannelTurns {
+  std::int64_t least, rest;
+  constexpr ChannelTurns() = default;
+  constexpr ChannelTurns(std::int64_t all, std::int64_t of) : least(all / of), rest(all % of) {}
+  constexpr std::int64_t Of(std::int64_t i) const { return least + (i < rest ? 1 : 0); }
 };
 
 // Elements [first, last) of the pack at `start` are the tile's.
@@ -62,6 +80,7 @@ struct ChannelSpan {
 struct ChannelPlan {
   bool plane;
   bool framed;         // planes: rows start and end within packs
+  bool ragged;         // columns: x ends within a row
   int width;           // elements of a pack
   int lanes, at_once;  // columns
   std::int64_t channels, inner;
@@ -80,24 +99,44 @@ struct ChannelPlan {
   // Where tiles are dealt out: so many blocks take turns with a tile's steps, and so many tiles are
   // at work on at a time; otherwise 1 and 0.
   std::int64_t stride, tile_stride;
+  ChannelTurns step_turns, whole_turns, tile_turns;  // of steps, of those that are whole, of tiles
   ChannelStride forward, backward;
   int blocks;
-  int kept_steps;     // of a block, in shared memory
-  int origins_at;     // bytes of shared memory, before the origins
-  int scratch_bytes;  // and before the kept steps
+  int row_slots;    // columns: from one row of a step to the next, in shared memory, in packs
+  int slot_bytes;   // of an array's packs of a step there
+  int ring_steps;   // so many of a part's steps are a ring
+  int part_rings;   // of a part that is a whole tile
+  int kept_rings;   // of a block, there from the first pass to the second
+  bool ring_stays;  // and the ring after these
+  // Rings of a tile, not kept, that its blocks take as they come, but for the first so many of
+  // each; 0: each has its own steps.
+  int shared_rings, given_rings;
+  int origins_at;     // bytes of shared memory, before the origins,
+  int other_at;       // before the ring of an array that does not stay,
+  int scratch_bytes;  // and before the others' rings
   int shared_bytes;
+
+  // The same plan, of which the compiler knows the way and the width of packs.
+  template <bool kPlane, int W>
+  constexpr ChannelPlan As() const {
+    ChannelPlan known = *this;
+    known.plane = kPlane, known.width = W;
+    if (!kPlane || W == 1) known.framed = false;
+    if (kPlane || W == 1) known.ragged = false;
+    return known;
+  }
 
   // --- Steps of a tile ---
 
-  constexpr ChannelPlace PlaceOf(std::int64_t tile, std::int64_t step, int thread) const {
+  constexpr ChannelPlace PlaceOf(const ChannelPart& part, std::int64_t step, int thread) const {
     if (plane) {
       const std::int64_t i = step * kChannelThreads + thread;
-      return PlaceOfPack(tile, i / row_packs, i % row_packs);
+      return PlaceOfPack(part, i / row_packs, i % row_packs);
     }
     const int pack = thread % lanes, of_step = thread / lanes;
-    const bool idle = of_step >= at_once || pack * width >= TileColumns(tile);
+    const bool idle = of_step >= at_once || pack * width >= part.channels * inner * fold;
     const std::int64_t row = step * at_once + of_step;
-    return {idle ? -1 : pack, FirstElement(tile) + row * row_elements + pack * width};
+    return {idle ? -1 : pack, part.element + row * row_elements + pack * width};
   }
 
   constexpr void Move(ChannelPlace& place, const ChannelStride& stride) const {
@@ -111,14 +150,14 @@ struct ChannelPlan {
   }
 
   // One behind the tile's last element; columns: its group's.
-  constexpr std::int64_t Limit(std::int64_t tile) const {
-    return plane ? FirstElement(tile) + (rows - 1) * row_elements + inner
-                 : (tile / tiles + 1) * group_elements;
+  constexpr std::int64_t Limit(const ChannelPart& part) const {
+    return plane ? part.element + (rows - 1) * row_elements + inner
+                 : (part.group + 1) * group_elements;
   }
 
   // Where the pack starts.
   constexpr std::int64_t Start(const ChannelPlace& place) const {
-    return place.at & -std::int64_t{width};
+    return framed ? place.at & -std::int64_t{width} : place.at;
   }
 
   // Whether all of the pack is the tile's; also of steps after the last one.
@@ -141,7 +180,8 @@ struct ChannelPlan {
   }
   // How many of its steps, the first ones, are whole.
   constexpr int WholeSteps(const ChannelPart& part) const {
-    const std::int64_t behind = (whole_steps - part.first + stride - 1) / stride;
+    if (stride > 1) return static_cast<int>(whole_turns.Of(part.first));
+    const std::int64_t behind = whole_steps - part.first;
     return static_cast<int>(behind < 0 ? 0 : behind < part.count ? behind : part.count);
   }
   // Columns: elements of each channel.
@@ -160,7 +200,7 @@ struct ChannelPlan {
       i = step * kChannelThreads % row_packs * width;
       i = i < inner ? i : inner - 1;
     }
-    return FirstElement(part.tile) + row * row_elements + channel * inner + i;
+    return part.element + row * row_elements + channel * inner + i;
   }
 
   // --- Packs that are the tile's in part ---
@@ -170,14 +210,14 @@ struct ChannelPlan {
     if (plane && framed) {
       return (3 * (EndRow(part) - FirstRow(part)) + kChannelThreads - 1) / kChannelThreads;
     }
-    return !plane && width > 1 && group_rows % fold != 0 && LastStep(part) + 1 == steps ? 1 : 0;
+    return !plane && ragged && LastStep(part) + 1 == steps ? 1 : 0;
   }
 
   // Such a pack; or nothing. Columns: of the thread's own ones.
   constexpr ChannelSpan EdgeSpan(const ChannelPart& part, std::int64_t turn, int thread) const {
     if (!plane) {
-      const ChannelPlace place = PlaceOf(part.tile, LastStep(part), thread);
-      const std::int64_t left = Limit(part.tile) - place.at;
+      const ChannelPlace place = PlaceOf(part, LastStep(part), thread);
+      const std::int64_t left = Limit(part) - place.at;
       if (place.pack < 0 || left <= 0 || left >= width) return {0, 0, 0};
       return {place.at, 0, static_cast<int>(left)};
     }
@@ -187,8 +227,8 @@ struct ChannelPlan {
     const std::int64_t pack = i % 3 == 0 ? 0 : row_packs - i % 3;
     const std::int64_t step = (row * row_packs + pack) / kChannelThreads - part.first;
     if (step < 0 || step >= part.count * stride || step % stride != 0) return {0, 0, 0};
-    const ChannelPlace place = PlaceOfPack(part.tile, row, pack);
-    if (Whole(place, Limit(part.tile))) return {0, 0, 0};
+    const ChannelPlace place = PlaceOfPack(part, row, pack);
+    if (Whole(place, Limit(part))) return {0, 0, 0};
     const int before = static_cast<int>(place.at & (width - 1));
     const std::int64_t left = inner - pack * width + before;
     if (left <= 0) return {0, 0, 0};
@@ -197,21 +237,7 @@ struct ChannelPlan {
 
   // --- Channels of a tile ---
 
-  constexpr std::int64_t FirstChannel(std::int64_t tile) const {
-    return tile % tiles * tile_channels;
-  }
-  constexpr int TileChannels(std::int64_t tile) const {
-    const std::int64_t left = channels - FirstChannel(tile);
-    return static_cast<int>(left < tile_channels ? left : tile_channels);
-  }
-  // The rest is of columns only. With fold, there is one tile.
-  constexpr int TileColumns(std::int64_t tile) const {
-    return static_cast<int>(TileChannels(tile) * inner * fold);
-  }
-  // Of a tile's column, the channel's number in the tile.
-  constexpr int ChannelOf(int column, int of_tile) const {
-    return column / static_cast<int>(inner) % of_tile;
-  }
+  // With fold, there is one tile. The rest is of columns only.
   // How many columns a channel has, and which is its i-th one.
   constexpr int ChannelColumns() const { return static_cast<int>(fold * inner); }
   constexpr int ColumnOf(int channel, int i, int of_tile) const {
@@ -219,14 +245,22 @@ struct ChannelPlan {
     return (i / n * of_tile + channel) * n + i % n;
   }
 
+  // Where a step's packs are in shared memory: as far from a line of 128 bytes as in memory, if all
+  // rows are.
+  constexpr int SlotOf(const ChannelPart& part, int thread) const {
+    if (row_slots == lanes) return thread;
+    const int skew = static_cast<int>(part.element / width % kLinePacks);
+    return thread / lanes * row_slots + thread % lanes + skew;
+  }
+
   // --- Parts of a block ---
 
   constexpr bool dealt() const { return tile_stride > 0; }
 
   constexpr ChannelShare ShareOf(int block) const {
-    if (dealt()) {
-      const std::int64_t tile = block / stride;
-      return {block % stride, 0, tile, static_cast<int>((all_tiles - tile - 1) / tile_stride) + 1};
+    if (dealt()) [[likely]] {
+      const int tile = stride > 1 ? block / static_cast<int>(stride) : block;
+      return {block - tile * stride, 0, tile, static_cast<int>(tile_turns.Of(tile))};
     }
     const std::int64_t start = FirstStep(block), stop = FirstStep(block + 1);
     const std::int64_t first_tile = start / steps;
@@ -234,32 +268,45 @@ struct ChannelPlan {
             start == stop ? 0 : static_cast<int>((stop - 1) / steps - first_tile) + 1};
   }
   constexpr ChannelPart PartOf(const ChannelShare& share, int i) const {
-    if (dealt()) {
-      return {share.first_tile + i * tile_stride, share.start,
-              (steps - share.start - 1) / stride + 1, i * steps};
+    ChannelPart part{};
+    if (dealt()) [[likely]] {
+      part.tile = share.first_tile + i * tile_stride, part.ring = i * part_rings;
+      part.first = share.start, part.count = step_turns.Of(share.start);
+    } else {
+      part.tile = share.first_tile + i;
+      const std::int64_t origin = part.tile * steps;
+      part.first = share.start > origin ? share.start - origin : 0;
+      part.count = (share.stop - origin < steps ? share.stop - origin : steps) - part.first;
+      const std::int64_t of_first = (share.first_tile + 1) * steps - share.start;
+      const auto rings = static_cast<int>((of_first + ring_steps - 1) / ring_steps);
+      part.ring = i == 0 ? 0 : rings + (i - 1) * part_rings;
     }
-    const std::int64_t tile = share.first_tile + i;
-    const std::int64_t origin = tile * steps;
-    const std::int64_t first = share.start > origin ? share.start - origin : 0;
-    const std::int64_t end = share.stop - origin < steps ? share.stop - origin : steps;
-    return {tile, first, end - first, origin + first - share.start};
+    if (tiles != all_tiles) [[unlikely]]
+      part.group = part.tile / tiles;
+    part.channel = (part.tile - part.group * tiles) * tile_channels;
+    part.element = part.group * group_elements + part.channel * inner;
+    const std::int64_t left = channels - part.channel;
+    part.channels = static_cast<int>(left < tile_channels ? left : tile_channels);
+    return part;
   }
 
-  // The block of a tile's first step, and that of its last one.
-  constexpr int FirstBlock(std::int64_t tile) const {
-    return dealt() ? static_cast<int>(tile % tile_stride * stride) : BlockOf(tile * units);
+  // Of the blocks that have steps of a tile: their number, and a block's number among them.
+  constexpr int BlocksOf(std::int64_t group, std::int64_t channel) const {
+    if (dealt()) [[likely]]
+      return static_cast<int>(stride);
+    const std::int64_t tile = group * tiles + channel / tile_channels;
+    return BlockOf((tile + 1) * units - 1) - BlockOf(tile * units) + 1;
   }
-  constexpr int LastBlock(std::int64_t tile) const {
-    return dealt() ? FirstBlock(tile) + static_cast<int>(stride) - 1
-                   : BlockOf((tile + 1) * units - 1);
+  constexpr std::int64_t NumberOf(const ChannelPart& part, int block) const {
+    if (dealt()) [[likely]]
+      return part.first;
+    return block - BlockOf(part.tile * units);
   }
 
  private:
-  constexpr std::int64_t FirstElement(std::int64_t tile) const {
-    return tile / tiles * group_elements + FirstChannel(tile) * inner;
-  }
-  constexpr ChannelPlace PlaceOfPack(std::int64_t tile, std::int64_t row, std::int64_t pack) const {
-    return {pack, FirstElement(tile) + row * row_elements + pack * width};
+  constexpr ChannelPlace PlaceOfPack(const ChannelPart& part, std::int64_t row,
+                                     std::int64_t pack) const {
+    return {pack, part.element + row * row_elements + pack * width};
   }
   // Planes: rows that a part has a pack of.
   constexpr std::int64_t FirstRow(const ChannelPart& part) const {

@@ -32,6 +32,8 @@ struct ChannelTask {
   bool statistics;            // there is a first pass, which adds up,
   bool apply;                 // and a second one
   int arrays;                 // that a thread keeps from the first pass for the second
+  int other_arrays;           // that are copied ahead, too
+  int ring_steps;             // how far
   int parameters;             // of a channel, in the second pass
   int origins;                // of a channel, in the first one
   std::int64_t partial_rows;  // of the workspace
@@ -40,7 +42,11 @@ struct ChannelTask {
 };
 
 inline constexpr int kMaxLanes = 256;
-inline constexpr int kStagedColumns = 4;  // of a thread, added up over a block at a time
+// Steps of a ring, that is, how far copies are ahead: forward, backward, of single elements.
+inline constexpr int kForwardSteps = 4, kBackwardSteps = 2, kElementSteps = 4;
+
+inline constexpr int kRingCounters =
+    kChannelThreads / 32;  // of a tile, one for each warp of a block
 
 // Dynamic memory of a block that has a multiprocessor to itself: CUDA keeps 1 KB, and static memory
 // is less than another one.
@@ -93,7 +99,7 @@ constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t lanes, std:
   const std::int64_t cost = lanes < 16    ? 200
                             : lanes < 32  ? 60
                             : lanes < 128 ? 8
-                            : lanes > 128 ? 60
+                            : lanes > 128 ? 40
                                           : 0;
   const std::int64_t cut = tiles > 1 && lanes % 8 != 0 ? 100 : 0;
   return (1024 + taken) / 2 * own / (slowest + deal.rounds * kStepsOfTile) - cost - cut;
@@ -135,6 +141,7 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   plan.row_packs = 0;
   plan.steps = CeilDiv(plan.rows, plan.at_once);
   plan.whole_steps = task.rows / plan.fold / plan.at_once;
+  plan.ragged = width > 1 && task.rows % plan.fold != 0;
   return true;
 }
 
@@ -206,6 +213,9 @@ constexpr void ChooseWay(const ChannelTask& task, ChannelPlan& plan) {
 // Sets which steps a block has.
 constexpr void DivideSteps(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
   plan.stride = deal.stride, plan.tile_stride = deal.tile_stride;
+  plan.step_turns = ChannelTurns(plan.steps, plan.stride);
+  plan.whole_turns = ChannelTurns(plan.whole_steps, plan.stride);
+  plan.tile_turns = ChannelTurns(plan.all_tiles, std::max<std::int64_t>(plan.tile_stride, 1));
   const auto divide = [&](std::int64_t unit_steps) {
     plan.unit_steps = unit_steps;
     plan.units = CeilDiv(plan.steps, unit_steps);
@@ -221,26 +231,58 @@ constexpr void DivideSteps(const ChannelTask& task, const Deal& deal, ChannelPla
   SetStrides(plan);
 }
 
-// Sets what a block has in shared memory: sums of its threads, and of a tile's columns; later
-// parameters; then origins; steps that it keeps.
+// Sets how many rings of the second pass are taken as blocks come: none where there are few of
+// them, or no room for counters after a tile's partial results.
+constexpr void ShareRings(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
+  constexpr std::int64_t kLeastRings = 16;  // of a block
+  if (plan.plane || plan.width == 1 || !plan.dealt() || deal.rounds > 1 || plan.stride == 1) return;
+  if (plan.stride + kRingCounters > task.partial_rows) return;
+  const std::int64_t kept = plan.kept_rings * plan.ring_steps * plan.stride;
+  const std::int64_t rings = CeilDiv(std::max<std::int64_t>(plan.steps - kept, 0), plan.ring_steps);
+  if (rings < kLeastRings * plan.stride || rings > std::numeric_limits<int>::max() / 16) return;
+  plan.shared_rings = static_cast<int>(rings);
+  plan.given_rings = static_cast<int>(std::max<std::int64_t>(2, rings / plan.stride * 3 / 4));
+}
+
+// Sets what a block has in shared memory: first sums of its threads, and of a tile's columns, and
+// origins; or parameters, and rings of arrays that do not stay, which no thread needs while sums
+// are there. Then rings of the others, those that are kept and one more: this one, too, where sums
+// are, if there is no other room.
 constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
   const int columns = plan.plane ? 1 : plan.lanes * plan.width;
-  const int sums = plan.plane
-                       ? kChannelThreads * 2
-                       : kChannelThreads * std::min(plan.width, kStagedColumns) * 16 + columns * 16;
+  const int sums = plan.plane ? kChannelThreads * 2
+                              : kChannelThreads * plan.width * 2 * task.accum_bytes + columns * 16;
   const int channel_bytes = static_cast<int>(plan.tile_channels) * task.accum_bytes;
-  plan.origins_at = std::max(task.statistics ? sums : 0, channel_bytes * task.parameters);
-  plan.scratch_bytes =
-      (plan.origins_at + (task.statistics ? channel_bytes * task.origins : 0) + 15) / 16 * 16;
-  plan.shared_bytes = plan.scratch_bytes;
-  if (task.statistics && task.apply) {
-    const std::int64_t budget = MaxChannelBytes(task.shared_bytes) - plan.scratch_bytes;
-    const int step_bytes = kChannelThreads * plan.width * task.element_bytes * task.arrays;
-    const std::int64_t steps =
-        plan.dealt() ? deal.rounds * CeilDiv(plan.steps, plan.stride)
-                     : CeilDiv(plan.all_tiles * plan.units, plan.blocks) * plan.unit_steps;
-    plan.kept_steps = static_cast<int>(std::clamp<std::int64_t>(budget / step_bytes, 0, steps));
-    plan.shared_bytes += plan.kept_steps * step_bytes;
+  const bool skewed = !plan.plane && plan.tiles > 1 && plan.lanes % kLinePacks != 0;
+  plan.row_slots =
+      skewed ? static_cast<int>(CeilDiv(plan.lanes, kLinePacks)) * kLinePacks : plan.lanes;
+  const int slots = skewed ? plan.at_once * plan.row_slots + kLinePacks : kChannelThreads;
+  plan.slot_bytes = std::max(slots, kChannelThreads) * plan.width * task.element_bytes;
+  plan.ring_steps = plan.width == 1 ? kElementSteps : task.ring_steps;
+  plan.part_rings = static_cast<int>(CeilDiv(plan.steps, plan.ring_steps));
+  const int ring_bytes = plan.ring_steps * plan.slot_bytes;
+  const auto lines = [](std::int64_t bytes) { return static_cast<int>(CeilDiv(bytes, 128) * 128); };
+  const int rings_bytes = plan.width > 1 ? task.arrays * ring_bytes : 0;
+  const int origin_bytes = task.statistics ? channel_bytes * task.origins : 0;
+  plan.other_at = lines(channel_bytes * task.parameters);
+  plan.origins_at = std::max(task.statistics ? sums : 0, plan.other_at);
+  const int least = lines(plan.other_at + (plan.width > 1 ? task.other_arrays * ring_bytes : 0));
+  plan.scratch_bytes = std::max(lines(plan.origins_at + origin_bytes), least);
+  plan.shared_bytes = plan.scratch_bytes + rings_bytes;
+  plan.ring_stays = plan.shared_bytes <= MaxChannelBytes(task.shared_bytes);
+  if (!plan.ring_stays) {
+    plan.scratch_bytes = least;
+    plan.origins_at = std::max(plan.origins_at, least + rings_bytes);
+    plan.shared_bytes = plan.origins_at + origin_bytes;
+  } else if (task.statistics && task.apply) {
+    const std::int64_t budget = MaxChannelBytes(task.shared_bytes) - plan.shared_bytes;
+    const std::int64_t rings =
+        plan.dealt() ? deal.rounds * CeilDiv(CeilDiv(plan.steps, plan.stride), plan.ring_steps)
+                     : CeilDiv(plan.steps * plan.all_tiles, plan.blocks) / plan.ring_steps + 2;
+    plan.kept_rings =
+        static_cast<int>(std::clamp<std::int64_t>(budget / (task.arrays * ring_bytes), 0, rings));
+    plan.shared_bytes += plan.kept_rings * task.arrays * ring_bytes;
+    ShareRings(task, deal, plan);
   }
 }
 

@@ -31,9 +31,6 @@ struct ThreadSums {
       for (int j = 0; j < W; ++j) all[v][j] += recent[v][j], recent[v][j] = 0;
     }
   }
-  __device__ __forceinline__ double2 column(int j) const {
-    return {static_cast<double>(all[0][j]), static_cast<double>(all[1][j])};
-  }
 };
 
 // --- Sums over a block ---------------------------------------------------------------------------
@@ -41,40 +38,46 @@ struct ThreadSums {
 // emit(channel in the tile, sum) for each of a tile's channels; any thread may be told of any
 // channel. In a fixed order.
 template <typename A, int W, typename Emit>
-__device__ __forceinline__ void SumColumns(const ChannelPlan& plan, std::int64_t tile,
-                                           double2* scratch, const ThreadSums<A, W>& sums,
+__device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const ChannelPart& part,
+                                           char* scratch, const ThreadSums<A, W>& sums,
                                            const Emit& emit) {
-  constexpr int kStaged = W < kStagedColumns ? W : kStagedColumns;
-  double2* const totals = scratch + kStaged * kChannelThreads;  // [lanes][W]
+  struct alignas(2 * sizeof(A)) Pair {
+    A first, second;
+  };
+  Pair* const parts = reinterpret_cast<Pair*>(scratch);                             // [W][threads]
+  double2* const totals = reinterpret_cast<double2*>(parts + W * kChannelThreads);  // [lanes][W]
   const int thread = static_cast<int>(threadIdx.x);
+  __syncthreads();  // scratch has been read
 #pragma unroll
-  for (int first = 0; first < W; first += kStaged) {
-    __syncthreads();  // scratch has been read
-#pragma unroll
-    for (int j = 0; j < kStaged; ++j)
-      scratch[j * kChannelThreads + thread] = sums.column(first + j);
-    __syncthreads();  // and is written
-    for (int i = thread; i < kStaged * plan.lanes; i += kChannelThreads) {
-      const int j = i / plan.lanes, pack = i % plan.lanes;
-      double2 total{0, 0};
+  for (int j = 0; j < W; ++j) {
+    parts[j * kChannelThreads + thread] = {sums.all[0][j], sums.all[1][j]};
+  }
+  __syncthreads();  // and is written
+  const int of_tile = part.channels, columns = plan.ChannelColumns();
+  for (int i = thread; i < W * plan.lanes; i += kChannelThreads) {
+    const int j = i / plan.lanes, pack = i % plan.lanes, column = pack * W + j;
+    double2 total{0, 0};
 #pragma unroll 4
-      for (int r = 0; r < plan.at_once; ++r) {
-        const double2 part = scratch[j * kChannelThreads + r * plan.lanes + pack];
-        total.x += part.x, total.y += part.y;
-      }
-      totals[pack * W + first + j] = total;
+    for (int r = 0; r < plan.at_once; ++r) {
+      const Pair own = parts[j * kChannelThreads + r * plan.lanes + pack];
+      total.x += static_cast<double>(own.first), total.y += static_cast<double>(own.second);
+    }
+    if (columns > 1) {
+      totals[column] = total;
+    } else if (column < of_tile) {
+      emit(column, total);
     }
   }
+  if (columns == 1) return;
   __syncthreads();  // all columns' totals are written
   constexpr int kFew = 16;
-  const int of_tile = plan.TileChannels(tile), columns = plan.ChannelColumns();
   const bool few = columns <= kFew;  // for one thread; else a warp adds them up
   const int lane = few ? 0 : thread % kWarp, lanes = few ? 1 : kWarp;
   for (int channel = thread / lanes; channel < of_tile; channel += kChannelThreads / lanes) {
     double2 total{0, 0};
     for (int i = lane; i < columns; i += lanes) {
-      const double2 part = totals[plan.ColumnOf(channel, i, of_tile)];
-      total.x += part.x, total.y += part.y;
+      const double2 own = totals[plan.ColumnOf(channel, i, of_tile)];
+      total.x += own.x, total.y += own.y;
     }
     if (!few) {
       double values[2] = {total.x, total.y};
@@ -110,19 +113,20 @@ __device__ __forceinline__ void SumPlane(double* scratch, double (&values)[kValu
 // thread has added up so many.
 template <typename A, int W, typename Emit>
 __device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPart& part,
-                                        double2* scratch, const ThreadSums<A, W>& sums,
-                                        int elements, const Emit& emit) {
+                                        char* scratch, const ThreadSums<A, W>& sums, int elements,
+                                        const Emit& emit) {
   if (plan.plane) {
     double values[3] = {0, 0, static_cast<double>(elements)};
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      values[0] += sums.column(j).x, values[1] += sums.column(j).y;
+      values[0] += static_cast<double>(sums.all[0][j]);
+      values[1] += static_cast<double>(sums.all[1][j]);
     }
     SumPlane(reinterpret_cast<double*>(scratch), values);
     if (threadIdx.x == 0) emit(0, double2{values[0], values[1]}, values[2]);
   } else {
     const double of_channel = static_cast<double>(plan.ChannelElements(part));
-    SumColumns(plan, part.tile, scratch, sums,
+    SumColumns(plan, part, scratch, sums,
                [&](int channel, const double2& sum) { emit(channel, sum, of_channel); });
   }
 }
@@ -168,6 +172,22 @@ struct ChannelPartials {
   }
 };
 
+// A warp's counter of a tile's rings (batch_norm_stream.cuh): after the tile's partial results, far
+// from other warps' ones, as one place takes an atomic operation at a time.
+template <typename A, int kValues>
+__device__ __forceinline__ unsigned* RingCounter(const ChannelPlan& plan, const ChannelPart& part,
+                                                 const ChannelPartials<A, kValues>& partials,
+                                                 int warp) {
+  return reinterpret_cast<unsigned*>(&partials.at(part.group, plan.stride + warp, part.channel));
+}
+template <typename A, int kValues>
+__device__ __forceinline__ void BeginCounters(const ChannelPlan& plan, const ChannelPart& part,
+                                              const ChannelPartials<A, kValues>& partials) {
+  if (plan.shared_rings == 0 || part.first != 0 || threadIdx.x >= kChannelWarps) return;
+  *RingCounter(plan, part, partials, static_cast<int>(threadIdx.x)) =
+      static_cast<unsigned>(plan.given_rings * plan.stride);
+}
+
 // All channels of all groups, spread over the grid: begin(group, channel), whose result is the last
 // argument of add(sums, partial, .), for each of a channel's partial results, and of finish(group,
 // channel, sums, .).
@@ -187,10 +207,10 @@ __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int
   for (std::int64_t first = warp * at_once; first < all; first += warps * at_once) {
     const std::int64_t own = first + lane % at_once;
     const std::int64_t i = min(own, all - 1);  // lanes that have none add up the last one's, too
-    const std::int64_t group = i / plan.channels, channel = i % plan.channels;
-    const std::int64_t tile = group * plan.tiles + channel / plan.tile_channels;
+    const std::int64_t group = groups == 1 ? 0 : i / plan.channels;
+    const std::int64_t channel = i - group * plan.channels;
     const auto of_channel = begin(group, channel);
-    const int parts = plan.LastBlock(tile) - plan.FirstBlock(tile) + 1;
+    const int parts = plan.BlocksOf(group, channel);
     double sums[kSums] = {};
 #pragma unroll 4
     for (int part = lane / at_once; part < parts; part += lanes) {

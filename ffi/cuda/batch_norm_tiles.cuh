@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
+#include <limits>
 
 #include "common/shape.h"
 #include "cuda/batch_norm_plan.h"
@@ -15,23 +15,6 @@ namespace gradops {
 namespace {
 
 // --- Packs ---------------------------------------------------------------------------------------
-
-// Where a pack starts, in packs: 64 GB of them.
-template <int W>
-class PackStart {
- public:
-  __device__ __forceinline__ PackStart& operator=(std::int64_t start) {
-    number_ = static_cast<Number>(start / W);
-    return *this;
-  }
-  __device__ __forceinline__ operator std::int64_t() const {
-    return static_cast<std::int64_t>(number_) * W;
-  }
-
- private:
-  using Number = std::conditional_t<W == 1, std::int64_t, std::uint32_t>;
-  Number number_;
-};
 
 // The pack at `start`, if it is wanted; otherwise the old one stays. No load is moved before a
 // store that precedes it, and none is non-coherent: dx may be dy's buffer.
@@ -52,10 +35,6 @@ __device__ __forceinline__ void LoadIf(bool wanted, const T* array, std::int64_t
         : "l"(array + start), "r"(static_cast<int>(wanted))
         : "memory");
   }
-}
-
-__device__ __forceinline__ void PrefetchL2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // What is stored is not read again: it shall not push out of the L2 cache what is.
@@ -86,103 +65,16 @@ __device__ __forceinline__ void StoreSpan(T* array, const ChannelSpan& span, con
 
 // --- Parts ---------------------------------------------------------------------------------------
 
-// fn(part) for the parts of this block's steps, from the first to the last or the other way round.
+// fn(part, last) for the parts of this block's steps, from the first to the last or the other way
+// round.
 template <bool kBackwards, typename Fn>
 __device__ __forceinline__ void ForParts(const ChannelPlan& plan, const Fn& fn) {
   const ChannelShare share = plan.ShareOf(static_cast<int>(blockIdx.x));
+#pragma unroll 1
   for (int i = 0; i < share.parts; ++i) {
-    fn(plan.PartOf(share, kBackwards ? share.parts - 1 - i : i));
-  }
-}
-
-// This thread's packs of one step after the other.
-template <bool kBackwards>
-class PackWalk {
- public:
-  __device__ __forceinline__ PackWalk(const ChannelPlan& plan, std::int64_t tile,
-                                      std::int64_t first_step)
-      : plan_(plan),
-        place_(plan.PlaceOf(tile, first_step, static_cast<int>(threadIdx.x))),
-        limit_(plan.Limit(tile)) {}
-
-  __device__ __forceinline__ bool idle() const { return place_.pack < 0; }
-  __device__ __forceinline__ bool whole() const { return plan_.Whole(place_, limit_); }
-  __device__ __forceinline__ std::int64_t start() const { return plan_.Start(place_); }
-  __device__ __forceinline__ void Move() {
-    plan_.Move(place_, kBackwards ? plan_.backward : plan_.forward);
-  }
-
- private:
-  const ChannelPlan& plan_;
-  ChannelPlace place_;
-  std::int64_t limit_;
-};
-
-// load(k, i, wanted, start) and then use(k, i) of this thread's packs in a part's steps [first,
-// end) or, backwards, from the last one of them to the first, up to kRing of them loaded ahead, to
-// place k of the ring in turn; where a load is not wanted, it is not used. end_ring() after every
-// kRing or fewer. Packs are whole; or, kChecked, those that are not are left out.
-template <int kRing, bool kBackwards, bool kChecked, typename Load, typename Use, typename EndRing>
-__device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelPart& part,
-                                         int first, int end, const Load& load, const Use& use,
-                                         const EndRing& end_ring) {
-  const int steps = end - first;
-  if (steps == 0) return;
-  const auto number = [&](int step) { return kBackwards ? end - 1 - step : first + step; };
-  PackWalk<kBackwards> walk(plan, part.tile, plan.StepOf(part, number(0)));
-  if (walk.idle()) return;
-  if constexpr (kChecked) {
-#pragma unroll 1
-    for (int step = 0; step < steps; step += kRing) {
-      bool wanted[kRing];
-#pragma unroll
-      for (int k = 0; k < kRing; ++k) {
-        wanted[k] = step + k < steps && walk.whole();
-        load(k, number(step + k), wanted[k], walk.start());
-        walk.Move();
-      }
-#pragma unroll
-      for (int k = 0; k < kRing; ++k) {
-        if (wanted[k]) use(k, number(step + k));
-      }
-      end_ring();
-    }
-  } else {
-    const auto next = [&](int k, int step) {
-      load(k, number(step), step < steps, walk.start());
-      walk.Move();
-    };
-#pragma unroll
-    for (int k = 0; k < kRing; ++k) next(k, k);
-    int step = 0;
-#pragma unroll 1
-    for (; step + kRing <= steps; step += kRing) {
-#pragma unroll
-      for (int k = 0; k < kRing; ++k) {
-        use(k, number(step + k));
-        next(k, step + k + kRing);
-      }
-      end_ring();
-    }
-#pragma unroll
-    for (int k = 0; k < kRing - 1; ++k) {
-      if (step + k < steps) use(k, number(step + k));
-    }
-    end_ring();
-  }
-}
-
-// fetch(start) of this thread's first packs of a part: to bring them to the L2 cache while the
-// block does what it has to before it loads them.
-template <int kRing, typename Fetch>
-__device__ __forceinline__ void ForFirstPacks(const ChannelPlan& plan, const ChannelPart& part,
-                                              const Fetch& fetch) {
-  PackWalk<false> walk(plan, part.tile, part.first);
-  if (walk.idle()) return;
-#pragma unroll
-  for (int k = 0; k < kRing; ++k) {
-    if (k < part.count && walk.whole()) fetch(walk.start());
-    walk.Move();
+    __syncthreads();  // what the part before had in shared memory has been read
+    const int number = kBackwards ? share.parts - 1 - i : i;
+    fn(plan.PartOf(share, number), number == share.parts - 1);
   }
 }
 
@@ -201,10 +93,10 @@ __device__ __forceinline__ void ForEdges(const ChannelPlan& plan, const ChannelP
 
 // Of each of a thread's elements, the channel's number in the tile.
 template <int W>
-__device__ __forceinline__ void OwnChannels(const ChannelPlan& plan, std::int64_t tile,
+__device__ __forceinline__ void OwnChannels(const ChannelPlan& plan, const ChannelPart& part,
                                             int (&channels)[W]) {
   const int column = static_cast<int>(threadIdx.x) % plan.lanes * W;
-  const int of_tile = plan.TileChannels(tile), inner = static_cast<int>(plan.inner);
+  const int of_tile = part.channels, inner = static_cast<int>(plan.inner);
   int channel = plan.plane ? 0 : column / inner % of_tile, i = plan.plane ? 0 : column % inner;
 #pragma unroll
   for (int j = 0; j < W; ++j) {
@@ -235,14 +127,12 @@ __device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std
 }
 
 // Fills values[v][j] with number v of the thread's column j: table(group, channel, numbers) gives
-// those of a channel. They stay in `shared`, [kValues][channels of the tile].
+// those of a channel. They stay in `shared`, [kValues][channels of the tile], which nobody reads.
 template <int kValues, typename A, int W, typename Table>
-__device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, std::int64_t tile,
+__device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const ChannelPart& part,
                                                A* shared, const Table& table,
                                                A (&values)[kValues][W]) {
-  const std::int64_t group = tile / plan.tiles, first = plan.FirstChannel(tile);
-  const int of_tile = plan.TileChannels(tile);
-  __syncthreads();  // it has been read
+  const int of_tile = part.channels;
   constexpr int kAtOnce = 2;
   for (int start = static_cast<int>(threadIdx.x); start < of_tile;
        start += kAtOnce * kChannelThreads) {
@@ -250,7 +140,7 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, std::int
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int i = start + k * kChannelThreads;
-      if (i < of_tile) table(group, first + i, numbers[k]);
+      if (i < of_tile) table(part.group, part.channel + i, numbers[k]);
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -261,7 +151,7 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, std::int
     }
   }
   int channels[W];
-  OwnChannels(plan, tile, channels);
+  OwnChannels(plan, part, channels);
   __syncthreads();  // and is written
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
@@ -272,6 +162,9 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, std::int
 
 // --- Launches ------------------------------------------------------------------------------------
 
+// What tests want, where it is less than what a multiprocessor has.
+inline int most_shared_bytes = std::numeric_limits<int>::max();
+
 template <typename T>
 ChannelTask ChannelTaskOf(const ChannelShape& shape) {
   const Device device = CurrentDevice();
@@ -279,8 +172,19 @@ ChannelTask ChannelTaskOf(const ChannelShape& shape) {
   task.groups = shape.outer.groups, task.rows = shape.outer.rows;
   task.channels = shape.channels(), task.inner = shape.inner;
   task.element_bytes = sizeof(T), task.accum_bytes = sizeof(Accum<T>);
-  task.multiprocessors = device.multiprocessors, task.shared_bytes = device.shared_bytes;
+  task.multiprocessors = device.multiprocessors,
+  task.shared_bytes = std::min(device.shared_bytes, most_shared_bytes);
   return task;
+}
+
+// fn.operator()<width of packs, whether tiles are planes>().
+template <int kWidest, typename Fn>
+ffi::Error DispatchPlan(const ChannelPlan& plan, const Fn& fn) {
+  if (plan.width == 1) {
+    return plan.plane ? fn.template operator()<1, true>() : fn.template operator()<1, false>();
+  }
+  return plan.plane ? fn.template operator()<kWidest, true>()
+                    : fn.template operator()<kWidest, false>();
 }
 
 // All blocks are resident at a time, where `together`.
