@@ -19,8 +19,8 @@
 //
 // Framed rows have at least 32 lanes, and more than 480 elements (else layer_norm_narrow_policy.h).
 // Rows that one block holds get a cluster, too, of blocks of at least three warps, where one would
-// leave more than an eighth (of 48 bytes a tenth) of a multiprocessor's 512 (or 384) threads without
-// work.
+// leave more than an eighth (of 48 bytes a tenth) of a multiprocessor's 512 (or 384) threads
+// without work.
 #pragma once
 
 #include <algorithm>
