@@ -28,10 +28,11 @@
 
 #include <cstdint>
 
+#include "cuda/cache_line.h"
+
 namespace gradops {
 
 inline constexpr int kChannelThreads = 512;  // of a block
-inline constexpr int kLinePacks = 8;         // 128 bytes
 
 // From one step of a thread to the next: packs of a row, elements of x.
 struct ChannelStride {

@@ -8,13 +8,13 @@
 
 #include "common/integers.h"
 #include "common/shape.h"
+#include "cuda/cache_line.h"
 
 namespace gradops {
 
 inline constexpr int kGeluThreads = 256;      // of a block
 inline constexpr int kMostGeluThreads = 320;  // backward
 inline constexpr int kGeluLanes = 32;         // packs of a tile, if nothing speaks for others
-inline constexpr int kLinePacks = 128 / 16;   // of a line of the cache
 
 // How a group is cut.
 struct GeluCut {

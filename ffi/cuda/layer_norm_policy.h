@@ -29,6 +29,7 @@
 #include <numeric>
 
 #include "common/integers.h"
+#include "cuda/cache_line.h"
 
 namespace gradops {
 
@@ -150,7 +151,6 @@ constexpr int RowsThreads(int element_bytes) {
 }
 inline constexpr int kRowThreads = 512;
 inline constexpr int kRowsPacks = 4;
-inline constexpr int kLineBytes = 128;         // of the cache
 inline constexpr int kSparedBytes = 4 * 1024;  // of a multiprocessor's shared memory: not a block's
 
 inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowOverride& forced = {}) {
