@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/batch_norm_pieces.h"
@@ -41,26 +42,22 @@ class Terms {
         factor_(numbers.Get(kFactor, group, start)),
         offset_(numbers.Get(kOffset, group, start)) {}
 
-  // Of element i, which has the numbers of column c.
-  A centered(std::int64_t i, std::int64_t c) const { return static_cast<A>(x_[i]) - mean_[c]; }
-  A dz(std::int64_t i, std::int64_t c) const {
-    const A dy = static_cast<A>(dy_[i]);
+  // Where a loop is, `skipped` elements on, in the same columns.
+  auto centered(auto at, std::int64_t skipped = 0) const { return at(x_ + skipped) - mean_(at); }
+  auto dz(auto at, std::int64_t skipped = 0) const {
+    const auto dy = at(dy_ + skipped);
+    const std::remove_cv_t<decltype(dy)> zero = 0;
     if constexpr (kMask == Mask::kArgument) {
-      return centered(i, c) * factor_[c] + offset_[c] > 0 ? dy : A{0};
+      return IfGreater(centered(at, skipped) * factor_(at) + offset_(at), zero, dy, zero);
     } else if constexpr (kMask == Mask::kOutput) {
-      return static_cast<A>(y_[i]) > 0 ? dy : A{0};
+      return IfGreater(at(y_ + skipped), zero, dy, zero);
     } else {
       return dy;
     }
   }
-  void PrefetchFrom(std::int64_t i, std::int64_t n) const {
-    Prefetch(dy_, i, n);
-    Prefetch(x_, i, n);
-    if constexpr (kMask == Mask::kOutput) Prefetch(y_, i, n);
-  }
-  std::array<A, 2> operator()(std::int64_t i, std::int64_t c) const {
-    const A gradient = dz(i, c);
-    return {gradient, gradient * centered(i, c)};
+  auto operator()(std::int64_t skipped, auto at) const {
+    const auto gradient = dz(at, skipped);
+    return std::array{gradient, gradient * centered(at, skipped)};
   }
 
  private:
@@ -83,10 +80,7 @@ void AddSums(const BatchNormBwdArgs& args, const Layout<true>& layout,
   for (std::int64_t channel = piece.channel; channel < piece.end_channel; ++channel) {
     const std::int64_t offset = layout.offset(piece.group, piece.row) + channel * layout.inner;
     const Terms<T, true, kMask> terms(args, numbers, offset, piece.group, channel);
-    const auto added = SumRuns<A, 2>(
-        piece.end_row - piece.row, layout.inner, layout.width,
-        [=](std::int64_t i) { return terms(i, 0); },
-        [=](std::int64_t i, std::int64_t n) { terms.PrefetchFrom(i, n); });
+    const auto added = SumRuns<A, 2>(piece.end_row - piece.row, layout.inner, layout.width, terms);
     for (std::size_t s = 0; s < 2; ++s) {
       sums[s][static_cast<std::size_t>(channel - piece.channel)] = added[s];
     }
@@ -107,11 +101,7 @@ void AddSums(const BatchNormBwdArgs& args, const Layout<false>& layout,
       const auto add = [&](std::int64_t first, std::int64_t rows, std::int64_t columns) {
         const std::int64_t width = layout.width, skipped = first * width;
         AddRows(
-            rows, columns,
-            [=](std::int64_t r, std::int64_t i) { return terms(skipped + r * width + i, i); },
-            [=](std::int64_t r) {
-              terms.PrefetchFrom(skipped + r * width + std::max(kAhead<T>, width), columns);
-            },
+            rows, columns, [=](std::int64_t r, auto at) { return terms(skipped + r * width, at); },
             sums);
       };
       const std::int64_t last = layout.width_of(end - 1);  // the only one that may be shorter
@@ -138,16 +128,15 @@ void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
   using A = Accum<T>;
   ForBlocksOf(layout, piece, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
     const Terms<T, kFirst, kMask> terms(args, numbers, offset, piece.group, start);
-    if constexpr (!kFirst) terms.PrefetchFrom(kAhead<T>, n);
     const Along<A, kFirst> factor = numbers.Get(kFactor, piece.group, start),
                            level = numbers.Get(kLevel, piece.group, start),
                            slope = numbers.Get(kSlope, piece.group, start);
-    StoreBlock(static_cast<T*>(args.dx) + offset, n, streamed, [=](std::int64_t i) {
-      return (terms.dz(i, i) - level[i] - terms.centered(i, i) * slope[i]) * factor[i];
+    StoreForLanes<kLanes<A>>(static_cast<T*>(args.dx) + offset, n, streamed, [=](auto at) {
+      return (terms.dz(at) - level(at) - terms.centered(at) * slope(at)) * factor(at);
     });
     if (args.dresidual != nullptr) {
-      StoreBlock(static_cast<T*>(args.dresidual) + offset, n, streamed,
-                 [=](std::int64_t i) { return terms.dz(i, i); });
+      StoreForLanes<kLanes<A>>(static_cast<T*>(args.dresidual) + offset, n, streamed,
+                               [=](auto at) { return terms.dz(at); });
     }
   });
   if (streamed) StreamFence();
@@ -161,9 +150,9 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
     SetZero(args.dbias, args.shape.outer);
     return ffi::Error::Success();
   }
-  const Layout<kFirst> layout(args.shape);
+  const Layout<kFirst> layout(args.shape), wide = Layout<kFirst>::Wide(args.shape);
   const std::int64_t channels = layout.channels;
-  const Numbers<A, kFirst> numbers(layout);
+  const Numbers<A, kFirst> numbers(wide);
   // dx needs level and slope, which come later.
   const auto set_numbers = [&](std::int64_t group, std::int64_t channel, A mean_dz,
                                A mean_dz_x_hat) {
@@ -183,10 +172,10 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   const bool streamed = IsStreamed(args.dx, args.shape.elements() * std::int64_t{sizeof(T)},
                                    {args.dy, args.x, args.y});
   const auto apply = [&](const Piece& piece) {
-    Apply<T, kMask>(args, layout, numbers, piece, streamed);
+    Apply<T, kMask>(args, wide, numbers, piece, streamed);
   };
   if (args.mean_dz.data != nullptr) {
-    if (wants_dx) ForPiecesReversed(pool, layout, 3 * sizeof(T), apply);
+    if (wants_dx) ForPiecesReversed(pool, wide, 3 * sizeof(T), apply);
     return ffi::Error::Success();
   }
 
@@ -217,7 +206,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
     AddSums<T, kMask>(args, layout, numbers, piece, sums);
     if (pieces.parts == 1) {
       finish(piece.group, piece.channel, sums);
-      if (wants_dx) apply(piece);
+      if (wants_dx) apply(piece.OfWhole(wide));
       return;
     }
     A* const partial = workspace + (piece.group * args.partial_rows + piece.part) * 2 * channels;
@@ -240,7 +229,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
       }
       finish(group, channel, all);
     });
-    if (wants_dx) ForPiecesReversed(pool, layout, 3 * sizeof(T), apply);
+    if (wants_dx) ForPiecesReversed(pool, wide, 3 * sizeof(T), apply);
   }
   return store();
 }

@@ -51,7 +51,6 @@ void Merge(double count, double* __restrict__ means, double* __restrict__ square
 template <typename A>
 struct Guess {
   A shift, rest = 0;
-  A difference(A x) const { return (x - shift) - rest; }
   // Moves it by so much.
   Guess operator+(A by) const {
     const A moved = shift + (rest + by);
@@ -86,10 +85,10 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
     shifts[i] = to.shift, rests[i] = to.rest;
   };
   const std::int64_t samples = std::min(rows, kSamples), step = rows / samples * width;
-  const auto sample = [=](std::int64_t r, std::int64_t i) {
-    return std::array{static_cast<A>(x[r * step + i]) - base[i]};
+  const auto sample = [=](std::int64_t r, auto at) {
+    return std::array{at(x + r * step) - at(base)};
   };
-  AddRows(samples, n, sample, [=](std::int64_t r) { Prefetch(x, (r + 1) * step, n); }, sampled);
+  AddRows(samples, n, sample, sampled);
   for (std::int64_t i = 0; i < n; ++i)
     set_guess(i, Guess<A>{base[i]} + sampled[0][i] / static_cast<A>(samples));
 
@@ -101,11 +100,10 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
       for (auto& sum : sums) std::fill_n(sum, n, A{0});
       AddRows(
           count, n,
-          [first, width, &guess](std::int64_t r, std::int64_t i) {
-            const A difference = guess(i).difference(static_cast<A>(first[r * width + i]));
+          [=, &shifts, &rests](std::int64_t r, auto at) {
+            const auto difference = (at(first + r * width) - at(shifts)) - at(rests);
             return std::array{difference, difference * difference};
           },
-          [=](std::int64_t r) { Prefetch(first, r * width + std::max(kAhead<T>, width), n); },
           sums);
       if (again) break;
       int far = 0;
@@ -152,7 +150,7 @@ void MomentsOf(const T* x, const Layout<false>& layout, const Piece& piece,
   for (std::int64_t i = 0; i < layout.width_of(end); i += channels, count += 1) {
     A means[kBlock], squares[kBlock] = {};
     for (std::int64_t c = 0; c < channels; ++c) {
-      means[c] = static_cast<A>(row[i + c]) - base.Get(0, piece.group, c)[0];
+      means[c] = static_cast<A>(row[i + c]) - base.One(0, piece.group, c);
     }
     Merge(count, moments.means.data(), moments.squares.data(), 1, means, squares, channels);
   }
@@ -176,13 +174,10 @@ void MomentsOf(const T* x, const Layout<true>& layout, const Piece& piece,
     Guess<A> guess = Guess<A>{base} + sampled / A{kSamples};
     std::array<double, 2> sums;
     for (const bool again : {false, true}) {
-      sums = SumRuns<A, 2>(
-          rows, layout.inner, layout.width,
-          [=](std::int64_t i) {
-            const A difference = guess.difference(static_cast<A>(first[i]));
-            return std::array{difference, difference * difference};
-          },
-          [=](std::int64_t i, std::int64_t n) { Prefetch(first, i, n); });
+      sums = SumRuns<A, 2>(rows, layout.inner, layout.width, [=](std::int64_t offset, auto at) {
+        const auto difference = (at(first + offset) - guess.shift) - guess.rest;
+        return std::array{difference, difference * difference};
+      });
       if (again || sums[0] * sums[0] <= 2.0 / 3 * count * sums[1]) break;
       guess = guess + static_cast<A>(sums[0] / count);
     }
@@ -204,22 +199,18 @@ void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
   const T* const all_residual = static_cast<const T*>(args.residual);
   ForBlocksOf(layout, piece, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
     const T* const x = all_x + offset;
-    if constexpr (!kFirst) Prefetch(x, kAhead<T>, n);
     const auto mean = numbers.Get(kMean, piece.group, start),
                factor = numbers.Get(kFactor, piece.group, start),
                shift = numbers.Get(kOffset, piece.group, start);
-    const auto act = [least](A z) { return z < least ? least : z; };  // NaN stays
+    const auto normalised = [=](auto at) { return (at(x) - mean(at)) * factor(at) + shift(at); };
     T* const y = static_cast<T*>(args.y) + offset;
     if (all_residual == nullptr) {
-      StoreBlock(y, n, streamed, [=](std::int64_t i) {
-        return act((static_cast<A>(x[i]) - mean[i]) * factor[i] + shift[i]);
-      });
+      StoreForLanes<kLanes<A>>(y, n, streamed,
+                               [=](auto at) { return Max(least, normalised(at)); });  // NaN stays
     } else {
       const T* const residual = all_residual + offset;
-      StoreBlock(y, n, streamed, [=](std::int64_t i) {
-        return act((static_cast<A>(x[i]) - mean[i]) * factor[i] + shift[i] +
-                   static_cast<A>(residual[i]));
-      });
+      StoreForLanes<kLanes<A>>(y, n, streamed,
+                               [=](auto at) { return Max(least, normalised(at) + at(residual)); });
     }
   });
   if (streamed) StreamFence();
@@ -244,9 +235,9 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     if (own) EmptyStatistics<A>(args);
     return ffi::Error::Success();
   }
-  const Layout<kFirst> layout(args.shape);
+  const Layout<kFirst> layout(args.shape), wide = Layout<kFirst>::Wide(args.shape);
   const std::int64_t channels = layout.channels;
-  const Coefficients<A, kFirst, kNumbers> numbers(layout);
+  const Coefficients<A, kFirst, kNumbers> numbers(wide);
   const auto set_numbers = [&](std::int64_t group, std::int64_t channel, A mean, A rstd, A delta) {
     const A factor = rstd * ReadParam(args.scale, group, channel, A{1});
     const A offset = ReadParam(args.bias, group, channel, A{0}) - delta * factor;
@@ -254,13 +245,13 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   };
   const bool streamed =
       IsStreamed(args.y, args.shape.elements() * std::int64_t{sizeof(T)}, {args.x, args.residual});
-  const auto apply = [&](const Piece& piece) { Apply<T>(args, layout, numbers, piece, streamed); };
+  const auto apply = [&](const Piece& piece) { Apply<T>(args, wide, numbers, piece, streamed); };
   if (!own) {
     ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
       const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
       set_numbers(group, channel, given(args.mean), given(args.rstd), given(args.delta));
     });
-    ForPiecesReversed(pool, layout, 2 * sizeof(T), apply);
+    ForPiecesReversed(pool, wide, 2 * sizeof(T), apply);
     return ffi::Error::Success();
   }
 
@@ -270,7 +261,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     base.Set(group, channel, {static_cast<A>(x[channel * layout.inner])});
   });
   const auto finish = [&](std::int64_t group, std::int64_t channel, double offset, double squares) {
-    const A first = base.Get(0, group, channel)[0];
+    const A first = base.One(0, group, channel);
     const A variance = static_cast<A>(squares / static_cast<double>(args.shape.terms()));
     const A mean = static_cast<A>(static_cast<double>(first) + offset);
     // In units of the first element, as the mean itself may have more digits than a double.
@@ -299,7 +290,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     MomentsOf(static_cast<const T*>(args.x), layout, piece, base, moments);
     if (pieces.parts == 1) {
       finish_all(piece.group, piece.channel, moments);
-      if (args.y != nullptr) apply(piece);
+      if (args.y != nullptr) apply(piece.OfWhole(wide));
       return;
     }
     const auto round = [](double value) { return static_cast<A>(value); };
@@ -323,7 +314,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     }
     finish_all(group, channel, all);
   });
-  if (args.y != nullptr) ForPiecesReversed(pool, layout, 2 * sizeof(T), apply);
+  if (args.y != nullptr) ForPiecesReversed(pool, wide, 2 * sizeof(T), apply);
   return ffi::Error::Success();
 }
 

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "common/dtype.h"
 #include "cpu/registers.h"
@@ -18,8 +19,7 @@ namespace gradops {
 template <typename A>
 inline constexpr int kLanes = 64 / int{sizeof(A)};
 
-// kCount numbers. GCC copies structures of these through memory, 16 bytes at a time, and loads of
-// 32 then wait: where formulas have such structures, take as many as a register has.
+// kCount numbers.
 template <typename A, int kCount = kLanes<A>>
 struct Lanes {
   using Register = lanes::Vector<A>;
@@ -27,8 +27,17 @@ struct Lanes {
   Register registers[kRegisters];
 
   Lanes() = default;
+  // Register by register: GCC copies whole structures, these or formulas' of them, through memory,
+  // 16 bytes at a time, for which loads of 32 then wait (GELU: 2.2 instead of 0.7 ns an element).
+  Lanes(const Lanes& other) { *this = other; }
+  Lanes& operator=(const Lanes& other) {
+    lanes::ForEachIndex<kRegisters>([&](auto... i) { ((registers[i] = other.registers[i]), ...); });
+    return *this;
+  }
   // Not explicit, so that numbers mix with lanes.
-  Lanes(A value) : Lanes(Map([value](int) { return value - Register{}; })) {}
+  Lanes(A value) {
+    lanes::ForEachIndex<kRegisters>([&](auto... i) { ((registers[i] = value - Register{}), ...); });
+  }
 
   // Registers fn(0), fn(1), ...
   template <typename Fn>
@@ -71,6 +80,13 @@ struct Lanes {
       return a.registers[i] > b.registers[i] ? yes.registers[i] : no.registers[i];
     });
   }
+  // By a's sign, of zeros and NaN, too.
+  friend Lanes IfNegative(const Lanes& a, const Lanes& yes, const Lanes& no) {
+    using Signed = lanes::Vector<std::conditional_t<sizeof(A) == 8, std::int64_t, std::int32_t>>;
+    return Map([&](int i) {
+      return std::bit_cast<Signed>(a.registers[i]) < 0 ? yes.registers[i] : no.registers[i];
+    });
+  }
   // a < b ? a : b, and a > b ? a : b.
   friend Lanes Min(const Lanes& a, const Lanes& b) {
     return Map([&](int i) { return lanes::Min(a.registers[i], b.registers[i]); });
@@ -79,6 +95,20 @@ struct Lanes {
     return Map([&](int i) { return lanes::Max(a.registers[i], b.registers[i]); });
   }
 };
+
+// Of one number.
+inline float IfGreater(float a, float b, float yes, float no) {
+  return a > b ? yes : no;
+}
+inline double IfGreater(double a, double b, double yes, double no) {
+  return a > b ? yes : no;
+}
+inline float Max(float a, float b) {
+  return a > b ? a : b;
+}
+inline double Max(double a, double b) {
+  return a > b ? a : b;
+}
 
 // kCount elements, widened.
 template <int kCount, typename T>
@@ -94,13 +124,26 @@ Lanes<Accum<T>, kCount> LoadLanes(const T* from) {
   }
 }
 
+// How many of kCount elements one instruction stores.
+template <typename T, int kCount>
+inline constexpr int kTogether = lanes::kWidth<Accum<T>> * [] {
+  constexpr bool kHasTwo = requires(T* to, lanes::Vector<Accum<T>> r) { lanes::Narrow(to, r, r); };
+  return kHasTwo && Lanes<Accum<T>, kCount>::kRegisters % 2 == 0 ? 2 : 1;
+}();
+
 // Rounds them to T.
 template <typename T, int kCount>
 void StoreLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
   using A = Accum<T>;
-  if constexpr (requires { lanes::Narrow(to, values.registers[0]); }) {
-    lanes::ForEachIndex<Lanes<A, kCount>::kRegisters>(
-        [&](auto... i) { (lanes::Narrow(to + i * lanes::kWidth<A>, values.registers[i]), ...); });
+  constexpr int kRegisters = Lanes<A, kCount>::kRegisters;
+  const auto& from = values.registers;
+  if constexpr (kTogether<T, kCount> > lanes::kWidth<A>) {
+    lanes::ForEachIndex<kRegisters / 2>([&](auto... i) {
+      (lanes::Narrow(to + i * kTogether<T, kCount>, from[2 * i], from[2 * i + 1]), ...);
+    });
+  } else if constexpr (requires { lanes::Narrow(to, from[0]); }) {
+    lanes::ForEachIndex<kRegisters>(
+        [&](auto... i) { (lanes::Narrow(to + i * lanes::kWidth<A>, from[i]), ...); });
   } else {
     A wide[kCount];
     StoreLanes(wide, values);
@@ -111,12 +154,10 @@ void StoreLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
 // The same past the caches; `to` is a multiple of the bytes that are stored.
 template <typename T, int kCount>
 void StreamLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
-  constexpr int kWidth = lanes::kWidth<Accum<T>>;
+  constexpr int kStep = kTogether<T, kCount>;
   T rounded[kCount];
   StoreLanes(rounded, values);
-  for (int i = 0; i < kCount; i += kWidth) {
-    StreamBytes<kWidth* int{sizeof(T)}>(to + i, rounded + i);
-  }
+  for (int i = 0; i < kCount; i += kStep) StreamBytes<kStep* int{sizeof(T)}>(to + i, rounded + i);
 }
 
 // Where a loop over elements is: at kCount of them from i on.
@@ -161,9 +202,8 @@ struct AtLanes {
   // Whether no turn before i was in the line, if the array, or the first turn, starts with one.
   template <typename T>
   bool StartsLine() const {
-    static_assert(kCount * sizeof(T) <= 64);
     constexpr int kLine = 64 / int{sizeof(T)};
-    return kCount == kLine || i / kCount % (kLine / kCount) == 0;
+    return kCount >= kLine || i / kCount % (kLine / kCount) == 0;
   }
 };
 // The same at the last few elements, of which there are `count`: what other lanes have is 0, and is
@@ -227,9 +267,24 @@ void StoreForLanes(T* to, std::int64_t n, bool streamed, const Fn& fn) {
     ForLanes<kCount>(n, [=](auto at) { at.Store(to, fn(at)); });
     return;
   }
+  const std::int64_t head = std::min(n, BytesToLine(to) / std::int64_t{sizeof(T)});
+  if (sizeof(T) == 2 && (head > 0 || n * std::int64_t{sizeof(T)} % 64 != 0)) {
+    // By way of a block, as one by one these take long (batch norm of 300 channels: 16 to 11 ms).
+    constexpr std::int64_t kBlock = 256;
+    alignas(64) T block[kBlock];
+    for (std::int64_t start = 0; start < n; start += kBlock) {
+      const std::int64_t count = std::min(kBlock, n - start);
+      const auto put = [&](auto at, auto there) { at.Store(block, fn(there)); };
+      std::int64_t i = 0;
+      for (; i + kCount <= count; i += kCount) put(AtLanes<kCount>{i}, AtLanes<kCount>{start + i});
+      for (; i < count; ++i) put(AtElement{i}, AtElement{start + i});
+      StreamCopy(to + start, block, count * std::int64_t{sizeof(T)});
+    }
+    return;
+  }
   const auto one = [=](AtElement at) { at.Store(to, fn(at)); };
   std::int64_t i = 0;
-  for (; i < std::min(n, BytesToLine(to) / std::int64_t{sizeof(T)}); ++i) one({i});
+  for (; i < head; ++i) one({i});
   for (; i + kCount <= n; i += kCount) {
     const AtLanes<kCount> at{i};
     at.Stream(to, fn(at));
@@ -237,33 +292,12 @@ void StoreForLanes(T* to, std::int64_t n, bool streamed, const Fn& fn) {
   for (; i < n; ++i) one({i});
 }
 
-// The same where they are.
+// fn(at) for all of n elements, the last ones as the others.
 template <int kCount, typename Fn>
 void ForWholeLanes(std::int64_t n, const Fn& fn) {
   std::int64_t i = 0;
   for (; i + kCount <= n; i += kCount) fn(AtLanes<kCount>{i});
   if (i < n) fn(AtLast<kCount>{i, n - i});
-}
-
-// finish(at, start(at)) likewise, where `start` is a turn ahead of `finish`: of long formulas a
-// processor has too few turns under way to be busy all the time.
-template <int kCount, typename Start, typename Finish>
-void ForWholeLanesInTwo(std::int64_t n, const Start& start, const Finish& finish) {
-  std::int64_t i = 0;
-  if (n >= kCount) {
-    auto state = start(AtLanes<kCount>{0});
-    for (; i + 2 * kCount <= n; i += kCount) {
-      const auto next = start(AtLanes<kCount>{i + kCount});
-      finish(AtLanes<kCount>{i}, state);
-      state = next;
-    }
-    finish(AtLanes<kCount>{i}, state);
-    i += kCount;
-  }
-  if (i < n) {
-    const AtLast<kCount> at{i, n - i};
-    finish(at, start(at));
-  }
 }
 
 // The sums over i < n of terms(at), which returns an array of kSums of them. Each lane adds up a

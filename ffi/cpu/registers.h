@@ -70,10 +70,16 @@ inline Vector<double> Widen(const double* from) {
   return LoadVector<Vector<double>>(from);
 }
 inline Vector<float> Widen(const BFloat16* from) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Each number to the upper half of a float: one instruction after the load.
+  const auto place = [](int i) { return 0x8080 | 2 * i << 16 | (2 * i + 1) << 24; };
+  const auto places = _mm256_setr_epi32(place(0), place(1), place(2), place(3), place(4), place(5),
+                                        place(6), place(7));
+  const auto both = _mm256_broadcastsi128_si256(LoadVector<__m128i>(from));
+  return Vector<float>(_mm256_shuffle_epi8(both, places));
+#else
 #if defined(__AVX512F__)
   const auto bits = _mm512_maskz_cvtepu16_epi32(kAll, LoadVector<__m256i>(from));
-#elif defined(__AVX2__)
-  const auto bits = _mm256_cvtepu16_epi32(LoadVector<__m128i>(from));
 #elif defined(__SSE4_1__)
   const auto bits = _mm_cvtepu16_epi32(_mm_loadu_si64(from));
 #else
@@ -81,6 +87,20 @@ inline Vector<float> Widen(const BFloat16* from) {
   const auto bits = __builtin_convertvector(packed, Vector<std::uint32_t>);
 #endif
   return std::bit_cast<Vector<float>>(std::bit_cast<Vector<std::uint32_t>>(bits) << 16);
+#endif
+}
+// To a register of doubles. GCC 12 converts one by one or two by two by itself.
+inline Vector<double> WidenToDouble(const double* from) {
+  return Widen(from);
+}
+inline Vector<double> WidenToDouble(const float* from) {
+#if defined(__AVX512F__)
+  return Vector<double>(_mm512_maskz_cvtps_pd(0xff, LoadVector<__m256>(from)));
+#elif defined(__AVX2__)
+  return Vector<double>(_mm256_cvtps_pd(LoadVector<__m128>(from)));
+#else
+  return __builtin_convertvector((LoadVector<Packed<float, double>>(from)), Vector<double>);
+#endif
 }
 // Where not, loops of scalars do, which compilers do vectorise.
 #if defined(__AVX2__) || defined(__ARM_FP16_FORMAT_IEEE)
@@ -102,8 +122,18 @@ inline void Narrow(float* to, Vector<float> r) {
 inline void Narrow(double* to, Vector<double> r) {
   std::memcpy(to, &r, sizeof(r));
 }
-inline void Narrow(BFloat16* to, Vector<float> r) {  // as BFloat16's constructor
-#if defined(__AVX512F__)                             // masks: two thirds of the instructions
+#if !defined(__AVX512F__)
+// As BFloat16's constructor, in the lower halves.
+inline Vector<std::uint32_t> RoundedToBFloat16(Vector<float> r) {
+  using Bits = Vector<std::uint32_t>;
+  const auto u = std::bit_cast<Bits>(r);
+  const auto rounded = u + 0x7fffu + ((u >> 16) & 1u);
+  const auto nan = std::bit_cast<Bits>(r != r) & 0x7fc00000u;
+  return (rounded | nan) >> 16;
+}
+#endif
+inline void Narrow(BFloat16* to, Vector<float> r) {
+#if defined(__AVX512F__)  // masks: two thirds of the instructions
   const auto one = [](int value) { return _mm512_set1_epi32(value); };
   const auto u = std::bit_cast<__m512i>(r);
   const auto half = _mm512_maskz_add_epi32(kAll, u, one(0x7fff));
@@ -113,14 +143,23 @@ inline void Narrow(BFloat16* to, Vector<float> r) {  // as BFloat16's constructo
   const auto whole = _mm512_mask_or_epi32(rounded, is_nan, rounded, one(0x7fc00000));
   const auto packed = _mm512_maskz_cvtepi32_epi16(kAll, _mm512_maskz_srli_epi32(kAll, whole, 16));
 #else
-  using Bits = Vector<std::uint32_t>;
-  const auto u = std::bit_cast<Bits>(r);
-  const auto rounded = u + 0x7fffu + ((u >> 16) & 1u);
-  const auto nan = std::bit_cast<Bits>(r != r) & 0x7fc00000u;
-  const auto packed = __builtin_convertvector((rounded | nan) >> 16, Packed<std::uint16_t, float>);
+  const auto packed = __builtin_convertvector(RoundedToBFloat16(r), Packed<std::uint16_t, float>);
 #endif
   std::memcpy(to, &packed, sizeof(packed));
 }
+#if defined(__SSE4_1__) && !defined(__AVX512F__)
+// Two registers take fewer instructions than one and one.
+inline void Narrow(BFloat16* to, Vector<float> first, Vector<float> second) {
+  const auto a = RoundedToBFloat16(first), b = RoundedToBFloat16(second);
+#if defined(__AVX2__)
+  const auto packed =
+      _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(a), __m256i(b)), 0b11011000);
+#else
+  const auto packed = _mm_packus_epi32(__m128i(a), __m128i(b));
+#endif
+  std::memcpy(to, &packed, sizeof(packed));
+}
+#endif
 #if defined(__AVX2__) || defined(__ARM_FP16_FORMAT_IEEE)
 inline void Narrow(Half* to, Vector<float> r) {
 #if defined(__AVX512F__)

@@ -1,5 +1,4 @@
-// Loads ahead of their use, and stores that go past the caches: for results so large that little of
-// them would stay there.
+// Stores that go past the caches: for results so large that little of them would stay there.
 #pragma once
 
 #include <algorithm>
@@ -14,17 +13,6 @@
 #endif
 
 namespace gradops {
-
-// Reads the lines of n elements from `first` on ahead of their use. They need not be there: hence a
-// number and not a pointer.
-template <typename T>
-void Prefetch(const T* elements, std::int64_t first, std::int64_t n) {
-  const auto start =
-      reinterpret_cast<std::uintptr_t>(elements) + static_cast<std::uintptr_t>(first) * sizeof(T);
-  for (std::uintptr_t i = 0; i < static_cast<std::uintptr_t>(n) * sizeof(T); i += 64) {
-    __builtin_prefetch(reinterpret_cast<const void*>(start + i));
-  }
-}
 
 // Where a cache line begins next, in bytes from there.
 inline std::int64_t BytesToLine(const void* from) {
