@@ -196,6 +196,8 @@ void BindChannelPlans(nb::module_& m) {
           fields["stride"] = plan.stride;
           fields["blocks"] = plan.blocks;
           fields["shared_bytes"] = plan.shared_bytes;
+          fields["shared_rings"] = plan.shared_rings;
+          fields["given_rings"] = plan.given_rings;
           fields["row_slots"] = plan.row_slots;
           fields["slots"] = plan.slot_bytes / (plan.width * element_bytes);
           // Of all blocks: how many steps of each tile, and how many blocks of a tile at most.

@@ -82,6 +82,10 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
             assert 1 <= found["blocks"] <= multiprocessors, what
             assert found["shared_bytes"] <= shared_bytes - 2048, what
             assert found["most_parts"] <= partial_rows(groups, rows * inner, channels, backward)
+            if found["shared_rings"] > 0:  # each warp's counter has room after partial results
+                assert 2 <= found["given_rings"] <= found["shared_rings"] / found["stride"], what
+                room = partial_rows(groups, rows * inner, channels, backward)
+                assert found["stride"] + 16 <= room, what
             if not found["plane"]:
                 assert found["lanes"] * found["at_once"] <= 512, what
                 columns = found["tile_channels"] * inner * found["fold"]
@@ -103,3 +107,11 @@ def test_tiles_of_wide_rows_start_where_memory_is_read(element_bytes: int) -> No
             assert found["tiles"] == 1 or found["lanes"] % 8 == 0, (channels, rows, found)
             # Hardly a multiprocessor is without work.
             assert found["blocks"] >= 0.9 * GPUS["H200"][1], (channels, rows, found)
+
+
+def test_last_rings_are_shared() -> None:
+    """Of large arrays, channels last; of small ones a block knows all of its steps before."""
+    large, small = 256 * 56 * 56, 256 * 7 * 7
+    for backward in (False, True):
+        assert plan(large, 256, backward=backward)["shared_rings"] > 0
+        assert plan(small, 2048, backward=backward)["shared_rings"] == 0

@@ -108,6 +108,9 @@ def test_large_arrays_forward(features: int, width: int) -> None:
     assert found["span"] % 8 == found["lanes"] % 8 == 0
     assert found["span"] * found["at_once"] >= 0.93 * FORWARD_THREADS * found["tiles"], found
     assert found["lanes"] == (256 if found["span"] >= 4096 else min(found["lanes"], 40)), found
+    # Of few wide rows, no more than a few times as many tiles as have anything.
+    wide = forward_cut(3, 2**22 + 1, width)
+    assert wide["span"] * wide["spans"] <= 8 * 3 * 2**22 // width
     few = forward_cut(3, features, width)
     assert few["copies"] <= width
     assert few["turns"] == 1

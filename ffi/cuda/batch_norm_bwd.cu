@@ -210,7 +210,9 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     if (args.dx == nullptr || apart) return;
     cooperative_groups::this_grid().sync();  // levels and slopes are
     if constexpr (kMask == Mask::kOfY) {
-      if (arrays.dresidual != nullptr) {  // it is dz: each thread reads what it wrote itself
+      // It is dz, which another block may have written before the barrier: so it must not be read
+      // through the L1 cache.
+      if (arrays.dresidual != nullptr) {
         arrays.dy = arrays.dresidual, arrays.dresidual = nullptr;
         SecondPass<T, W, Mask::kNone>(args, arrays, plan, partials, shared, rings);
         return;

@@ -96,7 +96,9 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
     const std::int64_t slot = plan.NumberOf(part, static_cast<int>(blockIdx.x));
     SumPart(plan, part, scratch, sums, elements,
             [&](int channel, const double2& sum, double count) {
-              const double mean = sum.x * (1.0 / count), squares = sum.y - sum.x * mean;
+              // A plane's last step may be packs at rows' ends that have none of it.
+              const double mean = count > 0 ? sum.x * (1.0 / count) : 0.0;
+              const double squares = sum.y - sum.x * mean;
               partials.at(group, slot, first_channel + channel) = {
                   origins[channel], static_cast<A>(mean),
                   static_cast<A>(squares < 0 ? 0.0 : squares), static_cast<A>(count)};

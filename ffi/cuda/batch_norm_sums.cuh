@@ -12,6 +12,7 @@ namespace gradops {
 namespace {
 
 constexpr int kChannelWarps = kChannelThreads / kWarp;
+static_assert(kRingCounters == kChannelWarps);
 
 // --- Sums of a thread ----------------------------------------------------------------------------
 

@@ -80,7 +80,11 @@ inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns, in
                           std::int64_t resident) {
   constexpr std::int64_t kLongSpan = 4096;
   GeluCut cut = ShortestSpans(shape, width, has_columns);
-  if (has_columns && cut.packs >= resident * kGeluThreads) cut.EndWithLines();
+  if (has_columns && cut.packs >= resident * kGeluThreads) {
+    GeluCut lines = cut;
+    lines.EndWithLines();
+    if (lines.span <= cut.packs) cut = lines;  // else tiles were mostly beyond the array
+  }
   GeluCut best{};
   for (const int tile_packs : {256, 128, 64, kGeluLanes, 40, 24, 16, 8}) {
     if (tile_packs > 40 && cut.span < kLongSpan) continue;

@@ -309,6 +309,9 @@ int RunAll() {
   run({1, 70, 24, 1}, {.relu = true, .has_y = false});
   run({2, 64, 5, 20}, {.relu = true, .residual = true, .partial_rows = 20});
   run({3, 64, 9, 49}, {.relu = true, .has_y = false, .in_place = true});
+  // Planes of which a block has nothing but a step without elements, on 132 multiprocessors.
+  run({1, 3, 3, sizeof(T) == 2 ? 1356 : 3799}, {});
+  run({1, 7, 5, 3799}, {});
   // More than all blocks keep in shared memory.
   run({1, 40000, 256 / sizeof(T), 1}, {.relu = true, .residual = true});
   return calls;
@@ -329,6 +332,9 @@ int main() {
   calls += run_all();
   // A GPU of little shared memory.
   always_apart = false, most_shared_bytes = 84'000;
+  calls += run_all();
+  // Of few multiprocessors, whose blocks have many rings: the last ones are taken as they come.
+  most_shared_bytes = std::numeric_limits<int>::max(), most_multiprocessors = 2;
   calls += run_all();
   std::printf("ran everything that was asked for: %d calls\n", calls);
   return 0;
