@@ -162,10 +162,8 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const Ch
 
 // --- Launches ------------------------------------------------------------------------------------
 
-// What tests want, where it is less than what there is: of a multiprocessor's shared memory, and of
-// multiprocessors.
+// What tests want, where it is less than what a multiprocessor has.
 inline int most_shared_bytes = std::numeric_limits<int>::max();
-inline int most_multiprocessors = std::numeric_limits<int>::max();
 
 template <typename T>
 ChannelTask ChannelTaskOf(const ChannelShape& shape) {
@@ -174,7 +172,7 @@ ChannelTask ChannelTaskOf(const ChannelShape& shape) {
   task.groups = shape.outer.groups, task.rows = shape.outer.rows;
   task.channels = shape.channels(), task.inner = shape.inner;
   task.element_bytes = sizeof(T), task.accum_bytes = sizeof(Accum<T>);
-  task.multiprocessors = std::min(device.multiprocessors, most_multiprocessors);
+  task.multiprocessors = device.multiprocessors;
   task.shared_bytes = std::min(device.shared_bytes, most_shared_bytes);
   return task;
 }
