@@ -172,12 +172,12 @@ def test_stubs(platform):
 
 def test_sizes_of_native_modules():
     """A library that is twice as large has something in it twice. Optimised: 1.5 MB of GCC 12, up
-    to 2.9 of GCC 13; 17 of CUDA."""
+    to 2.9 of GCC 13; 28 of CUDA (10 of them the norms' backward, 8 forward, 9 batch norm)."""
     modules = [m for m in _registry.MODULES.values() if m.__file__]
     for path in [p for m in modules for p in Path(str(m.__file__)).parent.glob("_c*.so")]:
         cuda = path.name.startswith("_cuda")
         parts = _registry.MODULES["cuda"].build_info.count(",") + 1 if cuda else 1
-        assert path.stat().st_size < (26e6 if cuda else 4.4e6) * parts, path
+        assert path.stat().st_size < (36e6 if cuda else 4.4e6) * parts, path
 
 
 IMPORT = """
