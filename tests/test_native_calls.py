@@ -139,6 +139,7 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         },
         BATCH_NORM,
     ),
+    "device_clock": ({}, {"ns": full(2, dtype=np.uint32)}, {}),
     "device_copy": ({"x": ROWS}, {"y": ROWS}, {}),
     "sum_of_squares": (
         {"leaf 0": full(3), "leaf 1": full(2, 2)},
@@ -231,6 +232,8 @@ def test_good(platform, target):
         ("scale", {"scaled_0": full(3, dtype=np.float64)}, "leaf 0 must have its result's"),
         ("scale", {"factor": full(2)}, "group_rank must be the rank of factor"),
         ("scale", {"factor": full(2), "group_rank": np.int64(1)}, "leaf 0 must start"),
+        ("device_clock", {"ns": full(2)}, r"ns must be uint32\[2\]; got float32"),
+        ("device_clock", {"ns": full(1, dtype=np.uint32)}, r"ns must be uint32\[2\]"),
         ("device_copy", {"x": full(3, 4, dtype=np.int32)}, "x must be float16"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),

@@ -162,8 +162,9 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const Ch
 
 // --- Launches ------------------------------------------------------------------------------------
 
-// What tests want, where it is less than what a multiprocessor has.
+// What tests want, where it is less than what a multiprocessor, or a GPU, has.
 inline int most_shared_bytes = std::numeric_limits<int>::max();
+inline int most_multiprocessors = std::numeric_limits<int>::max();
 
 template <typename T>
 ChannelTask ChannelTaskOf(const ChannelShape& shape) {
@@ -172,7 +173,7 @@ ChannelTask ChannelTaskOf(const ChannelShape& shape) {
   task.groups = shape.outer.groups, task.rows = shape.outer.rows;
   task.channels = shape.channels(), task.inner = shape.inner;
   task.element_bytes = sizeof(T), task.accum_bytes = sizeof(Accum<T>);
-  task.multiprocessors = device.multiprocessors;
+  task.multiprocessors = std::min(device.multiprocessors, most_multiprocessors);
   task.shared_bytes = std::min(device.shared_bytes, most_shared_bytes);
   return task;
 }

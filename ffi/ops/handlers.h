@@ -6,6 +6,7 @@
 #include "common/handler.h"
 #include "ops/batch_norm.h"
 #include "ops/bias_gelu.h"
+#include "ops/device_clock.h"
 #include "ops/device_copy.h"
 #include "ops/global_norm.h"
 #include "ops/layer_norm.h"
@@ -28,6 +29,7 @@ constexpr auto Handlers() {
   using BiasGelu = gradops::BiasGelu<Context>;
   using GlobalNorm = gradops::GlobalNorm<Context>;
   using BatchNorm = gradops::BatchNorm<Context>;
+  using DeviceClock = gradops::DeviceClock<Context>;
   using DeviceCopy = gradops::DeviceCopy<Context>;
   return std::array{
       Named<"layer_norm_fwd", &LayerNorm::BindFwd, &LayerNorm::Fwd>(),
@@ -44,6 +46,7 @@ constexpr auto Handlers() {
       Named<"batch_norm_bwd", &BatchNorm::BindBwd, &BatchNorm::Bwd>(),
       Named<"sum_of_squares", &GlobalNorm::BindSumOfSquares, &GlobalNorm::SumOfSquares>(),
       Named<"scale", &GlobalNorm::BindScale, &GlobalNorm::Scale>(),
+      Named<"device_clock", &DeviceClock::Bind, &DeviceClock::Run>(),
       Named<"device_copy", &DeviceCopy::Bind, &DeviceCopy::Run>(),
   };
 }

@@ -6,6 +6,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -317,22 +320,62 @@ int RunAll() {
   return calls;
 }
 
+// Whether blocks share rings of the second pass, in both directions.
+template <typename T>
+bool SharesRings(const Size& size) {
+  ChannelTask task = ChannelTaskOf<T>({{size.groups, size.rows, size.channels}, size.inner});
+  task.aligned = task.statistics = task.apply = true;
+  task.partial_rows = Options{}.partial_rows;
+  task.arrays = 1, task.parameters = kAffine, task.origins = 1, task.ring_steps = kForwardSteps;
+  const bool forward = ChooseChannelPlan(task).shared_rings > 0;
+  task.arrays = 2, task.parameters = 5, task.origins = 0, task.ring_steps = kBackwardSteps;
+  return forward && ChooseChannelPlan(task).shared_rings > 0;
+}
+
+// Arrays so large for the multiprocessors that blocks share rings.
+template <typename T, typename S>
+int RunShared() {
+  int calls = 0;
+  const auto run = [&](const Size& size, const Options& options) {
+    if (!SharesRings<T>(size)) {
+      std::printf("%s: no rings are shared\n", (Case{size, options}.Text().c_str()));
+      std::exit(1);
+    }
+    calls += Run<T, S>({size, options});
+  };
+  run({1, 12'345, 512 / sizeof(T), 1}, {});
+  run({1, 16'383, 200 / sizeof(T), 1}, {.relu = true, .residual = true});
+  run({1, 3'001, 5, 49}, {.relu = true, .has_y = false, .in_place = true});
+  return calls;
+}
+
 }  // namespace
 }  // namespace gradops
 
-int main() {
+// `shared`: nothing but arrays of which blocks share rings.
+int main(int argc, char** argv) {
   using namespace gradops;
-  const int hard = RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101});
-  const auto run_all = [] {
-    return RunAll<float, Half>() + RunAll<BFloat16, float>() + RunAll<Half, double>() +
-           RunAll<double, BFloat16>();
-  };
-  int calls = hard + run_all();
-  always_apart = true;
-  calls += run_all();
-  // A GPU of little shared memory.
-  always_apart = false, most_shared_bytes = 84'000;
-  calls += run_all();
+  int calls = 0;
+  if (argc == 1) {
+    calls += RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101});
+    const auto run_all = [] {
+      return RunAll<float, Half>() + RunAll<BFloat16, float>() + RunAll<Half, double>() +
+             RunAll<double, BFloat16>();
+    };
+    calls += run_all();
+    always_apart = true;
+    calls += run_all();
+    // A GPU of little shared memory.
+    always_apart = false, most_shared_bytes = 84'000;
+    calls += run_all();
+    most_shared_bytes = std::numeric_limits<int>::max();
+  } else if (argc > 2 || std::strcmp(argv[1], "shared") != 0) {
+    std::printf("unknown %s\n", argv[1]);
+    return 2;
+  }
+  most_multiprocessors = 2;
+  calls += RunShared<float, Half>() + RunShared<BFloat16, float>() + RunShared<Half, double>() +
+           RunShared<double, BFloat16>();
   std::printf("ran everything that was asked for: %d calls\n", calls);
   return 0;
 }

@@ -166,6 +166,7 @@ void Malformed::Counts() {
   const auto operands = static_cast<std::int64_t>(call_.operands.size());
   const auto results = static_cast<std::int64_t>(call_.results.size());
   for (const std::int64_t n : {std::int64_t{-1}, std::int64_t{0}, operands - 1}) {
+    if (operands == 0) break;  // XLA's decoder does not look at them then
     // sum_of_squares of fewer leaves is a good call.
     if (call_.op == "sum_of_squares" && n >= 0) continue;
     Refused("number of operands", variadic ? "" : "arguments",
@@ -175,7 +176,7 @@ void Malformed::Counts() {
     Refused("number of results", variadic ? "" : "results",
             [=](Frame& frame) { frame.frame.rets.size = n; });
   }
-  if (call_.op != "sum_of_squares") {
+  if (call_.op != "sum_of_squares" && operands > 0) {
     RefusedCall("an operand more", variadic ? "" : "arguments",
                 [](Call& call) { call.operands.push_back(call.operands.back()); });
   }

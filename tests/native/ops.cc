@@ -340,7 +340,11 @@ void AddNaNs(const Array& array, Random random) {
 
 Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, Random random) {
   Call call{};
-  if (op == "device_copy") {
+  if (op == "device_clock") {
+    call = {
+        .op = "device_clock",
+        .results = {{.name = "ns", .dtype = XLA_FFI_DataType_U32, .dims = {2}, .scratch = true}}};
+  } else if (op == "device_copy") {
     const Dims dims = shape.groups + shape.rows + Dims{shape.features};
     call = {.op = "device_copy", .operands = {{"x", dtype, dims}}, .results = {{"y", dtype, dims}}};
   } else if (op == "scale" || op == "sum_of_squares") {

@@ -185,8 +185,8 @@ class Carried(timing.InPlace):
 
     def __call__(self, *_: Any) -> Any:
         """Runs on what the last run left; returns something to wait for, not the results."""
-        self._memory.state, self._mark = self._compiled(self._memory.state)
-        return [[self._mark]]
+        self._memory.state, mark = self._compiled(self._memory.state)
+        return [[mark]]
 
 
 @dataclasses.dataclass
@@ -216,7 +216,7 @@ class LoopPeer:
         carried = Carried(self._compiled, memory)
         if self.plan.platform == "cpu":
             return BlockingLoop(carried, self._count)
-        return timing.QueuedProgram(carried, (), self._count)
+        return timing.QueuedProgram(carried, (), self._count, self.plan.device)
 
 
 class BlockingLoop:

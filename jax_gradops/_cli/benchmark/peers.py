@@ -245,7 +245,7 @@ class JaxPeer:
             return timing.BlockingProgram(compiled, arguments, calls, spare)
         if figure == "latency":
             return timing.LatencyProgram(lambda: jax.block_until_ready(compiled(arguments))[0])
-        return timing.QueuedProgram(compiled, arguments, calls)
+        return timing.QueuedProgram(compiled, arguments, calls, self.plan.device)
 
 
 def ours(case: Case, plan: Plan) -> JaxPeer:
