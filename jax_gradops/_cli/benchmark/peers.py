@@ -21,7 +21,9 @@ from jax_gradops._cli.benchmark import formulas, timing
 from jax_gradops._cli.benchmark.cases import Case
 
 Figure = Literal["cold", "warm", "latency"]
-MIN_CALLS = {"gpu": 4, "cpu": 1}  # one on the CPU, where dispatch takes next to no time
+# XLA makes a graph of five calls or more, as in a model; of fewer, each starts a microsecond after
+# the one before. One on the CPU, where dispatch takes next to no time.
+MIN_CALLS = {"gpu": 8, "cpu": 1}
 MAX_CALLS = 64
 # One on the CPU: XLA removes barriers early there, and would merge calls on the same inputs.
 WARM_CALLS = {"gpu": 64, "cpu": 1}
@@ -289,10 +291,17 @@ def has_device_copy(platform: str) -> bool:
 
 
 class CopyPeer(JaxPeer):
-    """A copy that reads and writes as many bytes as the case has to, up to 8 fewer."""
+    """A copy that reads and writes as many bytes as the case has to, up to 8 fewer, or 0.1 %.
+
+    CUDA's driver copies some numbers of bytes that are no multiples of 4096 at two thirds of its
+    rate.
+    """
 
     def types(self) -> list[Any]:
-        self._kind = jax.ShapeDtypeStruct((max(1, self.case.bytes // 8),), jnp.dtype("float32"))
+        size = max(1, self.case.bytes // 8)
+        if size >= 1 << 20:
+            size -= size % 1024
+        self._kind = jax.ShapeDtypeStruct((size,), jnp.dtype("float32"))
         self._random = random(self._kind.shape, "float32", "float32", self.plan.device)
         return [self._kind]
 
