@@ -174,6 +174,20 @@ inline void Narrow(Half* to, Vector<float> r) {
 }
 #endif
 
+// The sum of all numbers, half by half.
+template <typename V, int kCount = int{sizeof(V) / sizeof(std::declval<V>()[0])}>
+auto Sum(V r) {
+  constexpr int kHalf = kCount / 2;
+  const V sum = r + [&]<int... i>(std::integer_sequence<int, i...>) -> V {
+    return __builtin_shufflevector(r, r, (i ^ kHalf)...);
+  }(std::make_integer_sequence<int, int{sizeof(V) / sizeof(r[0])}>{});
+  if constexpr (kHalf == 1) {
+    return sum[0];
+  } else {
+    return Sum<V, kHalf>(sum);
+  }
+}
+
 // Min: a < b ? a : b, so b where one is NaN; Max likewise. Compilers make several instructions of
 // these.
 template <typename V>
