@@ -518,6 +518,20 @@ CPU = [
         _k("bias_gelu", "test_special_values or test_nonfinite or test_every_small_float"),
     ),
     Fault(
+        "bfloat16 halves are rounded up, two registers at a time",
+        "ffi/cpu/registers.h",
+        "_mm256_and_si256(upper, every(1))",
+        "every(1)",
+        _k("norm_numerics", "test_bfloat16_is_rounded"),
+    ),
+    Fault(
+        "bfloat16 NaN may become zero",
+        "ffi/cpu/registers.h",
+        "_mm256_max_epu16(_mm256_adds_epi16(upper, carry), upper)",
+        "_mm256_adds_epi16(upper, carry)",
+        _k("norm_numerics", "test_bfloat16_is_rounded"),
+    ),
+    Fault(
         "float16 overflows late",
         "ffi/common/dtype.h",
         "mask(magnitude >= 0x47800000u)",
