@@ -290,6 +290,18 @@ def test_float16_overflows_to_infinity(platform, implementation):
     np.testing.assert_array_equal(y, [[65_504] * 2 + [np.inf] * 6] * 2)
 
 
+def test_bfloat16_is_rounded_to_even(platform, implementation):
+    """NaN stay NaN, also where their bits overflow if they are rounded."""
+    nan = [0x7FFFFFFF, 0xFFFFFFFF, 0x7FFF8000, 0xFFFF8001, 0x7FC00000, 0xFF800001, 0x7F800001]
+    scale = 1 + np.arange(64, dtype=np.float32) / 512  # of bfloat16s, each second one is even
+    scale = np.concatenate([scale, np.array(nan, np.uint32).view(np.float32), -scale])
+    x = np.ones((2, len(scale)), jnp.bfloat16)
+    y = jax_gradops.rms_norm(x, scale, epsilon=0.0, implementation=implementation)
+    with np.errstate(invalid="ignore"):
+        expected = widen(scale.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(widen(y), [expected] * 2)
+
+
 def test_partial_sums_on_the_cpu():
     """The sums of slices of rows are added up in double: in float32, ones would be lost."""
     dy = np.zeros((3200, 129), np.float32)  # in 64 slices

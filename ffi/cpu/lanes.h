@@ -87,6 +87,16 @@ struct Lanes {
       return std::bit_cast<Signed>(a.registers[i]) < 0 ? yes.registers[i] : no.registers[i];
     });
   }
+  // Half by half.
+  A Sum() const {
+    if constexpr (kRegisters == 1) {
+      return lanes::Sum(registers[0]);
+    } else {
+      using Half = Lanes<A, kCount / 2>;
+      return Half::Map([this](int i) { return registers[i] + registers[i + Half::kRegisters]; })
+          .Sum();
+    }
+  }
   // a < b ? a : b, and a > b ? a : b.
   friend Lanes Min(const Lanes& a, const Lanes& b) {
     return Map([&](int i) { return lanes::Min(a.registers[i], b.registers[i]); });
@@ -322,22 +332,21 @@ std::array<A, kSums> LaneSums(std::int64_t n, const Terms& terms) {
     }
     add(sums, few);
   }
-  std::array<A, kSums> results;
-  A last[kSums][kLanes<A>];
-  for (int lane = 0; i + lane < n; ++lane) {
-    const auto term = terms(AtElement{i + lane});
-    for (int s = 0; s < kSums; ++s) last[s][lane] = term[s];
-  }
-  for (int s = 0; s < kSums; ++s) {
-    A values[kLanes<A>];
-    StoreLanes(values, sums[s]);
-    for (int lane = 0; i + lane < n; ++lane) values[lane] += last[s][lane];
-    for (int half = kLanes<A> / 2; half > 0; half /= 2) {
-      for (int lane = 0; lane < half; ++lane) values[lane] += values[lane + half];
+  if (i < n) {
+    A last[kSums][kLanes<A>];
+    for (int lane = 0; i + lane < n; ++lane) {
+      const auto term = terms(AtElement{i + lane});
+      for (int s = 0; s < kSums; ++s) last[s][lane] = term[s];
     }
-    results[s] = values[0];
+    const auto add_last = [&](Lanes<A>& sum, const A* last) {
+      A values[kLanes<A>];
+      StoreLanes(values, sum);
+      for (int lane = 0; i + lane < n; ++lane) values[lane] += last[lane];
+      sum = LoadLanes<kLanes<A>>(values);
+    };
+    lanes::ForEachIndex<kSums>([&](auto... s) { (add_last(sums[s], last[s]), ...); });
   }
-  return results;
+  return lanes::ForEachIndex<kSums>([&](auto... s) { return std::array{sums[s].Sum()...}; });
 }
 
 }  // namespace gradops

@@ -148,14 +148,32 @@ inline void Narrow(BFloat16* to, Vector<float> r) {
   std::memcpy(to, &packed, sizeof(packed));
 }
 #if defined(__SSE4_1__) && !defined(__AVX512F__)
-// Two registers take fewer instructions than one and one.
+// Two registers, whose upper and lower halves are taken apart, as twice as many numbers of 16 bits
+// are rounded at once. Of results of arithmetic: their NaN are quiet, so that one stays NaN if the
+// upper half does not overflow.
 inline void Narrow(BFloat16* to, Vector<float> first, Vector<float> second) {
-  const auto a = RoundedToBFloat16(first), b = RoundedToBFloat16(second);
+  using Bits = Vector<std::uint32_t>;
+  const auto a = std::bit_cast<Bits>(first), b = std::bit_cast<Bits>(second);
 #if defined(__AVX2__)
-  const auto packed =
-      _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(a), __m256i(b)), 0b11011000);
+  const auto every = [](int value) { return _mm256_set1_epi16(static_cast<short>(value)); };
+  const auto upper = _mm256_blend_epi16(__m256i(a >> 16), __m256i(b), 0b10101010);
+  const auto lower = _mm256_blend_epi16(__m256i(a), __m256i(b << 16), 0b10101010);
+  // lower + 0x7fff + the upper half's last bit, without the sum's last bit: carry comes first.
+  const auto half = _mm256_add_epi16(_mm256_and_si256(upper, every(1)), every(0x7ffe));
+  const auto carry = _mm256_srli_epi16(_mm256_avg_epu16(lower, half), 15);
+  const auto rounded = _mm256_max_epu16(_mm256_adds_epi16(upper, carry), upper);
+  const auto order = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  const auto packed = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(rounded, order), 0b11011000);
 #else
-  const auto packed = _mm_packus_epi32(__m128i(a), __m128i(b));
+  const auto every = [](int value) { return _mm_set1_epi16(static_cast<short>(value)); };
+  const auto upper = _mm_blend_epi16(__m128i(a >> 16), __m128i(b), 0b10101010);
+  const auto lower = _mm_blend_epi16(__m128i(a), __m128i(b << 16), 0b10101010);
+  const auto half = _mm_add_epi16(_mm_and_si128(upper, every(1)), every(0x7ffe));
+  const auto carry = _mm_srli_epi16(_mm_avg_epu16(lower, half), 15);
+  const auto rounded = _mm_max_epu16(_mm_adds_epi16(upper, carry), upper);
+  const auto packed = _mm_shuffle_epi8(
+      rounded, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
 #endif
   std::memcpy(to, &packed, sizeof(packed));
 }
@@ -173,6 +191,20 @@ inline void Narrow(Half* to, Vector<float> r) {
   std::memcpy(to, &packed, sizeof(packed));
 }
 #endif
+
+// The sum of all numbers, half by half.
+template <typename V, int kCount = int{sizeof(V) / sizeof(std::declval<V>()[0])}>
+auto Sum(V r) {
+  constexpr int kHalf = kCount / 2;
+  const V sum = r + [&]<int... i>(std::integer_sequence<int, i...>) -> V {
+    return __builtin_shufflevector(r, r, (i ^ kHalf)...);
+  }(std::make_integer_sequence<int, int{sizeof(V) / sizeof(r[0])}>{});
+  if constexpr (kHalf == 1) {
+    return sum[0];
+  } else {
+    return Sum<V, kHalf>(sum);
+  }
+}
 
 // Min: a < b ? a : b, so b where one is NaN; Max likewise. Compilers make several instructions of
 // these.
