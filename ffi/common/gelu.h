@@ -313,26 +313,44 @@ template <typename F>
 struct Logistic {
   F x, a, square, exponential;
 };
+template <typename A>
+inline constexpr A kTwiceCubic = kTwiceV<A> * kCubic<A>;
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline F LogisticMagnitude(F x) {
+  return ClampedAbs(x, kIsDouble<A> ? A(21.8) : A(11.0));
+}
+// 2 v.
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline F TwiceV(F a, F square) {
+  return a * MulAdd(square, F(kTwiceCubic<A>), F(kTwiceV<A>));
+}
+// What ExpHalf makes the exponential of: r, and the exponent as bits.
+template <typename F, typename I>
+struct Reduced {
+  F r;
+  I bits;
+};
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline auto LogisticReduced(F a, F square) {
+  // kTwiceV in two parts, the first short for where there is no fma.
+  constexpr A kUpper = kIsDouble<A> ? A(0x1.988452p1) : A(3.19140625f);
+  constexpr A kLower = kIsDouble<A> ? A(0x1.3d436508d0fcbp-23) : A(0.0001319932f);
+  const auto e = HalfExponent<A>(TwiceV<A>(a, square));
+  const F rest = MulAdd(square, F(kTwiceCubic<A>), F(kLower));
+  const F r = MulSub(MinusProduct(e.n * kMinusLn4<A>, F(kUpper), a), a, rest);
+  return Reduced<F, decltype(e.bits)>{MulAdd(e.n, F(kMinusLn4Rest<A>), r), e.bits};
+}
 template <Precision kNeeded, typename F>
 GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
   using A = std::conditional_t<kNeeded == Precision::kDouble, double, float>;
-  const F a = ClampedAbs(x, kIsDouble<A> ? A(21.8) : A(11.0));
+  const F a = LogisticMagnitude<A>(x);
   const F square = a * a;
-  constexpr A kTwiceCubic = kTwiceV<A> * kCubic<A>;
-  const F z = a * MulAdd(square, F(kTwiceCubic), F(kTwiceV<A>));
-  F e;
   if constexpr (kNeeded == Precision::k16Bits) {
-    e = ShortExpMinusHalf(z);
+    return {x, a, square, ShortExpMinusHalf(TwiceV<A>(a, square))};
   } else {
-    // kTwiceV in two parts, the first short for where there is no fma.
-    constexpr A kUpper = kIsDouble<A> ? A(0x1.988452p1) : A(3.19140625f);
-    constexpr A kLower = kIsDouble<A> ? A(0x1.3d436508d0fcbp-23) : A(0.0001319932f);
-    const auto [n, bits] = HalfExponent<A>(z);
-    const F rest = MulAdd(square, F(kTwiceCubic), F(kLower));
-    const F r = MulSub(MinusProduct(n * kMinusLn4<A>, F(kUpper), a), a, rest);
-    e = ExpHalf<A>(MulAdd(n, F(kMinusLn4Rest<A>), r), bits);
+    const auto e = LogisticReduced<A>(a, square);
+    return {x, a, square, ExpHalf<A>(e.r, e.bits)};
   }
-  return {x, a, square, e};
 }
 
 }  // namespace gelu

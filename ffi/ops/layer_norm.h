@@ -54,8 +54,8 @@ struct LayerNormBwdArgs {
   std::int64_t partial_rows;
 };
 
-ffi::Error LayerNormFwd(CpuContext, const LayerNormFwdArgs&);   // cpu/layer_norm.cc
-ffi::Error LayerNormBwd(CpuContext, const LayerNormBwdArgs&);   // cpu/layer_norm.cc
+ffi::Error LayerNormFwd(CpuContext, const LayerNormFwdArgs&);   // cpu/layer_norm_fwd.cc
+ffi::Error LayerNormBwd(CpuContext, const LayerNormBwdArgs&);   // cpu/layer_norm_bwd.cc
 ffi::Error LayerNormFwd(CudaContext, const LayerNormFwdArgs&);  // cuda/layer_norm_fwd.cu
 ffi::Error LayerNormBwd(CudaContext, const LayerNormBwdArgs&);  // cuda/layer_norm_bwd.cu
 

@@ -1,177 +1,33 @@
-// Layer norm and RMS norm on CPU.
+// Layer norm and RMS norm on the CPU, backward.
 //
-// Rows in parallel, each in two or three passes while it lies in the L1 or L2 cache: memory sees x
-// read and y written (forward), dy and x read and dx written (backward; dy and y, from the output);
-// a residual, its sum with x and the sum's cotangent are one array more each. 16-bit elements are
-// widened in registers; parameters, which all rows share, once in a call. Sums run in independent
-// lanes, which are combined in a fixed order.
-//
-// Mean: from differences to the row's first element, which is exact for constant rows, then
-// rounded; y and the variance are of differences from that, corrected by what their own mean is off
-// by. So neither a large mean nor an outlier in the first column is lost to rounding. Chan, Golub,
-// LeVeque, Algorithms for computing the sample variance (1983). Tried: both in one pass, about the
-// mean of 8 samples: bfloat16 0.38 to 0.33 ns an element, but float32 5.4 ulp off instead of 4.
+// Rows in parallel, each in two passes while it lies in the L1 or L2 cache: memory sees dy and x
+// (from the output: dy and y) read and dx written; the sum's cotangent is one array more. 16-bit
+// elements are widened in registers; parameters, which all rows share, once in a call.
 //
 // Column sums: every slice of a group's rows has a partial row; see cpu/column_sum.h.
-#include "ops/layer_norm.h"
-
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
 #include "common/math.h"
 #include "cpu/column_sum.h"
 #include "cpu/lanes.h"
+#include "cpu/layer_norm_rows.h"
 #include "cpu/parallel.h"
-#include "cpu/wide.h"
+#include "ops/layer_norm.h"
 
 namespace gradops {
 namespace {
 
 // More slices of rows would add more traffic for partial sums than threads to use them.
 constexpr std::int64_t kMaxSlices = 64;
-constexpr std::int64_t kMaxChunks = 256;  // no chunk's first row is prefetched
-
-// The parameters of a call, in the accumulation type.
-template <typename A>
-struct WideParams {
-  WideParam<A, 1> scale;
-  WideParam<A, 0> bias;
-  WideParam<A, 0> residual_bias{};
-  WideParam<A, 1> divisor{};  // scale, with infinity in the place of 0
-};
 
 // Columns [start, start + kBlock) of a row of [rows, columns]; zeros where there is none.
 template <typename T>
 const T* RowBlock(const void* rows, std::int64_t row, std::int64_t columns, std::int64_t start) {
   if (rows == nullptr) return kConstantBlock<T, 0>.data();
   return static_cast<const T*>(rows) + row * columns + start;
-}
-
-// Prefetched while a row is worked on, as memory would wait during a second pass over what lies in
-// the caches: the next row, and where results go. ns an element of [8192, 2048] on one core of an
-// EPYC, medians of seven, without and with: layer norm backward float32 1.13, 0.88, bfloat16 0.75,
-// 0.60, forward 0.63, 0.59 and 0.43, 0.39. On a Xeon only a form with the next row in L1 was timed
-// alone: float32 backward 1.6 to 1.9, 1.0. 16-bit stores ahead lose up to half (RMS norm, EPYC).
-template <typename T>
-inline constexpr bool kStoresAhead = sizeof(T) >= 4;
-std::int64_t NextRow(const RowShape& shape, std::int64_t row) {
-  return std::min(row + 1, shape.all_rows() - 1);
-}
-
-// What is normalised: x, or its sum with the residual, which is stored first.
-template <typename T>
-const T* RowToNormalise(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
-                        std::int64_t row) {
-  const std::int64_t features = args.shape.features, offset = row * features;
-  const T* const x = static_cast<const T*>(args.x) + offset;
-  if (args.residual == nullptr) return x;
-  const T* const residual = static_cast<const T*>(args.residual) + offset;
-  T* const sum = static_cast<T*>(args.sum) + offset;
-  if (args.residual_bias.data == nullptr) {
-    ForLanes<kLanes<Accum<T>>>(features, [=](auto at) { at.Store(sum, at(x) + at(residual)); });
-    return sum;
-  }
-  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-    const T* const x_block = x + start;
-    const T* const residual_block = residual + start;
-    T* const sum_block = sum + start;
-    const Accum<T>* const bias = params.residual_bias(row / args.shape.rows, start);
-    ForLanes<kLanes<Accum<T>>>(count, [=](auto at) {
-      at.Store(sum_block, at(x_block) + (at(residual_block) + at(bias)));
-    });
-  });
-  return sum;
-}
-
-// A bfloat16 row of so many columns is kept in float from pass to pass of layer norm: first x, then
-// what it is off the mean. ns an element of [8, n] in the caches of an EPYC, without and with: n
-// 768 0.43, 0.38, 2048 0.39, 0.35, 4096 0.38, 0.34, but 8192 0.40, 0.45; float16, which is widened
-// as it is loaded, gains nothing.
-constexpr std::int64_t kKeptColumns = 4096;
-
-template <typename T, bool kCentered, bool kKept>
-void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params, std::int64_t row,
-                bool streamed) {
-  using A = Accum<T>;
-  const std::int64_t features = args.shape.features;
-  const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
-  const T* const x_row = RowToNormalise<T>(args, params, row);
-  T* const y_row = static_cast<T*>(args.y) + row * features;
-  const T* const next_row = static_cast<const T*>(args.x) + NextRow(args.shape, row) * features;
-
-  // Where a pass finds a block, and leaves it for the next one.
-  alignas(64) A kept[kKept ? kKeptColumns : 1];
-  const auto wide = [&kept, x_row](std::int64_t start) {
-    if constexpr (kKept) {
-      return static_cast<const A*>(kept + start);
-    } else {
-      return x_row + start;
-    }
-  };
-  const auto keep = [&kept](std::int64_t start) {
-    return [to = kept + (kKept ? start : 0)](auto at, const auto& value) {
-      if constexpr (kKept) at.Store(to, value);
-      return value;
-    };
-  };
-
-  A mean = 0, delta = 0;   // delta: what the rounded mean is off by
-  double sum_squares = 0;  // of blocks
-  if constexpr (kCentered) {
-    const A shift = features > 0 ? static_cast<A>(x_row[0]) : A{0};
-    A sum_shifted = 0;
-    ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-      const T *const x = x_row + start, *const y = y_row + start;
-      sum_shifted += LaneSums<A, 1>(count, [=, keep = keep(start)](auto at) {
-        if (kStoresAhead<T> && !streamed) at.PrefetchToStore(y);
-        return std::array{keep(at, at(x)) - shift};
-      })[0];
-    });
-    mean = shift + sum_shifted / n;
-    ForBlocks(features, [&, mean](std::int64_t start, std::int64_t count) {
-      const auto* const x = wide(start);
-      const T* const next_x = next_row + start;
-      const auto sums = LaneSums<A, 2>(count, [=, keep = keep(start)](auto at) {
-        at.PrefetchToL2(next_x);
-        const auto centered = keep(at, at(x) - mean);
-        return std::array{centered, centered * centered};
-      });
-      delta += sums[0], sum_squares += sums[1];
-    });
-    delta /= n;
-  } else {
-    ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-      const T *const x = x_row + start, *const y = y_row + start;
-      sum_squares += LaneSums<A, 1>(count, [=](auto at) {
-        if (kStoresAhead<T> && !streamed) at.PrefetchToStore(y);
-        return std::array{at(x) * at(x)};
-      })[0];
-    });
-  }
-  const A mean_square = static_cast<A>(sum_squares / n);
-  const A rstd = InverseDeviation(VarianceOf(mean_square, delta), static_cast<A>(args.epsilon));
-
-  const std::int64_t group = row / args.shape.rows;
-  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
-    const auto* const x = wide(start);
-    const T* const next_x = next_row + start;
-    const A *const scale = params.scale(group, start), *const bias = params.bias(group, start);
-    StoreForLanes<kLanes<A>>(y_row + start, count, streamed, [=](auto at) {
-      if constexpr (kKept) {
-        return (at(x) - delta) * rstd * at(scale) + at(bias);
-      } else if constexpr (kCentered) {
-        return ((at(x) - mean) - delta) * rstd * at(scale) + at(bias);
-      } else {
-        at.PrefetchToL2(next_x);
-        return at(x) * rstd * at(scale) + at(bias);
-      }
-    });
-  });
-  if constexpr (kCentered) static_cast<A*>(args.mean)[row] = mean + delta;
-  static_cast<A*>(args.rstd)[row] = rstd;
 }
 
 // What a row's x_hat is made of, block by block: x_hat = (shifted - delta) * factor. From the
@@ -275,29 +131,6 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
   });
 }
 
-template <typename T, bool kCentered>
-ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
-  const RowShape& shape = args.shape;
-  const std::int64_t rows = shape.all_rows();
-  const std::int64_t bytes_per_row = 2 * shape.features * ByteWidthOf(args.dtype);
-  const std::int64_t chunk_rows = RowsPerChunk(rows, bytes_per_row, kMaxChunks);
-  const WideParams<Accum<T>> params{.scale = {pool, args.scale, shape, args.scale_offset},
-                                    .bias = {pool, args.bias, shape, 0},
-                                    .residual_bias = {pool, args.residual_bias, shape, 0}};
-  const bool streamed = IsStreamed(args.y, rows * bytes_per_row / 2, {args.x, args.residual});
-  constexpr bool kKeeps = kCentered && std::is_same_v<T, BFloat16>;
-  const auto forward_row = shape.features <= kKeptColumns ? ForwardRow<T, kCentered, kKeeps>
-                                                          : ForwardRow<T, kCentered, false>;
-  ParallelFor(pool, (rows + chunk_rows - 1) / chunk_rows, [&](std::int64_t chunk) {
-    const std::int64_t end = std::min(rows, (chunk + 1) * chunk_rows);
-    for (std::int64_t row = chunk * chunk_rows; row < end; ++row) {
-      forward_row(args, params, row, streamed);
-    }
-    if (streamed) StreamFence();
-  });
-  return ffi::Error::Success();
-}
-
 // Rows [first, end) of a group's, with their column sums in `sums`, where not null.
 template <typename T, bool kCentered, bool kFromOutput>
 void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params,
@@ -359,11 +192,12 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   // A slice is a part of a group's rows with column sums of its own; a chunk is one slice, or
   // several small ones. A group of one slice adds up in the results themselves.
   const std::int64_t bytes_per_row = 3 * features * ByteWidthOf(args.dtype);
-  const std::int64_t max_slices = sums > 0 ? std::min(args.partial_rows, kMaxSlices) : kMaxChunks;
+  const std::int64_t max_slices =
+      sums > 0 ? std::min(args.partial_rows, kMaxSlices) : kMaxRowChunks;
   const std::int64_t slice_rows = RowsPerChunk(rows, bytes_per_row, max_slices);
   const std::int64_t slices = (rows + slice_rows - 1) / slice_rows;
   const std::int64_t chunk_slices =
-      RowsPerChunk(groups * slices, std::min(rows, slice_rows) * bytes_per_row, kMaxChunks);
+      RowsPerChunk(groups * slices, std::min(rows, slice_rows) * bytes_per_row, kMaxRowChunks);
   auto* const workspace = static_cast<A*>(args.workspace);
   const auto slice_sums = [&](std::int64_t group, std::int64_t slice, std::int64_t sum) {
     return slices == 1 ? results[sum] + group * features
@@ -392,7 +226,7 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
     const std::int64_t items = groups * sums * tiles;
     const std::int64_t bytes_per_item =
         slices * std::min(kBlock, features) * static_cast<std::int64_t>(sizeof(A));
-    const std::int64_t chunk_items = RowsPerChunk(items, bytes_per_item, kMaxChunks);
+    const std::int64_t chunk_items = RowsPerChunk(items, bytes_per_item, kMaxRowChunks);
     ParallelFor(pool, (items + chunk_items - 1) / chunk_items, [&](std::int64_t chunk) {
       const std::int64_t end = std::min(items, (chunk + 1) * chunk_items);
       for (std::int64_t item = chunk * chunk_items; item < end; ++item) {
@@ -409,12 +243,6 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
 }
 
 }  // namespace
-
-ffi::Error LayerNormFwd(CpuContext pool, const LayerNormFwdArgs& args) {
-  return DispatchDtype(FloatTypes{}, "layer_norm_fwd", args.dtype, [&]<typename T>() {
-    return args.centered ? Forward<T, true>(pool, args) : Forward<T, false>(pool, args);
-  });
-}
 
 ffi::Error LayerNormBwd(CpuContext pool, const LayerNormBwdArgs& args) {
   return DispatchDtype(FloatTypes{}, "layer_norm_bwd", args.dtype, [&]<typename T>() {

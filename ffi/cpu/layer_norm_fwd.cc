@@ -1,0 +1,170 @@
+// Layer norm and RMS norm on the CPU, forward.
+//
+// Rows in parallel, each in two or three passes while it lies in the L1 or L2 cache: memory sees x
+// read and y written; a residual and its sum with x are one array more each. 16-bit elements are
+// widened in registers; parameters, which all rows share, once in a call. Sums run in independent
+// lanes, which are combined in a fixed order.
+//
+// Mean: from differences to the row's first element, which is exact for constant rows, then
+// rounded; y and the variance are of differences from that, corrected by what their own mean is off
+// by. So neither a large mean nor an outlier in the first column is lost to rounding. Chan, Golub,
+// LeVeque, Algorithms for computing the sample variance (1983). Tried: both in one pass, about the
+// mean of 8 samples: bfloat16 0.38 to 0.33 ns an element, but float32 5.4 ulp off instead of 4.
+#include <algorithm>
+#include <array>
+#include <type_traits>
+
+#include "common/math.h"
+#include "cpu/lanes.h"
+#include "cpu/layer_norm_rows.h"
+#include "cpu/parallel.h"
+#include "ops/layer_norm.h"
+
+namespace gradops {
+namespace {
+
+// What is normalised: x, or its sum with the residual, which is stored first.
+template <typename T>
+const T* RowToNormalise(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
+                        std::int64_t row) {
+  const std::int64_t features = args.shape.features, offset = row * features;
+  const T* const x = static_cast<const T*>(args.x) + offset;
+  if (args.residual == nullptr) return x;
+  const T* const residual = static_cast<const T*>(args.residual) + offset;
+  T* const sum = static_cast<T*>(args.sum) + offset;
+  if (args.residual_bias.data == nullptr) {
+    ForLanes<kLanes<Accum<T>>>(features, [=](auto at) { at.Store(sum, at(x) + at(residual)); });
+    return sum;
+  }
+  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
+    const T* const x_block = x + start;
+    const T* const residual_block = residual + start;
+    T* const sum_block = sum + start;
+    const Accum<T>* const bias = params.residual_bias(row / args.shape.rows, start);
+    ForLanes<kLanes<Accum<T>>>(count, [=](auto at) {
+      at.Store(sum_block, at(x_block) + (at(residual_block) + at(bias)));
+    });
+  });
+  return sum;
+}
+
+// A bfloat16 row of so many columns is kept in float from pass to pass of layer norm: first x, then
+// what it is off the mean. ns an element of [8, n] in the caches of an EPYC, without and with: n
+// 768 0.43, 0.38, 2048 0.39, 0.35, 4096 0.38, 0.34, but 8192 0.40, 0.45; float16, which is widened
+// as it is loaded, gains nothing.
+constexpr std::int64_t kKeptColumns = 4096;
+
+template <typename T, bool kCentered, bool kKept>
+void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params, std::int64_t row,
+                bool streamed) {
+  using A = Accum<T>;
+  const std::int64_t features = args.shape.features;
+  const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
+  const T* const x_row = RowToNormalise<T>(args, params, row);
+  T* const y_row = static_cast<T*>(args.y) + row * features;
+  const T* const next_row = static_cast<const T*>(args.x) + NextRow(args.shape, row) * features;
+
+  // Where a pass finds a block, and leaves it for the next one.
+  alignas(64) A kept[kKept ? kKeptColumns : 1];
+  const auto wide = [&kept, x_row](std::int64_t start) {
+    if constexpr (kKept) {
+      return static_cast<const A*>(kept + start);
+    } else {
+      return x_row + start;
+    }
+  };
+  const auto keep = [&kept](std::int64_t start) {
+    return [to = kept + (kKept ? start : 0)](auto at, const auto& value) {
+      if constexpr (kKept) at.Store(to, value);
+      return value;
+    };
+  };
+
+  A mean = 0, delta = 0;   // delta: what the rounded mean is off by
+  double sum_squares = 0;  // of blocks
+  if constexpr (kCentered) {
+    const A shift = features > 0 ? static_cast<A>(x_row[0]) : A{0};
+    A sum_shifted = 0;
+    ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
+      const T *const x = x_row + start, *const y = y_row + start;
+      sum_shifted += LaneSums<A, 1>(count, [=, keep = keep(start)](auto at) {
+        if (kStoresAhead<T> && !streamed) at.PrefetchToStore(y);
+        return std::array{keep(at, at(x)) - shift};
+      })[0];
+    });
+    mean = shift + sum_shifted / n;
+    ForBlocks(features, [&, mean](std::int64_t start, std::int64_t count) {
+      const auto* const x = wide(start);
+      const T* const next_x = next_row + start;
+      const auto sums = LaneSums<A, 2>(count, [=, keep = keep(start)](auto at) {
+        at.PrefetchToL2(next_x);
+        const auto centered = keep(at, at(x) - mean);
+        return std::array{centered, centered * centered};
+      });
+      delta += sums[0], sum_squares += sums[1];
+    });
+    delta /= n;
+  } else {
+    ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
+      const T *const x = x_row + start, *const y = y_row + start;
+      sum_squares += LaneSums<A, 1>(count, [=](auto at) {
+        if (kStoresAhead<T> && !streamed) at.PrefetchToStore(y);
+        return std::array{at(x) * at(x)};
+      })[0];
+    });
+  }
+  const A mean_square = static_cast<A>(sum_squares / n);
+  const A rstd = InverseDeviation(VarianceOf(mean_square, delta), static_cast<A>(args.epsilon));
+
+  const std::int64_t group = row / args.shape.rows;
+  ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
+    const auto* const x = wide(start);
+    const T* const next_x = next_row + start;
+    const A *const scale = params.scale(group, start), *const bias = params.bias(group, start);
+    StoreForLanes<kLanes<A>>(y_row + start, count, streamed, [=](auto at) {
+      if constexpr (kKept) {
+        return (at(x) - delta) * rstd * at(scale) + at(bias);
+      } else if constexpr (kCentered) {
+        return ((at(x) - mean) - delta) * rstd * at(scale) + at(bias);
+      } else {
+        at.PrefetchToL2(next_x);
+        return at(x) * rstd * at(scale) + at(bias);
+      }
+    });
+  });
+  if constexpr (kCentered) static_cast<A*>(args.mean)[row] = mean + delta;
+  static_cast<A*>(args.rstd)[row] = rstd;
+}
+
+template <typename T, bool kCentered>
+ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
+  const RowShape& shape = args.shape;
+  const std::int64_t rows = shape.all_rows();
+  const std::int64_t bytes_per_row = 2 * shape.features * ByteWidthOf(args.dtype);
+  const std::int64_t chunk_rows = RowsPerChunk(rows, bytes_per_row, kMaxRowChunks);
+  const WideParams<Accum<T>> params{.scale = {pool, args.scale, shape, args.scale_offset},
+                                    .bias = {pool, args.bias, shape, 0},
+                                    .residual_bias = {pool, args.residual_bias, shape, 0}};
+  const bool streamed = IsStreamed(args.y, rows * bytes_per_row / 2, {args.x, args.residual});
+  constexpr bool kKeeps = kCentered && std::is_same_v<T, BFloat16>;
+  const auto forward_row = shape.features <= kKeptColumns ? ForwardRow<T, kCentered, kKeeps>
+                                                          : ForwardRow<T, kCentered, false>;
+  ParallelFor(pool, (rows + chunk_rows - 1) / chunk_rows, [&](std::int64_t chunk) {
+    const std::int64_t end = std::min(rows, (chunk + 1) * chunk_rows);
+    for (std::int64_t row = chunk * chunk_rows; row < end; ++row) {
+      forward_row(args, params, row, streamed);
+    }
+    if (streamed) StreamFence();
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error LayerNormFwd(CpuContext pool, const LayerNormFwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, "layer_norm_fwd", args.dtype, [&]<typename T>() {
+    return args.centered ? Forward<T, true>(pool, args) : Forward<T, false>(pool, args);
+  });
+}
+
+}  // namespace gradops
