@@ -55,6 +55,10 @@ class Terms {
       return dy;
     }
   }
+  void PrefetchAhead(std::int64_t skipped, std::int64_t width, auto at) const {
+    PrefetchRowAhead(dy_ + skipped, width, at), PrefetchRowAhead(x_ + skipped, width, at);
+    if constexpr (kMask == Mask::kOutput) PrefetchRowAhead(y_ + skipped, width, at);
+  }
   auto operator()(std::int64_t skipped, auto at) const {
     const auto gradient = dz(at, skipped);
     return std::array{gradient, gradient * centered(at, skipped)};
@@ -101,7 +105,11 @@ void AddSums(const BatchNormBwdArgs& args, const Layout<false>& layout,
       const auto add = [&](std::int64_t first, std::int64_t rows, std::int64_t columns) {
         const std::int64_t width = layout.width, skipped = first * width;
         AddRows(
-            rows, columns, [=](std::int64_t r, auto at) { return terms(skipped + r * width, at); },
+            rows, columns,
+            [=](std::int64_t r, auto at) {
+              terms.PrefetchAhead(skipped + r * width, width, at);
+              return terms(skipped + r * width, at);
+            },
             sums);
       };
       const std::int64_t last = layout.width_of(end - 1);  // the only one that may be shorter

@@ -101,6 +101,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
       AddRows(
           count, n,
           [=, &shifts, &rests](std::int64_t r, auto at) {
+            PrefetchRowAhead(first + r * width, width, at);
             const auto difference = (at(first + r * width) - at(shifts)) - at(rests);
             return std::array{difference, difference * difference};
           },

@@ -98,8 +98,9 @@ struct Pieces {
     parts = (layout.rows + rows - 1) / std::max<std::int64_t>(1, rows);
     channels = layout.channels;
     if (kFirst) {
-      channels = std::min(
-          channels, RowsPerChunk(channels, rows * layout.inner * bytes_per_element, channels));
+      channels = std::min(channels,
+                          RowsPerChunk(channels, rows * layout.inner * bytes_per_element, channels,
+                                       kMinChunkBytes));  // which stay in a cache
     }
     blocks = (layout.channels + channels - 1) / std::max<std::int64_t>(1, channels);
   }
@@ -203,6 +204,14 @@ void ForBlocksOf(const Layout<kFirst>& layout, const Piece& piece, const Fn& fn)
                 [&](std::int64_t start, std::int64_t n) { fn(offset + start, start, n); });
     }
   }
+}
+
+// Asks for elements `row` of AddRows' terms that it comes to two rows later, if they have 16 bits;
+// `width` elements a row. Milliseconds of two cores of a Zen 5 for bfloat16 [8192, 2048], without
+// and with: forward 3.3, 2.7, backward 4.9, 4.4; float32 loses up to 4 %.
+template <typename T>
+void PrefetchRowAhead(const T* row, std::int64_t width, auto at) {
+  if constexpr (sizeof(T) == 2) at.PrefetchToL2(row + 2 * width);
 }
 
 // sums[s][i] += the sum over r < rows of terms(r, at)[s] at column i. A few rows at a time: many

@@ -84,14 +84,20 @@ void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) 
 
 // Below this many bytes of traffic a chunk is not worth handing to another thread.
 inline constexpr std::int64_t kMinChunkBytes = 64 << 10;
+// Chunks are longer where there are as many of them, as memory is read at full speed only some time
+// after a start. Two cores of a Zen 5, sums of squares of float32 [8192, 2048] in chunks of 64 KB,
+// 256 KB, 1 MB and 4 MB: 43, 62, 71 and, in a slower hour, 57 GB/s, where XLA had 44 to 47.
+inline constexpr std::int64_t kManyChunks = 64, kLongChunkBytes = 1 << 20;
 
 // How many rows a chunk has, at most `max_chunks` chunks in all. Depends on the shape alone.
 inline std::int64_t RowsPerChunk(std::int64_t rows, std::int64_t bytes_per_row,
-                                 std::int64_t max_chunks) {
-  const std::int64_t by_size =
-      std::max<std::int64_t>(1, kMinChunkBytes / std::max<std::int64_t>(1, bytes_per_row));
+                                 std::int64_t max_chunks,
+                                 std::int64_t long_chunk_bytes = kLongChunkBytes) {
+  bytes_per_row = std::max<std::int64_t>(1, bytes_per_row);
+  const std::int64_t bytes =
+      std::clamp(rows / kManyChunks * bytes_per_row, kMinChunkBytes, long_chunk_bytes);
   const std::int64_t by_count = (rows + max_chunks - 1) / std::max<std::int64_t>(1, max_chunks);
-  return std::max({std::int64_t{1}, by_size, by_count});
+  return std::max({std::int64_t{1}, bytes / bytes_per_row, by_count});
 }
 
 }  // namespace gradops

@@ -349,10 +349,24 @@ CPU = [
         _CLIP,
     ),
     Fault(
-        "the squares at one of four places are left out",
+        "the squares of one of four blocks are left out",
         "ffi/cpu/global_norm.cc",
         "to += (at(0) + at(1)) + (at(2) + at(3));",
         "to += (at(0) + at(1)) + at(2);",
+        _CLIP,
+    ),
+    Fault(
+        "a block is read again in the place of the next one",
+        "ffi/cpu/global_norm.cc",
+        "i / 2 * half + i % 2 * kBlock",
+        "i / 2 * half",
+        _CLIP,
+    ),
+    Fault(
+        "16-bit squares: the second half is left out where they are added up in double",
+        "ffi/cpu/global_norm.cc",
+        "for (const T* const half : {x.first, x.first + x.half})",
+        "for (const T* const half : {x.first, x.first})",
         _CLIP,
     ),
     Fault(
