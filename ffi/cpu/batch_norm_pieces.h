@@ -65,8 +65,10 @@ struct Pieces {
 
   Pieces(const Layout<kFirst>& layout, std::int64_t bytes_per_element, std::int64_t max_parts)
       : layout(layout) {
-    rows = std::min(layout.rows,
-                    RowsPerChunk(layout.rows, layout.width * bytes_per_element, max_parts));
+    // Channels first, longer ones would be cut into pieces that lie in many places.
+    rows =
+        std::min(layout.rows, RowsPerChunk(layout.rows, layout.width * bytes_per_element, max_parts,
+                                           kFirst ? kMinChunkBytes : kLongChunkBytes));
     CutChannels(bytes_per_element);
   }
 
@@ -211,13 +213,14 @@ void ForBlocksOf(const Layout<kFirst>& layout, const Piece& piece, const Fn& fn)
 // and with: forward 3.3, 2.7, backward 4.9, 4.4; float32 loses up to 4 %.
 template <typename T>
 void PrefetchRowAhead(const T* row, std::int64_t width, auto at) {
-  if constexpr (sizeof(T) == 2) at.PrefetchToL2(row + 2 * width);
+  if constexpr (sizeof(T) == 2) at.PrefetchToL2(row, 2 * width);
 }
 
 // sums[s][i] += the sum over r < rows of terms(r, at)[s] at column i. A few rows at a time: many
 // squares in a row would all be rounded in the same direction (lanes.h). A turn takes a row of each
-// quarter of them: memory that is read at four places is faster (an EPYC: 20 and 35 GB/s on one
-// core, 30 and 41 on two), and the sums are loaded once for four.
+// quarter of them: the sums are loaded once for four, and an older EPYC reads memory faster at four
+// places (20 and 35 GB/s on one core, 30 and 41 on two). A Zen 5 reads alone faster at two, but
+// float32's sums backward then took up to 10 % longer.
 template <typename A, int kSums, typename Terms>
 void AddRows(std::int64_t rows, std::int64_t n, const Terms& terms, A (&sums)[kSums][kBlock]) {
   constexpr std::int64_t kTurns = 4;

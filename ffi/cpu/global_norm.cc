@@ -31,7 +31,7 @@ using Wide = std::conditional_t<sizeof(T) == 2, float, T>;  // in which a T is e
 // Four blocks of kBlock elements: two at each of two places of an array, the halves of it that are
 // read at the same time. GB/s of a processor, Zen 5, on one core and two, with one place 47 and 58,
 // with two 56 and 62, with four 20 and 31; of an older EPYC with one 20 and 30, with four 35 and
-// 41.
+// 41 (with two: not measured).
 template <typename T, int kBlock>
 struct FourBlocks {
   const T* first;

@@ -194,8 +194,8 @@ struct AtLanes {
   }
   // What is read so much later that it would push out of L1 what is read before.
   template <typename T>
-  void PrefetchToL2(const T* elements) const {
-    if (StartsLine<T>()) __builtin_prefetch(Address(elements, 0), /*rw=*/0, /*locality=*/2);
+  void PrefetchToL2(const T* elements, std::int64_t ahead = 0) const {
+    if (StartsLine<T>()) __builtin_prefetch(Address(elements, ahead), /*rw=*/0, /*locality=*/2);
   }
   template <typename T>
   void PrefetchToStore(const T* elements, std::int64_t ahead = 0) const {
@@ -238,7 +238,7 @@ struct AtLast {
     Store(elements, values);
   }
   void PrefetchToL1(const void*, std::int64_t = 0) const {}
-  void PrefetchToL2(const void*) const {}
+  void PrefetchToL2(const void*, std::int64_t = 0) const {}
   void PrefetchToStore(const void*, std::int64_t = 0) const {}
 };
 
@@ -257,7 +257,7 @@ struct AtElement {
     elements[i] = static_cast<T>(value);
   }
   void PrefetchToL1(const void*, std::int64_t = 0) const {}
-  void PrefetchToL2(const void*) const {}
+  void PrefetchToL2(const void*, std::int64_t = 0) const {}
   void PrefetchToStore(const void*, std::int64_t = 0) const {}
 };
 

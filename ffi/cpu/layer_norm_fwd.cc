@@ -66,7 +66,7 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
 
   // Where a pass finds a block, and leaves it for the next one.
   alignas(64) A kept[kKept ? kKeptColumns : 1];
-  const auto wide = [&kept, x_row](std::int64_t start) {
+  const auto wide = [&](std::int64_t start) {
     if constexpr (kKept) {
       return static_cast<const A*>(kept + start);
     } else {

@@ -84,12 +84,16 @@ void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) 
 
 // Below this many bytes of traffic a chunk is not worth handing to another thread.
 inline constexpr std::int64_t kMinChunkBytes = 64 << 10;
-// Chunks are longer where there are as many of them, as memory is read at full speed only some time
-// after a start. Two cores of a Zen 5, sums of squares of float32 [8192, 2048] in chunks of 64 KB,
-// 256 KB, 1 MB and 4 MB: 43, 62, 71 and, in a slower hour, 57 GB/s, where XLA had 44 to 47.
+// Chunks are longer where there would be more than so many, as memory is read at full speed only
+// some time after a start. Tuned on two cores; on 48 threads 64 chunks of a size leave some idle.
+// Two cores of a Zen 5, sums of squares of float32 [8192, 2048] in chunks of 64 KB, 256 KB, 1 MB
+// and 4 MB: 43, 62, 71 and, in a slower hour, 57 GB/s, where XLA had 44 to 47. Of twice as many
+// chunks [2048, 2048] takes up to 15 % longer.
 inline constexpr std::int64_t kManyChunks = 64, kLongChunkBytes = 1 << 20;
 
-// How many rows a chunk has, at most `max_chunks` chunks in all. Depends on the shape alone.
+// How many rows a chunk has, at most `max_chunks` chunks in all. Depends on the shape alone. For
+// what does not gain by long chunks, as these should stay in a cache, long_chunk_bytes is
+// kMinChunkBytes.
 inline std::int64_t RowsPerChunk(std::int64_t rows, std::int64_t bytes_per_row,
                                  std::int64_t max_chunks,
                                  std::int64_t long_chunk_bytes = kLongChunkBytes) {

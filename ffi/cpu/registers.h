@@ -123,7 +123,8 @@ inline void Narrow(double* to, Vector<double> r) {
   std::memcpy(to, &r, sizeof(r));
 }
 #if !defined(__AVX512F__)
-// As BFloat16's constructor, in the lower halves.
+// As BFloat16's constructor, in the lower halves. Where two registers go together (below), for what
+// is stored by one.
 inline Vector<std::uint32_t> RoundedToBFloat16(Vector<float> r) {
   using Bits = Vector<std::uint32_t>;
   const auto u = std::bit_cast<Bits>(r);

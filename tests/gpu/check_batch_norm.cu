@@ -322,13 +322,15 @@ int RunAll() {
 
 // Whether blocks share rings of the second pass, in both directions.
 template <typename T>
-bool SharesRings(const Size& size) {
+bool SharesRings(const Size& size, const Options& options) {
   ChannelTask task = ChannelTaskOf<T>({{size.groups, size.rows, size.channels}, size.inner});
   task.aligned = task.statistics = task.apply = true;
-  task.partial_rows = Options{}.partial_rows;
+  task.partial_rows = options.partial_rows;
   task.arrays = 1, task.parameters = kAffine, task.origins = 1, task.ring_steps = kForwardSteps;
+  task.other_arrays = options.residual ? 1 : 0;
   const bool forward = ChooseChannelPlan(task).shared_rings > 0;
   task.arrays = 2, task.parameters = 5, task.origins = 0, task.ring_steps = kBackwardSteps;
+  task.other_arrays = options.relu && (options.has_y || options.residual) ? 1 : 0;
   return forward && ChooseChannelPlan(task).shared_rings > 0;
 }
 
@@ -337,7 +339,7 @@ template <typename T, typename S>
 int RunShared() {
   int calls = 0;
   const auto run = [&](const Size& size, const Options& options) {
-    if (!SharesRings<T>(size)) {
+    if (!SharesRings<T>(size, options)) {
       std::printf("%s: no rings are shared\n", (Case{size, options}.Text().c_str()));
       std::exit(1);
     }
@@ -352,7 +354,7 @@ int RunShared() {
 }  // namespace
 }  // namespace gradops
 
-// `shared`: nothing but arrays of which blocks share rings.
+// `shared`: arrays of which blocks share rings; without an argument, all others.
 int main(int argc, char** argv) {
   using namespace gradops;
   int calls = 0;
@@ -368,14 +370,14 @@ int main(int argc, char** argv) {
     // A GPU of little shared memory.
     always_apart = false, most_shared_bytes = 84'000;
     calls += run_all();
-    most_shared_bytes = std::numeric_limits<int>::max();
-  } else if (argc > 2 || std::strcmp(argv[1], "shared") != 0) {
+  } else if (argc == 2 && std::strcmp(argv[1], "shared") == 0) {
+    most_multiprocessors = 2;
+    calls += RunShared<float, Half>() + RunShared<BFloat16, float>() + RunShared<Half, double>() +
+             RunShared<double, BFloat16>();
+  } else {
     std::printf("unknown %s\n", argv[1]);
     return 2;
   }
-  most_multiprocessors = 2;
-  calls += RunShared<float, Half>() + RunShared<BFloat16, float>() + RunShared<Half, double>() +
-           RunShared<double, BFloat16>();
   std::printf("ran everything that was asked for: %d calls\n", calls);
   return 0;
 }
