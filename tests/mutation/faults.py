@@ -367,7 +367,7 @@ CPU = [
         "ffi/cpu/global_norm.cc",
         "for (const T* const half : {x.first, x.first + x.half})",
         "for (const T* const half : {x.first, x.first})",
-        _CLIP,
+        _k("global_norm", "test_float64_norm"),
     ),
     Fault(
         "parts are added up in float32",
