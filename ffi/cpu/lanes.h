@@ -261,20 +261,35 @@ struct AtElement {
   void PrefetchToStore(const void*, std::int64_t = 0) const {}
 };
 
-// fn(at) for all of n elements, kCount at a time, and the last ones one by one, which takes less
+// fn(at) for elements i to n - 1, kCount at a time, and the last ones one by one, which takes less
 // time than AtLast.
 template <int kCount, typename Fn>
-void ForLanes(std::int64_t n, const Fn& fn) {
-  std::int64_t i = 0;
+void ForLanes(std::int64_t n, const Fn& fn, std::int64_t i = 0) {
   for (; i + kCount <= n; i += kCount) fn(AtLanes<kCount>{i});
   for (; i < n; ++i) fn(AtElement{i});
 }
 
-// to[i] = fn(at) for all of n elements, past the caches if `streamed`.
+// The same of what is stored as T: twice kCount at a time, where two registers are rounded at once
+// that go to one line. ns an element of bfloat16 [8, 2048] in the caches of a Zen 5 with AVX-512,
+// without and with: layer norm 0.180, 0.164, backward 0.256, 0.219, RMS norm 0.113, 0.096 and
+// 0.192, 0.162.
+template <int kCount, typename T, typename Fn>
+void ForStores(std::int64_t n, const Fn& fn) {
+  constexpr int kTwice = 2 * kCount;
+  std::int64_t i = 0;
+  if constexpr (kTogether<T, kTwice> == kTwice) {
+    for (; i + kTwice <= n; i += kTwice) fn(AtLanes<kTwice>{i});
+  }
+  ForLanes<kCount>(n, fn, i);
+}
+
+// to[i] = fn(at) for all of n elements, past the caches if `streamed`. Loops' functions have copies
+// of fn, not references to it: float32 layer norm [8, 1024] in the caches 0.160, 0.135 ns an
+// element, backward 0.318, 0.205.
 template <int kCount, typename T, typename Fn>
 void StoreForLanes(T* to, std::int64_t n, bool streamed, const Fn& fn) {
   if (!streamed || reinterpret_cast<std::uintptr_t>(to) % sizeof(T) != 0) {
-    ForLanes<kCount>(n, [=](auto at) { at.Store(to, fn(at)); });
+    ForStores<kCount, T>(n, [=](auto at) { at.Store(to, fn(at)); });
     return;
   }
   const std::int64_t head = std::min(n, BytesToLine(to) / std::int64_t{sizeof(T)});
@@ -284,22 +299,20 @@ void StoreForLanes(T* to, std::int64_t n, bool streamed, const Fn& fn) {
     alignas(64) T block[kBlock];
     for (std::int64_t start = 0; start < n; start += kBlock) {
       const std::int64_t count = std::min(kBlock, n - start);
-      const auto put = [&](auto at, auto there) { at.Store(block, fn(there)); };
-      std::int64_t i = 0;
-      for (; i + kCount <= count; i += kCount) put(AtLanes<kCount>{i}, AtLanes<kCount>{start + i});
-      for (; i < count; ++i) put(AtElement{i}, AtElement{start + i});
+      ForStores<kCount, T>(count, [=, &block](auto at) {
+        const decltype(at) there{start + at.i};
+        at.Store(block, fn(there));
+      });
       StreamCopy(to + start, block, count * std::int64_t{sizeof(T)});
     }
     return;
   }
   const auto one = [=](AtElement at) { at.Store(to, fn(at)); };
-  std::int64_t i = 0;
-  for (; i < head; ++i) one({i});
-  for (; i + kCount <= n; i += kCount) {
-    const AtLanes<kCount> at{i};
-    at.Stream(to, fn(at));
-  }
-  for (; i < n; ++i) one({i});
+  for (std::int64_t i = 0; i < head; ++i) one({i});
+  ForStores<kCount, T>(n - head, [=](auto at) {
+    const decltype(at) there{head + at.i};
+    there.Stream(to, fn(there));
+  });
 }
 
 // fn(at) for all of n elements, the last ones as the others.

@@ -148,14 +148,29 @@ inline void Narrow(BFloat16* to, Vector<float> r) {
 #endif
   std::memcpy(to, &packed, sizeof(packed));
 }
-#if defined(__SSE4_1__) && !defined(__AVX512F__)
+#if defined(__SSE4_1__)
 // Two registers, whose upper and lower halves are taken apart, as twice as many numbers of 16 bits
 // are rounded at once. Of results of arithmetic: their NaN are quiet, so that one stays NaN if the
 // upper half does not overflow.
 inline void Narrow(BFloat16* to, Vector<float> first, Vector<float> second) {
   using Bits = Vector<std::uint32_t>;
   const auto a = std::bit_cast<Bits>(first), b = std::bit_cast<Bits>(second);
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  constexpr __mmask32 kEvery = ~__mmask32{0};
+  const auto every = [](int value) { return _mm512_set1_epi16(static_cast<short>(value)); };
+  const auto halves = ForEachIndex<32>(
+      [](auto... i) { return Vector<std::uint16_t>{static_cast<std::uint16_t>(2 * i)...}; });
+  const auto lower =
+      _mm512_maskz_permutex2var_epi16(kEvery, __m512i(a), __m512i(halves), __m512i(b));
+  const auto upper =
+      _mm512_maskz_permutex2var_epi16(kEvery, __m512i(a), __m512i(halves + 1), __m512i(b));
+  const auto half =
+      _mm512_maskz_add_epi16(kEvery, _mm512_and_si512(upper, every(1)), every(0x7ffe));
+  const auto carry =
+      _mm512_maskz_srli_epi16(kEvery, _mm512_maskz_avg_epu16(kEvery, lower, half), 15);
+  const auto packed =
+      _mm512_maskz_max_epu16(kEvery, _mm512_maskz_adds_epi16(kEvery, upper, carry), upper);
+#elif defined(__AVX2__)
   const auto every = [](int value) { return _mm256_set1_epi16(static_cast<short>(value)); };
   const auto upper = _mm256_blend_epi16(__m256i(a >> 16), __m256i(b), 0b10101010);
   const auto lower = _mm256_blend_epi16(__m256i(a), __m256i(b << 16), 0b10101010);

@@ -74,15 +74,15 @@ CPU = [
     Fault(
         "a streamed row loses its tail",
         "ffi/cpu/lanes.h",
-        "  for (; i < n; ++i) one({i});",
-        "  for (; i + 1 < n; ++i) one({i});",
+        "ForStores<kCount, T>(n - head,",
+        "ForStores<kCount, T>(n - head - 1,",
         _STREAMS,
     ),
     Fault(
         "a streamed 16-bit block loses its last elements",
         "ffi/cpu/lanes.h",
-        "for (; i < count; ++i) put(",
-        "for (; i + 1 < count; ++i) put(",
+        "ForStores<kCount, T>(count,",
+        "ForStores<kCount, T>(count - 1,",
         _STREAMS,
     ),
     Fault(
