@@ -65,7 +65,7 @@ struct Pieces {
 
   Pieces(const Layout<kFirst>& layout, std::int64_t bytes_per_element, std::int64_t max_parts)
       : layout(layout) {
-    // Channels first, longer ones would be cut into pieces that lie in many places.
+    // Channels first, longer parts would be cut into pieces that lie in many places.
     rows =
         std::min(layout.rows, RowsPerChunk(layout.rows, layout.width * bytes_per_element, max_parts,
                                            kFirst ? kMinChunkBytes : kLongChunkBytes));

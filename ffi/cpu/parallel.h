@@ -92,8 +92,7 @@ inline constexpr std::int64_t kMinChunkBytes = 64 << 10;
 inline constexpr std::int64_t kManyChunks = 64, kLongChunkBytes = 1 << 20;
 
 // How many rows a chunk has, at most `max_chunks` chunks in all. Depends on the shape alone. For
-// what does not gain by long chunks, as these should stay in a cache, long_chunk_bytes is
-// kMinChunkBytes.
+// what should stay in a cache, long_chunk_bytes is kMinChunkBytes.
 inline std::int64_t RowsPerChunk(std::int64_t rows, std::int64_t bytes_per_row,
                                  std::int64_t max_chunks,
                                  std::int64_t long_chunk_bytes = kLongChunkBytes) {
