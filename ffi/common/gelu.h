@@ -24,7 +24,8 @@
 //   float   R = s P8(a s), s = 4/(a + 3): 4.7e-9. At a = 0 the polynomial is its first term and at
 //           a = 3 its terms hardly cancel; a s is a normal number if a is. The exponent is an exact
 //           plus a small part, as in double: without, y near -3 is 5.8 ulp off (exact) and 13.5
-//           (tanh).
+//           (tanh). Tanh's is one of 2, whose integer is taken off without a product: so the
+//           cubic's coefficients have log2(e) in them.
 //   16 bit  R = s P5(s), s = 1/(a + 3.5): 3.1e-6. The exponential is one instruction on the device,
 //           and has relative error 5.9e-6 on the host.
 //
@@ -40,14 +41,14 @@
 // exponential was perturbed by 2 ulp too. ulp of y' are of max(|y'|, 1/8).
 //
 //                              exact                  tanh
-//   float    y, x in (-3, 0)   4.0, 4.0, 5.3 ulp      8.9, 7.2, 7.5 ulp
+//   float    y, x in (-3, 0)   4.0, 4.0, 5.3 ulp      8.9, 6.9, 8.8 ulp
 //   float    y, x > 0          3.9, 3.9, 5.3 ulp      2.6, 2.6, 4.5 ulp
 //   float    y, x < -3         7e-7 relative          1.6e-5 relative
 //   float    y'                5.5, 5.1, 6.6 ulp      5.0, 4.7, 6.2 ulp
 //   float    y', x < -3        2.5e-7 relative        1.6e-5 relative
 //   float16  y; y'             0.52; 0.51 ulp         0.51; 0.51 ulp
 //   bfloat16 y; y'             0.52; 0.50 ulp         0.51; 0.50 ulp
-//   double   y, x in (-3, 0)   8.1, 6.8 ulp           6.6, 6.5 ulp
+//   double   y, x in (-3, 0)   8.1, 6.8 ulp           6.5, 6.2 ulp
 //   double   y, x > 0          3.3, 3.3 ulp           2.2, 2.2 ulp
 //   double   y, x < -3         1.7e-15 relative       2.4e-13 relative (x > -12: 3.4e-14)
 //   double   y'                6.5, 5.5 ulp           4.8, 4.4 ulp
@@ -193,29 +194,28 @@ GRADOPS_HOST_DEVICE inline F HornerDown(F s, A... c) {
   return Horner(s, c * kDown<A>...);
 }
 
-// n = round(-z log2(e) / 2) for 0 <= z <= 225 (double: 1,548), and what moves a number's exponent
-// by n + kUpPower when it is added to the bits. Adding 1.5 times 2 to the mantissa's length leaves
-// the integer in the last bits of the sum.
+// Adding 1.5 times 2 to the mantissa's length leaves an integer in a sum's last bits.
+template <typename A>
+inline constexpr A kMagic = kIsDouble<A> ? A(0x1.8p52) : A(0x1.8p23);
+
+// n = sum - kMagic - kUpPower, and what moves a number's exponent by n + kUpPower when it is added
+// to the bits; n from -225 (double: -2,234) to 0.
 template <typename F, typename I>
 struct Exponent {
   F n;
   I bits;
 };
 template <typename A, typename F>
-GRADOPS_HOST_DEVICE inline auto HalfExponent(F z) {
-  constexpr int kMantissa = std::numeric_limits<A>::digits - 1;
-  constexpr A kMagic = (kIsDouble<A> ? A(0x1.8p52) : A(0x1.8p23)) + kUpPower<A>;
-  constexpr A kHalfLog2e = kIsDouble<A> ? A(0.72134752044448170368) : A(0.5f * 1.44269504f);
-  const F sum = MulAdd(z, F(-kHalfLog2e), F(kMagic));
-  const auto bits = Bits(sum) << kMantissa;
-  return Exponent<F, decltype(bits)>{sum - kMagic, bits};
+GRADOPS_HOST_DEVICE inline auto ExponentOf(F sum) {
+  const auto bits = Bits(sum) << (std::numeric_limits<A>::digits - 1);
+  return Exponent<F, decltype(bits)>{sum - (kMagic<A> + kUpPower<A>), bits};
 }
 
-// -2 ln 2 in two parts; n times the first is exact.
-template <typename A>
-inline constexpr A kMinusLn4 = kIsDouble<A> ? A(-0x1.62e42fefa3p0) : A(-0x1.62e4p0f);
-template <typename A>
-inline constexpr A kMinusLn4Rest = kIsDouble<A> ? A(-0x1.3de6af278ece6p-41) : A(-0x1.7f7d1cp-19f);
+// e times the power of two.
+template <typename A, typename F, typename I>
+GRADOPS_HOST_DEVICE inline F Scaled(F e, I bits) {
+  return FromBits(Bits(e) + bits);
+}
 
 // 2^kUpPower exp(r / 2 + n ln 2), |r| <= ln 2.
 template <typename A, typename F, typename I>
@@ -230,28 +230,51 @@ GRADOPS_HOST_DEVICE inline F ExpHalf(F r, I bits) {
     e = Horner(r, 1.0f, 0.5f, 0.124999985f, 0.02083314f, 0.0026042678f, 0.00026155714f,
                2.159665e-05f);
   }
-  return FromBits(Bits(e) + bits);
+  return Scaled<A>(e, bits);
 }
+
+// 2^(kUpPower + n + f), |f| <= 1/2: the same coefficients times powers of 2 ln 2.
+template <typename A, typename F, typename I>
+GRADOPS_HOST_DEVICE inline F Exp2(F f, I bits) {
+  F e;
+  if constexpr (kIsDouble<A>) {
+    e = Horner(f, 1.0, 0.6931471805599453, 0.24022650695910125, 0.05550410866482073,
+               0.009618129107596738, 0.0013333558146687446, 0.00015403530454421988,
+               1.5252733546099225e-05, 1.3215436413317724e-06, 1.0178184715776787e-07,
+               7.073615724324469e-09, 4.436335524565569e-10);
+  } else {
+    e = Horner(f, 1.0f, 0.6931472f, 0.24022648f, 0.055503596f, 0.009618503f, 0.0013391952f,
+               0.00015329187f);
+  }
+  return Scaled<A>(e, bits);
+}
+
+// 2^y in float, to 16 bits or more.
+template <typename F>
+GRADOPS_HOST_DEVICE inline F ShortExp2(F y) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(y));
+  return result;
+#else
+  const F sum = y + kMagic<float>;
+  const F f = y - (sum - kMagic<float>);
+  const F e = Horner(f, 1.0f, 0.6931472f, 0.24025308f, 0.055804994f, 0.009524857f);
+  return Scaled<float>(e, Bits(sum) << (std::numeric_limits<float>::digits - 1));
+#endif
+}
+
+template <typename A>
+inline constexpr A kHalfLog2e = A(0.72134752044448170368);
 
 // 2^kUpPower exp(-a^2 / 2). A rounded square would be off by many ulp of the result.
 template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline F ExpMinusHalfSquare(F a) {
-  const auto [n, bits] = HalfExponent<A>(a * a);
-  return ExpHalf<A>(MulAdd(n, F(kMinusLn4Rest<A>), MinusProduct(n * kMinusLn4<A>, a, a)), bits);
-}
-
-// 2^kUpPower exp(-z / 2) in float, to 16 bits or more.
-template <typename F>
-GRADOPS_HOST_DEVICE inline F ShortExpMinusHalf(F z) {
-#if defined(__CUDA_ARCH__)
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(z, -0.5f * 1.44269504f, 40.0f)));
-  return result;
-#else
-  const auto [n, bits] = HalfExponent<float>(z);
-  const F r = MulSub(F(0.0f) - z, n, F(1.38629436f));
-  return FromBits(Bits(Horner(r, 1.0f, 0.5f, 0.12501383f, 0.02094627f, 0.0025789125f)) + bits);
-#endif
+  // -2 ln 2 in two parts; n times the first is exact.
+  constexpr A kMinusLn4 = kIsDouble<A> ? A(-0x1.62e42fefa3p0) : A(-0x1.62e4p0f);
+  constexpr A kMinusLn4Rest = kIsDouble<A> ? A(-0x1.3de6af278ece6p-41) : A(-0x1.7f7d1cp-19f);
+  const auto [n, bits] = ExponentOf<A>(MulSub(F(kMagic<A> + kUpPower<A>), a * a, F(kHalfLog2e<A>)));
+  return ExpHalf<A>(MulAdd(n, F(kMinusLn4Rest), MinusProduct(n * kMinusLn4, a, a)), bits);
 }
 
 // What value and derivative have in common, which is about half of either's work: x, a and
@@ -270,7 +293,8 @@ GRADOPS_HOST_DEVICE inline Gaussian<F> GaussianTail(F x) {
     if constexpr (kNeeded == Precision::kFloat) {
       return {x, a, ExpMinusHalfSquare<float>(a), Reciprocal(MulAdd(a, F(0.25f), F(0.75f)))};
     } else {
-      return {x, a, ShortExpMinusHalf(a * a), Reciprocal(a + 3.5f)};
+      const F y = MulAdd(a * a, F(-kHalfLog2e<float>), F(float{kUpPower<float>}));
+      return {x, a, ShortExp2(y), Reciprocal(a + 3.5f)};
     }
   }
 }
@@ -304,41 +328,38 @@ GRADOPS_HOST_DEVICE inline Factors<F> GaussianRatio(F a, F s) {
   }
 }
 
-// The same for tanh: x, a, a^2 and 2^kUpPower exp(-v(a)), where 2 v = kTwiceV (a + kCubic a^3).
+// The same for tanh: x, a, a^2 and 2^kUpPower exp(-v(a)) = 2^(kUpPower - w), w = a (c + d a^2).
 template <typename A>
-inline constexpr A kTwiceV = A(3.1915382432114616);  // 4 sqrt(2/pi)
+inline constexpr A kTwoRootTwoOverPi = A(1.5957691216057307118);
 template <typename A>
 inline constexpr A kCubic = A(0.044715);
+template <typename A>
+inline constexpr A kC = A(2.3022081981443248891);  // 2 sqrt(2/pi) log2(e)
+template <typename A>
+inline constexpr A kD = kC<A> * kCubic<A>;
 template <typename F>
 struct Logistic {
   F x, a, square, exponential;
 };
-template <typename A>
-inline constexpr A kTwiceCubic = kTwiceV<A> * kCubic<A>;
 template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline F LogisticMagnitude(F x) {
   return ClampedAbs(x, kIsDouble<A> ? A(21.8) : A(11.0));
 }
-// 2 v.
-template <typename A, typename F>
-GRADOPS_HOST_DEVICE inline F TwiceV(F a, F square) {
-  return a * MulAdd(square, F(kTwiceCubic<A>), F(kTwiceV<A>));
-}
-// What ExpHalf makes the exponential of: r, and the exponent as bits.
+// What Exp2 makes the exponential of: f, and the exponent as bits.
 template <typename F, typename I>
 struct Reduced {
-  F r;
+  F f;
   I bits;
 };
 template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline auto LogisticReduced(F a, F square) {
-  // kTwiceV in two parts, the first short for where there is no fma.
-  constexpr A kUpper = kIsDouble<A> ? A(0x1.988452p1) : A(3.19140625f);
-  constexpr A kLower = kIsDouble<A> ? A(0x1.3d436508d0fcbp-23) : A(0.0001319932f);
-  const auto e = HalfExponent<A>(TwiceV<A>(a, square));
-  const F rest = MulAdd(square, F(kTwiceCubic<A>), F(kLower));
-  const F r = MulSub(MinusProduct(e.n * kMinusLn4<A>, F(kUpper), a), a, rest);
-  return Reduced<F, decltype(e.bits)>{MulAdd(e.n, F(kMinusLn4Rest<A>), r), e.bits};
+  // c in two parts, the first short for where there is no fma.
+  constexpr A kUpper = kIsDouble<A> ? A(0x1.26aec2p1) : A(2.3017578125f);
+  constexpr A kLower = kIsDouble<A> ? A(0x1.bce7594bb4a16p-27) : A(0.00045038564f);
+  const F rest = MulAdd(square, F(kD<A>), F(kLower));
+  const auto e = ExponentOf<A>(MulSub(F(kMagic<A> + kUpPower<A>), a, rest + kUpper));
+  const F f = MulSub(MinusProduct(F(A(0)) - e.n, a, F(kUpper)), a, rest);
+  return Reduced<F, decltype(e.bits)>{f, e.bits};
 }
 template <Precision kNeeded, typename F>
 GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
@@ -346,10 +367,11 @@ GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
   const F a = LogisticMagnitude<A>(x);
   const F square = a * a;
   if constexpr (kNeeded == Precision::k16Bits) {
-    return {x, a, square, ShortExpMinusHalf(TwiceV<A>(a, square))};
+    const F minus_slope = MulAdd(square, F(-kD<A>), F(-kC<A>));
+    return {x, a, square, ShortExp2(MulAdd(a, minus_slope, F(A{kUpPower<A>})))};
   } else {
     const auto e = LogisticReduced<A>(a, square);
-    return {x, a, square, ExpHalf<A>(e.r, e.bits)};
+    return {x, a, square, Exp2<A>(e.f, e.bits)};
   }
 }
 
@@ -386,7 +408,7 @@ GRADOPS_HOST_DEVICE inline F GeluDerivative(const Tail<F>& t) {
   F d;
   if constexpr (kApproximate) {
     const F complement = Reciprocal(kUp<A> + t.exponential);
-    constexpr A kSlope = A(0.5) * kTwiceV<A> * kUp<A>;  // of v
+    constexpr A kSlope = kTwoRootTwoOverPi<A> * kUp<A>;  // of v
     const F a_slope = t.a * MulAdd(t.square, F(3 * kSlope * kCubic<A>), F(kSlope));
     d = t.exponential * (MulSub(F(A(1)), a_slope, complement) * complement);
   } else {

@@ -221,8 +221,8 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
       const AtLanes<kCount> here{at.i};
       if constexpr (kThreeLoops) {
         const V a = gelu::LogisticMagnitude<A>(x_at(at));
-        const auto [r, bits] = gelu::LogisticReduced<A>(a, a * a);
-        here.Store(tail_3, r), here.Store(tail_4, FromBits(bits));
+        const auto [f, bits] = gelu::LogisticReduced<A>(a, a * a);
+        here.Store(tail_3, f), here.Store(tail_4, FromBits(bits));
       } else {
         const auto [x_here, a, third, fourth] = GeluTail<T, kApproximate>(x_at(at));
         here.Store(tail_x, x_here), here.Store(tail_a, a);
@@ -232,7 +232,7 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
     if constexpr (kThreeLoops) {
       for (std::int64_t i = 0; i < count; i += kCount) {
         const AtLanes<kCount> here{i};
-        here.Store(tail_4, gelu::ExpHalf<A>(here(tail_3), Bits(here(tail_4))));
+        here.Store(tail_4, gelu::Exp2<A>(here(tail_3), Bits(here(tail_4))));
       }
     }
     const auto tail_at = [&](auto at) -> Tail {
