@@ -95,10 +95,10 @@ template <typename T, Mask kMask>
 void AddSums(const BatchNormBwdArgs& args, const Layout<false>& layout,
              const Numbers<Accum<T>, false>& numbers, const Piece& piece, Sums& totals) {
   using A = Accum<T>;
-  alignas(64) A sums[2][kBlock];
+  alignas(64) A sums[2][kSumColumns<T>];
   for (std::int64_t row = piece.row; row < piece.end_row; row += kRowsPerSum) {
     const std::int64_t end = std::min(piece.end_row, row + kRowsPerSum);
-    ForBlocks(layout.width, [&](std::int64_t start, std::int64_t n) {
+    const auto add_columns = [&](std::int64_t start, std::int64_t n) {
       for (auto& sum : sums) std::fill_n(sum, n, A{0});
       const std::int64_t offset = layout.offset(piece.group, row) + start;
       const Terms<T, false, kMask> terms(args, numbers, offset, piece.group, start);
@@ -126,7 +126,10 @@ void AddSums(const BatchNormBwdArgs& args, const Layout<false>& layout,
           for (std::int64_t c = 0; c < count; ++c) total[c] += static_cast<double>(sums[s][i + c]);
         }
       }
-    });
+    };
+    for (std::int64_t start = 0; start < layout.width; start += kSumColumns<T>) {
+      add_columns(start, std::min(kSumColumns<T>, layout.width - start));
+    }
   }
 }
 

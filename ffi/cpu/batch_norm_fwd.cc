@@ -76,10 +76,10 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
                    const Accum<T>* base, double* means, double* squares) {
   using A = Accum<T>;
   constexpr std::int64_t kSamples = 16;
-  alignas(64) A shifts[kBlock];
-  alignas(64) A rests[kBlock];
-  alignas(64) A sums[2][kBlock];
-  alignas(64) A sampled[1][kBlock] = {};
+  alignas(64) A shifts[kSumColumns<T>];
+  alignas(64) A rests[kSumColumns<T>];
+  alignas(64) A sums[2][kSumColumns<T>];
+  alignas(64) A sampled[1][kSumColumns<T>] = {};
   const auto guess = [&](std::int64_t i) { return Guess<A>{shifts[i], rests[i]}; };
   const auto set_guess = [&](std::int64_t i, Guess<A> to) {
     shifts[i] = to.shift, rests[i] = to.rest;
@@ -114,7 +114,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
       if (far == 0) break;
       for (std::int64_t i = 0; i < n; ++i) set_guess(i, guess(i) + sums[0][i] / terms);
     }
-    double of_means[kBlock], of_squares[kBlock];
+    double of_means[kSumColumns<T>], of_squares[kSumColumns<T>];
     for (std::int64_t i = 0; i < n; ++i) {
       ToMoments(base[i], guess(i), sums[0][i], sums[1][i], static_cast<double>(count), of_means[i],
                 of_squares[i]);
@@ -135,9 +135,9 @@ void MomentsOf(const T* x, const Layout<false>& layout, const Piece& piece,
       std::min(piece.end_row, layout.elements / layout.width);  // of whole rows
   const std::int64_t rows = end - piece.row;
   double count = 0;
-  for (std::int64_t start = 0; rows > 0 && start < layout.width; start += kBlock) {
-    const std::int64_t n = std::min(kBlock, layout.width - start);
-    double means[kBlock] = {}, squares[kBlock] = {};
+  for (std::int64_t start = 0; rows > 0 && start < layout.width; start += kSumColumns<T>) {
+    const std::int64_t n = std::min(kSumColumns<T>, layout.width - start);
+    double means[kSumColumns<T>] = {}, squares[kSumColumns<T>] = {};
     ColumnMoments(x + layout.offset(piece.group, piece.row) + start, rows, layout.width, n,
                   base.Get(0, piece.group, start).value, means, squares);
     count = 0;
