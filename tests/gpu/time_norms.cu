@@ -8,8 +8,10 @@
 //     tests/gpu/time_norms.cu -o time_norms          (JAXLIB: the folder of the Python package
 //     jaxlib)
 //   ./time_norms [-t bf16|f16|f32|f64] [-h features,...] [-o "LN fwd"] [-x times as many rows]
-//     [-r rows] [-n: no comparison] [-a 1: with a residual, or 2: and its bias; not compared] and
-//     what cuda/layer_norm_policy.h lets force: [-arch 80] [-threads 256] [-cluster 8] [-stages 2]
+//     [-r rows] [-pool bytes: all arrays in one allocation, from there on, at multiples of 256, as
+//     XLA's allocator has them] [-n: no comparison] [-a 1: with a residual, or 2: and its bias; not
+//     compared] and what cuda/layer_norm_policy.h lets force: [-arch 80] [-threads 256] [-cluster
+//     8] [-stages 2]
 //     [-stream] [-packs 3]
 #include <algorithm>
 #include <cmath>
@@ -17,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/layer_norm_bwd.cu"
@@ -32,10 +35,11 @@ struct Options {
   std::vector<std::int64_t> features{64,   128,  256,  512,   1000,  1024,  2048, 4096,
                                      4097, 5120, 8192, 12288, 16384, 32768, 65536};
   std::int64_t times = 1, rows = 0;
-  int added = 0;
+  int added = 0, pool = 0;
   bool compare = true;
 };
 
+constexpr std::int64_t kPoolBytes = std::int64_t{8} << 30;
 constexpr std::int64_t kCompared = 64;  // rows at each end
 
 template <typename T>
@@ -127,8 +131,22 @@ void Run(const Options& options) {
   const std::int64_t widest = *std::max_element(options.features.begin(), options.features.end());
   const std::int64_t narrowest =
       *std::min_element(options.features.begin(), options.features.end());
-  const auto allocate = [](auto*& p, std::int64_t n) {
-    Check(cudaMalloc(&p, static_cast<std::size_t>(n) * sizeof(*p)));
+  char *pool = nullptr, *pool_end = nullptr;
+  const auto allocate = [&](auto*& p, std::int64_t n) {
+    const auto bytes = static_cast<std::size_t>(n) * sizeof(*p);
+    if (options.pool == 0) {
+      Check(cudaMalloc(&p, bytes));
+      return;
+    }
+    if (pool == nullptr) {
+      const auto size = static_cast<std::size_t>(options.times * kPoolBytes);
+      Check(cudaMalloc(&pool, size));
+      pool_end = pool + size;
+      pool += options.pool;
+    }
+    p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(pool);
+    pool += (bytes + 255) / 256 * 256;
+    if (pool > pool_end) std::printf("the pool is too small\n"), std::exit(1);
   };
   T *x[kSets], *dy[kSets], *y[kSets], *dx[kSets], *residual[kSets], *sum[kSets];
   for (int k = 0; k < kSets; ++k) {
@@ -244,6 +262,8 @@ int Main(int argc, char** argv) {
       options.times = number();
     } else if (flag == "-r") {
       options.rows = number();
+    } else if (flag == "-pool") {
+      options.pool = number();
     } else if (flag == "-a") {
       options.added = number();
     } else if (flag == "-n") {
