@@ -53,8 +53,8 @@
 //   double   y, x < -3         1.7e-15 relative       2.4e-13 relative (x > -12: 3.4e-14)
 //   double   y'                6.5, 5.5 ulp           4.8, 4.4 ulp
 //
-// On an H200, all 2^32 floats against double (tests/gpu/check_gelu.cu sweep): y, x > -3: 4.5 and 7.7
-// ulp; y, x < -3: 5.4e-7 and 1.1e-5 relative; y': 5.6 and 5.1 ulp. NaN gives NaN.
+// On an H200, all 2^32 floats against double (tests/gpu/check_gelu.cu sweep): y, x > -3: 4.5
+// and 7.7 ulp; y, x < -3: 5.4e-7 and 1.1e-5 relative; y': 5.6 and 5.1 ulp. NaN gives NaN.
 #pragma once
 
 #include <bit>
