@@ -111,7 +111,7 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     const T* const dsum = RowBlock<T>(args.dsum, row, features, start);
     T* const dx = static_cast<T*>(args.dx) + row * features + start;
     const A* const scale = params.scale(group, start);
-    const std::int64_t next_row = NextRow(args.shape, row);
+    const std::int64_t next_row = RowAhead<T>(args.shape, row);
     const T* const next_dy = RowBlock<T>(args.dy, next_row, features, start);
     const T* const next_x = RowBlock<T>(args.x, next_row, features, start);
     const auto block_of = [start](A* sum) { return sum == nullptr ? nullptr : sum + start; };

@@ -62,7 +62,7 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
   const T* const x_row = RowToNormalise<T>(args, params, row);
   T* const y_row = static_cast<T*>(args.y) + row * features;
-  const T* const next_row = static_cast<const T*>(args.x) + NextRow(args.shape, row) * features;
+  const T* const next_row = static_cast<const T*>(args.x) + RowAhead<T>(args.shape, row) * features;
 
   // Where a pass finds a block, and leaves it for the next one.
   alignas(64) A kept[kKept ? kKeptColumns : 1];
