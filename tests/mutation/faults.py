@@ -322,7 +322,7 @@ CPU = [
     ),
     Fault(
         "a power of two is one too small",
-        "ffi/common/gelu.h",
+        "ffi/common/exponential.h",
         "return FromBits(Bits(e) + bits);",
         "return FromBits(Bits(e) + bits - (BitsOf<A>{1} << (std::numeric_limits<A>::digits - 1)));",
         _GELU_VALUES,
