@@ -135,7 +135,7 @@ template <typename A>
 inline constexpr A kMagic = kIsDouble<A> ? A(0x1.8p52) : A(0x1.8p23);
 
 // n = sum - kMagic - kUpPower, and what moves a number's exponent by n + kUpPower when it is added
-// to the bits; n from -225 (double: -2,234) to 0.
+// to the bits; n from -162 (double: -1,117) to 0, so n + kUpPower is a normal number's.
 template <typename F, typename I>
 struct Exponent {
   F n;
