@@ -72,7 +72,7 @@ template <typename T, bool kCentered, bool kFromOutput>
 void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params, std::int64_t row,
                  const PerSum<Accum<T>*>& sums, bool streamed) {
   using A = Accum<T>;
-  const std::int64_t features = args.shape.features;
+  const std::int64_t features = args.shape.features, row_ahead = RowAhead<T>(args.shape, row);
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
   const std::int64_t group = row / args.shape.rows;
   const A rstd = static_cast<const A*>(args.rstd)[row];
@@ -111,14 +111,13 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     const T* const dsum = RowBlock<T>(args.dsum, row, features, start);
     T* const dx = static_cast<T*>(args.dx) + row * features + start;
     const A* const scale = params.scale(group, start);
-    const std::int64_t next_row = RowAhead<T>(args.shape, row);
-    const T* const next_dy = RowBlock<T>(args.dy, next_row, features, start);
-    const T* const next_x = RowBlock<T>(args.x, next_row, features, start);
+    const T* const dy_ahead = RowBlock<T>(args.dy, row_ahead, features, start);
+    const T* const x_ahead = RowBlock<T>(args.x, row_ahead, features, start);
     const auto block_of = [start](A* sum) { return sum == nullptr ? nullptr : sum + start; };
     A *const dscale = block_of(sums[0]), *const dbias = block_of(sums[1]);
     A* const dresidual_bias = block_of(sums[2]);
     StoreForLanes<kLanes<A>>(dx, count, streamed, [=](auto at) {
-      at.PrefetchToL2(next_dy), at.PrefetchToL2(next_x);
+      at.PrefetchToL2(dy_ahead), at.PrefetchToL2(x_ahead);
       const auto dy_here = at(dy), x_hat = (shifted(at) - delta) * factor;
       const auto added = at(dsum);  // before dx is stored, which may lie there
       if (dscale != nullptr) at.Store(dscale, at(dscale) + dy_here * x_hat);

@@ -62,7 +62,8 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   const auto n = static_cast<A>(std::max<std::int64_t>(1, features));
   const T* const x_row = RowToNormalise<T>(args, params, row);
   T* const y_row = static_cast<T*>(args.y) + row * features;
-  const T* const next_row = static_cast<const T*>(args.x) + RowAhead<T>(args.shape, row) * features;
+  const T* const row_ahead =
+      static_cast<const T*>(args.x) + RowAhead<T>(args.shape, row) * features;
 
   // Where a pass finds a block, and leaves it for the next one.
   alignas(64) A kept[kKept ? kKeptColumns : 1];
@@ -95,9 +96,9 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
     mean = shift + sum_shifted / n;
     ForBlocks(features, [&, mean](std::int64_t start, std::int64_t count) {
       const auto* const x = wide(start);
-      const T* const next_x = next_row + start;
+      const T* const x_ahead = row_ahead + start;
       const auto sums = LaneSums<A, 2>(count, [=, keep = keep(start)](auto at) {
-        at.PrefetchToL2(next_x);
+        at.PrefetchToL2(x_ahead);
         const auto centered = keep(at, at(x) - mean);
         return std::array{centered, centered * centered};
       });
@@ -119,7 +120,7 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   const std::int64_t group = row / args.shape.rows;
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
     const auto* const x = wide(start);
-    const T* const next_x = next_row + start;
+    const T* const x_ahead = row_ahead + start;
     const A *const scale = params.scale(group, start), *const bias = params.bias(group, start);
     StoreForLanes<kLanes<A>>(y_row + start, count, streamed, [=](auto at) {
       if constexpr (kKept) {
@@ -127,7 +128,7 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
       } else if constexpr (kCentered) {
         return ((at(x) - mean) - delta) * rstd * at(scale) + at(bias);
       } else {
-        at.PrefetchToL2(next_x);
+        at.PrefetchToL2(x_ahead);
         return at(x) * rstd * at(scale) + at(bias);
       }
     });
