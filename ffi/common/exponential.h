@@ -134,17 +134,17 @@ GRADOPS_HOST_DEVICE inline F HornerDown(F s, A... c) {
 template <typename A>
 inline constexpr A kMagic = kIsDouble<A> ? A(0x1.8p52) : A(0x1.8p23);
 
-// n = sum - kMagic - kUpPower, and what moves a number's exponent by n + kUpPower when it is added
+// -n = kMagic + kUpPower - sum, and what moves a number's exponent by n + kUpPower when it is added
 // to the bits; n from -162 (double: -1,117) to 0, so n + kUpPower is a normal number's.
 template <typename F, typename I>
 struct Exponent {
-  F n;
+  F minus_n;
   I bits;
 };
 template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline auto ExponentOf(F sum) {
   const auto bits = Bits(sum) << (std::numeric_limits<A>::digits - 1);
-  return Exponent<F, decltype(bits)>{sum - (kMagic<A> + kUpPower<A>), bits};
+  return Exponent<F, decltype(bits)>{F(kMagic<A> + kUpPower<A>) - sum, bits};
 }
 
 // e times the power of two.

@@ -78,11 +78,12 @@ inline constexpr A kHalfLog2e = A(0.72134752044448170368);
 // 2^kUpPower exp(-a^2 / 2). A rounded square would be off by many ulp of the result.
 template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline F ExpMinusHalfSquare(F a) {
-  // -2 ln 2 in two parts; n times the first is exact.
-  constexpr A kMinusLn4 = kIsDouble<A> ? A(-0x1.62e42fefa3p0) : A(-0x1.62e4p0f);
-  constexpr A kMinusLn4Rest = kIsDouble<A> ? A(-0x1.3de6af278ece6p-41) : A(-0x1.7f7d1cp-19f);
-  const auto [n, bits] = ExponentOf<A>(MulSub(F(kMagic<A> + kUpPower<A>), a * a, F(kHalfLog2e<A>)));
-  return ExpHalf<A>(MulAdd(n, F(kMinusLn4Rest), MinusProduct(n * kMinusLn4, a, a)), bits);
+  // 2 ln 2 in two parts; n times the first is exact.
+  constexpr A kLn4 = kIsDouble<A> ? A(0x1.62e42fefa3p0) : A(0x1.62e4p0f);
+  constexpr A kLn4Rest = kIsDouble<A> ? A(0x1.3de6af278ece6p-41) : A(0x1.7f7d1cp-19f);
+  const auto [minus_n, bits] =
+      ExponentOf<A>(MulSub(F(kMagic<A> + kUpPower<A>), a * a, F(kHalfLog2e<A>)));
+  return ExpHalf<A>(MulAdd(minus_n, F(kLn4Rest), MinusProduct(minus_n * kLn4, a, a)), bits);
 }
 
 // What value and derivative have in common, which is about half of either's work: x, a and
@@ -166,7 +167,7 @@ GRADOPS_HOST_DEVICE inline auto LogisticReduced(F a, F square) {
   constexpr A kLower = kIsDouble<A> ? A(0x1.bce7594bb4a16p-27) : A(0.00045038564f);
   const F rest = MulAdd(square, F(kD<A>), F(kLower));
   const auto e = ExponentOf<A>(MulSub(F(kMagic<A> + kUpPower<A>), a, rest + kUpper));
-  const F f = MulSub(MinusProduct(F(A(0)) - e.n, a, F(kUpper)), a, rest);
+  const F f = MulSub(MinusProduct(e.minus_n, a, F(kUpper)), a, rest);
   return Reduced<F, decltype(e.bits)>{f, e.bits};
 }
 template <Precision kNeeded, typename F>
