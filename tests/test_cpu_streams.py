@@ -1,4 +1,4 @@
-"""Results that the CPU's kernels store past its caches: large ones, in memory that has been used.
+"""Large results of the CPU's kernels, which these store past its caches, and memory that is new.
 
 Other tests' arrays are smaller (`kStreamedBytes` in ffi/cpu/stream.h), but `tests/native` builds
 kernels, with sanitizers, that also stream small ones.
@@ -6,11 +6,13 @@ kernels, with sanitizers, that also stream small ones.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import assert_bitwise_equal
+from fresh_process import run_python
 
 import jax_gradops
 from jax_gradops import _registry
@@ -106,18 +109,28 @@ def test_gelu(dtype, features):
             assert_same_in_pieces(gradient, 3, x, dy, rest=rest)
 
 
+# Rows that begin anywhere in a line of the cache, and with one.
+@pytest.mark.parametrize("channels", [99, 128])
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batch_norm(dtype, axis):
-    """Forward by given statistics, image by image; backward against XLA's operations."""
-    shape = (45, 46, 47, 99) if axis == -1 else (45, 99, 46, 47)
-    x, dy = (array(seed, shape, dtype) for seed in (1, 2))
-    mean, scale, bias = (array(seed, (99,), "float32") for seed in (4, 5, 6))
+def test_batch_norm(dtype, axis, channels):
+    """By given statistics image by image; forward with a residual, and backward, against XLA."""
+    shape = (45, 46, 47, channels) if axis == -1 else (45, channels, 46, 47)
+    x, other = (array(seed, shape, dtype) for seed in (1, 2))
+    mean, scale, bias = (array(seed, (channels,), "float32") for seed in (4, 5, 6))
 
     def inference(x: jax.Array) -> jax.Array:
-        return jax_gradops.batch_norm_inference(x, mean, mean * mean + 1, scale, bias, axis=axis)
+        return jax_gradops.batch_norm_inference(
+            x, mean, mean * mean + 1, scale, bias, axis=axis, implementation="ffi"
+        )
 
     assert_same_in_pieces(inference, 3, x)
+
+    def forward(x: jax.Array, residual: jax.Array, implementation: Any) -> jax.Array:
+        return jax_gradops.batch_norm(
+            x, scale, bias, residual=residual, activation="relu", axis=axis,
+            implementation=implementation,
+        )[0]  # fmt: skip
 
     def gradient(x: jax.Array, dy: jax.Array, implementation: Any) -> jax.Array:
         def f(x: jax.Array) -> jax.Array:
@@ -127,15 +140,60 @@ def test_batch_norm(dtype, axis):
 
         return jax.vjp(f, x)[1](dy)[0]
 
-    results = (
-        in_used_memory(lambda x, dy: gradient(x, dy, "ffi"), x, dy),
-        jax.jit(lambda x, dy: gradient(x, dy, "xla"))(x, dy),
-    )
-    ours, xla = (np.asarray(a, np.float32) for a in results)
     eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(
-        ours, xla, rtol=2 * eps, atol=1e-4 if dtype == "float32" else 4 * eps
+    for f in (forward, gradient):
+        results = (
+            in_used_memory(functools.partial(f, implementation="ffi"), x, other),
+            jax.jit(functools.partial(f, implementation="xla"))(x, other),
+        )
+        ours, xla = (np.asarray(a, np.float32) for a in results)
+        np.testing.assert_allclose(
+            ours, xla, rtol=2 * eps, atol=1e-4 if dtype == "float32" else 4 * eps
+        )
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages to ask for"
+)
+def test_new_memory(tmp_path):
+    """Large results ask for huge pages, small ones leave memory as it is."""
+    found = run_python(
+        """
+import json, pathlib, re
+import jax, jax.numpy as jnp
+import jax_gradops
+
+def is_advised(array):
+    middle = array.unsafe_buffer_pointer() + array.nbytes // 2
+    inside = False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        if ends := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(ends[1], 16) <= middle < int(ends[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+
+@jax.jit
+def results(x, other):
+    ffi = {"implementation": "ffi"}
+    scale = x[0]
+    y, vjp = jax.vjp(lambda x: jax_gradops.layer_norm(x, scale, **ffi), x)
+    added, total = jax_gradops.add_rms_norm(x, other, scale, **ffi)
+    return {
+        "gelu": jax_gradops.gelu(x, **ffi), "layer_norm": y, "dx of layer_norm": vjp(other)[0],
+        "add_rms_norm": added, "sum": total,
+        "batch_norm": jax_gradops.batch_norm(x, scale, **ffi)[0],
+    }
+
+found = {}
+for rows in 1 << 9, 1 << 14:
+    x = jnp.ones((rows, 1000))
+    found[rows] = {name: is_advised(y) for name, y in results(x, x + 1).items()}
+print(json.dumps(found))
+""",
+        tmp_path,
     )
+    small, large = found.values()
+    assert len(large) == 6 and all(large.values()) and not any(small.values()), found
 
 
 @pytest.mark.parametrize("level", [level for level, usable in LEVELS.items() if usable][:-1])

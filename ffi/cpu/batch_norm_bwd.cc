@@ -137,16 +137,17 @@ template <typename T, Mask kMask, bool kFirst>
 void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
            const Numbers<Accum<T>, kFirst>& numbers, const Piece& piece, bool streamed) {
   using A = Accum<T>;
-  ForBlocksOf(layout, piece, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
-    const Terms<T, kFirst, kMask> terms(args, numbers, offset, piece.group, start);
-    const Along<A, kFirst> factor = numbers.Get(kFactor, piece.group, start),
-                           level = numbers.Get(kLevel, piece.group, start),
-                           slope = numbers.Get(kSlope, piece.group, start);
-    StoreForLanes<kLanes<A>>(static_cast<T*>(args.dx) + offset, n, streamed, [=](auto at) {
-      return (terms.dz(at) - level(at) - terms.centered(at) * slope(at)) * factor(at);
-    });
+  ForBlocksOf(layout, piece, [&](const Block& block) {
+    const Terms<T, kFirst, kMask> terms(args, numbers, block.offset, piece.group, block.start);
+    const Along<A, kFirst> factor = numbers.Get(kFactor, piece.group, block.start),
+                           level = numbers.Get(kLevel, piece.group, block.start),
+                           slope = numbers.Get(kSlope, piece.group, block.start);
+    StoreForLanes<kLanes<A>>(
+        static_cast<T*>(args.dx) + block.offset, block.n, streamed, [=](auto at) {
+          return (terms.dz(at) - level(at) - terms.centered(at) * slope(at)) * factor(at);
+        });
     if (args.dresidual != nullptr) {
-      StoreForLanes<kLanes<A>>(static_cast<T*>(args.dresidual) + offset, n, streamed,
+      StoreForLanes<kLanes<A>>(static_cast<T*>(args.dresidual) + block.offset, block.n, streamed,
                                [=](auto at) { return terms.dz(at); });
     }
   });
@@ -180,8 +181,9 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
                 ReadParam(args.mean_dz_x_hat, group, channel, A{0}));
   });
   const bool wants_dx = args.dx != nullptr;
-  const bool streamed = IsStreamed(args.dx, args.shape.elements() * std::int64_t{sizeof(T)},
-                                   {args.dy, args.x, args.y});
+  const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
+  const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
+  PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});
   const auto apply = [&](const Piece& piece) {
     Apply<T, kMask>(args, wide, numbers, piece, streamed);
   };

@@ -102,6 +102,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
           count, n,
           [=, &shifts, &rests](std::int64_t r, auto at) {
             PrefetchRowAhead(first + r * width, width, at);
+            if constexpr (sizeof(T) == 4) PrefetchNear(first + r * width, at);
             const auto difference = (at(first + r * width) - at(shifts)) - at(rests);
             return std::array{difference, difference * difference};
           },
@@ -198,20 +199,40 @@ void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
   const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
   const T* const all_x = static_cast<const T*>(args.x);
   const T* const all_residual = static_cast<const T*>(args.residual);
-  ForBlocksOf(layout, piece, [&](std::int64_t offset, std::int64_t start, std::int64_t n) {
-    const T* const x = all_x + offset;
-    const auto mean = numbers.Get(kMean, piece.group, start),
-               factor = numbers.Get(kFactor, piece.group, start),
-               shift = numbers.Get(kOffset, piece.group, start);
-    const auto normalised = [=](auto at) { return (at(x) - mean(at)) * factor(at) + shift(at); };
-    T* const y = static_cast<T*>(args.y) + offset;
+  // Milliseconds of two cores of a Zen 5 with AVX-512 for float32 [8192, 2048], one row and four:
+  // 4.5, 4.1, and 1.5 instead of 2.2 for this loop alone in huge pages. bfloat16 loses up to 10 %,
+  // as backward does.
+  constexpr std::int64_t kRows = sizeof(T) == 4 ? 4 : 1;
+  ForBlocksOf<kRows>(layout, piece, [&](const Block& block) {
+    const T* const x = all_x + block.offset;
+    const auto mean = numbers.Get(kMean, piece.group, block.start),
+               factor = numbers.Get(kFactor, piece.group, block.start),
+               shift = numbers.Get(kOffset, piece.group, block.start);
+    const auto normalised = [=](auto at) {
+      const auto m = mean(at), f = factor(at), s = shift(at);
+      return [=](std::int64_t skipped) {
+        if constexpr (kRows > 1) PrefetchNear(x + skipped, at);
+        return (at(x + skipped) - m) * f + s;
+      };
+    };
+    const auto store = [&](const auto& fn) {
+      StoreRowsForLanes<kLanes<A>>(static_cast<T*>(args.y) + block.offset, block.rows, layout.width,
+                                   block.n, streamed, fn);
+    };
     if (all_residual == nullptr) {
-      StoreForLanes<kLanes<A>>(y, n, streamed,
-                               [=](auto at) { return Max(least, normalised(at)); });  // NaN stays
+      store([=](auto at) {
+        const auto of_row = normalised(at);
+        return [=](std::int64_t skipped) { return Max(least, of_row(skipped)); };  // NaN stays
+      });
     } else {
-      const T* const residual = all_residual + offset;
-      StoreForLanes<kLanes<A>>(y, n, streamed,
-                               [=](auto at) { return Max(least, normalised(at) + at(residual)); });
+      const T* const residual = all_residual + block.offset;
+      store([=](auto at) {
+        const auto of_row = normalised(at);
+        return [=](std::int64_t skipped) {
+          if constexpr (kRows > 1) PrefetchNear(residual + skipped, at);
+          return Max(least, of_row(skipped) + at(residual + skipped));
+        };
+      });
     }
   });
   if (streamed) StreamFence();
@@ -244,8 +265,8 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     const A offset = ReadParam(args.bias, group, channel, A{0}) - delta * factor;
     numbers.Set(group, channel, {mean, factor, offset});
   };
-  const bool streamed =
-      IsStreamed(args.y, args.shape.elements() * std::int64_t{sizeof(T)}, {args.x, args.residual});
+  const bool streamed = PrepareResult(args.y, args.shape.elements() * std::int64_t{sizeof(T)},
+                                      {args.x, args.residual});
   const auto apply = [&](const Piece& piece) { Apply<T>(args, wide, numbers, piece, streamed); };
   if (!own) {
     ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {

@@ -189,22 +189,63 @@ void ForPiecesReversed(const CpuContext& pool, const Layout<kFirst>& layout,
   ParallelFor(pool, pieces.count(), [&](std::int64_t i) { fn(pieces[pieces.count() - 1 - i]); });
 }
 
-// fn(offset, start, n) for all elements of a piece, n <= kBlock in one, whose numbers are those of
-// `start`: a channel, or a column.
-template <bool kFirst, typename Fn>
+// n <= kBlock elements from `offset` on, and so many in the same columns of the rows after it.
+// Their numbers are those of `start`: a channel, or a column.
+struct Block {
+  std::int64_t offset, start, n, rows;
+};
+
+// fn(block) for all elements of a piece. Channels last: of kRows rows, where there are so many.
+template <std::int64_t kRows = 1, bool kFirst, typename Fn>
 void ForBlocksOf(const Layout<kFirst>& layout, const Piece& piece, const Fn& fn) {
-  for (std::int64_t row = piece.row; row < piece.end_row; ++row) {
+  for (std::int64_t row = piece.row, rows = 1; row < piece.end_row; row += rows) {
     const std::int64_t offset = layout.offset(piece.group, row);
     if constexpr (kFirst) {
       for (std::int64_t channel = piece.channel; channel < piece.end_channel; ++channel) {
         ForBlocks(layout.inner, [&](std::int64_t start, std::int64_t n) {
-          fn(offset + channel * layout.inner + start, channel, n);
+          fn(Block{offset + channel * layout.inner + start, channel, n, rows});
         });
       }
     } else {
-      ForBlocks(layout.width_of(row),
-                [&](std::int64_t start, std::int64_t n) { fn(offset + start, start, n); });
+      const bool whole =
+          row + kRows <= piece.end_row && layout.width_of(row + kRows - 1) == layout.width;
+      rows = whole ? kRows : 1;
+      ForBlocks(layout.width_of(row), [&](std::int64_t start, std::int64_t n) {
+        fn(Block{offset + start, start, n, rows});
+      });
     }
+  }
+}
+
+// Asks for what lies 2 KB ahead, in this row or at the start of the next.
+template <typename T>
+void PrefetchNear(const T* from, auto at) {
+  at.PrefetchToL1(from, 2048 / std::int64_t{sizeof(T)});
+}
+
+// to[r * pitch + i] = fn(at)(r * pitch) for all of n elements of so many rows, past the caches if
+// `streamed`. Four rows are side by side: what their columns share is loaded once.
+template <int kCount, typename T, typename Fn>
+void StoreRowsForLanes(T* to, std::int64_t rows, std::int64_t pitch, std::int64_t n, bool streamed,
+                       const Fn& fn) {
+  constexpr std::int64_t kRows = 4;
+  const std::int64_t bytes = n * std::int64_t{sizeof(T)};
+  const bool lines =
+      BytesToLine(to) == 0 && pitch * std::int64_t{sizeof(T)} % 64 == 0 && bytes % 64 == 0;
+  if (rows != kRows || (streamed && !lines)) {
+    for (std::int64_t skipped = 0; skipped < rows * pitch; skipped += pitch) {
+      StoreForLanes<kCount>(to + skipped, n, streamed, [=](auto at) { return fn(at)(skipped); });
+    }
+  } else if (streamed) {
+    ForStores<kCount, T>(n, [=](auto at) {
+      const auto of_row = fn(at);
+      for (std::int64_t r = 0; r < kRows; ++r) at.Stream(to + r * pitch, of_row(r * pitch));
+    });
+  } else {
+    ForStores<kCount, T>(n, [=](auto at) {
+      const auto of_row = fn(at);
+      for (std::int64_t r = 0; r < kRows; ++r) at.Store(to + r * pitch, of_row(r * pitch));
+    });
   }
 }
 

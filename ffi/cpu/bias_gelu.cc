@@ -286,7 +286,7 @@ void Forward(const CpuContext& pool, const BiasGeluFwdArgs& args) {
   const RowShape shape = Flatten(args.shape, args.bias);
   const T* const x = static_cast<const T*>(args.x);
   T* const y = static_cast<T*>(args.y);
-  const bool streamed = IsStreamed(y, shape.elements() * std::int64_t{sizeof(T)}, {x});
+  const bool streamed = PrepareResult(y, shape.elements() * std::int64_t{sizeof(T)}, {x});
   const Tiling t = MakeTiling(shape, 2 * sizeof(T), shape.rows);
   ForEachTile(pool, t, 2 * sizeof(T), streamed, [&](const Tile& tile) {
     const TileBias<A> bias(args.bias, shape.features, tile);
@@ -318,7 +318,7 @@ void Backward(const CpuContext& pool, const BiasGeluBwdArgs& args) {
   A* const dbias = static_cast<A*>(args.dbias);
   A* const workspace = static_cast<A*>(args.workspace);
   const std::int64_t max_chunks = wants_sums ? std::min(args.partial_rows, kMaxChunks) : shape.rows;
-  const bool streamed = IsStreamed(dx, shape.elements() * std::int64_t{sizeof(T)}, {dy, x});
+  const bool streamed = PrepareResult(dx, shape.elements() * std::int64_t{sizeof(T)}, {dy, x});
   const Tiling t = MakeTiling(shape, 3 * sizeof(T), max_chunks);
   ForEachTile(pool, t, 3 * sizeof(T), streamed, [&](const Tile& tile) {
     const TileBias<A> bias(args.bias, shape.features, tile);

@@ -21,7 +21,7 @@ constexpr std::int64_t kLine = 64;
 
 ffi::Error CopyOnDevice(CpuContext pool, const DeviceCopyArgs& args) {
   if (args.bytes == 0) return ffi::Error::Success();
-  const bool streamed = IsStreamed(args.y, args.bytes, {args.x});
+  const bool streamed = PrepareResult(args.y, args.bytes, {args.x});
   const std::int64_t per_chunk =
       RowsPerChunk((args.bytes + kLine - 1) / kLine, kLine, kChunks) * kLine;
   ParallelFor(pool, (args.bytes + per_chunk - 1) / per_chunk, [&](std::int64_t chunk) {

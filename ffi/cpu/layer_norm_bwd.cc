@@ -204,7 +204,7 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   };
 
   const bool streamed =
-      IsStreamed(args.dx, groups * rows * bytes_per_row / 3, {args.dy, args.x, args.dsum});
+      PrepareResult(args.dx, groups * rows * bytes_per_row / 3, {args.dy, args.x, args.dsum});
   const std::int64_t chunks = (groups * slices + chunk_slices - 1) / chunk_slices;
   ParallelFor(pool, chunks, [&](std::int64_t chunk) {
     const std::int64_t end = std::min(groups * slices, (chunk + 1) * chunk_slices);

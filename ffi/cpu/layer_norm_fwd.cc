@@ -146,7 +146,8 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   const WideParams<Accum<T>> params{.scale = {pool, args.scale, shape, args.scale_offset},
                                     .bias = {pool, args.bias, shape, 0},
                                     .residual_bias = {pool, args.residual_bias, shape, 0}};
-  const bool streamed = IsStreamed(args.y, rows * bytes_per_row / 2, {args.x, args.residual});
+  const bool streamed = PrepareResult(args.y, rows * bytes_per_row / 2, {args.x, args.residual});
+  PrepareResult(args.sum, rows * bytes_per_row / 2, {args.x, args.residual});  // is read again
   constexpr bool kKeeps = kCentered && std::is_same_v<T, BFloat16>;
   const auto forward_row = shape.features <= kKeptColumns ? ForwardRow<T, kCentered, kKeeps>
                                                           : ForwardRow<T, kCentered, false>;
