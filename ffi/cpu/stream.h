@@ -1,18 +1,27 @@
-// Stores that go past the caches: for results so large that little of them would stay there.
+// Large results: stores that go past the caches, as little of them would stay there, and memory
+// that is new to the process.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#if defined(__x86_64__) && defined(__linux__)
-#include <immintrin.h>
+#if defined(__linux__)
 #include <sys/mman.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
 #define GRADOPS_STREAMS 1
+#endif
 #endif
 
 namespace gradops {
+
+#if defined(GRADOPS_STREAMS)
+inline constexpr bool kStreams = true;
+#else
+inline constexpr bool kStreams = false;
+#endif
 
 // Where a cache line begins next, in bytes from there.
 inline std::int64_t BytesToLine(const void* from) {
@@ -72,8 +81,8 @@ inline void StreamFence() {
 #endif
 }
 
-#if defined(GRADOPS_STREAMS)
-// Whether a page of each quarter has been written or read before.
+#if defined(__linux__)
+// Whether the process has used the pages at four places.
 inline bool IsResident(const void* memory, std::int64_t bytes) {
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   constexpr std::int64_t kPlaces = 4;
@@ -118,11 +127,13 @@ inline bool PrepareResult(void* result, std::int64_t bytes,
   if (std::find(operands.begin(), operands.end(), result) != operands.end()) return false;
 #if defined(GRADOPS_STREAM_SMALL)  // in tests: some small ones, others not
   return bytes % 3 != 0;
-#elif defined(GRADOPS_STREAMS)
-  if (result == nullptr || bytes < kHugeBytes) return false;
-  const bool can_stream = IsResident(result, bytes) || AdviseHugePages(result, bytes);
-  return can_stream && bytes >= kStreamedBytes;
 #else
+#if defined(__linux__)
+  if (result == nullptr || bytes < kHugeBytes) return false;
+  if ((IsResident(result, bytes) || AdviseHugePages(result, bytes)) && kStreams) {
+    return bytes >= kStreamedBytes;
+  }
+#endif
   return false;
 #endif
 }
