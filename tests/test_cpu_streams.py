@@ -178,10 +178,15 @@ def results(x, other):
     scale = x[0]
     y, vjp = jax.vjp(lambda x: jax_gradops.layer_norm(x, scale, **ffi), x)
     added, total = jax_gradops.add_rms_norm(x, other, scale, **ffi)
+    z, of_z = jax.vjp(
+        lambda x, r: jax_gradops.batch_norm(x, scale, residual=r, activation="relu", **ffi)[0],
+        x, other,
+    )
+    dx, dresidual = of_z(z)
     return {
         "gelu": jax_gradops.gelu(x, **ffi), "layer_norm": y, "dx of layer_norm": vjp(other)[0],
         "add_rms_norm": added, "sum": total,
-        "batch_norm": jax_gradops.batch_norm(x, scale, **ffi)[0],
+        "batch_norm": z, "dx of batch_norm": dx, "dresidual": dresidual,
     }
 
 found = {}
@@ -193,7 +198,7 @@ print(json.dumps(found))
         tmp_path,
     )
     small, large = found.values()
-    assert len(large) == 6 and all(large.values()) and not any(small.values()), found
+    assert len(large) == 8 and all(large.values()) and not any(small.values()), found
 
 
 @pytest.mark.parametrize("level", [level for level, usable in LEVELS.items() if usable][:-1])
@@ -202,7 +207,7 @@ def test_other_levels(level):
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = os.environ | {_registry.CPU_LEVEL: level}
     done = subprocess.run(
-        [*command, "-k", "(test_norms or test_gelu) and 1002"],
+        [*command, "-k", "(test_norms or test_gelu) and 1002 or test_batch_norm and float32--1-128"],
         env=environment, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "9 passed" in done.stdout, done.stdout + done.stderr

@@ -183,6 +183,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   const bool wants_dx = args.dx != nullptr;
   const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
   const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
+  // Stored as dx is.
   PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});
   const auto apply = [&](const Piece& piece) {
     Apply<T, kMask>(args, wide, numbers, piece, streamed);

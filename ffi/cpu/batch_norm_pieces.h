@@ -189,14 +189,14 @@ void ForPiecesReversed(const CpuContext& pool, const Layout<kFirst>& layout,
   ParallelFor(pool, pieces.count(), [&](std::int64_t i) { fn(pieces[pieces.count() - 1 - i]); });
 }
 
-// n <= kBlock elements from `offset` on, and so many in the same columns of the rows after it.
-// Their numbers are those of `start`: a channel, or a column.
+// n <= kBlock elements in each of `rows` rows, of the first from `offset` on. Their numbers are
+// those of `start`: a channel, or a column.
 struct Block {
   std::int64_t offset, start, n, rows;
 };
 
 // fn(block) for all elements of a piece. Channels last: of kRows rows, where there are so many.
-template <std::int64_t kRows = 1, bool kFirst, typename Fn>
+template <int kRows = 1, bool kFirst, typename Fn>
 void ForBlocksOf(const Layout<kFirst>& layout, const Piece& piece, const Fn& fn) {
   for (std::int64_t row = piece.row, rows = 1; row < piece.end_row; row += rows) {
     const std::int64_t offset = layout.offset(piece.group, row);
@@ -217,35 +217,39 @@ void ForBlocksOf(const Layout<kFirst>& layout, const Piece& piece, const Fn& fn)
   }
 }
 
-// Asks for what lies 2 KB ahead, in this row or at the start of the next.
+// Asks for what lies 2 KB ahead in memory: of several rows side by side, where a row ends, the last
+// one's next; the others' have been read.
 template <typename T>
 void PrefetchNear(const T* from, auto at) {
   at.PrefetchToL1(from, 2048 / std::int64_t{sizeof(T)});
 }
 
 // to[r * pitch + i] = fn(at)(r * pitch) for all of n elements of so many rows, past the caches if
-// `streamed`. Four rows are side by side: what their columns share is loaded once.
-template <int kCount, typename T, typename Fn>
+// `streamed`. kRows are side by side: what their columns share is loaded once.
+template <int kCount, int kRows, typename T, typename Fn>
 void StoreRowsForLanes(T* to, std::int64_t rows, std::int64_t pitch, std::int64_t n, bool streamed,
                        const Fn& fn) {
-  constexpr std::int64_t kRows = 4;
-  const std::int64_t bytes = n * std::int64_t{sizeof(T)};
-  const bool lines =
-      BytesToLine(to) == 0 && pitch * std::int64_t{sizeof(T)} % 64 == 0 && bytes % 64 == 0;
-  if (rows != kRows || (streamed && !lines)) {
-    for (std::int64_t skipped = 0; skipped < rows * pitch; skipped += pitch) {
-      StoreForLanes<kCount>(to + skipped, n, streamed, [=](auto at) { return fn(at)(skipped); });
+  if constexpr (kRows > 1) {
+    const std::int64_t bytes = n * std::int64_t{sizeof(T)};
+    const bool lines =
+        BytesToLine(to) == 0 && pitch * std::int64_t{sizeof(T)} % 64 == 0 && bytes % 64 == 0;
+    if (rows == kRows && !streamed) {
+      ForStores<kCount, T>(n, [=](auto at) {
+        const auto of_row = fn(at);
+        for (std::int64_t r = 0; r < kRows; ++r) at.Store(to + r * pitch, of_row(r * pitch));
+      });
+      return;
     }
-  } else if (streamed) {
-    ForStores<kCount, T>(n, [=](auto at) {
-      const auto of_row = fn(at);
-      for (std::int64_t r = 0; r < kRows; ++r) at.Stream(to + r * pitch, of_row(r * pitch));
-    });
-  } else {
-    ForStores<kCount, T>(n, [=](auto at) {
-      const auto of_row = fn(at);
-      for (std::int64_t r = 0; r < kRows; ++r) at.Store(to + r * pitch, of_row(r * pitch));
-    });
+    if (rows == kRows && lines) {
+      ForStores<kCount, T>(n, [=](auto at) {
+        const auto of_row = fn(at);
+        for (std::int64_t r = 0; r < kRows; ++r) at.Stream(to + r * pitch, of_row(r * pitch));
+      });
+      return;
+    }
+  }
+  for (std::int64_t skipped = 0; skipped < rows * pitch; skipped += pitch) {
+    StoreForLanes<kCount>(to + skipped, n, streamed, [=](auto at) { return fn(at)(skipped); });
   }
 }
 

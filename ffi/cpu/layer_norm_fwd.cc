@@ -147,7 +147,8 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
                                     .bias = {pool, args.bias, shape, 0},
                                     .residual_bias = {pool, args.residual_bias, shape, 0}};
   const bool streamed = PrepareResult(args.y, rows * bytes_per_row / 2, {args.x, args.residual});
-  PrepareResult(args.sum, rows * bytes_per_row / 2, {args.x, args.residual});  // is read again
+  // Read again: so it does not go past the caches.
+  PrepareResult(args.sum, rows * bytes_per_row / 2, {args.x, args.residual});
   constexpr bool kKeeps = kCentered && std::is_same_v<T, BFloat16>;
   const auto forward_row = shape.features <= kKeptColumns ? ForwardRow<T, kCentered, kKeeps>
                                                           : ForwardRow<T, kCentered, false>;

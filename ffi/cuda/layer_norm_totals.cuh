@@ -41,7 +41,8 @@ class RowTotals {
     lane_ = Kept(static_cast<int>(threadIdx.x % kWarp));
     // Lanes beyond the last value's have the middle one's sum, too.
     value_ = lane_ / kLaneOfValue < kValues ? lane_ / kLaneOfValue : kValues / 2;
-    write_ = Kept(SharedAddress(&shared.warps[0][value_][first + warp_]));
+    const bool writes = lane_ == value_ * kLaneOfValue;
+    write_ = Kept(writes ? SharedAddress(&shared.warps[0][value_][first + warp_]) : kNowhere);
     read_ = Kept(SharedAddress(&shared.warps[0][value_][first + PlaceOfLane(warps)]));
     read_blocks_ = Kept(SharedAddress(&shared.blocks[0][value_][PlaceOfLane(cluster_)]));
     const int part = in_unit + warps;
@@ -77,7 +78,9 @@ class RowTotals {
     }
     A sum = OverWarp(values);
     if (lanes_ > kWarp) {
-      StoreShared(write_ + buffer_, sum);  // all lanes that have the same, to the same place
+      // One of the lanes that have the same. They would not always have the same NaN, where float64
+      // has more than one: of a turn without a row, for example, what shared memory held before.
+      if (write_ != kNowhere) StoreShared(write_ + buffer_, sum);
       // Every warp's sums are written before they are read. No barrier is needed after the reads:
       // the next call writes the other buffer, and before the call after that writes this one, all
       // threads have passed the next call's barrier and so have finished these reads.
@@ -94,6 +97,7 @@ class RowTotals {
 
  private:
   static constexpr int kBufferBytes = kValues * Storage::kParts * sizeof(A);
+  static constexpr std::uint32_t kNowhere = ~0u;  // no shared address
   // Which lanes get the sums of value v: those from v * kLaneOfValue on.
   static constexpr int kLaneOfValue = kValues == 3 ? 8 : 16;
 

@@ -447,10 +447,31 @@ CPU = [
         _BATCH,
     ),
     Fault(
+        "four rows have the first one's residual",
+        "ffi/cpu/batch_norm_fwd.cc",
+        "at(residual + skipped));",
+        "at(residual));",
+        _STREAMS,
+    ),
+    Fault(
+        "four rows that begin anywhere are streamed as whole lines",
+        "ffi/cpu/batch_norm_pieces.h",
+        "rows == kRows && lines",
+        "rows == kRows",
+        _STREAMS,
+    ),
+    Fault(
+        "new memory comes in small pages",
+        "ffi/cpu/stream.h",
+        "IsResident(result, bytes) || AdviseHugePages(result, bytes)",
+        "IsResident(result, bytes)",
+        _k("cpu_streams", "test_new_memory"),
+    ),
+    Fault(
         "relu swallows NaN",
         "ffi/cpu/batch_norm_fwd.cc",
-        "return Max(least, normalised(at)); }",
-        "return Max(normalised(at), decltype(normalised(at))(least)); }",
+        "return Max(least, of_row(skipped)); }",
+        "return Max(of_row(skipped), decltype(of_row(skipped))(least)); }",
         _k("batch_norm_numerics", "test_relu_keeps_nan or test_nonfinite"),
     ),
     Fault(
