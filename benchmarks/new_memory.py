@@ -4,8 +4,9 @@
 
 Milliseconds a call and its page faults: with the result in memory that is used again, an argument
 that the jitted function was given to keep, and in memory that the operating system gives anew, as
-where a function is jitted without more; and those of a chain of six layer norms and GELUs, value
-and gradient, all of whose results are new in each call. "xla" is `implementation="xla"`.
+where a function is jitted without more; and those of a chain of six layer norms and six bias +
+GELUs, value and gradient, all of whose results are new in each call. "xla" is
+`implementation="xla"`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def measure(call: Callable[[], Any]) -> str:
 
 
 def columns(op: Callable[..., jax.Array], x: jax.Array, scale: jax.Array, **how: str) -> list[str]:
-    """Forward and both ways, in memory that is used again and in new memory."""
+    """Forward, and y and dx, in memory that is used again and in new memory."""
 
     def forward(x: jax.Array) -> jax.Array:
         return op(x, scale, **how)
@@ -69,7 +70,7 @@ def columns(op: Callable[..., jax.Array], x: jax.Array, scale: jax.Array, **how:
 
 
 def chain(rows: int, how: str) -> str:
-    """Of layer norms and GELUs."""
+    """Of layer norms and bias + GELUs."""
     x, scale = jax.random.normal(jax.random.key(0), (rows, SHAPE[1])), jnp.ones(SHAPE[1])
 
     def loss(x: jax.Array) -> jax.Array:
