@@ -176,11 +176,13 @@ void BindChannelPlans(nb::module_& m) {
                                  .aligned = aligned,
                                  .statistics = true,
                                  .apply = true,
+                                 .apart = false,
                                  .arrays = backward ? 2 : 1,
                                  .other_arrays = residual ? 1 : 0,
                                  .ring_steps = backward ? kBackwardSteps : kForwardSteps,
                                  .parameters = backward ? 5 : 3,
                                  .origins = backward ? 0 : 1,
+                                 .partial_numbers = backward ? 2 : 4,
                                  .partial_rows = partial_rows,
                                  .multiprocessors = multiprocessors,
                                  .shared_bytes = shared_bytes});
@@ -198,6 +200,7 @@ void BindChannelPlans(nb::module_& m) {
           fields["shared_bytes"] = plan.shared_bytes;
           fields["shared_rings"] = plan.shared_rings;
           fields["given_rings"] = plan.given_rings;
+          fields["own_sums"] = plan.own_sums;
           fields["row_slots"] = plan.row_slots;
           fields["slots"] = plan.slot_bytes / (plan.width * element_bytes);
           // Of all blocks: how many steps of each tile, and how many blocks of a tile at most.

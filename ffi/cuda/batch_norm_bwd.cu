@@ -42,7 +42,7 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
     A parameters[3][W];
     const auto find_parameters = [&] {
       LoadParameters(
-          plan, part, reinterpret_cast<A*>(scratch),
+          plan, part, reinterpret_cast<A*>(scratch), false,
           [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
             const Affine<A> affine(args, group, channel);
             numbers[0] = affine.mean, numbers[1] = affine.factor, numbers[2] = affine.offset;
@@ -98,36 +98,40 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
 }
 
 // Gradients of the parameters, and, as a channel's first partial result, its level and slope; for
-// another kernel, the other numbers that dx is made of, too, as the second and the third.
+// another kernel, the other numbers that dx is made of, too, as the second and the third. Of a
+// block's only tile, all of them as `parameters` in shared memory.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, 2>& partials, bool apart) {
+                                       const ChannelPartials<A, 2>& partials, bool apart,
+                                       A* parameters) {
   const double terms = static_cast<double>(args.shape.outer.rows) * static_cast<double>(plan.inner);
-  struct Given {
-    A rstd, delta;
-  };
   ForChannelSums<2>(
       plan, args.shape.outer.groups, partials,
-      [&](std::int64_t group, std::int64_t channel) {
-        return Given{ParamAt<A>(args.rstd, group, channel, 0),
-                     ParamAt<A>(args.delta, group, channel, 0)};
-      },
-      [](double (&sums)[2], const ChannelPartial<A, 2>& part, const Given&) {
+      [&](std::int64_t group, std::int64_t channel) { return Affine<A>(args, group, channel); },
+      [](double (&sums)[2], const ChannelPartial<A, 2>& part, const Affine<A>&) {
         sums[0] += static_cast<double>(part.v[0]), sums[1] += static_cast<double>(part.v[1]);
       },
-      [&](std::int64_t group, std::int64_t channel, const double (&sums)[2], const Given& given) {
-        const double of_x_hat = (sums[1] - static_cast<double>(given.delta) * sums[0]) *
-                                static_cast<double>(given.rstd);
+      [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+          const double (&sums)[2], const Affine<A>& affine) {
+        const bool stores = tile.first == 0;
+        const double of_x_hat = (sums[1] - static_cast<double>(affine.delta) * sums[0]) *
+                                static_cast<double>(affine.rstd);
         const std::int64_t i = group * plan.channels + channel;
-        if (args.dscale.data != nullptr) {
+        if (stores && args.dscale.data != nullptr) {
           StoreAs(args.dscale.data, args.dscale.dtype, i, of_x_hat);
         }
-        if (args.dbias.data != nullptr) StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
+        if (stores && args.dbias.data != nullptr) {
+          StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
+        }
         const Slope<A> line(static_cast<A>(sums[0] / terms), static_cast<A>(of_x_hat / terms),
-                            given.rstd, given.delta);
-        partials.at(group, 0, channel) = {line.level, line.slope};
-        if (apart) {
-          const Affine<A> affine(args, group, channel);
+                            affine.rstd, affine.delta);
+        if (plan.has_own_numbers()) {
+          A numbers[kDxNumbers];
+          SetDxNumbers(affine, line, numbers);
+          PutParameters(plan, static_cast<int>(channel - tile.channel), numbers, parameters);
+        } else {
+          partials.at(group, 0, channel) = {line.level, line.slope};
+          if (!apart) return;
           partials.at(group, 1, channel) = {affine.mean, affine.factor};
           partials.at(group, 2, channel) = {affine.offset, 0};
         }
@@ -149,6 +153,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
     const auto find_parameters = [&] {
       LoadParameters(
           plan, part, reinterpret_cast<A*>(scratch),
+          args.mean_dz.data == nullptr && plan.has_own_numbers(),
           [&](std::int64_t group, std::int64_t channel, A(&numbers)[kDxNumbers]) {
             const bool given = args.mean_dz.data != nullptr;
             ChannelPartial<A, 2> line{};
@@ -160,9 +165,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
                                  affine.delta);
               line = {own.level, own.slope};
             }
-            numbers[kDxMean] = affine.mean, numbers[kDxFactor] = affine.factor;
-            numbers[kDxOffset] = affine.offset;
-            numbers[kDxLevel] = line.v[0], numbers[kDxSlope] = line.v[1];
+            SetDxNumbers(affine, {line.v[0], line.v[1]}, numbers);
           },
           parameters);
       ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
@@ -205,10 +208,10 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   if (args.mean_dz.data == nullptr) {
     if (args.dx == nullptr) arrays.dresidual = nullptr;
     FirstPass<T, W, kMask>(args, arrays, plan, partials, shared, rings);
-    cooperative_groups::this_grid().sync();  // partial sums are written
-    Finish<Accum<T>>(args, plan, partials, apart);
+    MeetBlocks(plan);  // partial sums are written
+    Finish(args, plan, partials, apart, reinterpret_cast<Accum<T>*>(shared));
     if (args.dx == nullptr || apart) return;
-    cooperative_groups::this_grid().sync();  // levels and slopes are
+    if (!plan.own_sums) cooperative_groups::this_grid().sync();  // levels and slopes are
     if constexpr (kMask == Mask::kOfY) {
       // It is dz, which another block may have written before the barrier: so it must not be read
       // through the L1 cache.
@@ -274,14 +277,16 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args) {
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
   task.statistics = own, task.apply = args.dx != nullptr;
   task.arrays = 2, task.parameters = 5, task.partial_rows = args.partial_rows;
+  task.partial_numbers = 2;
   task.ring_steps = kBackwardSteps, task.other_arrays = y == nullptr ? 0 : 1;
   ChannelPlan plan = ChooseChannelPlan(task);
-  const bool apart = own && task.apply && ApplyApart(task, plan, OnChipBytes());
-  if (apart) task.apply = false, plan = ChooseChannelPlan(task);
+  task.apart = own && ApplyApart(task, plan, OnChipBytes());
+  const bool apart = task.apart && task.apply;
+  if (task.apart) task.apply = false, plan = ChooseChannelPlan(task);
   const auto launch = [&]<Mask kMask>() {
     const ffi::Error error = DispatchPlan<kVec<T>>(plan, [&]<int W, bool kPlane>() {
-      return LaunchChannels(kOp, BatchNormBwdKernel<T, W, kPlane, kMask>, stream, plan, own, args,
-                            plan, apart);
+      return LaunchChannels(kOp, BatchNormBwdKernel<T, W, kPlane, kMask>, stream, plan, args,
+                            apart);
     });
     if (error.failure() || !apart) return error;
     const auto apply = [&]<Mask kLeft>(const GradArrays<T>& arrays) {

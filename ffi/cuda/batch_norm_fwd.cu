@@ -56,7 +56,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
     A origin[1][W];
     const auto find_origins = [&] {
       LoadParameters(
-          plan, part, origins,
+          plan, part, origins, false,
           [&](std::int64_t, std::int64_t channel, A(&numbers)[1]) {
             numbers[0] = Origin(x, plan, part, static_cast<int>(channel - first_channel));
           },
@@ -100,7 +100,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
               const double mean = count > 0 ? sum.x * (1.0 / count) : 0.0;
               const double squares = sum.y - sum.x * mean;
               partials.at(group, slot, first_channel + channel) = {
-                  origins[channel], static_cast<A>(mean),
+                  origins[plan.SlotOfChannel(channel)], static_cast<A>(mean),
                   static_cast<A>(squares < 0 ? 0.0 : squares), static_cast<A>(count)};
             });
   });
@@ -140,27 +140,32 @@ __device__ __forceinline__ void Activate(bool relu, A (&values)[W]) {
   for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays
 }
 
-// The mean is so far from the origin. Returns the three numbers that y is made of.
+// The mean is so far from the origin. Returns the three numbers that y is made of, and stores all
+// of them if `stores`.
 template <typename A>
-__device__ __forceinline__ void StoreStatistics(const BatchNormFwdArgs& args, std::int64_t i,
-                                                A origin, double offset, double variance,
-                                                A (&mean_rstd_delta)[3]) {
+__device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool stores,
+                                              std::int64_t i, A origin, double offset,
+                                              double variance, A (&mean_rstd_delta)[3]) {
   const A mean = static_cast<A>(static_cast<double>(origin) + offset);
   const A rstd = InverseDeviation(static_cast<A>(variance), static_cast<A>(args.epsilon));
   // From the origin, as the mean itself may have more digits than a double.
   const A delta =
       static_cast<A>((static_cast<double>(origin) - static_cast<double>(mean)) + offset);
-  static_cast<A*>(args.batch_mean)[i] = mean;
-  static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
-  static_cast<A*>(args.batch_rstd)[i] = rstd;
-  static_cast<A*>(args.batch_delta)[i] = delta;
+  if (stores) {
+    static_cast<A*>(args.batch_mean)[i] = mean;
+    static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
+    static_cast<A*>(args.batch_rstd)[i] = rstd;
+    static_cast<A*>(args.batch_delta)[i] = delta;
+  }
   mean_rstd_delta[0] = mean, mean_rstd_delta[1] = rstd, mean_rstd_delta[2] = delta;
 }
 
-// Statistics, and, as a channel's first partial result, what y is made of.
+// Statistics, and, as a channel's first partial result, what y is made of; of a block's only tile,
+// as `parameters` in shared memory.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, kMoments>& partials) {
+                                       const ChannelPartials<A, kMoments>& partials,
+                                       A* parameters) {
   using Partial = ChannelPartial<A, kMoments>;
   struct Given {
     Partial first;
@@ -181,15 +186,20 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
         sums[0] += count, sums[1] += count * mean;
         sums[2] += static_cast<double>(part.v[kSquares]) + count * mean * mean;
       },
-      [&](std::int64_t group, std::int64_t channel, const double (&sums)[3], const Given& given) {
+      [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+          const double (&sums)[3], const Given& given) {
         const double inverse = 1.0 / sums[0], mean = sums[1] * inverse;
         const double variance = (sums[2] - sums[1] * mean) * inverse;
         A own[3], numbers[kAffine];
-        StoreStatistics(args, group * plan.channels + channel, given.first.v[kOrigin],
-                        static_cast<double>(given.first.v[kMean]) + mean,
-                        variance < 0 ? 0.0 : variance, own);
+        SetStatistics(args, tile.first == 0, group * plan.channels + channel,
+                      given.first.v[kOrigin], static_cast<double>(given.first.v[kMean]) + mean,
+                      variance < 0 ? 0.0 : variance, own);
         SetAffine(given.affine, own[0], own[1], own[2], numbers);
-        partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
+        if (plan.has_own_numbers()) {
+          PutParameters(plan, static_cast<int>(channel - tile.channel), numbers, parameters);
+        } else {
+          partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
+        }
       });
 }
 
@@ -206,6 +216,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
     const auto find_parameters = [&] {
       LoadParameters(
           plan, part, reinterpret_cast<A*>(scratch),
+          args.mean.data == nullptr && plan.has_own_numbers(),
           [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
             if (args.mean.data == nullptr) {
               const ChannelPartial<A, kMoments> own = partials.Load(group, 0, channel);
@@ -272,10 +283,10 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
                                                      plan.channels);
   if (args.mean.data == nullptr) {
     FirstPass<T, W>(static_cast<const T*>(args.x), plan, partials, shared, rings);
-    cooperative_groups::this_grid().sync();  // partial results are written
-    Finish<Accum<T>>(args, plan, partials);
+    MeetBlocks(plan);  // partial results are written
+    Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
     if (args.y == nullptr) return;
-    cooperative_groups::this_grid().sync();  // what y is made of is
+    if (!plan.own_sums) cooperative_groups::this_grid().sync();  // what y is made of is
   }
   SecondPass<T, W>(args, plan, partials, shared, rings);
 }
@@ -324,7 +335,7 @@ __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs a
   for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < all;
        i += threads) {
     A unused[3];
-    StoreStatistics(args, i, A{0}, 0.0, 0.0, unused);
+    SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
   }
 }
 
@@ -344,19 +355,20 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
   task.statistics = own, task.apply = args.y != nullptr;
   task.arrays = 1, task.parameters = kAffine, task.origins = 1;
   task.ring_steps = kForwardSteps, task.other_arrays = args.residual == nullptr ? 0 : 1;
-  task.partial_rows = args.partial_rows;
+  task.partial_rows = args.partial_rows, task.partial_numbers = kMoments;
   ChannelPlan plan = ChooseChannelPlan(task);
   const auto launch = [&](const BatchNormFwdArgs& wanted) {
     return DispatchPlan<kVec<T>>(plan, [&]<int W, bool kPlane>() {
-      return LaunchChannels(kOp, BatchNormFwdKernel<T, W, kPlane>, stream, plan, own, wanted, plan);
+      return LaunchChannels(kOp, BatchNormFwdKernel<T, W, kPlane>, stream, plan, wanted);
     });
   };
-  if (!task.statistics || !task.apply || !ApplyApart(task, plan, OnChipBytes())) {
-    return launch(args);
-  }
+  task.apart = own && ApplyApart(task, plan, OnChipBytes());
+  if (!task.apart) return launch(args);
   BatchNormFwdArgs statistics = args;
   statistics.y = nullptr, task.apply = false, plan = ChooseChannelPlan(task);
-  if (const ffi::Error error = launch(statistics); error.failure()) return error;
+  if (const ffi::Error error = launch(statistics); error.failure() || args.y == nullptr) {
+    return error;
+  }
   const auto apply = [&]<bool kResidual>() {
     const ApplyPlan apply_plan(task, kVec<T>, kApplyPacksApart<kResidual>);
     return LaunchApply(kOp, BatchNormApplyKernel<T, kVec<T>, kResidual>, stream, apply_plan,

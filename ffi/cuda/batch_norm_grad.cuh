@@ -89,12 +89,21 @@ struct Affine {
 template <typename A>
 struct Slope {
   A level, slope;
+  __device__ __forceinline__ Slope(A level, A slope) : level(level), slope(slope) {}
   __device__ __forceinline__ Slope(A mean_dz, A mean_dz_x_hat, A rstd, A delta)
       : level(mean_dz - delta * (mean_dz_x_hat * rstd)), slope(mean_dz_x_hat * rstd) {}
 };
 
 // What dx is made of, of a channel.
 enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
+
+template <typename A>
+__device__ __forceinline__ void SetDxNumbers(const Affine<A>& affine, const Slope<A>& line,
+                                             A (&numbers)[kDxNumbers]) {
+  numbers[kDxMean] = affine.mean, numbers[kDxFactor] = affine.factor;
+  numbers[kDxOffset] = affine.offset;
+  numbers[kDxLevel] = line.level, numbers[kDxSlope] = line.slope;
+}
 
 template <typename A, int W>
 __device__ __forceinline__ void ApplyInputGrad(const A (&numbers)[kDxNumbers][W], const A (&dz)[W],

@@ -103,8 +103,13 @@ struct ChannelPlan {
   ChannelTurns step_turns, whole_turns, tile_turns;  // of steps, of those that are whole, of tiles
   ChannelStride forward, backward;
   int blocks;
-  int row_slots;    // columns: from one row of a step to the next, in shared memory, in packs
-  int slot_bytes;   // of an array's packs of a step there
+  int row_slots;   // columns: from one row of a step to the next, in shared memory, in packs
+  int slot_bytes;  // of an array's packs of a step there
+  bool sums;       // there is a first pass
+  bool own_sums;   // and each block puts its tiles' partial results together for itself
+  bool clustered;  // and those of a tile are a cluster
+  // A tile's channels in shared memory (SlotOfChannel), of each number that they have.
+  int channel_shift, channel_pitch;
   int ring_steps;   // so many of a part's steps are a ring
   int part_rings;   // of a part that is a whole tile
   int kept_rings;   // of a block, there from the first pass to the second
@@ -246,6 +251,14 @@ struct ChannelPlan {
     return (i / n * of_tile + channel) * n + i % n;
   }
 
+  // Where a channel's numbers are in shared memory. Channels last, a thread reads those of a pack's
+  // channels: each lies next to that of the same place in the next thread's pack, in another bank.
+  constexpr int SlotOfChannel(int channel) const {
+    const int in_pack = channel & ((1 << channel_shift) - 1);
+    return in_pack * channel_pitch + (channel >> channel_shift);
+  }
+  constexpr int channel_slots() const { return channel_pitch << channel_shift; }
+
   // Where a step's packs are in shared memory: as far from a line of 128 bytes as in memory, if all
   // rows are.
   constexpr int SlotOf(const ChannelPart& part, int thread) const {
@@ -257,6 +270,14 @@ struct ChannelPlan {
   // --- Parts of a block ---
 
   constexpr bool dealt() const { return tile_stride > 0; }
+  // Whether blocks need each other's partial results, and whether those of a tile may be a cluster.
+  constexpr bool meets() const { return sums && (!own_sums || stride > 1); }
+  constexpr bool has_cluster_size() const {
+    constexpr int kMaxCluster = 8;  // of every GPU that has clusters
+    return own_sums && 1 < stride && stride <= kMaxCluster;
+  }
+  // Whether these give it all that the second pass needs of its only tile.
+  constexpr bool has_own_numbers() const { return own_sums && tile_stride == all_tiles; }
 
   constexpr ChannelShare ShareOf(int block) const {
     if (dealt()) [[likely]] {

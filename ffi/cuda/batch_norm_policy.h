@@ -30,12 +30,14 @@ struct ChannelTask {
   int accum_bytes;            // of an element of the accumulation type
   bool aligned;               // all arrays start at 16-byte boundaries
   bool statistics;            // there is a first pass, which adds up,
-  bool apply;                 // and a second one
+  bool apply;                 // and a second one;
+  bool apart;                 // if there is one, it is a kernel of its own
   int arrays;                 // that a thread keeps from the first pass for the second
   int other_arrays;           // that are copied ahead, too
   int ring_steps;             // how far
   int parameters;             // of a channel, in the second pass
   int origins;                // of a channel, in the first one
+  int partial_numbers;        // of a channel, of each of its blocks
   std::int64_t partial_rows;  // of the workspace
   int multiprocessors;
   std::int64_t shared_bytes;  // of a multiprocessor
@@ -44,6 +46,14 @@ struct ChannelTask {
 inline constexpr int kMaxLanes = 256;
 // Steps of a ring, that is, how far copies are ahead: forward, backward, of single elements.
 inline constexpr int kForwardSteps = 4, kBackwardSteps = 2, kElementSteps = 4;
+
+// While a block adds up columns: room for so many more elements of all, to have them in other
+// banks.
+inline constexpr int kSumsPadding = 16;
+
+// What a block reads rather than wait for other blocks to have put partial results together: these
+// many bytes, of so many blocks, at most.
+inline constexpr std::int64_t kMaxOwnBytes = 96 << 10, kMaxOwnParts = 48;
 
 inline constexpr int kRingCounters =
     kChannelThreads / 32;  // of a tile, one for each warp of a block
@@ -78,17 +88,25 @@ constexpr Deal DealOut(const ChannelTask& task, std::int64_t tiles, std::int64_t
   return few_idle ? Deal{stride, at_once, rounds} : Deal{1, 0, 2};
 }
 
+// What a block reads of a tile's partial results if it puts them together for itself.
+constexpr std::int64_t OwnBytes(const ChannelTask& task, const Deal& deal, std::int64_t channels) {
+  return deal.stride * channels * task.partial_numbers * task.accum_bytes;
+}
+constexpr bool OwnSums(const ChannelTask& task, const Deal& deal, std::int64_t channels) {
+  return task.statistics && !task.apart && deal.tile_stride > 0 && deal.stride <= kMaxOwnParts &&
+         OwnBytes(task, deal, channels) <= kMaxOwnBytes;
+}
+
 // How well tiles of so many lanes do: the share of threads that have a pack, half of it, as memory
 // is slower than threads are, by the time that a block has for its steps, by what a tile takes
 // besides; less something for tiles whose rows are short to read, or long to add up, or end within
 // the 128 bytes that memory is read by.
-constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t lanes, std::int64_t tiles,
-                               std::int64_t packs) {
-  constexpr std::int64_t kStepsOfTile = 16;  // take the time that sums and parameters of a tile do
+constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t rows, std::int64_t lanes,
+                               std::int64_t tiles, std::int64_t packs) {
   const std::int64_t at_once = kChannelThreads / lanes;
-  const std::int64_t steps = CeilDiv(task.rows, at_once);
+  const std::int64_t steps = CeilDiv(rows, at_once);
   const std::int64_t taken =
-      1024 * at_once * packs * task.rows / (kChannelThreads * tiles) / (steps * at_once);
+      1024 * at_once * packs * rows / (kChannelThreads * tiles) / (steps * at_once);
   const std::int64_t all_tiles = task.groups * tiles;
   const std::int64_t blocks = BlocksFor(task, all_tiles, steps);
   const Deal deal = DealOut(task, all_tiles, steps);
@@ -96,13 +114,19 @@ constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t lanes, std:
   // Blocks that are not at work on the same stretch of memory are slower.
   const std::int64_t slowest =
       deal.tile_stride > 0 ? deal.rounds * CeilDiv(steps, deal.stride) : own * 9 / 8;
-  const std::int64_t cost = lanes < 16    ? 200
-                            : lanes < 32  ? 60
+  // So many take the time that sums and parameters of a tile do, and changing from tile to tile.
+  const std::int64_t channels = CeilDiv(task.channels, tiles);
+  const std::int64_t of_tile =
+      OwnSums(task, deal, channels) ? 8 + OwnBytes(task, deal, channels) / 8192 : 20;
+  const std::int64_t besides = deal.rounds * of_tile + (deal.rounds - 1) * 12;
+  const std::int64_t cost = lanes < 8     ? 200
+                            : lanes < 16  ? 40
+                            : lanes < 32  ? 24
                             : lanes < 128 ? 8
                             : lanes > 128 ? 40
                                           : 0;
   const std::int64_t cut = tiles > 1 && lanes % 8 != 0 ? 100 : 0;
-  return (1024 + taken) / 2 * own / (slowest + deal.rounds * kStepsOfTile) - cost - cut;
+  return (1024 + taken) / 2 * own / (slowest + besides) - cost - cut;
 }
 
 // Sets what columns need; false where packs of this width cannot be cut so.
@@ -111,29 +135,31 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   const std::int64_t least_fold = width / std::gcd(row, width);
   if (width > 1 && task.groups > 1 && plan.group_elements % width != 0) return false;
   plan.plane = plan.framed = false, plan.fold = 1, plan.tile_channels = task.channels;
+  plan.lanes = 0;
+  std::int64_t best = std::numeric_limits<std::int64_t>::min();
   const std::int64_t packs = least_fold * row / width;  // of the fewest rows that end with a pack
-  if (packs <= kMaxLanes / 2 || (least_fold > 1 && packs <= kMaxLanes)) {
-    // As few as give a multiprocessor's reads some length.
+  const bool whole = packs <= kMaxLanes / 2 || (least_fold > 1 && packs <= kMaxLanes);
+  if (whole) {  // one tile, of as few rows as give a multiprocessor's reads some length
     const std::int64_t times = std::max<std::int64_t>(1, kMaxLanes / 4 / packs);
     plan.fold = least_fold * std::min(times, CeilDiv(task.rows, least_fold));
-    plan.lanes = static_cast<int>(plan.fold * row / width);
-  } else {
-    if (least_fold > 1) return false;
+    const std::int64_t lanes = plan.fold * row / width;
+    plan.lanes = static_cast<int>(lanes);
+    best = Fitness(task, CeilDiv(task.rows, plan.fold), lanes, 1, lanes);
+  }
+  if (least_fold == 1 && (!whole || task.inner == 1)) {
     const std::int64_t least_channels = width / std::gcd(task.inner, width);
     const std::int64_t unit = least_channels * task.inner / width;
     const std::int64_t all = CeilDiv(packs, unit);
-    std::int64_t best = std::numeric_limits<std::int64_t>::min();
-    plan.lanes = 0;
     for (std::int64_t times = 1; times * unit <= kMaxLanes; ++times) {
       const std::int64_t tiles = CeilDiv(all, times);
       if (times > 1 && CeilDiv(all, tiles) != times) continue;
-      const std::int64_t fitness = Fitness(task, times * unit, tiles, packs);
+      const std::int64_t fitness = Fitness(task, task.rows, times * unit, tiles, packs);
       if (fitness <= best) continue;
       best = fitness, plan.lanes = static_cast<int>(times * unit);
-      plan.tile_channels = times * least_channels;
+      plan.tile_channels = times * least_channels, plan.fold = 1;
     }
-    if (plan.lanes == 0) return false;
   }
+  if (plan.lanes == 0) return false;
   plan.at_once = kChannelThreads / plan.lanes;
   plan.tiles = CeilDiv(task.channels, plan.tile_channels);
   plan.rows = CeilDiv(task.rows, plan.fold);
@@ -250,9 +276,18 @@ constexpr void ShareRings(const ChannelTask& task, const Deal& deal, ChannelPlan
 // are, if there is no other room.
 constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
   const int columns = plan.plane ? 1 : plan.lanes * plan.width;
-  const int sums = plan.plane ? kChannelThreads * 2
-                              : kChannelThreads * plan.width * 2 * task.accum_bytes + columns * 16;
-  const int channel_bytes = static_cast<int>(plan.tile_channels) * task.accum_bytes;
+  const int sums =
+      plan.plane
+          ? kChannelThreads * 2
+          : (kChannelThreads * plan.width + kSumsPadding) * 2 * task.accum_bytes + columns * 16;
+  const auto tile_channels = static_cast<int>(plan.tile_channels);
+  plan.channel_shift = 0, plan.channel_pitch = tile_channels;
+  if (!plan.plane && plan.inner == 1 && plan.width > 1) {
+    while (1 << plan.channel_shift < plan.width) ++plan.channel_shift;
+    // Half a pack's channels more than a multiple of eight: so stores, too, go to other banks.
+    plan.channel_pitch = static_cast<int>(CeilDiv(CeilDiv(tile_channels, plan.width), 8)) * 8 + 4;
+  }
+  const int channel_bytes = plan.channel_slots() * task.accum_bytes;
   const bool skewed = !plan.plane && plan.tiles > 1 && plan.lanes % kLinePacks != 0;
   plan.row_slots =
       skewed ? static_cast<int>(CeilDiv(plan.lanes, kLinePacks)) * kLinePacks : plan.lanes;
@@ -295,6 +330,8 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
   ChooseWay(task, plan);
   const Deal deal = DealOut(task, plan.all_tiles, plan.steps);
   DivideSteps(task, deal, plan);
+  plan.sums = task.statistics;
+  plan.own_sums = OwnSums(task, deal, plan.tile_channels);
   DivideMemory(task, deal, plan);
   return plan;
 }

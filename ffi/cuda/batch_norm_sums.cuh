@@ -1,11 +1,14 @@
 // Batch norm's sums of channels: over a block's threads, and over blocks.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include <cstdint>
 #include <type_traits>
 
 #include "cuda/batch_norm_plan.h"
 #include "cuda/batch_norm_policy.h"
+#include "cuda/pipeline.cuh"
 #include "cuda/reduce.cuh"
 
 namespace gradops {
@@ -45,22 +48,24 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const Channe
   struct alignas(2 * sizeof(A)) Pair {
     A first, second;
   };
-  Pair* const parts = reinterpret_cast<Pair*>(scratch);                             // [W][threads]
-  double2* const totals = reinterpret_cast<double2*>(parts + W * kChannelThreads);  // [lanes][W]
+  // Neighbours ask for neighbouring columns, which W threads have each of: in different banks.
+  constexpr int kPitch = kChannelThreads + kSumsPadding / W;
+  Pair* const parts = reinterpret_cast<Pair*>(scratch);                    // [W][kPitch]
+  double2* const totals = reinterpret_cast<double2*>(parts + W * kPitch);  // [lanes][W]
   const int thread = static_cast<int>(threadIdx.x);
   __syncthreads();  // scratch has been read
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    parts[j * kChannelThreads + thread] = {sums.all[0][j], sums.all[1][j]};
+    parts[j * kPitch + thread] = {sums.all[0][j], sums.all[1][j]};
   }
   __syncthreads();  // and is written
   const int of_tile = part.channels, columns = plan.ChannelColumns();
-  for (int i = thread; i < W * plan.lanes; i += kChannelThreads) {
-    const int j = i / plan.lanes, pack = i % plan.lanes, column = pack * W + j;
+  for (int column = thread; column < W * plan.lanes; column += kChannelThreads) {
+    const Pair* const own_parts = parts + column % W * kPitch + column / W;
     double2 total{0, 0};
 #pragma unroll 4
     for (int r = 0; r < plan.at_once; ++r) {
-      const Pair own = parts[j * kChannelThreads + r * plan.lanes + pack];
+      const Pair own = own_parts[r * plan.lanes];
       total.x += static_cast<double>(own.first), total.y += static_cast<double>(own.second);
     }
     if (columns > 1) {
@@ -134,8 +139,19 @@ __device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPa
 
 // --- Sums over blocks ----------------------------------------------------------------------------
 
-// What a part leaves of a channel, written and read at once. Not before a barrier of the grid is it
-// seen by other blocks, which have to read it from the L2 cache.
+// Behind it, a block sees what the others of its tiles, or all of them, have left.
+__device__ __forceinline__ void MeetBlocks(const ChannelPlan& plan) {
+  if (!plan.meets()) {
+    __syncthreads();
+  } else if (plan.clustered) {
+    ClusterSync();
+  } else {
+    cooperative_groups::this_grid().sync();
+  }
+}
+
+// What a part leaves of a channel, written and read at once. Other blocks have to read it from the
+// L2 cache.
 template <typename A, int kValues>
 struct alignas(sizeof(A) * kValues < 16 ? sizeof(A) * kValues : 16) ChannelPartial {
   A v[kValues];
@@ -189,26 +205,28 @@ __device__ __forceinline__ void BeginCounters(const ChannelPlan& plan, const Cha
       static_cast<unsigned>(plan.given_rings * plan.stride);
 }
 
-// All channels of all groups, spread over the grid: begin(group, channel), whose result is the last
-// argument of add(sums, partial, .), for each of a channel's partial results, and of finish(group,
-// channel, sums, .).
+// Channels, counted through all groups, and the warps that they are spread over.
+struct ChannelRange {
+  std::int64_t first, all, warp, warps;
+};
+
+// For each of these channels: begin(group, channel), whose result is the last argument of add(sums,
+// partial, .), for each of a channel's partial results, and of finish(group, channel, sums, .).
 template <int kSums, typename A, int kValues, typename Begin, typename Add, typename Finish>
-__device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
+__device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, const ChannelRange& range,
                                                const ChannelPartials<A, kValues>& partials,
                                                const Begin& begin, const Add& add,
                                                const Finish& finish) {
-  const std::int64_t all = groups * plan.channels;
-  const std::int64_t warps = std::int64_t{gridDim.x} * kChannelWarps;
   // Lanes that share a channel's partial results; with other channels' next to each other, reads
   // are longer.
-  const int lanes = all <= warps ? kWarp : 4, at_once = kWarp / lanes;
+  const int lanes = range.all <= range.warps ? kWarp : 4, at_once = kWarp / lanes;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const std::int64_t warp =
-      std::int64_t{blockIdx.x} + threadIdx.x / kWarp * std::int64_t{gridDim.x};
-  for (std::int64_t first = warp * at_once; first < all; first += warps * at_once) {
+  for (std::int64_t first = range.warp * at_once; first < range.all;
+       first += range.warps * at_once) {
     const std::int64_t own = first + lane % at_once;
-    const std::int64_t i = min(own, all - 1);  // lanes that have none add up the last one's, too
-    const std::int64_t group = groups == 1 ? 0 : i / plan.channels;
+    // Lanes that have none add up the last one's, too.
+    const std::int64_t i = range.first + min(own, range.all - 1);
+    const std::int64_t group = plan.all_tiles == plan.tiles ? 0 : i / plan.channels;
     const std::int64_t channel = i - group * plan.channels;
     const auto of_channel = begin(group, channel);
     const int parts = plan.BlocksOf(group, channel);
@@ -221,7 +239,34 @@ __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int
 #pragma unroll
       for (double& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
-    if (lane < at_once && own < all) finish(group, channel, sums, of_channel);
+    if (lane < at_once && own < range.all) finish(group, channel, sums, of_channel);
+  }
+}
+
+// The same of all channels, spread over the grid, or of those of the block's tiles, over the block,
+// tile by tile: the first argument of `finish`.
+template <int kSums, typename A, int kValues, typename Begin, typename Add, typename Finish>
+__device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
+                                               const ChannelPartials<A, kValues>& partials,
+                                               const Begin& begin, const Add& add,
+                                               const Finish& finish) {
+  const ChannelShare share = plan.ShareOf(static_cast<int>(blockIdx.x));
+  ChannelRange range{0, groups * plan.channels, threadIdx.x / kWarp, kChannelWarps};
+  if (!plan.own_sums) {
+    range.warp = range.warp * gridDim.x + blockIdx.x, range.warps *= gridDim.x;
+  }
+  const int tiles = plan.own_sums ? share.parts : 1;
+#pragma unroll 1
+  for (int i = 0; i < tiles; ++i) {
+    ChannelPart tile{};
+    if (plan.own_sums) {
+      tile = plan.PartOf(share, i);
+      range.first = tile.group * plan.channels + tile.channel, range.all = tile.channels;
+    }
+    ForChannelSums<kSums>(
+        plan, range, partials, begin, add,
+        [&](std::int64_t group, std::int64_t channel, const double (&sums)[kSums],
+            const auto& of_channel) { finish(tile, group, channel, sums, of_channel); });
   }
 }
 

@@ -126,15 +126,25 @@ __device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std
   }
 }
 
+// A tile's numbers in shared memory, [kValues][SlotOfChannel].
+template <int kValues, typename A>
+__device__ __forceinline__ void PutParameters(const ChannelPlan& plan, int channel,
+                                              const A (&numbers)[kValues], A* shared) {
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    shared[v * plan.channel_slots() + plan.SlotOfChannel(channel)] = numbers[v];
+  }
+}
+
 // Fills values[v][j] with number v of the thread's column j: table(group, channel, numbers) gives
-// those of a channel. They stay in `shared`, [kValues][channels of the tile], which nobody reads.
+// those of a channel. They stay in `shared`, which nobody reads; `there`: are in it already.
 template <int kValues, typename A, int W, typename Table>
 __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const ChannelPart& part,
-                                               A* shared, const Table& table,
+                                               A* shared, bool there, const Table& table,
                                                A (&values)[kValues][W]) {
   const int of_tile = part.channels;
   constexpr int kAtOnce = 2;
-  for (int start = static_cast<int>(threadIdx.x); start < of_tile;
+  for (int start = there ? of_tile : static_cast<int>(threadIdx.x); start < of_tile;
        start += kAtOnce * kChannelThreads) {
     A numbers[kAtOnce][kValues];
 #pragma unroll
@@ -145,9 +155,7 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const Ch
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int i = start + k * kChannelThreads;
-      if (i >= of_tile) break;
-#pragma unroll
-      for (int v = 0; v < kValues; ++v) shared[v * of_tile + i] = numbers[k][v];
+      if (i < of_tile) PutParameters(plan, i, numbers[k], shared);
     }
   }
   int channels[W];
@@ -156,7 +164,9 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const Ch
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
 #pragma unroll
-    for (int j = 0; j < W; ++j) values[v][j] = shared[v * of_tile + channels[j]];
+    for (int j = 0; j < W; ++j) {
+      values[v][j] = shared[v * plan.channel_slots() + plan.SlotOfChannel(channels[j])];
+    }
   }
 }
 
@@ -188,10 +198,11 @@ ffi::Error DispatchPlan(const ChannelPlan& plan, const Fn& fn) {
                     : fn.template operator()<kWidest, false>();
 }
 
-// All blocks are resident at a time, where `together`.
-template <typename... Parameters, typename... Arguments>
+// Calls kernel(args, plan, others...). Blocks that need each other's partial results run at the
+// same time: in a cluster those of a tile, where the GPU has room for all clusters, or all.
+template <typename... Parameters, typename Args, typename... Others>
 ffi::Error LaunchChannels(const char* op, void (*kernel)(Parameters...), cudaStream_t stream,
-                          const ChannelPlan& plan, bool together, const Arguments&... arguments) {
+                          ChannelPlan plan, const Args& args, const Others&... others) {
   // Once, as it takes time: as much shared memory as any plan takes.
   int bytes = 0;
   const auto ask = [&](int& answer) {
@@ -204,16 +215,35 @@ ffi::Error LaunchChannels(const char* op, void (*kernel)(Parameters...), cudaStr
     return ToError(op, status);
   }
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = together ? 1 : 0;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
   config.blockDim = dim3(kChannelThreads);
   config.dynamicSmemBytes = static_cast<std::size_t>(plan.shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
-  return ToError(op, cudaLaunchKernelEx(&config, kernel, arguments...));
+  if (plan.has_cluster_size() && CurrentDevice().architecture >= 90) {
+    const auto blocks = static_cast<int>(plan.stride);
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+    config.numAttrs = 1;
+    int clusters = 0;
+    const auto count = [&](int& answer) {
+      return cudaOccupancyMaxActiveClusters(&answer, kernel, &config);
+    };
+    if (const cudaError_t status =
+            Remembered(reinterpret_cast<const void*>(kernel), kChannelThreads, plan.shared_bytes,
+                       blocks, clusters, count);
+        status != cudaSuccess) {
+      return ToError(op, status);
+    }
+    plan.clustered = clusters >= plan.all_tiles;
+  }
+  if (!plan.clustered) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    config.numAttrs = plan.meets() ? 1 : 0;
+  }
+  return ToError(op, cudaLaunchKernelEx(&config, kernel, args, plan, others...));
 }
 
 }  // namespace

@@ -327,10 +327,11 @@ bool SharesRings(const Size& size, const Options& options) {
   task.aligned = task.statistics = task.apply = true;
   task.partial_rows = options.partial_rows;
   task.arrays = 1, task.parameters = kAffine, task.origins = 1, task.ring_steps = kForwardSteps;
-  task.other_arrays = options.residual ? 1 : 0;
+  task.other_arrays = options.residual ? 1 : 0, task.partial_numbers = kMoments;
   const bool forward = ChooseChannelPlan(task).shared_rings > 0;
   task.arrays = 2, task.parameters = 5, task.origins = 0, task.ring_steps = kBackwardSteps;
   task.other_arrays = options.relu && (options.has_y || options.residual) ? 1 : 0;
+  task.partial_numbers = 2;
   return forward && ChooseChannelPlan(task).shared_rings > 0;
 }
 
