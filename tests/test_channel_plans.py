@@ -86,6 +86,10 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
                 assert 2 <= found["given_rings"] <= found["shared_rings"] / found["stride"], what
                 room = partial_rows(groups, rows * inner, channels, backward)
                 assert found["stride"] + 16 <= room, what
+            if found["own_sums"]:  # what a block reads for it is little
+                assert found["stride"] <= 48, what
+                numbers = found["stride"] * found["tile_channels"] * (2 if backward else 4)
+                assert numbers * max(4, element_bytes) <= 96 << 10, what
             if not found["plane"]:
                 assert found["lanes"] * found["at_once"] <= 512, what
                 columns = found["tile_channels"] * inner * found["fold"]
@@ -107,6 +111,19 @@ def test_tiles_of_wide_rows_start_where_memory_is_read(element_bytes: int) -> No
             assert found["tiles"] == 1 or found["lanes"] % 8 == 0, (channels, rows, found)
             # Hardly a multiprocessor is without work.
             assert found["blocks"] >= 0.9 * GPUS["H200"][1], (channels, rows, found)
+
+
+def test_blocks_put_partial_results_together_for_themselves() -> None:
+    """In one barrier less, where a tile has few blocks; tiles are as narrow as that takes."""
+    for backward in (False, True):
+        for rows, channels, inner in (
+            (256 * 49, 2048, 1), (256 * 49, 512, 1), (256 * 196, 1024, 1), (8192, 2048, 1),
+            (256, 2048, 49), (256, 1024, 196), (256, 512, 784), (256, 64, 112 * 112),
+        ):  # fmt: skip
+            found = plan(rows, channels, inner, backward=backward)
+            assert found["own_sums"], (rows, channels, inner, found)
+        # All blocks have all channels: others' results would be much to read.
+        assert not plan(256 * 112 * 112, 64, backward=backward)["own_sums"]
 
 
 def test_last_rings_are_shared() -> None:

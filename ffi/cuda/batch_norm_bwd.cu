@@ -1,9 +1,9 @@
 // Batch norm backward, CUDA: one kernel, dy and x to sums to dx.
 //
 // First pass: each thread adds up, of each column of its packs, dz and dz * (x - mean). Blocks'
-// sums go to the workspace. Behind a barrier of all blocks, channels are spread over these, which
-// add the sums up, in a fixed order. Behind another one, dx is computed, from the last pack back to
-// the first: the last ones are in the L2 cache, and the first ones, dz and x, in shared memory.
+// sums go to the workspace. Behind a barrier they are added up, in a fixed order, as forward's are.
+// Then dx is computed, from the last pack back to the first: the last ones are in the L2 cache, and
+// the first ones, dz and x, in shared memory.
 // dx or dresidual may be dy's buffer: every element is read by the thread that writes it, before it
 // does.
 //

@@ -2,9 +2,10 @@
 //
 // First pass: each block adds up, of each channel of its part, distances from an origin, which is
 // one of its elements, and their squares. Origin, mean, squared deviations and count go to the
-// workspace. Behind a barrier of all blocks, channels are spread over these, which put the parts
-// together, in a fixed order. Behind another one, y is computed, from the last pack back to the
-// first: the last ones are in the L2 cache, and the first ones in shared memory.
+// workspace. Behind a barrier, parts are put together, in a fixed order: by each block for itself,
+// those of its tiles, or, where these have many blocks, with channels spread over all blocks, which
+// meet again. Then y is computed, from the last pack back to the first: the last ones are in the L2
+// cache, and the first ones in shared memory.
 //
 // Traffic: x read twice, but for what caches and shared memory hold; y written, the residual read.
 // How elements are divided: cuda/batch_norm_plan.h.

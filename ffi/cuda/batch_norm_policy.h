@@ -5,12 +5,14 @@
 //   256 and more, whole packs              any                     plane; columns, if a block would
 //                                                                  have half as many tiles, or
 //                                                                  fewer
-//   any                                    up to 1024              columns   one tile; about 64
+//   any                                    up to 1024              columns   one tile; about 64, or
+//                                                                            (inner 1) fewer
 //   up to 2048 to where a pack ends        more, whole packs       columns   32 to 256
 //   32 and more                            any                     plane
 //   none of these                          any                     columns, packs of one element
 //
-// Tiles are dealt out where that leaves few blocks without work.
+// Tiles are dealt out where that leaves few blocks without work, and cut so narrow that a block can
+// put a tile's partial results together for itself where a barrier takes longer than short rows do.
 #pragma once
 
 #include <algorithm>

@@ -1091,11 +1091,25 @@ CUDA = [
     Fault(
         "batch norm: partial sums are read before they are written",
         "ffi/cuda/batch_norm_bwd.cu",
-        "cooperative_groups::this_grid().sync();  // partial sums are written",
+        "MeetBlocks(plan);  // partial sums are written",
         "",
         _gpu(
             "batch_norm batch_norm_numerics", "(test_sizes or test_layouts or thousand) and not xla"
         ),
+    ),
+    Fault(
+        "batch norm: a pack's channels have one place for their numbers",
+        "ffi/cuda/batch_norm_plan.h",
+        "return in_pack * channel_pitch + (channel >> channel_shift);",
+        "return channel >> channel_shift;",
+        _gpu("batch_norm", "test_sizes and ffi"),
+    ),
+    Fault(
+        "batch norm: a block takes the first of its tile's partial results for all of them",
+        "ffi/cuda/batch_norm_sums.cuh",
+        "const int parts = plan.BlocksOf(group, channel);",
+        "const int parts = 1;",
+        _gpu("batch_norm batch_norm_numerics", "(test_sizes or thousand) and not xla"),
     ),
     Fault(
         "batch norm: dx without what the mean is off by",
