@@ -290,10 +290,13 @@ constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPl
     plan.channel_pitch = static_cast<int>(CeilDiv(CeilDiv(tile_channels, plan.width), 8)) * 8 + 4;
   }
   const int channel_bytes = plan.channel_slots() * task.accum_bytes;
-  const bool skewed = !plan.plane && plan.tiles > 1 && plan.lanes % kLinePacks != 0;
-  plan.row_slots =
-      skewed ? static_cast<int>(CeilDiv(plan.lanes, kLinePacks)) * kLinePacks : plan.lanes;
-  const int slots = skewed ? plan.at_once * plan.row_slots + kLinePacks : kChannelThreads;
+  // Rows as far from a line as in memory, if that takes little room.
+  const int whole_lines = static_cast<int>(CeilDiv(plan.lanes, kLinePacks)) * kLinePacks;
+  const int skewed_slots = plan.at_once * whole_lines + kLinePacks;
+  const bool skewed = !plan.plane && plan.tiles > 1 && plan.lanes != whole_lines &&
+                      4 * skewed_slots <= 5 * kChannelThreads;
+  plan.row_slots = skewed ? whole_lines : plan.lanes;
+  const int slots = skewed ? skewed_slots : kChannelThreads;
   plan.slot_bytes = std::max(slots, kChannelThreads) * plan.width * task.element_bytes;
   plan.ring_steps = plan.width == 1 ? kElementSteps : task.ring_steps;
   plan.part_rings = static_cast<int>(CeilDiv(plan.steps, plan.ring_steps));

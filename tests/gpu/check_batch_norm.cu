@@ -253,6 +253,62 @@ int RunHard(const Size& size) {
   return 1;
 }
 
+// A tile's blocks as a cluster, and met by way of the grid: the same bits.
+int RunMeetings() {
+  const Case c{{1, 4096, 2048, 1}, {}};
+  ChannelTask task = ChannelTaskOf<float>({{1, c.rows, c.channels}, c.inner});
+  task.aligned = task.statistics = task.apply = true, task.partial_rows = 512;
+  task.arrays = 1, task.parameters = kAffine, task.origins = 1, task.ring_steps = kForwardSteps;
+  task.partial_numbers = kMoments;
+  if (!ChooseChannelPlan(task).has_cluster_size()) {
+    std::printf("%s: no clusters\n", c.Text().c_str());
+    std::exit(1);
+  }
+  Arrays arrays;
+  const auto random = [](std::int64_t) { return Random(); };
+  const Array<float> x(c.elements(), 0, arrays, random), dy(c.elements(), 0, arrays, random);
+  const auto run = [&] {
+    Array<float> y(c.elements(), 0, arrays), dx(c.elements(), 0, arrays);
+    Array<float> statistics[4] = {{c.channels, 0, arrays},
+                                  {c.channels, 0, arrays},
+                                  {c.channels, 0, arrays},
+                                  {c.channels, 0, arrays}};
+    Array<float> sums[2] = {{c.channels, 0, arrays}, {c.channels, 0, arrays}};
+    float* const workspace = arrays.Empty<float>(512 * 4 * c.channels);
+    BatchNormFwdArgs fwd{};
+    fwd.shape = {{1, c.rows, c.channels}, c.inner}, fwd.dtype = kDtype<float>, fwd.epsilon = 1e-3;
+    fwd.x = x.device, fwd.y = y.device;
+    fwd.batch_mean = statistics[0].device, fwd.batch_variance = statistics[1].device;
+    fwd.batch_rstd = statistics[2].device, fwd.batch_delta = statistics[3].device;
+    fwd.partial_rows = 512, fwd.workspace = workspace;
+    Check(BatchNormFwd(CudaContext{nullptr}, fwd));
+    BatchNormBwdArgs bwd{};
+    bwd.shape = fwd.shape, bwd.dtype = fwd.dtype, bwd.dy = dy.device, bwd.x = x.device;
+    bwd.mean = {statistics[0].device, 0, kDtype<float>};
+    bwd.rstd = {statistics[2].device, 0, kDtype<float>};
+    bwd.delta = {statistics[3].device, 0, kDtype<float>};
+    bwd.dx = dx.device, bwd.partial_rows = 512, bwd.workspace = workspace;
+    bwd.dscale = {sums[0].device, kDtype<float>}, bwd.dbias = {sums[1].device, kDtype<float>};
+    Check(BatchNormBwd(CudaContext{nullptr}, bwd));
+    Check(cudaDeviceSynchronize());
+    std::vector<float> all;
+    for (auto* array : {&y, &dx, &statistics[0], &statistics[1], &sums[0], &sums[1]}) {
+      array->Download();
+      all.insert(all.end(), array->host.begin(), array->host.end());
+    }
+    return all;
+  };
+  const std::vector<float> clustered = run();
+  never_clustered = true;
+  const std::vector<float> met = run();
+  never_clustered = false;
+  if (std::memcmp(clustered.data(), met.data(), clustered.size() * sizeof(float)) != 0) {
+    std::printf("%s: a cluster's results are others than the grid's\n", c.Text().c_str());
+    std::exit(1);
+  }
+  return 4;
+}
+
 // No elements: statistics of nothing, sums of nothing.
 template <typename T>
 int RunEmpty() {
@@ -360,7 +416,8 @@ int main(int argc, char** argv) {
   using namespace gradops;
   int calls = 0;
   if (argc == 1) {
-    calls += RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101});
+    calls += RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101}) +
+             RunMeetings();
     const auto run_all = [] {
       return RunAll<float, Half>() + RunAll<BFloat16, float>() + RunAll<Half, double>() +
              RunAll<double, BFloat16>();
