@@ -218,7 +218,8 @@ void ForBlocksOf(const Layout<kFirst>& layout, const Piece& piece, const Fn& fn)
 }
 
 // Asks for what lies 2 KB ahead in memory: of several rows side by side, where a row ends, the last
-// one's next; the others' have been read.
+// one's next; the others' have been read. Not worth it in backward's sums: [8192, 2048] 7.3 and 6.8
+// ms without, 7.1 and 7.4 with it.
 template <typename T>
 void PrefetchNear(const T* from, auto at) {
   at.PrefetchToL1(from, 2048 / std::int64_t{sizeof(T)});

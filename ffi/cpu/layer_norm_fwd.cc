@@ -51,7 +51,8 @@ const T* RowToNormalise(const LayerNormFwdArgs& args, const WideParams<Accum<T>>
 // A bfloat16 row of so many columns is kept in float from pass to pass of layer norm: first x, then
 // what it is off the mean. ns an element of [8, n] in the caches of an EPYC, without and with: n
 // 768 0.43, 0.38, 2048 0.39, 0.35, 4096 0.38, 0.34, but 8192 0.40, 0.45; float16, which is widened
-// as it is loaded, gains nothing.
+// as it is loaded, gains nothing. Two rows at a time, to have sums of one in the other's latency:
+// [16384, 1024] on two cores of a Zen 5 1.4 to 2.6 ms.
 constexpr std::int64_t kKeptColumns = 4096;
 
 template <typename T, bool kCentered, bool kKept>
