@@ -18,7 +18,9 @@ CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
 ROWS = (1, 2, 37, 1000, 4096, 25_088, 100_000)
-CHANNELS = (1, 2, 3, 7, 8, 33, 34, 64, 68, 84, 100, 256, 1000, 1001, 1024, 3000, 4096, 5120, 8192, 16_384)
+CHANNELS = (
+    1, 2, 3, 7, 8, 33, 34, 64, 68, 84, 100, 256, 1000, 1001, 1024, 3000, 4096, 5120, 8192, 16_384,
+)  # fmt: skip
 INNER = (1, 2, 7, 9, 49, 196, 784, 3136)
 
 
