@@ -128,6 +128,12 @@ def test_blocks_put_partial_results_together_for_themselves() -> None:
         assert not plan(256 * 112 * 112, 64, backward=backward)["own_sums"]
 
 
+def test_rows_of_a_step_lie_in_lines_as_in_memory() -> None:
+    """If that takes little room: packs are copied in a third of the steps."""
+    assert plan(256, 2048, 49)["row_slots"] == 104
+    assert plan(256, 2048, 49)["lanes"] == 98
+
+
 def test_last_rings_are_shared() -> None:
     """Of large arrays, channels last; of small ones a block knows all of its steps before."""
     large, small = 256 * 56 * 56, 1000

@@ -280,6 +280,7 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args) {
   task.partial_numbers = 2;
   task.ring_steps = kBackwardSteps, task.other_arrays = y == nullptr ? 0 : 1;
   ChannelPlan plan = ChooseChannelPlan(task);
+  // Where there is no second pass, too: so sums have the same bits.
   task.apart = own && ApplyApart(task, plan, OnChipBytes());
   const bool apart = task.apart && task.apply;
   if (task.apart) task.apply = false, plan = ChooseChannelPlan(task);

@@ -363,6 +363,7 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
       return LaunchChannels(kOp, BatchNormFwdKernel<T, W, kPlane>, stream, plan, wanted);
     });
   };
+  // Where there is no second pass, too: so statistics have the same bits.
   task.apart = own && ApplyApart(task, plan, OnChipBytes());
   if (!task.apart) return launch(args);
   BatchNormFwdArgs statistics = args;

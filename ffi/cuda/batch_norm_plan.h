@@ -260,7 +260,7 @@ struct ChannelPlan {
   constexpr int channel_slots() const { return channel_pitch << channel_shift; }
 
   // Where a step's packs are in shared memory: as far from a line of 128 bytes as in memory, if all
-  // rows are.
+  // rows are, and there is room.
   constexpr int SlotOf(const ChannelPart& part, int thread) const {
     if (row_slots == lanes) return thread;
     const int skew = static_cast<int>(part.element / width % kLinePacks);
@@ -276,7 +276,8 @@ struct ChannelPlan {
     constexpr int kMaxCluster = 8;  // of every GPU that has clusters
     return own_sums && 1 < stride && stride <= kMaxCluster;
   }
-  // Whether these give it all that the second pass needs of its only tile.
+  // Whether a block has one tile at most: then all that the second pass needs of it is in shared
+  // memory.
   constexpr bool has_own_numbers() const { return own_sums && tile_stride == all_tiles; }
 
   constexpr ChannelShare ShareOf(int block) const {

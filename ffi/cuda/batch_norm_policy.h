@@ -5,9 +5,10 @@
 //   256 and more, whole packs              any                     plane; columns, if a block would
 //                                                                  have half as many tiles, or
 //                                                                  fewer
-//   any                                    up to 1024              columns   one tile; about 64, or
-//                                                                            (inner 1) fewer
-//   up to 2048 to where a pack ends        more, whole packs       columns   32 to 256
+//   any                                    up to 1024              columns   one tile, about 64;
+//   inner
+//                                                                            1: or several, of 8 on
+//   up to 2048 to where a pack ends        more, whole packs       columns   8 to 256
 //   32 and more                            any                     plane
 //   none of these                          any                     columns, packs of one element
 //
@@ -53,7 +54,7 @@ inline constexpr int kForwardSteps = 4, kBackwardSteps = 2, kElementSteps = 4;
 // banks.
 inline constexpr int kSumsPadding = 16;
 
-// What a block reads rather than wait for other blocks to have put partial results together: these
+// What a block reads rather than wait for other blocks to have put partial results together: so
 // many bytes, of so many blocks, at most.
 inline constexpr std::int64_t kMaxOwnBytes = 96 << 10, kMaxOwnParts = 48;
 
@@ -286,7 +287,7 @@ constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPl
   plan.channel_shift = 0, plan.channel_pitch = tile_channels;
   if (!plan.plane && plan.inner == 1 && plan.width > 1) {
     while (1 << plan.channel_shift < plan.width) ++plan.channel_shift;
-    // Half a pack's channels more than a multiple of eight: so stores, too, go to other banks.
+    // Four more than a multiple of eight: so stores of 16-bit types' go to other banks, too.
     plan.channel_pitch = static_cast<int>(CeilDiv(CeilDiv(tile_channels, plan.width), 8)) * 8 + 4;
   }
   const int channel_bytes = plan.channel_slots() * task.accum_bytes;

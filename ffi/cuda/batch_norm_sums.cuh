@@ -48,7 +48,8 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const Channe
   struct alignas(2 * sizeof(A)) Pair {
     A first, second;
   };
-  // Neighbours ask for neighbouring columns, which W threads have each of: in different banks.
+  // Neighbours ask for neighbouring columns, W of which are one thread's, kPitch apart: in other
+  // banks.
   constexpr int kPitch = kChannelThreads + kSumsPadding / W;
   Pair* const parts = reinterpret_cast<Pair*>(scratch);                    // [W][kPitch]
   double2* const totals = reinterpret_cast<double2*>(parts + W * kPitch);  // [lanes][W]
@@ -139,7 +140,8 @@ __device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPa
 
 // --- Sums over blocks ----------------------------------------------------------------------------
 
-// Behind it, a block sees what the others of its tiles, or all of them, have left.
+// Behind it, a block sees what the others of its tiles, or all of them, have left; where it has its
+// channels to itself, what its own threads have.
 __device__ __forceinline__ void MeetBlocks(const ChannelPlan& plan) {
   if (!plan.meets()) {
     __syncthreads();
@@ -244,7 +246,8 @@ __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, const Ch
 }
 
 // The same of all channels, spread over the grid, or of those of the block's tiles, over the block,
-// tile by tile: the first argument of `finish`.
+// tile by tile. The first argument of finish is the tile; of all channels one without steps, whose
+// first step is 0.
 template <int kSums, typename A, int kValues, typename Begin, typename Add, typename Finish>
 __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
                                                const ChannelPartials<A, kValues>& partials,

@@ -228,7 +228,7 @@ ffi::Error LaunchChannels(const char* op, void (*kernel)(Parameters...), cudaStr
     attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
     config.numAttrs = 1;
     int clusters = 0;
-    const auto count = [&](int& answer) {
+    const auto count = [&](int& answer) {  // a GPU that cannot say has room for none
       if (cudaOccupancyMaxActiveClusters(&answer, kernel, &config) != cudaSuccess) {
         cudaGetLastError();
         answer = 0;

@@ -17,7 +17,7 @@
 #include "cuda/batch_norm_fwd.cu"
 #include "driver.cuh"
 
-#include "batch_norm_known.cuh"  // of what is above
+#include "batch_norm_known.cuh"  // uses what is above
 
 namespace gradops {
 namespace {

@@ -102,7 +102,8 @@ sanitize() {
 # The kernels without JAX, on buffers of exact size, under all four tools. DRIVERS: a folder with
 # check_norms, check_batch_norm, check_gelu and check_clip, compiled; otherwise that is done here, in
 # five minutes.
-# TOOLS: some of them. CHECKS: a pattern of the runs' names: racecheck-bf16-9, say, or memcheck.*
+# TOOLS: some of them. CHECKS: a pattern of the runs' names: racecheck-bf16-9, say, racecheck-f64-9-5
+# or memcheck.*
 driver() {
   if [ -n "${DRIVERS:-}" ]; then
     echo "$DRIVERS/$1"
@@ -115,7 +116,7 @@ driver() {
 
 # One line a run: name, tool, command. The slowest come first, and in parts.
 checks() {
-  local norms batch gelu clip tool dtype number parts numbers
+  local norms batch gelu clip tool dtype number parts numbers plan
   norms=$(driver check_norms) && batch=$(driver check_batch_norm) && gelu=$(driver check_gelu) &&
     clip=$(driver check_clip) || return
   for tool in ${TOOLS:-racecheck memcheck initcheck synccheck}; do
@@ -130,7 +131,7 @@ checks() {
     for dtype in f64 f32 bf16 f16; do
       for number in $numbers; do
         [ "$tool-$number" = synccheck-5 ] && continue # check_norms.cu says why
-        if [ "$tool-$dtype" = racecheck-f64 ]; then # whole, up to ten minutes
+        if [ "$tool-$dtype" = racecheck-f64 ]; then # a variant whole takes ten minutes
           for plan in 0 1 2 3 4 5 6; do
             echo "$tool-$dtype-$number-$plan $tool $norms $dtype -variant $number -plan $plan"
           done
