@@ -165,9 +165,10 @@ void BindChannelPlans(nb::module_& m) {
         "channel_plan",
         [](std::int64_t groups, std::int64_t rows, std::int64_t channels, std::int64_t inner,
            int element_bytes, bool aligned, bool backward, bool residual, std::int64_t partial_rows,
-           int multiprocessors, std::int64_t shared_bytes) {
+           int multiprocessors, std::int64_t shared_bytes, std::int64_t l2_bytes) {
           const ChannelPlan plan =
-              ChooseChannelPlan({.groups = groups,
+              ChooseChannelPlan({.needs = backward ? kBackwardNeeds : kForwardNeeds,
+                                 .groups = groups,
                                  .rows = rows,
                                  .channels = channels,
                                  .inner = inner,
@@ -177,15 +178,11 @@ void BindChannelPlans(nb::module_& m) {
                                  .statistics = true,
                                  .apply = true,
                                  .apart = false,
-                                 .arrays = backward ? 2 : 1,
                                  .other_arrays = residual ? 1 : 0,
-                                 .ring_steps = backward ? kBackwardSteps : kForwardSteps,
-                                 .parameters = backward ? 5 : 3,
-                                 .origins = backward ? 0 : 1,
-                                 .partial_numbers = backward ? 2 : 4,
                                  .partial_rows = partial_rows,
                                  .multiprocessors = multiprocessors,
-                                 .shared_bytes = shared_bytes});
+                                 .shared_bytes = shared_bytes,
+                                 .l2_bytes = l2_bytes});
           nb::dict fields;
           fields["plane"] = plan.plane;
           fields["width"] = plan.width;
@@ -202,6 +199,8 @@ void BindChannelPlans(nb::module_& m) {
           fields["given_rings"] = plan.given_rings;
           fields["own_sums"] = plan.own_sums;
           fields["row_slots"] = plan.row_slots;
+          fields["ring_steps"] = plan.ring_steps;
+          fields["cached_steps"] = plan.cached_steps;
           fields["slots"] = plan.slot_bytes / (plan.width * element_bytes);
           // Of all blocks: how many steps of each tile, and how many blocks of a tile at most.
           std::vector<std::int64_t> steps(static_cast<std::size_t>(plan.all_tiles)), parts = steps;
@@ -220,7 +219,8 @@ void BindChannelPlans(nb::module_& m) {
         },
         nb::kw_only(), nb::arg("groups"), nb::arg("rows"), nb::arg("channels"), nb::arg("inner"),
         nb::arg("element_bytes"), nb::arg("aligned"), nb::arg("backward"), nb::arg("residual"),
-        nb::arg("partial_rows"), nb::arg("multiprocessors"), nb::arg("shared_bytes"));
+        nb::arg("partial_rows"), nb::arg("multiprocessors"), nb::arg("shared_bytes"),
+        nb::arg("l2_bytes"));
   }
 }
 

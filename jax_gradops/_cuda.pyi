@@ -56,4 +56,5 @@ def channel_plan(
     partial_rows: int,
     multiprocessors: int,
     shared_bytes: int,
+    l2_bytes: int,
 ) -> dict[str, int | bool]: ...

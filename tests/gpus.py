@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-#: Architecture, multiprocessors, shared bytes of a multiprocessor.
+#: Architecture, multiprocessors, shared bytes of a multiprocessor, bytes of the L2 cache.
 GPUS = {
-    "A100": (80, 108, 167_936),
-    "RTX 4090": (89, 128, 102_400),
-    "H200": (90, 132, 233_472),
-    "RTX 5090": (120, 170, 102_400),
+    "A100": (80, 108, 167_936, 40 << 20),
+    "RTX 4090": (89, 128, 102_400, 72 << 20),
+    "H200": (90, 132, 233_472, 50 << 20),
+    "RTX 5090": (120, 170, 102_400, 96 << 20),
 }

@@ -41,7 +41,7 @@ def plan(
     residual: bool = False,
     gpu: str = "H200",
 ) -> dict[str, Any]:
-    _, multiprocessors, shared_bytes = GPUS[gpu]
+    _, multiprocessors, shared_bytes, l2_bytes = GPUS[gpu]
     assert CUDA is not None
     return CUDA.channel_plan(
         groups=groups,
@@ -55,6 +55,7 @@ def plan(
         partial_rows=partial_rows(groups, rows * inner, channels, backward),
         multiprocessors=multiprocessors,
         shared_bytes=shared_bytes,
+        l2_bytes=l2_bytes,
     )
 
 
@@ -62,7 +63,7 @@ def plan(
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
     """One of them; and there is room for what a block keeps, and for what it leaves."""
-    _, multiprocessors, shared_bytes = GPUS[gpu]
+    _, multiprocessors, shared_bytes, _ = GPUS[gpu]
     for rows, channels, inner in itertools.product(ROWS, CHANNELS, INNER):
         if rows * channels * inner > 2**31:
             continue
@@ -101,7 +102,7 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
                 if row_slots != found["lanes"]:
                     assert row_slots % 8 == 0 and row_slots >= found["lanes"], what
                     assert found["at_once"] * row_slots + 7 <= found["slots"], what
-                assert found["slots"] >= 512, what
+                assert found["lanes"] * found["at_once"] <= found["slots"], what
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
@@ -126,6 +127,39 @@ def test_blocks_put_partial_results_together_for_themselves() -> None:
             assert found["own_sums"], (rows, channels, inner, found)
         # All blocks have all channels: others' results would be much to read.
         assert not plan(256 * 112 * 112, 64, backward=backward)["own_sums"]
+
+
+def test_a_block_has_whole_channels() -> None:
+    """Channels first, and one tile of them, where there are enough: no block waits for another."""
+    for backward in (False, True):
+        for channels, inner, element_bytes in (
+            (1024, 196, 2), (1024, 196, 4), (512, 784, 2), (256, 784, 4), (2048, 49, 2),
+            (2048, 49, 4), (256, 196, 2), (256, 196, 4),
+        ):  # fmt: skip
+            found = plan(256, channels, inner, element_bytes=element_bytes, backward=backward)
+            what = (channels, inner, element_bytes, found)
+            assert found["tiles"] == found["blocks"] == 128, what
+            assert not found["plane"], what
+
+
+def test_more_is_on_its_way_where_threads_have_no_pack() -> None:
+    """Of 392 threads' packs, of which four steps would be too little for the memory."""
+    assert plan(256, 1024, 196)["lanes"] == 196
+    assert plan(256, 1024, 196)["ring_steps"] == 6
+    assert plan(256, 2048, 49)["ring_steps"] == 4  # 490 threads
+    assert plan(256 * 196, 1024)["ring_steps"] == 4
+    assert plan(256, 1024, 196, gpu="RTX 5090")["ring_steps"] == 4  # for lack of room
+
+
+def test_what_the_l2_cache_is_to_keep() -> None:
+    """Three fifths of it; of small arrays it keeps all, of large ones nothing that matters."""
+    for backward in (False, True):
+        found = plan(256 * 196, 512, backward=backward)
+        step = found["lanes"] * found["at_once"] * 16 * (2 if backward else 1)
+        kept = found["cached_steps"] * found["blocks"] * step
+        assert 0.55 * GPUS["H200"][3] < kept <= 0.6 * GPUS["H200"][3], found
+        assert plan(256 * 49, 512, backward=backward)["cached_steps"] == 0
+        assert plan(256 * 112 * 112, 64, backward=backward)["cached_steps"] == 0
 
 
 def test_rows_of_a_step_lie_in_lines_as_in_memory() -> None:

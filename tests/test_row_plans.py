@@ -60,7 +60,7 @@ def plan(
     centered: bool = True,
     gpu: str = "H200",
 ) -> dict[str, Any]:
-    architecture, multiprocessors, shared_bytes = GPUS[gpu]
+    architecture, multiprocessors, shared_bytes, _ = GPUS[gpu]
     assert CUDA is not None
     return CUDA.row_plan(
         rows=rows,

@@ -1,7 +1,7 @@
-// Batch norm's second pass in a kernel of its own, of short blocks, channels first: where channels
-// have few elements in a row and the arrays are large, blocks that take memory as it comes are
-// faster than those that stay with their channels. From the end to the start, as the L2 cache has
-// what was read last.
+// Batch norm's second pass forward in a kernel of its own, of short blocks, channels first: where
+// channels have few elements in a row and the arrays are large, blocks that take memory as it comes
+// are faster than those that stay with their channels. From the end to the start, as the L2 cache
+// has what was read last.
 //
 // A thread has kPacks packs, all loaded first; a pack is of one channel or two.
 #pragma once
@@ -10,11 +10,32 @@
 #include <cstdint>
 
 #include "cuda/batch_norm_tiles.cuh"
+#include "cuda/vec.cuh"
 
 namespace gradops {
 namespace {
 
 constexpr int kApplyThreads = 256;  // of a block
+
+// The pack at `start`, if it is wanted; otherwise the old one stays.
+template <int W, typename T>
+__device__ __forceinline__ void LoadIf(bool wanted, const T* array, std::int64_t start,
+                                       Pack<T, W>& pack) {
+  if constexpr (W == 1) {
+    if (wanted) pack.v[0] = array[start];
+  } else {
+    uint4& words = AsWords(pack);
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.s32 wanted, %5, 0;\n"
+        "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+        : "l"(array + start), "r"(static_cast<int>(wanted))
+        : "memory");
+  }
+}
 
 struct ApplyPlan {
   std::int64_t packs;  // of a group
@@ -40,8 +61,7 @@ inline bool ApplyApart(const ChannelTask& task, const ChannelPlan& plan, std::in
   const std::int64_t elements = task.rows * task.channels * task.inner;
   if (!task.aligned || task.inner < width || elements % width != 0) return false;
   if (task.groups > kMaxGroups || elements / width >= std::int64_t{1} << 31) return false;
-  if (task.partial_rows < 3) return false;
-  return always_apart || (!plan.plane && task.groups * elements * task.element_bytes > 2 * on_chip);
+  return always_apart || (!plan.plane && task.groups * elements * task.element_bytes > 4 * on_chip);
 }
 
 inline std::int64_t OnChipBytes() {

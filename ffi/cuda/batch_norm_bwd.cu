@@ -14,7 +14,6 @@
 
 #include <cstdint>
 
-#include "cuda/batch_norm_apply.cuh"
 #include "cuda/batch_norm_grad.cuh"
 #include "cuda/batch_norm_stream.cuh"
 #include "cuda/batch_norm_sums.cuh"
@@ -26,19 +25,16 @@ namespace gradops {
 namespace {
 
 constexpr int kGradRingsPerSum = 16;
-template <typename T, int W>
-using BackwardRings = PackRings<T, W, 2, W == 1 ? kElementSteps : kBackwardSteps>;  // dz and x
-constexpr int kInputGradPacksApart = 2;  // of a thread and an array, in a kernel of its own
 
 // --- Sums ----------------------------------------------------------------------------------------
 
-template <typename T, int W, Mask kMask>
+template <Mask kMask, typename T, int W, int kSteps>
 __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const GradArrays<T>& arrays,
                                           const ChannelPlan& plan,
                                           const ChannelPartials<Accum<T>, 2>& partials,
-                                          char* scratch, BackwardRings<T, W>& rings) {
+                                          char* scratch, PackRings<T, W, 2, kSteps>& rings) {
   using A = Accum<T>;
-  ForParts<false>(plan, [&](const ChannelPart& part, bool) {
+  ForParts<false>(plan, [&](const ChannelPart& part, bool last) {
     A parameters[3][W];
     const auto find_parameters = [&] {
       LoadParameters(
@@ -58,9 +54,10 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
 
     int turns = 0;
     ForPacks<false>(
-        plan, part, rings, false,
-        [&](auto&& place, std::int64_t start, bool) {
-          CopyGrad<kMask>(arrays, start, false, place);
+        plan, part, rings, plan.PassingSteps(part, last), false,
+        [&](auto&& place, std::int64_t start, bool passing) {
+          place.Copy(0, arrays.dy + start, passing), place.Copy(1, arrays.x + start, passing);
+          if constexpr (kMask == Mask::kOfY) place.CopyOther(arrays.y + start);
         },
         find_parameters,
         [&](auto&& place, std::int64_t start) {
@@ -97,14 +94,11 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
   });
 }
 
-// Gradients of the parameters, and, as a channel's first partial result, its level and slope; for
-// another kernel, the other numbers that dx is made of, too, as the second and the third. Of a
-// block's only tile, all of them as `parameters` in shared memory.
+// Gradients of the parameters, and, as a channel's first partial result, its level and slope; of a
+// block's only tile, all numbers that dx is made of, as `parameters` in shared memory.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, 2>& partials, bool apart,
-                                       A* parameters) {
-  const double terms = static_cast<double>(args.shape.outer.rows) * static_cast<double>(plan.inner);
+                                       const ChannelPartials<A, 2>& partials, A* parameters) {
   ForChannelSums<2>(
       plan, args.shape.outer.groups, partials,
       [&](std::int64_t group, std::int64_t channel) { return Affine<A>(args, group, channel); },
@@ -123,28 +117,26 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
         if (stores && args.dbias.data != nullptr) {
           StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
         }
-        const Slope<A> line(static_cast<A>(sums[0] / terms), static_cast<A>(of_x_hat / terms),
-                            affine.rstd, affine.delta);
+        const Slope<A> line(static_cast<A>(sums[0] * plan.inverse_elements),
+                            static_cast<A>(of_x_hat * plan.inverse_elements), affine.rstd,
+                            affine.delta);
         if (plan.has_own_numbers()) {
           A numbers[kDxNumbers];
           SetDxNumbers(affine, line, numbers);
           PutParameters(plan, static_cast<int>(channel - tile.channel), numbers, parameters);
         } else {
           partials.at(group, 0, channel) = {line.level, line.slope};
-          if (!apart) return;
-          partials.at(group, 1, channel) = {affine.mean, affine.factor};
-          partials.at(group, 2, channel) = {affine.offset, 0};
         }
       });
 }
 
 // --- dx ------------------------------------------------------------------------------------------
 
-template <typename T, int W, Mask kMask>
+template <Mask kMask, typename T, int W, int kSteps>
 __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
                                            const GradArrays<T>& arrays, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, 2>& partials,
-                                           char* scratch, BackwardRings<T, W>& rings) {
+                                           char* scratch, PackRings<T, W, 2, kSteps>& rings) {
   using A = Accum<T>;
   T* const dx = static_cast<T*>(args.dx);
   ForParts<true>(plan, [&](const ChannelPart& part, bool last) {
@@ -195,66 +187,34 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
   });
 }
 
-template <typename T, int W, bool kPlane, Mask kMask>
+template <typename T, int W, bool kPlane, int kSteps, Mask kMask>
 __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
-                       const __grid_constant__ ChannelPlan any_plan, bool apart) {
+                       const __grid_constant__ ChannelPlan any_plan) {
   extern __shared__ __align__(128) char shared[];
   const ChannelPlan plan = any_plan.As<kPlane, W>();
-  BackwardRings<T, W> rings(plan, shared);
+  PackRings<T, W, 2, kSteps> rings(plan, shared);  // of dz and x
   const ChannelPartials<Accum<T>, 2> partials(args.workspace, args.partial_rows, plan.channels);
   GradArrays<T> arrays{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
                        static_cast<const T*>(args.y), static_cast<T*>(args.dresidual)};
   if (args.mean_dz.data == nullptr) {
     if (args.dx == nullptr) arrays.dresidual = nullptr;
-    FirstPass<T, W, kMask>(args, arrays, plan, partials, shared, rings);
+    FirstPass<kMask>(args, arrays, plan, partials, shared, rings);
     MeetBlocks(plan);  // partial sums are written
-    Finish(args, plan, partials, apart, reinterpret_cast<Accum<T>*>(shared));
-    if (args.dx == nullptr || apart) return;
+    Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
+    if (args.dx == nullptr) return;
     if (!plan.own_sums) cooperative_groups::this_grid().sync();  // levels and slopes are
     if constexpr (kMask == Mask::kOfY) {
       // It is dz, which another block may have written before the barrier: so it must not be read
       // through the L1 cache.
       if (arrays.dresidual != nullptr) {
         arrays.dy = arrays.dresidual, arrays.dresidual = nullptr;
-        SecondPass<T, W, Mask::kNone>(args, arrays, plan, partials, shared, rings);
+        SecondPass<Mask::kNone>(args, arrays, plan, partials, shared, rings);
         return;
       }
     }
   }
-  SecondPass<T, W, kMask>(args, arrays, plan, partials, shared, rings);
-}
-
-// dx where the other kernel has left what it is made of.
-template <typename T, int W, Mask kMask>
-__global__ void __launch_bounds__(kApplyThreads, 3)
-    BatchNormInputGradKernel(const __grid_constant__ BatchNormBwdArgs args,
-                             const GradArrays<T> arrays, const __grid_constant__ ApplyPlan plan) {
-  using A = Accum<T>;
-  const ChannelPartials<A, 2> partials(args.workspace, args.partial_rows, plan.channels);
-  GradPacks<T, W, kMask> packs[kInputGradPacksApart] = {};
-  ForApplyPacks<kInputGradPacksApart, kDxNumbers, A, W>(
-      plan,
-      [&](std::int64_t group, std::int64_t channel, A(&numbers)[kDxNumbers]) {
-        const ChannelPartial<A, 2> line = partials.at(group, 0, channel);
-        const ChannelPartial<A, 2> affine = partials.at(group, 1, channel);
-        numbers[kDxMean] = affine.v[0], numbers[kDxFactor] = affine.v[1];
-        numbers[kDxLevel] = line.v[0], numbers[kDxSlope] = line.v[1];
-        numbers[kDxOffset] = kMask == Mask::kOfX ? partials.at(group, 2, channel).v[0] : A{0};
-      },
-      [&](int k, bool wanted, std::int64_t start) {
-        LoadGrad<kMask>(arrays, wanted, start, packs[k]);
-      },
-      [&](int k, std::int64_t start, const A(&numbers)[kDxNumbers][W]) {
-        A dz[W], x[W], y[W];
-        Widen(packs[k].dy, dz);
-        Widen(packs[k].x, x);
-        if constexpr (kMask == Mask::kOfY) Widen(packs[k].y, y);
-        MaskGrad<kMask>(numbers[kDxMean], numbers[kDxFactor], numbers[kDxOffset], y, x, dz);
-        ApplyInputGrad(numbers, dz, x);
-        StoreLast(static_cast<T*>(args.dx), start, Narrow<T>(x));
-        if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
-      });
+  SecondPass<kMask>(args, arrays, plan, partials, shared, rings);
 }
 
 template <typename T>
@@ -271,37 +231,18 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args) {
   if (args.dx == nullptr && (!own || (args.dscale.data == nullptr && args.dbias.data == nullptr))) {
     return ffi::Error::Success();
   }
-  ChannelTask task = ChannelTaskOf<T>(args.shape);
+  ChannelTask task = ChannelTaskOf<T>(kBackwardNeeds, args.shape);
   const void* const y = args.relu ? args.y : nullptr;
   task.aligned = Aligned(args.dy, args.x, y, args.dx) &&
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
   task.statistics = own, task.apply = args.dx != nullptr;
-  task.arrays = 2, task.parameters = 5, task.partial_rows = args.partial_rows;
-  task.partial_numbers = 2;
-  task.ring_steps = kBackwardSteps, task.other_arrays = y == nullptr ? 0 : 1;
-  ChannelPlan plan = ChooseChannelPlan(task);
-  // Where there is no second pass, too: so sums have the same bits.
-  task.apart = own && ApplyApart(task, plan, OnChipBytes());
-  const bool apart = task.apart && task.apply;
-  if (task.apart) task.apply = false, plan = ChooseChannelPlan(task);
+  task.other_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
+  const ChannelPlan plan = ChooseChannelPlan(task);
   const auto launch = [&]<Mask kMask>() {
-    const ffi::Error error = DispatchPlan<kVec<T>>(plan, [&]<int W, bool kPlane>() {
-      return LaunchChannels(kOp, BatchNormBwdKernel<T, W, kPlane, kMask>, stream, plan, args,
-                            apart);
+    return DispatchPlan<kVec<T>, kBackwardNeeds>(plan, [&]<int W, bool kPlane, int kSteps>() {
+      return LaunchChannels(kOp, BatchNormBwdKernel<T, W, kPlane, kSteps, kMask>, stream, plan,
+                            args);
     });
-    if (error.failure() || !apart) return error;
-    const auto apply = [&]<Mask kLeft>(const GradArrays<T>& arrays) {
-      const ApplyPlan apply_plan(task, kVec<T>, kInputGradPacksApart);
-      return LaunchApply(kOp, BatchNormInputGradKernel<T, kVec<T>, kLeft>, stream, apply_plan,
-                         task.groups, args, arrays, apply_plan);
-    };
-    const auto* const x = static_cast<const T*>(args.x);
-    auto* const dresidual = static_cast<T*>(args.dresidual);
-    if (kMask == Mask::kOfY && dresidual != nullptr) {  // it is dz
-      return apply.template operator()<Mask::kNone>({dresidual, x, nullptr, nullptr});
-    }
-    return apply.template operator()<kMask>(
-        {static_cast<const T*>(args.dy), x, static_cast<const T*>(args.y), dresidual});
   };
   if (!args.relu) return launch.template operator()<Mask::kNone>();
   return y != nullptr ? launch.template operator()<Mask::kOfY>()

@@ -24,8 +24,6 @@ namespace gradops {
 namespace {
 
 constexpr int kMomentRingsPerSum = 8;
-template <typename T, int W>
-using ForwardRings = PackRings<T, W, 1, W == 1 ? kElementSteps : kForwardSteps>;
 // Of a thread, in a kernel of its own.
 template <bool kResidual>
 constexpr int kApplyPacksApart = kResidual ? 2 : 4;
@@ -45,14 +43,15 @@ __device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan,
 
 // Of a part, for each channel.
 enum PartialMoments { kOrigin, kMean, kSquares, kCount, kMoments };  // kMean: from the origin
+static_assert(kMoments == kForwardNeeds.partial_numbers);
 
-template <typename T, int W>
+template <typename T, int W, int kSteps>
 __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
                                           const ChannelPartials<Accum<T>, kMoments>& partials,
-                                          char* scratch, ForwardRings<T, W>& rings) {
+                                          char* scratch, PackRings<T, W, 1, kSteps>& rings) {
   using A = Accum<T>;
   A* const origins = reinterpret_cast<A*>(scratch + plan.origins_at);
-  ForParts<false>(plan, [&](const ChannelPart& part, bool) {
+  ForParts<false>(plan, [&](const ChannelPart& part, bool last) {
     const std::int64_t group = part.group, first_channel = part.channel;
     A origin[1][W];
     const auto find_origins = [&] {
@@ -70,8 +69,9 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
     };
     int elements = 0, turns = 0;
     ForPacks<false>(
-        plan, part, rings, false,
-        [&](auto&& place, std::int64_t start, bool) { place.Copy(0, x + start); }, find_origins,
+        plan, part, rings, plan.PassingSteps(part, last), false,
+        [&](auto&& place, std::int64_t start, bool passing) { place.Copy(0, x + start, passing); },
+        find_origins,
         [&](auto&& place, std::int64_t) {
           A values[W];
           Widen(place.Get(0), values);
@@ -109,6 +109,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
 
 // A channel's numbers in y = (x - mean) * factor + offset.
 enum AffineNumbers { kAffineMean, kFactor, kOffset, kAffine };
+static_assert(kAffine == kForwardNeeds.parameters);
 
 // A channel's parameters.
 template <typename A>
@@ -172,25 +173,25 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
     Partial first;
     ScaleBias<A> affine;
   };
-  ForChannelSums<3>(
+  ForChannelSums<2>(
       plan, args.shape.outer.groups, partials,
       [&](std::int64_t group, std::int64_t channel) {
         return Given{partials.Load(group, 0, channel), {args, group, channel}};
       },
-      [](double (&sums)[3], const Partial& part, const Given& given) {
+      [](double (&sums)[2], const Partial& part, const Given& given) {
         const auto difference = [&](PartialMoments which) {
           return static_cast<double>(part.v[which]) - static_cast<double>(given.first.v[which]);
         };
         // From the first part's mean.
         const double mean = difference(kOrigin) + difference(kMean);
         const double count = static_cast<double>(part.v[kCount]);
-        sums[0] += count, sums[1] += count * mean;
-        sums[2] += static_cast<double>(part.v[kSquares]) + count * mean * mean;
+        sums[0] += count * mean;
+        sums[1] += static_cast<double>(part.v[kSquares]) + count * mean * mean;
       },
       [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-          const double (&sums)[3], const Given& given) {
-        const double inverse = 1.0 / sums[0], mean = sums[1] * inverse;
-        const double variance = (sums[2] - sums[1] * mean) * inverse;
+          const double (&sums)[2], const Given& given) {
+        const double mean = sums[0] * plan.inverse_elements;
+        const double variance = (sums[1] - sums[0] * mean) * plan.inverse_elements;
         A own[3], numbers[kAffine];
         SetStatistics(args, tile.first == 0, group * plan.channels + channel,
                       given.first.v[kOrigin], static_cast<double>(given.first.v[kMean]) + mean,
@@ -204,10 +205,10 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
       });
 }
 
-template <typename T, int W>
+template <typename T, int W, int kSteps>
 __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, kMoments>& partials,
-                                           char* scratch, ForwardRings<T, W>& rings) {
+                                           char* scratch, PackRings<T, W, 1, kSteps>& rings) {
   using A = Accum<T>;
   const T* const x = static_cast<const T*>(args.x);
   const T* const residual = static_cast<const T*>(args.residual);
@@ -273,23 +274,23 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
   });
 }
 
-template <typename T, int W, bool kPlane>
+template <typename T, int W, bool kPlane, int kSteps>
 __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                        const __grid_constant__ ChannelPlan any_plan) {
   extern __shared__ __align__(128) char shared[];
   const ChannelPlan plan = any_plan.As<kPlane, W>();
-  ForwardRings<T, W> rings(plan, shared);
+  PackRings<T, W, 1, kSteps> rings(plan, shared);
   const ChannelPartials<Accum<T>, kMoments> partials(args.workspace, args.partial_rows,
                                                      plan.channels);
   if (args.mean.data == nullptr) {
-    FirstPass<T, W>(static_cast<const T*>(args.x), plan, partials, shared, rings);
+    FirstPass(static_cast<const T*>(args.x), plan, partials, shared, rings);
     MeetBlocks(plan);  // partial results are written
     Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
     if (args.y == nullptr) return;
     if (!plan.own_sums) cooperative_groups::this_grid().sync();  // what y is made of is
   }
-  SecondPass<T, W>(args, plan, partials, shared, rings);
+  SecondPass(args, plan, partials, shared, rings);
 }
 
 // y where the other kernel has left what it is made of.
@@ -351,16 +352,15 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
     return LastError(kOp);
   }
   if (!own && args.y == nullptr) return ffi::Error::Success();
-  ChannelTask task = ChannelTaskOf<T>(args.shape);
+  ChannelTask task = ChannelTaskOf<T>(kForwardNeeds, args.shape);
   task.aligned = Aligned(args.x, args.residual, args.y);
   task.statistics = own, task.apply = args.y != nullptr;
-  task.arrays = 1, task.parameters = kAffine, task.origins = 1;
-  task.ring_steps = kForwardSteps, task.other_arrays = args.residual == nullptr ? 0 : 1;
-  task.partial_rows = args.partial_rows, task.partial_numbers = kMoments;
+  task.other_arrays = args.residual == nullptr ? 0 : 1;
+  task.partial_rows = args.partial_rows;
   ChannelPlan plan = ChooseChannelPlan(task);
   const auto launch = [&](const BatchNormFwdArgs& wanted) {
-    return DispatchPlan<kVec<T>>(plan, [&]<int W, bool kPlane>() {
-      return LaunchChannels(kOp, BatchNormFwdKernel<T, W, kPlane>, stream, plan, wanted);
+    return DispatchPlan<kVec<T>, kForwardNeeds>(plan, [&]<int W, bool kPlane, int kSteps>() {
+      return LaunchChannels(kOp, BatchNormFwdKernel<T, W, kPlane, kSteps>, stream, plan, wanted);
     });
   };
   // Where there is no second pass, too: so statistics have the same bits.

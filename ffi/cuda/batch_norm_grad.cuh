@@ -13,12 +13,6 @@ namespace {
 // What dz is: dy, or dy where relu's argument was positive, by y or computed anew.
 enum class Mask { kNone, kOfY, kOfX };
 
-// What is loaded at a time.
-template <typename T, int W, Mask kMask>
-struct GradPacks {
-  Pack<T, W> dy, x, y;
-};
-
 // A pass's arrays; dresidual is null where it does not write it.
 template <typename T>
 struct GradArrays {
@@ -26,14 +20,7 @@ struct GradArrays {
   T* dresidual;
 };
 
-template <Mask kMask, int W, typename T>
-__device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, bool wanted,
-                                         std::int64_t start, GradPacks<T, W, kMask>& packs) {
-  LoadIf<W>(wanted, arrays.dy, start, packs.dy);
-  LoadIf<W>(wanted, arrays.x, start, packs.x);
-  if constexpr (kMask == Mask::kOfY) LoadIf<W>(wanted, arrays.y, start, packs.y);
-}
-// The same to a place in a ring; where dz and x stay, y alone.
+// To a place in a ring; where dz and x stay, y alone.
 template <Mask kMask, typename T, typename Place>
 __device__ __forceinline__ void CopyGrad(const GradArrays<T>& arrays, std::int64_t start,
                                          bool stays, Place& place) {
@@ -46,6 +33,7 @@ __device__ __forceinline__ void WidenGrad(const Place& place, A (&dy)[W], A (&x)
   Widen(place.Get(1), x);
   if constexpr (kMask == Mask::kOfY) Widen(place.GetOther(), y);
 }
+// The same of a span.
 template <Mask kMask, typename T, typename A, int W>
 __device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const ChannelSpan& span,
                                          A (&dy)[W], A (&x)[W], A (&y)[W]) {
@@ -96,6 +84,7 @@ struct Slope {
 
 // What dx is made of, of a channel.
 enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
+static_assert(kDxNumbers == kBackwardNeeds.parameters);
 
 template <typename A>
 __device__ __forceinline__ void SetDxNumbers(const Affine<A>& affine, const Slope<A>& line,

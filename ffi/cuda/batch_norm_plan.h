@@ -103,13 +103,21 @@ struct ChannelPlan {
   ChannelTurns step_turns, whole_turns, tile_turns;  // of steps, of those that are whole, of tiles
   ChannelStride forward, backward;
   int blocks;
-  int row_slots;   // columns: from one row of a step to the next, in shared memory, in packs
-  int slot_bytes;  // of an array's packs of a step there
-  bool sums;       // there is a first pass
-  bool own_sums;   // and each block puts its tiles' partial results together for itself
-  bool clustered;  // and those of a tile are a cluster
+  // Columns: so many rows of a step belong to one warp, which adds them up for itself; from one of
+  // a thread's columns to the next, in the block's sums.
+  int warp_rows, sums_pitch;
+  int row_slots;          // columns: from one row of a step to the next, in shared memory, in packs
+  int slot_bytes;         // of an array's packs of a step there
+  std::uint32_t nothing;  // 0, which a compiler of kernels cannot know
+  double inverse_elements;  // 1 over those of a channel
+  bool sums;                // there is a first pass
+  bool own_sums;            // and each block puts its tiles' partial results together for itself
+  bool clustered;           // and those of a tile are a cluster
   // A tile's channels in shared memory (SlotOfChannel), of each number that they have.
   int channel_shift, channel_pitch;
+  // Of a block, so many of the last steps are to be found in the L2 cache by the second pass; 0: it
+  // keeps what it likes.
+  int cached_steps;
   int ring_steps;   // so many of a part's steps are a ring
   int part_rings;   // of a part that is a whole tile
   int kept_rings;   // of a block, there from the first pass to the second
@@ -190,6 +198,12 @@ struct ChannelPlan {
     const std::int64_t behind = whole_steps - part.first;
     return static_cast<int>(behind < 0 ? 0 : behind < part.count ? behind : part.count);
   }
+  // How many of them, the first ones, need no place in the L2 cache.
+  constexpr int PassingSteps(const ChannelPart& part, bool last) const {
+    if (cached_steps == 0) return 0;
+    const auto count = static_cast<int>(part.count), behind = last ? cached_steps : 0;
+    return count < behind ? 0 : count - behind;
+  }
   // Columns: elements of each channel.
   constexpr std::int64_t ChannelElements(const ChannelPart& part) const {
     const std::int64_t step_rows = at_once * fold;
@@ -248,6 +262,7 @@ struct ChannelPlan {
   constexpr int ChannelColumns() const { return static_cast<int>(fold * inner); }
   constexpr int ColumnOf(int channel, int i, int of_tile) const {
     const int n = static_cast<int>(inner);
+    if (fold == 1) return channel * n + i;
     return (i / n * of_tile + channel) * n + i % n;
   }
 

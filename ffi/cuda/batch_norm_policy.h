@@ -8,7 +8,7 @@
 //   any                                    up to 1024              columns   one tile, about 64;
 //   inner
 //                                                                            1: or several, of 8 on
-//   up to 2048 to where a pack ends        more, whole packs       columns   8 to 256
+//   up to 4096 to where a pack ends        more, whole packs       columns   8 to 512
 //   32 and more                            any                     plane
 //   none of these                          any                     columns, packs of one element
 //
@@ -26,29 +26,47 @@
 
 namespace gradops {
 
+// What a direction's kernel needs.
+struct ChannelNeeds {
+  int arrays;           // that a thread keeps from the first pass for the second
+  int ring_steps;       // so many are a ring, that is, how far copies are ahead,
+  int long_ring_steps;  // and where many threads have no pack
+  int parameters;       // of a channel, in the second pass
+  int origins;          // of a channel, in the first one
+  int partial_numbers;  // of a channel, of each of its blocks
+};
+inline constexpr ChannelNeeds kForwardNeeds{.arrays = 1,
+                                            .ring_steps = 4,
+                                            .long_ring_steps = 6,
+                                            .parameters = 3,
+                                            .origins = 1,
+                                            .partial_numbers = 4};
+inline constexpr ChannelNeeds kBackwardNeeds{.arrays = 2,
+                                             .ring_steps = 3,
+                                             .long_ring_steps = 3,
+                                             .parameters = 5,
+                                             .origins = 0,
+                                             .partial_numbers = 2};
+
 // What the choice depends on.
 struct ChannelTask {
+  ChannelNeeds needs;
   std::int64_t groups, rows, channels, inner;  // of x
   int element_bytes;
   int accum_bytes;            // of an element of the accumulation type
   bool aligned;               // all arrays start at 16-byte boundaries
   bool statistics;            // there is a first pass, which adds up,
   bool apply;                 // and a second one;
-  bool apart;                 // if there is one, it is a kernel of its own
-  int arrays;                 // that a thread keeps from the first pass for the second
-  int other_arrays;           // that are copied ahead, too
-  int ring_steps;             // how far
-  int parameters;             // of a channel, in the second pass
-  int origins;                // of a channel, in the first one
-  int partial_numbers;        // of a channel, of each of its blocks
+  bool apart;                 // which is a kernel of its own
+  int other_arrays;           // that are copied ahead, but not kept
   std::int64_t partial_rows;  // of the workspace
   int multiprocessors;
   std::int64_t shared_bytes;  // of a multiprocessor
+  std::int64_t l2_bytes;
 };
 
-inline constexpr int kMaxLanes = 256;
-// Steps of a ring, that is, how far copies are ahead: forward, backward, of single elements.
-inline constexpr int kForwardSteps = 4, kBackwardSteps = 2, kElementSteps = 4;
+inline constexpr int kUsualLanes = 256;  // of a step's row, at most
+inline constexpr int kElementSteps = 4;  // of a ring of single elements
 
 // While a block adds up columns: room for so many more elements of all, to have them in other
 // banks.
@@ -58,8 +76,9 @@ inline constexpr int kSumsPadding = 16;
 // many bytes, of so many blocks, at most.
 inline constexpr std::int64_t kMaxOwnBytes = 96 << 10, kMaxOwnParts = 48;
 
+inline constexpr int kWarpThreads = 32;
 inline constexpr int kRingCounters =
-    kChannelThreads / 32;  // of a tile, one for each warp of a block
+    kChannelThreads / kWarpThreads;  // of a tile, one for each warp of a block
 
 // Dynamic memory of a block that has a multiprocessor to itself: CUDA keeps 1 KB, and static memory
 // is less than another one.
@@ -93,7 +112,7 @@ constexpr Deal DealOut(const ChannelTask& task, std::int64_t tiles, std::int64_t
 
 // What a block reads of a tile's partial results if it puts them together for itself.
 constexpr std::int64_t OwnBytes(const ChannelTask& task, const Deal& deal, std::int64_t channels) {
-  return deal.stride * channels * task.partial_numbers * task.accum_bytes;
+  return deal.stride * channels * task.needs.partial_numbers * task.accum_bytes;
 }
 constexpr bool OwnSums(const ChannelTask& task, const Deal& deal, std::int64_t channels) {
   return task.statistics && !task.apart && deal.tile_stride > 0 && deal.stride <= kMaxOwnParts &&
@@ -126,9 +145,10 @@ constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t rows, std::
                             : lanes < 16  ? 40
                             : lanes < 32  ? 24
                             : lanes < 128 ? 8
-                            : lanes > 128 ? 40
+                            : lanes > 256 ? 130
+                            : lanes > 128 ? 80
                                           : 0;
-  const std::int64_t cut = tiles > 1 && lanes % 8 != 0 ? 100 : 0;
+  const std::int64_t cut = tiles == 1 || lanes % 8 == 0 ? 0 : lanes < 128 ? 100 : 40;
   return (1024 + taken) / 2 * own / (slowest + besides) - cost - cut;
 }
 
@@ -141,9 +161,9 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   plan.lanes = 0;
   std::int64_t best = std::numeric_limits<std::int64_t>::min();
   const std::int64_t packs = least_fold * row / width;  // of the fewest rows that end with a pack
-  const bool whole = packs <= kMaxLanes / 2 || (least_fold > 1 && packs <= kMaxLanes);
+  const bool whole = packs <= kUsualLanes / 2 || (least_fold > 1 && packs <= kUsualLanes);
   if (whole) {  // one tile, of as few rows as give a multiprocessor's reads some length
-    const std::int64_t times = std::max<std::int64_t>(1, kMaxLanes / 4 / packs);
+    const std::int64_t times = std::max<std::int64_t>(1, kUsualLanes / 4 / packs);
     plan.fold = least_fold * std::min(times, CeilDiv(task.rows, least_fold));
     const std::int64_t lanes = plan.fold * row / width;
     plan.lanes = static_cast<int>(lanes);
@@ -153,7 +173,7 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
     const std::int64_t least_channels = width / std::gcd(task.inner, width);
     const std::int64_t unit = least_channels * task.inner / width;
     const std::int64_t all = CeilDiv(packs, unit);
-    for (std::int64_t times = 1; times * unit <= kMaxLanes; ++times) {
+    for (std::int64_t times = 1; times * unit <= kChannelThreads; ++times) {
       const std::int64_t tiles = CeilDiv(all, times);
       if (times > 1 && CeilDiv(all, tiles) != times) continue;
       const std::int64_t fitness = Fitness(task, task.rows, times * unit, tiles, packs);
@@ -224,12 +244,12 @@ constexpr void ChooseWay(const ChannelTask& task, ChannelPlan& plan) {
   if (width > 1 && task.inner % width == 0 && task.inner >= 32 * width) {
     CutPlanes(task, plan);
     ChannelPlan columns = plan;
-    if (Rounds(task, plan) > 2 && CutColumns(task, columns) &&
+    if (Rounds(task, plan) > 1 && CutColumns(task, columns) &&
         2 * Rounds(task, columns) <= Rounds(task, plan)) {
       plan = columns;
     }
   } else if (!CutColumns(task, plan)) {
-    if (task.inner >= (width > 1 ? 4 * width : kMaxLanes)) {
+    if (task.inner >= (width > 1 ? 4 * width : kUsualLanes)) {
       CutPlanes(task, plan);
     } else {
       plan.width = 1;
@@ -273,16 +293,42 @@ constexpr void ShareRings(const ChannelTask& task, const Deal& deal, ChannelPlan
   plan.given_rings = static_cast<int>(std::max<std::int64_t>(2, rings / plan.stride * 3 / 4));
 }
 
+// How many steps are a ring: more where a fifth of the threads have no pack, and a multiprocessor
+// much memory.
+constexpr int RingSteps(const ChannelTask& task, const ChannelPlan& plan) {
+  constexpr std::int64_t kMuchMemory = 160 << 10;
+  if (plan.width == 1) return kElementSteps;
+  const bool few = !plan.plane && 5 * plan.lanes * plan.at_once <= 4 * kChannelThreads;
+  return few && task.shared_bytes >= kMuchMemory ? task.needs.long_ring_steps
+                                                 : task.needs.ring_steps;
+}
+
+// Sets which steps the second pass finds in the L2 cache: without hints, half as much of it has
+// them. Not of arrays so large that this is little: these get slower.
+constexpr void ChooseCachedSteps(const ChannelTask& task, ChannelPlan& plan) {
+  constexpr std::int64_t kMostTimes = 5;  // the cache
+  const std::int64_t bytes =
+      task.groups * plan.group_elements * task.element_bytes * task.needs.arrays;
+  const std::int64_t cached = task.l2_bytes * 6 / 10;
+  if (!task.statistics || plan.width == 1 || bytes <= cached) return;
+  if (bytes > kMostTimes * task.l2_bytes) return;
+  const std::int64_t step_bytes =
+      std::int64_t{plan.plane ? kChannelThreads : plan.at_once * plan.lanes} * 16 *
+      task.needs.arrays;
+  plan.cached_steps =
+      static_cast<int>(std::max<std::int64_t>(1, cached / step_bytes / plan.blocks));
+}
+
 // Sets what a block has in shared memory: first sums of its threads, and of a tile's columns, and
 // origins; or parameters, and rings of arrays that do not stay, which no thread needs while sums
 // are there. Then rings of the others, those that are kept and one more: this one, too, where sums
 // are, if there is no other room.
 constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
-  const int columns = plan.plane ? 1 : plan.lanes * plan.width;
+  const auto lines = [](std::int64_t bytes) { return static_cast<int>(CeilDiv(bytes, 128) * 128); };
+  plan.warp_rows = plan.plane || kWarpThreads % plan.lanes != 0 ? 1 : kWarpThreads / plan.lanes;
+  plan.sums_pitch = plan.at_once / plan.warp_rows * plan.lanes + kSumsPadding / plan.width;
   const int sums =
-      plan.plane
-          ? kChannelThreads * 2
-          : (kChannelThreads * plan.width + kSumsPadding) * 2 * task.accum_bytes + columns * 16;
+      plan.plane ? kChannelThreads * 2 : plan.sums_pitch * plan.width * 2 * task.accum_bytes;
   const auto tile_channels = static_cast<int>(plan.tile_channels);
   plan.channel_shift = 0, plan.channel_pitch = tile_channels;
   if (!plan.plane && plan.inner == 1 && plan.width > 1) {
@@ -297,15 +343,14 @@ constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPl
   const bool skewed = !plan.plane && plan.tiles > 1 && plan.lanes != whole_lines &&
                       4 * skewed_slots <= 5 * kChannelThreads;
   plan.row_slots = skewed ? whole_lines : plan.lanes;
-  const int slots = skewed ? skewed_slots : kChannelThreads;
-  plan.slot_bytes = std::max(slots, kChannelThreads) * plan.width * task.element_bytes;
-  plan.ring_steps = plan.width == 1 ? kElementSteps : task.ring_steps;
+  const int slots = skewed ? skewed_slots : plan.at_once * plan.lanes;
+  plan.slot_bytes = lines(slots * plan.width * task.element_bytes);
+  plan.ring_steps = RingSteps(task, plan);
   plan.part_rings = static_cast<int>(CeilDiv(plan.steps, plan.ring_steps));
   const int ring_bytes = plan.ring_steps * plan.slot_bytes;
-  const auto lines = [](std::int64_t bytes) { return static_cast<int>(CeilDiv(bytes, 128) * 128); };
-  const int rings_bytes = plan.width > 1 ? task.arrays * ring_bytes : 0;
-  const int origin_bytes = task.statistics ? channel_bytes * task.origins : 0;
-  plan.other_at = lines(channel_bytes * task.parameters);
+  const int rings_bytes = plan.width > 1 ? task.needs.arrays * ring_bytes : 0;
+  const int origin_bytes = task.statistics ? channel_bytes * task.needs.origins : 0;
+  plan.other_at = lines(channel_bytes * task.needs.parameters);
   plan.origins_at = std::max(task.statistics ? sums : 0, plan.other_at);
   const int least = lines(plan.other_at + (plan.width > 1 ? task.other_arrays * ring_bytes : 0));
   plan.scratch_bytes = std::max(lines(plan.origins_at + origin_bytes), least);
@@ -320,9 +365,9 @@ constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPl
     const std::int64_t rings =
         plan.dealt() ? deal.rounds * CeilDiv(CeilDiv(plan.steps, plan.stride), plan.ring_steps)
                      : CeilDiv(plan.steps * plan.all_tiles, plan.blocks) / plan.ring_steps + 2;
-    plan.kept_rings =
-        static_cast<int>(std::clamp<std::int64_t>(budget / (task.arrays * ring_bytes), 0, rings));
-    plan.shared_bytes += plan.kept_rings * task.arrays * ring_bytes;
+    plan.kept_rings = static_cast<int>(
+        std::clamp<std::int64_t>(budget / (task.needs.arrays * ring_bytes), 0, rings));
+    plan.shared_bytes += plan.kept_rings * task.needs.arrays * ring_bytes;
     ShareRings(task, deal, plan);
   }
 }
@@ -337,7 +382,9 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
   const Deal deal = DealOut(task, plan.all_tiles, plan.steps);
   DivideSteps(task, deal, plan);
   plan.sums = task.statistics;
+  plan.inverse_elements = 1.0 / (static_cast<double>(task.rows) * static_cast<double>(task.inner));
   plan.own_sums = OwnSums(task, deal, plan.tile_channels);
+  ChooseCachedSteps(task, plan);
   DivideMemory(task, deal, plan);
   return plan;
 }

@@ -43,6 +43,9 @@ class PackPlace {
       : at_(at), pitch_(pitch), other_(other) {}
 
   __device__ __forceinline__ void Copy(int array, const T* from) { CopyAsync(At(array), from); }
+  __device__ __forceinline__ void Copy(int array, const T* from, bool passing) {
+    CopyAsync(At(array), from, passing);
+  }
   __device__ __forceinline__ void CopyOther(const T* from) { CopyAsync(other_, from); }
   __device__ __forceinline__ Pack<T, W> Get(int array) const { return Load(At(array)); }
   __device__ __forceinline__ Pack<T, W> GetOther() const { return Load(other_); }
@@ -66,6 +69,7 @@ template <typename T, int kArrays>
 class PackPlace<T, 1, kArrays> {
  public:
   __device__ __forceinline__ void Copy(int array, const T* from) { packs_[array].v[0] = *from; }
+  __device__ __forceinline__ void Copy(int array, const T* from, bool) { Copy(array, from); }
   __device__ __forceinline__ void CopyOther(const T* from) { Copy(kArrays, from); }
   __device__ __forceinline__ Pack<T, 1> Get(int array) const { return packs_[array]; }
   __device__ __forceinline__ Pack<T, 1> GetOther() const { return packs_[kArrays]; }
@@ -82,7 +86,8 @@ class PackRings {
  public:
   __device__ __forceinline__ PackRings(const ChannelPlan& plan, char* shared)
       : shared_(SharedAddress(shared)),
-        pitch_(static_cast<std::uint32_t>(plan.slot_bytes)),
+        // Not a number that the compiler knows to be the same for all threads: see CopyAsync.
+        pitch_(static_cast<std::uint32_t>(plan.slot_bytes) + plan.nothing * threadIdx.x),
         kept_(plan.kept_rings) {}
 
   __device__ __forceinline__ void BeginPart(const ChannelPlan& plan, const ChannelPart& part) {

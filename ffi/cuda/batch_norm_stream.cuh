@@ -16,28 +16,32 @@
 namespace gradops {
 namespace {
 
-// copy(place, start, stays) and later use(place, start) of this thread's packs in a part's steps,
-// from the first one on or, backwards, from the last one. stays: what the first pass leaves is
-// there. found: also of the last kSteps steps. between(), by all threads, when the first ones are
-// on their way; end_ring() after every kSteps steps or fewer. Packs that are not whole are left
-// out.
+// copy(place, start, known) and later use(place, start) of this thread's packs in a part's steps,
+// from the first one on or, backwards, from the last one. known: forwards, of the first `passing`
+// steps, that the second pass will not find them in the L2 cache; backwards, that what the first
+// pass leaves is there. found: also of the last kSteps steps. between(), by all threads, when the
+// first ones are on their way; end_ring() after every kSteps steps or fewer. Packs that are not
+// whole are left out.
 template <bool kBackwards, typename T, int W, int kArrays, int kSteps, typename Copy,
           typename Between, typename Use, typename EndRing>
 __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelPart& part,
-                                         PackRings<T, W, kArrays, kSteps>& rings, bool found,
-                                         const Copy& copy, const Between& between, const Use& use,
-                                         const EndRing& end_ring) {
+                                         PackRings<T, W, kArrays, kSteps>& rings, int passing,
+                                         bool found, const Copy& copy, const Between& between,
+                                         const Use& use, const EndRing& end_ring) {
   const int count = static_cast<int>(part.count), whole = plan.WholeSteps(part);
   rings.BeginPart(plan, part);
   PackWalk<kBackwards> walk(plan, part, plan.StepOf(part, kBackwards ? count - 1 : 0));
   const bool idle = walk.idle();
   PackWalk<kBackwards> ahead = walk;
   unsigned there = 0;  // of which steps of the ring there is this thread's pack
-  const auto fetch = [&](std::uint32_t ring, int step, bool stays) {
+  const auto known_of = [&](int ring) {
+    return kBackwards ? rings.stays(ring) : ring * kSteps < passing;
+  };
+  const auto fetch = [&](std::uint32_t ring, int step, bool known) {
     const int k = step % kSteps;
     const bool wanted = step >= 0 && step < count && (step < whole || ahead.whole());
     there = (there & ~(1u << k)) | (unsigned{wanted} << k);
-    if (wanted) copy(rings.Place(ring, k), ahead.start(), stays);
+    if (wanted) copy(rings.Place(ring, k), ahead.start(), known);
     CommitCopies();
     ahead.Move();
   };
@@ -48,7 +52,7 @@ __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelP
       if (step < 0) {
         CommitCopies();
       } else {
-        fetch(rings.Ring(step / kSteps), step, kBackwards && (found || rings.stays(step / kSteps)));
+        fetch(rings.Ring(step / kSteps), step, (kBackwards && found) || known_of(step / kSteps));
       }
     }
   }
@@ -58,7 +62,7 @@ __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelP
   while (kBackwards ? step >= 0 : step < count) {
     const int number = step / kSteps, then = kBackwards ? number - 1 : number + 1;
     const std::uint32_t ring = rings.Ring(number), next = rings.Ring(max(then, 0));
-    const bool stays = kBackwards && rings.stays(then);
+    const bool known = known_of(then);
     // All steps of this ring and of the next one are whole.
     if (kBackwards ? step % kSteps == kSteps - 1 && step < whole && number > 0
                    : step + 2 * kSteps <= whole) {
@@ -67,7 +71,7 @@ __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelP
         const int k = kBackwards ? kSteps - 1 - i : i;
         WaitForCopies<kSteps - 1>();
         use(rings.Place(ring, k), walk.start());
-        copy(rings.Place(next, k), ahead.start(), stays);
+        copy(rings.Place(next, k), ahead.start(), known);
         CommitCopies();
         walk.Move(), ahead.Move();
       }
@@ -83,7 +87,7 @@ __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelP
         if (kBackwards && step < kSteps) {
           CommitCopies();
         } else {
-          fetch(next, kBackwards ? step - kSteps : step + kSteps, stays);
+          fetch(next, kBackwards ? step - kSteps : step + kSteps, known);
         }
         step += kBackwards ? -1 : 1;
       }
@@ -184,7 +188,7 @@ class SharedSteps {
 template <bool kBackwards, typename T, int kArrays, int kSteps, typename Copy, typename Between,
           typename Use, typename EndRing>
 __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelPart& part,
-                                         PackRings<T, 1, kArrays, kSteps>& rings, bool,
+                                         PackRings<T, 1, kArrays, kSteps>& rings, int, bool,
                                          const Copy& copy, const Between& between, const Use& use,
                                          const EndRing& end_ring) {
   const int count = static_cast<int>(part.count);
@@ -238,11 +242,11 @@ __device__ __forceinline__ void ForSecondPass(const ChannelPlan& plan, ChannelPa
       between();
       steps.Run(copy, use);
       part.count = plan.kept_rings * kSteps;
-      ForPacks<true>(plan, part, rings, false, copy, [] {}, use, [] {});
+      ForPacks<true>(plan, part, rings, 0, false, copy, [] {}, use, [] {});
       return;
     }
   }
-  ForPacks<true>(plan, part, rings, found && plan.ring_stays, copy, between, use, [] {});
+  ForPacks<true>(plan, part, rings, 0, found && plan.ring_stays, copy, between, use, [] {});
 }
 
 }  // namespace

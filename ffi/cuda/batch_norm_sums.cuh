@@ -48,43 +48,58 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const Channe
   struct alignas(2 * sizeof(A)) Pair {
     A first, second;
   };
-  // Neighbours ask for neighbouring columns, W of which are one thread's, kPitch apart: in other
+  // [W][pitch]: neighbours ask for neighbouring columns, W of which are one thread's, in other
   // banks.
-  constexpr int kPitch = kChannelThreads + kSumsPadding / W;
-  Pair* const parts = reinterpret_cast<Pair*>(scratch);                    // [W][kPitch]
-  double2* const totals = reinterpret_cast<double2*>(parts + W * kPitch);  // [lanes][W]
-  const int thread = static_cast<int>(threadIdx.x);
-  __syncthreads();  // scratch has been read
+  Pair* const pairs = reinterpret_cast<Pair*>(scratch);
+  const int thread = static_cast<int>(threadIdx.x), pitch = plan.sums_pitch;
+  ThreadSums<A, W> own = sums;
+  for (int rows = plan.warp_rows; rows > 1; rows /= 2) {
 #pragma unroll
-  for (int j = 0; j < W; ++j) {
-    parts[j * kPitch + thread] = {sums.all[0][j], sums.all[1][j]};
+    for (int v = 0; v < 2; ++v) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        own.all[v][j] += __shfl_xor_sync(0xffffffffu, own.all[v][j], rows / 2 * plan.lanes);
+      }
+    }
+  }
+  const int rows = plan.at_once / plan.warp_rows;  // that are left of a step
+  const bool several = plan.warp_rows > 1;
+  const int slot = several ? thread / kWarp * plan.lanes + thread % kWarp : thread;
+  __syncthreads();  // scratch has been read
+  if (several ? thread % kWarp < plan.lanes : thread < rows * plan.lanes) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) pairs[j * pitch + slot] = {own.all[0][j], own.all[1][j]};
   }
   __syncthreads();  // and is written
   const int of_tile = part.channels, columns = plan.ChannelColumns();
-  for (int column = thread; column < W * plan.lanes; column += kChannelThreads) {
-    const Pair* const own_parts = parts + column % W * kPitch + column / W;
-    double2 total{0, 0};
+  const auto add = [](double2& total, const Pair& pair) {
+    total.x += static_cast<double>(pair.first), total.y += static_cast<double>(pair.second);
+  };
+  // Each column's pairs, one of each row: to the first of them, where a channel has more columns.
+  const bool is_channel = columns == 1;
+  if (is_channel || rows > 1) {
+    for (int column = thread; column < W * plan.lanes; column += kChannelThreads) {
+      Pair* const of_column = pairs + column % W * pitch + column / W;
+      double2 total{0, 0};
 #pragma unroll 4
-    for (int r = 0; r < plan.at_once; ++r) {
-      const Pair own = own_parts[r * plan.lanes];
-      total.x += static_cast<double>(own.first), total.y += static_cast<double>(own.second);
+      for (int r = 0; r < rows; ++r) add(total, of_column[r * plan.lanes]);
+      if (!is_channel) {
+        *of_column = {static_cast<A>(total.x), static_cast<A>(total.y)};
+      } else if (column < of_tile) {
+        emit(column, total);
+      }
     }
-    if (columns > 1) {
-      totals[column] = total;
-    } else if (column < of_tile) {
-      emit(column, total);
-    }
+    if (is_channel) return;
+    __syncthreads();  // all columns are added up
   }
-  if (columns == 1) return;
-  __syncthreads();  // all columns' totals are written
   constexpr int kFew = 16;
   const bool few = columns <= kFew;  // for one thread; else a warp adds them up
   const int lane = few ? 0 : thread % kWarp, lanes = few ? 1 : kWarp;
   for (int channel = thread / lanes; channel < of_tile; channel += kChannelThreads / lanes) {
     double2 total{0, 0};
     for (int i = lane; i < columns; i += lanes) {
-      const double2 own = totals[plan.ColumnOf(channel, i, of_tile)];
-      total.x += own.x, total.y += own.y;
+      const int column = plan.ColumnOf(channel, i, of_tile);
+      add(total, pairs[column % W * pitch + column / W]);
     }
     if (!few) {
       double values[2] = {total.x, total.y};

@@ -16,27 +16,6 @@ namespace {
 
 // --- Packs ---------------------------------------------------------------------------------------
 
-// The pack at `start`, if it is wanted; otherwise the old one stays. No load is moved before a
-// store that precedes it, and none is non-coherent: dx may be dy's buffer.
-template <int W, typename T>
-__device__ __forceinline__ void LoadIf(bool wanted, const T* array, std::int64_t start,
-                                       Pack<T, W>& pack) {
-  if constexpr (W == 1) {
-    if (wanted) pack.v[0] = array[start];
-  } else {
-    uint4& words = AsWords(pack);
-    asm volatile(
-        "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.s32 wanted, %5, 0;\n"
-        "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
-        : "l"(array + start), "r"(static_cast<int>(wanted))
-        : "memory");
-  }
-}
-
 // What is stored is not read again: it shall not push out of the L2 cache what is.
 template <int W, typename T>
 __device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pack<T, W>& pack) {
@@ -175,35 +154,41 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const Ch
 // What tests want, where it is less than what a multiprocessor, or a GPU, has.
 inline int most_shared_bytes = std::numeric_limits<int>::max();
 inline int most_multiprocessors = std::numeric_limits<int>::max();
+inline int most_l2_bytes = std::numeric_limits<int>::max();
 inline bool never_clustered = false;
 
 template <typename T>
-ChannelTask ChannelTaskOf(const ChannelShape& shape) {
+ChannelTask ChannelTaskOf(const ChannelNeeds& needs, const ChannelShape& shape) {
   const Device device = CurrentDevice();
   ChannelTask task{};
+  task.needs = needs;
   task.groups = shape.outer.groups, task.rows = shape.outer.rows;
   task.channels = shape.channels(), task.inner = shape.inner;
   task.element_bytes = sizeof(T), task.accum_bytes = sizeof(Accum<T>);
+  task.l2_bytes = std::min(device.l2_bytes, most_l2_bytes);
   task.multiprocessors = std::min(device.multiprocessors, most_multiprocessors);
   task.shared_bytes = std::min(device.shared_bytes, most_shared_bytes);
   return task;
 }
 
-// fn.operator()<width of packs, whether tiles are planes>().
-template <int kWidest, typename Fn>
+// fn.operator()<width of packs, whether tiles are planes, steps of a ring>().
+template <int kWidest, ChannelNeeds kNeeds, typename Fn>
 ffi::Error DispatchPlan(const ChannelPlan& plan, const Fn& fn) {
   if (plan.width == 1) {
-    return plan.plane ? fn.template operator()<1, true>() : fn.template operator()<1, false>();
+    return plan.plane ? fn.template operator()<1, true, kElementSteps>()
+                      : fn.template operator()<1, false, kElementSteps>();
   }
-  return plan.plane ? fn.template operator()<kWidest, true>()
-                    : fn.template operator()<kWidest, false>();
+  if (plan.plane) return fn.template operator()<kWidest, true, kNeeds.ring_steps>();
+  return plan.ring_steps == kNeeds.ring_steps
+             ? fn.template operator()<kWidest, false, kNeeds.ring_steps>()
+             : fn.template operator()<kWidest, false, kNeeds.long_ring_steps>();
 }
 
-// Calls kernel(args, plan, others...). Blocks that need each other's partial results run at the
+// Calls kernel(args, plan). Blocks that need each other's partial results run at the
 // same time: in a cluster those of a tile, where the GPU has room for all clusters, or all.
-template <typename... Parameters, typename Args, typename... Others>
-ffi::Error LaunchChannels(const char* op, void (*kernel)(Parameters...), cudaStream_t stream,
-                          ChannelPlan plan, const Args& args, const Others&... others) {
+template <typename Args>
+ffi::Error LaunchChannels(const char* op, void (*kernel)(Args, ChannelPlan), cudaStream_t stream,
+                          ChannelPlan plan, const Args& args) {
   // Once, as it takes time: as much shared memory as any plan takes.
   int bytes = 0;
   const auto ask = [&](int& answer) {
@@ -244,7 +229,7 @@ ffi::Error LaunchChannels(const char* op, void (*kernel)(Parameters...), cudaStr
     attribute.val.cooperative = 1;
     config.numAttrs = plan.meets() ? 1 : 0;
   }
-  return ToError(op, cudaLaunchKernelEx(&config, kernel, args, plan, others...));
+  return ToError(op, cudaLaunchKernelEx(&config, kernel, args, plan));
 }
 
 }  // namespace

@@ -67,13 +67,10 @@ int RunHard(const Size& size) {
 int RunMeetings() {
   const Case c{{1, 4096, 2048, 1}, {}};
   most_multiprocessors = 64;  // so that there is room for all clusters, whatever is next to what
-  ChannelTask task = ChannelTaskOf<float>({{1, c.rows, c.channels}, c.inner});
+  ChannelTask task = ChannelTaskOf<float>(kForwardNeeds, {{1, c.rows, c.channels}, c.inner});
   task.aligned = task.statistics = task.apply = true, task.partial_rows = 512;
-  task.arrays = 1, task.parameters = kAffine, task.origins = 1, task.ring_steps = kForwardSteps;
-  task.partial_numbers = kMoments;
   ChannelTask back = task;
-  back.arrays = 2, back.parameters = 5, back.origins = 0, back.ring_steps = kBackwardSteps;
-  back.partial_numbers = 2;
+  back.needs = kBackwardNeeds;
   if (!ChooseChannelPlan(task).has_cluster_size() || !ChooseChannelPlan(back).has_cluster_size()) {
     std::printf("%s: no clusters\n", c.Text().c_str());
     std::exit(1);

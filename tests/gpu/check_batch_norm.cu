@@ -250,15 +250,13 @@ int RunAll() {
 // Whether blocks share rings of the second pass, in both directions.
 template <typename T>
 bool SharesRings(const Size& size, const Options& options) {
-  ChannelTask task = ChannelTaskOf<T>({{size.groups, size.rows, size.channels}, size.inner});
+  const ChannelShape shape{{size.groups, size.rows, size.channels}, size.inner};
+  ChannelTask task = ChannelTaskOf<T>(kForwardNeeds, shape);
   task.aligned = task.statistics = task.apply = true;
-  task.partial_rows = options.partial_rows;
-  task.arrays = 1, task.parameters = kAffine, task.origins = 1, task.ring_steps = kForwardSteps;
-  task.other_arrays = options.residual ? 1 : 0, task.partial_numbers = kMoments;
+  task.partial_rows = options.partial_rows, task.other_arrays = options.residual ? 1 : 0;
   const bool forward = ChooseChannelPlan(task).shared_rings > 0;
-  task.arrays = 2, task.parameters = 5, task.origins = 0, task.ring_steps = kBackwardSteps;
+  task.needs = kBackwardNeeds;
   task.other_arrays = options.relu && (options.has_y || options.residual) ? 1 : 0;
-  task.partial_numbers = 2;
   return forward && ChooseChannelPlan(task).shared_rings > 0;
 }
 
@@ -294,10 +292,12 @@ int main(int argc, char** argv) {
              RunAll<double, BFloat16>();
     };
     calls += run_all();
-    always_apart = true;
+    // And of an L2 cache that some arrays are larger than, but not by far.
+    always_apart = true, most_l2_bytes = 100'000;
     calls += run_all();
     // A GPU of little shared memory.
-    always_apart = false, most_shared_bytes = 84'000;
+    always_apart = false, most_l2_bytes = std::numeric_limits<int>::max();
+    most_shared_bytes = 84'000;
     calls += run_all();
   } else if (argc == 2 && std::strcmp(argv[1], "shared") == 0) {
     most_multiprocessors = 2;

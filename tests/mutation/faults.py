@@ -1121,6 +1121,27 @@ CUDA = [
         _gpu("batch_norm batch_norm_numerics", "(test_sizes or thousand) and not xla"),
     ),
     Fault(
+        "batch norm: of the rows that a warp has in a step, one is added up",
+        "ffi/cuda/batch_norm_sums.cuh",
+        "for (int rows = plan.warp_rows; rows > 1; rows /= 2) {",
+        "for (int rows = 1; rows > 1; rows /= 2) {",
+        _gpu("batch_norm", "test_sizes and ffi"),
+    ),
+    Fault(
+        "batch norm: a channel's columns are added up, their other rows are not",
+        "ffi/cuda/batch_norm_sums.cuh",
+        "if (is_channel || rows > 1) {",
+        "if (is_channel) {",
+        _gpu("batch_norm", "test_layouts and ffi"),
+    ),
+    Fault(
+        "batch norm: more is on its way than there is room for",
+        "ffi/cuda/batch_norm_policy.h",
+        "return few && task.shared_bytes >= kMuchMemory ?",
+        "return few ?",
+        _k("channel_plans", "test_more_is_on_its_way"),
+    ),
+    Fault(
         "batch norm: dx without what the mean is off by",
         "ffi/cuda/batch_norm_grad.cuh",
         "level(mean_dz - delta * (mean_dz_x_hat * rstd))",
