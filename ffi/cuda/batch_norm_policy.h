@@ -152,6 +152,18 @@ constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t rows, std::
   return (1024 + taken) / 2 * own / (slowest + besides) - cost - cut;
 }
 
+// Whether a multiprocessor has room for a tile's numbers and for rings of so many packs a step,
+// also with one more array, so that tiles are the same with and without it.
+constexpr bool Fits(const ChannelTask& task, std::int64_t channels, std::int64_t width,
+                    std::int64_t slots = kChannelThreads) {
+  constexpr std::int64_t kMostBetween = 96;  // where channels' numbers are in other banks
+  const ChannelNeeds& needs = task.needs;
+  const std::int64_t numbers =
+      (needs.parameters + needs.origins) * (channels + kMostBetween) * task.accum_bytes;
+  const std::int64_t ring = width == 1 ? 0 : needs.ring_steps * slots * 16;
+  return numbers + (needs.arrays + 1) * ring <= MaxChannelBytes(task.shared_bytes);
+}
+
 // Sets what columns need; false where packs of this width cannot be cut so.
 constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   const std::int64_t row = task.channels * task.inner, width = plan.width;
@@ -161,7 +173,8 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   plan.lanes = 0;
   std::int64_t best = std::numeric_limits<std::int64_t>::min();
   const std::int64_t packs = least_fold * row / width;  // of the fewest rows that end with a pack
-  const bool whole = packs <= kUsualLanes / 2 || (least_fold > 1 && packs <= kUsualLanes);
+  const bool whole = (packs <= kUsualLanes / 2 || (least_fold > 1 && packs <= kUsualLanes)) &&
+                     Fits(task, task.channels, width);
   if (whole) {  // one tile, of as few rows as give a multiprocessor's reads some length
     const std::int64_t times = std::max<std::int64_t>(1, kUsualLanes / 4 / packs);
     plan.fold = least_fold * std::min(times, CeilDiv(task.rows, least_fold));
@@ -176,6 +189,7 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
     for (std::int64_t times = 1; times * unit <= kChannelThreads; ++times) {
       const std::int64_t tiles = CeilDiv(all, times);
       if (times > 1 && CeilDiv(all, tiles) != times) continue;
+      if (!Fits(task, times * least_channels, width)) break;
       const std::int64_t fitness = Fitness(task, task.rows, times * unit, tiles, packs);
       if (fitness <= best) continue;
       best = fitness, plan.lanes = static_cast<int>(times * unit);
@@ -341,7 +355,8 @@ constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPl
   const int whole_lines = static_cast<int>(CeilDiv(plan.lanes, kLinePacks)) * kLinePacks;
   const int skewed_slots = plan.at_once * whole_lines + kLinePacks;
   const bool skewed = !plan.plane && plan.tiles > 1 && plan.lanes != whole_lines &&
-                      4 * skewed_slots <= 5 * kChannelThreads;
+                      4 * skewed_slots <= 5 * kChannelThreads &&
+                      Fits(task, tile_channels, plan.width, skewed_slots);
   plan.row_slots = skewed ? whole_lines : plan.lanes;
   const int slots = skewed ? skewed_slots : plan.at_once * plan.lanes;
   plan.slot_bytes = lines(slots * plan.width * task.element_bytes);
