@@ -204,14 +204,17 @@ void BindChannelPlans(nb::module_& m) {
           fields["slots"] = plan.slot_bytes / (plan.width * element_bytes);
           // Of all blocks: how many steps of each tile, and how many blocks of a tile at most.
           std::vector<std::int64_t> steps(static_cast<std::size_t>(plan.all_tiles)), parts = steps;
+          std::int64_t passing = 0;
           for (int block = 0; block < plan.blocks; ++block) {
             const ChannelShare share = plan.ShareOf(block);
             for (int i = 0; i < share.parts; ++i) {
               const ChannelPart part = plan.PartOf(share, i);
               steps[static_cast<std::size_t>(part.tile)] += part.count;
               parts[static_cast<std::size_t>(part.tile)] += 1;
+              passing += plan.PassingSteps(part);
             }
           }
+          fields["passing_steps"] = passing;
           fields["least_steps"] = *std::min_element(steps.begin(), steps.end());
           fields["most_steps"] = *std::max_element(steps.begin(), steps.end());
           fields["most_parts"] = *std::max_element(parts.begin(), parts.end());

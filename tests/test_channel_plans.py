@@ -103,7 +103,6 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
                 if row_slots != found["lanes"]:
                     assert row_slots % 8 == 0 and row_slots >= found["lanes"], what
                     assert found["at_once"] * row_slots + 7 <= found["slots"], what
-                assert found["lanes"] * found["at_once"] <= found["slots"], what
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
@@ -154,11 +153,20 @@ def test_more_is_on_its_way_where_threads_have_no_pack() -> None:
 
 def test_what_the_l2_cache_is_to_keep() -> None:
     """Three fifths of it; of small arrays it keeps all, of large ones nothing that matters."""
+    for gpu, rows, channels, inner in (
+        ("H200", 256 * 196, 512, 1), ("A100", 256 * 196, 512, 1), ("A100", 64, 256, 3136),
+        ("RTX 5090", 256, 512, 784),
+    ):  # fmt: skip
+        for backward in (False, True):
+            found = plan(rows, channels, inner, backward=backward, gpu=gpu)
+            if found["cached_steps"] == 0:
+                continue  # two arrays that are too large
+            step = (512 if found["plane"] else found["lanes"] * found["at_once"]) * 16
+            steps = found["tiles"] * found["steps"] - found["passing_steps"]
+            kept = steps * step * (2 if backward else 1)
+            assert 0.5 * GPUS[gpu][3] < kept <= 0.62 * GPUS[gpu][3], (gpu, found)
     for backward in (False, True):
-        found = plan(256 * 196, 512, backward=backward)
-        step = found["lanes"] * found["at_once"] * 16 * (2 if backward else 1)
-        kept = found["cached_steps"] * found["blocks"] * step
-        assert 0.55 * GPUS["H200"][3] < kept <= 0.6 * GPUS["H200"][3], found
+        assert plan(256 * 196, 512, backward=backward)["cached_steps"] > 0
         assert plan(256 * 49, 512, backward=backward)["cached_steps"] == 0
         assert plan(256 * 112 * 112, 64, backward=backward)["cached_steps"] == 0
 

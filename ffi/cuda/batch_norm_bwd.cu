@@ -34,7 +34,7 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
                                           const ChannelPartials<Accum<T>, 2>& partials,
                                           char* scratch, PackRings<T, W, 2, kSteps>& rings) {
   using A = Accum<T>;
-  ForParts<false>(plan, [&](const ChannelPart& part, bool last) {
+  ForParts<false>(plan, [&](const ChannelPart& part, bool) {
     A parameters[3][W];
     const auto find_parameters = [&] {
       LoadParameters(
@@ -54,7 +54,7 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
 
     int turns = 0;
     ForPacks<false>(
-        plan, part, rings, plan.PassingSteps(part, last), false,
+        plan, part, rings, plan.PassingSteps(part), false,
         [&](auto&& place, std::int64_t start, bool passing) {
           place.Copy(0, arrays.dy + start, passing), place.Copy(1, arrays.x + start, passing);
           if constexpr (kMask == Mask::kOfY) place.CopyOther(arrays.y + start);

@@ -51,7 +51,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
                                           char* scratch, PackRings<T, W, 1, kSteps>& rings) {
   using A = Accum<T>;
   A* const origins = reinterpret_cast<A*>(scratch + plan.origins_at);
-  ForParts<false>(plan, [&](const ChannelPart& part, bool last) {
+  ForParts<false>(plan, [&](const ChannelPart& part, bool) {
     const std::int64_t group = part.group, first_channel = part.channel;
     A origin[1][W];
     const auto find_origins = [&] {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
     };
     int elements = 0, turns = 0;
     ForPacks<false>(
-        plan, part, rings, plan.PassingSteps(part, last), false,
+        plan, part, rings, plan.PassingSteps(part), false,
         [&](auto&& place, std::int64_t start, bool passing) { place.Copy(0, x + start, passing); },
         find_origins,
         [&](auto&& place, std::int64_t) {

@@ -49,6 +49,7 @@ struct ChannelPlace {
 // Rings of these steps have numbers of the block's own, from `ring` on.
 struct ChannelPart {
   std::int64_t tile, first, count;
+  std::int64_t later;  // steps that the block has after these
   int ring;
   // Of the tile: its group and channels, and where in x it starts.
   std::int64_t group, channel, element;
@@ -118,10 +119,9 @@ struct ChannelPlan {
   // Of a block, so many of the last steps are to be found in the L2 cache by the second pass; 0: it
   // keeps what it likes.
   int cached_steps;
-  int ring_steps;   // so many of a part's steps are a ring
-  int part_rings;   // of a part that is a whole tile
-  int kept_rings;   // of a block, there from the first pass to the second
-  bool ring_stays;  // and the ring after these
+  int ring_steps;  // so many of a part's steps are a ring
+  int part_rings;  // of a part that is a whole tile
+  int kept_rings;  // of a block, there from the first pass to the second, as is the last ring
   // Rings of a tile, not kept, that its blocks take as they come, but for the first so many of
   // each; 0: each has its own steps.
   int shared_rings, given_rings;
@@ -199,10 +199,10 @@ struct ChannelPlan {
     return static_cast<int>(behind < 0 ? 0 : behind < part.count ? behind : part.count);
   }
   // How many of them, the first ones, need no place in the L2 cache.
-  constexpr int PassingSteps(const ChannelPart& part, bool last) const {
+  constexpr int PassingSteps(const ChannelPart& part) const {
     if (cached_steps == 0) return 0;
-    const auto count = static_cast<int>(part.count), behind = last ? cached_steps : 0;
-    return count < behind ? 0 : count - behind;
+    const std::int64_t passing = part.count + part.later - cached_steps;
+    return static_cast<int>(passing < 0 ? 0 : passing < part.count ? passing : part.count);
   }
   // Columns: elements of each channel.
   constexpr std::int64_t ChannelElements(const ChannelPart& part) const {
@@ -310,11 +310,13 @@ struct ChannelPlan {
     if (dealt()) [[likely]] {
       part.tile = share.first_tile + i * tile_stride, part.ring = i * part_rings;
       part.first = share.start, part.count = step_turns.Of(share.start);
+      part.later = (share.parts - 1 - i) * part.count;
     } else {
       part.tile = share.first_tile + i;
       const std::int64_t origin = part.tile * steps;
       part.first = share.start > origin ? share.start - origin : 0;
       part.count = (share.stop - origin < steps ? share.stop - origin : steps) - part.first;
+      part.later = share.stop - origin - part.first - part.count;
       const std::int64_t of_first = (share.first_tile + 1) * steps - share.start;
       const auto rings = static_cast<int>((of_first + ring_steps - 1) / ring_steps);
       part.ring = i == 0 ? 0 : rings + (i - 1) * part_rings;

@@ -57,7 +57,7 @@ struct ChannelTask {
   bool aligned;               // all arrays start at 16-byte boundaries
   bool statistics;            // there is a first pass, which adds up,
   bool apply;                 // and a second one;
-  bool apart;                 // which is a kernel of its own
+  bool apart;                 // which is, or would be, a kernel of its own
   int other_arrays;           // that are copied ahead, but not kept
   std::int64_t partial_rows;  // of the workspace
   int multiprocessors;
@@ -65,7 +65,7 @@ struct ChannelTask {
   std::int64_t l2_bytes;
 };
 
-inline constexpr int kUsualLanes = 256;  // of a step's row, at most
+inline constexpr int kUsualLanes = 256;  // of a tile that is not cut, at most
 inline constexpr int kElementSteps = 4;  // of a ring of single elements
 
 // While a block adds up columns: room for so many more elements of all, to have them in other
@@ -77,8 +77,7 @@ inline constexpr int kSumsPadding = 16;
 inline constexpr std::int64_t kMaxOwnBytes = 96 << 10, kMaxOwnParts = 48;
 
 inline constexpr int kWarpThreads = 32;
-inline constexpr int kRingCounters =
-    kChannelThreads / kWarpThreads;  // of a tile, one for each warp of a block
+inline constexpr int kRingCounters = kChannelThreads / kWarpThreads;  // of a tile
 
 // Dynamic memory of a block that has a multiprocessor to itself: CUDA keeps 1 KB, and static memory
 // is less than another one.
@@ -333,10 +332,9 @@ constexpr void ChooseCachedSteps(const ChannelTask& task, ChannelPlan& plan) {
       static_cast<int>(std::max<std::int64_t>(1, cached / step_bytes / plan.blocks));
 }
 
-// Sets what a block has in shared memory: first sums of its threads, and of a tile's columns, and
-// origins; or parameters, and rings of arrays that do not stay, which no thread needs while sums
-// are there. Then rings of the others, those that are kept and one more: this one, too, where sums
-// are, if there is no other room.
+// Sets what a block has in shared memory: first sums of its threads and origins; or parameters, and
+// rings of arrays that do not stay, which no thread needs while sums are there. Then rings of the
+// others, those that are kept and one more, for which there is room: see Fits.
 constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
   const auto lines = [](std::int64_t bytes) { return static_cast<int>(CeilDiv(bytes, 128) * 128); };
   plan.warp_rows = plan.plane || kWarpThreads % plan.lanes != 0 ? 1 : kWarpThreads / plan.lanes;
@@ -370,12 +368,7 @@ constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPl
   const int least = lines(plan.other_at + (plan.width > 1 ? task.other_arrays * ring_bytes : 0));
   plan.scratch_bytes = std::max(lines(plan.origins_at + origin_bytes), least);
   plan.shared_bytes = plan.scratch_bytes + rings_bytes;
-  plan.ring_stays = plan.shared_bytes <= MaxChannelBytes(task.shared_bytes);
-  if (!plan.ring_stays) {
-    plan.scratch_bytes = least;
-    plan.origins_at = std::max(plan.origins_at, least + rings_bytes);
-    plan.shared_bytes = plan.origins_at + origin_bytes;
-  } else if (task.statistics && task.apply) {
+  if (task.statistics && task.apply) {
     const std::int64_t budget = MaxChannelBytes(task.shared_bytes) - plan.shared_bytes;
     const std::int64_t rings =
         plan.dealt() ? deal.rounds * CeilDiv(CeilDiv(plan.steps, plan.stride), plan.ring_steps)

@@ -246,7 +246,7 @@ __device__ __forceinline__ void ForSecondPass(const ChannelPlan& plan, ChannelPa
       return;
     }
   }
-  ForPacks<true>(plan, part, rings, 0, found && plan.ring_stays, copy, between, use, [] {});
+  ForPacks<true>(plan, part, rings, 0, found, copy, between, use, [] {});
 }
 
 }  // namespace

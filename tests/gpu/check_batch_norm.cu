@@ -234,9 +234,9 @@ int RunAll() {
   run({1, 33, 130, 49}, {.relu = true, .has_y = false, .in_place = true});
   run({3, 11, 16, 36}, {.shared = true, .partial_rows = 1, .shift = 1});
   run({1, 2, 3, 300}, {.relu = true, .shift = 1});
-  // Of a second pass of its own: wide rows, packs of two channels, groups.
   run({1, 700, 2560, 1}, {.relu = true, .residual = true});
   run({1, 70, 24, 1}, {.relu = true, .has_y = false});
+  // Also of a second pass of its own: packs of two channels, groups.
   run({2, 64, 5, 20}, {.relu = true, .residual = true, .partial_rows = 20});
   run({3, 64, 9, 49}, {.relu = true, .has_y = false, .in_place = true});
   // Planes of which a block has nothing but a step without elements, on 132 multiprocessors.
@@ -244,6 +244,25 @@ int RunAll() {
   run({1, 7, 5, 3799}, {});
   // More than all blocks keep in shared memory.
   run({1, 40000, 256 / sizeof(T), 1}, {.relu = true, .residual = true});
+  return calls;
+}
+
+// Rings of more steps, which are taken again and again: where many threads have no pack.
+template <typename T, typename S>
+int RunLongRings() {
+  most_multiprocessors = 2;
+  const Size size{1, 90, 128 / static_cast<std::int64_t>(sizeof(T)), 49};
+  ChannelTask task =
+      ChannelTaskOf<T>(kForwardNeeds, {{size.groups, size.rows, size.channels}, size.inner});
+  task.aligned = task.statistics = task.apply = true, task.partial_rows = 512;
+  const ChannelPlan plan = ChooseChannelPlan(task);
+  if (plan.ring_steps != kForwardNeeds.long_ring_steps || plan.kept_rings >= plan.part_rings) {
+    std::printf("%s: no long rings\n", (Case{size, {}}.Text().c_str()));
+    std::exit(1);
+  }
+  const int calls = Run<T, S>({size, {}}) + Run<T, S>({size, {.relu = true, .residual = true}}) +
+                    Run<T, S>({size, {.relu = true, .has_y = false, .in_place = true}});
+  most_multiprocessors = std::numeric_limits<int>::max();
   return calls;
 }
 
@@ -285,7 +304,9 @@ int main(int argc, char** argv) {
   using namespace gradops;
   int calls = 0;
   if (argc == 1) {
-    calls += RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101}) +
+    calls += RunLongRings<float, Half>() + RunLongRings<BFloat16, float>() +
+             RunLongRings<Half, double>() + RunLongRings<double, BFloat16>() +
+             RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101}) +
              RunMeetings();
     const auto run_all = [] {
       return RunAll<float, Half>() + RunAll<BFloat16, float>() + RunAll<Half, double>() +
@@ -297,7 +318,7 @@ int main(int argc, char** argv) {
     calls += run_all();
     // A GPU of little shared memory.
     always_apart = false, most_l2_bytes = std::numeric_limits<int>::max();
-    most_shared_bytes = 84'000;
+    most_shared_bytes = 102'400;
     calls += run_all();
   } else if (argc == 2 && std::strcmp(argv[1], "shared") == 0) {
     most_multiprocessors = 2;
