@@ -26,8 +26,6 @@ class TestGlobalNorm(OpTests):
     kernels = ("sum_of_squares",)
     parameters = 1
 
-    forward_mode_of_kernels = True
-
     def op(self, x, p, *, implementation=None):
         with jax_gradops.use_implementation(implementation):
             return jax_gradops.global_norm({"x": x, "p": [p, None]})

@@ -99,7 +99,7 @@ def batch_norm(
     other. An empty batch has mean 0 and variance 0.
 
     The derivative with respect to x, scale, bias and residual is one fused operation; `jax.hessian`
-    and other derivatives of it work too. Forward mode (`jax.jvp`) needs ``implementation="xla"``.
+    and other derivatives of it work too, and so does forward mode (`jax.jvp`).
     Without a residual, relu's derivative is computed from x again; with one, from y: no mask is
     saved. What the derivative needs of statistics is named "batch_norm_mean", "batch_norm_rstd" and
     "batch_norm_delta" (what the mean's rounding has left) for
