@@ -283,9 +283,9 @@ def _name_partitioning(results: Sequence[Any], module: Any, name: str) -> None:
     devices = getattr(where, "device_assignment", None) or where.mesh.devices.flat
     depends_on = (
         module.platforms,
-        [d.id for d in devices],
+        [getattr(d, "id", None) for d in devices],
         (found.mesh.axis_names, found.mesh.devices.shape),
-        [d.id for d in found.mesh.devices.flat],
+        [getattr(d, "id", None) for d in found.mesh.devices.flat],
         sorted(getattr(where, "manual_axes", ())),
         str(getattr(where, "abstract_mesh", None)),
         found.infer_sharding_from_operands is None,  # of Shardy

@@ -122,6 +122,17 @@ ROWS: dict[str, tuple[str, str]] = {
         "the old API of custom calls is gone",
         "DifferentiableUniverseInitiative/jaxDecomp#66",
     ),
+    "P5": (
+        "the compilation cache gives a program of other attributes, or never finds one",
+        "jax-ml/jax#22702, jax-ml/jax#21159",
+    ),
+    "P6": ("the GSPMD partitioner aborts the process", "jax-ml/jax#39128"),
+    # --- Transformations
+    "T1": (
+        "a pullback cannot be transposed",
+        "jax-ml/jax#26121, jax-ml/jax#5309, google/jaxopt#141",
+    ),
+    "T2": ("a mapped axis's name is unbound, or a type has it too often", "jax-ml/jax#27903"),
 }
 
 #: Those that no test of pytest's can find, and what does.

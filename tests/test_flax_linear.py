@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
 
-import jax_gradops
 from jax_gradops import _modules
 from jax_gradops.nnx import DenseGelu, Linear, fuse, unfuse
 

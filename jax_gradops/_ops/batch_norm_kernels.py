@@ -73,7 +73,7 @@ def _forward(
 ) -> Arrays:
     wide = x.astype(accum_dtype(x.dtype))
     if mean is None or rstd is None:
-        n = _count(x, inner)
+        n = _count(wide, inner)
         # Rounded, the mean is off by delta. y does not depend on what is taken off first, so
         # neither does its gradient.
         first = _as_rounded(_channel_sum(lax.stop_gradient(wide), inner) / n)
@@ -174,7 +174,7 @@ def _backward(
         z = _argument(x_hat, scale, bias, None, inner) if y is None else y
         dz = jnp.where(z > 0, dz, 0)
     dscale, dbias = _channel_sum(dz * x_hat, inner), _channel_sum(dz, inner)
-    n = _count(x, inner)
+    n = _count(dz, inner)
     level = along_channels(dbias / n if mean_dz is None else mean_dz, dz, inner)
     slope = along_channels(dscale / n if mean_dz_x_hat is None else mean_dz_x_hat, dz, inner)
     factor = rstd if scale is None else rstd * scale.astype(rstd.dtype)
