@@ -122,7 +122,7 @@ struct ForwardScalars {
   bool offset;         // whether scale_offset is to be added
 
   explicit ForwardScalars(const LayerNormFwdArgs& args)
-      : epsilon(static_cast<A>(args.epsilon)),
+      : epsilon(EpsilonOf<A>(args.epsilon)),
         scale_offset(static_cast<A>(args.scale_offset)),
         inverse_features(A{1} / static_cast<A>(std::max<std::int64_t>(1, args.shape.features))),
         offset(args.scale_offset != 0 && args.scale.data != nullptr) {}
@@ -189,6 +189,40 @@ struct MeanRule {
     return first + (quotient + rest) / kFactor;
   }
 };
+
+// Whether the sum of a row's squares may have overflowed for a row of the caller's warp, all of
+// which calls it. Squares of float16s do not.
+template <typename T, typename A>
+__device__ __forceinline__ bool AnyOverflowed(A variance) {
+  if constexpr (std::is_same_v<T, Half>) return false;
+  return __any_sync(0xffffffffu, static_cast<int>(Overflowed(variance))) != 0;
+}
+
+// Replaces the variance of a row where the sum of squares has overflowed. All threads of a row come
+// here together: they have the same variance, and the rows of a warp come with each other.
+template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
+__device__ __forceinline__ void ReplaceOverflowed(const Place<T, P, kDivision, true>& place,
+                                                  HeldRow<T, P, kPacked>& h, Sum& sum,
+                                                  Accum<T> mean, Accum<T> delta,
+                                                  Accum<T> inverse_features, Accum<T>& variance) {
+  using A = Accum<T>;
+  A squares[1] = {};
+  FillHeld(place, h, mean);
+  ForHeld(place, h, [&](int, const A(&values)[kVec<T>], bool may_not_count) {
+    A last = 0;
+    A& sum_of = may_not_count ? last : squares[0];
+#pragma unroll
+    for (const A value : values) {
+      const A part = ((value - mean) - delta) * kLargeUnit<A>;
+      sum_of += part * part;
+    }
+    if (may_not_count && place.counts_last) squares[0] += last;
+  });
+  if (!place.counts) squares[0] = 0;
+  sum(squares);
+  const A large = squares[0] * inverse_features / kLargeUnit<A> / kLargeUnit<A>;
+  if (Overflowed(variance)) variance = large;
+}
 
 template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
 __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
@@ -302,8 +336,12 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
       merge(inverse_n, [&](auto& v) { sum.OverBlocks(v); });
     }
   }
-  const A variance = part.squares * inverse_n;
-  return {part.mean, part.delta, InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
+  A variance = part.squares * inverse_n;
+  if (variance < 0) variance = 0;
+  if (AnyOverflowed<T>(variance)) {
+    ReplaceOverflowed(place, h, sum, part.mean, part.delta, scalars.inverse_features, variance);
+  }
+  return {part.mean, part.delta, InverseDeviation(variance, scalars.epsilon)};
 }
 
 // RMS norm's factor for the row that the caller's team holds.
@@ -324,7 +362,11 @@ __device__ __forceinline__ Accum<T> InverseRootMeanSquare(const Place<T, P, kDiv
   A squares[1] = {halves[0] + halves[1]};
   if (!place.counts) squares[0] = 0;
   sum(squares);
-  return InverseDeviation(squares[0] * scalars.inverse_features, scalars.epsilon);
+  A variance = squares[0] * scalars.inverse_features;
+  if (AnyOverflowed<T>(variance)) {
+    ReplaceOverflowed(place, h, sum, A{0}, A{0}, scalars.inverse_features, variance);
+  }
+  return InverseDeviation(variance, scalars.epsilon);
 }
 
 }  // namespace
