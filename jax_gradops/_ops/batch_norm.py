@@ -91,6 +91,8 @@ def batch_norm(
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
       ValueError: for a shape, an axis or a number out of range, or a `residual` of another shape or
         dtype than x; for ``implementation="ffi"`` where there is no kernel.
+      NameError: for an `axis_name` that is not bound, as from `jax.lax.psum`. It is a ValueError,
+        too.
 
     All arithmetic is in float32 (float64 for float64), with one rounding at the end. Statistics are
     those of differences from a number of the channel, by parts, put together by Chan's formula:
@@ -153,7 +155,7 @@ def _checked_axis_name(op: str, value: Any) -> tuple[Any, int]:
     try:
         return names, math.prod(jax.lax.axis_size(name) for name in names)
     except NameError:
-        raise ValueError(
+        raise _checks.UnboundAxisError(
             f"{op}: axis_name={value!r} names no axis here. Names are bound inside jax.shard_map, "
             "jax.pmap or jax.vmap(..., axis_name=...); under jax.jit with a sharded batch, "
             "statistics are the whole batch's without one"
