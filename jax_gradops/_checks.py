@@ -15,6 +15,10 @@ from jax.core import Tracer
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
+class UnboundAxisError(ValueError, NameError):
+    """An axis name that is bound to no axis: wrong as an argument, and a NameError as JAX's is."""
+
+
 def described(value: Any) -> str:
     """What came, on one line: an array by its shape and dtype, what is long by its type."""
     if isinstance(value, Tracer):
@@ -48,6 +52,11 @@ def array(op: str, name: str, value: Any) -> jax.Array:
         raise TypeError(f"{op}: {name} must be an array, got {type(value).__name__}{fix}")
     # A dtype of NumPy's that JAX does not have would be JAX's error.
     x = value if isinstance(value, np.ndarray | np.generic) else jnp.asarray(value)
+    if isinstance(x, np.ndarray) and not x.dtype.isnative:  # JAX takes none, and does not say why
+        raise TypeError(
+            f"{op}: {name} must have this machine's byte order, got dtype {x.dtype.str!r}. "
+            f'Pass {name}.astype({name}.dtype.newbyteorder("="))'
+        )
     if x.dtype.name not in FLOAT_DTYPES:
         is_number = x.dtype == bool or is_real(x)
         fix = f". Cast it first: jnp.asarray({name}, jnp.float32)" if is_number else ""

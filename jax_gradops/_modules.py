@@ -6,14 +6,17 @@ cover, which Flax's own code then has to compute.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.linen import module as linen_module
 from flax.linen.dtypes import canonicalize_dtype
 from jax import lax
 
@@ -26,6 +29,8 @@ from jax_gradops._ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm
 from jax_gradops._primitive import Operands, Operation, Unknown
 
 _FLOATS = tuple(map(jnp.dtype, _checks.FLOAT_DTYPES))
+#: As it was at import. A user may give JAX's name to this library's function.
+JAX_GELU: Any = jax.nn.gelu
 
 
 class Sum(NamedTuple):
@@ -61,13 +66,54 @@ def check_callable(function: str, name: str, value: Any) -> None:
         raise _checks.wrong(function, name, "a module, or a function", value, TypeError)
 
 
+@dataclasses.dataclass
+class Offer:
+    """A sum that `add_norm` gives to a norm as an array, and what the array is the sum of.
+
+    The norm takes the offer where it is called with that very array: it adds by itself, and says
+    in `total` what came out. Whatever stands between the two sees an array, and may replace it.
+    """
+
+    total: Any
+    parts: Sum
+    array: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.array = self.total
+
+
+_offers: contextvars.ContextVar[Offer | None] = contextvars.ContextVar("_offers", default=None)
+
+
+@contextlib.contextmanager
+def _offered(offer: Offer) -> Iterator[None]:
+    token = _offers.set(offer)
+    try:
+        yield
+    finally:
+        _offers.reset(token)
+
+
+def offer_of(x: Any) -> Offer | None:
+    """The offer that `x` belongs to, if any."""
+    offer = _offers.get()
+    return offer if offer is not None and offer.array is x else None
+
+
+def _has_interceptors() -> bool:
+    """Whether a call of a linen module is intercepted. Flax has no public name for that (0.10)."""
+    return bool(getattr(linen_module, "_global_interceptor_stack", True))
+
+
 def add_norm(
     ours: tuple[type, ...], norm: Any, x: Any, residual: Any, bias: Any
 ) -> tuple[Any, Any]:
     """The function of that name in both APIs; `ours` are the modules that take a `Sum`.
 
-    A subclass that has a method of its own does not know of sums; one that Flax's transformations
-    made wraps ours, and `vmap` maps all arrays of a `Sum`, of which a bias has no axis for it.
+    A subclass that has a method of its own does not know of sums. One that Flax's transformations
+    made wraps ours. The module gets a `Sum` then, as an offer's array is another inside, unless an
+    interceptor would see the `Sum`. `vmap` maps all arrays of a `Sum`, and a bias has no axis for
+    it.
     """
     given = {"x": x, "residual": residual} | ({} if bias is None else {"bias": bias})
     for name, value in given.items():
@@ -87,10 +133,16 @@ def add_norm(
         fuses = inspect.unwrap(own) in map(inspect.unwrap, calls)
     else:
         fuses = own in calls and jnp.result_type(bias) in _FLOATS
-    if alike and fuses:
-        return call(Sum(*map(jnp.asarray, given.values())))
-    total = _plain_sum(x, residual, bias)
-    return call(total), total
+    if not (alike and fuses):
+        total = _plain_sum(x, residual, bias)
+        return call(total), total
+    parts = Sum(*map(jnp.asarray, given.values()))
+    if own not in calls and not _has_interceptors():
+        return call(parts)
+    offer = Offer(parts.plain(), parts)
+    with _offered(offer):
+        y = call(offer.array)
+    return y, offer.total
 
 
 # More than any array has: where the rank is not known, negative axes are told from others by it.
@@ -305,5 +357,5 @@ def gelu_of_sum(y: jax.Array, bias: jax.Array | None, approximate: bool) -> jax.
     """GELU of a matrix product and its bias."""
     _checks.flag("DenseGelu", "approximate", approximate)
     if y.dtype not in _FLOATS or y.size == 0 or (bias is not None and bias.dtype != y.dtype):
-        return jax.nn.gelu(y if bias is None else _plus(y, bias), approximate)
+        return JAX_GELU(y if bias is None else _plus(y, bias), approximate)
     return gelu(y, approximate) if bias is None else bias_gelu(y, bias, approximate)

@@ -15,12 +15,23 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax_gradops import _modules
 from jax_gradops._ops.bias_gelu import gelu
 
-# As they are now: what watches calls, `nnx.tabulate` say, puts others in their place for a while,
-# and has seen the call already.
+# Flax's classes and methods, as they are at import. What watches calls, `nnx.tabulate` say, puts
+# other methods in their place for a while, and has seen the call already. And a user may give
+# Flax's names to this library's classes. So nothing here reads Flax's names at call time.
+FLAX: Any = types.SimpleNamespace(
+    **{
+        name: getattr(nnx, name)
+        for name in (
+            *("LayerNorm", "RMSNorm", "BatchNorm", "Linear", "Sequential", "LinearGeneral"),
+            *("GroupNorm", "InstanceNorm", "WeightNorm", "SpectralNorm"),
+        )
+    }
+)
 LAYER_NORM: Any = nnx.LayerNorm.__call__
 RMS_NORM: Any = nnx.RMSNorm.__call__
 BATCH_NORM: Any = nnx.BatchNorm.__call__
 _SEQUENTIAL: Any = nnx.Sequential.__call__
+_GELUS: tuple[Any, ...] = (_modules.JAX_GELU, nnx.gelu, gelu)
 #: By class, of Flax's and, once these exist, of ours that compute the same.
 LINEARS: dict[type, Any] = {nnx.Linear: nnx.Linear.__call__}
 SEQUENTIALS: dict[type, Any] = {nnx.Sequential: _SEQUENTIAL}
@@ -31,36 +42,40 @@ SEQUENTIALS: dict[type, Any] = {nnx.Sequential: _SEQUENTIAL}
 
 def norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
     """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
+    offer = _modules.offer_of(x)
+    if offer is not None:
+        y, offer.total = _add_norm(module, flax, offer.parts, mask)
+        return y
     if isinstance(x, _modules.Sum):
         return _add_norm(module, flax, x, mask)
     x = jnp.asarray(x)
     shape = _modules.normalized_shape(module, x, mask)
     if shape is None:
         return flax(module, x, mask=mask)
-    x, *parameters = _promoted(module, x, shape)
-    centered = isinstance(module, nnx.LayerNorm)
+    centered = flax is LAYER_NORM
+    x, *parameters = _promoted(module, x, shape, centered=centered)
     return _modules.norm(module, x, shape, *parameters, centered=centered)
 
 
 def _add_norm(module: Any, flax: Any, x: _modules.Sum, mask: Any) -> Any:
     shape = _modules.normalized_shape(module, x, mask)
     if shape is not None and module.promote_dtype is promote_dtype:
-        promoted, *parameters = _promoted(module, x.x, shape)
+        centered = flax is LAYER_NORM
+        promoted, *parameters = _promoted(module, x.x, shape, centered=centered)
         if promoted.dtype == x.x.dtype:
-            centered = isinstance(module, nnx.LayerNorm)
             return _modules.norm(module, x, shape, *parameters, centered=centered)
     total = x.plain()
     return norm(module, flax, total, mask), total
 
 
-def _promoted(module: Any, x: Any, shape: tuple[int, ...]) -> list[Any]:
+def _promoted(module: Any, x: Any, shape: tuple[int, ...], *, centered: bool) -> list[Any]:
     """`x`, scale and bias as Flax takes them, the parameters in `shape`.
 
     But for what Flax's own function does to parameters: where `dtype` is narrower, it rounds them,
     and their gradients. The op computes in float32, so that this would only take time and digits.
     """
     given = [value(module.scale)]
-    if isinstance(module, nnx.LayerNorm):
+    if centered:
         given.append(value(module.bias))
     x, *promoted = module.promote_dtype((x, *given), dtype=module.dtype)
     parameters = not_rounded(module, given, promoted)
@@ -117,7 +132,7 @@ def _approximate(layer: Any) -> bool | None:
     given: dict[str, Any] = {}
     if isinstance(layer, functools.partial) and not layer.args:
         layer, given = layer.func, layer.keywords
-    known = layer is jax.nn.gelu or layer is nnx.gelu or layer is gelu
+    known = any(layer is one for one in _GELUS)
     return (
         bool(given.get("approximate", True)) if known and given.keys() <= {"approximate"} else None
     )

@@ -14,6 +14,11 @@ from flax.nnx import bridge
 from jax.core import Tracer
 
 from jax_gradops import _modules, _nnx
+from jax_gradops._nnx import FLAX
+
+# As they are at import: see _nnx.py.
+_LINEN_NORMS = (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
+_TO_NNX: Any = bridge.ToNNX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +45,9 @@ def change(
     model: Any, ours: Mapping[type, type], gelu: bool, linear: bool, residuals: str | None
 ) -> FuseReport:
     """Gives a model's modules the classes that `ours` has for Flax's, in place."""
-    wanted = {nnx.Sequential: gelu, nnx.Linear: linear}
+    wanted = {FLAX.Sequential: gelu, FLAX.Linear: linear}
     ours = {flax: own for flax, own in ours.items() if wanted.get(flax, True)}
-    norms = ours[nnx.LayerNorm], ours[nnx.RMSNorm]
+    norms = ours[FLAX.LayerNorm], ours[FLAX.RMSNorm]
     changed: dict[str, str] = {}
     left: dict[str, str] = {}
     for path, module in modules_of("fuse", model):
@@ -51,7 +56,7 @@ def change(
         if why:
             left[path] = why
         elif kind in ours and (
-            kind is not nnx.Sequential or len(_nnx.with_pairs(module)) < len(module.layers)
+            kind is not FLAX.Sequential or len(_nnx.with_pairs(module)) < len(module.layers)
         ):
             object.__setattr__(module, "__class__", ours[kind])
             changed[path] = f"jax_gradops.nnx.{ours[kind].__name__}"
@@ -77,20 +82,18 @@ def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
 def _why_left(module: Any, ours: Mapping[type, type]) -> str:
     """Why `fuse` does not change a module of a kind that is asked for; "" if nothing keeps it."""
     kind = type(module)
-    if kind in (nnx.Sequential, nnx.Linear) or kind.__module__ == "jax_gradops.nnx":
+    if kind in (FLAX.Sequential, FLAX.Linear) or kind.__module__ == "jax_gradops.nnx":
         return ""
     if kind in ours:
         return _modules.why_uncovered(module)
     for flax, own in ours.items():
         if isinstance(module, flax) and not isinstance(module, own):
             return f"{kind.__name__} is a subclass of {flax.__name__}, maybe with code of its own"
-    if isinstance(module, bridge.ToNNX) and isinstance(
-        module.to_nnx__module, (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
-    ):
+    if isinstance(module, _TO_NNX) and isinstance(module.to_nnx__module, _LINEN_NORMS):
         return "a linen module: jax_gradops.linen has its like"
-    if nnx.Linear in ours and isinstance(module, nnx.LinearGeneral):
+    if FLAX.Linear in ours and isinstance(module, FLAX.LinearGeneral):
         return f"no class for {kind.__name__}"
-    if isinstance(module, (nnx.GroupNorm, nnx.InstanceNorm, nnx.WeightNorm, nnx.SpectralNorm)):
+    if isinstance(module, (FLAX.GroupNorm, FLAX.InstanceNorm, FLAX.WeightNorm, FLAX.SpectralNorm)):
         return f"no kernel for {kind.__name__}"
     return ""
 

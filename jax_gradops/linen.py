@@ -244,13 +244,17 @@ def add_norm(
 
 def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
     """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
+    offer = _modules.offer_of(x)
+    if offer is not None:
+        y, offer.total = _norm(module, flax, offer.parts, mask)
+        return y
     shape = _modules.normalized_shape(module, x, mask)
     if shape is None:
         if not isinstance(x, _modules.Sum):
             return flax(module, x, mask=mask)
         total = x.plain()
         return flax(module, total, mask=mask), total
-    centered = isinstance(module, linen.LayerNorm)
+    centered = flax is _LAYER_NORM
     return _modules.norm(module, x, shape, *_parameters(module, shape), centered=centered)
 
 

@@ -107,6 +107,12 @@ def test_doctor_runs_the_kernels(
     assert all(c["error"] <= c["tolerance"] and not c["message"] for c in report["checks"])
 
 
+def test_doctor_without_jit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with JAX_DISABLE_JIT=1: nothing that is right is called wrong."""
+    with jax.disable_jit():
+        assert doctor_in_process(monkeypatch) == 0
+
+
 def test_doctor_finds_a_wrong_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -215,3 +216,118 @@ def test_a_dense_checkpoint_loads() -> None:
 
     y, variables = Flax().init_with_output(jax.random.key(0), x_of())
     np.testing.assert_allclose(Ours().apply(variables, x_of()), y, rtol=1e-5, atol=1e-5)
+
+
+def norm_of_a_sum(api: Any) -> tuple[Any, Any, Any]:
+    """A function of x and residual by `add_norm`, and both arrays."""
+    x = x_of()
+    residual = jnp.full_like(x, 1 / 3)
+    if api is jax_gradops.nnx:
+        norm: Any = api.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
+        return lambda x, residual: api.add_norm(norm, x, residual), x, residual
+
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any, residual: Any) -> Any:
+            return api.add_norm(api.LayerNorm(), x, residual)
+
+    variables = Block().init(jax.random.key(0), x, residual)
+    return functools.partial(Block().apply, variables), x, residual
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_interceptors_see_arrays_of_a_sum(transformed: bool) -> None:
+    norm_class = linen.remat(jax_gradops.linen.LayerNorm) if transformed else None
+
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any, residual: Any) -> Any:
+            norm = (norm_class or jax_gradops.linen.LayerNorm)(name="norm")
+            return jax_gradops.linen.add_norm(norm, x, residual)
+
+    seen: list[Any] = []
+
+    def double(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if not isinstance(context.module, linen.LayerNorm) or context.method_name != "__call__":
+            return call(*args, **kwargs)  # Flax's transformations call functions of their own
+        seen.extend(args)
+        assert args[0].dtype == jnp.float32 and args[0].shape == x.shape
+        return 2 * call(*args, **kwargs)
+
+    x, residual = x_of(), jnp.full_like(x_of(), 1 / 3)
+    variables = Block().init(jax.random.key(0), x, residual)
+    y, total = Block().apply(variables, x, residual)
+    with linen.intercept_methods(double):
+        twice, same = Block().apply(variables, x, residual)
+    assert seen and all(isinstance(array, jax.Array) for array in seen)
+    np.testing.assert_allclose(twice, 2 * y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(same, total)
+
+
+def test_a_cast_of_a_norms_argument_leaves_the_sum() -> None:
+    def cast(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if isinstance(context.module, linen.LayerNorm):
+            args = jax.tree.map(lambda a: a.astype(jnp.bfloat16), args)
+        return call(*args, **kwargs)
+
+    function, x, residual = norm_of_a_sum(jax_gradops.linen)
+    expected, total = function(x, residual)
+    with linen.intercept_methods(cast):
+        y, same = function(x, residual)
+    assert same.dtype == jnp.float32
+    np.testing.assert_array_equal(same, total)
+    np.testing.assert_allclose(y, expected, atol=0.1)
+
+
+@pytest.mark.parametrize("api", [jax_gradops.linen, jax_gradops.nnx], ids=["linen", "nnx"])
+def test_a_sum_is_added_by_the_norms_kernel(api: Any) -> None:
+    function, x, residual = norm_of_a_sum(api)
+    text = jax.jit(function).lower(x, residual).compile().as_text()
+    assert text is not None
+    assert "layer_norm_fwd" in text and " add(" not in text
+
+
+def test_captured_results_of_a_sum_are_arrays() -> None:
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            return jax_gradops.linen.add_norm(jax_gradops.linen.LayerNorm(name="norm"), x, x)
+
+    variables = Block().init(jax.random.key(0), x_of())
+    (y, _), state = Block().apply(variables, x_of(), capture_intermediates=True)
+    (captured,) = state["intermediates"]["norm"]["__call__"]
+    np.testing.assert_array_equal(captured, y)
+
+
+# --- Flax's names given to our classes -----------------------------------------------------------
+
+_NORMS = ("LayerNorm", "RMSNorm", "BatchNorm")
+
+
+def test_fuse_after_flax_has_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = mlp(nnx.Rngs(0))
+    group_norm, norm = nnx.GroupNorm(WIDTH, num_groups=1, rngs=nnx.Rngs(0)), nnx.LayerNorm
+    expected = before(x_of())
+    for name in (*_NORMS, "Linear", "Sequential"):
+        monkeypatch.setattr(nnx, name, getattr(jax_gradops.nnx, name))
+    for name in _NORMS:
+        monkeypatch.setattr(linen, name, getattr(jax_gradops.linen, name))
+    monkeypatch.setattr(jax.nn, "gelu", jax_gradops.gelu)
+    monkeypatch.setattr(nnx, "GroupNorm", None)
+    after = mlp(nnx.Rngs(0))
+    reports: list[Any] = []
+    for model in (before, after):
+        fuse(model, gelu=True, linear=True, report=reports.append)
+        assert type(model) is jax_gradops.nnx.Sequential
+        assert type(model.layers[0]) is jax_gradops.nnx.LayerNorm
+        np.testing.assert_allclose(model(x_of()), expected, rtol=1e-5, atol=1e-5)
+    fuse(nnx.Sequential(group_norm), report=reports.append)
+    assert reports[-1].left == {"layers.0": "no kernel for GroupNorm"}
+    assert type(unfuse(before).layers[0]) is norm
+
+
+def test_what_has_the_name_of_gelu_is_no_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.nn, "gelu", lambda x: x)
+    model = nnx.Sequential(nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(0)), jax.nn.gelu)
+    expected = model(x_of())
+    np.testing.assert_allclose(fuse(model, gelu=True)(x_of()), expected, rtol=1e-5)

@@ -37,6 +37,7 @@ NAMES: dict[str, Any] = {
     "np": np,
     "optax": optax,
     "objects": np.array([[1.0, None]]),
+    "big_endian": np.ones((2, 3, 4), ">f4"),
     "masked": np.ma.masked_array(np.ones(3)),
     "rngs": lambda: flax.nnx.Rngs(0),
     "norm": lambda: jax_gradops.nnx.LayerNorm(4, rngs=flax.nnx.Rngs(0)),
@@ -122,3 +123,9 @@ def test_wrong_max_norm_that_is_not_looked_at(wrong):
     for limit, f in ((jnp.float32(wrong), clip), (wrong, jax.jit(clip))):
         (clipped,), norm = f([leaf], limit)
         assert np.isnan(clipped).all() and norm > 1
+
+
+def test_an_unbound_axis_name_is_a_name_error_too() -> None:
+    for error in (ValueError, NameError):
+        with pytest.raises(error, match="names no axis here"):
+            jax_gradops.batch_norm(ARRAYS["x"], axis_name="nope")

@@ -13,6 +13,7 @@ import oracles
 import pytest
 from comparing import assert_bitwise_equal, small_integers, sums_of_small_integers, widen
 from conformance import IMPLEMENTATIONS_AND_DTYPES
+from jax.experimental import checkify
 from norm_problems import check, example, problem, references, run
 
 import jax_gradops
@@ -323,3 +324,22 @@ def test_long_sums(platform, op):
     np.testing.assert_allclose(results["scale"], expected * x[0], rtol=1e-5)
     if op == "layer_norm":
         np.testing.assert_allclose(results["bias"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_what_debuggers_see_of_a_nan(implementation: str) -> None:
+    """What README says of checkify and jax_debug_nans."""
+    x = jnp.array([[jnp.inf, 1, 2, 3]])
+
+    def found(function: Any) -> str:
+        checked = checkify.checkify(function, errors=checkify.nan_checks)
+        return jax.jit(checked)(x)[0].get() or ""
+
+    def norm(x: jax.Array) -> jax.Array:
+        return jax_gradops.rms_norm(x, implementation=implementation)
+
+    kernel = implementation == "ffi"
+    assert ("rsqrt" in found(norm)) == (not kernel) and bool(found(norm)) == (not kernel)
+    assert ("add" if kernel else "rsqrt") in found(lambda x: norm(x) + 1)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="jit|rsqrt"):
+        norm(x)

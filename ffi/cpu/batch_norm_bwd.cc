@@ -9,10 +9,12 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
 #include "cpu/batch_norm_pieces.h"
+#include "cpu/batch_norm_small.h"
 #include "cpu/column_sum.h"
 #include "ops/batch_norm.h"
 
@@ -164,10 +166,9 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   }
   const Layout<kFirst> layout(args.shape), wide = Layout<kFirst>::Wide(args.shape);
   const std::int64_t channels = layout.channels;
-  const Numbers<A, kFirst> numbers(wide);
   // dx needs level and slope, which come later.
-  const auto set_numbers = [&](std::int64_t group, std::int64_t channel, A mean_dz,
-                               A mean_dz_x_hat) {
+  const auto set_numbers = [&](const Numbers<A, kFirst>& numbers, std::int64_t group,
+                               std::int64_t channel, A mean_dz, A mean_dz_x_hat) {
     const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
     const A rstd = given(args.rstd), delta = given(args.delta);
     const A factor = rstd * ReadParam(args.scale, group, channel, A{1});
@@ -176,26 +177,52 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
                 {given(args.mean), factor, given(args.bias) - delta * factor,
                  mean_dz - delta * slope, slope});
   };
-  ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
-    set_numbers(group, channel, ReadParam(args.mean_dz, group, channel, A{0}),
+  const auto set_given = [&](const Numbers<A, kFirst>& numbers, std::int64_t group,
+                             std::int64_t channel) {
+    set_numbers(numbers, group, channel, ReadParam(args.mean_dz, group, channel, A{0}),
                 ReadParam(args.mean_dz_x_hat, group, channel, A{0}));
-  });
+  };
+  const auto numbers_of = [&](const Piece& piece) {
+    Numbers<A, kFirst> numbers(wide, piece.group);
+    for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
+      set_given(numbers, piece.group, c);
+    }
+    return numbers;
+  };
+  const auto all_numbers = [&] {
+    Numbers<A, kFirst> numbers(wide);
+    ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
+      set_given(numbers, group, channel);
+    });
+    return numbers;
+  };
   const bool wants_dx = args.dx != nullptr;
   const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
   const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
   // Stored as dx is.
   PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});
-  const auto apply = [&](const Piece& piece) {
+  const auto apply = [&](const Numbers<A, kFirst>& numbers, const Piece& piece) {
     Apply<T, kMask>(args, wide, numbers, piece, streamed);
   };
+  const Pieces<kFirst> of_elements = Pieces<kFirst>::ForElements(wide, 3 * sizeof(T));
+  const auto apply_all = [&](const Numbers<A, kFirst>& numbers) {
+    ForPiecesReversed(pool, of_elements, [&](const Piece& piece) { apply(numbers, piece); });
+  };
   if (args.mean_dz.data != nullptr) {
-    if (wants_dx) ForPiecesReversed(pool, wide, 3 * sizeof(T), apply);
+    if (!wants_dx) return ffi::Error::Success();
+    if (of_elements.parts > 1) {
+      apply_all(all_numbers());
+    } else {
+      ForPiecesReversed(pool, of_elements,
+                        [&](const Piece& piece) { apply(numbers_of(piece), piece); });
+    }
     return ffi::Error::Success();
   }
 
   const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
   const auto terms = static_cast<double>(args.shape.terms());
-  const auto finish = [&](std::int64_t group, std::int64_t first, const Sums& sums) {
+  const auto finish = [&](const Numbers<A, kFirst>& numbers, std::int64_t group,
+                          std::int64_t first, const Sums& sums) {
     for (std::size_t c = 0; c < sums[0].size(); ++c) {
       const std::int64_t channel = first + static_cast<std::int64_t>(c),
                          i = group * channels + channel;
@@ -206,7 +233,8 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
           (sums[1][c] - static_cast<double>(delta) * of_dz) * static_cast<double>(rstd);
       if (dscale.data() != nullptr) dscale.data()[i] = static_cast<A>(of_x_hat);
       if (dbias.data() != nullptr) dbias.data()[i] = static_cast<A>(of_dz);
-      set_numbers(group, channel, static_cast<A>(of_dz / terms), static_cast<A>(of_x_hat / terms));
+      set_numbers(numbers, group, channel, static_cast<A>(of_dz / terms),
+                  static_cast<A>(of_x_hat / terms));
     }
   };
   const auto store = [&] {
@@ -215,14 +243,18 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   };
   const Pieces<kFirst> pieces = Pieces<kFirst>::ForSums(layout, 2 * sizeof(T), args.partial_rows);
   auto* const workspace = static_cast<A*>(args.workspace);  // [groups, partial_rows, 2, channels]
+  std::optional<Numbers<A, kFirst>> shared;
+  if (pieces.parts > 1) shared.emplace(all_numbers());
   ForPieces(pool, pieces, [&](const Piece& piece) {
     Sums sums = Zeros(piece.channels());
-    AddSums<T, kMask>(args, layout, numbers, piece, sums);
     if (pieces.parts == 1) {
-      finish(piece.group, piece.channel, sums);
-      if (wants_dx) apply(piece.OfWhole(wide));
+      const Numbers<A, kFirst> numbers = numbers_of(piece);
+      AddSums<T, kMask>(args, layout, numbers, piece, sums);
+      finish(numbers, piece.group, piece.channel, sums);
+      if (wants_dx) apply(numbers, piece.OfWhole(wide));
       return;
     }
+    AddSums<T, kMask>(args, layout, *shared, piece, sums);
     A* const partial = workspace + (piece.group * args.partial_rows + piece.part) * 2 * channels;
     for (std::int64_t s = 0; s < 2; ++s) {
       const std::vector<double>& sum = sums[static_cast<std::size_t>(s)];
@@ -241,9 +273,9 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
           partial += channels;
         }
       }
-      finish(group, channel, all);
+      finish(*shared, group, channel, all);
     });
-    if (wants_dx) ForPiecesReversed(pool, wide, 3 * sizeof(T), apply);
+    if (wants_dx) apply_all(*shared);
   }
   return store();
 }
@@ -251,6 +283,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
 }  // namespace
 
 ffi::Error BatchNormBwd(CpuContext pool, const BatchNormBwdArgs& args) {
+  if (IsSmall(args.shape)) return SmallBatchNormBwd(pool, args);
   return DispatchDtype(FloatTypes{}, "batch_norm_bwd", args.dtype, [&]<typename T>() {
     const auto with_mask = [&]<Mask kMask>() {
       return args.shape.inner > 1 ? Backward<T, kMask, true>(pool, args)

@@ -19,6 +19,7 @@
 
 #include "common/math.h"
 #include "cpu/batch_norm_pieces.h"
+#include "cpu/batch_norm_small.h"
 #include "cpu/column_sum.h"
 #include "ops/batch_norm.h"
 
@@ -259,31 +260,49 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   }
   const Layout<kFirst> layout(args.shape), wide = Layout<kFirst>::Wide(args.shape);
   const std::int64_t channels = layout.channels;
-  const Coefficients<A, kFirst, kNumbers> numbers(wide);
-  const auto set_numbers = [&](std::int64_t group, std::int64_t channel, A mean, A rstd, A delta) {
+  using Numbers = Coefficients<A, kFirst, kNumbers>;
+  const auto set_numbers = [&](const Numbers& numbers, std::int64_t group, std::int64_t channel,
+                               A mean, A rstd, A delta) {
     const A factor = rstd * ReadParam(args.scale, group, channel, A{1});
     const A offset = ReadParam(args.bias, group, channel, A{0}) - delta * factor;
     numbers.Set(group, channel, {mean, factor, offset});
   };
   const bool streamed = PrepareResult(args.y, args.shape.elements() * std::int64_t{sizeof(T)},
                                       {args.x, args.residual});
-  const auto apply = [&](const Piece& piece) { Apply<T>(args, wide, numbers, piece, streamed); };
+  const auto apply = [&](const Numbers& numbers, const Piece& piece) {
+    Apply<T>(args, wide, numbers, piece, streamed);
+  };
+  const Pieces<kFirst> of_elements = Pieces<kFirst>::ForElements(wide, 2 * sizeof(T));
   if (!own) {
-    ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
+    const auto set_given = [&](const Numbers& numbers, std::int64_t group, std::int64_t channel) {
       const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
-      set_numbers(group, channel, given(args.mean), given(args.rstd), given(args.delta));
+      set_numbers(numbers, group, channel, given(args.mean), given(args.rstd), given(args.delta));
+    };
+    if (of_elements.parts > 1) {
+      const Numbers numbers(wide);
+      ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
+        set_given(numbers, group, channel);
+      });
+      ForPiecesReversed(pool, of_elements, [&](const Piece& piece) { apply(numbers, piece); });
+      return ffi::Error::Success();
+    }
+    ForPiecesReversed(pool, of_elements, [&](const Piece& piece) {
+      const Numbers numbers(wide, piece.group);
+      for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
+        set_given(numbers, piece.group, c);
+      }
+      apply(numbers, piece);
     });
-    ForPiecesReversed(pool, wide, 2 * sizeof(T), apply);
     return ffi::Error::Success();
   }
 
-  const Coefficients<A, kFirst, 1> base(layout);
-  ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
+  const auto first_element = [&](std::int64_t group, std::int64_t channel) {
     const T* const x = static_cast<const T*>(args.x) + layout.offset(group, 0);
-    base.Set(group, channel, {static_cast<A>(x[channel * layout.inner])});
-  });
-  const auto finish = [&](std::int64_t group, std::int64_t channel, double offset, double squares) {
-    const A first = base.One(0, group, channel);
+    return static_cast<A>(x[channel * layout.inner]);
+  };
+  const auto finish = [&](const Numbers& numbers, std::int64_t group, std::int64_t channel,
+                          double offset, double squares) {
+    const A first = first_element(group, channel);
     const A variance = static_cast<A>(squares / static_cast<double>(args.shape.terms()));
     const A mean = static_cast<A>(static_cast<double>(first) + offset);
     // In units of the first element, as the mean itself may have more digits than a double.
@@ -295,11 +314,13 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     static_cast<A*>(args.batch_variance)[i] = variance;
     static_cast<A*>(args.batch_rstd)[i] = rstd;
     static_cast<A*>(args.batch_delta)[i] = delta;
-    set_numbers(group, channel, mean, rstd, delta);
+    set_numbers(numbers, group, channel, mean, rstd, delta);
   };
-  const auto finish_all = [&](std::int64_t group, std::int64_t channel, const Moments& moments) {
+  const auto finish_all = [&](const Numbers& numbers, std::int64_t group, std::int64_t channel,
+                              const Moments& moments) {
     for (std::size_t i = 0; i < moments.means.size(); ++i) {
-      finish(group, channel + static_cast<std::int64_t>(i), moments.means[i], moments.squares[i]);
+      finish(numbers, group, channel + static_cast<std::int64_t>(i), moments.means[i],
+             moments.squares[i]);
     }
   };
   const Pieces<kFirst> pieces = Pieces<kFirst>::ForSums(layout, sizeof(T), args.partial_rows);
@@ -309,10 +330,15 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   };
   ForPieces(pool, pieces, [&](const Piece& piece) {
     Moments moments(piece.channels());
+    const Coefficients<A, kFirst, 1> base(layout, piece.group);
+    for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
+      base.Set(piece.group, c, {first_element(piece.group, c)});
+    }
     MomentsOf(static_cast<const T*>(args.x), layout, piece, base, moments);
     if (pieces.parts == 1) {
-      finish_all(piece.group, piece.channel, moments);
-      if (args.y != nullptr) apply(piece.OfWhole(wide));
+      const Numbers numbers(wide, piece.group);
+      finish_all(numbers, piece.group, piece.channel, moments);
+      if (args.y != nullptr) apply(numbers, piece.OfWhole(wide));
       return;
     }
     const auto round = [](double value) { return static_cast<A>(value); };
@@ -323,6 +349,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   });
   if (pieces.parts == 1) return ffi::Error::Success();
 
+  const Numbers numbers(wide);
   ForChannelBlocks(pool, layout, [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
     Moments all(n);
     double count = 0;
@@ -334,15 +361,18 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
             partial(group, part, 1) + channel, n);
       count += added;
     }
-    finish_all(group, channel, all);
+    finish_all(numbers, group, channel, all);
   });
-  if (args.y != nullptr) ForPiecesReversed(pool, wide, 2 * sizeof(T), apply);
+  if (args.y != nullptr) {
+    ForPiecesReversed(pool, of_elements, [&](const Piece& piece) { apply(numbers, piece); });
+  }
   return ffi::Error::Success();
 }
 
 }  // namespace
 
 ffi::Error BatchNormFwd(CpuContext pool, const BatchNormFwdArgs& args) {
+  if (IsSmall(args.shape)) return SmallBatchNormFwd(pool, args);
   return DispatchDtype(FloatTypes{}, "batch_norm_fwd", args.dtype, [&]<typename T>() {
     return args.shape.inner > 1 ? Forward<T, true>(pool, args) : Forward<T, false>(pool, args);
   });

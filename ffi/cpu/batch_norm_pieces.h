@@ -84,6 +84,12 @@ struct Pieces {
     return Pieces(layout, bytes_per_element, whole ? 1 : std::min(max_parts, kMaxParts));
   }
 
+  // For what is done element by element.
+  static Pieces ForElements(const Layout<kFirst>& layout, std::int64_t bytes_per_element) {
+    constexpr std::int64_t kMaxChunks = 1024;
+    return Pieces(layout, bytes_per_element, kMaxChunks);
+  }
+
   std::int64_t count() const { return layout.groups * parts * blocks; }
   Piece operator[](std::int64_t i) const {
     const std::int64_t part = i / blocks % parts, channel = i % blocks * channels;
@@ -122,25 +128,25 @@ struct Along {
   }
 };
 
-// kCount numbers for each group and channel; channels last, for each column of a row.
+// kCount numbers for each channel of all groups, or of one; channels last, for each column of a row.
+// Where groups are small, those of all groups take more memory than x: a piece that has whole
+// channels has its own.
 template <typename A, bool kFirst, int kCount>
 class Coefficients {
  public:
   explicit Coefficients(const Layout<kFirst>& layout)
-      : layout_(layout),
-        pitch_(kFirst ? layout.channels : layout.width),
-        values_(std::make_unique_for_overwrite<A[]>(
-            static_cast<std::size_t>(kCount * layout.groups * pitch_))) {}
+      : Coefficients(layout, /*first_group=*/0, layout.groups) {}
+  Coefficients(const Layout<kFirst>& layout, std::int64_t group) : Coefficients(layout, group, 1) {}
 
   void Set(std::int64_t group, std::int64_t channel, const std::array<A, kCount>& values) const {
     for (int k = 0; k < kCount; ++k) {
-      A* const all = values_.get() + (group * kCount + k) * pitch_;
+      A* const all = values_.get() + ((group - first_group_) * kCount + k) * pitch_;
       for (std::int64_t i = channel; i < pitch_; i += layout_.channels) all[i] = values[k];
     }
   }
   // Of a channel, or, channels last, of a column.
   const A& One(int k, std::int64_t group, std::int64_t start) const {
-    return values_[(group * kCount + k) * pitch_ + start];
+    return values_[((group - first_group_) * kCount + k) * pitch_ + start];
   }
   // From there on.
   Along<A, kFirst> Get(int k, std::int64_t group, std::int64_t start) const {
@@ -152,8 +158,15 @@ class Coefficients {
   }
 
  private:
+  Coefficients(const Layout<kFirst>& layout, std::int64_t first_group, std::int64_t groups)
+      : layout_(layout),
+        first_group_(first_group),
+        pitch_(kFirst ? layout.channels : layout.width),
+        values_(std::make_unique_for_overwrite<A[]>(
+            static_cast<std::size_t>(kCount * groups * pitch_))) {}
+
   Layout<kFirst> layout_;
-  std::int64_t pitch_;
+  std::int64_t first_group_, pitch_;
   std::unique_ptr<A[]> values_;
 };
 
@@ -182,10 +195,7 @@ void ForPieces(const CpuContext& pool, const Pieces<kFirst>& pieces, const Fn& f
 
 // The same from the last to the first, for what is read again: its end is still in a cache.
 template <bool kFirst, typename Fn>
-void ForPiecesReversed(const CpuContext& pool, const Layout<kFirst>& layout,
-                       std::int64_t bytes_per_element, const Fn& fn) {
-  constexpr std::int64_t kMaxChunks = 1024;
-  const Pieces<kFirst> pieces(layout, bytes_per_element, kMaxChunks);
+void ForPiecesReversed(const CpuContext& pool, const Pieces<kFirst>& pieces, const Fn& fn) {
   ParallelFor(pool, pieces.count(), [&](std::int64_t i) { fn(pieces[pieces.count() - 1 - i]); });
 }
 

@@ -80,6 +80,9 @@ struct Lanes {
       return a.registers[i] > b.registers[i] ? yes.registers[i] : no.registers[i];
     });
   }
+  friend Lanes Sqrt(const Lanes& a) {
+    return Map([&](int i) { return lanes::Sqrt(a.registers[i]); });
+  }
   // By a's sign, of zeros and NaN, too.
   friend Lanes IfNegative(const Lanes& a, const Lanes& yes, const Lanes& no) {
     using Signed = lanes::Vector<std::conditional_t<sizeof(A) == 8, std::int64_t, std::int32_t>>;

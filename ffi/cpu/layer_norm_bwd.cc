@@ -8,11 +8,13 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "common/math.h"
 #include "cpu/column_sum.h"
 #include "cpu/lanes.h"
+#include "cpu/layer_norm_narrow_bwd.h"
 #include "cpu/layer_norm_rows.h"
 #include "cpu/parallel.h"
 #include "ops/layer_norm.h"
@@ -63,10 +65,6 @@ class Shifted {
   std::int64_t group_;
   A mean_;
 };
-
-// Column sums, or what has them: of dscale, dbias and dresidual_bias.
-template <typename V>
-using PerSum = std::array<V, 3>;
 
 // Also adds the row's terms to the sums that are not null.
 template <typename T, bool kCentered, bool kFromOutput>
@@ -162,9 +160,8 @@ void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& par
 template <typename T, bool kCentered, bool kFromOutput>
 ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   using A = Accum<T>;
-  const std::int64_t groups = args.shape.groups, rows = args.shape.rows,
-                     features = args.shape.features;
-  if (groups * rows == 0) {
+  const std::int64_t features = args.shape.features;
+  if (args.shape.all_rows() == 0) {
     SetZero(args.dscale, args.shape);
     SetZero(args.dbias, args.shape);
     SetZero(args.dresidual_bias, args.shape);
@@ -189,12 +186,18 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
     results[sums++] = grads[s].data();
   }
 
+  // Groups matter where there are sums.
+  const std::int64_t groups = sums > 0 ? args.shape.groups : 1,
+                     rows = args.shape.all_rows() / groups;
+  const bool is_narrow = 0 < features && features <= kNarrowColumns;
   // A slice is a part of a group's rows with column sums of its own; a chunk is one slice, or
   // several small ones. A group of one slice adds up in the results themselves.
   const std::int64_t bytes_per_row = 3 * features * ByteWidthOf(args.dtype);
   const std::int64_t max_slices =
       sums > 0 ? std::min(args.partial_rows, kMaxSlices) : kMaxRowChunks;
-  const std::int64_t slice_rows = RowsPerChunk(rows, bytes_per_row, max_slices);
+  const std::int64_t multiple = is_narrow ? 64 : 1;  // whole cache lines, of rows side by side
+  const std::int64_t slice_rows =
+      (RowsPerChunk(rows, bytes_per_row, max_slices) + multiple - 1) / multiple * multiple;
   const std::int64_t slices = (rows + slice_rows - 1) / slice_rows;
   const std::int64_t chunk_slices =
       RowsPerChunk(groups * slices, std::min(rows, slice_rows) * bytes_per_row, kMaxRowChunks);
@@ -205,19 +208,32 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   };
 
   const bool streamed =
-      PrepareResult(args.dx, groups * rows * bytes_per_row / 3, {args.dy, args.x, args.dsum});
+      PrepareResult(args.dx, args.shape.all_rows() * bytes_per_row / 3, {args.dy, args.x, args.dsum});
   const std::int64_t chunks = (groups * slices + chunk_slices - 1) / chunk_slices;
   ParallelFor(pool, chunks, [&](std::int64_t chunk) {
-    const std::int64_t end = std::min(groups * slices, (chunk + 1) * chunk_slices);
-    for (std::int64_t i = chunk * chunk_slices; i < end; ++i) {
+    const std::int64_t start = chunk * chunk_slices,
+                       end = std::min(groups * slices, start + chunk_slices);
+    std::optional<BackwardSide<T, kCentered, kFromOutput>> side;
+    if (is_narrow) side.emplace(args, params);
+    if (is_narrow && sums > 0 && rows < kSide<A>) {
+      const PerSum<A*> all{grads[0].data(), grads[1].data(), grads[2].data()};
+      BackwardGroupsSide(args, *side, start, end, all, streamed);
+      if (streamed) StreamFence();
+      return;
+    }
+    for (std::int64_t i = start; i < end; ++i) {
       const std::int64_t group = i / slices, slice = i % slices;
       PerSum<A*> own{};
       for (std::size_t s = 0; s < own.size(); ++s) {
         if (grads[s].data() != nullptr) own[s] = slice_sums(group, slice, numbers[s]);
       }
-      BackwardSlice<T, kCentered, kFromOutput>(
-          args, params, group * rows + slice * slice_rows,
-          group * rows + std::min(rows, (slice + 1) * slice_rows), own, streamed);
+      const std::int64_t first = group * rows + slice * slice_rows,
+                         last = group * rows + std::min(rows, (slice + 1) * slice_rows);
+      if (is_narrow) {
+        BackwardSliceSide(args, *side, first, last, own, streamed);
+      } else {
+        BackwardSlice<T, kCentered, kFromOutput>(args, params, first, last, own, streamed);
+      }
     }
     if (streamed) StreamFence();
   });

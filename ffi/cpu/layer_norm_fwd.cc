@@ -16,6 +16,7 @@
 
 #include "common/math.h"
 #include "cpu/lanes.h"
+#include "cpu/layer_norm_narrow_fwd.h"
 #include "cpu/layer_norm_rows.h"
 #include "cpu/parallel.h"
 #include "ops/layer_norm.h"
@@ -168,20 +169,31 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   const RowShape& shape = args.shape;
   const std::int64_t rows = shape.all_rows();
   const std::int64_t bytes_per_row = 2 * shape.features * ByteWidthOf(args.dtype);
-  const std::int64_t chunk_rows = RowsPerChunk(rows, bytes_per_row, kMaxRowChunks);
+  const bool is_narrow = 0 < shape.features && shape.features <= kNarrowColumns;
+  // Whole cache lines of results, of rows side by side.
+  const std::int64_t multiple = is_narrow ? 64 : 1;
+  const std::int64_t chunk_rows =
+      (RowsPerChunk(rows, bytes_per_row, kMaxRowChunks) + multiple - 1) / multiple * multiple;
   const WideParams<Accum<T>> params{.scale = {pool, args.scale, shape, args.scale_offset},
                                     .bias = {pool, args.bias, shape, 0},
                                     .residual_bias = {pool, args.residual_bias, shape, 0}};
   const bool streamed = PrepareResult(args.y, rows * bytes_per_row / 2, {args.x, args.residual});
   // Read again: so it does not go past the caches.
   PrepareResult(args.sum, rows * bytes_per_row / 2, {args.x, args.residual});
+  // As many bytes as y where rows are short.
+  for (void* const statistic : {args.mean, args.rstd}) {
+    PrepareResult(statistic, rows * std::int64_t{sizeof(Accum<T>)}, {});
+  }
   constexpr bool kKeeps = kCentered && std::is_same_v<T, BFloat16>;
   const auto forward_row = shape.features <= kKeptColumns ? ForwardRow<T, kCentered, kKeeps>
                                                           : ForwardRow<T, kCentered, false>;
   ParallelFor(pool, (rows + chunk_rows - 1) / chunk_rows, [&](std::int64_t chunk) {
     const std::int64_t end = std::min(rows, (chunk + 1) * chunk_rows);
-    for (std::int64_t row = chunk * chunk_rows; row < end; ++row) {
-      forward_row(args, params, row, streamed);
+    const auto one = [&](std::int64_t row) { forward_row(args, params, row, streamed); };
+    if (is_narrow) {
+      ForwardSide<T, kCentered>(args, params, chunk * chunk_rows, end, streamed, one);
+    } else {
+      for (std::int64_t row = chunk * chunk_rows; row < end; ++row) one(row);
     }
     if (streamed) StreamFence();
   });

@@ -3,14 +3,25 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <limits>
 
 #include "common/shape.h"
+#include "cpu/lanes.h"
 #include "cpu/wide.h"
 
 namespace gradops {
 
 inline constexpr std::int64_t kMaxRowChunks = 256;  // no chunk's first rows are prefetched
+
+// Column sums, or what has them: of dscale, dbias and dresidual_bias.
+template <typename V>
+using PerSum = std::array<V, 3>;
+
+// Rows of up to so many columns lie side by side (layer_norm_narrow_fwd.h). The number of rows does
+// not matter, so that a row's result does not depend on it.
+inline constexpr int kNarrowColumns = 64;
 
 // The parameters of a call, in the accumulation type.
 template <typename A>
@@ -20,6 +31,13 @@ struct WideParams {
   WideParam<A, 0> residual_bias{};
   WideParam<A, 1> divisor{};  // scale, with infinity in the place of 0
 };
+
+// MeanRounding (math.h) of rows side by side.
+template <typename A, typename V>
+V MeanRoundings(V deltas, V means) {
+  const V zero = 0, size = Max(deltas, zero - deltas), limit = Max(means, zero - means);
+  return IfGreater(size, limit * V(2 * std::numeric_limits<A>::epsilon()), zero, deltas);
+}
 
 // Prefetched while a row is worked on, as memory would wait during a second pass over what lies in
 // the caches: a row ahead, and where results go. ns an element of [8192, 2048] on one core of an

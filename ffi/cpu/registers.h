@@ -3,7 +3,9 @@
 // by itself (GCC 13 took 16 times as long as GCC 12 for layer norm's).
 #pragma once
 
+#include <array>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -248,6 +250,81 @@ V Max(V a, V b) {
   return a > b ? a : b;
 #endif
 }
+// Correctly rounded. Compilers call a function where std::sqrt may have to set errno.
+template <typename V>
+V Sqrt(V r) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vector<float>>) return V(_mm512_maskz_sqrt_ps(kAll, r));
+  if constexpr (std::is_same_v<V, Vector<double>>) return V(_mm512_maskz_sqrt_pd(0xff, r));
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<V, Vector<float>>) return V(_mm256_sqrt_ps(r));
+  if constexpr (std::is_same_v<V, Vector<double>>) return V(_mm256_sqrt_pd(r));
+#elif defined(__SSE4_1__)
+  if constexpr (std::is_same_v<V, Vector<float>>) return V(_mm_sqrt_ps(r));
+  if constexpr (std::is_same_v<V, Vector<double>>) return V(_mm_sqrt_pd(r));
+#elif defined(__aarch64__)
+  if constexpr (std::is_same_v<V, Vector<float>>) return V(vsqrtq_f32(r));
+  if constexpr (std::is_same_v<V, Vector<double>>) return V(vsqrtq_f64(r));
+#else
+  return ForEachIndex<int{sizeof(V) / sizeof(r[0])}>(
+      [&r](auto... i) { return V{std::sqrt(r[i])...}; });
+#endif
+}
+
+// A register's parts of 16 bytes, and how many numbers each has.
+template <typename A>
+inline constexpr int kPart = 16 / int{sizeof(A)};
+template <typename A>
+using Part = Vector<A, 16>;
+
+// A register whose parts are those of load(0), load(1), ...
+template <typename A, typename Load, int kCount = kWidth<A> / kPart<A>, int kFirst = 0>
+Vector<A, 16 * kCount> Concatenated(const Load& load) {
+  if constexpr (kCount == 1) {
+    return load(kFirst);
+  } else {
+    const auto low = Concatenated<A, Load, kCount / 2, kFirst>(load);
+    const auto high = Concatenated<A, Load, kCount / 2, kFirst + kCount / 2>(load);
+    return ForEachIndex<kCount * kPart<A>>([&](auto... i) -> Vector<A, 16 * kCount> {
+      return __builtin_shufflevector(low, high, (0 + i)...);
+    });
+  }
+}
+// Part kIndex.
+template <int kIndex, typename A, typename V>
+Part<A> PartOf(V r) {
+  return ForEachIndex<kPart<A>>([&](auto... i) -> Part<A> {
+    return __builtin_shufflevector(r, r, (kIndex * kPart<A> + i)...);
+  });
+}
+
+// Number i of each part is a's number kFrom<0>, b's kFrom<1>, ... of the same part.
+template <typename A, int... kFrom, typename V>
+V WithinParts(V a, V b) {
+  constexpr int kCount = kWidth<A>;
+  constexpr auto from = [](int i) { return std::array{kFrom...}[static_cast<std::size_t>(i)]; };
+  return ForEachIndex<kCount>([&](auto... i) -> V {
+    return __builtin_shufflevector(
+        a, b,
+        (i / kPart<A> * kPart<A> + from(i % kPart<A>) % kPart<A> +
+         from(i % kPart<A>) / kPart<A> * kCount)...);
+  });
+}
+
+// Part by part: number i of register j is number j of register i.
+inline void Transpose(Vector<float> (&r)[4]) {
+  const auto a = WithinParts<float, 0, 4, 1, 5>(r[0], r[1]),
+             b = WithinParts<float, 2, 6, 3, 7>(r[0], r[1]),
+             c = WithinParts<float, 0, 4, 1, 5>(r[2], r[3]),
+             d = WithinParts<float, 2, 6, 3, 7>(r[2], r[3]);
+  r[0] = WithinParts<float, 0, 1, 4, 5>(a, c), r[1] = WithinParts<float, 2, 3, 6, 7>(a, c);
+  r[2] = WithinParts<float, 0, 1, 4, 5>(b, d), r[3] = WithinParts<float, 2, 3, 6, 7>(b, d);
+}
+inline void Transpose(Vector<double> (&r)[2]) {
+  const auto a = r[0], b = r[1];
+  r[0] = WithinParts<double, 0, 2>(a, b), r[1] = WithinParts<double, 1, 3>(a, b);
+}
+
 // a b + c and c - a b, rounded once where the processor can.
 #if (defined(__FMA__) && defined(__AVX2__)) || defined(__ARM_FEATURE_FMA)
 #define GRADOPS_FMA 1

@@ -75,6 +75,8 @@ class WideParam {
       return ffi::Error::Success();
     });
   }
+  // Whether all groups have the same.
+  bool shared() const { return data_ == nullptr || stride_ == 0; }
   const A* operator()(std::int64_t group, std::int64_t start) const {
     if (data_ == nullptr) return kConstantBlock<A, kAbsent>.data();
     return data_ + group * stride_ + start;

@@ -116,7 +116,8 @@ def _run(case: cases.Case, dtype: str, device: info.Device, result: Check) -> No
     def program(inputs: list[tuple[Any, ...]]) -> list[Any]:
         return [case.function(*args) for args in inputs]
 
-    with jax.default_device(device):
+    # A program has to be compiled to see what it calls, JAX_DISABLE_JIT or not.
+    with jax.default_device(device), jax.disable_jit(False):
         compiled = jax.jit(program).lower(jax.device_put(inputs, device)).compile()
         text = compiled.as_text() or ""
         got = jax.device_get(compiled(jax.device_put(inputs, device)))

@@ -36,7 +36,8 @@ def batch_norm(
     Mean and (biased) variance are those of each channel, over all axes but `axis`.
 
     Args:
-      x: float16, bfloat16, float32 or float64, at least two axes.
+      x: float16, bfloat16, float32 or float64, at least two axes; with an `axis_name` one is
+        enough.
       scale: shape ``(x.shape[axis],)``; any of the four dtypes, independent of x's. None: no scale.
       bias: as `scale`. None: no bias.
       axis: the channels' axis, in ``[-x.ndim, x.ndim)``: -1 for channels last (NHWC), 1 for
@@ -60,6 +61,8 @@ def batch_norm(
       TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
       ValueError: for a shape, an axis or a number out of range, or a `residual` of another shape or
         dtype than x; for ``implementation="ffi"`` where there is no kernel.
+      NameError: for an `axis_name` that is not bound, as from `jax.lax.psum`. It is a ValueError,
+        too.
 
     All arithmetic is in float32 (float64 for float64), with one rounding at the end. Statistics are
     those of differences from a number of the channel, by parts, put together by Chan's formula:
@@ -87,8 +90,8 @@ def batch_norm(
      [ 1.  0.]] [2. 5.] [1. 0.]
     """
     op = "batch_norm"
-    x, axis = checked_x(op, x, axis)
     names, shards = _checked_axis_name(op, axis_name)
+    x, axis = checked_x(op, x, axis, least=1 if names else 2)
     activation = _checks.choice(op, "activation", activation, "relu", None)
     return kernels.normalize(
         x,
@@ -123,7 +126,7 @@ def _checked_axis_name(op: str, value: Any) -> tuple[Any, int]:
     try:
         return names, math.prod(jax.lax.axis_size(name) for name in names)
     except NameError:
-        raise ValueError(
+        raise _checks.UnboundAxisError(
             f"{op}: axis_name={value!r} names no axis here. Names are bound inside jax.shard_map, "
             "jax.pmap or jax.vmap(..., axis_name=...); under jax.jit with a sharded batch, "
             "statistics are the whole batch's without one"

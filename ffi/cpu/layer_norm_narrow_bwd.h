@@ -1,0 +1,171 @@
+// Layer norm and RMS norm on the CPU, backward, of rows of few columns: rows side by side
+// (cpu/side_by_side.h). The formulas are those of layer_norm_bwd.cc.
+//
+// Milliseconds of NARROW_BWD_TABLE
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "common/math.h"
+#include "cpu/column_sum.h"
+#include "cpu/layer_norm_rows.h"
+#include "cpu/side_by_side.h"
+#include "ops/layer_norm.h"
+
+namespace gradops {
+
+// Of kSide rows at a time: dx, and the terms of column sums.
+template <typename T, bool kCentered, bool kFromOutput>
+class BackwardSide {
+ public:
+  using A = Accum<T>;
+  using Columns = Side<A, kNarrowColumns>;
+  // A call's arguments and parameters, which outlive it.
+  BackwardSide(const LayerNormBwdArgs& args, const WideParams<A>& params)
+      : args_(args),
+        params_(params),
+        scale_(params.scale, args.shape),
+        bias_(params.bias, args.shape),
+        divisor_(params.divisor, args.shape) {}
+
+  // add(j, terms): of dscale, dbias and dresidual_bias, of column j. They are 0, or NaN with all
+  // others of the column, for rows that there are not.
+  template <typename Add>
+  void operator()(std::int64_t row, std::int64_t rows, bool streamed, const Add& add) {
+    const std::int64_t features = args_.shape.features, offset = row * features;
+    const Lanes<A> per_column = A{1} / static_cast<A>(features);
+    scale_.MoveTo(params_.scale, row, rows);
+    if constexpr (kFromOutput) {
+      bias_.MoveTo(params_.bias, row, rows), divisor_.MoveTo(params_.divisor, row, rows);
+    }
+    LoadSide(static_cast<const T*>(args_.dy) + offset, rows, features, dy_);
+    LoadSide(static_cast<const T*>(args_.x) + offset, rows, features, shifted_);
+    if (args_.dsum != nullptr) {
+      LoadSide(static_cast<const T*>(args_.dsum) + offset, rows, features, dsum_);
+    }
+    const Lanes<A> rstd = LoadRows(static_cast<const A*>(args_.rstd) + row, rows);
+    const Lanes<A> factor = kFromOutput ? Lanes<A>(1) : rstd;
+    Lanes<A> mean = 0;
+    if constexpr (kCentered && !kFromOutput) {
+      mean = LoadRows(static_cast<const A*>(args_.mean) + row, rows);
+    }
+
+    constexpr int kSums = !kCentered ? 1 : kFromOutput ? 2 : 3;
+    const auto sums = SideSums<A, kSums>(features, [&](std::int64_t j) {
+      Lanes<A> x = shifted_[j];
+      if constexpr (kFromOutput) {
+        x = (x - bias_[j]) / divisor_[j];
+        shifted_.Set(j, x);
+      } else if constexpr (kCentered) {
+        x = x - mean;
+        shifted_.Set(j, x);
+      }
+      const Lanes<A> wdy = dy_[j] * scale_[j];
+      if constexpr (kSums == 1) {
+        return std::array{wdy * x};
+      } else if constexpr (kSums == 2) {
+        return std::array{wdy * x, wdy};
+      } else {
+        return std::array{wdy * x, wdy, x};
+      }
+    });
+    Lanes<A> sum_wdy = 0, delta = 0;
+    if constexpr (kSums > 1) sum_wdy = sums[1];
+    if constexpr (kSums > 2) delta = MeanRoundings<A>(sums[2] * per_column, mean);
+    const Lanes<A> mean_wdy = sum_wdy * per_column;
+    const Lanes<A> mean_wdy_x_hat = (sums[0] - delta * sum_wdy) * factor * per_column;
+
+    for (std::int64_t j = 0; j < features; ++j) {
+      const Lanes<A> dy = dy_[j], x_hat = (shifted_[j] - delta) * factor;
+      Lanes<A> dx = NormInputGrad(dy * scale_[j], x_hat, mean_wdy, mean_wdy_x_hat, rstd);
+      if (args_.dsum != nullptr) dx += dsum_[j];
+      add(j, std::array{dy * x_hat, dy, dx});
+      shifted_.Set(j, dx);
+    }
+    StoreSide(static_cast<T*>(args_.dx) + offset, rows, features, shifted_, streamed);
+  }
+
+ private:
+  const LayerNormBwdArgs& args_;
+  const WideParams<A>& params_;
+  SideParam<A, kNarrowColumns> scale_, bias_, divisor_;
+  Columns dy_, shifted_, dsum_;
+};
+
+// Rows [first, end) of a group's, with their column sums in `sums`, where not null.
+template <typename T, bool kCentered, bool kFromOutput>
+void BackwardSliceSide(const LayerNormBwdArgs& args, BackwardSide<T, kCentered, kFromOutput>& side,
+                       std::int64_t first, std::int64_t end, const PerSum<Accum<T>*>& sums,
+                       bool streamed) {
+  using A = Accum<T>;
+  // Rows are added up in the accumulation type, kRowsPerSum in each lane, and these in double.
+  constexpr std::int64_t kRows = kRowsPerSum * kSide<A>;
+  const std::int64_t features = args.shape.features;
+  std::array<Side<A, kNarrowColumns>, 3> lanes;
+  double totals[3][kNarrowColumns] = {};
+  for (std::int64_t row = first; row < end;) {
+    const std::int64_t block_end = std::min(end, row + kRows);
+    for (std::size_t s = 0; s < sums.size(); ++s) {
+      for (std::int64_t j = 0; sums[s] != nullptr && j < features; ++j) lanes[s].Set(j, Lanes<A>(0));
+    }
+    for (; row < block_end; row += kSide<A>) {
+      const std::int64_t rows = std::min<std::int64_t>(kSide<A>, block_end - row);
+      side(row, rows, streamed, [&](std::int64_t j, const auto& terms) {
+        for (std::size_t s = 0; s < sums.size(); ++s) {
+          if (sums[s] != nullptr) lanes[s].Set(j, lanes[s][j] + terms[s]);
+        }
+      });
+    }
+    for (std::size_t s = 0; s < sums.size(); ++s) {
+      for (std::int64_t j = 0; sums[s] != nullptr && j < features; ++j) {
+        totals[s][j] += static_cast<double>(lanes[s][j].Sum());
+      }
+    }
+  }
+  for (std::size_t s = 0; s < sums.size(); ++s) {
+    for (std::int64_t j = 0; sums[s] != nullptr && j < features; ++j) {
+      sums[s][j] = static_cast<A>(totals[s][j]);
+    }
+  }
+}
+
+// Groups [first, end) of fewer than kSide rows each, several at a time. `sums` are all groups'.
+template <typename T, bool kCentered, bool kFromOutput>
+void BackwardGroupsSide(const LayerNormBwdArgs& args, BackwardSide<T, kCentered, kFromOutput>& side,
+                        std::int64_t first, std::int64_t end, const PerSum<Accum<T>*>& sums,
+                        bool streamed) {
+  using A = Accum<T>;
+  const std::int64_t features = args.shape.features, group_rows = args.shape.rows;
+  const std::int64_t together = kSide<A> / group_rows;
+  std::array<Side<A, kNarrowColumns>, 3> lanes;
+  alignas(64) A terms_of_rows[kNarrowColumns * kSide<A>];
+  for (std::int64_t group = first; group < end; group += together) {
+    const std::int64_t groups = std::min(together, end - group), rows = groups * group_rows;
+    side(group * group_rows, rows, streamed, [&](std::int64_t j, const auto& terms) {
+      for (std::size_t s = 0; s < sums.size(); ++s) {
+        if (sums[s] != nullptr) lanes[s].Set(j, terms[s]);
+      }
+    });
+    for (std::size_t s = 0; s < sums.size(); ++s) {
+      if (sums[s] == nullptr) continue;
+      A* sum = sums[s] + group * features;
+      if (group_rows == 1) {
+        StoreSide(sum, rows, features, lanes[s]);
+        continue;
+      }
+      StoreSide(terms_of_rows, rows, features, lanes[s]);
+      const A* from = terms_of_rows;
+      for (std::int64_t g = 0; g < groups; ++g, sum += features) {
+        std::copy_n(from, features, sum);
+        from += features;
+        for (std::int64_t r = 1; r < group_rows; ++r, from += features) {
+          for (std::int64_t j = 0; j < features; ++j) sum[j] += from[j];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace gradops

@@ -1,0 +1,106 @@
+// Layer norm and RMS norm on the CPU, forward, of rows of few columns: rows side by side
+// (cpu/side_by_side.h). The formulas are those of layer_norm_fwd.cc.
+//
+// Milliseconds of NARROW_FWD_TABLE
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/math.h"
+#include "cpu/layer_norm_rows.h"
+#include "cpu/parallel.h"
+#include "cpu/side_by_side.h"
+#include "ops/layer_norm.h"
+
+namespace gradops {
+
+// What is normalised of `rows` rows: x, or its sum with the residual, which is stored first.
+// residual_bias has a number for each of the elements.
+template <typename T>
+const T* RowsToNormalise(const LayerNormFwdArgs& args, std::int64_t row, std::int64_t rows,
+                         const Accum<T>* residual_bias) {
+  const std::int64_t offset = row * args.shape.features, count = rows * args.shape.features;
+  const T* const x = static_cast<const T*>(args.x) + offset;
+  if (args.residual == nullptr) return x;
+  const T* const residual = static_cast<const T*>(args.residual) + offset;
+  T* const sum = static_cast<T*>(args.sum) + offset;
+  if (residual_bias == nullptr) {
+    ForLanes<kLanes<Accum<T>>>(count, [=](auto at) { at.Store(sum, at(x) + at(residual)); });
+  } else {
+    ForLanes<kLanes<Accum<T>>>(
+        count, [=](auto at) { at.Store(sum, at(x) + (at(residual) + at(residual_bias))); });
+  }
+  return sum;
+}
+
+// Rows of up to kNarrowColumns columns. forward_row(row) does one as rows of any length are done:
+// those whose squares, or their sum, leave the range in which float32 has all its digits.
+template <typename T, bool kCentered, typename ForwardRow>
+void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
+                 std::int64_t first_row, std::int64_t end, bool streamed,
+                 const ForwardRow& forward_row) {
+  using A = Accum<T>;
+  const std::int64_t features = args.shape.features;
+  // A product costs less than a quotient. It is off by one more rounding.
+  const Lanes<A> per_column = A{1} / static_cast<A>(features);
+  const A epsilon = static_cast<A>(args.epsilon), of_constant_row = InverseDeviation(A{0}, epsilon);
+  SideParam<A, kNarrowColumns> scale(params.scale, args.shape), bias(params.bias, args.shape);
+  SideParam<A, kNarrowColumns> residual_bias(params.residual_bias, args.shape);
+  const bool has_residual_bias = args.residual_bias.data != nullptr;
+  alignas(64) A added[kNarrowColumns * kSide<A>];
+  Side<A, kNarrowColumns> columns;
+  for (std::int64_t row = first_row; row < end; row += kSide<A>) {
+    const std::int64_t rows = std::min<std::int64_t>(kSide<A>, end - row);
+    scale.MoveTo(params.scale, row, rows), bias.MoveTo(params.bias, row, rows);
+    if (has_residual_bias && (row == first_row || !params.residual_bias.shared())) {
+      residual_bias.MoveTo(params.residual_bias, row, rows);
+      StoreSide(added, kSide<A>, features, residual_bias.numbers());
+    }
+    LoadSide(RowsToNormalise<T>(args, row, rows, has_residual_bias ? added : nullptr), rows,
+             features, columns);
+
+    Lanes<A> mean = 0, delta = 0, sum_squares;
+    if constexpr (kCentered) {
+      const Lanes<A> shift = columns[0];
+      mean = shift + SideSums<A, 1>(features, [&](std::int64_t j) {
+               return std::array{columns[j] - shift};
+             })[0] * per_column;
+      const auto sums = SideSums<A, 2>(features, [&](std::int64_t j) {
+        const Lanes<A> centered = columns[j] - mean;
+        return std::array{centered, centered * centered};
+      });
+      delta = sums[0] * per_column, sum_squares = sums[1];
+    } else {
+      sum_squares = SideSums<A, 1>(features, [&](std::int64_t j) {
+        const Lanes<A> x = columns[j];
+        return std::array{x * x};
+      })[0];
+    }
+    const Lanes<A> variance = VarianceOf(sum_squares * per_column, delta);
+    // Of one column the variance is 0, or NaN: neither root nor quotient for each row.
+    const Lanes<A> rstd = kCentered && features == 1 ? Lanes<A>(of_constant_row) + variance
+                                                     : InverseDeviation(variance, epsilon);
+    for (std::int64_t j = 0; j < features; ++j) {
+      const Lanes<A> x = columns[j];
+      if constexpr (kCentered) {
+        columns.Set(j, ((x - mean) - delta) * rstd * scale[j] + bias[j]);
+      } else {
+        columns.Set(j, x * rstd * scale[j] + bias[j]);
+      }
+    }
+    StoreSide(static_cast<T*>(args.y) + row * features, rows, features, columns, streamed);
+    if constexpr (kCentered) StoreRows(static_cast<A*>(args.mean) + row, rows, mean + delta);
+    StoreRows(static_cast<A*>(args.rstd) + row, rows, rstd);
+
+    const Lanes<A> is_unsafe = IsUnsafe(variance + Lanes<A>(epsilon));
+    if (is_unsafe.Sum() == 0) continue;
+    A unsafe[kSide<A>];
+    StoreLanes(unsafe, is_unsafe);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      if (unsafe[r] != 0) forward_row(row + r);
+    }
+  }
+}
+
+}  // namespace gradops

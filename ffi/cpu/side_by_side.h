@@ -1,0 +1,238 @@
+// Short rows side by side: lane r of a register belongs to row r. Each row is then computed by
+// itself, in loops over columns, and no sum goes across lanes. So a row's result depends neither on
+// the other rows nor on the instruction set.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "common/shape.h"
+#include "cpu/lanes.h"
+#include "cpu/wide.h"
+
+namespace gradops {
+
+// How many rows lie side by side.
+template <typename A>
+inline constexpr int kSide = kLanes<A>;
+
+// Columns of kSide rows: number r of column j belongs to row r. It has room for a few more columns.
+template <typename A, int kMaxColumns>
+class Side {
+ public:
+  Lanes<A> operator[](std::int64_t j) const { return LoadLanes<kSide<A>>(values_ + j * kSide<A>); }
+  void Set(std::int64_t j, const Lanes<A>& numbers) { StoreLanes(values_ + j * kSide<A>, numbers); }
+  A* column(std::int64_t j) { return values_ + j * kSide<A>; }
+  const A* column(std::int64_t j) const { return values_ + j * kSide<A>; }
+
+ private:
+  alignas(64) A values_[(kMaxColumns + lanes::kWidth<A>)*kSide<A>];
+};
+
+namespace side {
+
+// A register's width of rows of n numbers, `from` on, and of each as many columns as 16 bytes have:
+// these to `to`. A row is read for 16 bytes, past its end, too.
+template <typename A>
+void LoadColumns(const A* from, std::int64_t n, A* to) {
+  constexpr int kPart = lanes::kPart<A>;
+  lanes::Vector<A> registers[kPart];
+  lanes::ForEachIndex<kPart>([&](auto... i) {
+    ((registers[i] = lanes::Concatenated<A>([&, from_row = from + i * n](int part) {
+        return lanes::LoadVector<lanes::Part<A>>(from_row + part * kPart * n);
+      })),
+     ...);
+  });
+  lanes::Transpose(registers);
+  lanes::ForEachIndex<kPart>(
+      [&](auto... i) { (lanes::Narrow(to + i * kSide<A>, registers[i]), ...); });
+}
+
+// The reverse. What is written past a row's end has to be written again.
+template <typename A>
+void StoreColumns(A* to, std::int64_t n, const A* from) {
+  constexpr int kPart = lanes::kPart<A>;
+  lanes::Vector<A> registers[kPart];
+  lanes::ForEachIndex<kPart>(
+      [&](auto... i) { ((registers[i] = lanes::Widen(from + i * kSide<A>)), ...); });
+  lanes::Transpose(registers);
+  lanes::ForEachIndex<lanes::kWidth<A> / kPart>([&](auto... part) {
+    const auto store = [&](auto one_part) {
+      lanes::ForEachIndex<kPart>([&](auto... i) {
+        const auto store_row = [&](auto row) {
+          const auto numbers = lanes::PartOf<one_part, A>(registers[row]);
+          std::memcpy(to + (one_part * kPart + row) * n, &numbers, sizeof(numbers));
+        };
+        (store_row(i), ...);
+      });
+    };
+    (store(part), ...);
+  });
+}
+
+}  // namespace side
+
+// `rows` <= kSide rows of n elements that lie one after the other. Lanes of rows that there are not
+// get zeros.
+template <typename T, int kMaxColumns>
+void LoadSide(const T* from, std::int64_t rows, std::int64_t n,
+              Side<Accum<T>, kMaxColumns>& columns) {
+  using A = Accum<T>;
+  const auto load = [&columns, n](const A* wide) {
+    for (std::int64_t j = 0; j < n; j += lanes::kPart<A>) {
+      for (int first = 0; first < kSide<A>; first += lanes::kWidth<A>) {
+        side::LoadColumns(wide + first * n + j, n, columns.column(j) + first);
+      }
+    }
+  };
+  if (n == 1) {
+    const Lanes<A> column = rows == kSide<A> ? AtLanes<kSide<A>>{0}(from)
+                                             : AtLast<kSide<A>>{0, rows}(from);
+    return columns.Set(0, column);
+  }
+  if constexpr (std::is_same_v<T, A>) {
+    if (rows == kSide<A> && n % lanes::kPart<A> == 0) return load(from);
+  }
+  alignas(64) A wide[(kMaxColumns + 1) * kSide<A>];
+  const std::int64_t count = rows * n;
+  if (rows == kSide<A>) {
+    ForLanes<kSide<A>>(count, [=, &wide](auto at) { at.Store(wide, at(from)); });
+  } else {
+    ForWholeLanes<kSide<A>>(
+        count, [=, &wide](auto at) { StoreLanes(wide + at.i, Lanes<A>(at(from))); });
+    const std::int64_t written = (count + kSide<A> - 1) / kSide<A> * kSide<A>;
+    if (written < n * kSide<A>) std::fill(wide + written, wide + n * kSide<A>, A{0});
+  }
+  std::fill_n(wide + n * kSide<A>, kSide<A>, A{0});  // read past the last row's end
+  load(wide);
+}
+
+// The reverse, past the caches if `streamed`.
+template <typename T, int kMaxColumns>
+void StoreSide(T* to, std::int64_t rows, std::int64_t n,
+               const Side<Accum<T>, kMaxColumns>& columns, bool streamed = false) {
+  using A = Accum<T>;
+  constexpr std::int64_t kPart = lanes::kPart<A>;
+  if (n == 1) {
+    StoreForLanes<kSide<A>>(to, rows, streamed, [from = columns.column(0)](auto at) {
+      return at(from);
+    });
+    return;
+  }
+  // The last columns first: they may write past a row's end, where the next row's first ones are.
+  const auto store = [&columns, n](A* wide) {
+    for (std::int64_t j = (n - 1) / kPart * kPart; j >= 0; j -= kPart) {
+      for (int first = 0; first < kSide<A>; first += lanes::kWidth<A>) {
+        side::StoreColumns(wide + first * n + j, n, columns.column(j) + first);
+      }
+    }
+  };
+  if constexpr (std::is_same_v<T, A>) {
+    if (rows == kSide<A> && n % kPart == 0 && !streamed) return store(to);
+  }
+  alignas(64) A wide[(kMaxColumns + 1) * kSide<A>];
+  store(wide);
+  StoreForLanes<kSide<A>>(to, rows * n, streamed, [&wide](auto at) { return at(wide); });
+}
+
+// The same of one number a row, all there are.
+template <typename T>
+Lanes<Accum<T>> LoadRows(const T* from, std::int64_t rows) {
+  if (rows == kSide<Accum<T>>) return LoadLanes<kSide<Accum<T>>>(from);
+  return AtLast<kSide<Accum<T>>>{0, rows}(from);
+}
+template <typename A>
+void StoreRows(A* to, std::int64_t rows, const Lanes<A>& numbers) {
+  if (rows == kSide<A>) return StoreLanes(to, numbers);
+  AtLast<kSide<A>>{0, rows}.Store(to, numbers);
+}
+
+// The sums over columns j < n of terms(j), which returns an array of kSums of them. A few at a time:
+// see LaneSums (lanes.h).
+template <typename A, int kSums, typename Terms>
+std::array<Lanes<A>, kSums> SideSums(std::int64_t n, const Terms& terms) {
+  constexpr std::int64_t kAtATime = 16;
+  const auto zeros = [] {
+    return lanes::ForEachIndex<kSums>(
+        [](auto... s) { return std::array{((void)s, Lanes<A>(0))...}; });
+  };
+  const auto add = [](std::array<Lanes<A>, kSums>& to, const std::array<Lanes<A>, kSums>& terms) {
+    lanes::ForEachIndex<kSums>([&](auto... s) { ((to[s] += terms[s]), ...); });
+  };
+  std::array<Lanes<A>, kSums> sums = zeros();
+  for (std::int64_t j = 0; j < n;) {
+    std::array<Lanes<A>, kSums> few = zeros();
+    for (const std::int64_t end = std::min(n, j + kAtATime); j < end; ++j) add(few, terms(j));
+    add(sums, few);
+  }
+  return sums;
+}
+
+// InverseDeviation (common/math.h) of each lane.
+template <typename A>
+Lanes<A> InverseDeviation(const Lanes<A>& variance, A epsilon) {
+  const Lanes<A> square = variance + Lanes<A>(epsilon);
+  return Lanes<A>(1) / Sqrt(square) + (square - square);
+}
+// VarianceOf (common/math.h) of each lane.
+template <typename A>
+Lanes<A> VarianceOf(const Lanes<A>& mean_square, const Lanes<A>& mean) {
+  const Lanes<A> variance = mean_square - mean * mean;
+  return IfGreater(Lanes<A>(0), variance, Lanes<A>(0), variance);
+}
+
+// Of each lane, 1 where a variance, or a mean of squares, with epsilon added, is not in the range in
+// which squares have all their digits; NaN is none.
+template <typename A>
+Lanes<A> IsUnsafe(const Lanes<A>& square) {
+  using Limits = std::numeric_limits<A>;
+  const Lanes<A> is_finite = IfGreater(Limits::infinity(), square, Lanes<A>(0), Lanes<A>(1));
+  return IfGreater(square, Limits::min() / Limits::epsilon(), is_finite, Lanes<A>(1));
+}
+
+// A parameter's numbers for rows side by side, which may be of several groups.
+template <typename A, int kMaxColumns>
+class SideParam {
+ public:
+  template <int kAbsent>
+  SideParam(const WideParam<A, kAbsent>& param, const RowShape& shape)
+      : shape_(shape), shared_(param.shared()) {
+    if (shared_) SetAll(param(0, 0));
+  }
+  // For rows [row, row + rows). `param` is the constructor's.
+  template <int kAbsent>
+  void MoveTo(const WideParam<A, kAbsent>& param, std::int64_t row, std::int64_t rows) {
+    if (shared_) return;
+    const std::int64_t first = row / shape_.rows, last = (row + rows - 1) / shape_.rows;
+    if (first == last) {
+      if (first != group_) SetAll(param(first, 0));
+      group_ = first;
+      return;
+    }
+    group_ = -1;
+    if (shape_.rows == 1) {
+      LoadSide(param(first, 0), rows, shape_.features, numbers_);
+    } else {
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const A* const own = param((row + r) / shape_.rows, 0);
+        for (std::int64_t j = 0; j < shape_.features; ++j) numbers_.column(j)[r] = own[j];
+      }
+    }
+  }
+  Lanes<A> operator[](std::int64_t j) const { return numbers_[j]; }
+  const Side<A, kMaxColumns>& numbers() const { return numbers_; }
+
+ private:
+  void SetAll(const A* own) {
+    for (std::int64_t j = 0; j < shape_.features; ++j) numbers_.Set(j, Lanes<A>(own[j]));
+  }
+  RowShape shape_;
+  bool shared_;
+  std::int64_t group_ = -1;  // whose numbers all lanes have; -1: several groups'
+  Side<A, kMaxColumns> numbers_;
+};
+
+}  // namespace gradops
