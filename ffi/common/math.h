@@ -28,29 +28,37 @@ GRADOPS_HOST_DEVICE inline bool Overflowed(A variance) {
   return !(variance <= std::numeric_limits<A>::max() && variance >= 0);
 }
 
-// Epsilon in the accumulation type: infinite beyond its numbers.
+// Epsilon as InverseDeviation takes it; infinite beyond the numbers of A. Beside a very large one, a
+// quarter of it and of the variance are added up: their sum may overflow.
 template <typename A>
-inline A EpsilonOf(double epsilon) {
-  constexpr A kInfinity = std::numeric_limits<A>::infinity();
-  return epsilon > std::numeric_limits<A>::max() ? kInfinity : static_cast<A>(epsilon);
-}
+struct Epsilon {
+  A part;   // of the variance: 1, or 1/4
+  A added;  // the same part of epsilon
+  A root;   // of `part`
+
+  GRADOPS_HOST_DEVICE explicit Epsilon(double epsilon) {
+    constexpr A kMax = std::numeric_limits<A>::max();
+    constexpr A kLarge = kMax * std::numeric_limits<A>::epsilon() / 8;
+    root = epsilon > kLarge ? A{0.5} : A{1};
+    part = root * root;
+    added = epsilon > kMax ? std::numeric_limits<A>::infinity() : static_cast<A>(epsilon) * part;
+  }
+};
 
 // 1 / sqrt(variance + epsilon), 0 where epsilon is infinite. NaN where the variance is infinite: 0
 // would turn an overflow, or a row with an infinite element, into zeros that nobody notices.
 template <typename A>
-GRADOPS_HOST_DEVICE inline A InverseDeviation(A variance, A epsilon) {
-  // Beside so large an epsilon, a quarter of both is added up: their sum may overflow.
-  constexpr A kLarge = std::numeric_limits<A>::max() * std::numeric_limits<A>::epsilon() / 8;
-  const A half = epsilon > kLarge ? A{0.5} : A{1};
-  const A square = variance * half * half + epsilon * half * half;
+GRADOPS_HOST_DEVICE inline A InverseDeviation(A variance, const Epsilon<A>& epsilon) {
+  const A square = variance * epsilon.part + epsilon.added;
   const A nan_if_infinite = variance - variance;
 #if defined(__CUDA_ARCH__)
   // The GPU's is off by up to 2 ulp: one Newton step, where that is a number.
   const A guess = rsqrt(square);
   const A error = fma(-square * guess, guess, A{1});
-  return (error == error ? fma(A{0.5} * guess, error, guess) : guess) * half + nan_if_infinite;
+  const A inverse = error == error ? fma(A{0.5} * guess, error, guess) : guess;
+  return inverse * epsilon.root + nan_if_infinite;
 #else
-  return half / std::sqrt(square) + nan_if_infinite;
+  return epsilon.root / std::sqrt(square) + nan_if_infinite;
 #endif
 }
 

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       sum(large);
       variance = large[0] * inverse_n / kLargeUnit<A> / kLargeUnit<A>;
     }
-    const A rstd = InverseDeviation(variance, static_cast<A>(args.epsilon));
+    const A rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));
 
     const std::int64_t group = row / args.shape.rows;
     T* const y = static_cast<T*>(args.y) + row * features;
