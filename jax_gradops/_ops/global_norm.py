@@ -11,7 +11,13 @@ from jax.typing import ArrayLike
 from jax_gradops import _checks
 from jax_gradops._array_types import accum_dtype
 from jax_gradops._implementation import Implementation, resolve_implementation
-from jax_gradops._ops.global_norm_kernels import Nonfinite, scale, scale_in_place, traced_norm
+from jax_gradops._ops.global_norm_kernels import (
+    Nonfinite,
+    Norm,
+    scale,
+    scale_in_place,
+    traced_norm,
+)
 
 if TYPE_CHECKING:
     import optax
@@ -22,10 +28,11 @@ def _leaves(op: str, tree: Any, name: str = "tree") -> list[jax.Array]:
     return [_checks.array(op, name + jax.tree_util.keystr(path), leaf) for path, leaf in paths]
 
 
-def _norm_of_all(leaves: list[jax.Array], implementation: Implementation) -> jax.Array:
+def _norm_of_all(leaves: list[jax.Array], implementation: Implementation) -> Norm:
     with_elements = tuple(leaf for leaf in leaves if leaf.size)
     if not with_elements:
-        return jnp.zeros((), accum_dtype(*(leaf.dtype for leaf in leaves)))
+        zero = jnp.zeros((), accum_dtype(*(leaf.dtype for leaf in leaves)))
+        return Norm(zero, zero)
     return traced_norm(with_elements, implementation=implementation)
 
 
@@ -56,7 +63,8 @@ def global_norm(tree: Any) -> jax.Array:
     >>> float(jax_gradops.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0])}))
     5.0
     """
-    return _norm_of_all(_leaves("global_norm", tree), resolve_implementation(None, "global_norm"))
+    leaves = _leaves("global_norm", tree)
+    return _norm_of_all(leaves, resolve_implementation(None, "global_norm")).plain
 
 
 def _check_max_norm(op: str, max_norm: Any) -> ArrayLike:
@@ -144,7 +152,7 @@ def _clip(
     leaves = _leaves(op, tree, name)
     norm = _norm_of_all(leaves, implementation)
     clipped = scale(tuple(leaves), norm, limit, nonfinite=nonfinite)
-    return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm
+    return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm.plain
 
 
 def inplace_clip_by_global_norm(
@@ -204,7 +212,7 @@ def inplace_clip_by_global_norm(
         else ()
     )
     clipped = [next(scaled) if leaf.size else leaf for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm
+    return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm.plain
 
 
 class ClipByGlobalNormState(NamedTuple):
