@@ -105,6 +105,19 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "C7": ("leaves of mixed dtypes: illegal access", "NVIDIA/Megatron-LM#7338"),
     "C8": ("many large gradients overflow", "ray-project/ray#45055"),
+    "C9": (
+        "a loop's state changes its mesh axes in shard_map",
+        "NVIDIA/warp#1851, jax-ml/jax#27903",
+    ),
+    "C10": (
+        "parameters that are keys, counters or complex numbers",
+        "patrick-kidger/equinox#15, patrick-kidger/equinox#364, patrick-kidger/equinox#887",
+    ),
+    "C11": ("gradients of dtype float0", "ott-jax/ott#129"),
+    "C12": (
+        "a checkpoint gives a scalar back as a Python number",
+        "ray-project/ray#61937, google/flax#1550",
+    ),
     # --- Batch norm
     "B1": ("a batch of one: NaN by Bessel's correction", "pytorch/pytorch#1381"),
     "B2": ("a batch of one: NaN of the fused op", "tensorflow/tensorflow#34062"),

@@ -83,8 +83,6 @@ class TestInplaceClip(TestClip):
     variant = True
     kernels = ("sum_of_squares", "scale")
     forward_kernels = 2
-    # One for both; two, and one for each mesh axis.
-    all_reduces = (1, 3)
 
     def op(self, x, p, *, implementation=None):
         clipped, _ = inplace_clip_by_global_norm((x, p), LIMIT, implementation=implementation)
