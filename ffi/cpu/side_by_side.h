@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "common/shape.h"
+#include "common/math.h"
 #include "cpu/lanes.h"
 #include "cpu/wide.h"
 
@@ -173,10 +174,11 @@ std::array<Lanes<A>, kSums> SideSums(std::int64_t n, const Terms& terms) {
 
 // InverseDeviation (common/math.h) of each lane.
 template <typename A>
-Lanes<A> InverseDeviation(const Lanes<A>& variance, A epsilon) {
-  const Lanes<A> square = variance + Lanes<A>(epsilon);
-  return Lanes<A>(1) / Sqrt(square) + (square - square);
+Lanes<A> InverseDeviation(const Lanes<A>& variance, const Epsilon<A>& epsilon) {
+  const Lanes<A> square = variance * Lanes<A>(epsilon.part) + Lanes<A>(epsilon.added);
+  return Lanes<A>(epsilon.root) / Sqrt(square) + (variance - variance);
 }
+
 // VarianceOf (common/math.h) of each lane.
 template <typename A>
 Lanes<A> VarianceOf(const Lanes<A>& mean_square, const Lanes<A>& mean) {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -15,6 +16,7 @@ from jax.typing import ArrayLike
 from jax_gradops._array_types import Arrays, accum_dtype, match_vma
 from jax_gradops._core import Kernel, Result
 from jax_gradops._implementation import Implementation
+from jax_gradops._primitive import Operands, Operation
 
 Nonfinite: TypeAlias = Literal["propagate", "zero"]
 
@@ -102,25 +104,12 @@ def _rounded_like(x: jax.Array, wide: jax.Array) -> jax.Array:
     return lax.convert_element_type(wide, x.dtype)
 
 
-@jax.custom_jvp
 def _scale_reference(*operands: jax.Array) -> Arrays:
     """Leaves times the last two operands, rounded once; as they are where both are 1."""
     *leaves, a, b = operands
     keep = (a == 1) & (b == 1)
     # A choice rather than a product with 1: that would flush subnormals where the hardware does.
     return tuple(lax.select(keep, x, _rounded_like(x, _times(x, a, b))) for x in leaves)
-
-
-# The choice has no derivative by a factor of 1, which may come of norm == max_norm.
-@_scale_reference.defjvp
-def _scale_reference_jvp(primals: Any, tangents: Any) -> Any:
-    (*leaves, a, b), (*dleaves, da, db) = primals, tangents
-
-    def change(x: jax.Array, dx: jax.Array) -> jax.Array:
-        by_factors = lax.add(_times(x, da, b), _times(x, a, db))
-        return _rounded_like(x, lax.add(_times(dx, a, b), by_factors))
-
-    return _scale_reference(*primals), tuple(map(change, leaves, dleaves))
 
 
 # XLA compares all pairs of a call's results and operands: 10,000 in one call compile for minutes.
@@ -182,17 +171,29 @@ def _divisor(norm: Norm) -> tuple[jax.Array, jax.Array]:
     return power, jnp.where(big, norm.scaled, jnp.where(norm.plain == 0, 1, norm.plain))
 
 
-@jax.custom_jvp
+@dataclasses.dataclass(frozen=True)
+class _Quotient(Operation):
+    """a / b, for a scalar b, whose derivative does not need b² (JAX's leaves float32's range)."""
+
+    linear = (0,)
+
+    def compute(self, a: Any, b: Any) -> tuple[jax.Array]:
+        return (a / b,)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        b = operands[1]
+        (q,), (da, db) = self(*operands), tangents
+        parts = [] if da is None else [_quotient(da, b)]
+        if db is not None:
+            parts.append(-q * _quotient(db, b))
+        return (q,), (sum(parts),)
+
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        return _quotient(cotangents[0], operands[1]), None
+
+
 def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """A / b, for a scalar b, whose derivative does not need b² (JAX's leaves float32's range)."""
-    return a / b
-
-
-@_quotient.defjvp
-def _quotient_jvp(primals: Any, tangents: Any) -> Any:
-    (a, b), (da, db) = primals, tangents
-    q = _quotient(a, b)
-    return q, _quotient(da, b) - q * _quotient(db, b)
+    return _Quotient()(a, b)[0]
 
 
 def _unit(x: jax.Array, norm: Norm) -> jax.Array:
@@ -201,26 +202,26 @@ def _unit(x: jax.Array, norm: Norm) -> jax.Array:
     return _quotient(_times(x, power), divisor.astype(accum_dtype(x.dtype, divisor.dtype)))
 
 
-# The rule does not differentiate the kernel, so it serves every implementation, order and mode.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _norm(leaves: Arrays, implementation: Implementation) -> Norm:
-    return _norm_of(leaves, implementation)
+@dataclasses.dataclass(frozen=True)
+class _GlobalNorm(Operation):
+    """The `Norm` of leaves, by any implementation: the rule does not differentiate it."""
 
+    implementation: Implementation
 
-@_norm.defjvp
-def _norm_jvp(implementation: Implementation, primals: Any, tangents: Any) -> Any:
-    (leaves,), (dleaves,) = primals, tangents
-    norm = _norm(leaves, implementation)
-    pairs = zip(leaves, dleaves, strict=True)
-    change = sum(jnp.sum(_unit(x, norm) * d.astype(norm.plain.dtype)) for x, d in pairs)
-    return norm, Norm(change, change * _POWER)
+    def compute(self, *leaves: Any) -> tuple[jax.Array, ...]:
+        return tuple(_norm_of(leaves, self.implementation))
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        norm = Norm(*self(*operands))
+        pairs = [(x, d) for x, d in zip(operands, tangents, strict=True) if d is not None]
+        change = sum(jnp.sum(_unit(x, norm) * d.astype(norm.plain.dtype)) for x, d in pairs)
+        return norm, (change, change * _POWER)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def traced_norm(leaves: Arrays, *, implementation: Implementation) -> Norm:
     """The norm of one leaf or more; differentiable."""
-    norm: Any = _norm(SUM_OF_SQUARES.prepare(*leaves), implementation)
-    return norm
+    return Norm(*_GlobalNorm(implementation)(*SUM_OF_SQUARES.prepare(*leaves)))
 
 
 # --- Scaling -------------------------------------------------------------------------------------
@@ -272,24 +273,45 @@ def _scaled_in_place(
     )
 
 
-# By the rule, whatever scales: products of a leaf with a factor's derivative, which the rules of
-# JAX would make, leave float32's range.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _clipped(leaves: Arrays, norm: Norm, limit: jax.Array, scaling: Callable[..., Arrays]) -> Any:
-    return scaling(leaves, *_factors(norm, limit))
+@dataclasses.dataclass(frozen=True)
+class _Clipped(Operation):
+    """Clipped leaves, of leaves, both numbers of their `Norm` and the limit.
 
+    The rule is for whatever scales. Products of a leaf with a factor's derivative, which JAX's
+    rules would make, leave float32's range.
+    """
 
-@_clipped.defjvp
-def _clipped_jvp(scaling: Callable[..., Arrays], primals: Any, tangents: Any) -> Any:
-    (leaves, norm, limit), (dleaves, dnorm, dlimit) = primals, tangents
-    first, second = _factors(norm, limit)
-    by_factor = dlimit - second * (first * dnorm.plain)
+    in_place: bool = False
+    implementation: Implementation = None
 
-    def change(x: jax.Array, dx: jax.Array) -> jax.Array:
-        wide = lax.add(_times(dx, first, second), _times(_unit(x, norm), by_factor))
-        return lax.select(first > 1, dx, _rounded_like(x, wide))
+    def compute(self, *operands: Any) -> tuple[jax.Array, ...]:
+        *leaves, plain, scaled, limit = operands
+        factors = _factors(Norm(plain, scaled), limit)
+        if self.in_place:
+            return _scaled_in_place(tuple(leaves), *factors, self.implementation)
+        return _scaled_by_xla(tuple(leaves), *factors)
 
-    return _clipped(*primals, scaling), tuple(map(change, leaves, dleaves))
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        *leaves, plain, scaled, limit = operands
+        *dleaves, dplain, _, dlimit = tangents
+        norm = Norm(plain, scaled)
+        first, second = _factors(norm, limit)
+        by_factor = [] if dlimit is None else [dlimit]
+        if dplain is not None:
+            by_factor.append(-second * (first * dplain))
+
+        def change(x: jax.Array, dx: jax.Array | None) -> jax.Array | None:
+            parts = [] if dx is None else [_times(dx, first, second)]
+            if by_factor:
+                parts.append(_times(_unit(x, norm), sum(by_factor)))
+            if not parts:
+                return None
+            unchanged = lax.full_like(x, 0) if dx is None else dx
+            return lax.select(
+                first > 1, unchanged, _rounded_like(x, functools.reduce(lax.add, parts))
+            )
+
+        return self(*operands), tuple(map(change, leaves, dleaves))
 
 
 @functools.partial(jax.jit, static_argnames="nonfinite")
@@ -297,7 +319,7 @@ def scale(
     leaves: Arrays, norm: Norm, max_norm: ArrayLike, *, nonfinite: Nonfinite
 ) -> tuple[jax.Array, ...]:
     """Clipped leaves, by XLA."""
-    clipped = _clipped(leaves, norm, _checked_limit(norm, max_norm), _scaled_by_xla)
+    clipped = _Clipped()(*leaves, *norm, _checked_limit(norm, max_norm))
     if nonfinite == "propagate":
         return clipped
     drop = ~jnp.isfinite(norm.scaled)
@@ -309,5 +331,5 @@ def scale_in_place(
     leaves: Arrays, norm: Norm, max_norm: ArrayLike, *, implementation: Implementation
 ) -> tuple[jax.Array, ...]:
     """Clipped leaves, by the kernel, in the memory of these."""
-    scaling = functools.partial(_scaled_in_place, implementation=implementation)
-    return _clipped(leaves, norm, _checked_limit(norm, max_norm), scaling)
+    limit = _checked_limit(norm, max_norm)
+    return _Clipped(in_place=True, implementation=implementation)(*leaves, *norm, limit)
