@@ -28,8 +28,8 @@ GRADOPS_HOST_DEVICE inline bool Overflowed(A variance) {
   return !(variance <= std::numeric_limits<A>::max() && variance >= 0);
 }
 
-// Epsilon as InverseDeviation takes it; infinite beyond the numbers of A. Beside a very large one, a
-// quarter of it and of the variance are added up: their sum may overflow.
+// Epsilon as InverseDeviation takes it: infinite beyond the numbers of A. The sum of the variance
+// and a very large epsilon may overflow. So a quarter of each is added up.
 template <typename A>
 struct Epsilon {
   A part;   // of the variance: 1, or 1/4

@@ -16,10 +16,10 @@ namespace {
 
 // Means and sums of squares of what two or more parts of a row hold, merged as in Chan, Golub,
 // LeVeque, Algorithms for computing the sample variance (1983), but all at once, relative to a mean
-// that is near: in two passes over the parts, or to one part's. A part: n, mean, what that is off by,
-// and the sum of squared differences from the right mean. Differences are in a unit that is at least
-// the root of the row's number of columns (ForwardScalars): so squares overflow where the variance
-// does, and not before.
+// that is near: in two passes over the parts, or to one part's. A part: n, mean, what `mean` is off
+// by, and the sum of squared differences from mean + delta. Differences are in a unit of at least
+// the root of the number of columns (ForwardScalars). So a sum of squares overflows where the
+// variance does, and not before.
 template <typename A>
 struct Part {
   A n, mean, delta, squares;  // the last two in that unit
