@@ -191,7 +191,7 @@ def of_calling(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield said(jax_gradops.batch_norm, X, axis_name="batch")
     yield said(jax.jvp, jax_gradops.gelu, (X,), (X,))
     yield said(jax_gradops.clip_by_global_norm, optax.constant_schedule(1.0))
-    yield said(jax_gradops.clip_by_global_norm(1.0).update, {"w": X}, optax.EmptyState())
+    yield said(jax_gradops.clip_by_global_norm(1.0).update, {"w": X}, {"w": X})
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "optax", None)
         yield said(jax_gradops.clip_by_global_norm, 1.0)
