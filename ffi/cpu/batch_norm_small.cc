@@ -2,8 +2,6 @@
 //
 // Statistics are made as layer norm's: differences from a channel's first element, then from the
 // mean, corrected by what that is off by.
-//
-// BN_TABLE
 #include "cpu/batch_norm_small.h"
 
 #include <algorithm>
@@ -130,6 +128,11 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
       delta(pool, args.delta, rows, 0);
   const bool streamed =
       PrepareResult(args.y, shape.elements() * std::int64_t{sizeof(T)}, {args.x, args.residual});
+  // As many bytes as y where channels have few elements.
+  for (void* const statistic :
+       {args.batch_mean, args.batch_variance, args.batch_rstd, args.batch_delta}) {
+    PrepareResult(statistic, shape.outer.groups * channels.count * std::int64_t{sizeof(A)}, {});
+  }
   const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
   ForSides<T>(pool, shape, 2, [&](const auto& for_some) {
     SideParam<A, kSmallGroup> scales(scale, rows), biases(bias, rows), means(mean, rows),

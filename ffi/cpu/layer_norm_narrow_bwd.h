@@ -1,7 +1,5 @@
 // Layer norm and RMS norm on the CPU, backward, of rows of few columns: rows side by side
 // (cpu/side_by_side.h). The formulas are those of layer_norm_bwd.cc.
-//
-// Milliseconds of NARROW_BWD_TABLE
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,5 @@
 // Layer norm and RMS norm on the CPU, forward, of rows of few columns: rows side by side
 // (cpu/side_by_side.h). The formulas are those of layer_norm_fwd.cc.
-//
-// Milliseconds of NARROW_FWD_TABLE
 #pragma once
 
 #include <algorithm>
