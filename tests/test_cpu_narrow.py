@@ -78,7 +78,10 @@ def test_a_row_does_not_depend_on_others(op: str, rng: Any) -> None:
         poisoned = x.at[::2].set(jnp.nan)
         for rows, some in ((slice(3, 4), x), (slice(7, 29), x), (slice(1, None, 2), poisoned)):
             other = value_and_gradients(
-                op, "ffi", *((poisoned, dy) if some is poisoned else (x[rows], dy[rows])), *parameters
+                op,
+                "ffi",
+                *((poisoned, dy) if some is poisoned else (x[rows], dy[rows])),
+                *parameters,
             )
             mine = slice(1, None, 2) if some is poisoned else slice(None)
             for all_rows, few in ((y, other[0]), (dx, other[1])):

@@ -18,7 +18,7 @@
 namespace gradops {
 namespace {
 
-// The elements of a group in rows of `width`, of which column i is of channel i % channels. The last
+// The elements of a group in rows of `width` columns. Column i is of channel i % channels. The last
 // row may be shorter.
 class Group {
  public:
@@ -43,8 +43,8 @@ class Group {
       fn(start, std::min(width, elements - start));
     }
   }
-  // The sums of each channel over its elements of terms(start, at), which returns kSums of them, for
-  // where a loop is in the row that begins at `start`.
+  // Sums of each channel over its elements. terms(start, at) returns kSums terms, of where a loop
+  // is in the row that begins at `start`.
   template <typename A, int kSums, typename Terms>
   void Sum(const Terms& terms, double (&sums)[kSums][kMiddleChannels]) const {
     constexpr std::int64_t kRowsAtATime = 16;

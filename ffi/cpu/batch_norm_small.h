@@ -5,9 +5,9 @@
 
 namespace gradops {
 
-// Groups of up to so many elements lie side by side (cpu/side_by_side.h): a group is a row then, and
-// each of its elements a column. How many groups there are does not matter, so that a group's result
-// does not depend on it.
+// Groups of up to so many elements lie side by side (cpu/side_by_side.h). A group is a row then,
+// and each of its elements a column. The number of groups does not matter: a group's result must
+// not depend on it.
 inline constexpr int kSmallGroup = 256;
 inline bool IsSmall(const ChannelShape& shape) {
   return shape.elements() > 0 && shape.channels() * shape.terms() <= kSmallGroup;
@@ -20,8 +20,8 @@ inline bool IsMiddle(const ChannelShape& shape) {
          shape.channels() * shape.terms() <= kMiddleGroup;
 }
 
-// Of groups that IsSmall or IsMiddle holds for. No scratch but the stack, and a copy of what has another dtype
-// than sums have.
+// Of groups that IsSmall or IsMiddle holds for. Scratch is the stack alone, and a copy of each
+// parameter of another dtype than sums have.
 ffi::Error SmallBatchNormFwd(const CpuContext& pool, const BatchNormFwdArgs& args);
 ffi::Error SmallBatchNormBwd(const CpuContext& pool, const BatchNormBwdArgs& args);
 ffi::Error MiddleBatchNormFwd(const CpuContext& pool, const BatchNormFwdArgs& args);

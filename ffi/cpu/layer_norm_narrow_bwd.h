@@ -106,7 +106,8 @@ void BackwardSliceSide(const LayerNormBwdArgs& args, BackwardSide<T, kCentered, 
   for (std::int64_t row = first; row < end;) {
     const std::int64_t block_end = std::min(end, row + kRows);
     for (std::size_t s = 0; s < sums.size(); ++s) {
-      for (std::int64_t j = 0; sums[s] != nullptr && j < features; ++j) lanes[s].Set(j, Lanes<A>(0));
+      if (sums[s] == nullptr) continue;
+      for (std::int64_t j = 0; j < features; ++j) lanes[s].Set(j, Lanes<A>(0));
     }
     for (; row < block_end; row += kSide<A>) {
       const std::int64_t rows = std::min<std::int64_t>(kSide<A>, block_end - row);

@@ -150,8 +150,8 @@ void StoreRows(A* to, std::int64_t rows, const Lanes<A>& numbers) {
   AtLast<kSide<A>>{0, rows}.Store(to, numbers);
 }
 
-// The sums over columns j < n of terms(j), which returns an array of kSums of them. A few at a time:
-// see LaneSums (lanes.h).
+// The sums over columns j < n of terms(j), which returns an array of kSums of them. A few columns
+// at a time: see LaneSums (lanes.h).
 template <typename A, int kSums, typename Terms>
 std::array<Lanes<A>, kSums> SideSums(std::int64_t n, const Terms& terms) {
   constexpr std::int64_t kAtATime = 16;
@@ -184,8 +184,8 @@ Lanes<A> VarianceOf(const Lanes<A>& mean_square, const Lanes<A>& mean) {
   return IfGreater(Lanes<A>(0), variance, Lanes<A>(0), variance);
 }
 
-// Of each lane, 1 where a variance, or a mean of squares, with epsilon added, is not in the range in
-// which squares have all their digits; NaN is none.
+// Of each lane, 1 where a variance, or a mean of squares, with epsilon added, is not in the range
+// in which squares have all their digits. NaN is not in that range.
 template <typename A>
 Lanes<A> IsUnsafe(const Lanes<A>& square) {
   using Limits = std::numeric_limits<A>;
