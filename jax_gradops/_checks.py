@@ -68,18 +68,21 @@ def array(op: str, name: str, value: Any) -> jax.Array:
     return lax.convert_element_type(x, x.dtype)
 
 
-def like(op: str, name: str, value: Any, other: str, x: jax.Array) -> jax.Array:
-    """`value` as an array of the shape and dtype of x, whose name is `other`."""
+def like(
+    op: str, name: str, value: Any, other: str, x: jax.Array, *, any_dtype: bool = False
+) -> jax.Array:
+    """`value` as an array of the shape and dtype (or `any_dtype`) of x, whose name is `other`."""
     result = array(op, name, value)
-    if result.shape != x.shape or result.dtype != x.dtype:
+    if result.shape != x.shape or not (any_dtype or result.dtype == x.dtype):
         fix = (
             f"{name}.astype({other}.dtype)"
             if result.shape == x.shape
             else f"jnp.broadcast_to({name}, {other}.shape), if that is meant"
         )
         raise ValueError(
-            f"{op}: {name} must have {other}'s shape {x.shape} and dtype {x.dtype}, "
-            f"got shape {result.shape} and dtype {result.dtype}. Pass {fix}"
+            f"{op}: {name} must have {other}'s shape {x.shape}"
+            + ("" if any_dtype else f" and dtype {x.dtype}")
+            + f", got shape {result.shape} and dtype {result.dtype}. Pass {fix}"
         )
     return result
 
@@ -114,6 +117,15 @@ def number(
             f"{op}: {name} must be {condition.removesuffix(' and not NaN')}, got {result}"
         )
     return result
+
+
+def epsilon(op: str, value: Any, dtype: Any) -> float:
+    """`value` as a number, raised to the smallest normal one of the statistics' dtype.
+
+    1/sqrt(epsilon) is a number then. That changes the results of no row whose variance is at least
+    2^24 (float64: 2^53) times that number.
+    """
+    return max(number(op, "epsilon", value, minimum=0), float(jnp.finfo(dtype).tiny))
 
 
 def flag(op: str, name: str, value: Any) -> bool:

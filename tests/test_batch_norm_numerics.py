@@ -97,6 +97,31 @@ def test_hard_halves(platform, implementation, axis, mean, deviation, dtype, rng
     )
 
 
+@pytest.mark.parametrize("epsilon", [0, 1e-45, 1e-39, 1e-12, 1.0, 2e38, 1e39, 1e300])
+def test_constant_channel_of_every_epsilon(platform, implementation, epsilon):
+    """Exactly the bias, by the batch's statistics and by given ones."""
+    x, bias = np.full((6, 3), 3, np.float32), np.float32([-1, 0, 2])
+    options = {"epsilon": epsilon, "implementation": implementation}
+    y, mean, var = jax_gradops.batch_norm(x, None, bias, **options)
+    given = jax_gradops.batch_norm_inference(x, mean, var, None, bias, **options)
+    np.testing.assert_array_equal(y, [bias] * 6)
+    np.testing.assert_array_equal(given, [bias] * 6)
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_range_of_the_variance(platform, implementation, axis, rng):
+    """Right up to 1e34; NaN in y where it overflows."""
+    shape = (64, 33, 5) if axis == -1 else (64, 5, 33)
+    sizes = np.float32([1, 1e10, 1e15, 1e17, 1e20]).reshape((5,) if axis == -1 else (5, 1))
+    x = rng.standard_normal(shape).astype(np.float32) * sizes
+    options = {"axis": axis, "epsilon": 0.0, "implementation": implementation}
+    y, _, var = jax.jit(lambda x: jax_gradops.batch_norm(x, **options))(x)
+    expected = oracles.batch_norm(channels_last(x, axis), epsilon=0.0)
+    y, right = channels_last(y, axis), np.arange(5) < 4
+    np.testing.assert_allclose(y[..., right], expected.value[..., right], atol=3e-6)
+    assert np.isnan(y[..., 4]).all() and (np.isfinite(var) == right).all()
+
+
 @pytest.mark.R2
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_thousand_runs(platform, dtype, rng):

@@ -75,6 +75,12 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "rms_norm_backward_from_output": lambda a, i: backward.rms_norm_backward_from_output(
         a.dy, a.x, a.scale, a.rstd, implementation=i
     ),
+    "layer_norm_forward, given statistics": lambda a, i: backward.layer_norm_forward(
+        a.x, a.scale, a.bias, mean=a.mean, variance=a.rstd, implementation=i if i == "xla" else None
+    ),
+    "gelu_backward": lambda a, i: backward.gelu_backward(
+        a.dy, a.x, approximate=False, implementation=i
+    ),
     "bias_gelu_backward": lambda a, i: backward.bias_gelu_backward(
         a.dy, a.x, a.bias, approximate=True, implementation=i
     ),
@@ -96,6 +102,9 @@ OF_CHANNELS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "batch_norm_backward": lambda a, i: backward.batch_norm_backward(
         a.dy, a.x, a.scale, a.bias, a.scale, implementation=i
+    ),
+    "batch_norm_backward of a residual": lambda a, i: backward.batch_norm_backward(
+        a.dy, a.x, a.scale, a.bias, a.scale, activation="relu", y=a.x - 1, implementation=i
     ),
 }
 

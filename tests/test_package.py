@@ -59,6 +59,7 @@ def test_public_names():
         "batch_norm_forward",
         "batch_norm_backward",
         "bias_gelu_backward",
+        "gelu_backward",
         "inplace_clip_by_global_norm",
         "layer_norm_forward",
         "layer_norm_backward",

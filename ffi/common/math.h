@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "common/dtype.h"
 
@@ -16,20 +17,59 @@ GRADOPS_HOST_DEVICE inline A VarianceOf(A mean_square, A mean) {
   return variance < 0 ? A{0} : variance;
 }
 
-// 1 / sqrt(variance + epsilon). NaN where that is infinite: 0 would turn an overflow, or a row with
-// an infinite element, into zeros that nobody notices.
+// What elements are multiplied by before they are squared, where the sum of their squares has
+// overflowed. The mean of these squares may be a number: it is then that over kLargeUnit twice.
 template <typename A>
-GRADOPS_HOST_DEVICE inline A InverseDeviation(A variance, A epsilon) {
-  const A square = variance + epsilon;
-  const A nan_if_infinite = square - square;
+inline constexpr A kLargeUnit = static_cast<A>(sizeof(A) == 8 ? 0x1p-512 : 0x1p-64);
+
+// Whether a variance is infinite or NaN.
+template <typename A>
+GRADOPS_HOST_DEVICE inline bool Overflowed(A variance) {
+  return !(variance <= std::numeric_limits<A>::max() && variance >= 0);
+}
+
+// Epsilon as InverseDeviation takes it; infinite beyond the numbers of A. Beside a very large one, a
+// quarter of it and of the variance are added up: their sum may overflow.
+template <typename A>
+struct Epsilon {
+  A part;   // of the variance: 1, or 1/4
+  A added;  // the same part of epsilon
+  A root;   // of `part`
+
+  GRADOPS_HOST_DEVICE explicit Epsilon(double epsilon) {
+    constexpr A kMax = std::numeric_limits<A>::max();
+    constexpr A kLarge = kMax * std::numeric_limits<A>::epsilon() / 8;
+    root = epsilon > kLarge ? A{0.5} : A{1};
+    part = root * root;
+    added = epsilon > kMax ? std::numeric_limits<A>::infinity() : static_cast<A>(epsilon) * part;
+  }
+};
+
+// 1 / sqrt(variance + epsilon), 0 where epsilon is infinite. NaN where the variance is infinite: 0
+// would turn an overflow, or a row with an infinite element, into zeros that nobody notices.
+template <typename A>
+GRADOPS_HOST_DEVICE inline A InverseDeviation(A variance, const Epsilon<A>& epsilon) {
+  const A square = variance * epsilon.part + epsilon.added;
+  const A nan_if_infinite = variance - variance;
 #if defined(__CUDA_ARCH__)
   // The GPU's is off by up to 2 ulp: one Newton step, where that is a number.
   const A guess = rsqrt(square);
   const A error = fma(-square * guess, guess, A{1});
-  return (error == error ? fma(A{0.5} * guess, error, guess) : guess) + nan_if_infinite;
+  const A inverse = error == error ? fma(A{0.5} * guess, error, guess) : guess;
+  return inverse * epsilon.root + nan_if_infinite;
 #else
-  return A{1} / std::sqrt(square) + nan_if_infinite;
+  return epsilon.root / std::sqrt(square) + nan_if_infinite;
 #endif
+}
+
+// The part of delta, the mean of x - mean over a row, that the rounding of `mean` explains. A saved
+// mean is off by up to one unit in the last place. A larger delta is no error: that mean was given,
+// and is not the row's own.
+template <typename A>
+GRADOPS_HOST_DEVICE inline A MeanRounding(A delta, A mean) {
+  constexpr A kMost = 2 * std::numeric_limits<A>::epsilon();
+  const A limit = kMost * (mean < 0 ? -mean : mean);
+  return -limit <= delta && delta <= limit ? delta : A{0};
 }
 
 // d(loss)/dx of y = scale * x_hat + bias for one element (or several, V), where wdy = scale * dy

@@ -247,7 +247,7 @@ void EmptyStatistics(const BatchNormFwdArgs& args) {
     std::fill_n(static_cast<A*>(zeros), n, A{0});
   }
   std::fill_n(static_cast<A*>(args.batch_rstd), n,
-              InverseDeviation(A{0}, static_cast<A>(args.epsilon)));
+              InverseDeviation(A{0}, Epsilon<A>(args.epsilon)));
 }
 
 template <typename T, bool kFirst>
@@ -308,7 +308,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     // In units of the first element, as the mean itself may have more digits than a double.
     const A delta =
         static_cast<A>((static_cast<double>(first) - static_cast<double>(mean)) + offset);
-    const A rstd = InverseDeviation(variance, static_cast<A>(args.epsilon));
+    const A rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));
     const std::int64_t i = group * channels + channel;
     static_cast<A*>(args.batch_mean)[i] = mean;
     static_cast<A*>(args.batch_variance)[i] = variance;

@@ -130,7 +130,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
         const A variance = static_cast<A>(VarianceOf(sums[1][c] / n, offset));
         m = static_cast<A>(static_cast<double>(guess) + offset);
         delta = static_cast<A>((static_cast<double>(guess) - static_cast<double>(m)) + offset);
-        rstd = InverseDeviation(variance, static_cast<A>(args.epsilon));
+        rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));
         const std::int64_t i = group * of.channels + c;
         static_cast<A*>(args.batch_mean)[i] = m;
         static_cast<A*>(args.batch_variance)[i] = variance;

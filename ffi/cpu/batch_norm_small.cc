@@ -90,7 +90,7 @@ double WideVariance(const Elements<A>& x, const std::int16_t* columns, std::int6
 
 template <typename A>
 Statistics<A> StatisticsOf(const Elements<A>& x, const std::int16_t* columns, std::int64_t terms,
-                           A epsilon) {
+                           const Epsilon<A>& epsilon) {
   const Lanes<A> per_term = A{1} / static_cast<A>(terms), first = x[columns[0]];
   const Lanes<A> mean = first + SideSums<A, 1>(terms, [&](std::int64_t k) {
                           return std::array{x[columns[k]] - first};
@@ -101,7 +101,7 @@ Statistics<A> StatisticsOf(const Elements<A>& x, const std::int16_t* columns, st
   });
   const Lanes<A> offset = sums[0] * per_term;
   Lanes<A> variance = VarianceOf(sums[1] * per_term, offset);
-  if (IsUnsafe(variance + Lanes<A>(epsilon)).Sum() > 0) {
+  if (IsUnsafe(variance, epsilon).Sum() > 0) {
     A values[kSide<A>];
     StoreLanes(values, variance);
     for (int lane = 0; lane < kSide<A>; ++lane) {
@@ -153,8 +153,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
         const std::int16_t* const columns = channels[c];
         Statistics<A> statistics{means[c], Lanes<A>(0), rstds[c], deltas[c]};
         if (own) {
-          statistics =
-              StatisticsOf(x, columns, channels.terms, static_cast<A>(args.epsilon));
+          statistics = StatisticsOf(x, columns, channels.terms, Epsilon<A>(args.epsilon));
           results[0].Set(c, statistics.mean), results[1].Set(c, statistics.variance);
           results[2].Set(c, statistics.rstd), results[3].Set(c, statistics.delta);
         }

@@ -33,8 +33,8 @@ const T* RowBlock(const void* rows, std::int64_t row, std::int64_t columns, std:
 }
 
 // What a row's x_hat is made of, block by block: x_hat = (shifted - delta) * factor. From the
-// input, shifted is x - mean, and delta what the rounding of the saved mean left. From the output,
-// it is x_hat itself; where scale is 0, that is lost, and 0.
+// input, shifted is x - mean, and delta is the rounding of the saved mean (MeanRounding). From the
+// output, shifted is x_hat itself; where scale is 0, x_hat is lost, and 0.
 template <typename T, bool kCentered, bool kFromOutput>
 class Shifted {
  public:
@@ -44,6 +44,7 @@ class Shifted {
         params_(params),
         group_(row / args.shape.rows),
         mean_(kCentered && !kFromOutput ? static_cast<const A*>(args.mean)[row] : A{0}) {}
+  A mean() const { return mean_; }
   // Of the block from column start on: a function of where a loop is.
   auto operator()(std::int64_t start) const {
     const T* const x = x_ + start;
@@ -99,8 +100,7 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     if constexpr (kSums > 1) sum_wdy += totals[1];
     if constexpr (kSums > 2) sum_shifted += totals[2];
   });
-  const A delta = RoundingOfMean<A>(
-      sum_shifted / n, kCentered && !kFromOutput ? static_cast<const A*>(args.mean)[row] : A{0});
+  const A delta = MeanRounding(sum_shifted / n, shifted_blocks.mean());
   const A mean_wdy = sum_wdy / n;
   const A mean_wdy_x_hat = (sum_wdy_shifted - delta * sum_wdy) * factor / n;
 

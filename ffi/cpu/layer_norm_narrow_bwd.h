@@ -71,7 +71,7 @@ class BackwardSide {
     });
     Lanes<A> sum_wdy = 0, delta = 0;
     if constexpr (kSums > 1) sum_wdy = sums[1];
-    if constexpr (kSums > 2) delta = RoundingOfMean<A>(sums[2] * per_column, mean);
+    if constexpr (kSums > 2) delta = MeanRounding(sums[2] * per_column, mean);
     const Lanes<A> mean_wdy = sum_wdy * per_column;
     const Lanes<A> mean_wdy_x_hat = (sums[0] - delta * sum_wdy) * factor * per_column;
 

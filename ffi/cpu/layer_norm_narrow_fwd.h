@@ -42,7 +42,8 @@ void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& param
   const std::int64_t features = args.shape.features;
   // A product costs less than a quotient. It is off by one more rounding.
   const Lanes<A> per_column = A{1} / static_cast<A>(features);
-  const A epsilon = static_cast<A>(args.epsilon), of_constant_row = InverseDeviation(A{0}, epsilon);
+  const Epsilon<A> epsilon(args.epsilon);
+  const A of_constant_row = InverseDeviation(A{0}, epsilon);
   SideParam<A, kNarrowColumns> scale(params.scale, args.shape), bias(params.bias, args.shape);
   SideParam<A, kNarrowColumns> residual_bias(params.residual_bias, args.shape);
   const bool has_residual_bias = args.residual_bias.data != nullptr;
@@ -91,7 +92,7 @@ void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& param
     if constexpr (kCentered) StoreRows(static_cast<A*>(args.mean) + row, rows, mean + delta);
     StoreRows(static_cast<A*>(args.rstd) + row, rows, rstd);
 
-    const Lanes<A> is_unsafe = IsUnsafe(variance + Lanes<A>(epsilon));
+    const Lanes<A> is_unsafe = IsUnsafe(variance, epsilon);
     if (is_unsafe.Sum() == 0) continue;
     A unsafe[kSide<A>];
     StoreLanes(unsafe, is_unsafe);

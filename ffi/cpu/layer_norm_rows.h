@@ -5,10 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <limits>
 
 #include "common/shape.h"
-#include "cpu/lanes.h"
 #include "cpu/wide.h"
 
 namespace gradops {
@@ -31,15 +29,6 @@ struct WideParams {
   WideParam<A, 0> residual_bias{};
   WideParam<A, 1> divisor{};  // scale, with infinity in the place of 0
 };
-
-// What backward takes off x - mean: `delta`, the mean of that, where the rounding of the saved mean
-// explains it. A larger one says that the mean is not the row's but a given one. Of one row, or of
-// rows side by side.
-template <typename A, typename V>
-V RoundingOfMean(V delta, V mean) {
-  const V zero = 0, size = Max(delta, zero - delta), limit = Max(mean, zero - mean);
-  return IfGreater(size, limit * V(2 * std::numeric_limits<A>::epsilon()), zero, delta);
-}
 
 // Prefetched while a row is worked on, as memory would wait during a second pass over what lies in
 // the caches: a row ahead, and where results go. ns an element of [8192, 2048] on one core of an

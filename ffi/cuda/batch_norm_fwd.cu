@@ -149,7 +149,7 @@ __device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool
                                               std::int64_t i, A origin, double offset,
                                               double variance, A (&mean_rstd_delta)[3]) {
   const A mean = static_cast<A>(static_cast<double>(origin) + offset);
-  const A rstd = InverseDeviation(static_cast<A>(variance), static_cast<A>(args.epsilon));
+  const A rstd = InverseDeviation(static_cast<A>(variance), Epsilon<A>(args.epsilon));
   // From the origin, as the mean itself may have more digits than a double.
   const A delta =
       static_cast<A>((static_cast<double>(origin) - static_cast<double>(mean)) + offset);

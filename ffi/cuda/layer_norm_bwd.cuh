@@ -141,12 +141,11 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
           for (int i = 0; i < P; ++i) KeepPacked(dy_packs[i]);
 
           const auto finish = [&]<bool kUsual>() {
-            // x_hat = centered * factor + shift. The saved mean is rounded: the mean of the
-            // differences from it is what it is off by.
+            // x_hat = centered * factor + shift; shift is of the saved mean's rounding.
             const A factor = kFromOutput ? A{1} : rstd;
             A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
             if constexpr (kShift && !kUsual) {
-              const A delta = totals[2] * inverse_n;
+              const A delta = MeanRounding(totals[2] * inverse_n, mean);
               mean_wdy_x_hat -= delta * totals[1];
               shift = -delta * rstd;
             }

@@ -142,12 +142,13 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
           }
           __syncwarp();  // what is overwritten is read, by all lanes that have it
           if (step + place.row >= count) continue;
-          // x_hat = x * factor + shift. The saved mean is rounded: the mean of the differences from
-          // it is what it is off by.
+          // x_hat = x * factor + shift; shift is of the saved mean's rounding.
           const A factor = kFromOutput ? A{1} : rstd;
           A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
           if constexpr (kShift) {
-            const A delta = (unusual >> of_chunk & 1) != 0 ? totals[2] * inverse_n : A{0};
+            const A delta = (unusual >> of_chunk & 1) != 0
+                                ? MeanRounding(totals[2] * inverse_n, mean)
+                                : A{0};
             mean_wdy_x_hat -= delta * totals[1];
             shift = -delta * rstd;
           }

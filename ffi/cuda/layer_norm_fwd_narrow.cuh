@@ -11,6 +11,21 @@
 namespace gradops {
 namespace {
 
+// Replaces a variance where the sum of squares of x - delta has overflowed. All of a warp call it.
+template <typename T, int K, typename A>
+__device__ __forceinline__ void ReplaceOverflowed(const NarrowPlan& plan, const A (&x)[K],
+                                                  const A (&weights)[K], A delta,
+                                                  A inverse_features, A& variance) {
+  A squares[1] = {};
+  ForColumns<K>(plan.columns, [&](int k) {
+    const A part = (x[k] - delta) * kLargeUnit<A>;
+    squares[0] += part * weights[k] * part;
+  });
+  OverLanes(plan.lanes, squares);
+  const A large = squares[0] * inverse_features / kLargeUnit<A> / kLargeUnit<A>;
+  if (Overflowed(variance)) variance = large;
+}
+
 // Mean and deviation of a row, of which a lane has x, and then x - mean: two passes. weights: 1 for
 // its own columns.
 template <typename T, int K, typename A>
@@ -42,8 +57,12 @@ __device__ __forceinline__ Moments<A> NarrowMoments(const NarrowPlan& plan, A (&
     delta = sums[Rule::kHasDelta] * scalars.inverse_features;
     sums[0] -= sums[Rule::kHasDelta] * delta;
   }
-  const A variance = sums[0] * scalars.inverse_features;
-  return {mean, delta, InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
+  A variance = sums[0] * scalars.inverse_features;
+  if (variance < 0) variance = 0;
+  if (AnyOverflowed<T>(variance)) {
+    ReplaceOverflowed<T>(plan, x, weights, delta, scalars.inverse_features, variance);
+  }
+  return {mean, delta, InverseDeviation(variance, scalars.epsilon)};
 }
 
 template <typename T, bool kCentered>
@@ -135,7 +154,11 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
         A squares[1] = {};
         ForColumns<K>(plan.columns, [&](int k) { squares[0] += x[k] * weights[k] * x[k]; });
         OverLanes(plan.lanes, squares);
-        moments.rstd = InverseDeviation(squares[0] * scalars.inverse_features, scalars.epsilon);
+        A variance = squares[0] * scalars.inverse_features;
+        if (AnyOverflowed<T>(variance)) {
+          ReplaceOverflowed<T>(plan, x, weights, A{0}, scalars.inverse_features, variance);
+        }
+        moments.rstd = InverseDeviation(variance, scalars.epsilon);
       }
       __syncwarp();  // what is overwritten is read, by all lanes that have it
       if (!has_row) continue;

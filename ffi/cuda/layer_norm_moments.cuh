@@ -16,21 +16,25 @@ namespace {
 
 // Means and sums of squares of what two or more parts of a row hold, merged as in Chan, Golub,
 // LeVeque, Algorithms for computing the sample variance (1983), but all at once, relative to a mean
-// that is near: in two passes over the parts, or to one part's. A part: n, mean + delta, squares,
-// the sum of squared differences from that.
+// that is near: in two passes over the parts, or to one part's. A part: n, mean, what that is off by,
+// and the sum of squared differences from the right mean. Differences are in a unit that is at least
+// the root of the row's number of columns (ForwardScalars): so squares overflow where the variance
+// does, and not before.
 template <typename A>
 struct Part {
-  A n, mean, delta, squares;
+  A n, mean, delta, squares;  // the last two in that unit
 
   __device__ static Part Of(A n, const A* values) { return {n, values[0], values[1], values[2]}; }
   __device__ void CopyTo(A* values) const {
     values[0] = mean, values[1] = delta, values[2] = squares;
   }
-  // What the part adds to n * (mean of all) relative to `pivot`.
-  __device__ A Offset(A pivot) const { return n * ((mean - pivot) + delta); }
+  // What the part adds to n * (mean of all) relative to `pivot`. inverse_unit: 1 / the unit.
+  __device__ A Offset(A pivot, A inverse_unit) const {
+    return n * ((mean - pivot) * inverse_unit + delta);
+  }
   // The same, and what it adds to squares, relative to the mean of all. n = 0 adds 0.
-  __device__ void Moments(A total_mean, A& offset, A& total_squares) const {
-    const A difference = (mean - total_mean) + delta;
+  __device__ void Moments(A total_mean, A inverse_unit, A& offset, A& total_squares) const {
+    const A difference = (mean - total_mean) * inverse_unit + delta;
     offset = n * difference;
     total_squares = squares + offset * difference;
   }
@@ -117,15 +121,21 @@ __device__ __forceinline__ void FillHeld(const Place<T, P, kDivision, true>& pla
 // What the kernel's arithmetic needs, as what it is done in.
 template <typename A>
 struct ForwardScalars {
-  A epsilon, scale_offset;
+  Epsilon<A> epsilon;
+  A scale_offset;
   A inverse_features;  // 1 / features
-  bool offset;         // whether scale_offset is to be added
+  // Of differences from the mean, as far as they are squared: a power of two.
+  A unit = 1, inverse_unit = 1;
+  bool offset;  // whether scale_offset is to be added
 
   explicit ForwardScalars(const LayerNormFwdArgs& args)
-      : epsilon(static_cast<A>(args.epsilon)),
+      : epsilon(args.epsilon),
         scale_offset(static_cast<A>(args.scale_offset)),
         inverse_features(A{1} / static_cast<A>(std::max<std::int64_t>(1, args.shape.features))),
-        offset(args.scale_offset != 0 && args.scale.data != nullptr) {}
+        offset(args.scale_offset != 0 && args.scale.data != nullptr) {
+    while (unit * unit < static_cast<A>(args.shape.features)) unit *= 2;
+    inverse_unit = 1 / unit;
+  }
 };
 
 // How many columns parts of the caller's row have.
@@ -190,6 +200,14 @@ struct MeanRule {
   }
 };
 
+// Whether the sum of a row's squares may have overflowed for a row of the caller's warp, all of
+// which calls it. Squares of float16s do not.
+template <typename T, typename A>
+__device__ __forceinline__ bool AnyOverflowed(A variance) {
+  if constexpr (std::is_same_v<T, Half>) return false;
+  return __any_sync(0xffffffffu, static_cast<int>(Overflowed(variance))) != 0;
+}
+
 template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
 __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
                                                         const Place<T, P, kDivision, true>& place,
@@ -230,14 +248,15 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
   sum.OverWarp(total);
   const A warp_mean = Rule::Mean(first, total[0], counts.warp, counts.inverse_warp);
 
-  A parts[2][1 + kHasDelta] = {};  // sums of d^2 and d with d = h - mean
+  const A inverse_unit = scalars.inverse_unit, less = -warp_mean * inverse_unit;
+  A parts[2][1 + kHasDelta] = {};  // sums of d^2 and d with d = (h - mean) / unit
   FillHeld(place, h, warp_mean);
   ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_count) {
     A last[1 + kHasDelta] = {};
     A(&sums)[1 + kHasDelta] = may_not_count ? last : parts[i % 2];
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      const A difference = values[j] - warp_mean;
+      const A difference = fma(values[j], inverse_unit, less);  // no more than h - mean takes
       sums[0] += difference * difference;
       if constexpr (kHasDelta) sums[kHasDelta] += difference;
     }
@@ -267,12 +286,12 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
     // Relative to the first part's mean alone, squares may lose as many units in the last place as
     // there are parts: elements of 16 bits do not notice.
     if constexpr (sizeof(T) > 2) {
-      A offset[1] = {part.Offset(mean)};
+      A offset[1] = {part.Offset(mean, inverse_unit)};
       sum_over(offset);
-      mean += offset[0] * inverse_n;
+      mean += offset[0] * inverse_n * scalars.unit;
     }
     A moments[2];
-    part.Moments(mean, moments[0], moments[1]);
+    part.Moments(mean, inverse_unit, moments[0], moments[1]);
     sum_over(moments);
     const A whole_delta = moments[0] * inverse_n;
     part = {A{0}, mean, whole_delta, moments[1] - moments[0] * whole_delta};
@@ -302,8 +321,34 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
       merge(inverse_n, [&](auto& v) { sum.OverBlocks(v); });
     }
   }
-  const A variance = part.squares * inverse_n;
-  return {part.mean, part.delta, InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
+  const A variance = part.squares * inverse_n * scalars.unit * scalars.unit;
+  return {part.mean, part.delta * scalars.unit,
+          InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
+}
+
+// Replaces the mean square of a row where the sum of squares has overflowed. All threads of a row
+// come here together: they have the same mean square, and the rows of a warp come with each other.
+template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
+__device__ __forceinline__ void ReplaceOverflowed(const Place<T, P, kDivision, true>& place,
+                                                  HeldRow<T, P, kPacked>& h, Sum& sum,
+                                                  Accum<T> inverse_features,
+                                                  Accum<T>& mean_square) {
+  using A = Accum<T>;
+  A squares[1] = {};
+  ForHeld(place, h, [&](int, const A(&values)[kVec<T>], bool may_not_count) {
+    A last = 0;
+    A& sum_of = may_not_count ? last : squares[0];
+#pragma unroll
+    for (const A value : values) {
+      const A part = value * kLargeUnit<A>;
+      sum_of += part * part;
+    }
+    if (may_not_count && place.counts_last) squares[0] += last;
+  });
+  if (!place.counts) squares[0] = 0;
+  sum(squares);
+  const A large = squares[0] * inverse_features / kLargeUnit<A> / kLargeUnit<A>;
+  if (Overflowed(mean_square)) mean_square = large;
 }
 
 // RMS norm's factor for the row that the caller's team holds.
@@ -324,7 +369,11 @@ __device__ __forceinline__ Accum<T> InverseRootMeanSquare(const Place<T, P, kDiv
   A squares[1] = {halves[0] + halves[1]};
   if (!place.counts) squares[0] = 0;
   sum(squares);
-  return InverseDeviation(squares[0] * scalars.inverse_features, scalars.epsilon);
+  A mean_square = squares[0] * scalars.inverse_features;
+  if (AnyOverflowed<T>(mean_square)) {
+    ReplaceOverflowed(place, h, sum, scalars.inverse_features, mean_square);
+  }
+  return InverseDeviation(mean_square, scalars.epsilon);
 }
 
 }  // namespace

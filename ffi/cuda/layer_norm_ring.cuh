@@ -216,9 +216,10 @@ class RowRing {
   int left_, stage_ = 0;
 };
 
-// Whether a row is as most are: the saved mean, rounded, is no more than a few times the deviation,
-// of which epsilon is not nearly all; and products of rstd, its square and a dy of 2^-100 to 2^100
-// are far from where floats end.
+// Whether a row is as most are. The saved mean is no more than a few times the deviation, so that
+// the mean's rounding does not matter. Epsilon is not nearly all of the deviation. Products of rstd,
+// its square and a dy of 2^-100 to 2^100 are far from where floats end. A usual row's mean is taken
+// as it is, whether it is the row's own or not.
 template <typename A>
 __device__ __forceinline__ bool UsualRow(A mean, A rstd, A epsilon) {
   // Of variance + epsilon, the variance; and the square of the mean.

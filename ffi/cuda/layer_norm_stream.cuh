@@ -117,8 +117,21 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     A sums[2] = {count * centered_mean, squares + count * centered_mean * centered_mean};
     sum(sums);
     const A delta = args.centered ? sums[0] * inverse_n : A{0};
-    const A rstd =
-        InverseDeviation(VarianceOf(sums[1] * inverse_n, delta), static_cast<A>(args.epsilon));
+    A variance = VarianceOf(sums[1] * inverse_n, delta);
+    if (Overflowed(variance)) {  // for all threads; as the sum of squares may have been
+      A large[1] = {};
+      for (std::int64_t c = threadIdx.x * W; c < features; c += kStep) {
+        const auto h = LoadPackOnce<W>(h_row + c);
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          const A part = ((static_cast<A>(h.v[j]) - mean) - delta) * kLargeUnit<A>;
+          large[0] += part * part;
+        }
+      }
+      sum(large);
+      variance = large[0] * inverse_n / kLargeUnit<A> / kLargeUnit<A>;
+    }
+    const A rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));
 
     const std::int64_t group = row / args.shape.rows;
     T* const y = static_cast<T*>(args.y) + row * features;
@@ -149,7 +162,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   }
 }
 
-// x_hat of W elements of a row. Centred rows: delta is what the saved mean is off by.
+// x_hat of W elements of a row. Centred rows: delta is the saved mean's rounding.
 template <int W, typename T, typename A>
 __device__ __forceinline__ void NormalisedPack(const LayerNormBwdArgs& args, const Pack<T, W>& x,
                                                std::int64_t group, std::int64_t column,
@@ -170,7 +183,7 @@ __device__ __forceinline__ void NormalisedPack(const LayerNormBwdArgs& args, con
   }
 }
 
-// dx, and, for BackwardSumsKernel, what each saved mean is off by (null: not wanted).
+// dx, and, for BackwardSumsKernel, the rounding of each saved mean (null: not wanted).
 template <typename T, int W>
 __global__ void __launch_bounds__(kStreamThreads, 1)
     BackwardStreamKernel(const __grid_constant__ LayerNormBwdArgs args, Accum<T>* deltas) {
@@ -213,7 +226,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     }
     sum(total);
     sum(differences);
-    const A delta = differences[0] * inverse_n;
+    const A delta = MeanRounding(differences[0] * inverse_n, mean);
     const A mean_wdy = args.centered ? total[1] * inverse_n : A{0};
     const A mean_wdy_x_hat = (total[0] - delta * rstd * total[1]) * inverse_n;
     if (deltas != nullptr && threadIdx.x == 0) deltas[row] = delta;
@@ -242,7 +255,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
 constexpr int kSumLanes = 8, kSumRows = 32;  // threads of a block along columns and along rows
 
-// What the saved means of up to kFewRows rows are off by, of those for which that matters. All of
+// The roundings of the saved means of up to kFewRows rows, of those for which they matter. All of
 // the block call it.
 constexpr int kFewRows = kSumLanes * kSumRows;
 template <int W, typename T, typename A>
@@ -269,7 +282,7 @@ __device__ __forceinline__ void FewDeltas(const LayerNormBwdArgs& args, std::int
       for (int j = 0; j < W; ++j) delta += static_cast<A>(x.v[j]) - mean;
     }
     delta = WarpSum<kWarp>(delta) / static_cast<A>(features);
-    if (lane == 0) deltas[r] = delta;
+    if (lane == 0) deltas[r] = MeanRounding(delta, mean);
   }
   __syncthreads();  // all are there
 }

@@ -6,45 +6,14 @@ import math
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
 from jax_gradops._array_types import accum_dtype
 from jax_gradops._implementation import Implementation, resolve_implementation
 from jax_gradops._ops import batch_norm_kernels as kernels
+from jax_gradops._ops.batch_norm_arguments import checked_x, per_channel, statistic
 from jax_gradops._ops.batch_norm_kernels import BatchNorm
-
-
-def _checked_x(op: str, value: Any, axis: Any) -> tuple[jax.Array, int]:
-    """X and the axis of its channels."""
-    x = _checks.array(op, "x", value)
-    if x.ndim < 2:
-        raise ValueError(
-            f"{op}: x must have at least two axes, of which one has the channels; got shape "
-            f"{x.shape}"
-        )
-    return x, _checks.axis(op, "axis", axis, x.ndim)
-
-
-def _per_channel(op: str, name: str, value: Any, x: jax.Array, axis: int) -> Any:
-    """One number a channel, or None."""
-    if value is None:
-        return None
-    parameter = _checks.array(op, name, value)
-    if parameter.shape != (x.shape[axis],):
-        raise ValueError(
-            f"{op}: {name} must have one number a channel, in shape (x.shape[{axis}],) = "
-            f"({x.shape[axis]},), got {parameter.shape}. The channels' axis is {axis}: is that the "
-            "`axis` that was meant?"
-        )
-    return parameter
-
-
-def _statistic(op: str, name: str, value: Any, x: jax.Array, axis: int) -> jax.Array:
-    """One number a channel, in the accumulation dtype."""
-    value = _checks.array(op, name, value)
-    return _per_channel(op, name, value, x, axis).astype(accum_dtype(x.dtype))
 
 
 def batch_norm(
@@ -97,6 +66,7 @@ def batch_norm(
     All arithmetic is in float32 (float64 for float64), with one rounding at the end. Statistics are
     those of differences from a number of the channel, by parts, put together by Chan's formula:
     never E[x²] − E[x]², which loses all digits where the mean is large beside the deviation.
+    A constant channel gives exactly `bias`, for every epsilon, as in `jax_gradops.layer_norm`.
     Results are bitwise the same from run to run. NaN or infinity makes its channel NaN, and no
     other. An empty batch has mean 0 and variance 0.
 
@@ -119,17 +89,17 @@ def batch_norm(
      [ 1.  0.]] [2. 5.] [1. 0.]
     """
     op = "batch_norm"
-    x, axis = _checked_x(op, x, axis)
+    x, axis = checked_x(op, x, axis)
     names, shards = _checked_axis_name(op, axis_name)
     activation = _checks.choice(op, "activation", activation, "relu", None)
     return kernels.normalize(
         x,
         None if residual is None else _checks.like(op, "residual", residual, "x", x),
-        _per_channel(op, "scale", scale, x, axis),
-        _per_channel(op, "bias", bias, x, axis),
+        per_channel(op, "scale", scale, x, axis),
+        per_channel(op, "bias", bias, x, axis),
         norm=BatchNorm(
             inner=x.ndim - 1 - axis,
-            epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
+            epsilon=_checks.epsilon(op, epsilon, accum_dtype(x.dtype)),
             axis_name=names,
             shards=shards,
             relu=activation == "relu",
@@ -212,143 +182,16 @@ def batch_norm_inference(
      [ 1.  4.]]
     """
     op = "batch_norm_inference"
-    x, axis = _checked_x(op, x, axis)
+    x, axis = checked_x(op, x, axis)
     return kernels.apply(
         x,
-        _statistic(op, "mean", mean, x, axis),
-        _statistic(op, "var", var, x, axis),
-        _per_channel(op, "scale", scale, x, axis),
-        _per_channel(op, "bias", bias, x, axis),
+        statistic(op, "mean", mean, x, axis),
+        statistic(op, "var", var, x, axis),
+        per_channel(op, "scale", scale, x, axis),
+        per_channel(op, "bias", bias, x, axis),
         norm=BatchNorm(
             inner=x.ndim - 1 - axis,
-            epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
+            epsilon=_checks.epsilon(op, epsilon, accum_dtype(x.dtype)),
             implementation=resolve_implementation(implementation, op) or "xla",
         ),
-    )
-
-
-# --- Without autodiff: jax_gradops.backward ------------------------------------------------------
-
-
-def batch_norm_forward(
-    x: ArrayLike,
-    scale: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    *,
-    axis: int = -1,
-    epsilon: float = 1e-5,
-    implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    r"""Batch norm by the statistics of the batch, and the statistics that its gradient needs.
-
-    .. math:: y = (x - \text{mean})\,\text{rstd} \cdot \text{scale} + \text{bias}, \qquad
-              \text{rstd} = \frac{1}{\sqrt{\text{var} + \text{epsilon}}}
-
-    Args:
-      x: float16, bfloat16, float32 or float64, at least two axes.
-      scale: shape ``(x.shape[axis],)``; any of the four dtypes. None: no scale.
-      bias: as `scale`. None: no bias.
-      axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the variance; finite, at least 0.
-      implementation: as in `jax_gradops.batch_norm`.
-
-    Returns:
-      ``(y, mean, rstd)``: y of x's shape and dtype; mean and 1/sqrt(var + epsilon) of shape
-      ``(x.shape[axis],)``, in float32 (float64 for float64).
-
-    Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
-        there is no kernel.
-
-    Numerics are as in `jax_gradops.batch_norm`.
-
-    References:
-      Ioffe, Szegedy, Batch Normalization, https://arxiv.org/abs/1502.03167
-
-    >>> import jax.numpy as jnp
-    >>> from jax_gradops import backward
-    >>> y, mean, rstd = backward.batch_norm_forward(jnp.array([[1.0], [3.0]]), epsilon=0.0)
-    >>> print(mean, rstd)
-    [2.] [1.]
-    """
-    op = "batch_norm_forward"
-    x, axis = _checked_x(op, x, axis)
-    return kernels.forward(
-        x,
-        _per_channel(op, "scale", scale, x, axis),
-        _per_channel(op, "bias", bias, x, axis),
-        norm=BatchNorm(
-            inner=x.ndim - 1 - axis,
-            epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
-            implementation=resolve_implementation(implementation, op),
-        ),
-    )
-
-
-def batch_norm_backward(
-    dy: ArrayLike,
-    x: ArrayLike,
-    scale: ArrayLike | None,
-    mean: ArrayLike,
-    rstd: ArrayLike,
-    *,
-    axis: int = -1,
-    implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    r"""The gradient of batch norm from its input and saved statistics (BatchNormalizationGrad).
-
-    .. math:: dx = \text{scale} \cdot \text{rstd} \cdot \bigl(dy - \overline{dy}
-              - \hat x \cdot \overline{dy \cdot \hat x}\bigr), \qquad
-              d\text{scale} = \sum dy \cdot \hat x, \quad d\text{bias} = \sum dy
-
-    with :math:`\hat x` = (x − mean) · rstd; sums and means are over all axes but `axis`.
-
-    Args:
-      dy: the cotangent of y, of x's shape and dtype.
-      x: the input of the forward pass: float16, bfloat16, float32 or float64, at least two axes.
-      scale: shape ``(x.shape[axis],)``, any of the four dtypes; None where there was none.
-      mean: the mean of each channel, shape ``(x.shape[axis],)``, any of the four dtypes.
-      rstd: 1/sqrt(var + epsilon) of each channel, likewise.
-      axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
-      implementation: as in `jax_gradops.batch_norm`.
-
-    Returns:
-      ``(dx, dscale, dbias)``: dx of x's shape and dtype; dscale and dbias of scale's shape and
-      dtype. Without a scale, dscale is None and dbias in float32 (float64 for float64).
-
-    Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
-        there is no kernel.
-
-    The same kernels as the derivative of `jax_gradops.batch_norm`, which also has what rounding the
-    mean left. With the rounded mean alone, x − mean is off by up to 2^-24 of the mean (float32).
-
-    References:
-      ONNX Runtime, BatchNormalizationGrad (its saved_mean and saved_inv_std): https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
-
-    >>> import jax.numpy as jnp
-    >>> from jax_gradops import backward
-    >>> dx, dscale, dbias = backward.batch_norm_backward(
-    ...     jnp.array([[1.0], [0.0]]), jnp.array([[1.0], [3.0]]), jnp.ones(1), jnp.array([2.0]),
-    ...     jnp.ones(1))
-    >>> print(dx[:, 0], dscale, dbias)
-    [0. 0.] [-1.] [1.]
-    """
-    op = "batch_norm_backward"
-    x, axis = _checked_x(op, x, axis)
-    gamma = _per_channel(op, "scale", scale, x, axis)
-    dtype = accum_dtype(x.dtype) if gamma is None else gamma.dtype
-    wanted = ("dbias",) if gamma is None else ("dscale", "dbias")
-    return kernels.differentiate(
-        _checks.like(op, "dy", dy, "x", x),
-        x,
-        gamma,
-        _statistic(op, "mean", mean, x, axis),
-        _statistic(op, "rstd", rstd, x, axis),
-        norm=BatchNorm(
-            inner=x.ndim - 1 - axis, implementation=resolve_implementation(implementation, op)
-        ),
-        dtypes=tuple((name, jnp.dtype(dtype).name) for name in wanted),
     )

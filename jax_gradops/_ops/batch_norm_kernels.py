@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_gradops._array_types import Arrays, accum_dtype, match_vma, reshard_like
 from jax_gradops._core import Kernel, Named, Result, Total, along_channels, column_sum_workspace
 from jax_gradops._implementation import Implementation
-from jax_gradops._ops.norm_reference import inverse_deviation
+from jax_gradops._ops.norm_reference import inverse_deviation, root_of_count
 
 Array = jax.Array
 
@@ -79,7 +79,8 @@ def _forward(
         shifted = wide - along_channels(first, wide, inner)
         offset = _channel_sum(shifted, inner) / n
         centered = shifted - along_channels(offset, wide, inner)
-        variance = _channel_sum(jnp.square(centered), inner) / n
+        unit = root_of_count(n)
+        variance = _channel_sum(jnp.square(centered * (1 / unit)), inner) / n * unit**2
         mean, delta = _split(first, offset)
         rstd = inverse_deviation(variance, epsilon)
         x_hat = centered * along_channels(rstd, wide, inner)
@@ -378,15 +379,22 @@ def apply(x: Any, mean: Any, variance: Any, scale: Any, bias: Any, *, norm: Batc
 def differentiate(
     dy: Any,
     x: Any,
+    y: Any,
     scale: Any,
+    bias: Any,
     mean: Any,
     rstd: Any,
     *,
     norm: BatchNorm,
     dtypes: tuple[tuple[str, Any], ...],
 ) -> Any:
-    """dx, dscale, dbias."""
-    dy, x, scale, mean, rstd = match_vma(dy, x, scale, mean, rstd)
-    statistics = (mean, rstd, None)
-    dx, _, dscale, dbias = norm.backward(dy, x, None, scale, None, statistics, dict(dtypes))
-    return reshard_like(dx, x), dscale, dbias
+    """dx, dscale, dbias and, where there is y, dresidual."""
+    residual = y is not None
+    # Relu's derivative alone takes them: y, or, where there is none, the bias.
+    y, bias = (y, None if residual else bias) if norm.relu else (None, None)
+    dy, x, y, scale, bias, mean, rstd = match_vma(dy, x, y, scale, bias, mean, rstd)
+    dx, dresidual, dscale, dbias = norm.backward(
+        dy, x, y, scale, bias, (mean, rstd, None), dict(dtypes), residual=residual
+    )
+    gradients = reshard_like(dx, x), dscale, dbias
+    return (*gradients, reshard_like(dresidual, x)) if residual else gradients

@@ -137,13 +137,14 @@ def _apply(
 def _apply_backward(
     dy: jax.Array,
     x: jax.Array,
-    bias: jax.Array,
+    bias: jax.Array | None,
     *,
     approximate: bool,
     implementation: Implementation,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     operands = match_vma(dy, x, bias)
-    dx, dbias = BWD(*operands, approximate=approximate, implementation=implementation)
+    skip = ["dbias"] if bias is None else []
+    dx, dbias = BWD(*operands, skip=skip, approximate=approximate, implementation=implementation)
     return reshard_like(dx, x), dbias
 
 
@@ -250,6 +251,57 @@ def bias_gelu(
         approximate=_checks.flag(op, "approximate", approximate),
         implementation=resolve_implementation(implementation, op),
     )
+
+
+def gelu_backward(
+    dy: ArrayLike,
+    x: ArrayLike,
+    *,
+    approximate: bool,
+    implementation: Implementation = None,
+) -> jax.Array:
+    r"""The gradient of `jax_gradops.gelu`.
+
+    .. math:: dx = dy \cdot \mathrm{gelu}'(x)
+
+    ONNX Runtime's GeluGrad (``approximate=False``) and FastGeluGrad (``approximate=True``), and
+    oneDNN's eltwise_gelu_erf and eltwise_gelu_tanh, backward.
+
+    Args:
+      dy: the cotangent of y, of x's shape and dtype. dx takes over its memory as in
+        `bias_gelu_backward`.
+      x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape.
+      approximate: True for the tanh form, False for the exact one.
+      implementation: as in `jax_gradops.gelu`.
+
+    Returns:
+      dx, of x's shape and dtype.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or `approximate` that is no bool.
+      ValueError: if dy's shape or dtype is not x's; for ``implementation="ffi"`` where there is no
+        kernel.
+
+    Numerics are as in `jax_gradops.gelu`.
+
+    References:
+      ONNX Runtime, GeluGrad and FastGeluGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
+
+    >>> import jax.numpy as jnp
+    >>> from jax_gradops import backward
+    >>> print(backward.gelu_backward(jnp.ones(2), jnp.array([0.0, 40.0]), approximate=False))
+    [0.5 1. ]
+    """
+    op = "gelu_backward"
+    x = _checks.array(op, "x", x)
+    dy = _checks.like(op, "dy", dy, "x", x)
+    dx, _ = _apply_backward(
+        *((a.reshape(1) if x.ndim == 0 else a) for a in (dy, x)),
+        None,
+        approximate=_checks.flag(op, "approximate", approximate),
+        implementation=resolve_implementation(implementation, op),
+    )
+    return dx.reshape(x.shape)
 
 
 def bias_gelu_backward(

@@ -36,7 +36,7 @@ def _norm(
         arguments.parameter("bias", bias),
         norm=Norm(
             centered=op.endswith("layer_norm"),
-            epsilon=_checks.number(op, "epsilon", epsilon, minimum=0),
+            epsilon=_checks.epsilon(op, epsilon, arguments.accum_dtype),
             scale_offset=_checks.number(op, "scale_offset", scale_offset),
             residuals=_checks.choice(op, "residuals", residuals, "input", "output"),
             implementation=resolve_implementation(implementation, op),
@@ -88,11 +88,14 @@ def layer_norm(
         there is no kernel.
 
     All arithmetic is in float32 (float64 for float64), with one rounding at the end. The variance
-    is computed in two passes over data held on chip, never as E[x²] − E[x]²; a constant row gives
-    exactly `bias`. Results are bitwise the same from run to run, and a row's result does not depend
-    on the other rows: NaN, infinity, or a variance that overflows makes all of that row NaN (in y
-    and in the gradient), and no other. On a GPU, the last bits of rows that are no multiple of 16
-    bytes long depend on their place in the array, modulo up to 8 rows.
+    is computed in two passes over data held on chip, never as E[x²] − E[x]². A constant row gives
+    exactly `bias`, for every epsilon: what is added to the variance is at least the smallest normal
+    number of float32 (float64 for float64). No float32 variance above 1e-31 notices that.
+
+    Results are bitwise the same from run to run, and a row's result does not depend on the other
+    rows. NaN, infinity, or a variance that overflows makes all of that row NaN (in y and in the
+    gradient), and no other. On a GPU, the last bits of rows that are no multiple of 16 bytes long
+    depend on their place in the array, modulo up to 8 rows.
 
     The derivative with respect to x, scale and bias is one fused operation; `jax.hessian` and other
     derivatives of it work too. Forward mode (`jax.jvp`) needs ``implementation="xla"``. The mean

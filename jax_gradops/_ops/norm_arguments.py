@@ -54,6 +54,15 @@ class Arguments:
         """An array of x's shape and dtype, flat."""
         return self.flat(_checks.like(self.op, name, value, self.name, self.x))
 
+    def with_cotangent(self, value: Any) -> tuple[Arguments, jax.Array]:
+        """Arguments and a flat dy of one dtype that holds the values of x and dy."""
+        dy = _checks.like(self.op, "dy", value, self.name, self.x, any_dtype=True)
+        dtype = max(self.x.dtype, dy.dtype, key=lambda dtype: dtype.itemsize)
+        if self.x.dtype.itemsize == dy.dtype.itemsize and self.x.dtype != dy.dtype:
+            dtype = self.accum_dtype  # float16 and bfloat16
+        wide = dataclasses.replace(self, x=self.x.astype(dtype))
+        return wide, self.flat(dy.astype(dtype))
+
     def parameter(self, name: str, value: ArrayLike | None) -> jax.Array | None:
         """A parameter of the normalised axes, or of the last one alone, flat."""
         if value is None:

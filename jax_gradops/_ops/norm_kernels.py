@@ -224,6 +224,24 @@ def forward(
     return reshard_like(y, x), mean, rstd
 
 
+@functools.partial(jax.jit, static_argnames="norm")
+def forward_by_statistics(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    rstd: jax.Array,
+    *,
+    norm: Norm,
+) -> jax.Array:
+    """Layer norm by these statistics."""
+    spread, _, _, scale, bias = norm.prepare(x, None, None, scale, bias)
+    y = reference.layer_norm_by_statistics(
+        spread, scale, bias, mean, rstd, scale_offset=norm.scale_offset
+    )
+    return reshard_like(y, x)
+
+
 @functools.partial(jax.jit, static_argnames=("norm", "dtypes"))
 def differentiate(
     dy: jax.Array,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -37,9 +38,31 @@ def _affine(x_hat: Array, scale: Array | None, bias: Array | None) -> Array:
 
 
 def inverse_deviation(variance: Array, epsilon: float) -> Array:
-    """NaN where the variance is infinite: 0 would turn such a row into zeros nobody notices."""
-    square = variance + float(epsilon)
-    return lax.rsqrt(jnp.where(jnp.isinf(square), -1, square))
+    """1/sqrt(variance + epsilon), 0 where epsilon is infinite in the variance's dtype.
+
+    NaN where the variance is infinite: 0 would turn such a row into zeros nobody notices.
+    """
+    kind = jnp.finfo(variance.dtype)
+    largest = float(kind.max)
+    # Beside so large an epsilon, a quarter of both is added up: their sum may overflow.
+    half = 0.5 if epsilon > largest * float(kind.eps) / 8 else 1.0
+    added = math.inf if epsilon > largest else float(epsilon)
+    square = variance * half**2 + added * half**2
+    # Not lax.rsqrt: JAX's derivative of that has the third power, which is out of range earlier.
+    return half / jnp.sqrt(jnp.where(jnp.isfinite(variance), square, -1))
+
+
+def root_of_count(n: Any) -> float:
+    """A power of two, at least the root of n: squares of n elements over it do not overflow in sum.
+
+    But where their mean does. Elements lose digits where the mean is below n times 1e-38.
+    """
+    return 2.0 ** ((n.bit_length() + 1) // 2 if isinstance(n, int) else 10)  # or it is symbolic
+
+
+def _mean_square(x: Array) -> Array:
+    unit = root_of_count(x.shape[-1])
+    return _row_mean(jnp.square(x * (1 / unit))) * unit**2
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -87,9 +110,24 @@ def layer_norm_fwd(
     shifted = wide - mean
     delta = _row_mean(shifted)
     centered = shifted - delta
-    rstd = inverse_deviation(_row_mean(jnp.square(centered)), epsilon)
+    rstd = inverse_deviation(_mean_square(centered), epsilon)
     y = _affine(centered * rstd, _along(scale, wide, scale_offset), _along(bias, wide))
     return y.astype(x.dtype), wide.astype(x.dtype), (mean + delta)[..., 0], rstd[..., 0]
+
+
+def layer_norm_by_statistics(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mean: Array,
+    rstd: Array,
+    *,
+    scale_offset: float,
+) -> Array:
+    """Layer norm by given statistics; no kernel computes it, as XLA fuses it."""
+    x_hat = (x.astype(mean.dtype) - mean[..., None]) * rstd[..., None]
+    y = _affine(x_hat, _along(scale, x_hat, scale_offset), _along(bias, x_hat))
+    return y.astype(x.dtype)
 
 
 def rms_norm_fwd(
@@ -102,7 +140,7 @@ def rms_norm_fwd(
     scale_offset: float,
 ) -> Arrays:
     wide = _to_normalize(x, residual, residual_bias)
-    rstd = inverse_deviation(_row_mean(jnp.square(wide)), epsilon)
+    rstd = inverse_deviation(_mean_square(wide), epsilon)
     y = _affine(wide * rstd, _along(scale, wide, scale_offset), None)
     return y.astype(x.dtype), wide.astype(x.dtype), rstd[..., 0]
 
@@ -121,9 +159,13 @@ def layer_norm_bwd(
     scale_offset: float,
     epsilon: float,  # what kernels decide by
 ) -> Arrays:
-    shifted = x.astype(mean.dtype) - mean[..., None]
-    # Rounding the saved mean leaves |mean| * 2^-24, which is large beside a small deviation.
-    x_hat = (shifted - _row_mean(shifted)) * rstd[..., None]
+    given = mean[..., None]
+    shifted = x.astype(given.dtype) - given
+    # The rounding of a saved mean is large beside a small deviation. A larger difference is none:
+    # the mean was given, and is not the row's own.
+    delta = lax.stop_gradient(_row_mean(shifted))
+    rounding = jnp.abs(delta) <= 2 * float(jnp.finfo(given.dtype).eps) * jnp.abs(given)
+    x_hat = (shifted - jnp.where(rounding, delta, 0)) * rstd[..., None]
     return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=True)
 
 

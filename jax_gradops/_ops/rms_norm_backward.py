@@ -7,7 +7,12 @@ from jax.typing import ArrayLike
 
 from jax_gradops._implementation import Implementation
 from jax_gradops._ops.norm_arguments import Arguments
-from jax_gradops._ops.norm_backward import run_backward, run_forward, wanted_gradients
+from jax_gradops._ops.norm_backward import (
+    only_rstd,
+    run_backward,
+    run_forward,
+    wanted_gradients,
+)
 
 
 def rms_norm_forward(
@@ -64,17 +69,19 @@ def rms_norm_backward(
     rstd: ArrayLike,
     *,
     begin_norm_axis: int = -1,
+    scale_offset: float = 0.0,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     r"""The gradient of RMS norm: ONNX Runtime's SimplifiedLayerNormalizationGrad.
 
-    .. math:: \hat x = x\,\text{rstd}, \qquad d = dy \cdot \text{scale}, \qquad
+    .. math:: \hat x = x\,\text{rstd}, \qquad d = dy \cdot \gamma, \qquad
               dx = \bigl(d - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
 
-    with means over the normalised axes; dscale is the sum of dy·x̂ over all other axes.
+    with γ = scale + scale_offset and means over the normalised axes; dscale is the sum of dy·x̂ over
+    all other axes.
 
     Args:
-      dy: the cotangent of y, of x's shape and dtype.
+      dy: the cotangent of y, of x's shape; any of the four dtypes.
       x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape with at
         least one axis.
       scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
@@ -82,6 +89,7 @@ def rms_norm_backward(
       rstd: 1/sqrt(mean(x²) + epsilon) of each row, in shape ``x.shape[:begin_norm_axis]``, or with
         an axis of size 1 for each normalised one; any of the four dtypes.
       begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
+      scale_offset: the number that the forward operator added to `scale`.
       implementation: as in `jax_gradops.rms_norm`.
 
     Returns:
@@ -106,8 +114,8 @@ def rms_norm_backward(
     op = "rms_norm_backward"
     arguments = Arguments.of(op, "x", x, begin_norm_axis)
     wanted = wanted_gradients(op, scale=scale)
-    statistics = (None, arguments.statistic("rstd", rstd))
-    return run_backward(op, dy, arguments, scale, None, *statistics, wanted, implementation)[:2]
+    options = (only_rstd(rstd), wanted, scale_offset, implementation)
+    return run_backward(op, dy, arguments, scale, None, *options)[:2]
 
 
 def rms_norm_backward_from_output(
@@ -117,18 +125,19 @@ def rms_norm_backward_from_output(
     rstd: ArrayLike,
     *,
     begin_norm_axis: int = -1,
+    scale_offset: float = 0.0,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     r"""The gradient of RMS norm, from its output.
 
-    .. math:: \hat x = y / \text{scale}, \qquad d = dy \cdot \text{scale}, \qquad
+    .. math:: \hat x = y / \gamma, \qquad d = dy \cdot \gamma, \qquad
               dx = \bigl(d - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
 
-    `rms_norm_backward` with another x̂, which is 0 where scale is 0. That makes dscale 0 there;
-    other columns are not touched.
+    `rms_norm_backward` with γ = scale + scale_offset and another x̂, which is 0 where γ is 0. That
+    makes dscale 0 there; other columns are not touched.
 
     Args:
-      dy: the cotangent of y, of y's shape and dtype.
+      dy: the cotangent of y, of y's shape; any of the four dtypes.
       y: the output of the forward operator: float16, bfloat16, float32 or float64, any shape with
         at least one axis.
       scale: shape ``y.shape[begin_norm_axis:]``, or, when several axes are normalised, also
@@ -136,6 +145,7 @@ def rms_norm_backward_from_output(
       rstd: 1/sqrt(mean(x²) + epsilon) of each row, in shape ``y.shape[:begin_norm_axis]``, or with
         an axis of size 1 for each normalised one; any of the four dtypes.
       begin_norm_axis: first normalised axis, in ``[-y.ndim, y.ndim)``.
+      scale_offset: the number that the forward operator added to `scale`.
       implementation: as in `jax_gradops.rms_norm`.
 
     Returns:
@@ -160,5 +170,5 @@ def rms_norm_backward_from_output(
     op = "rms_norm_backward_from_output"
     arguments = Arguments.of(op, "y", y, begin_norm_axis)
     wanted = wanted_gradients(op, scale=scale)
-    statistics = (None, arguments.statistic("rstd", rstd))
-    return run_backward(op, dy, arguments, scale, None, *statistics, wanted, implementation)[:2]
+    options = (only_rstd(rstd), wanted, scale_offset, implementation)
+    return run_backward(op, dy, arguments, scale, None, *options)[:2]
