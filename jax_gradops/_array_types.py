@@ -32,8 +32,9 @@ def mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh:
     return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
 
 
-def _varying(x: jax.Array) -> frozenset[str]:
-    # jax 0.10 to 0.12: the mesh axes over which a value varies inside shard_map(check_vma=True).
+def varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes over which a value varies inside `shard_map`."""
+    # jax 0.10 to 0.12; with check_vma=False there are none.
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
@@ -45,10 +46,10 @@ def match_vma(
     The transpose is a sum over these axes: `sums` has for each array the dtype in which it is to be
     summed, if it is narrower, or None for its own.
     """
-    axes = frozenset().union(*(_varying(a) for a in arrays if a is not None))
+    axes = frozenset().union(*(varying(a) for a in arrays if a is not None))
 
     def cast(a: jax.Array | None, dtype: Any) -> jax.Array | None:
-        missing = () if a is None else tuple(sorted(axes - _varying(a)))
+        missing = () if a is None else tuple(sorted(axes - varying(a)))
         if a is None or not missing:
             return a
         if dtype is not None and a.dtype.itemsize < dtype.itemsize:

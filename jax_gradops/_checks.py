@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,8 +46,8 @@ def is_array(value: Any) -> bool:
     return isinstance(value, scalars_and_arrays) or hasattr(value, "__jax_array__")
 
 
-def array(op: str, name: str, value: Any) -> jax.Array:
-    """`value` as an array of one of the four float dtypes, not weakly typed."""
+def array(op: str, name: str, value: Any, dtypes: Sequence[str] = FLOAT_DTYPES) -> jax.Array:
+    """`value` as an array of one of `dtypes`, not weakly typed."""
     if not is_array(value) or isinstance(value, np.ma.MaskedArray):
         fix = f". Pass jnp.asarray({name})" if isinstance(value, list | tuple) else ""
         raise TypeError(f"{op}: {name} must be an array, got {type(value).__name__}{fix}")
@@ -57,12 +58,15 @@ def array(op: str, name: str, value: Any) -> jax.Array:
             f"{op}: {name} must have this machine's byte order, got dtype {x.dtype.str!r}. "
             f'Pass {name}.astype({name}.dtype.newbyteorder("="))'
         )
-    if x.dtype.name not in FLOAT_DTYPES:
+    is_float0 = x.dtype == jax.dtypes.float0  # whose name is "void"
+    if x.dtype.name not in dtypes:
         is_number = x.dtype == bool or is_real(x)
         fix = f". Cast it first: jnp.asarray({name}, jnp.float32)" if is_number else ""
+        if is_float0:
+            fix = ", the gradient by an integer. Put None in its place"
         raise TypeError(
-            f"{op}: {name} must have dtype {', '.join(FLOAT_DTYPES[:-1])} or {FLOAT_DTYPES[-1]}, "
-            f"got {x.dtype.name}{fix}"
+            f"{op}: {name} must have dtype {', '.join(dtypes[:-1])} or {dtypes[-1]}, "
+            f"got {'float0' if is_float0 else x.dtype.name}{fix}"
         )
     x = jnp.asarray(x)
     return lax.convert_element_type(x, x.dtype)

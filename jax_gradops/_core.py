@@ -10,17 +10,20 @@ A result without ``n`` must be a plain sum over the rows, or the kernel must say
 are put together (`Kernel.stages`): then everything else follows from the letters. The layers, from
 the outside in::
 
-    Kernel.__call__      custom_jvp: its derivative is that of the reference (for second order)
-      platform_dependent   the reference where a platform has no kernel
-        custom_vmap          mapped axes become leading group axes, or further row axes
-          sharding             by the kinds of the mesh's axes: custom_partitioning, or a plain call
-            ffi_call
+    Kernel.__call__
+      Call                 a primitive (`_primitive.py`): derivatives are those of the reference, and
+                           mapped axes become leading group axes, or further row axes
+        platform_dependent   the reference where a platform has no kernel
+          jit                  its name tells apart what differs in anything but arrays
+            sharding             by the mesh's axes: custom_partitioning, or a plain call
+              ffi_call
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -29,11 +32,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from jax_gradops import _registry, _sharding
-from jax_gradops._array_types import Arrays, accum_dtype, match_vma, result_type
+from jax_gradops._array_types import Arrays, accum_dtype, match_vma, mesh_of, result_type
 from jax_gradops._implementation import Implementation
+from jax_gradops._primitive import Axis, Operands, Operation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,7 @@ class Kernel:
       in_place: operands, by the name of a result of the same axes and dtype, whose memory it takes
         over. Where the operand is needed later, or is an argument that is not donated, XLA copies
         it first.
+      linear: names of operands. Results are linear in all of these together.
     """
 
     name: str
@@ -121,6 +125,7 @@ class Kernel:
     workspace: Callable[[int, int, int, int], tuple[int, ...]] | None = None
     stages: Callable[..., tuple[Named, Named]] | None = None
     in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    linear: Sequence[str] = ()
 
     def __call__(
         self,
@@ -146,20 +151,23 @@ class Kernel:
         present = tuple(a is not None for a in operands)
         names = {name: jnp.dtype(dtype).name for name, dtype in (dtypes or {}).items()}
         call = Call(
-            self, present, tuple(attributes.items()), frozenset(skip), tuple(names.items()), inner
+            self,
+            present,
+            tuple(attributes.items()),
+            frozenset(skip),
+            tuple(names.items()),
+            inner,
+            insist=implementation == "ffi",
         )
         arrays = [a for a in operands if a is not None]
-        if implementation == "xla":
-            results = call.reference(*arrays)
-        else:
-            results = _differentiable(call, implementation)(*arrays)
+        results = call.formula(*arrays) if implementation == "xla" else call(*arrays)
         if call.elementwise:
             return tuple(results)
         wanted = iter(results)
         return tuple(None if name in call.skip else next(wanted) for name in self.results)
 
     def prepare(self, *operands: jax.Array | None, inner: int = 0) -> Any:
-        """Gives operands the types that belong together; for the op to call before its custom_vjp.
+        """Gives operands the types that belong together; for the op to call before it runs.
 
         Inside `shard_map`, a parameter that is replicated over a mesh axis over which x varies
         becomes varying, and as wide as sums are; on an Explicit mesh, parameters are sharded as x's
@@ -173,13 +181,19 @@ class Kernel:
         operands = match_vma(*operands, sums=sums)
         call = Call(self, tuple(a is not None for a in operands), inner=inner)
         present = [a for a in operands if a is not None]
-        arrays = iter(_sharding.reshard_operands(call, 0, present)[0])
+        arrays = iter(_sharding.reshard_operands(call, present)[0])
         return tuple(None if a is None else next(arrays) for a in operands)
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """A kernel with all that is static: which operands are there, which results are wanted, how."""
+class Call(Operation):
+    """A kernel with all that is static: which operands are there, which results are wanted, how.
+
+    Attributes:
+      groups: how many leading group axes arrays have. An operand without ``n`` may lack them: then
+        all groups share it. Not of a variadic kernel.
+      insist: whether a platform without the kernel is an error.
+    """
 
     kernel: Kernel
     present: tuple[bool, ...]
@@ -187,6 +201,8 @@ class Call:
     skip: frozenset[str] = frozenset()
     dtypes: tuple[tuple[str, str], ...] = ()
     inner: int = 0
+    groups: int = 0
+    insist: bool = False
 
     @functools.cached_property
     def in_dims(self) -> tuple[str, ...]:
@@ -251,7 +267,9 @@ class Call:
         named = {name: next(found) for name, p in there if p} | given
         return [named[name] for name in self.kernel.operands if name in named]
 
-    def reference(self, *arrays: jax.Array) -> Arrays:
+    # --- What it means, for any number of groups ---
+
+    def _reference(self, *arrays: jax.Array) -> Arrays:
         """The reference on the operands that are there, with the wanted results only."""
         given = iter(arrays)
         operands = [next(given) if p else None for p in self.present]
@@ -262,29 +280,106 @@ class Call:
         named = zip(self.named, results, strict=True)
         return self.rounded([r for (name, _), r in named if name not in self.skip])
 
+    def _shared(self, a: jax.Array, dims: str) -> bool:
+        """Whether all groups share the operand."""
+        return not self.kernel.variadic and "n" not in dims and a.ndim == len(dims)
 
-# Built once for each (call, ...): a new function each time would make JAX compile again on every
-# eager call, as its caches go by the identity of functions.
-_cached = functools.lru_cache(maxsize=4096)
+    def formula(self, *arrays: jax.Array) -> Arrays:
+        """The results by the reference."""
+        function = self._reference
+        pairs = zip(arrays, self.in_dims, strict=True)
+        axes = tuple(None if self._shared(a, dims) else 0 for a, dims in pairs)
+        for _ in range(self.groups):
+            function = jax.vmap(function, in_axes=axes)
+        return function(*arrays)
+
+    # --- How it is computed ---
+
+    def compute(self, *arrays: jax.Array) -> Arrays:
+        """The results by the kernel, or by the reference where the platform has none."""
+        branches = {p: self._on(p, mesh_of(arrays)) for p in _registry.platforms()}
+        if self.insist:
+            branches["default"] = Unavailable(self)
+        else:
+            branches["default"] = self.formula
+        return lax.platform_dependent(*arrays, **branches)
+
+    def _on(self, platform: str, mesh: Any) -> Callable[..., Arrays]:
+        """The kernel of a platform, as a function with a name of its own.
+
+        XLA is told how to spread a call by a Python function, of which the program's text has
+        nothing: the persistent compilation cache would take programs for equal that differ in an
+        attribute. The name has a digest of all that is static, and of the code.
+        """
+        shape = (mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
+        text = f"{self.text} {shape} {_registry.identity(platform)}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:24]
+        name = f"jax_gradops_{self.kernel.name}_{digest}"
+
+        def kernel(*arrays: jax.Array) -> Arrays:
+            return _sharding.sharded(self, _ffi_call, name)(*arrays)
+
+        kernel.__name__ = name
+        return jax.jit(kernel)
+
+    @property
+    def text(self) -> str:
+        """All that is static, in words that are the same in each process."""
+        attributes = [(name, type(value).__name__, str(value)) for name, value in self.attributes]
+        return repr((
+            self.kernel.name, self.present, sorted(attributes), sorted(self.skip),
+            sorted(self.dtypes), self.inner, self.groups,
+        ))  # fmt: skip
+
+    # --- Rules ---
+
+    @functools.cached_property
+    def linear(self) -> tuple[int, ...]:  # type: ignore[override]
+        there = zip(self.kernel.operands, self.present, strict=False)
+        names = [name for name, p in there if p]
+        return tuple(i for i, name in enumerate(names) if name in self.kernel.linear)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        changing = {i for i, t in enumerate(tangents) if t is not None}
+        if changing != set(self.linear):
+            return super().jvp(operands, tangents)
+        both = zip(operands, tangents, strict=True)
+        return self(*operands), self(*(o if t is None else t for o, t in both))
+
+    def vmapped(
+        self, axis: Axis, operands: Operands, mapped: Sequence[bool]
+    ) -> tuple[Operation, Operands]:
+        given = list(zip(operands, mapped, self.in_dims, strict=True))
+        more_rows = (
+            self.groups == 0
+            and not self.kernel.variadic
+            and all("n" in r.dims for r in self.wanted)
+            and not any(m for _, m, dims in given if "n" not in dims)
+        )
+        x, x_mapped, _ = given[0]
+        lead = (axis.size, *x.shape[x_mapped : x_mapped + self.groups])
+        lifted = [_lifted(a, m, dims, lead, self.kernel.variadic) for a, m, dims in given]
+        groups = self.groups if more_rows else self.groups + 1
+        return dataclasses.replace(self, groups=groups), lifted
 
 
-@_cached
-def _differentiable(call: Call, implementation: Implementation) -> Callable[..., Arrays]:
-    """The kernel with the derivative of its reference, in forward and in reverse mode."""
+@dataclasses.dataclass(frozen=True)
+class Unavailable(Operation):
+    """A call where there is no kernel, which is an error when it is lowered."""
 
-    @jax.custom_jvp
-    def op(*arrays: jax.Array) -> Arrays:
-        ffi = _vmappable(call, 0)
-        branches = {p: ffi for p in _registry.platforms()}
-        if implementation == "ffi":
-            return lax.platform_dependent(*arrays, **branches)
-        return lax.platform_dependent(*arrays, default=call.reference, **branches)
+    call: Call
 
-    @op.defjvp
-    def derivative(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
-        return op(*primals), jax.jvp(call.reference, primals, tangents)[1]
+    def compute(self, *arrays: jax.Array) -> Arrays:
+        return self.call.formula(*arrays)
 
-    return op
+    def lower(self, lowering: Callable[[], Sequence[Any]], context: Any) -> Sequence[Any]:
+        del lowering
+        platforms = ", ".join(context.platforms or context.module_context.platforms)
+        raise ValueError(
+            f"jax_gradops: implementation='ffi' is not available: {self.call.kernel.name} has no "
+            f"kernel for platform {platforms}. Use implementation=None, which takes XLA's "
+            "operations where there is no kernel"
+        )
 
 
 # --- vmap ---------------------------------------------------------------------------------------
@@ -304,44 +399,12 @@ def _lifted(
     return jnp.broadcast_to(a.reshape(lead[0], *[1] * len(lead[1:]), *features), lead + features)
 
 
-@_cached
-def _vmappable(call: Call, groups: int) -> Callable[..., Arrays]:
-    """The kernel for operands with `groups` leading group axes.
-
-    An operand without ``n`` may lack the group axes: then all groups share it. Not of a variadic
-    kernel.
-    """
-
-    @custom_vmap
-    def op(*arrays: jax.Array) -> Arrays:
-        return _sharding.sharded(call, groups, _ffi_call)(*arrays)
-
-    @op.def_vmap
-    def rule(
-        size: int, batched: Sequence[bool], *arrays: jax.Array
-    ) -> tuple[Arrays, tuple[bool, ...]]:
-        operands = list(zip(arrays, batched, call.in_dims, strict=True))
-        more_rows = (
-            groups == 0
-            and not call.kernel.variadic
-            and all("n" in r.dims for r in call.wanted)
-            and not any(b for _, b, dims in operands if "n" not in dims)
-        )
-        x, x_batched, _ = operands[0]
-        lead = (size, *x.shape[x_batched : x_batched + groups])
-        mapped = [_lifted(a, b, dims, lead, call.kernel.variadic) for a, b, dims in operands]
-        results = _vmappable(call, groups if more_rows else groups + 1)(*mapped)
-        return results, (True,) * len(results)
-
-    return op
-
-
 # --- The call -----------------------------------------------------------------------------------
 
 
-def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
-    """The native call on one device's arrays, each with `groups` leading group axes."""
-    kernel = call.kernel
+def _ffi_call(call: Call, *arrays: jax.Array) -> Arrays:
+    """The native call on one device's arrays."""
+    kernel, groups = call.kernel, call.groups
     x = arrays[0]
     lead, axes = x.shape[:groups], call.axes(x.shape[groups:])
     accum = accum_dtype(*(a.dtype for a in (arrays if kernel.variadic else (x,))))
@@ -368,7 +431,8 @@ def _ffi_call(call: Call, groups: int, *arrays: jax.Array) -> Arrays:
 
     # An absent operand is an array without elements, so that handlers have a fixed signature.
     given = iter(arrays)
-    nothing = match_vma(x, jnp.zeros((0,), accum))[1]
+    # It is made of x: `jax.ensure_compile_time_eval` would make a constant of `jnp.zeros`.
+    nothing = lax.slice_in_dim(x, 0, 0).reshape(0).astype(accum)
     operands = arrays if kernel.variadic else [next(given) if p else nothing for p in call.present]
     target = _registry.TARGET_PREFIX + kernel.name
     attributes = {"group_rank": np.int64(groups), **dict(call.attributes)}

@@ -37,13 +37,13 @@ def _count_axes(spec: Sequence[Any]) -> int:
 
 def layout_of(
     call: Call,
-    groups: int,
     specs: Sequence[Any],
     ndims: Sequence[int],
     *,
     rows_only: bool = False,
 ) -> Layout:
     """The shardings that the kernel can work with, nearest to those its operands have."""
+    groups = call.groups
     padded = [_padded(s, n) for s, n in zip(specs, ndims, strict=True)]
     if rows_only:
         padded = [(*[None] * groups, *spec[groups:]) for spec in padded]

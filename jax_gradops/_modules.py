@@ -26,6 +26,7 @@ from jax_gradops._implementation import default_implementation
 from jax_gradops._ops.batch_norm import batch_norm as _batch_norm
 from jax_gradops._ops.bias_gelu import bias_gelu, gelu
 from jax_gradops._ops.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jax_gradops._primitive import Operands, Operation, Unknown
 
 _FLOATS = tuple(map(jnp.dtype, _checks.FLOAT_DTYPES))
 #: As it was at import. A user may give JAX's name to this library's function.
@@ -281,7 +282,30 @@ def deferred(y: jax.Array, bias: Any, exact: Any) -> tuple[jax.Array, Any]:
     return y, exact
 
 
-@jax.custom_vjp
+@dataclasses.dataclass(frozen=True)
+class _PlusBias(Operation):
+    """y + bias, with a backward pass of its own; the bias has this dtype."""
+
+    dtype: str
+    linear = (0, 1)
+
+    def compute(self, y: Any, bias: Any) -> tuple[jax.Array]:
+        return (_plus(y, bias.astype(y.dtype)),)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        dy, dbias = tangents
+        if dbias is None:
+            return self(*operands), (dy,)
+        return self(*operands), self(jnp.zeros_like(operands[0]) if dy is None else dy, dbias)
+
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        wants_dy, wants_dbias = (isinstance(o, Unknown) for o in operands)
+        dy = lax.optimization_barrier(cotangents[0])
+        return dy if wants_dy else None, _column_sums(dy).astype(
+            self.dtype
+        ) if wants_dbias else None
+
+
 def plus_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """A matrix product and its bias, which is rounded to y's dtype, and sharded as y's columns.
 
@@ -290,19 +314,7 @@ def plus_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     gradient have one of their own; so here it exists before all three. And its sums over columns
     take twice the time of reading, a product with ones as long as that (benchmarks/README.md).
     """
-    return _plus(y, bias.astype(y.dtype))
-
-
-def _plus_bias_fwd(y: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return plus_bias(y, bias), bias[:0]  # for its dtype
-
-
-def _plus_bias_bwd(like: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    dy = lax.optimization_barrier(dy)
-    return dy, _column_sums(dy).astype(like.dtype)
-
-
-plus_bias.defvjp(_plus_bias_fwd, _plus_bias_bwd)
+    return _PlusBias(bias.dtype.name)(y, bias)[0]
 
 
 def _column_sums(dy: jax.Array) -> jax.Array:

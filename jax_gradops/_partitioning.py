@@ -6,9 +6,12 @@ work with, and each device then runs it on its own shards.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,15 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_gradops._array_types import Arrays, MeshAxes, accum_dtype, axes_of
 from jax_gradops._layout import Layout, even, layout_of
+from jax_gradops._primitive import Operation
 
 if TYPE_CHECKING:
     from jax_gradops._core import Call
 
-#: Runs a call on one device's arrays: (call, number of group axes, *arrays) -> results.
+#: Runs a call on one device's arrays: (call, *arrays) -> results.
 Compute: TypeAlias = Callable[..., Arrays]
 #: Sums over all shards: (partial sums of one device, mesh axes over which their rows are spread).
 SumOver: TypeAlias = Callable[[list[jax.Array], MeshAxes], list[jax.Array]]
@@ -37,19 +42,19 @@ def _psum(parts: list[jax.Array], axes: MeshAxes) -> list[jax.Array]:
 
 
 def _local(
-    call: Call, groups: int, compute: Compute, layout: Layout, over: _Partitions
+    call: Call, compute: Compute, layout: Layout, over: _Partitions
 ) -> Callable[..., Arrays]:
     """The computation of one device; sums over rows are completed by `over.total`."""
     if call.elementwise:
-        return functools.partial(compute, call, groups)
+        return functools.partial(compute, call)
     if call.kernel.variadic:
-        return _local_variadic(call, groups, compute, layout, over.total)
+        return _local_variadic(call, compute, layout, over.total)
     has_sums = any("n" not in r.dims for r in call.wanted)
     if call.kernel.stages is not None and has_sums and layout.row_axes[0]:
-        return _local_in_stages(call, groups, compute, layout, over)
+        return _local_in_stages(call, compute, layout, over)
 
     def local(*arrays: jax.Array) -> Arrays:
-        results = compute(call.partial(), groups, *arrays)
+        results = compute(call.partial(), *arrays)
         is_sum = ["n" not in t.dims for t in call.wanted]
         parts = [r for r, summed in zip(results, is_sum, strict=True) if summed]
         sums = iter(over.total(parts, layout.row_axes[0]) if parts else [])
@@ -60,7 +65,7 @@ def _local(
 
 
 def _local_in_stages(
-    call: Call, groups: int, compute: Compute, layout: Layout, over: _Partitions
+    call: Call, compute: Compute, layout: Layout, over: _Partitions
 ) -> Callable[..., Arrays]:
     """One shard's results without ``n`` first, then, with those of all, the others."""
     stages, spread = call.kernel.stages, layout.row_axes[0]
@@ -71,9 +76,9 @@ def _local_in_stages(
 
     def local(*arrays: jax.Array) -> Arrays:
         first = call.stage(None)
-        partial = dict(zip(wanted(first), compute(first, groups, *arrays), strict=True))
+        partial = dict(zip(wanted(first), compute(first, *arrays), strict=True))
         with_rows = (a for a, dims in zip(arrays, call.in_dims, strict=True) if "n" in dims)
-        axes = call.axes(next(with_rows).shape[groups:])
+        axes = call.axes(next(with_rows).shape[call.groups :])
         results, given = stages(
             partial,
             lambda parts: over.total(list(parts), spread),
@@ -83,7 +88,7 @@ def _local_in_stages(
         )
         second = call.stage(list(given))
         if second.wanted:
-            others = compute(second, groups, *call.operands(arrays, given))
+            others = compute(second, *call.operands(arrays, given))
             results |= dict(zip(wanted(second), others, strict=True))
         return call.rounded([results[name] for name in wanted(call)])
 
@@ -91,7 +96,7 @@ def _local_in_stages(
 
 
 def _local_variadic(
-    call: Call, groups: int, compute: Compute, layout: Layout, total: SumOver
+    call: Call, compute: Compute, layout: Layout, total: SumOver
 ) -> Callable[..., Arrays]:
     """Arrays that are spread over the same mesh axes are summed together; a replicated one once."""
 
@@ -100,7 +105,7 @@ def _local_variadic(
         sums: list[jax.Array] = []
         for axes in dict.fromkeys(layout.row_axes):
             members = [a for a, r in zip(arrays, layout.row_axes, strict=True) if r == axes]
-            parts = [r.astype(dtype) for r in compute(call, groups, *members)]
+            parts = [r.astype(dtype) for r in compute(call, *members)]
             parts = total(parts, axes)
             sums = list(map(jnp.add, sums, parts)) if sums else parts
         return tuple(sums)
@@ -166,23 +171,54 @@ def _factors(axes: Mapping[str, int]) -> dict[str, int]:
     return factors or {"one": 1}
 
 
-@functools.lru_cache(maxsize=4096)  # JAX's caches go by the identity of functions
-def auto(call: Call, groups: int, compute: Compute, context: AbstractMesh) -> Callable[..., Arrays]:
-    op = custom_partitioning(functools.partial(compute, call, groups))
-    has_sums = any("n" not in r.dims for r in call.wanted)
+@dataclasses.dataclass(frozen=True)
+class Partitioned(Operation):
+    """A call whose operands XLA may spread over the Auto axes of the mesh.
 
-    def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        if axes_of(AxisType.Manual, context):
-            over = _beside_manual(context)
+    Attributes:
+      compute_shard: runs a call on one device's arrays.
+      context: the mesh around the call.
+      name: the program's for the call, with all that is static.
+    """
+
+    call: Call
+    compute_shard: Compute
+    context: AbstractMesh
+    name: str
+
+    def compute(self, *arrays: jax.Array) -> Arrays:
+        op = custom_partitioning(functools.partial(self.compute_shard, self.call))
+        op.def_partition(
+            partition=self._partition,
+            sharding_rule=self._sharding_rule,
+            infer_sharding_from_operands=self._infer,
+            decode_shardings=False,
+        )
+        return op(*arrays)
+
+    def lower(self, lowering: Callable[[], Sequence[Any]], context: Any) -> Sequence[Any]:
+        results = lowering()
+        _name_partitioning(results, context.module_context, self.name)
+        return results
+
+    def _layout(self, mesh: Any, operands: Sequence[Any]) -> tuple[Layout, _Partitions]:
+        """The layout that is nearest to the operands' shardings."""
+        if axes_of(AxisType.Manual, self.context):
+            over = _beside_manual(self.context)
         else:
             over = _of_whole_mesh(mesh, operands[0].sharding)
+        has_sums = any("n" not in r.dims for r in self.call.wanted)
         specs = [_decoded(o.sharding, over.axes, len(o.shape)) for o in operands]
         if has_sums:
             # XLA fills up shards of unequal sizes, and sums must not have what is filled in.
             specs = [even(s, o.shape, over.axes) for s, o in zip(specs, operands, strict=True)]
         ndims = [len(o.shape) for o in operands]
-        layout = layout_of(call, groups, specs, ndims, rows_only=has_sums and over.rows_only)
-        local = _local(call, groups, compute, layout, over)
+        return layout_of(self.call, specs, ndims, rows_only=has_sums and over.rows_only), over
+
+    def _partition(self, mesh: Any, operands: Any, results: Any) -> Any:
+        del results
+        layout, over = self._layout(mesh, operands)
+        local = _local(self.call, self.compute_shard, layout, over)
 
         def lowered(*arrays: jax.Array) -> Arrays:
             # Without the caller's mesh: for its Explicit axes, JAX would annotate operations with
@@ -193,15 +229,23 @@ def auto(call: Call, groups: int, compute: Compute, context: AbstractMesh) -> Ca
         shardings = [tuple(NamedSharding(over.mesh, s) for s in specs) for specs in layout[:2]]
         return over.lowering_mesh, lowered, shardings[1], shardings[0]
 
-    def sharding_rule(mesh: Any, operands: Any, results: Any) -> Any:
+    def _infer(self, mesh: Any, operands: Any, results: Any) -> Any:
+        """What GSPMD asks, the partitioner that Shardy has replaced."""
+        del results
+        layout, over = self._layout(mesh, operands)
+        return tuple(NamedSharding(over.mesh, s) for s in layout.results)
+
+    def _sharding_rule(self, mesh: Any, operands: Any, results: Any) -> Any:
         # Shardy's notation, as in "n0 n1 d, d, d -> n0 n1 d, n0 n1, n0 n1".
-        group_factors = [f"g{i}" for i in range(groups)]
+        del mesh
+        call = self.call
+        group_factors = [f"g{i}" for i in range(call.groups)]
 
         def term(dims: str, ndim: int, prefix: str = "") -> str:
             if "n" not in dims and ndim == len(dims):  # shared by all groups
                 return " ".join(dims)
             sizes = {"d": 1, "m": call.inner}
-            sizes["n"] = ndim - groups - sum(sizes[c] for c in dims if c != "n")
+            sizes["n"] = ndim - call.groups - sum(sizes[c] for c in dims if c != "n")
             factors = [f"{prefix}{c}{i}" if c in "nm" else c for c in dims for i in range(sizes[c])]
             return " ".join(group_factors + factors)
 
@@ -216,8 +260,45 @@ def auto(call: Call, groups: int, compute: Compute, context: AbstractMesh) -> Ca
             "need_replication_factors": whole
         } if whole else {}
 
-    op.def_partition(partition=partition, sharding_rule=sharding_rule, decode_shardings=False)
-    return op
+
+def _name_partitioning(results: Sequence[Any], module: Any, name: str) -> None:
+    """Gives a custom_partitioning call a name that is the same in each process.
+
+    JAX names the Python object that says how to partition by its address, which the key of the
+    persistent compilation cache then has: no other process finds the program, or, where addresses
+    are the same (after a fork), one finds another's. The name here tells of all that the object
+    depends on. JAX 0.10 to 0.12 keep these objects in a dictionary of a private module; where there
+    is none, the address stays.
+    """
+    private = sys.modules.get("jax._src.custom_partitioning")
+    objects = getattr(private, "_sharding_callbacks", None)
+    operation = getattr(results[0], "owner", None)
+    attributes = getattr(operation, "attributes", ())
+    if objects is None or "call_target_name" not in attributes:
+        return
+    if attributes["call_target_name"].value != "CustomSPMDPartitioning":
+        return  # on one device there is nothing to partition
+    found = objects[attributes["backend_config"].value.encode()]
+    where = module.axis_context
+    devices = getattr(where, "device_assignment", None) or where.mesh.devices.flat
+    depends_on = (
+        module.platforms,
+        [getattr(d, "id", None) for d in devices],
+        (found.mesh.axis_names, found.mesh.devices.shape),
+        [getattr(d, "id", None) for d in found.mesh.devices.flat],
+        sorted(getattr(where, "manual_axes", ())),
+        str(getattr(where, "abstract_mesh", None)),
+        found.infer_sharding_from_operands is None,  # of Shardy
+        [str(v.type) for v in (*operation.operands, *results)],
+    )
+    digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:24]
+    key = f"{name}_{digest}"
+    same = objects.get(key.encode())
+    if same is None or same.module_context.backend is not found.module_context.backend:
+        objects[key.encode()] = found
+    else:
+        module.add_keepalive(same)  # its own program may be gone before this one is compiled
+    attributes["backend_config"] = mlir.ir.StringAttr.get(key)
 
 
 def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> Any:
@@ -225,6 +306,8 @@ def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> Any:
 
     For what names cannot say (half of an axis, say): on every device.
     """
+    if sharding is None:  # GSPMD knows of none
+        return PartitionSpec(*[None] * ndim)
     tiling = sharding._to_xla_hlo_sharding(ndim)
     if tiling.is_replicated():
         return PartitionSpec(*[None] * ndim)

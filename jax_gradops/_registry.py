@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import os
 import re
@@ -115,6 +116,20 @@ _loaded = {platform: _load(platform) for platform in _BACKENDS}
 
 #: The loaded native modules by platform.
 MODULES: dict[str, ModuleType] = {p: module for p, (module, _) in _loaded.items() if module}
+
+
+@functools.cache
+def identity(platform: str) -> str:
+    """What the results of a platform's kernels depend on beside arrays: a digest of the code.
+
+    For the persistent compilation cache, in which a program of another build may be.
+    """
+    digest = hashlib.sha256()
+    package = Path(__file__).parent
+    sources = [*package.glob("*.py"), *package.glob("_ops/**/*.py")]
+    for path in [*sorted(sources), Path(MODULES[platform].__file__ or "")]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def platforms() -> tuple[str, ...]:

@@ -14,9 +14,7 @@ RMSNorm with an `axis_name` or with axes that are not the last ones, BatchNorm w
 with running averages, `force_float32_reductions=False`, complex or integer arrays.
 
 Differences: roundings; the variance is always that of the deviations, never E[x²] - E[x]², whatever
-`use_fast_variance` says; no gradient flows through the running averages that BatchNorm stores; and
-forward mode (`jax.jvp`, `jax.jacfwd`) is a TypeError, but for
-`jax_gradops.use_implementation("xla")`.
+`use_fast_variance` says; no gradient flows through the running averages that BatchNorm stores.
 """
 
 from __future__ import annotations

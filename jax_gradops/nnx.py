@@ -17,8 +17,7 @@ with running averages, complex or integer arrays.
 
 Differences: roundings, fewer where `dtype` is narrower than the parameters, which Flax rounds; the
 variance is always that of the deviations, never E[x²] - E[x]², whatever `use_fast_variance`
-says; no gradient flows through the running averages that BatchNorm stores; and forward mode
-(`jax.jvp`, `jax.jacfwd`) is a TypeError, but for `jax_gradops.use_implementation("xla")`.
+says; no gradient flows through the running averages that BatchNorm stores.
 """
 
 from __future__ import annotations
@@ -161,8 +160,6 @@ class Linear(nnx.Linear):
     anew for each use, here they are put together once. With 16-bit elements on an NVIDIA GPU, their
     columns are summed up by a matrix product with ones: exact products, float32 sums, rounded once,
     to the bias's dtype. Elsewhere, and of arrays that are sharded on an Explicit mesh, by XLA.
-
-    Forward mode (`jax.jvp`) is a TypeError, but for `jax_gradops.use_implementation("xla")`.
 
     >>> import jax.numpy as jnp, jax_gradops.nnx
     >>> from flax import nnx

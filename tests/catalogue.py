@@ -105,6 +105,19 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "C7": ("leaves of mixed dtypes: illegal access", "NVIDIA/Megatron-LM#7338"),
     "C8": ("many large gradients overflow", "ray-project/ray#45055"),
+    "C9": (
+        "a loop's state changes its mesh axes in shard_map",
+        "NVIDIA/warp#1851, jax-ml/jax#27903",
+    ),
+    "C10": (
+        "parameters that are keys, counters or complex numbers",
+        "patrick-kidger/equinox#15, patrick-kidger/equinox#364, patrick-kidger/equinox#887",
+    ),
+    "C11": ("gradients of dtype float0", "ott-jax/ott#129"),
+    "C12": (
+        "a checkpoint gives a scalar back as a Python number",
+        "ray-project/ray#61937, google/flax#1550",
+    ),
     # --- Batch norm
     "B1": ("a batch of one: NaN by Bessel's correction", "pytorch/pytorch#1381"),
     "B2": ("a batch of one: NaN of the fused op", "tensorflow/tensorflow#34062"),
@@ -122,6 +135,17 @@ ROWS: dict[str, tuple[str, str]] = {
         "the old API of custom calls is gone",
         "DifferentiableUniverseInitiative/jaxDecomp#66",
     ),
+    "P5": (
+        "the compilation cache gives a program of other attributes, or never finds one",
+        "jax-ml/jax#22702, jax-ml/jax#21159",
+    ),
+    "P6": ("the GSPMD partitioner aborts the process", "jax-ml/jax#39128"),
+    # --- Transformations
+    "T1": (
+        "a pullback cannot be transposed",
+        "jax-ml/jax#26121, jax-ml/jax#5309, google/jaxopt#141",
+    ),
+    "T2": ("a mapped axis's name is unbound, or a type has it too often", "jax-ml/jax#27903"),
 }
 
 #: Those that no test of pytest's can find, and what does.

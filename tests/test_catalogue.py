@@ -25,7 +25,7 @@ from conformance import EMPTY
 from transformations import vjp_of
 
 import jax_gradops
-from jax_gradops import _core, _registry, backward
+from jax_gradops import _primitive, _registry, backward
 from jax_gradops._ops import bias_gelu, global_norm_kernels
 
 
@@ -239,8 +239,8 @@ def _register(name: str, prefix: str) -> None:
 
 
 def _forget_traces() -> None:
-    _core._differentiable.cache_clear()
-    _core._vmappable.cache_clear()
+    _primitive._traced.cache_clear()
+    _primitive._compiled.cache_clear()
     jax.clear_caches()  # jax 0.11 keeps the lowered form of jitted functions within
 
 

@@ -26,8 +26,6 @@ class TestGlobalNorm(OpTests):
     kernels = ("sum_of_squares",)
     parameters = 1
 
-    forward_mode_of_kernels = True
-
     def op(self, x, p, *, implementation=None):
         with jax_gradops.use_implementation(implementation):
             return jax_gradops.global_norm({"x": x, "p": [p, None]})
@@ -85,8 +83,6 @@ class TestInplaceClip(TestClip):
     variant = True
     kernels = ("sum_of_squares", "scale")
     forward_kernels = 2
-    # One for both; two, and one for each mesh axis.
-    all_reduces = (1, 3)
 
     def op(self, x, p, *, implementation=None):
         clipped, _ = inplace_clip_by_global_norm((x, p), LIMIT, implementation=implementation)

@@ -148,7 +148,12 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     # Whose results need not take over its operands.
     "scale": (
-        {"leaf 0": full(3), "leaf 1": full(2, 2, dtype=np.float16), "factor": full()},
+        {
+            "leaf 0": full(3),
+            "leaf 1": full(2, 2, dtype=np.float16),
+            "factor": full(),
+            "second_factor": full(),
+        },
         {"scaled 0": full(3), "scaled 1": full(2, 2, dtype=np.float16)},
         GROUPS,
     ),
@@ -231,7 +236,13 @@ def test_good(platform, target):
         ("scale", {"leaf_0": full(4)}, "leaf 0 must have its result's shape"),
         ("scale", {"scaled_0": full(3, dtype=np.float64)}, "leaf 0 must have its result's"),
         ("scale", {"factor": full(2)}, "group_rank must be the rank of factor"),
-        ("scale", {"factor": full(2), "group_rank": np.int64(1)}, "leaf 0 must start"),
+        (
+            "scale",
+            {"factor": full(2), "second_factor": full(2), "group_rank": np.int64(1)},
+            "leaf 0 must start",
+        ),
+        ("scale", {"second_factor": full(dtype=np.float64)}, "second_factor must have factor's"),
+        ("scale", {"second_factor": full(2)}, "second_factor must have factor's"),
         ("device_clock", {"ns": full(2)}, r"ns must be uint32\[2\]; got float32"),
         ("device_clock", {"ns": full(1, dtype=np.uint32)}, r"ns must be uint32\[2\]"),
         ("device_copy", {"x": full(3, 4, dtype=np.int32)}, "x must be float16"),
@@ -247,10 +258,11 @@ def test_malformed(platform, target, changes, message):
 
 def test_scale_out_of_place(platform):
     """Also where the factor is 1, and results have memory of their own."""
-    for factor in (0.5, 1.0):
-        results = call("scale", factor=np.float32(factor).reshape(()))
+    for first, second in ((0.5, 1.0), (1.0, 1.0), (1.0, 0.25), (0.5, 2.0)):
+        factors = {"factor": first, "second_factor": second}
+        results = call("scale", **{k: np.float32(v).reshape(()) for k, v in factors.items()})
         for result, operand in zip(results, (full(3), full(2, 2)), strict=True):
-            np.testing.assert_array_equal(result, operand * factor)
+            np.testing.assert_array_equal(result, operand * first * second)
 
 
 def test_scale_without_enough_results(platform):

@@ -215,12 +215,13 @@ inline float RoundToOdd(double value) {
   return std::bit_cast<float>(std::abs(back) < std::abs(value) ? bits + 1 : bits - 1);
 }
 
-// from[0, n) * factor; `to` may be `from`.
+// from[0, n) times the factors; `to` may be `from`.
 template <typename T, typename A>
-void ScaleInto(const T* from, T* to, std::int64_t n, A factor) {
+void ScaleInto(const T* from, T* to, std::int64_t n, FactorPair<A> factors) {
   using C = std::conditional_t<std::is_same_v<T, double>, double, A>;  // in which it is computed
+  const C first = factors.first, second = factors.second;
   for (std::int64_t i = 0; i < n; ++i) {
-    const C scaled = static_cast<C>(static_cast<Wide<T>>(from[i])) * static_cast<C>(factor);
+    const C scaled = static_cast<C>(static_cast<Wide<T>>(from[i])) * first * second;
     if constexpr (sizeof(T) == 2 && std::is_same_v<C, double>) {
       to[i] = static_cast<T>(RoundToOdd(scaled));
     } else {
@@ -232,14 +233,15 @@ void ScaleInto(const T* from, T* to, std::int64_t n, A factor) {
 template <typename A>
 void ScaleAll(const CpuContext& pool, const ScaleArgs& args) {
   const Concatenation elements(args.leaves);
-  const auto* const factors = static_cast<const A*>(args.factors);
   const auto scale = [&](std::int64_t group, std::int64_t, std::int64_t begin, std::int64_t end) {
+    const FactorPair<A> factors{static_cast<const A*>(args.factors)[group],
+                                static_cast<const A*>(args.second_factors)[group]};
     elements.ForPieces(group, begin, end,
                        [&]<typename T>(const Leaf& leaf, std::int64_t first, std::int64_t n) {
                          const T* const from = static_cast<const T*>(leaf.data) + first;
                          T* const to = static_cast<T*>(leaf.result) + first;
-                         if (factors[group] != 1) {
-                           ScaleInto(from, to, n, factors[group]);
+                         if (!factors.Keeps()) {
+                           ScaleInto(from, to, n, factors);
                          } else if (from != to) {
                            std::copy_n(from, n, to);
                          }

@@ -12,9 +12,9 @@
 // wave could not saturate memory. Five blocks per multiprocessor, each thread with four 16-byte
 // loads under way, have up to 80 KB of loads in flight; an H200 needs about 32 KB.
 //
-// Scaling, one kernel of many short blocks, which end at once where the factor is 1: one read and
-// one write of every leaf, or none. It goes from the last chunk to the first, as what the norm has
-// read last is still in the L2 cache.
+// Scaling, one kernel of many short blocks: one read and one write of every leaf. Where both factors
+// are 1, the blocks end at once, and nothing is read or written. The kernel goes from the last chunk
+// to the first, as what the norm has read last is still in the L2 cache.
 #include <cub/block/block_reduce.cuh>
 
 #include <algorithm>
@@ -104,7 +104,7 @@ __device__ __forceinline__ double ShareOf(const T* __restrict__ x, std::int64_t 
 // --- Scaling by one thread -----------------------------------------------------------------------
 
 template <typename T, typename A>
-__device__ __forceinline__ T Scaled(T value, A factor) {
+__device__ __forceinline__ T Scaled(T value, FactorPair<A> factors) {
   using C = std::conditional_t<std::is_same_v<T, double>, double, A>;
   C wide;
   if constexpr (sizeof(T) == 2) {
@@ -112,33 +112,33 @@ __device__ __forceinline__ T Scaled(T value, A factor) {
   } else {
     wide = value;
   }
-  return static_cast<T>(wide * static_cast<C>(factor));
+  return static_cast<T>(wide * static_cast<C>(factors.first) * static_cast<C>(factors.second));
 }
 
 template <int W, typename T, typename A>
-__device__ __forceinline__ Pack<T, W> ScaledPack(const Pack<T, W>& pack, A factor) {
+__device__ __forceinline__ Pack<T, W> ScaledPack(const Pack<T, W>& pack, FactorPair<A> factors) {
   if constexpr (sizeof(T) == 2 && std::is_same_v<A, float>) {
     float values[W];
     Widen(pack, values);
 #pragma unroll
-    for (float& value : values) value *= factor;
+    for (float& value : values) value = value * factors.first * factors.second;
     return Narrow<T>(values);
   } else {
     Pack<T, W> scaled;
 #pragma unroll
-    for (int j = 0; j < W; ++j) scaled.v[j] = Scaled(pack.v[j], factor);
+    for (int j = 0; j < W; ++j) scaled.v[j] = Scaled(pack.v[j], factors);
     return scaled;
   }
 }
 
 // This thread's share of x[0, count).
 template <typename T, typename A>
-__device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, A factor) {
+__device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, FactorPair<A> factors) {
   constexpr int W = kVec<T>;
   const std::int64_t thread = threadIdx.x;
   const Division<T> division(x, count);
-  if (thread < division.head) x[thread] = Scaled(x[thread], factor);
-  if (division.tail() < count) x[division.tail()] = Scaled(x[division.tail()], factor);
+  if (thread < division.head) x[thread] = Scaled(x[thread], factors);
+  if (division.tail() < count) x[division.tail()] = Scaled(x[division.tail()], factors);
 
   constexpr int kAtOnce = 8;  // packs of a thread: half of a block's chunks
   for (std::int64_t first = thread; first < division.packs; first += kAtOnce * kScaleThreads) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, A factor) {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       if (k * kScaleThreads < last) {
-        StorePackOnce(p + k * kScaleThreads * W, ScaledPack(packs[k], factor));
+        StorePackOnce(p + k * kScaleThreads * W, ScaledPack(packs[k], factors));
       }
     }
   }
@@ -205,18 +205,18 @@ __global__ void __launch_bounds__(kFinalizeThreads)
   }
 }
 
-// One block per (group, slot). factors: [groups].
+// One block per (group, slot). firsts, seconds: [groups], the factors.
 template <typename A>
 __global__ void __launch_bounds__(kScaleThreads, sizeof(A) == 8 ? 1 : kScaleBlocks)
     ScaleKernel(const __grid_constant__ LeafTable<kSmallTable> table,
-                const A* __restrict__ factors) {
+                const A* __restrict__ firsts, const A* __restrict__ seconds) {
   const std::int64_t items = table.groups * table.slots;
   for (std::int64_t item = items - 1 - blockIdx.x; item >= 0; item -= gridDim.x) {
     const std::int64_t group = item / table.slots;
-    const A factor = __ldg(factors + group);
-    if (factor == 1) continue;
+    const FactorPair<A> factors{__ldg(firsts + group), __ldg(seconds + group)};
+    if (factors.Keeps()) continue;
     ForPieces(table, group, item % table.slots, [&]<typename T>(const T* x, std::int64_t count) {
-      ScaleShare(const_cast<T*>(x), count, factor);  // what a table for scaling has are results
+      ScaleShare(const_cast<T*>(x), count, factors);  // what a table for scaling has are results
     });
   }
 }
@@ -258,7 +258,7 @@ ffi::Error LaunchScale(cudaStream_t stream, const ScaleArgs& args) {
     table.slots = static_cast<std::int32_t>(
         std::min<std::int64_t>(slots, std::numeric_limits<std::int32_t>::max()));
     ScaleKernel<A><<<GridBlocks(args.groups * table.slots), kScaleThreads, 0, stream>>>(
-        table, static_cast<const A*>(args.factors));
+        table, static_cast<const A*>(args.factors), static_cast<const A*>(args.second_factors));
   };
   return ForTables<kSmallTable>(kScale, args.leaves, args.groups, launch);
 }

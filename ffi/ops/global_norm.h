@@ -43,13 +43,23 @@ struct Leaf {
   void* result = nullptr;
 };
 
-// Every element times its group's factor, in double if it or the factor is, else in float, and
-// rounded once. Where the factor is 1, no element of the group is written.
+// The factors of a group, which are `A`. Their product may leave the range of A. So an element is
+// multiplied by one after the other.
+template <typename A>
+struct FactorPair {
+  A first, second;
+
+  GRADOPS_HOST_DEVICE bool Keeps() const { return first == 1 && second == 1; }
+};
+
+// Every element times its group's two factors. An element is multiplied in double if the element or
+// the factors are double, else in float, and rounded once to its dtype. Where both factors are 1,
+// no element of the group is written.
 struct ScaleArgs {
   std::int64_t groups;
-  std::vector<Leaf> leaves;  // those with elements; each result may be the leaf's memory
-  ffi::DataType dtype;       // of the factors: float32 or float64
-  const void* factors;       // [groups]
+  std::vector<Leaf> leaves;              // those with elements; a result may be the leaf's memory
+  ffi::DataType dtype;                   // of the factors: float32 or float64
+  const void *factors, *second_factors;  // [groups]
 };
 
 struct SumOfSquaresArgs {
@@ -154,19 +164,21 @@ struct GlobalNorm {
     return gradops::SumOfSquares(ctx, args);
   }
 
-  // The last argument has the factors.
+  // The last two arguments have the factors.
   static ffi::Error Scale(Context ctx, std::int64_t group_rank, ffi::RemainingArgs arguments,
                           ffi::RemainingRets results) {
     const auto fail = [](const std::string& what) {
       return ffi::Error::InvalidArgument("scale: " + what);
     };
-    if (arguments.size() == 0 || results.size() + 1 != arguments.size()) {
-      return fail("must have a result for each leaf, and factors after the leaves; got " +
+    if (results.size() + 2 != arguments.size()) {
+      return fail("must have a result for each leaf, and two factors after the leaves; got " +
                   std::to_string(arguments.size()) + " operands and " +
                   std::to_string(results.size()) + " results");
     }
     const auto factors = arguments.template get<ffi::AnyBuffer>(results.size());
     if (factors.has_error()) return factors.error();
+    const auto second = arguments.template get<ffi::AnyBuffer>(results.size() + 1);
+    if (second.has_error()) return second.error();
     const auto group_dims = factors->dimensions();
     const std::int64_t groups = Product(group_dims);
     if (group_rank < 0 || static_cast<std::size_t>(group_rank) != group_dims.size()) {
@@ -176,10 +188,17 @@ struct GlobalNorm {
     if (factors->element_type() != ffi::F32 && factors->element_type() != ffi::F64) {
       return fail("factor must be float32 or float64; got " + Describe(*factors));
     }
+    const auto second_dims = second->dimensions();
+    if (second->element_type() != factors->element_type() ||
+        !std::equal(group_dims.begin(), group_dims.end(), second_dims.begin(), second_dims.end())) {
+      return fail("second_factor must have factor's shape and dtype; got " + Describe(*second) +
+                  " beside " + Describe(*factors));
+    }
     ScaleArgs args{.groups = groups,
                    .leaves = {},
                    .dtype = factors->element_type(),
-                   .factors = factors->untyped_data()};
+                   .factors = factors->untyped_data(),
+                   .second_factors = second->untyped_data()};
     args.leaves.reserve(results.size());
     for (std::size_t i = 0; i < results.size(); ++i) {
       const auto leaf = arguments.template get<ffi::AnyBuffer>(i);
@@ -204,7 +223,7 @@ struct GlobalNorm {
   static auto BindScale() {
     return gradops::Bind<Context>()
         .template Attr<std::int64_t>("group_rank")
-        .RemainingArgs()   // leaves, factors
+        .RemainingArgs()   // leaves, factor, second_factor
         .RemainingRets();  // scaled
   }
 

@@ -36,7 +36,8 @@ def batch_norm(
     Mean and (biased) variance are those of each channel, over all axes but `axis`.
 
     Args:
-      x: float16, bfloat16, float32 or float64, at least two axes.
+      x: float16, bfloat16, float32 or float64, at least two axes; with an `axis_name` one is
+        enough.
       scale: shape ``(x.shape[axis],)``; any of the four dtypes, independent of x's. None: no scale.
       bias: as `scale`. None: no bias.
       axis: the channels' axis, in ``[-x.ndim, x.ndim)``: -1 for channels last (NHWC), 1 for
@@ -71,7 +72,7 @@ def batch_norm(
     other. An empty batch has mean 0 and variance 0.
 
     The derivative with respect to x, scale, bias and residual is one fused operation; `jax.hessian`
-    and other derivatives of it work too. Forward mode (`jax.jvp`) needs ``implementation="xla"``.
+    and other derivatives of it work too, and so does forward mode (`jax.jvp`).
     Without a residual, relu's derivative is computed from x again; with one, from y: no mask is
     saved. What the derivative needs of statistics is named "batch_norm_mean", "batch_norm_rstd" and
     "batch_norm_delta" (what the mean's rounding has left) for
@@ -89,8 +90,8 @@ def batch_norm(
      [ 1.  0.]] [2. 5.] [1. 0.]
     """
     op = "batch_norm"
-    x, axis = checked_x(op, x, axis)
     names, shards = _checked_axis_name(op, axis_name)
+    x, axis = checked_x(op, x, axis, least=1 if names else 2)
     activation = _checks.choice(op, "activation", activation, "relu", None)
     return kernels.normalize(
         x,

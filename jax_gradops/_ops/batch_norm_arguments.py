@@ -10,13 +10,13 @@ from jax_gradops import _checks
 from jax_gradops._array_types import accum_dtype
 
 
-def checked_x(op: str, value: Any, axis: Any) -> tuple[jax.Array, int]:
-    """X and the axis of its channels."""
+def checked_x(op: str, value: Any, axis: Any, *, least: int = 2) -> tuple[jax.Array, int]:
+    """X, with at least so many axes, and the axis of its channels."""
     x = _checks.array(op, "x", value)
-    if x.ndim < 2:
+    if x.ndim < least:
         raise ValueError(
-            f"{op}: x must have at least two axes, of which one has the channels; got shape "
-            f"{x.shape}"
+            f"{op}: x must have at least {'two axes' if least == 2 else 'one axis'}, of which one "
+            f"has the channels; got shape {x.shape}"
         )
     return x, _checks.axis(op, "axis", axis, x.ndim)
 

@@ -17,6 +17,7 @@ from jax_gradops._array_types import Arrays, accum_dtype, match_vma, reshard_lik
 from jax_gradops._core import Kernel, Named, Result, Total, along_channels, column_sum_workspace
 from jax_gradops._implementation import Implementation
 from jax_gradops._ops.norm_reference import inverse_deviation, root_of_count
+from jax_gradops._primitive import Function, Operands, Operation, Unknown
 
 Array = jax.Array
 
@@ -72,7 +73,7 @@ def _forward(
 ) -> Arrays:
     wide = x.astype(accum_dtype(x.dtype))
     if mean is None or rstd is None:
-        n = _count(x, inner)
+        n = _count(wide, inner)
         # Rounded, the mean is off by delta. y does not depend on what is taken off first, so
         # neither does its gradient.
         first = _as_rounded(_channel_sum(lax.stop_gradient(wide), inner) / n)
@@ -92,20 +93,23 @@ def _forward(
     return y.astype(x.dtype), mean, variance, rstd, delta
 
 
-@jax.custom_jvp
+def _through_integers(x: Array) -> Array:
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(bits | (x != x).astype(bits.dtype), x.dtype)
+
+
 def _as_rounded(x: Array) -> Array:
     """x, and the same number to all that use it.
 
     XLA computes it again for some of them, as a part of what they do, and then with fewer roundings
     (x * y + z has one). Not through integers; barriers do not last that long on the CPU.
     """
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return lax.bitcast_convert_type(bits | (x != x).astype(bits.dtype), x.dtype)
+    return Function(_through_integers, _unchanged)(x)[0]
 
 
-@_as_rounded.defjvp
-def _as_rounded_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _as_rounded(*primals), tangents[0]
+def _unchanged(operands: Any, result: Array, tangents: Any) -> Array:
+    del operands, result
+    return tangents[0]
 
 
 def _split(first: Array, offset: Array) -> tuple[Array, Array]:
@@ -113,6 +117,41 @@ def _split(first: Array, offset: Array) -> tuple[Array, Array]:
     first, offset = _as_rounded(first), _as_rounded(offset)
     mean = _as_rounded(first + offset)
     return mean, lax.stop_gradient((first - mean) + offset)
+
+
+def tangents(
+    x: Array,
+    y: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    mean: Array,
+    rstd: Array,
+    delta: Array | None,
+    dx: Array | None,
+    dresidual: Array | None,
+    dscale: Array | None,
+    dbias: Array | None,
+    *,
+    inner: int,
+    relu: bool,
+    total: Total,
+    shards: int,
+) -> Arrays:
+    """The tangents of y, mean and variance: linear in dx to dbias, of which None is zero."""
+    x_hat = _normalized(x.astype(mean.dtype), mean, delta, rstd, inner)
+    wide = jnp.zeros_like(x_hat) if dx is None else dx.astype(x_hat.dtype)
+    n = shards * _count(wide, inner)
+    sums = total([_channel_sum(wide, inner), _channel_sum(wide * x_hat, inner)])
+    level, slope = (along_channels(part / n, wide, inner) for part in sums)
+    dx_hat = (wide - level - x_hat * slope) * along_channels(rstd, wide, inner)
+    dz = _argument(dx_hat, scale, dbias, dresidual, inner)
+    if dscale is not None:
+        dz = dz + x_hat * along_channels(dscale.astype(dz.dtype), dz, inner)
+    if relu:
+        dz = jnp.where((_argument(x_hat, scale, bias, None, inner) if y is None else y) > 0, dz, 0)
+    dmean, dslope = (part / n for part in sums)
+    drstd = -jnp.square(rstd) * dslope
+    return dz.astype(x.dtype), dmean, 2 * dslope / rstd, drstd
 
 
 def _backward(
@@ -136,7 +175,7 @@ def _backward(
         z = _argument(x_hat, scale, bias, None, inner) if y is None else y
         dz = jnp.where(z > 0, dz, 0)
     dscale, dbias = _channel_sum(dz * x_hat, inner), _channel_sum(dz, inner)
-    n = _count(x, inner)
+    n = _count(dz, inner)
     level = along_channels(dbias / n if mean_dz is None else mean_dz, dz, inner)
     slope = along_channels(dscale / n if mean_dz_x_hat is None else mean_dz_x_hat, dz, inner)
     factor = rstd if scale is None else rstd * scale.astype(rstd.dtype)
@@ -217,6 +256,7 @@ BWD = Kernel(
     reference=_backward,
     workspace=functools.partial(_workspace, 2),
     stages=merge_sums,
+    linear=("dy", "mean_dz", "mean_dz_x_hat"),
 )  # fmt: skip
 
 
@@ -246,7 +286,7 @@ class BatchNorm:
         statistics = FWD(x, None, None, None, *nothing, skip=["y"], **options)[1:]
         results, given = merge_statistics(
             dict(zip(_STATISTICS, statistics, strict=True)),
-            self._total,
+            self.total,
             self.shards,
             None,
             epsilon=self.epsilon,
@@ -288,7 +328,7 @@ class BatchNorm:
             sums = BWD(*operands, None, None, skip=["dx", "dresidual"], **self._options())[2:]
             count = x.size // max(1, x.shape[x.ndim - 1 - self.inner])
             named: Named = dict(zip(_SUMS, sums, strict=True))
-            _, given = merge_sums(named, self._total, self.shards, count, relu=self.relu)
+            _, given = merge_sums(named, self.total, self.shards, count, relu=self.relu)
             both = match_vma(*operands, *given.values())
             dx, dresidual, *_ = BWD(*both, skip=[*rest, *_SUMS], **self._options())
         dscale, dbias = (
@@ -297,47 +337,75 @@ class BatchNorm:
         )
         return dx, dy if residual and not self.relu else dresidual, dscale, dbias
 
-    def _total(self, parts: Any) -> Any:
+    def total(self, parts: Any) -> Any:
+        """The sums over all shards along `axis_name`."""
         return lax.psum(list(parts), self.axis_name)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _batch_norm(norm: BatchNorm, *operands: Any) -> Any:
-    """(y, mean, variance) of x, residual, scale and bias."""
-    return norm.forward(*operands)[:3]
-
-
-def _batch_norm_fwd(norm: BatchNorm, *operands: Any) -> Any:
-    x, residual, scale, bias = operands
-    y, mean, variance, *rest = norm.forward(x, residual, scale, bias)
-    names = [f"batch_norm_{name}" for name in ("mean", "rstd", "delta")]
-    statistics = tuple(map(checkpoint_name, (mean, *rest), names))
-    # Where relu's argument was positive, x tells, or, with a residual, y.
-    saved_y, saved_bias = (y, None) if residual is not None else (None, bias)
-    if not norm.relu:
-        saved_y = saved_bias = None
-    has = (residual is not None, None if bias is None else bias.dtype)
-    return (y, mean, variance), (x, saved_y, scale, saved_bias, statistics, _Static(has))
-
-
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Static:
-    """What a residual of custom_vjp says that is no array."""
+class _Normalize(Operation):
+    """y, mean, variance, rstd and delta of x, residual, scale and bias."""
 
-    value: Any
+    norm: BatchNorm
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.norm.axis_name or ()
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        return self.norm.forward(*operands)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        x, residual, scale, bias = operands
+        y, mean, variance, *rest = results = self(*operands)
+        names = [f"batch_norm_{name}" for name in ("mean", "rstd", "delta")]
+        statistics = tuple(map(checkpoint_name, (mean, *rest), names))
+        # Where relu's argument was positive, x tells, or, with a residual, y.
+        saved_y, saved_bias = (y, None) if residual is not None else (None, bias)
+        if not self.norm.relu:
+            saved_y = saved_bias = None
+        parameters = {"dscale": scale, "dbias": bias}
+        dtypes = tuple((n, p.dtype.name) for n, p in parameters.items() if p is not None)
+        linear = _Tangents(self.norm, dtypes)
+        derivatives = linear(x, saved_y, scale, saved_bias, *statistics, *tangents)
+        return results, [*derivatives, None]
 
 
-def _batch_norm_bwd(norm: BatchNorm, residuals: Any, cotangents: Any) -> Any:
-    x, y, scale, bias, statistics, static = residuals
-    residual, bias_dtype = static.value
-    dtypes = {} if scale is None else {"dscale": scale.dtype}
-    if bias_dtype is not None:
-        dtypes["dbias"] = bias_dtype
-    return norm.backward(cotangents[0], x, y, scale, bias, statistics, dtypes, residual=residual)
+@dataclasses.dataclass(frozen=True)
+class _Tangents(Operation):
+    """Tangents of `_Normalize`'s results but delta, whose transpose is the backward pass.
 
+    Operands are x, y, scale, bias, mean, rstd and delta, as `BatchNorm.backward` takes them, and
+    the tangents of `_Normalize`'s operands.
+    """
 
-_batch_norm.defvjp(_batch_norm_fwd, _batch_norm_bwd)
+    norm: BatchNorm
+    dtypes: tuple[tuple[str, str], ...]
+    linear = (7, 8, 9, 10)
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.norm.axis_name or ()
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        norm = self.norm
+        total = norm.total if norm.axis_name else list
+        return tangents(
+            *operands, inner=norm.inner, relu=norm.relu, total=total, shards=norm.shards
+        )
+
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        dy, *others = cotangents
+        if dy is None or any(ct is not None for ct in others):
+            return super().transpose(operands, cotangents)
+        x, y, scale, bias, *statistics = operands[:7]
+        has_dx, has_dresidual, *has_sums = (isinstance(t, Unknown) for t in operands[7:])
+        wanted = [name for name, has_it in zip(_SUMS, has_sums, strict=True) if has_it]
+        dtypes = {name: dtype for name, dtype in self.dtypes if name in wanted}
+        dx, dresidual, dscale, dbias = self.norm.backward(
+            dy, x, y, scale, bias, tuple(statistics), dtypes, residual=has_dresidual
+        )
+        return *[None] * 7, dx if has_dx else None, dresidual, dscale, dbias
 
 
 # --- What is traced ------------------------------------------------------------------------------
@@ -348,13 +416,10 @@ def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) 
     """y, mean and variance of the batch; y is differentiable."""
     nothing = (None, None, None)
     operands = FWD.prepare(x, residual, scale, bias, *nothing, inner=norm.inner)[:4]
-    if norm.implementation == "xla":  # differentiated by JAX itself, so that forward mode works
+    if norm.implementation == "xla":  # differentiated by JAX itself
         y, *statistics = norm.forward(*operands)[:3]
     else:
-        results: Any = _batch_norm(norm, *operands)
-        y, *statistics = results
-    # Said of the kernels', too: under vmap with an axis name they are shared, and JAX from 0.12 on
-    # takes no cotangent of what is shared, not even one that the rule ignores.
+        y, *statistics = _Normalize(norm)(*operands)[:3]
     mean, variance = map(lax.stop_gradient, statistics)
     return reshard_like(y, x), mean, variance
 
@@ -363,7 +428,8 @@ def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) 
 def forward(x: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
     """y, mean, rstd."""
     operands = FWD.prepare(x, None, scale, bias, None, None, None, inner=norm.inner)[:4]
-    y, mean, _, rstd, _ = norm.forward(*operands)
+    by = norm.forward if norm.implementation == "xla" else _Normalize(norm)
+    y, mean, _, rstd, _ = by(*operands)
     return reshard_like(y, x), mean, rstd
 
 

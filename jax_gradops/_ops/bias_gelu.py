@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -14,6 +15,7 @@ from jax_gradops import _checks
 from jax_gradops._array_types import Arrays, accum_dtype, match_vma, reshard_like
 from jax_gradops._core import Kernel, Result, along_features, column_sum_workspace
 from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._primitive import Function, Operands, Operation, Unknown
 
 # --- References: the meaning of the kernels in jax.numpy -----------------------------------------
 
@@ -25,8 +27,7 @@ def _tanh_argument(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return c * x * (1 + 0.044715 * square), c * (1 + 3 * 0.044715 * square)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _gelu(x: jax.Array, approximate: bool) -> jax.Array:
+def _gelu_value(x: jax.Array, approximate: bool) -> jax.Array:
     # x Phi(x) and x sigmoid(2u): the forms with 1 + erf and 1 + tanh cancel for negative x.
     if approximate:
         weight = jax.nn.sigmoid(_tanh_argument(x)[0])
@@ -46,10 +47,13 @@ def _gelu_derivative(x: jax.Array, approximate: bool) -> jax.Array:
     return 0.5 * jax.scipy.special.erfc(x * -math.sqrt(0.5)) + x * density
 
 
-@_gelu.defjvp
-def _gelu_jvp(approximate: bool, primals: Any, tangents: Any) -> Any:
-    (x,), (dx,) = primals, tangents
-    return _gelu(x, approximate), dx * _gelu_derivative(x, approximate)
+def _gelu_tangent(operands: Any, y: jax.Array, tangents: Any, approximate: bool) -> jax.Array:
+    del y
+    return tangents[0] * _gelu_derivative(operands[0], approximate)
+
+
+def _gelu(x: jax.Array, approximate: bool) -> jax.Array:
+    return Function(_gelu_value, _gelu_tangent, (approximate,))(x)[0]
 
 
 def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -84,35 +88,56 @@ BWD = Kernel(
     reference=_bwd_reference,
     workspace=column_sum_workspace,
     in_place={"dx": "dy"},
+    linear=("dy",),
 )
 
 
 # --- Differentiation -----------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _bias_gelu(
-    x: jax.Array, bias: jax.Array | None, approximate: bool, implementation: Implementation
-) -> jax.Array:
-    return _bias_gelu_fwd(x, bias, approximate, implementation)[0]
+@dataclasses.dataclass(frozen=True)
+class _BiasGelu(Operation):
+    """gelu(x + bias) of x and bias."""
+
+    approximate: bool
+    implementation: Implementation
+
+    def compute(self, x: Any, bias: Any) -> Arrays:
+        return FWD(x, bias, approximate=self.approximate, implementation=self.implementation)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        return self(*operands), _Tangent(self)(*operands, *tangents)
 
 
-def _bias_gelu_fwd(
-    x: jax.Array, bias: jax.Array | None, approximate: bool, implementation: Implementation
-) -> Any:
-    (y,) = FWD(x, bias, approximate=approximate, implementation=implementation)
-    return y, (x, bias)
+@dataclasses.dataclass(frozen=True)
+class _Tangent(Operation):
+    """The tangent of `_BiasGelu`'s result, whose transpose is the backward pass.
 
+    Operands are those of `_BiasGelu`, and their tangents.
+    """
 
-def _bias_gelu_bwd(
-    approximate: bool, implementation: Implementation, residuals: Any, dy: jax.Array
-) -> Arrays:
-    x, bias = residuals
-    skip = [] if bias is not None else ["dbias"]
-    return BWD(dy, x, bias, skip=skip, approximate=approximate, implementation=implementation)
+    op: _BiasGelu
+    linear = (2, 3)
 
+    def compute(self, x: Any, bias: Any, dx: Any, dbias: Any) -> Arrays:
+        z = _biased(x, bias)
+        dz = jnp.zeros_like(z) if dx is None else dx.astype(z.dtype)
+        if dbias is not None:
+            dz = dz + along_features(dbias, z)
+        return ((dz * _gelu_derivative(z, self.op.approximate)).astype(x.dtype),)
 
-_bias_gelu.defvjp(_bias_gelu_fwd, _bias_gelu_bwd)
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        x, bias, *tangents = operands
+        has_dx, has_dbias = (isinstance(t, Unknown) for t in tangents)
+        dx, dbias = BWD(
+            cotangents[0],
+            x,
+            bias,
+            skip=[] if has_dbias else ["dbias"],
+            approximate=self.op.approximate,
+            implementation=self.op.implementation,
+        )
+        return None, None, dx if has_dx else None, dbias
 
 
 # --- Public functions ----------------------------------------------------------------------------
@@ -126,10 +151,10 @@ def _apply(
         bias = bias.astype(accum_dtype(x.dtype))
     spread_x, bias = FWD.prepare(x, bias)
     y: Any
-    if implementation == "xla":  # differentiated by JAX itself, so that forward mode works
-        y = _bias_gelu_fwd(spread_x, bias, approximate, "xla")[0]
+    if implementation == "xla":  # differentiated by JAX itself
+        (y,) = FWD(spread_x, bias, approximate=approximate, implementation="xla")
     else:
-        y = _bias_gelu(spread_x, bias, approximate, implementation)
+        (y,) = _BiasGelu(approximate, implementation)(spread_x, bias)
     return reshard_like(y, x)
 
 
@@ -186,8 +211,7 @@ def gelu(
     bfloat16 results are within one unit in the last place. In float32, results are within 8 (tanh
     form: 16) units in the last place for x > -3, and have a relative error of at most 1e-6 (tanh
     form: 2e-5) below, where ``1 + erf`` and ``1 + tanh`` cancel; in float64, of 4e-15 (6e-13). They
-    are finite everywhere: ``gelu(-inf) == 0``, and the derivative at ±1e38 is 1 or 0. Forward mode
-    (`jax.jvp`) needs ``implementation="xla"``.
+    are finite everywhere: ``gelu(-inf) == 0``, and the derivative at ±1e38 is 1 or 0.
 
     References:
       Hendrycks, Gimpel, Gaussian Error Linear Units, https://arxiv.org/abs/1606.08415

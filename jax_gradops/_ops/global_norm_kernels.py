@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_gradops._array_types import Arrays, accum_dtype, match_vma
@@ -27,41 +29,47 @@ def _like(x: jax.Array, scalar: jax.Array) -> jax.Array:
     return lax.broadcast(scalar, x.shape, out_sharding=jax.typeof(x).sharding)
 
 
+def _scalar_beside(x: jax.Array, value: Any) -> jax.Array:
+    """A constant whose type has x's mesh, which a batching rule asks for."""
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
+    return lax.full((), value, sharding=sharding)
+
+
 def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
     """The sum of squares in three ranges, as ffi/ops/global_norm.h defines them.
 
-    Squares of float32 reach from 2^-298 to 2^256: where their sum leaves float32's range, the
+    Squares of float32 reach from 2^-298 to 2^256. Where their sum leaves float32's range, the
     leaves are scaled by a power of two before they are squared.
     """
     dtype = accum_dtype(*(leaf.dtype for leaf in leaves))
 
-    def sum_of_squares(factor: float) -> jax.Array:
+    def sum_of_squares(factor: jax.Array | None) -> jax.Array:
         def of_leaf(leaf: jax.Array) -> jax.Array:
             wide = lax.convert_element_type(leaf, dtype)
-            if factor != 1:
-                wide = lax.mul(wide, _like(wide, scalar))
+            if factor is not None:
+                wide = lax.mul(wide, _like(wide, factor))
             return lax.reduce_sum(lax.square(wide), range(wide.ndim))
 
-        scalar = jnp.asarray(factor, dtype)
         return functools.reduce(lax.add, map(of_leaf, leaves))
 
-    normal = sum_of_squares(1)
-    _, zero = match_vma(normal, jnp.zeros_like(normal))
-    assert zero is not None
     if dtype == jnp.float64:
-        return zero, normal, zero
-    is_huge, is_tiny = normal == jnp.inf, normal < 2.0**-96
-    # At most one turn. It is no `cond`, whose vmap would choose between leaves on a mesh.
-    _, huge, tiny = lax.while_loop(
-        lambda carry: carry[0],
-        lambda carry: (carry[0] & False, sum_of_squares(2.0**-96), sum_of_squares(2.0**96)),
-        (is_huge | is_tiny, zero, zero),
-    )
-    return (
-        jnp.where(is_huge, huge, 0),
-        jnp.where(is_huge | is_tiny, 0, normal),
-        jnp.where(is_tiny, tiny, 0),
-    )
+        total = sum_of_squares(None)
+        return jnp.zeros_like(total), total, jnp.zeros_like(total)
+
+    def turn(carry: Arrays) -> Arrays:
+        factor = carry[0]
+        first, total = factor == 1, sum_of_squares(factor)
+        is_huge, is_tiny = first & (total == jnp.inf), first & (total < 2.0**-96)
+        factor = jnp.where(is_huge, 2.0**-96, jnp.where(is_tiny, 2.0**96, factor))
+        return factor.astype(dtype), total, is_huge | is_tiny
+
+    # One turn, or two. The leaves' reductions are in the program once, which halves the time to
+    # compile it. A `cond` would not do: its vmap would choose between leaves on a mesh.
+    scalars = (_scalar_beside(leaves[0], value) for value in (dtype.type(1), dtype.type(0), True))
+    start = match_vma(*leaves, *scalars)[len(leaves) :]
+    factor, total, _ = lax.while_loop(lambda carry: carry[2], turn, start)
+    parts = (jnp.where(factor == power, total, 0) for power in (2.0**-96, 1, 2.0**96))
+    return tuple(parts)
 
 
 # --- Kernel --------------------------------------------------------------------------------------
@@ -81,34 +89,36 @@ SUM_OF_SQUARES = Kernel(
 )
 
 
-def _wide_product(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """X * factor, a scalar, in the accumulation dtype of both."""
-    dtype = accum_dtype(x.dtype, factor.dtype)
+def _times(x: jax.Array, *factors: jax.Array) -> jax.Array:
+    """Multiplies x by scalars, one after the other, in the accumulation dtype of all."""
+    dtype = accum_dtype(x.dtype, *(factor.dtype for factor in factors))
     wide = lax.convert_element_type(x, dtype)
-    return lax.mul(wide, _like(wide, lax.convert_element_type(factor, dtype)))
+    for factor in factors:
+        wide = lax.mul(wide, _like(wide, lax.convert_element_type(factor, dtype)))
+    return wide
 
 
-def _product(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """The same, rounded once to x's dtype."""
-    return lax.convert_element_type(_wide_product(x, factor), x.dtype)
+def _rounded_like(x: jax.Array, wide: jax.Array) -> jax.Array:
+    return lax.convert_element_type(wide, x.dtype)
 
 
 @jax.custom_jvp
 def _scale_reference(*operands: jax.Array) -> Arrays:
-    """Leaves times the last operand, rounded once; as they are where it is 1."""
-    *leaves, factor = operands
+    """Leaves times the last two operands, rounded once; as they are where both are 1."""
+    *leaves, a, b = operands
+    keep = (a == 1) & (b == 1)
     # A choice rather than a product with 1: that would flush subnormals where the hardware does.
-    return tuple(lax.select(factor == 1, x, _product(x, factor)) for x in leaves)
+    return tuple(lax.select(keep, x, _rounded_like(x, _times(x, a, b))) for x in leaves)
 
 
 # The choice has no derivative by a factor of 1, which may come of norm == max_norm.
 @_scale_reference.defjvp
 def _scale_reference_jvp(primals: Any, tangents: Any) -> Any:
-    (*leaves, factor), (*dleaves, dfactor) = primals, tangents
+    (*leaves, a, b), (*dleaves, da, db) = primals, tangents
 
     def change(x: jax.Array, dx: jax.Array) -> jax.Array:
-        wide = lax.add(_wide_product(dx, factor), _wide_product(x, dfactor))
-        return lax.convert_element_type(wide, x.dtype)
+        by_factors = lax.add(_times(x, da, b), _times(x, a, db))
+        return _rounded_like(x, lax.add(_times(dx, a, b), by_factors))
 
     return _scale_reference(*primals), tuple(map(change, leaves, dleaves))
 
@@ -116,10 +126,10 @@ def _scale_reference_jvp(primals: Any, tangents: Any) -> Any:
 # XLA compares all pairs of a call's results and operands: 10,000 in one call compile for minutes.
 _LEAVES_PER_CALL = 250
 
-# Where the factor is 1, no leaf is written.
+# Where both factors are 1, no leaf is written.
 SCALE = Kernel(
     name="scale",
-    operands={"leaves": "n", "factor": ""},
+    operands={"leaves": "n", "factor": "", "second_factor": ""},
     results={"scaled": Result("n", "x")},
     reference=_scale_reference,
     variadic=True,
@@ -127,18 +137,49 @@ SCALE = Kernel(
 )
 
 
-# --- Differentiation -----------------------------------------------------------------------------
+# --- The norm ------------------------------------------------------------------------------------
 
 
-def _norm_of(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
-    huge, normal, tiny = SUM_OF_SQUARES(*leaves, implementation=implementation)
-    # The root of each part has float32's range; scalars only, so that XLA makes one small kernel.
-    parts = (jnp.sqrt(huge) * 2.0**96, jnp.sqrt(normal), jnp.sqrt(tiny) * 2.0**-96)
+class Norm(NamedTuple):
+    """A norm, which may leave float32's range, and its 2^-64th part, which never overflows.
+
+    The second one is infinite only where a leaf is. Of small norms it is 0.
+    """
+
+    plain: jax.Array
+    scaled: jax.Array
+
+
+_POWER = 2.0**-64
+
+
+def _root_of_sum(parts: Sequence[jax.Array]) -> jax.Array:
+    """The root of the sum of squares of three scalars; the squares may leave float32's range."""
     largest = functools.reduce(jnp.maximum, parts)
     scalable = (largest > 0) & (largest < jnp.inf)
     divisor = jnp.where(scalable, largest, 1)
     total = sum(jnp.square(part / divisor) for part in parts)
     return jnp.where(scalable, largest * jnp.sqrt(total), largest)
+
+
+def _norm_of(leaves: Arrays, implementation: Implementation) -> Norm:
+    huge, normal, tiny = map(jnp.sqrt, SUM_OF_SQUARES(*leaves, implementation=implementation))
+    # Scalars only, so that XLA makes one small kernel.
+    plain = _root_of_sum([huge * 2.0**96, normal, tiny * 2.0**-96])
+    scaled = _root_of_sum([huge * (2.0**96 * _POWER), normal * _POWER, tiny * 2.0**-96 * _POWER])
+    return Norm(plain, scaled)
+
+
+def _is_big(norm: Norm) -> jax.Array:
+    """Whether computations take the scaled norm."""
+    return norm.scaled > 2.0**100 * _POWER
+
+
+def _divisor(norm: Norm) -> tuple[jax.Array, jax.Array]:
+    """A power of two, and the norm times this power, which is in range; of norm 0, 1."""
+    big = _is_big(norm)
+    power = jnp.where(big, _POWER, 1).astype(norm.plain.dtype)
+    return power, jnp.where(big, norm.scaled, jnp.where(norm.plain == 0, 1, norm.plain))
 
 
 @jax.custom_jvp
@@ -154,9 +195,15 @@ def _quotient_jvp(primals: Any, tangents: Any) -> Any:
     return q, _quotient(da, b) - q * _quotient(db, b)
 
 
+def _unit(x: jax.Array, norm: Norm) -> jax.Array:
+    """The derivative of the norm by x: x / norm. It is 0 where the norm is 0."""
+    power, divisor = _divisor(norm)
+    return _quotient(_times(x, power), divisor.astype(accum_dtype(x.dtype, divisor.dtype)))
+
+
 # The rule does not differentiate the kernel, so it serves every implementation, order and mode.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _norm(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.Array:
+def _norm(leaves: Arrays, implementation: Implementation) -> Norm:
     return _norm_of(leaves, implementation)
 
 
@@ -164,62 +211,103 @@ def _norm(leaves: tuple[jax.Array, ...], implementation: Implementation) -> jax.
 def _norm_jvp(implementation: Implementation, primals: Any, tangents: Any) -> Any:
     (leaves,), (dleaves,) = primals, tangents
     norm = _norm(leaves, implementation)
-    safe = jnp.where(norm == 0, 1, norm)  # the gradient at norm 0 is 0
     pairs = zip(leaves, dleaves, strict=True)
-    return norm, sum(
-        jnp.sum(_quotient(x.astype(norm.dtype), safe) * d.astype(norm.dtype)) for x, d in pairs
-    )
-
-
-# --- What is traced ------------------------------------------------------------------------------
+    change = sum(jnp.sum(_unit(x, norm) * d.astype(norm.plain.dtype)) for x, d in pairs)
+    return norm, Norm(change, change * _POWER)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
-def traced_norm(leaves: tuple[jax.Array, ...], *, implementation: Implementation) -> jax.Array:
+def traced_norm(leaves: Arrays, *, implementation: Implementation) -> Norm:
     """The norm of one leaf or more; differentiable."""
     norm: Any = _norm(SUM_OF_SQUARES.prepare(*leaves), implementation)
     return norm
 
 
-def _factor(norm: jax.Array, max_norm: ArrayLike) -> jax.Array:
-    """By what leaves are multiplied, at most 1; 2 if they are kept as they are."""
-    max_norm = jnp.asarray(max_norm, norm.dtype)
-    # NaN if it is negative, as gradients would be turned round. With a root, as a NaN written here
-    # would stop jax_debug_nans.
-    max_norm += jnp.sqrt(jnp.where(max_norm < 0, -1, 0).astype(norm.dtype))
-    keep = (norm < max_norm) | (norm == 0)
+# --- Scaling -------------------------------------------------------------------------------------
+
+
+def _factors(norm: Norm, max_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two numbers by which leaves are multiplied; 2 and 1 if they are kept as they are.
+
+    Their product is max_norm / norm, at most 1, and the second one is 1 in the usual case. A
+    quotient below 2^-100 may leave float32's range. Then the first factor is c / norm, and the
+    second one is max_norm / c, for a power of two c > max_norm. No element is larger than the norm,
+    so the product with the first factor is at most c. What becomes 0 in that product would be 0 in
+    the result.
+    """
+    power, divisor = _divisor(norm)
+    limit = max_norm * power
+    keep = (divisor < limit) | (norm.plain == 0)
+    # A norm of 2^100 and more times 2^-8 has a reciprocal in range, up to 2^134.
+    c = jnp.where(_is_big(norm), 2.0**8, 1).astype(limit.dtype)
+    small = limit / divisor < jnp.finfo(limit.dtype).tiny * 2.0**26
+    small &= ~keep & (max_norm > 0) & (max_norm < c)
     # Where it is not used it is constant, so that no derivative is infinite times 0. The choice is
     # in the quotient because XLA computes what is cheaper than that again for each element.
-    return _quotient(jnp.where(keep, 2, max_norm), jnp.where(keep, 1, norm))
+    dividend = jnp.where(keep, 2, jnp.where(small, c * power, limit))
+    first = _quotient(dividend, jnp.where(keep, 1, divisor))
+    return first, _quotient(jnp.where(small, max_norm, 1), jnp.where(small, c, 1))
+
+
+def _checked_limit(norm: Norm, max_norm: ArrayLike) -> jax.Array:
+    """max_norm in the norm's dtype; NaN if it is negative, as gradients would be turned round."""
+    limit = jnp.asarray(max_norm, norm.plain.dtype)
+    # With a root, as a NaN written here would stop jax_debug_nans.
+    return limit + jnp.sqrt(jnp.where(limit < 0, -1, 0).astype(limit.dtype))
+
+
+def _scaled_by_xla(leaves: Arrays, first: jax.Array, second: jax.Array) -> Arrays:
+    keep = first > 1
+    # A choice rather than a factor of 1: that would flush subnormals where the hardware does.
+    return tuple(lax.select(keep, x, _rounded_like(x, _times(x, first, second))) for x in leaves)
+
+
+def _scaled_in_place(
+    leaves: Arrays, first: jax.Array, second: jax.Array, implementation: Implementation
+) -> Arrays:
+    *operands, first, second = SCALE.prepare(*leaves, jnp.where(first > 1, 1, first), second)
+    calls = (operands[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
+    return tuple(
+        x for some in calls for x in SCALE(*some, first, second, implementation=implementation)
+    )
+
+
+# By the rule, whatever scales: products of a leaf with a factor's derivative, which the rules of
+# JAX would make, leave float32's range.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _clipped(leaves: Arrays, norm: Norm, limit: jax.Array, scaling: Callable[..., Arrays]) -> Any:
+    return scaling(leaves, *_factors(norm, limit))
+
+
+@_clipped.defjvp
+def _clipped_jvp(scaling: Callable[..., Arrays], primals: Any, tangents: Any) -> Any:
+    (leaves, norm, limit), (dleaves, dnorm, dlimit) = primals, tangents
+    first, second = _factors(norm, limit)
+    by_factor = dlimit - second * (first * dnorm.plain)
+
+    def change(x: jax.Array, dx: jax.Array) -> jax.Array:
+        wide = lax.add(_times(dx, first, second), _times(_unit(x, norm), by_factor))
+        return lax.select(first > 1, dx, _rounded_like(x, wide))
+
+    return _clipped(*primals, scaling), tuple(map(change, leaves, dleaves))
 
 
 @functools.partial(jax.jit, static_argnames="nonfinite")
 def scale(
-    leaves: tuple[jax.Array, ...], norm: jax.Array, max_norm: ArrayLike, *, nonfinite: Nonfinite
+    leaves: Arrays, norm: Norm, max_norm: ArrayLike, *, nonfinite: Nonfinite
 ) -> tuple[jax.Array, ...]:
     """Clipped leaves, by XLA."""
-    factor = _factor(norm, max_norm)
-    drop = ~jnp.isfinite(norm) if nonfinite == "zero" else None
-    keep = factor > 1
-
-    def scaled(x: jax.Array) -> jax.Array:
-        # A choice rather than a factor of 1: that would flush subnormals where the hardware does.
-        y = lax.select(keep, x, _product(x, factor))
-        return y if drop is None else lax.select(drop, lax.full_like(y, 0), y)
-
-    return tuple(map(scaled, leaves))
+    clipped = _clipped(leaves, norm, _checked_limit(norm, max_norm), _scaled_by_xla)
+    if nonfinite == "propagate":
+        return clipped
+    drop = ~jnp.isfinite(norm.scaled)
+    return tuple(lax.select(drop, lax.full_like(y, 0), y) for y in clipped)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def scale_in_place(
-    leaves: tuple[jax.Array, ...],
-    norm: jax.Array,
-    max_norm: ArrayLike,
-    *,
-    implementation: Implementation,
+    leaves: Arrays, norm: Norm, max_norm: ArrayLike, *, implementation: Implementation
 ) -> tuple[jax.Array, ...]:
     """Clipped leaves, by the kernel, in the memory of these."""
-    factor = _factor(norm, max_norm)
-    *operands, factor = SCALE.prepare(*leaves, jnp.where(factor > 1, 1, factor))
-    calls = (operands[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
-    return tuple(x for some in calls for x in SCALE(*some, factor, implementation=implementation))
+    scaling = functools.partial(_scaled_in_place, implementation=implementation)
+    return _clipped(leaves, norm, _checked_limit(norm, max_norm), scaling)

@@ -98,9 +98,9 @@ def layer_norm(
     depend on their place in the array, modulo up to 8 rows.
 
     The derivative with respect to x, scale and bias is one fused operation; `jax.hessian` and other
-    derivatives of it work too. Forward mode (`jax.jvp`) needs ``implementation="xla"``. The mean
-    and 1/sqrt(var + epsilon) of each row, which the derivative needs, are named "layer_norm_mean"
-    and "layer_norm_rstd" for `jax.checkpoint_policies.save_only_these_names`.
+    derivatives of it work too, and so does forward mode (`jax.jvp`). The mean and
+    1/sqrt(var + epsilon) of each row, which the derivative needs, are named "layer_norm_mean" and
+    "layer_norm_rstd" for `jax.checkpoint_policies.save_only_these_names`.
 
     With ``residuals="output"``, the derivative sees :math:`\hat x` = (y − bias) / (scale +
     scale_offset) of the rounded y: off by half a unit in the last place of y, over the scale.

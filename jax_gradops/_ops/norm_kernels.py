@@ -15,6 +15,7 @@ from jax_gradops._array_types import match_vma, reshard_like
 from jax_gradops._core import Kernel, Result, column_sum_workspace
 from jax_gradops._implementation import Implementation
 from jax_gradops._ops import norm_reference as reference
+from jax_gradops._primitive import Operands, Operation, Unknown
 
 #: What the backward pass is given: the op's input and statistics, or its output and 1/deviation.
 Residuals: TypeAlias = Literal["input", "output"]
@@ -43,6 +44,7 @@ LAYER_NORM_BWD = Kernel(
     reference=reference.layer_norm_bwd,
     whole="d",
     workspace=column_sum_workspace,
+    linear=("dy", "dsum"),
 )
 LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
     name="layer_norm_bwd_from_output",
@@ -56,6 +58,7 @@ LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
     reference=reference.layer_norm_bwd_from_output,
     whole="d",
     workspace=column_sum_workspace,
+    linear=("dy", "dsum"),
 )
 RMS_NORM_FWD = Kernel(
     name="rms_norm_fwd",
@@ -71,6 +74,7 @@ RMS_NORM_BWD = Kernel(
     reference=reference.rms_norm_bwd,
     whole="d",
     workspace=column_sum_workspace,
+    linear=("dy", "dsum"),
 )
 RMS_NORM_BWD_FROM_OUTPUT = Kernel(
     name="rms_norm_bwd_from_output",
@@ -79,6 +83,7 @@ RMS_NORM_BWD_FROM_OUTPUT = Kernel(
     reference=reference.rms_norm_bwd_from_output,
     whole="d",
     workspace=column_sum_workspace,
+    linear=("dy", "dsum"),
 )
 
 
@@ -160,35 +165,73 @@ class Norm:
 # --- Differentiation -----------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalize(norm: Norm, *operands: Any) -> Any:
-    """(y, the sum) of `Norm.forward`'s operands; None for the sum without a residual."""
-    return norm.forward(*operands)[:2]
+@dataclasses.dataclass(frozen=True)
+class _Normalize(Operation):
+    """y, the sum or None, mean or None, rstd of `Norm.forward`'s operands."""
+
+    norm: Norm
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        return self.norm.forward(*operands)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        x, residual, residual_bias, scale, bias = operands
+        y, total, mean, rstd = results = self(*operands)
+        name = "layer_norm" if self.norm.centered else "rms_norm"
+        rstd = checkpoint_name(rstd, f"{name}_rstd")
+        if self.norm.residuals == "output":
+            saved, mean = y, None
+        else:
+            saved = x if residual is None else total
+            mean = None if mean is None else checkpoint_name(mean, f"{name}_mean")
+        parameters = {"dscale": scale, "dbias": bias, "dresidual_bias": residual_bias}
+        dtypes = tuple((n, p.dtype.name) for n, p in parameters.items() if p is not None)
+        linear = _Tangents(self.norm, dtypes)
+        derivatives = linear(saved, scale, bias, mean, rstd, *tangents)
+        return results, [
+            d if r is not None else None for d, r in zip(derivatives, results, strict=True)
+        ]
 
 
-def _normalize_fwd(norm: Norm, *operands: Any) -> Any:
-    x, residual, residual_bias, scale, bias = operands
-    y, total, mean, rstd = norm.forward(*operands)
-    name = "layer_norm" if norm.centered else "rms_norm"
-    rstd = checkpoint_name(rstd, f"{name}_rstd")
-    if norm.residuals == "output":
-        saved, mean = y, None
-    else:
-        saved = x if residual is None else total
-        mean = None if mean is None else checkpoint_name(mean, f"{name}_mean")
-    return (y, total), (saved, residual_bias, scale, bias, mean, rstd)
+@dataclasses.dataclass(frozen=True)
+class _Tangents(Operation):
+    """Tangents of `_Normalize`'s results, whose transpose is the backward pass.
 
+    Operands are what was saved (as in `Norm.backward`), and the tangents of `_Normalize`'s
+    operands.
+    """
 
-def _normalize_bwd(norm: Norm, residuals: Any, cotangents: Any) -> Any:
-    (dy, dsum), (saved, residual_bias, scale, bias, mean, rstd) = cotangents, residuals
-    parameters = {"dscale": scale, "dbias": bias, "dresidual_bias": residual_bias}
-    dtypes = {name: p.dtype for name, p in parameters.items() if p is not None}
-    dx, *sums = norm.backward(dy, dsum, saved, scale, bias, mean, rstd, dtypes)
-    dscale, dbias, dresidual_bias = sums
-    return dx, None if dsum is None else dx, dresidual_bias, dscale, dbias
+    norm: Norm
+    dtypes: tuple[tuple[str, str], ...]
+    linear = (5, 6, 7, 8, 9)
 
+    def compute(
+        self, saved: Any, scale: Any, bias: Any, mean: Any, rstd: Any, *tangents: Any
+    ) -> tuple[Any, ...]:
+        return reference.tangents(
+            saved,
+            scale,
+            bias,
+            mean,
+            rstd,
+            *tangents,
+            scale_offset=self.norm.scale_offset,
+            centered=self.norm.centered,
+            from_output=self.norm.residuals == "output",
+        )
 
-_normalize.defvjp(_normalize_fwd, _normalize_bwd)
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        dy, dsum, dmean, drstd = cotangents
+        if dy is None or dmean is not None or drstd is not None:
+            return super().transpose(operands, cotangents)
+        known, tangents = operands[:5], operands[5:]
+        unknown = [isinstance(t, Unknown) for t in tangents]
+        names = (None, None, "dresidual_bias", "dscale", "dbias")
+        wanted = [name for name, u in zip(names, unknown, strict=True) if u]
+        dtypes = {name: dtype for name, dtype in self.dtypes if name in wanted}
+        dx, dscale, dbias, dresidual_bias = self.norm.backward(dy, dsum, *known, dtypes)
+        found = (dx, dx, dresidual_bias, dscale, dbias)
+        return [*[None] * 5, *(f if u else None for f, u in zip(found, unknown, strict=True))]
 
 
 # --- What is traced: x is [..., *normalized_shape flattened], parameters are flat -----------------
@@ -207,10 +250,10 @@ def normalize(
     """y, and the sum where there is a residual; differentiable."""
     operands = norm.prepare(x, residual, residual_bias, scale, bias)
     results: Any
-    if norm.implementation == "xla":  # differentiated by JAX itself, so that forward mode works
+    if norm.implementation == "xla":  # differentiated by JAX itself
         results = norm.forward(*operands)[:2]
     else:
-        results = _normalize(norm, *operands)
+        results = _Normalize(norm)(*operands)[:2]
     y, total = results
     return reshard_like(y, x), None if total is None else reshard_like(total, x)
 
@@ -220,7 +263,9 @@ def forward(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, norm: Norm
 ) -> tuple[Any, ...]:
     """y, mean or None, rstd."""
-    y, _, mean, rstd = norm.forward(*norm.prepare(x, None, None, scale, bias))
+    operands = norm.prepare(x, None, None, scale, bias)
+    by = norm.forward if norm.implementation == "xla" else _Normalize(norm)
+    y, _, mean, rstd = by(*operands)
     return reshard_like(y, x), mean, rstd
 
 

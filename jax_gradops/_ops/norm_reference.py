@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax import lax
 
 from jax_gradops._array_types import Arrays, accum_dtype
 from jax_gradops._core import along_features
+from jax_gradops._primitive import Function
 
 Array = jax.Array
 
@@ -65,18 +65,19 @@ def _mean_square(x: Array) -> Array:
     return _row_mean(jnp.square(x * (1 / unit))) * unit**2
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded(x: Array, dtype: jnp.dtype) -> Array:
-    """Rounds x to `dtype` and gives it back in its own; differentiated without a rounding.
-
-    XLA takes two casts out and goes on with what is more precise; not across a barrier.
-    """
+def _through_dtype(x: Array, dtype: str) -> Array:
+    # XLA takes two casts out and goes on with what is more precise; not across a barrier.
     return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
-@_rounded.defjvp
-def _rounded_jvp(dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _rounded(*primals, dtype), tangents[0]
+def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+    """Rounds x to `dtype` and gives it back in its own; differentiated without a rounding."""
+    return Function(_through_dtype, _unchanged, (jnp.dtype(dtype).name,))(x)[0]
+
+
+def _unchanged(operands: Any, result: Array, tangents: Any, dtype: str) -> Array:
+    del operands, result, dtype
+    return tangents[0]
 
 
 def _to_normalize(x: Array, residual: Array | None, residual_bias: Array | None) -> Array:
@@ -159,14 +160,18 @@ def layer_norm_bwd(
     scale_offset: float,
     epsilon: float,  # what kernels decide by
 ) -> Arrays:
+    x_hat = _x_hat(x, mean, rstd)
+    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=True)
+
+
+def _x_hat(x: Array, mean: Array, rstd: Array) -> Array:
     given = mean[..., None]
     shifted = x.astype(given.dtype) - given
     # The rounding of a saved mean is large beside a small deviation. A larger difference is none:
     # the mean was given, and is not the row's own.
     delta = lax.stop_gradient(_row_mean(shifted))
     rounding = jnp.abs(delta) <= 2 * float(jnp.finfo(given.dtype).eps) * jnp.abs(given)
-    x_hat = (shifted - jnp.where(rounding, delta, 0)) * rstd[..., None]
-    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=True)
+    return (shifted - jnp.where(rounding, delta, 0)) * rstd[..., None]
 
 
 def rms_norm_bwd(
@@ -237,3 +242,46 @@ def _bwd(
         dx = dx + dsum.astype(dx.dtype)
     terms = (wide * x_hat, wide, dx) if centered else (wide * x_hat, dx)
     return dx.astype(dy.dtype), *(jnp.sum(t, rows) for t in terms)
+
+
+# --- Tangents: of y, of the sum, of mean (of layer norm) and of rstd ------------------------------
+
+
+def tangents(
+    saved: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    dx: Array | None,
+    dresidual: Array | None,
+    dresidual_bias: Array | None,
+    dscale: Array | None,
+    dbias: Array | None,
+    *,
+    scale_offset: float,
+    centered: bool,
+    from_output: bool,
+) -> tuple[Array, ...]:
+    """Linear in dx to dbias, of which None is zero; `saved` is x, or the output."""
+    wide = saved.astype(rstd.dtype)
+    gamma = _along(scale, wide, scale_offset)
+    if from_output:
+        x_hat = _x_hat_of(wide, gamma, _along(bias, wide))
+    elif mean is not None:
+        x_hat = _x_hat(wide, mean, rstd)
+    else:
+        x_hat = wide * rstd[..., None]
+    parts = [d.astype(wide.dtype) for d in (dx, dresidual) if d is not None]
+    if dresidual_bias is not None:
+        parts.append(jnp.broadcast_to(_along(dresidual_bias, wide), wide.shape))
+    dz = sum(parts) if parts else jnp.zeros_like(wide)
+    level, slope = _row_mean(dz), _row_mean(dz * x_hat)
+    dx_hat = ((dz - level if centered else dz) - x_hat * slope) * rstd[..., None]
+    dy = dx_hat if gamma is None else dx_hat * gamma
+    if dscale is not None:
+        dy = dy + x_hat * _along(dscale, wide)
+    if dbias is not None:
+        dy = dy + _along(dbias, wide)
+    drstd = -jnp.square(rstd) * slope[..., 0]
+    return dy.astype(saved.dtype), dz.astype(saved.dtype), level[..., 0], drstd

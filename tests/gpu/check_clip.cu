@@ -42,9 +42,14 @@ int Run(const std::vector<std::int64_t>& sizes, std::int64_t groups, bool with_d
     }
     for (Leaf& leaf : sum.leaves) leaf.result = nullptr;
     Check(SumOfSquares(CudaContext{nullptr}, sum));
-    ScaleArgs scale{.groups = groups, .leaves = leaves, .dtype = sum.dtype, .factors = sum.normal};
+    ScaleArgs scale{.groups = groups,
+                    .leaves = leaves,
+                    .dtype = sum.dtype,
+                    .factors = sum.normal,
+                    .second_factors = sum.huge};
     Check(Scale(CudaContext{nullptr}, scale));
     // Of three groups, the first and the last one are kept.
+    scale.second_factors = sum.normal;
     const float narrow[] = {1, 0.5f, 1};
     const double wide[] = {1, 0.5, 1};
     const auto width = with_double ? sizeof(double) : sizeof(float);

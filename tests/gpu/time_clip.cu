@@ -17,8 +17,9 @@
 namespace gradops {
 namespace {
 
-__global__ void FactorKernel(const float* normal, float* factor, float wanted) {
-  *factor = *normal >= 0 ? wanted : 0;
+__global__ void FactorKernel(const float* normal, float* factors, float wanted) {
+  factors[0] = *normal >= 0 ? wanted : 0;
+  factors[1] = 1;
 }
 
 std::vector<std::int64_t> Gpt2Leaves() {
@@ -51,7 +52,7 @@ void Run(const char* type) {
   sum.groups = 1, sum.dtype = ffi::F32, sum.workspace_doubles = kMaxPartialSums;
   sum.workspace = arrays.Empty<double>(sum.workspace_doubles);
   for (void** result : {&sum.huge, &sum.normal, &sum.tiny}) *result = arrays.Empty<float>(1);
-  float* const factor = arrays.Empty<float>(1);
+  float* const factors = arrays.Empty<float>(2);
   const auto bytes = static_cast<std::size_t>(elements) * sizeof(T);
   void* const from = arrays.Empty<T>(elements);
   void* const to = arrays.Empty<T>(elements);
@@ -65,9 +66,13 @@ void Run(const char* type) {
   };
   const auto clip = [&](int k, float wanted) {
     norm(k);
-    FactorKernel<<<1, 1, 0, Stream()>>>(static_cast<const float*>(sum.normal), factor, wanted);
+    FactorKernel<<<1, 1, 0, Stream()>>>(static_cast<const float*>(sum.normal), factors, wanted);
     Check(Scale(CudaContext{Stream()},
-                ScaleArgs{.groups = 1, .leaves = trees[k], .dtype = ffi::F32, .factors = factor}));
+                ScaleArgs{.groups = 1,
+                          .leaves = trees[k],
+                          .dtype = ffi::F32,
+                          .factors = factors,
+                          .second_factors = factors + 1}));
   };
   const auto print = [&](const char* what, double reads, const Timing& time) {
     std::printf("%-4s %-14s %7.1f us (%.1f-%.1f)  %.3f of copy (%.1f us)\n", type, what,

@@ -282,8 +282,9 @@ Call MakeTreeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shap
   const XLA_FFI_DataType accum = wide ? XLA_FFI_DataType_F64 : XLA_FFI_DataType_F32;
   if (scale) {
     const bool double_factor = random.Below(2) == 0;
-    call.operands.push_back(
-        {"factor", double_factor ? XLA_FFI_DataType_F64 : XLA_FFI_DataType_F32, shape.groups});
+    const auto factor = double_factor ? XLA_FFI_DataType_F64 : XLA_FFI_DataType_F32;
+    call.operands.push_back({"factor", factor, shape.groups});
+    call.operands.push_back({"second_factor", factor, shape.groups});
   } else {
     for (const char* name : {"huge", "normal", "tiny"}) {
       call.results.push_back({name, accum, shape.groups});
@@ -306,7 +307,7 @@ void FillWith(const Array& array, Random& random, bool positive) {
 
 void FillOperand(const Array& array, Random random) {
   if (array.bytes() == 0) return;
-  if (array.name == "factor" && random.Below(2) == 0) {
+  if (array.name.ends_with("factor") && random.Below(3) > 0) {
     if (array.dtype == XLA_FFI_DataType_F32) {
       std::fill_n(static_cast<float*>(array.data), array.bytes() / sizeof(float), 1.0f);
     } else {
@@ -378,7 +379,7 @@ bool HasFreeDtype(std::string_view op, std::string_view name) {
       }
     }
   }
-  return op == "scale" && name == "factor";
+  return false;
 }
 
 bool MayBeInPlace(std::string_view op) {

@@ -1,0 +1,295 @@
+"""Operations whose derivatives JAX cannot lose: all are one primitive.
+
+JAX keeps a primitive's rules in every transformation. It drops those of `jax.custom_jvp` and
+`jax.custom_vjp` when it differentiates a loop: a second derivative through `jax.lax.scan` then
+differentiates what is inside them. An `Operation` says how it is computed, and may say how it is
+differentiated, transposed, vmapped and lowered. Operands and results are tuples of arrays; None
+stands for an absent one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from jax_gradops._array_types import match_vma
+
+Array: TypeAlias = jax.Array
+#: Arrays, None for absent ones.
+Operands: TypeAlias = Sequence[Any]
+
+#: Stands for a linear operand whose value is not known, in `Operation.transpose`.
+Unknown = ad.UndefinedPrimal
+
+
+class Axis(NamedTuple):
+    """An axis that `jax.vmap` maps."""
+
+    size: int
+    name: Any
+    spmd_name: Any
+
+
+class Operation:
+    """A computation with all that is static. Subclasses are hashable: frozen dataclasses."""
+
+    #: Positions of the operands in which the operation is linear, the others being constant.
+    linear: tuple[int, ...] = ()
+    #: Names of mapped axes over which the operation sums.
+    axis_names: tuple[Any, ...] = ()
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        """The results."""
+        raise NotImplementedError
+
+    def formula(self, *operands: Any) -> tuple[Any, ...]:
+        """The results by operations that JAX can differentiate."""
+        return self.compute(*operands)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        """The results and their tangents. None stands for a tangent that is zero."""
+        present = [t is not None for t in tangents]
+
+        def of_tangents(*some: Array) -> tuple[Any, ...]:
+            return self.formula(*_merged(present, some, operands))
+
+        some = [t for t in tangents if t is not None]
+        primals = [o for o, p in zip(operands, present, strict=True) if p]
+        return self(*operands), jax.jvp(of_tangents, primals, some)[1]
+
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        """Cotangents of the operands that are `Unknown`, and None for the others."""
+        unknown = [isinstance(o, Unknown) for o in operands]
+        wanted = [ct is not None for ct in cotangents]
+
+        def of_unknown(*some: Array) -> list[Any]:
+            results = self.formula(*_merged(unknown, some, operands))
+            return [r for r, w in zip(results, wanted, strict=True) if w]
+
+        zeros = [ad.zeros_like_aval(o.aval) for o in operands if isinstance(o, Unknown)]
+        _, pullback = jax.vjp(of_unknown, *zeros)
+        found = pullback([ct for ct in cotangents if ct is not None])
+        return _merged(unknown, found, [None] * len(operands))
+
+    def vmapped(
+        self, axis: Axis, operands: Operands, mapped: Sequence[bool]
+    ) -> tuple[Operation, Operands]:
+        """The operation, and its operands, that give all results with a leading mapped axis."""
+        operands, mapped = list(operands), list(mapped)
+        must = {i for i in self.linear if operands[i] is not None}
+        if not any(mapped):  # each index has the same arrays, and knows of the others by a name
+            must.add(next(i for i, o in enumerate(operands) if o is not None))
+        for i in must:
+            if not mapped[i]:
+                operands[i] = jnp.broadcast_to(operands[i], (axis.size, *operands[i].shape))
+                mapped[i] = True
+        return Vmapped(self, tuple(mapped), axis), operands
+
+    def lower(self, lowering: Callable[[], Sequence[Any]], context: Any) -> Sequence[Any]:
+        """Makes the MLIR values of the results; `lowering` makes them of `compute`."""
+        del context
+        return lowering()
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        """The results, by the primitive."""
+        present = tuple(o is not None for o in operands)
+        arrays = match_vma(*(o for o in operands if o is not None))
+        traced = _traced(self, present).trace(*arrays)
+        results, tree = jax.tree.flatten(traced.out_info, is_leaf=lambda r: r is None)
+        there = tuple(r is not None for r in results)
+        found = iter(
+            _operation.bind(*arrays, op=self, present=present, there=there, jaxpr=traced.jaxpr)
+        )
+        return jax.tree.unflatten(tree, [next(found) if t else None for t in there])
+
+
+def _merged(which: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """`others`, with the next one of `some` wherever `which` says so."""
+    found = iter(some)
+    return [next(found) if w else other for w, other in zip(which, others, strict=True)]
+
+
+def _spread(present: Sequence[bool], arrays: Sequence[Any]) -> list[Any]:
+    """Arrays in their places, None in those of absent ones."""
+    return _merged(present, arrays, [None] * len(present))
+
+
+# JAX's caches go by the identity of functions: a new one in each call would be traced again.
+@functools.lru_cache(maxsize=4096)
+def _traced(op: Operation, present: tuple[bool, ...]) -> Any:
+    return jax.jit(lambda *arrays: tuple(op.compute(*_spread(present, arrays))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Vmapped(Operation):
+    """An operation for each index of a mapped axis, the first of operands and results."""
+
+    op: Operation
+    mapped: tuple[bool, ...]
+    axis: Axis
+
+    @property
+    def linear(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.op.linear
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return tuple(name for name in self.op.axis_names if name != self.axis.name)
+
+    def _vmap(self, function: Callable[..., Any], *arguments: Operands) -> Any:
+        axes = tuple(0 if m else None for m in self.mapped)
+        return jax.vmap(
+            function,
+            in_axes=(axes,) * len(arguments),
+            axis_size=self.axis.size,
+            axis_name=self.axis.name,
+            spmd_axis_name=self.axis.spmd_name,
+        )(*map(tuple, arguments))
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        return self._vmap(lambda some: self.op.compute(*some), operands)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        return self._vmap(self.op.jvp, operands, tangents)
+
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        unknown = [isinstance(o, Unknown) for o in operands]
+        known = [None if u else o for o, u in zip(operands, unknown, strict=True)]
+
+        def of_index(known: Operands, cotangents: Operands) -> tuple[Any, ...]:
+            missing = [Unknown(None)] * sum(unknown)
+            return tuple(self.op.transpose(_merged(unknown, missing, known), cotangents))
+
+        axes = tuple(0 if m else None for m in self.mapped)
+        return jax.vmap(
+            of_index,
+            in_axes=(axes, 0),
+            axis_size=self.axis.size,
+            axis_name=self.axis.name,
+            spmd_axis_name=self.axis.spmd_name,
+        )(tuple(known), tuple(cotangents))
+
+
+@dataclasses.dataclass(frozen=True)
+class Function(Operation):
+    """A function of one result with a derivative of its own.
+
+    Attributes:
+      function: from operands and static arguments to an array.
+      derivative: from operands, the result, tangents (None for zero) and static arguments to the
+        tangent of the result.
+      static: static arguments.
+    """
+
+    function: Callable[..., Array]
+    derivative: Callable[..., Array]
+    static: tuple[Any, ...] = ()
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        return (self.function(*operands, *self.static),)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        results = self(*operands)
+        return results, (self.derivative(operands, results[0], tangents, *self.static),)
+
+
+# --- The primitive's rules ------------------------------------------------------------------------
+
+_operation = Primitive("jax_gradops")
+_operation.multiple_results = True
+
+
+@_operation.def_abstract_eval
+def _types(*_: Any, jaxpr: Any, **static: Any) -> list[Any]:
+    del static
+    return jaxpr.out_avals
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(jaxpr: Any) -> Any:
+    return jax.jit(jaxpr_as_fun(jaxpr))
+
+
+@_operation.def_impl
+def _run(*arrays: Array, jaxpr: Any, **static: Any) -> list[Array]:
+    del static
+    with jax.disable_jit(False):  # a kernel is an operation of a compiled program
+        return _compiled(jaxpr)(*arrays)
+
+
+def _jvp(
+    arrays: Sequence[Array],
+    tangents: Sequence[Any],
+    *,
+    op: Operation,
+    present: tuple[bool, ...],
+    **static: Any,
+) -> tuple[list[Array], list[Any]]:
+    del static
+    given = [None if isinstance(t, ad.Zero) else t for t in tangents]
+    results, derivatives = op.jvp(_spread(present, arrays), _spread(present, given))
+    pairs = [(r, d) for r, d in zip(results, derivatives, strict=True) if r is not None]
+    zero = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r, _ in pairs]
+    return [r for r, _ in pairs], [
+        z if d is None else d for (_, d), z in zip(pairs, zero, strict=True)
+    ]
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *arrays: Any,
+    op: Operation,
+    present: tuple[bool, ...],
+    there: tuple[bool, ...],
+    **static: Any,
+) -> list[Any]:
+    del static
+    given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
+    if all(ct is None for ct in given):
+        return [None] * len(arrays)
+    found = op.transpose(_spread(present, arrays), _spread(there, given))
+    return [f for f, p in zip(found, present, strict=True) if p]
+
+
+def _batch(
+    axis_data: Any,
+    arrays: Sequence[Array],
+    axes: Sequence[int | None],
+    *,
+    op: Operation,
+    present: tuple[bool, ...],
+    **static: Any,
+) -> tuple[list[Array], list[int | None]]:
+    del static
+    mapped = [axis is not None for axis in axes]
+    if any(mapped) or axis_data.name in op.axis_names:
+        moved = [
+            a if i is None else jnp.moveaxis(a, i, 0) for a, i in zip(arrays, axes, strict=True)
+        ]
+        axis = Axis(axis_data.size, axis_data.name, axis_data.spmd_name)
+        op, operands = op.vmapped(
+            axis, _spread(present, moved), _merged(present, mapped, [False] * len(present))
+        )
+        results = [r for r in op(*operands) if r is not None]
+        return results, [0] * len(results)
+    results = [r for r in op(*_spread(present, arrays)) if r is not None]
+    return results, [None] * len(results)
+
+
+def _lower(context: Any, *values: Any, op: Operation, jaxpr: Any, **static: Any) -> Sequence[Any]:
+    del static
+    inline = mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)
+    return op.lower(lambda: inline(context, *values), context)
+
+
+ad.primitive_jvps[_operation] = _jvp
+ad.primitive_transposes[_operation] = _transpose
+batching.fancy_primitive_batchers[_operation] = _batch
+mlir.register_lowering(_operation, _lower)

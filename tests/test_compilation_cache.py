@@ -1,0 +1,119 @@
+"""Programs in JAX's persistent compilation cache: equal ones are found, others are not."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cached_programs
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_gradops
+from jax_gradops import _registry
+
+PROGRAM = str(Path(__file__).with_name("cached_programs.py"))
+
+
+def start(*arguments: Any, before: tuple[str, ...] = (), **environment: str) -> Any:
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [*before, sys.executable, "-P", PROGRAM, *map(str, arguments)],
+        env=os.environ | flags | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(process: Any) -> list[dict[str, list[str]]]:
+    """What a process printed: a table in each line."""
+    output, errors = process.communicate(timeout=500)
+    assert process.returncode == 0, errors[-3000:]
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def usual(program: str) -> str | None:
+    """The op and the mesh of a program whose static arguments are the usual ones."""
+    name, _, mesh = program.partition(" | ")
+    op, argument = name.split(" ")
+    attribute, value = argument.split("=")
+    first = str(cached_programs.ATTRIBUTES[op][attribute][0])
+    return f"{op} {mesh}" if value == first else None
+
+
+@pytest.mark.P5
+def test_texts_tell_programs_apart():
+    """A program's text is the same in each process, and another's for each static argument."""
+    processes = [start("texts", PYTHONHASHSEED=seed) for seed in "12"]
+    levels = [name for name, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable]
+    if len(levels) > 1:
+        processes.append(start("texts", JAX_GRADOPS_CPU_LEVEL=levels[0]))
+    (one,), (other,), *rest = map(said, processes)
+    assert len(one) > 200
+    assert one == other
+    for which in range(2):
+        programs = collections.defaultdict(list)
+        for name, digests in one.items():
+            programs[digests[which]].append(name)
+        for equal in programs.values():
+            same = {usual(name) or name for name in equal}
+            assert len(same) == 1, equal
+    for (others,) in rest:  # another build's results may differ
+        ours = {n for n in one if "implementation=xla" not in n}
+        assert not [n for n in ours if set(one[n]) & set(others[n])]
+
+
+@pytest.mark.P5
+@pytest.mark.parametrize("how", ["spawned", "without addresses", "same addresses", "forked"])
+def test_cache(tmp_path, how):
+    """What one process has compiled, the next one finds, and only that."""
+    words = "epsilon=", "layer_norm", "| auto" if how == "spawned" else "| explicit"
+    settings: dict[str, Any] = {}
+    if how == "without addresses":
+        settings = {"JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "true"}
+    if how == "same addresses":
+        if not shutil.which("setarch"):
+            pytest.skip("no setarch")
+        settings = {"before": ("setarch", platform.machine(), "-R"), "PYTHONHASHSEED": "0"}
+    if how == "forked":
+        tables = said(start("forked", tmp_path, *words))
+        first, second = tables[0] | tables[1], tables[2] | tables[3]
+    else:
+        (first,), (second,) = (said(start("cache", tmp_path, *words, **settings)) for _ in "12")
+    assert len(first) == 4  # two ops, two values
+    assert {hit for hit, _ in first.values()} == {"miss"}
+    assert {hit for hit, _ in second.values()} == {"hit"}
+    assert {n: digest for n, (_, digest) in first.items()} == {
+        n: digest for n, (_, digest) in second.items()
+    }
+    assert len({digest for _, digest in first.values()}) == len(first)
+
+
+def test_program_that_outlives_an_equal_one():
+    """XLA asks how to partition a program when it compiles it: by then an equal one may be gone."""
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2]
+    )
+    x = np.arange(32, dtype=np.float32).reshape(4, 8) ** 1.5
+    spread = jax.device_put(x, NamedSharding(mesh, P("data")))
+    first, second = (jax.jit(lambda x: jax_gradops.rms_norm(x)).lower(spread) for _ in "12")
+    third = jax.jit(lambda x: jax_gradops.rms_norm(x)).lower(spread)
+    del first
+    gc.collect()
+    expected = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(second.compile()(spread), expected, rtol=1e-5)
+    del second
+    gc.collect()
+    np.testing.assert_allclose(third.compile()(spread), expected, rtol=1e-5)
