@@ -53,11 +53,6 @@ def array(op: str, name: str, value: Any, dtypes: Sequence[str] = FLOAT_DTYPES) 
         raise TypeError(f"{op}: {name} must be an array, got {type(value).__name__}{fix}")
     # A dtype of NumPy's that JAX does not have would be JAX's error.
     x = value if isinstance(value, np.ndarray | np.generic) else jnp.asarray(value)
-    if isinstance(x, np.ndarray) and not x.dtype.isnative:  # JAX takes none, and does not say why
-        raise TypeError(
-            f"{op}: {name} must have this machine's byte order, got dtype {x.dtype.str!r}. "
-            f'Pass {name}.astype({name}.dtype.newbyteorder("="))'
-        )
     is_float0 = x.dtype == jax.dtypes.float0  # whose name is "void"
     if x.dtype.name not in dtypes:
         is_number = x.dtype == bool or is_real(x)
@@ -68,7 +63,8 @@ def array(op: str, name: str, value: Any, dtypes: Sequence[str] = FLOAT_DTYPES) 
             f"{op}: {name} must have dtype {', '.join(dtypes[:-1])} or {dtypes[-1]}, "
             f"got {'float0' if is_float0 else x.dtype.name}{fix}"
         )
-    x = jnp.asarray(x)
+    # JAX takes the bytes in the machine's order only.
+    x = jnp.asarray(x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")))
     return lax.convert_element_type(x, x.dtype)
 
 

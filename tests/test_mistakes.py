@@ -37,7 +37,6 @@ NAMES: dict[str, Any] = {
     "np": np,
     "optax": optax,
     "objects": np.array([[1.0, None]]),
-    "big_endian": np.ones((2, 3, 4), ">f4"),
     "masked": np.ma.masked_array(np.ones(3)),
     "rngs": lambda: flax.nnx.Rngs(0),
     "norm": lambda: jax_gradops.nnx.LayerNorm(4, rngs=flax.nnx.Rngs(0)),
@@ -129,3 +128,14 @@ def test_an_unbound_axis_name_is_a_name_error_too() -> None:
     for error in (ValueError, NameError):
         with pytest.raises(error, match="names no axis here"):
             jax_gradops.batch_norm(ARRAYS["x"], axis_name="nope")
+
+
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
+def test_the_other_byte_order_is_no_mistake(dtype: str) -> None:
+    x = np.linspace(-1, 1, 12).reshape(4, 3)
+    for op in (jax_gradops.layer_norm, jax_gradops.gelu):
+        swapped, usual = op(x.astype(dtype)), op(x.astype(dtype).astype(dtype[1:]))
+        np.testing.assert_array_equal(swapped, usual)
+    scale = np.arange(3.0).astype(dtype)
+    y, *_ = jax_gradops.batch_norm(x, scale)
+    np.testing.assert_array_equal(y, jax_gradops.batch_norm(x, scale.astype(dtype[1:]))[0])

@@ -284,6 +284,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
 
 ffi::Error BatchNormBwd(CpuContext pool, const BatchNormBwdArgs& args) {
   if (IsSmall(args.shape)) return SmallBatchNormBwd(pool, args);
+  if (IsMiddle(args.shape)) return MiddleBatchNormBwd(pool, args);
   return DispatchDtype(FloatTypes{}, "batch_norm_bwd", args.dtype, [&]<typename T>() {
     const auto with_mask = [&]<Mask kMask>() {
       return args.shape.inner > 1 ? Backward<T, kMask, true>(pool, args)

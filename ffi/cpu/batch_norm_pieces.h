@@ -128,9 +128,9 @@ struct Along {
   }
 };
 
-// kCount numbers for each channel of all groups, or of one; channels last, for each column of a row.
-// Where groups are small, those of all groups take more memory than x: a piece that has whole
-// channels has its own.
+// kCount numbers for each channel of all groups, or of one group. Channels last: for each column of
+// a row. Where groups are small, the numbers of all groups take more memory than x. So a piece that
+// has whole channels has numbers of its own.
 template <typename A, bool kFirst, int kCount>
 class Coefficients {
  public:

@@ -2,8 +2,6 @@
 //
 // Statistics are made as layer norm's: differences from a channel's first element, then from the
 // mean, corrected by what that is off by.
-//
-// BN_TABLE
 #include "cpu/batch_norm_small.h"
 
 #include <algorithm>
@@ -103,7 +101,7 @@ Statistics<A> StatisticsOf(const Elements<A>& x, const std::int16_t* columns, st
   });
   const Lanes<A> offset = sums[0] * per_term;
   Lanes<A> variance = VarianceOf(sums[1] * per_term, offset);
-  if (IsUnsafe(variance + Lanes<A>(epsilon.added)).Sum() > 0) {
+  if (IsUnsafe(variance, epsilon).Sum() > 0) {
     A values[kSide<A>];
     StoreLanes(values, variance);
     for (int lane = 0; lane < kSide<A>; ++lane) {
@@ -130,6 +128,11 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
       delta(pool, args.delta, rows, 0);
   const bool streamed =
       PrepareResult(args.y, shape.elements() * std::int64_t{sizeof(T)}, {args.x, args.residual});
+  // As many bytes as y where channels have few elements.
+  for (void* const statistic :
+       {args.batch_mean, args.batch_variance, args.batch_rstd, args.batch_delta}) {
+    PrepareResult(statistic, shape.outer.groups * channels.count * std::int64_t{sizeof(A)}, {});
+  }
   const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
   ForSides<T>(pool, shape, 2, [&](const auto& for_some) {
     SideParam<A, kSmallGroup> scales(scale, rows), biases(bias, rows), means(mean, rows),
@@ -150,8 +153,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
         const std::int16_t* const columns = channels[c];
         Statistics<A> statistics{means[c], Lanes<A>(0), rstds[c], deltas[c]};
         if (own) {
-          statistics =
-              StatisticsOf(x, columns, channels.terms, Epsilon<A>(args.epsilon));
+          statistics = StatisticsOf(x, columns, channels.terms, Epsilon<A>(args.epsilon));
           results[0].Set(c, statistics.mean), results[1].Set(c, statistics.variance);
           results[2].Set(c, statistics.rstd), results[3].Set(c, statistics.delta);
         }

@@ -207,8 +207,8 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
                        : workspace + ((group * args.partial_rows + slice) * sums + sum) * features;
   };
 
-  const bool streamed =
-      PrepareResult(args.dx, args.shape.all_rows() * bytes_per_row / 3, {args.dy, args.x, args.dsum});
+  const bool streamed = PrepareResult(args.dx, args.shape.all_rows() * bytes_per_row / 3,
+                                      {args.dy, args.x, args.dsum});
   const std::int64_t chunks = (groups * slices + chunk_slices - 1) / chunk_slices;
   ParallelFor(pool, chunks, [&](std::int64_t chunk) {
     const std::int64_t start = chunk * chunk_slices,

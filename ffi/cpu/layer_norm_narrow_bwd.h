@@ -1,7 +1,5 @@
 // Layer norm and RMS norm on the CPU, backward, of rows of few columns: rows side by side
 // (cpu/side_by_side.h). The formulas are those of layer_norm_bwd.cc.
-//
-// Milliseconds of NARROW_BWD_TABLE
 #pragma once
 
 #include <algorithm>
@@ -73,7 +71,7 @@ class BackwardSide {
     });
     Lanes<A> sum_wdy = 0, delta = 0;
     if constexpr (kSums > 1) sum_wdy = sums[1];
-    if constexpr (kSums > 2) delta = MeanRoundings<A>(sums[2] * per_column, mean);
+    if constexpr (kSums > 2) delta = MeanRounding(sums[2] * per_column, mean);
     const Lanes<A> mean_wdy = sum_wdy * per_column;
     const Lanes<A> mean_wdy_x_hat = (sums[0] - delta * sum_wdy) * factor * per_column;
 
@@ -108,7 +106,8 @@ void BackwardSliceSide(const LayerNormBwdArgs& args, BackwardSide<T, kCentered, 
   for (std::int64_t row = first; row < end;) {
     const std::int64_t block_end = std::min(end, row + kRows);
     for (std::size_t s = 0; s < sums.size(); ++s) {
-      for (std::int64_t j = 0; sums[s] != nullptr && j < features; ++j) lanes[s].Set(j, Lanes<A>(0));
+      if (sums[s] == nullptr) continue;
+      for (std::int64_t j = 0; j < features; ++j) lanes[s].Set(j, Lanes<A>(0));
     }
     for (; row < block_end; row += kSide<A>) {
       const std::int64_t rows = std::min<std::int64_t>(kSide<A>, block_end - row);

@@ -1,7 +1,5 @@
 // Layer norm and RMS norm on the CPU, forward, of rows of few columns: rows side by side
 // (cpu/side_by_side.h). The formulas are those of layer_norm_fwd.cc.
-//
-// Milliseconds of NARROW_FWD_TABLE
 #pragma once
 
 #include <algorithm>
@@ -94,7 +92,7 @@ void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& param
     if constexpr (kCentered) StoreRows(static_cast<A*>(args.mean) + row, rows, mean + delta);
     StoreRows(static_cast<A*>(args.rstd) + row, rows, rstd);
 
-    const Lanes<A> is_unsafe = IsUnsafe(variance + Lanes<A>(epsilon.added));
+    const Lanes<A> is_unsafe = IsUnsafe(variance, epsilon);
     if (is_unsafe.Sum() == 0) continue;
     A unsafe[kSide<A>];
     StoreLanes(unsafe, is_unsafe);

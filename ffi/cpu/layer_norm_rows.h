@@ -5,10 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <limits>
 
 #include "common/shape.h"
-#include "cpu/lanes.h"
 #include "cpu/wide.h"
 
 namespace gradops {
@@ -31,13 +29,6 @@ struct WideParams {
   WideParam<A, 0> residual_bias{};
   WideParam<A, 1> divisor{};  // scale, with infinity in the place of 0
 };
-
-// MeanRounding (math.h) of rows side by side.
-template <typename A, typename V>
-V MeanRoundings(V deltas, V means) {
-  const V zero = 0, size = Max(deltas, zero - deltas), limit = Max(means, zero - means);
-  return IfGreater(size, limit * V(2 * std::numeric_limits<A>::epsilon()), zero, deltas);
-}
 
 // Prefetched while a row is worked on, as memory would wait during a second pass over what lies in
 // the caches: a row ahead, and where results go. ns an element of [8192, 2048] on one core of an

@@ -9,8 +9,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "common/shape.h"
 #include "common/math.h"
+#include "common/shape.h"
 #include "cpu/lanes.h"
 #include "cpu/wide.h"
 
@@ -151,8 +151,8 @@ void StoreRows(A* to, std::int64_t rows, const Lanes<A>& numbers) {
   AtLast<kSide<A>>{0, rows}.Store(to, numbers);
 }
 
-// The sums over columns j < n of terms(j), which returns an array of kSums of them. A few at a time:
-// see LaneSums (lanes.h).
+// The sums over columns j < n of terms(j), which returns an array of kSums of them. A few columns
+// at a time: see LaneSums (lanes.h).
 template <typename A, int kSums, typename Terms>
 std::array<Lanes<A>, kSums> SideSums(std::int64_t n, const Terms& terms) {
   constexpr std::int64_t kAtATime = 16;
@@ -178,7 +178,12 @@ Lanes<A> InverseDeviation(const Lanes<A>& variance, const Epsilon<A>& epsilon) {
   const Lanes<A> square = variance * Lanes<A>(epsilon.part) + Lanes<A>(epsilon.added);
   return Lanes<A>(epsilon.root) / Sqrt(square) + (variance - variance);
 }
-
+// MeanRounding (common/math.h) of each lane.
+template <typename A>
+Lanes<A> MeanRounding(const Lanes<A>& delta, const Lanes<A>& mean) {
+  const Lanes<A> zero = 0, size = Max(delta, zero - delta), of_mean = Max(mean, zero - mean);
+  return IfGreater(of_mean * Lanes<A>(2 * std::numeric_limits<A>::epsilon()), size, delta, zero);
+}
 // VarianceOf (common/math.h) of each lane.
 template <typename A>
 Lanes<A> VarianceOf(const Lanes<A>& mean_square, const Lanes<A>& mean) {
@@ -186,10 +191,11 @@ Lanes<A> VarianceOf(const Lanes<A>& mean_square, const Lanes<A>& mean) {
   return IfGreater(Lanes<A>(0), variance, Lanes<A>(0), variance);
 }
 
-// Of each lane, 1 where a variance, or a mean of squares, with epsilon added, is not in the range in
-// which squares have all their digits; NaN is none.
+// Of each lane, 1 where a variance, or a mean of squares, with epsilon added, is not in the range
+// in which squares have all their digits. NaN is not in that range.
 template <typename A>
-Lanes<A> IsUnsafe(const Lanes<A>& square) {
+Lanes<A> IsUnsafe(const Lanes<A>& variance, const Epsilon<A>& epsilon) {
+  const Lanes<A> square = variance * Lanes<A>(epsilon.part) + Lanes<A>(epsilon.added);
   using Limits = std::numeric_limits<A>;
   const Lanes<A> is_finite = IfGreater(Limits::infinity(), square, Lanes<A>(0), Lanes<A>(1));
   return IfGreater(square, Limits::min() / Limits::epsilon(), is_finite, Lanes<A>(1));

@@ -129,6 +129,16 @@ std::vector<Shape> Shapes(bool large) {
       {{}, {4}, 1, {1}},
       {{2}, {1}, 512, {}},
       {{}, {33}, 19, {33}},
+      // Rows and groups side by side: registers full or not, of several groups, the widest.
+      {{}, {37}, 64, {}},
+      {{}, {35}, 63, {}},
+      {{19}, {1}, 6, {}},
+      {{7}, {3}, 4, {}},
+      {{3}, {16}, 8, {}},
+      {{17}, {2}, 2, {2}},
+      // Batch norm's groups in a plain loop.
+      {{3}, {40}, 8, {}},
+      {{}, {1301}, 3, {}},
       // Without elements.
       {{}, {0}, 4, {}},
       {{}, {3}, 0, {}},

@@ -1,0 +1,267 @@
+// Batch norm on the CPU, channels last, of groups that a core's caches hold: a plain loop over each
+// group, without memory of its own but the stack. Memory sees each array once.
+//
+// Rows of few channels count as one longer row. Sums run along columns: a few rows in the
+// accumulation type, these in double. Statistics as in batch_norm_small.cc.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+
+#include "common/math.h"
+#include "cpu/batch_norm_small.h"
+#include "cpu/column_sum.h"
+#include "cpu/lanes.h"
+#include "cpu/parallel.h"
+#include "cpu/wide.h"
+
+namespace gradops {
+namespace {
+
+// The elements of a group in rows of `width` columns. Column i is of channel i % channels. The last
+// row may be shorter.
+class Group {
+ public:
+  static constexpr std::int64_t kMinWidth = 64, kMaxWidth = kMiddleChannels + kMinWidth;
+  explicit Group(const ChannelShape& shape)
+      : channels(shape.channels()),
+        width(channels * ((kMinWidth + channels - 1) / channels)),
+        elements(channels * shape.terms()) {}
+  // Along a row: a number for each column.
+  template <typename A>
+  struct Row {
+    alignas(64) A values[kMaxWidth];
+  };
+  template <typename A>
+  void Set(Row<A>& row, std::int64_t channel, A value) const {
+    for (std::int64_t i = channel; i < width; i += channels) row.values[i] = value;
+  }
+  // fn(start, n) for each row.
+  template <typename Fn>
+  void ForRows(const Fn& fn) const {
+    for (std::int64_t start = 0; start < elements; start += width) {
+      fn(start, std::min(width, elements - start));
+    }
+  }
+  // Sums of each channel over its elements. terms(start, at) returns kSums terms, of where a loop
+  // is in the row that begins at `start`.
+  template <typename A, int kSums, typename Terms>
+  void Sum(const Terms& terms, double (&sums)[kSums][kMiddleChannels]) const {
+    constexpr std::int64_t kRowsAtATime = 16;
+    Row<A> few[kSums];
+    double totals[kSums][kMaxWidth];
+    for (int s = 0; s < kSums; ++s) {
+      std::fill_n(few[s].values, width, A{0});
+      std::fill_n(totals[s], width, 0.0);
+    }
+    const auto move = [&] {
+      for (int s = 0; s < kSums; ++s) MoveSums(few[s].values, width, totals[s]);
+    };
+    std::int64_t rows = 0;
+    ForRows([&](std::int64_t start, std::int64_t n) {
+      ForLanes<kLanes<A>>(n, [&](auto at) {
+        const auto term = terms(start, at);
+        for (int s = 0; s < kSums; ++s) at.Store(few[s].values, at(few[s].values) + term[s]);
+      });
+      if (++rows % kRowsAtATime == 0) move();
+    });
+    move();
+    for (int s = 0; s < kSums; ++s) {
+      std::fill_n(sums[s], channels, 0.0);
+      for (std::int64_t i = 0; i < width; i += channels) {
+        for (std::int64_t c = 0; c < channels; ++c) sums[s][c] += totals[s][i + c];
+      }
+    }
+  }
+
+  const std::int64_t channels, width, elements;
+};
+
+// fn(group) for each, in the pool.
+template <typename T, typename Fn>
+void ForGroups(const CpuContext& pool, const ChannelShape& shape, std::int64_t arrays,
+               const Fn& fn) {
+  constexpr std::int64_t kMaxChunks = 256;
+  const std::int64_t groups = shape.outer.groups;
+  const std::int64_t bytes = arrays * shape.elements() / groups * std::int64_t{sizeof(T)};
+  const std::int64_t chunk = RowsPerChunk(groups, bytes, kMaxChunks);
+  ParallelFor(pool, (groups + chunk - 1) / chunk, [&](std::int64_t i) {
+    for (std::int64_t g = i * chunk; g < std::min(groups, (i + 1) * chunk); ++g) fn(g);
+    StreamFence();
+  });
+}
+
+template <typename T>
+ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
+  using A = Accum<T>;
+  const Group of(args.shape);
+  const auto n = static_cast<double>(args.shape.terms());
+  const bool own = args.mean.data == nullptr;
+  const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
+  const bool streamed = PrepareResult(args.y, args.shape.elements() * std::int64_t{sizeof(T)},
+                                      {args.x, args.residual});
+  ForGroups<T>(pool, args.shape, 2, [&](std::int64_t group) {
+    const T* const x = static_cast<const T*>(args.x) + group * of.elements;
+    Group::Row<A> mean, factor, shift;
+    double sums[2][kMiddleChannels], first_sums[1][kMiddleChannels];
+    if (own) {
+      for (std::int64_t c = 0; c < of.channels; ++c) of.Set(mean, c, static_cast<A>(x[c]));
+      of.Sum<A, 1>(
+          [&](std::int64_t start, auto at) {
+            return std::array{at(x + start) - at(mean.values)};
+          },
+          first_sums);
+      for (std::int64_t c = 0; c < of.channels; ++c) {
+        of.Set(mean, c, static_cast<A>(x[c]) + static_cast<A>(first_sums[0][c] / n));
+      }
+      of.Sum<A, 2>(
+          [&](std::int64_t start, auto at) {
+            const auto centered = at(x + start) - at(mean.values);
+            return std::array{centered, centered * centered};
+          },
+          sums);
+    }
+    for (std::int64_t c = 0; c < of.channels; ++c) {
+      const auto given = [&](const Param& param) { return ReadParam(param, group, c, A{0}); };
+      A m = given(args.mean), rstd = given(args.rstd), delta = given(args.delta);
+      if (own) {
+        const double offset = sums[0][c] / n;
+        const A guess = mean.values[c];
+        const A variance = static_cast<A>(VarianceOf(sums[1][c] / n, offset));
+        m = static_cast<A>(static_cast<double>(guess) + offset);
+        delta = static_cast<A>((static_cast<double>(guess) - static_cast<double>(m)) + offset);
+        rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));
+        const std::int64_t i = group * of.channels + c;
+        static_cast<A*>(args.batch_mean)[i] = m;
+        static_cast<A*>(args.batch_variance)[i] = variance;
+        static_cast<A*>(args.batch_rstd)[i] = rstd;
+        static_cast<A*>(args.batch_delta)[i] = delta;
+      }
+      const A f = rstd * ReadParam(args.scale, group, c, A{1});
+      of.Set(mean, c, m), of.Set(factor, c, f);
+      of.Set(shift, c, ReadParam(args.bias, group, c, A{0}) - delta * f);
+    }
+    if (args.y == nullptr) return;
+    T* const y = static_cast<T*>(args.y) + group * of.elements;
+    const T* const residual =
+        args.residual == nullptr ? nullptr
+                                 : static_cast<const T*>(args.residual) + group * of.elements;
+    of.ForRows([&](std::int64_t start, std::int64_t count) {
+      const A *const m = mean.values, *const f = factor.values, *const s = shift.values;
+      const T* const from = x + start;
+      if (residual == nullptr) {
+        StoreForLanes<kLanes<A>>(y + start, count, streamed, [=](auto at) {
+          return Max(least, (at(from) - at(m)) * at(f) + at(s));  // NaN stays
+        });
+      } else {
+        const T* const added = residual + start;
+        StoreForLanes<kLanes<A>>(y + start, count, streamed, [=](auto at) {
+          return Max(least, (at(from) - at(m)) * at(f) + at(s) + at(added));
+        });
+      }
+    });
+  });
+  return ffi::Error::Success();
+}
+
+template <typename T>
+ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
+  using A = Accum<T>;
+  const Group of(args.shape);
+  const auto n = static_cast<double>(args.shape.terms());
+  const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
+  const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
+  const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
+  PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});
+  ForGroups<T>(pool, args.shape, 3, [&](std::int64_t group) {
+    const std::int64_t offset = group * of.elements;
+    const T* const dy = static_cast<const T*>(args.dy) + offset;
+    const T* const x = static_cast<const T*>(args.x) + offset;
+    const T* const y = args.y == nullptr ? nullptr : static_cast<const T*>(args.y) + offset;
+    Group::Row<A> mean, factor, shift, level, slope;
+    double sums[2][kMiddleChannels];
+    for (std::int64_t c = 0; c < of.channels; ++c) {
+      const auto given = [&](const Param& param) { return ReadParam(param, group, c, A{0}); };
+      const A f = given(args.rstd) * ReadParam(args.scale, group, c, A{1});
+      of.Set(mean, c, given(args.mean)), of.Set(factor, c, f);
+      of.Set(shift, c, given(args.bias) - given(args.delta) * f);
+    }
+    const auto centered = [=, &mean](std::int64_t start, auto at) {
+      return at(x + start) - at(mean.values);
+    };
+    // fn(dz), where dz(start, at) is dy, or 0 where relu's argument was not positive.
+    const auto with_dz = [&](const auto& fn) {
+      if (!args.relu) {
+        fn([=](std::int64_t start, auto at) { return at(dy + start); });
+      } else if (y != nullptr) {
+        fn([=](std::int64_t start, auto at) {
+          const auto gradient = at(dy + start);
+          const std::remove_cv_t<decltype(gradient)> zero = 0;
+          return IfGreater(at(y + start), zero, gradient, zero);
+        });
+      } else {
+        fn([=, &factor, &shift](std::int64_t start, auto at) {
+          const auto gradient = at(dy + start);
+          const std::remove_cv_t<decltype(gradient)> zero = 0;
+          const auto argument = centered(start, at) * at(factor.values) + at(shift.values);
+          return IfGreater(argument, zero, gradient, zero);
+        });
+      }
+    };
+    with_dz([&](const auto& dz) {
+      const bool own = args.mean_dz.data == nullptr;
+      if (own) {
+        of.Sum<A, 2>(
+            [&](std::int64_t start, auto at) {
+              const auto gradient = dz(start, at);
+              return std::array{gradient, gradient * centered(start, at)};
+            },
+            sums);
+      }
+      for (std::int64_t c = 0; c < of.channels; ++c) {
+        const auto given = [&](const Param& param) { return ReadParam(param, group, c, A{0}); };
+        const A rstd = given(args.rstd), delta = given(args.delta);
+        A mean_dz = given(args.mean_dz), mean_dz_x_hat = given(args.mean_dz_x_hat);
+        if (own) {
+          const double of_x_hat =
+              (sums[1][c] - static_cast<double>(delta) * sums[0][c]) * static_cast<double>(rstd);
+          const std::int64_t i = group * of.channels + c;
+          if (dscale.data() != nullptr) dscale.data()[i] = static_cast<A>(of_x_hat);
+          if (dbias.data() != nullptr) dbias.data()[i] = static_cast<A>(sums[0][c]);
+          mean_dz = static_cast<A>(sums[0][c] / n);
+          mean_dz_x_hat = static_cast<A>(of_x_hat / n);
+        }
+        of.Set(slope, c, mean_dz_x_hat * rstd);
+        of.Set(level, c, mean_dz - delta * (mean_dz_x_hat * rstd));
+      }
+      if (args.dx == nullptr) return;
+      T* const dx = static_cast<T*>(args.dx) + offset;
+      of.ForRows([&](std::int64_t start, std::int64_t count) {
+        const A *const f = factor.values, *const l = level.values, *const s = slope.values;
+        StoreForLanes<kLanes<A>>(dx + start, count, streamed, [=](auto at) {
+          return (dz(start, at) - at(l) - centered(start, at) * at(s)) * at(f);
+        });
+        if (args.dresidual == nullptr) return;
+        T* const dresidual = static_cast<T*>(args.dresidual) + offset;
+        StoreForLanes<kLanes<A>>(dresidual + start, count, streamed,
+                                 [=](auto at) { return dz(start, at); });
+      });
+    });
+  });
+  const ffi::Error error = dscale.Store(pool);
+  return error.failure() ? error : dbias.Store(pool);
+}
+
+}  // namespace
+
+ffi::Error MiddleBatchNormFwd(const CpuContext& pool, const BatchNormFwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, "batch_norm_fwd", args.dtype,
+                       [&]<typename T>() { return Forward<T>(pool, args); });
+}
+
+ffi::Error MiddleBatchNormBwd(const CpuContext& pool, const BatchNormBwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, "batch_norm_bwd", args.dtype,
+                       [&]<typename T>() { return Backward<T>(pool, args); });
+}
+
+}  // namespace gradops
