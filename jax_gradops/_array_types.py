@@ -71,6 +71,15 @@ def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
     )
 
 
+def for_each(a: jax.Array, size: int, like: jax.Array | None) -> jax.Array:
+    """`a` for each index of a new leading axis, which is sharded as that of `like`."""
+    if like is None:
+        return jnp.broadcast_to(a, (size, *a.shape))
+    sharding = jax.typeof(like).sharding
+    spec = PartitionSpec(sharding.spec[0], *jax.typeof(a).sharding.spec)
+    return lax.broadcast(a, (size,), out_sharding=sharding.update(spec=spec))
+
+
 def gathered(x: jax.Array, begin: int) -> jax.Array:
     """On an Explicit mesh, x with its axes from `begin` on whole: a reshape can merge them."""
     sharding = jax.typeof(x).sharding

@@ -11,7 +11,7 @@ are put together (`Kernel.stages`): then everything else follows from the letter
 the outside in::
 
     Kernel.__call__
-      Call                 a primitive (`_primitive.py`): derivatives are those of the reference, and
+      Call                 a primitive (`_primitive.py`): its derivatives are the reference's, and
                            mapped axes become leading group axes, or further row axes
         platform_dependent   the reference where a platform has no kernel
           jit                  its name tells apart what differs in anything but arrays
@@ -34,7 +34,14 @@ import numpy as np
 from jax import lax
 
 from jax_gradops import _registry, _sharding
-from jax_gradops._array_types import Arrays, accum_dtype, match_vma, mesh_of, result_type
+from jax_gradops._array_types import (
+    Arrays,
+    accum_dtype,
+    for_each,
+    match_vma,
+    mesh_of,
+    result_type,
+)
 from jax_gradops._implementation import Implementation
 from jax_gradops._primitive import Axis, Operands, Operation
 
@@ -287,6 +294,8 @@ class Call(Operation):
     def formula(self, *arrays: jax.Array) -> Arrays:
         """The results by the reference."""
         function = self._reference
+        if self.groups:  # on an Explicit mesh, vmap wants all operands' groups spread alike
+            arrays = tuple(_sharding.reshard_operands(self, arrays)[0])
         pairs = zip(arrays, self.in_dims, strict=True)
         axes = tuple(None if self._shared(a, dims) else 0 for a, dims in pairs)
         for _ in range(self.groups):
@@ -358,7 +367,8 @@ class Call(Operation):
         )
         x, x_mapped, _ = given[0]
         lead = (axis.size, *x.shape[x_mapped : x_mapped + self.groups])
-        lifted = [_lifted(a, m, dims, lead, self.kernel.variadic) for a, m, dims in given]
+        like = next(a for a, m, _ in given if m)
+        lifted = [_lifted(a, m, dims, lead, self.kernel.variadic, like) for a, m, dims in given]
         groups = self.groups if more_rows else self.groups + 1
         return dataclasses.replace(self, groups=groups), lifted
 
@@ -386,12 +396,15 @@ class Unavailable(Operation):
 
 
 def _lifted(
-    a: jax.Array, batched: bool, dims: str, lead: tuple[int, ...], variadic: bool
+    a: jax.Array, batched: bool, dims: str, lead: tuple[int, ...], variadic: bool, like: jax.Array
 ) -> jax.Array:
-    """An operand with a further group axis; `lead` are all of them, the new one first."""
+    """An operand with a further group axis; `lead` are all of them, the new one first.
+
+    `like` is an array that has the new axis.
+    """
     shared = not variadic and "n" not in dims and a.ndim == batched + len(dims)
     if not batched:
-        return a if shared else jnp.broadcast_to(a, (lead[0], *a.shape))
+        return a if shared else for_each(a, lead[0], like)
     if not shared:
         return a
     # All groups shared it so far: now those of each index of the new axis do.
@@ -430,10 +443,12 @@ def _ffi_call(call: Call, *arrays: jax.Array) -> Arrays:
         types.append(result_type(x, shape, scratch))
 
     # An absent operand is an array without elements, so that handlers have a fixed signature.
-    given = iter(arrays)
-    # It is made of x: `jax.ensure_compile_time_eval` would make a constant of `jnp.zeros`.
-    nothing = lax.slice_in_dim(x, 0, 0).reshape(0).astype(accum)
-    operands = arrays if kernel.variadic else [next(given) if p else nothing for p in call.present]
+    operands: Sequence[jax.Array] = arrays
+    if not all(call.present):
+        # It is made of x: `jax.ensure_compile_time_eval` would make a constant of `jnp.zeros`.
+        nothing = lax.slice_in_dim(x, 0, 0).reshape(0).astype(accum)
+        given = iter(arrays)
+        operands = [next(given) if p else nothing for p in call.present]
     target = _registry.TARGET_PREFIX + kernel.name
     attributes = {"group_rank": np.int64(groups), **dict(call.attributes)}
     if any("m" in dims for dims in kernel.operands.values()):

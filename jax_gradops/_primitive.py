@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from jax_gradops._array_types import match_vma
+from jax_gradops._array_types import for_each, match_vma
 
 Array: TypeAlias = jax.Array
 #: Arrays, None for absent ones.
@@ -86,9 +86,10 @@ class Operation:
         must = {i for i in self.linear if operands[i] is not None}
         if not any(mapped):  # each index has the same arrays, and knows of the others by a name
             must.add(next(i for i, o in enumerate(operands) if o is not None))
+        like = next((o for o, m in zip(operands, mapped, strict=True) if m), None)
         for i in must:
             if not mapped[i]:
-                operands[i] = jnp.broadcast_to(operands[i], (axis.size, *operands[i].shape))
+                operands[i] = for_each(operands[i], axis.size, like)
                 mapped[i] = True
         return Vmapped(self, tuple(mapped), axis), operands
 

@@ -64,8 +64,8 @@ def called(op: str, arguments: dict[str, Any], x: jax.Array) -> Any:
     operands: dict[str, tuple[Any, ...]] = {
         "gelu": (x,), "bias_gelu": (x, vector), "bias_gelu_backward": (x, x, vector),
         "add_layer_norm": (x, x, vector), "add_rms_norm": (x, x, vector),
-        "batch_norm_inference": (x, vector, vector), "layer_norm_backward": (x, x, vector, row, row),
-        "rms_norm_backward": (x, x, vector, row),
+        "batch_norm_inference": (x, vector, vector),
+        "layer_norm_backward": (x, x, vector, row, row), "rms_norm_backward": (x, x, vector, row),
         "clip_tree_by_global_norm": ([x],), "inplace_clip_by_global_norm": ([x],),
     }  # fmt: skip
     if "clip" in op:
