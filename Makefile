@@ -24,8 +24,8 @@ mutate: $(VENV)/.installed ## faults, one at a time, that some test must find; h
 
 # EXAMPLES of each test, which take half a second each.
 EXAMPLES ?= 500
-fuzz: $(VENV)/.installed ## the relations of tests/test_fuzz.py, of ever other arrays
-	JAX_GRADOPS_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -P -m pytest -n auto --hypothesis-profile=fuzz --hypothesis-show-statistics tests/test_fuzz.py $(ARGS)
+fuzz: $(VENV)/.installed ## relations of ever other arrays, and ever other programs around the ops
+	JAX_GRADOPS_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -P -m pytest -n auto --hypothesis-profile=fuzz --hypothesis-show-statistics tests/test_fuzz.py tests/test_fuzz_programs.py $(ARGS)
 
 # Everything that needs a GPU, in one go, with the packages that are there: nothing is downloaded.
 # Builds, checks memory and races with compute-sanitizer, runs the suite and the doctor, benchmarks.

@@ -94,7 +94,10 @@ def on(kind: str, run: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
     if kind == "none":
         return run, x
     explicit = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=explicit)
+    shape = (2, 2) if len(jax.devices()) > 3 else (2, 1)
+    mesh = jax.make_mesh(
+        shape, ("data", "model"), axis_types=explicit, devices=jax.devices()[: shape[0] * shape[1]]
+    )
     if kind.startswith("manual"):
         names = {"data", "model"} if kind == "manual" else {"data"}
         spec = P(("data", "model")) if kind == "manual" else P("data")

@@ -6,7 +6,7 @@ import collections
 import gc
 import json
 import os
-import platform
+import platform as machine
 import shutil
 import subprocess
 import sys
@@ -26,8 +26,10 @@ from jax_gradops import _registry
 PROGRAM = str(Path(__file__).with_name("cached_programs.py"))
 
 
-def start(*arguments: Any, before: tuple[str, ...] = (), **environment: str) -> Any:
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+def start(
+    *arguments: Any, before: tuple[str, ...] = (), platform: str = "cpu", **environment: str
+) -> Any:
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": platform}
     return subprocess.Popen(
         [*before, sys.executable, "-P", PROGRAM, *map(str, arguments)],
         env=os.environ | flags | environment,
@@ -86,7 +88,7 @@ def test_cache(tmp_path, how):
     if how == "same addresses":
         if not shutil.which("setarch"):
             pytest.skip("no setarch")
-        settings = {"before": ("setarch", platform.machine(), "-R"), "PYTHONHASHSEED": "0"}
+        settings = {"before": ("setarch", machine.machine(), "-R"), "PYTHONHASHSEED": "0"}
     if how == "forked":
         tables = said(start("forked", tmp_path, *words))
         first, second = tables[0] | tables[1], tables[2] | tables[3]
@@ -99,6 +101,20 @@ def test_cache(tmp_path, how):
         n: digest for n, (_, digest) in second.items()
     }
     assert len({digest for _, digest in first.values()}) == len(first)
+
+
+@pytest.mark.P5
+@pytest.mark.parametrize("mesh", ["| auto", "| explicit", "| manual"])
+def test_cache_of_gpus(platform, mesh, tmp_path):
+    if platform != "cuda" or len(jax.devices("gpu")) < 2:
+        pytest.skip("fewer than two GPUs")
+    first, second = (
+        said(start("cache", tmp_path, "epsilon=", mesh, platform=platform))[0] for _ in "12"
+    )
+    assert {hit for hit, _ in first.values()} == {"miss"}
+    assert {hit for hit, _ in second.values()} == {"hit"}
+    assert {n: d for n, (_, d) in first.items()} == {n: d for n, (_, d) in second.items()}
+    assert len({d for _, d in first.values()}) == len(first)
 
 
 def test_program_that_outlives_an_equal_one():

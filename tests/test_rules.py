@@ -64,7 +64,7 @@ SECOND: dict[str, Callable[..., Any]] = {
 @pytest.mark.T1
 @each_op
 @pytest.mark.parametrize("second", SECOND)
-def test_second_derivatives_through_loops(op, second, implementation, rng):
+def test_second_derivatives_through_loops(platform, op, second, implementation, rng):
     """JAX differentiates a loop's body without the rules of custom_jvp and custom_vjp."""
     x = rng.standard_normal((3, FEATURES))
     f = functools.partial(OPS[op], implementation=implementation)
@@ -74,7 +74,7 @@ def test_second_derivatives_through_loops(op, second, implementation, rng):
 
 @pytest.mark.T1
 @each_op
-def test_transposed_pullback(op, implementation, rng):
+def test_transposed_pullback(platform, op, implementation, rng):
     """It is the derivative in forward mode."""
     x, direction = rng.standard_normal((2, 3, FEATURES))
     f = functools.partial(OPS[op], implementation=implementation)
@@ -189,9 +189,9 @@ def test_named_axis_in_context(context, derivative, implementation, rng):
 @pytest.mark.P6
 @each_op
 @pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, "model")], ids=str)
-def test_gspmd(op, spec, rng):
+def test_gspmd(platform, op, spec, rng):
     """The partitioner that Shardy has replaced: the same numbers and collectives."""
-    devices = mesh("cpu", AxisType.Auto)
+    devices = mesh(platform, AxisType.Auto)
     x = rng.standard_normal((8, FEATURES))
     spread = jax.device_put(x, NamedSharding(devices, spec))
     f = jax.value_and_grad(loss_of(OPS[op]))

@@ -112,6 +112,13 @@ class RowChecker {
     return *this;
   }
 
+  // Like Stat, or absent: null.
+  void* OptionalStat(std::string_view name, const ffi::AnyBuffer& buffer) {
+    if (!ok() || IsAbsent(buffer)) return nullptr;
+    Stat(name, buffer);
+    return buffer.untyped_data();
+  }
+
   // Like Rows, or absent: null.
   void* OptionalRows(std::string_view name, const ffi::AnyBuffer& buffer) {
     if (!ok() || IsAbsent(buffer)) return nullptr;

@@ -160,8 +160,10 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
       }
     });
   });
-  if constexpr (kCentered) static_cast<A*>(args.mean)[row] = mean + delta;
-  static_cast<A*>(args.rstd)[row] = rstd;
+  if (args.rstd != nullptr) {
+    if constexpr (kCentered) static_cast<A*>(args.mean)[row] = mean + delta;
+    static_cast<A*>(args.rstd)[row] = rstd;
+  }
 }
 
 template <typename T, bool kCentered>
@@ -182,7 +184,9 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   PrepareResult(args.sum, rows * bytes_per_row / 2, {args.x, args.residual});
   // As many bytes as y where rows are short.
   for (void* const statistic : {args.mean, args.rstd}) {
-    PrepareResult(statistic, rows * std::int64_t{sizeof(Accum<T>)}, {});
+    if (statistic != nullptr) {
+      PrepareResult(statistic, rows * std::int64_t{sizeof(Accum<T>)}, {});
+    }
   }
   constexpr bool kKeeps = kCentered && std::is_same_v<T, BFloat16>;
   const auto forward_row = shape.features <= kKeptColumns ? ForwardRow<T, kCentered, kKeeps>

@@ -89,8 +89,10 @@ void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& param
       }
     }
     StoreSide(static_cast<T*>(args.y) + row * features, rows, features, columns, streamed);
-    if constexpr (kCentered) StoreRows(static_cast<A*>(args.mean) + row, rows, mean + delta);
-    StoreRows(static_cast<A*>(args.rstd) + row, rows, rstd);
+    if (args.rstd != nullptr) {
+      if constexpr (kCentered) StoreRows(static_cast<A*>(args.mean) + row, rows, mean + delta);
+      StoreRows(static_cast<A*>(args.rstd) + row, rows, rstd);
+    }
 
     const Lanes<A> is_unsafe = IsUnsafe(variance, epsilon);
     if (is_unsafe.Sum() == 0) continue;

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   } else {
     moments.rstd = InverseRootMeanSquare(place, h, sum, scalars);
   }
-  if (place.lane == 0) {
+  if (place.lane == 0 && args.rstd != nullptr) {
     if constexpr (kCentered) static_cast<A*>(args.mean)[row] = moments.mean + moments.delta;
     static_cast<A*>(args.rstd)[row] = moments.rstd;
   }

@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
       }
       __syncwarp();  // what is overwritten is read, by all lanes that have it
       if (!has_row) continue;
-      if (place.lane == 0) {
+      if (place.lane == 0 && args.rstd != nullptr) {
         const std::int64_t of_all = group * rows + row + of_chunk;
         if constexpr (kCentered) static_cast<A*>(args.mean)[of_all] = moments.mean + moments.delta;
         static_cast<A*>(args.rstd)[of_all] = moments.rstd;

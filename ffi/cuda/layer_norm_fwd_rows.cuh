@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
       moments.rstd = InverseRootMeanSquare(place, h, sum, scalars);
     }
     if (!kReread && plan.stages > 1) replace();
-    if (place.lane == 0 && place.first_column == 0) {
+    if (place.lane == 0 && place.first_column == 0 && args.rstd != nullptr) {
       if constexpr (kCentered) static_cast<A*>(args.mean)[row] = moments.mean + moments.delta;
       static_cast<A*>(args.rstd)[row] = moments.rstd;
     }

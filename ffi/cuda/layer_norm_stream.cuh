@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         StorePack(y + column, out);
       }
     }
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && args.rstd != nullptr) {
       if (args.centered) static_cast<A*>(args.mean)[row] = mean + delta;
       static_cast<A*>(args.rstd)[row] = rstd;
     }

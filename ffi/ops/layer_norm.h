@@ -186,8 +186,13 @@ struct LayerNorm {
                            double epsilon, double scale_offset, const FwdOperands& in,
                            const FwdResults& out) {
     RowChecker check(op, in.x, group_rank);
-    check.Rows("y", out.y).Stat("rstd", out.rstd);
-    if (out.mean != nullptr) check.Stat("mean", *out.mean);
+    check.Rows("y", out.y);
+    void* const rstd = check.OptionalStat("rstd", out.rstd);
+    void* mean = nullptr;
+    if (out.mean != nullptr) {
+      mean = check.OptionalStat("mean", *out.mean);
+      check.BothOrNone("mean", *out.mean, "rstd", out.rstd);
+    }
     const void* const residual = check.OptionalRows("residual", in.residual);
     void* const sum = check.OptionalRows("sum", out.sum);
     check.BothOrNone("residual", in.residual, "sum", out.sum);
@@ -213,8 +218,8 @@ struct LayerNorm {
                               .bias = bias,
                               .y = out.y.untyped_data(),
                               .sum = sum,
-                              .mean = out.mean != nullptr ? out.mean->untyped_data() : nullptr,
-                              .rstd = out.rstd.untyped_data()});
+                              .mean = mean,
+                              .rstd = rstd});
   }
 
   static ffi::Error RunBwd(const BwdKind& kind, Context ctx, std::int64_t group_rank,

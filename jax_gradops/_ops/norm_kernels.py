@@ -117,12 +117,16 @@ class Norm:
         residual_bias: jax.Array | None,
         scale: jax.Array | None,
         bias: jax.Array | None,
+        statistics: bool = True,
     ) -> tuple[Any, ...]:
-        """y, the sum or None, mean or None, rstd."""
+        """y, the sum or None, mean or None, rstd; without `statistics`, None for the last two."""
         options = {
             "epsilon": np.float64(self.epsilon),
             "scale_offset": np.float64(self.scale_offset),
-            "skip": ["sum"] if residual is None else [],
+            "skip": [
+                *(["sum"] if residual is None else []),
+                *([] if statistics else ["mean", "rstd"]),
+            ],
             "implementation": self.implementation,
         }
         if self.centered:
@@ -167,14 +171,24 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True)
 class _Normalize(Operation):
-    """y, the sum or None, mean or None, rstd of `Norm.forward`'s operands."""
+    """y, the sum or None, mean or None, rstd of `Norm.forward`'s operands.
+
+    Without `statistics`, the last two are None. The derivative needs them, y by itself does not: of
+    short rows they are as many bytes as y.
+    """
 
     norm: Norm
+    statistics: bool = False
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
-        return self.norm.forward(*operands)
+        return self.norm.forward(*operands, statistics=self.statistics)
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        if not self.statistics:
+            results, derivatives = dataclasses.replace(self, statistics=True).jvp(
+                operands, tangents
+            )
+            return [*results[:2], None, None], [*derivatives[:2], None, None]
         x, residual, residual_bias, scale, bias = operands
         y, total, mean, rstd = results = self(*operands)
         name = "layer_norm" if self.norm.centered else "rms_norm"
@@ -264,7 +278,7 @@ def forward(
 ) -> tuple[Any, ...]:
     """y, mean or None, rstd."""
     operands = norm.prepare(x, None, None, scale, bias)
-    by = norm.forward if norm.implementation == "xla" else _Normalize(norm)
+    by = norm.forward if norm.implementation == "xla" else _Normalize(norm, statistics=True)
     y, _, mean, rstd = by(*operands)
     return reshard_like(y, x), mean, rstd
 
