@@ -18,8 +18,8 @@ namespace gradops {
 
 // Whether rows of n numbers are read and written in place, column by column. Longer rows go by way
 // of a block, so that memory is read and written line after line. Milliseconds for 2,000,000
-// float32 numbers of RMS norm on two cores of an EPYC with AVX2: rows of 64 columns in place 4.5, of 63 by
-// way of a block 2.4.
+// float32 numbers of RMS norm on two cores of an EPYC with AVX2: rows of 64 columns in place 4.5,
+// of 63 by way of a block 2.4.
 template <typename T>
 inline bool IsInPlace(std::int64_t n) {
   using A = Accum<T>;
