@@ -189,7 +189,7 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   // Groups matter where there are sums.
   const std::int64_t groups = sums > 0 ? args.shape.groups : 1,
                      rows = args.shape.all_rows() / groups;
-  const bool is_narrow = 0 < features && features <= kNarrowColumns;
+  const bool is_narrow = IsNarrow<T>(features);
   // A slice is a part of a group's rows with column sums of its own; a chunk is one slice, or
   // several small ones. A group of one slice adds up in the results themselves.
   const std::int64_t bytes_per_row = 3 * features * ByteWidthOf(args.dtype);

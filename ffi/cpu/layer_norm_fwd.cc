@@ -171,7 +171,7 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   const RowShape& shape = args.shape;
   const std::int64_t rows = shape.all_rows();
   const std::int64_t bytes_per_row = 2 * shape.features * ByteWidthOf(args.dtype);
-  const bool is_narrow = 0 < shape.features && shape.features <= kNarrowColumns;
+  const bool is_narrow = IsNarrow<T>(shape.features);
   // Whole cache lines of results, of rows side by side.
   const std::int64_t multiple = is_narrow ? 64 : 1;
   const std::int64_t chunk_rows =

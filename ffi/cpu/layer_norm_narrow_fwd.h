@@ -32,6 +32,43 @@ const T* RowsToNormalise(const LayerNormFwdArgs& args, std::int64_t row, std::in
   return sum;
 }
 
+// Rows of one column, whose parameters all rows share: a loop over elements. The bits are those of
+// ForwardSide.
+template <typename T, bool kCentered, typename ForwardRow>
+void ForwardColumn(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
+                   std::int64_t first_row, std::int64_t end, const ForwardRow& forward_row) {
+  using A = Accum<T>;
+  const Epsilon<A> epsilon(args.epsilon);
+  const Lanes<A> of_constant_row = InverseDeviation(A{0}, epsilon);
+  const Lanes<A> scale = params.scale(0, 0)[0], bias = params.bias(0, 0)[0];
+  const T* const x_rows = static_cast<const T*>(args.x) + first_row;
+  T* const y_rows = static_cast<T*>(args.y) + first_row;
+  A* const rstd_rows = static_cast<A*>(args.rstd) + first_row;
+  ForWholeLanes<kSide<A>>(end - first_row, [&](auto at) {
+    const Lanes<A> x = at(x_rows);
+    Lanes<A> variance, rstd, y;
+    if constexpr (kCentered) {
+      variance = x - x;  // 0, or NaN
+      rstd = of_constant_row + variance;
+      y = variance * rstd * scale + bias;
+      at.Store(static_cast<A*>(args.mean) + first_row, x);
+    } else {
+      variance = x * x;
+      rstd = InverseDeviation(variance, epsilon);
+      y = x * rstd * scale + bias;
+    }
+    at.Store(y_rows, y), at.Store(rstd_rows, rstd);
+    const Lanes<A> is_unsafe = IsUnsafe(variance, epsilon);
+    if (is_unsafe.Sum() == 0) return;
+    A unsafe[kSide<A>];
+    StoreLanes(unsafe, is_unsafe);
+    const std::int64_t row = first_row + at.i;
+    for (int r = 0; r < kSide<A> && row + r < end; ++r) {
+      if (unsafe[r] != 0) forward_row(row + r);
+    }
+  });
+}
+
 // Rows of up to kNarrowColumns columns. forward_row(row) does one as rows of any length are done:
 // those whose squares, or their sum, leave the range in which float32 has all its digits.
 template <typename T, bool kCentered, typename ForwardRow>
@@ -40,6 +77,9 @@ void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& param
                  const ForwardRow& forward_row) {
   using A = Accum<T>;
   const std::int64_t features = args.shape.features;
+  if (features == 1 && args.residual == nullptr && params.scale.shared() && params.bias.shared()) {
+    return ForwardColumn<T, kCentered>(args, params, first_row, end, forward_row);
+  }
   // A product costs less than a quotient. It is off by one more rounding.
   const Lanes<A> per_column = A{1} / static_cast<A>(features);
   const Epsilon<A> epsilon(args.epsilon);

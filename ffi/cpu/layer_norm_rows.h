@@ -17,9 +17,15 @@ inline constexpr std::int64_t kMaxRowChunks = 256;  // no chunk's first rows are
 template <typename V>
 using PerSum = std::array<V, 3>;
 
-// Rows of up to so many columns lie side by side (layer_norm_narrow_fwd.h). The number of rows does
-// not matter, so that a row's result does not depend on it.
+// Which rows lie side by side (layer_norm_narrow_fwd.h). The number of rows does not matter, as a
+// row's result must not depend on it. Milliseconds for 2,000,000 elements of RMS norm on two cores
+// of an EPYC with AVX2, side by side and one by one. Rows of 16 columns: float32 2.1, 7.8, bfloat16
+// 1.2, 3.9. Of 64 columns: float32 4.5, 1.2, bfloat16 1.4, 2.5.
 inline constexpr int kNarrowColumns = 64;
+template <typename T>
+bool IsNarrow(std::int64_t features) {
+  return 0 < features && features <= (sizeof(T) == 2 ? kNarrowColumns : kNarrowColumns / 2);
+}
 
 // The parameters of a call, in the accumulation type.
 template <typename A>

