@@ -120,7 +120,6 @@ class Kernel:
       in_place: operands, by the name of a result of the same axes and dtype, whose memory it takes
         over. Where the operand is needed later, or is an argument that is not donated, XLA copies
         it first.
-      linear: names of operands. Results are linear in all of these together.
     """
 
     name: str
@@ -132,7 +131,6 @@ class Kernel:
     workspace: Callable[[int, int, int, int], tuple[int, ...]] | None = None
     stages: Callable[..., tuple[Named, Named]] | None = None
     in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    linear: Sequence[str] = ()
 
     def __call__(
         self,
@@ -341,19 +339,6 @@ class Call(Operation):
         ))  # fmt: skip
 
     # --- Rules ---
-
-    @functools.cached_property
-    def linear(self) -> tuple[int, ...]:  # type: ignore[override]
-        there = zip(self.kernel.operands, self.present, strict=False)
-        names = [name for name, p in there if p]
-        return tuple(i for i, name in enumerate(names) if name in self.kernel.linear)
-
-    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
-        changing = {i for i, t in enumerate(tangents) if t is not None}
-        if changing != set(self.linear):
-            return super().jvp(operands, tangents)
-        both = zip(operands, tangents, strict=True)
-        return self(*operands), self(*(o if t is None else t for o, t in both))
 
     def vmapped(
         self, axis: Axis, operands: Operands, mapped: Sequence[bool]

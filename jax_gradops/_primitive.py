@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
 from jax_gradops._array_types import for_each, match_vma
 
@@ -44,6 +45,8 @@ class Operation:
     linear: tuple[int, ...] = ()
     #: Names of mapped axes over which the operation sums.
     axis_names: tuple[Any, ...] = ()
+    #: Positions of the results that are the same for all indices of these axes.
+    common: tuple[int, ...] = ()
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
         """The results."""
@@ -144,38 +147,76 @@ class Vmapped(Operation):
     def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
         return tuple(name for name in self.op.axis_names if name != self.axis.name)
 
-    def _vmap(self, function: Callable[..., Any], *arguments: Operands) -> Any:
-        axes = tuple(0 if m else None for m in self.mapped)
+    @property
+    def common(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.op.common
+
+    def is_common(self, position: int) -> bool:
+        """Whether a result is the same for all indices, and so has no mapped axis."""
+        return self.axis.name in self.op.axis_names and position in self.op.common
+
+    def _split(self, results: Operands) -> tuple[list[Any], list[Any]]:
+        """Results that have the mapped axis, and results that have none."""
+        common = [self.is_common(i) for i in range(len(results))]
+        pairs = list(zip(results, common, strict=True))
+        return [None if c else r for r, c in pairs], [r if c else None for r, c in pairs]
+
+    def _vmap(self, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Any:
         return jax.vmap(
             function,
-            in_axes=(axes,) * len(arguments),
+            in_axes=in_axes,
+            out_axes=out_axes,
             axis_size=self.axis.size,
             axis_name=self.axis.name,
             spmd_axis_name=self.axis.spmd_name,
-        )(*map(tuple, arguments))
+        )
+
+    @property
+    def _axes(self) -> tuple[int | None, ...]:
+        return tuple(0 if m else None for m in self.mapped)
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
-        return self._vmap(lambda some: self.op.compute(*some), operands)
+        def of_index(*some: Any) -> Any:
+            return self._split(self.op.compute(*some))
+
+        return _joined(*self._vmap(of_index, self._axes, (0, None))(*operands))
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
-        return self._vmap(self.op.jvp, operands, tangents)
+        def of_index(operands: Operands, tangents: Operands) -> Any:
+            results, derivatives = self.op.jvp(operands, tangents)
+            return self._split(results), self._split(derivatives)
+
+        out_axes = (0, None), (0, None)
+        each = self._vmap(of_index, (self._axes, self._axes), out_axes)
+        results, derivatives = each(tuple(operands), tuple(tangents))
+        return _joined(*results), _joined(*derivatives)
 
     def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
         unknown = [isinstance(o, Unknown) for o in operands]
-        known = [None if u else o for o, u in zip(operands, unknown, strict=True)]
+        known = tuple(None if u else o for o, u in zip(operands, unknown, strict=True))
+        mapped, common = self._split(cotangents)
+        # Each index sums up the cotangents of all indices.
+        parts = [None if ct is None else ct / self.axis.size for ct in common]
 
-        def of_index(known: Operands, cotangents: Operands) -> tuple[Any, ...]:
-            missing = [Unknown(None)] * sum(unknown)
-            return tuple(self.op.transpose(_merged(unknown, missing, known), cotangents))
+        missing = [Unknown(_of_index(o.aval)) for o in operands if isinstance(o, Unknown)]
 
-        axes = tuple(0 if m else None for m in self.mapped)
-        return jax.vmap(
-            of_index,
-            in_axes=(axes, 0),
-            axis_size=self.axis.size,
-            axis_name=self.axis.name,
-            spmd_axis_name=self.axis.spmd_name,
-        )(tuple(known), tuple(cotangents))
+        def of_index(known: Operands, mapped: Operands, parts: Operands) -> tuple[Any, ...]:
+            given = _joined(mapped, parts)
+            return tuple(self.op.transpose(_merged(unknown, missing, known), given))
+
+        return self._vmap(of_index, (self._axes, 0, None), 0)(known, mapped, parts)
+
+
+def _of_index(mapped: Any) -> Any:
+    """The type of one element along the first axis."""
+    sharding = mapped.sharding
+    spec = PartitionSpec(*sharding.spec[1:])
+    return mapped.update(shape=mapped.shape[1:], sharding=sharding.update(spec=spec))
+
+
+def _joined(some: Operands, others: Operands) -> tuple[Any, ...]:
+    """What `Vmapped._split` has split."""
+    return tuple(o if s is None else s for s, o in zip(some, others, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,8 +319,9 @@ def _batch(
         op, operands = op.vmapped(
             axis, _spread(present, moved), _merged(present, mapped, [False] * len(present))
         )
-        results = [r for r in op(*operands) if r is not None]
-        return results, [0] * len(results)
+        results = [(i, r) for i, r in enumerate(op(*operands)) if r is not None]
+        common = [isinstance(op, Vmapped) and op.is_common(i) for i, _ in results]
+        return [r for _, r in results], [None if c else 0 for c in common]
     results = [r for r in op(*_spread(present, arrays)) if r is not None]
     return results, [None] * len(results)
 

@@ -187,7 +187,7 @@ def test_inference(platform, implementation, axis, dtype, rng):
     for got, want in zip(results, expected, strict=True):
         eps = float(jnp.finfo(got.dtype).eps)
         np.testing.assert_allclose(
-            widen(got), want, rtol=2 * eps, atol=40 * float(jnp.finfo(np.float32).eps)
+            widen(got), want, rtol=4 * eps, atol=40 * float(jnp.finfo(np.float32).eps)
         )
     assert results[0].dtype == dtype
     op = functools.partial(f, implementation=implementation)

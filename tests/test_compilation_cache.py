@@ -104,7 +104,7 @@ def test_cache(tmp_path, how):
 
 
 @pytest.mark.P5
-@pytest.mark.parametrize("mesh", ["| auto", "| explicit", "| manual"])
+@pytest.mark.parametrize("mesh", ["| auto", "| explicit", "| manual and"])
 def test_cache_of_gpus(platform, mesh, tmp_path):
     if platform != "cuda" or len(jax.devices("gpu")) < 2:
         pytest.skip("fewer than two GPUs")

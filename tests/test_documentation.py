@@ -189,7 +189,11 @@ def of_calling(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield said(jax_gradops.batch_norm, X, X[0, :3])
     yield said(jax.jit(lambda epsilon: jax_gradops.layer_norm(X, epsilon=epsilon)), 1e-6)
     yield said(jax_gradops.batch_norm, X, axis_name="batch")
-    yield said(jax.jvp, jax_gradops.gelu, (X,), (X,))
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    abstract = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+    yield said(
+        lambda x: jax.jit(jax_gradops.gelu).trace(x).lower(lowering_platforms=("cpu",)), abstract
+    )
     yield said(jax_gradops.clip_by_global_norm, optax.constant_schedule(1.0))
     yield said(jax_gradops.clip_by_global_norm(1.0).update, {"w": X}, {"w": X})
     with monkeypatch.context() as patch:

@@ -20,6 +20,7 @@ from meshes import collectives, mesh
 
 import jax_gradops
 from jax_gradops import backward
+from jax_gradops._ops.batch_norm_kernels import BatchNorm, _Normalize
 
 FEATURES = 16
 
@@ -184,6 +185,22 @@ def test_named_axis_in_context(context, derivative, implementation, rng):
     }[derivative]
     jax.clear_caches()  # another trace with the name bound would hide it
     np.testing.assert_allclose(of(mapped)(x), of(whole)(x), rtol=1e-9, atol=1e-11)
+
+
+def test_cotangent_of_common_result(rng):
+    """A cotangent of what all indices of a named axis share is that of one result."""
+    x = rng.standard_normal((4, FEATURES))
+    operation = _Normalize(BatchNorm(inner=0, epsilon=1e-5, axis_name=("rows",), shards=4))
+    mapped = jax.vmap(
+        lambda x: operation(x, None, None, None)[:3], axis_name="rows", out_axes=(0, None, None)
+    )
+    whole = _Normalize(BatchNorm(inner=0, epsilon=1e-5))
+    for f in (mapped, lambda x: whole(x, None, None, None)[:3]):
+        y, mean, variance = f(x)
+        assert mean.shape == variance.shape == (FEATURES,)
+    loss = lambda f: lambda x: sum(jnp.sum(jnp.sin(r)) for r in f(x))  # noqa: E731
+    expected = jax.grad(loss(lambda x: whole(x, None, None, None)[:3]))(x)
+    np.testing.assert_allclose(jax.grad(loss(mapped))(x), expected, rtol=1e-9)
 
 
 @pytest.mark.P6

@@ -256,7 +256,6 @@ BWD = Kernel(
     reference=_backward,
     workspace=functools.partial(_workspace, 2),
     stages=merge_sums,
-    linear=("dy", "mean_dz", "mean_dz_x_hat"),
 )  # fmt: skip
 
 
@@ -347,6 +346,7 @@ class _Normalize(Operation):
     """y, mean, variance, rstd and delta of x, residual, scale and bias."""
 
     norm: BatchNorm
+    common = (1, 2, 3, 4)
 
     @property
     def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -382,6 +382,7 @@ class _Tangents(Operation):
     norm: BatchNorm
     dtypes: tuple[tuple[str, str], ...]
     linear = (7, 8, 9, 10)
+    common = (1, 2, 3)
 
     @property
     def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]

@@ -88,7 +88,6 @@ BWD = Kernel(
     reference=_bwd_reference,
     workspace=column_sum_workspace,
     in_place={"dx": "dy"},
-    linear=("dy",),
 )
 
 

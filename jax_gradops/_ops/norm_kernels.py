@@ -44,7 +44,6 @@ LAYER_NORM_BWD = Kernel(
     reference=reference.layer_norm_bwd,
     whole="d",
     workspace=column_sum_workspace,
-    linear=("dy", "dsum"),
 )
 LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
     name="layer_norm_bwd_from_output",
@@ -58,7 +57,6 @@ LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
     reference=reference.layer_norm_bwd_from_output,
     whole="d",
     workspace=column_sum_workspace,
-    linear=("dy", "dsum"),
 )
 RMS_NORM_FWD = Kernel(
     name="rms_norm_fwd",
@@ -74,7 +72,6 @@ RMS_NORM_BWD = Kernel(
     reference=reference.rms_norm_bwd,
     whole="d",
     workspace=column_sum_workspace,
-    linear=("dy", "dsum"),
 )
 RMS_NORM_BWD_FROM_OUTPUT = Kernel(
     name="rms_norm_bwd_from_output",
@@ -83,7 +80,6 @@ RMS_NORM_BWD_FROM_OUTPUT = Kernel(
     reference=reference.rms_norm_bwd_from_output,
     whole="d",
     workspace=column_sum_workspace,
-    linear=("dy", "dsum"),
 )
 
 

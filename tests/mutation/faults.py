@@ -844,8 +844,8 @@ CPU = [
     Fault(
         "nnx.Linear: products and sum have a cotangent of their own each",
         "jax_gradops/_modules.py",
-        "dy = lax.optimization_barrier(dy)",
-        "pass",
+        "dy = lax.optimization_barrier(cotangents[0])",
+        "dy = cotangents[0]",
         _k("flax_linear", "exists_once"),
     ),
     Fault(
@@ -865,14 +865,14 @@ CPU = [
     Fault(
         "a mapped parameter is folded into the rows",
         "jax_gradops/_core.py",
-        'and not any(b for _, b, dims in operands if "n" not in dims)',
+        'and not any(m for _, m, dims in given if "n" not in dims)',
         "",
         _k("layer_norm", "TestLayerNorm and test_vmap and not xla"),
     ),
     Fault(
         "gradients of groups are added up",
         "jax_gradops/_core.py",
-        'and all("n" in r.dims for r in call.wanted)',
+        'and all("n" in r.dims for r in self.wanted)',
         "",
         _k("layer_norm", "TestLayerNorm and test_vmap and not xla"),
     ),
@@ -891,10 +891,59 @@ CPU = [
         "tests/test_package.py -k workspace",
     ),
     Fault(
-        "no derivative through the derivative",
+        "the program's name does not tell attributes apart",
         "jax_gradops/_core.py",
-        "return op(*primals), jax.jvp(call.reference, primals, tangents)[1]",
-        "return op(*primals), jax.tree.map(jnp.zeros_like, op(*primals))",
+        "self.kernel.name, self.present, sorted(attributes), sorted(self.skip),",
+        "self.kernel.name, self.present, [], sorted(self.skip),",
+        _k("compilation_cache", "test_texts"),
+    ),
+    Fault(
+        "the program's name has nothing of the code",
+        "jax_gradops/_core.py",
+        'text = f"{self.text} {shape} {_registry.identity(platform)}"',
+        'text = f"{self.text} {shape}"',
+        _k("compilation_cache", "test_texts"),
+    ),
+    Fault(
+        "a partitioning keeps the name that is an address",
+        "jax_gradops/_partitioning.py",
+        'attributes["backend_config"] = mlir.ir.StringAttr.get(key)',
+        "pass",
+        _k("compilation_cache", "test_cache or test_texts"),
+    ),
+    Fault(
+        "GSPMD is not told of results",
+        "jax_gradops/_partitioning.py",
+        "infer_sharding_from_operands=self._infer,",
+        "",
+        _k("rules", "test_gspmd"),
+    ),
+    Fault(
+        "each index of a named axis has statistics of its own",
+        "jax_gradops/_primitive.py",
+        "return self.axis.name in self.op.axis_names and position in self.op.common",
+        "return False",
+        _k("flax_models", "test_linen_transformations and Synchronised"),
+    ),
+    Fault(
+        "each index of a named axis has the whole cotangent of a common result",
+        "jax_gradops/_primitive.py",
+        "parts = [None if ct is None else ct / self.axis.size for ct in common]",
+        "parts = common",
+        _k("rules", "test_cotangent_of_common_result"),
+    ),
+    Fault(
+        "GELU's derivative is lost in a loop",
+        "jax_gradops/_ops/bias_gelu.py",
+        "return Function(_gelu_value, _gelu_tangent, (approximate,))(x)[0]",
+        "return _gelu_value(x, approximate)",
+        _k("bias_gelu", "test_nonfinite or test_far or test_forward_mode"),
+    ),
+    Fault(
+        "no derivative through the derivative",
+        "jax_gradops/_primitive.py",
+        "return self(*operands), jax.jvp(of_tangents, primals, some)[1]",
+        "return self(*operands), jax.tree.map(jnp.zeros_like, self(*operands))",
         _k("layer_norm", "TestLayerNorm and test_hessian and not xla"),
     ),
     Fault(
@@ -956,8 +1005,8 @@ CPU = [
     Fault(
         "the derivative by the norm without the second factor",
         "jax_gradops/_ops/global_norm_kernels.py",
-        "by_factor = dlimit - second * (first * dnorm.plain)",
-        "by_factor = dlimit - first * dnorm.plain",
+        "by_factor.append(-second * (first * dplain))",
+        "by_factor.append(-first * dplain)",
         _k("global_norm_range", "test_derivatives"),
     ),
     Fault(
@@ -998,8 +1047,8 @@ CPU = [
     Fault(
         "the residual's gradient is the sum's",
         "jax_gradops/_ops/norm_kernels.py",
-        "return dx, None if dsum is None else dx, dresidual_bias, dscale, dbias",
-        "return dx, dsum, dresidual_bias, dscale, dbias",
+        "found = (dx, dx, dresidual_bias, dscale, dbias)",
+        "found = (dx, dsum, dresidual_bias, dscale, dbias)",
         _ADD,
     ),
     Fault(
