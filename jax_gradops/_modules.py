@@ -289,7 +289,8 @@ class _PlusBias(Operation):
     dtype: str
     linear = (0, 1)
 
-    def compute(self, y: Any, bias: Any) -> tuple[jax.Array]:
+    def compute(self, *operands: Any) -> tuple[jax.Array]:
+        y, bias = operands
         return (_plus(y, bias.astype(y.dtype)),)
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:

@@ -272,8 +272,8 @@ def _name_partitioning(results: Sequence[Any], module: Any, name: str) -> None:
     """
     private = sys.modules.get("jax._src.custom_partitioning")
     objects = getattr(private, "_sharding_callbacks", None)
-    operation = getattr(results[0], "owner", None)
-    attributes = getattr(operation, "attributes", ())
+    operation: Any = getattr(results[0], "owner", None)
+    attributes: Any = getattr(operation, "attributes", ())
     if objects is None or "call_target_name" not in attributes:
         return
     if attributes["call_target_name"].value != "CustomSPMDPartitioning":

@@ -221,8 +221,8 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
 
   const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
   const auto terms = static_cast<double>(args.shape.terms());
-  const auto finish = [&](const Numbers<A, kFirst>& numbers, std::int64_t group,
-                          std::int64_t first, const Sums& sums) {
+  const auto finish = [&](const Numbers<A, kFirst>& numbers, std::int64_t group, std::int64_t first,
+                          const Sums& sums) {
     for (std::size_t c = 0; c < sums[0].size(); ++c) {
       const std::int64_t channel = first + static_cast<std::int64_t>(c),
                          i = group * channels + channel;

@@ -107,9 +107,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     if (own) {
       for (std::int64_t c = 0; c < of.channels; ++c) of.Set(mean, c, static_cast<A>(x[c]));
       of.Sum<A, 1>(
-          [&](std::int64_t start, auto at) {
-            return std::array{at(x + start) - at(mean.values)};
-          },
+          [&](std::int64_t start, auto at) { return std::array{at(x + start) - at(mean.values)}; },
           first_sums);
       for (std::int64_t c = 0; c < of.channels; ++c) {
         of.Set(mean, c, static_cast<A>(x[c]) + static_cast<A>(first_sums[0][c] / n));
@@ -143,9 +141,9 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     }
     if (args.y == nullptr) return;
     T* const y = static_cast<T*>(args.y) + group * of.elements;
-    const T* const residual =
-        args.residual == nullptr ? nullptr
-                                 : static_cast<const T*>(args.residual) + group * of.elements;
+    const T* const residual = args.residual == nullptr
+                                  ? nullptr
+                                  : static_cast<const T*>(args.residual) + group * of.elements;
     of.ForRows([&](std::int64_t start, std::int64_t count) {
       const A *const m = mean.values, *const f = factor.values, *const s = shift.values;
       const T* const from = x + start;

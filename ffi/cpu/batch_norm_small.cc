@@ -92,9 +92,10 @@ template <typename A>
 Statistics<A> StatisticsOf(const Elements<A>& x, const std::int16_t* columns, std::int64_t terms,
                            const Epsilon<A>& epsilon) {
   const Lanes<A> per_term = A{1} / static_cast<A>(terms), first = x[columns[0]];
-  const Lanes<A> mean = first + SideSums<A, 1>(terms, [&](std::int64_t k) {
-                          return std::array{x[columns[k]] - first};
-                        })[0] * per_term;
+  const Lanes<A> mean =
+      first +
+      SideSums<A, 1>(terms, [&](std::int64_t k) { return std::array{x[columns[k]] - first}; })[0] *
+          per_term;
   const auto sums = SideSums<A, 2>(terms, [&](std::int64_t k) {
     const Lanes<A> centered = x[columns[k]] - mean;
     return std::array{centered, centered * centered};

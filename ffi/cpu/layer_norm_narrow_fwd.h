@@ -102,9 +102,10 @@ void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& param
     Lanes<A> mean = 0, delta = 0, sum_squares;
     if constexpr (kCentered) {
       const Lanes<A> shift = columns[0];
-      mean = shift + SideSums<A, 1>(features, [&](std::int64_t j) {
-               return std::array{columns[j] - shift};
-             })[0] * per_column;
+      mean =
+          shift + SideSums<A, 1>(
+                      features, [&](std::int64_t j) { return std::array{columns[j] - shift}; })[0] *
+                      per_column;
       const auto sums = SideSums<A, 2>(features, [&](std::int64_t j) {
         const Lanes<A> centered = columns[j] - mean;
         return std::array{centered, centered * centered};

@@ -304,10 +304,9 @@ V WithinParts(V a, V b) {
   constexpr int kCount = kWidth<A>;
   constexpr auto from = [](int i) { return std::array{kFrom...}[static_cast<std::size_t>(i)]; };
   return ForEachIndex<kCount>([&](auto... i) -> V {
-    return __builtin_shufflevector(
-        a, b,
-        (i / kPart<A> * kPart<A> + from(i % kPart<A>) % kPart<A> +
-         from(i % kPart<A>) / kPart<A> * kCount)...);
+    return __builtin_shufflevector(a, b,
+                                   (i / kPart<A> * kPart<A> + from(i % kPart<A>) % kPart<A> +
+                                    from(i % kPart<A>) / kPart<A> * kCount)...);
   });
 }
 

@@ -100,8 +100,8 @@ void LoadSide(const T* from, std::int64_t rows, std::int64_t n,
     }
   };
   if (n == 1) {
-    const Lanes<A> column = rows == kSide<A> ? AtLanes<kSide<A>>{0}(from)
-                                             : AtLast<kSide<A>>{0, rows}(from);
+    const Lanes<A> column =
+        rows == kSide<A> ? AtLanes<kSide<A>>{0}(from) : AtLast<kSide<A>>{0, rows}(from);
     return columns.Set(0, column);
   }
   if constexpr (std::is_same_v<T, A>) {
@@ -112,8 +112,8 @@ void LoadSide(const T* from, std::int64_t rows, std::int64_t n,
   if (rows == kSide<A>) {
     ForLanes<kSide<A>>(count, [=, &wide](auto at) { at.Store(wide, at(from)); });
   } else {
-    ForWholeLanes<kSide<A>>(
-        count, [=, &wide](auto at) { StoreLanes(wide + at.i, Lanes<A>(at(from))); });
+    ForWholeLanes<kSide<A>>(count,
+                            [=, &wide](auto at) { StoreLanes(wide + at.i, Lanes<A>(at(from))); });
     const std::int64_t written = (count + kSide<A> - 1) / kSide<A> * kSide<A>;
     if (written < n * kSide<A>) std::fill(wide + written, wide + n * kSide<A>, A{0});
   }
@@ -123,14 +123,13 @@ void LoadSide(const T* from, std::int64_t rows, std::int64_t n,
 
 // The reverse, past the caches if `streamed`.
 template <typename T, int kMaxColumns>
-void StoreSide(T* to, std::int64_t rows, std::int64_t n,
-               const Side<Accum<T>, kMaxColumns>& columns, bool streamed = false) {
+void StoreSide(T* to, std::int64_t rows, std::int64_t n, const Side<Accum<T>, kMaxColumns>& columns,
+               bool streamed = false) {
   using A = Accum<T>;
   constexpr std::int64_t kPart = lanes::kPart<A>;
   if (n == 1) {
-    StoreForLanes<kSide<A>>(to, rows, streamed, [from = columns.column(0)](auto at) {
-      return at(from);
-    });
+    StoreForLanes<kSide<A>>(to, rows, streamed,
+                            [from = columns.column(0)](auto at) { return at(from); });
     return;
   }
   // The last columns first: they may write past a row's end, where the next row's first ones are.

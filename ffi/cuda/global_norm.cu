@@ -12,9 +12,9 @@
 // wave could not saturate memory. Five blocks per multiprocessor, each thread with four 16-byte
 // loads under way, have up to 80 KB of loads in flight; an H200 needs about 32 KB.
 //
-// Scaling, one kernel of many short blocks: one read and one write of every leaf. Where both factors
-// are 1, the blocks end at once, and nothing is read or written. The kernel goes from the last chunk
-// to the first, as what the norm has read last is still in the L2 cache.
+// Scaling, one kernel of many short blocks: one read and one write of every leaf. Where both
+// factors are 1, the blocks end at once, and nothing is read or written. The kernel goes from the
+// last chunk to the first, as what the norm has read last is still in the L2 cache.
 #include <cub/block/block_reduce.cuh>
 
 #include <algorithm>
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(kFinalizeThreads)
 // One block per (group, slot). firsts, seconds: [groups], the factors.
 template <typename A>
 __global__ void __launch_bounds__(kScaleThreads, sizeof(A) == 8 ? 1 : kScaleBlocks)
-    ScaleKernel(const __grid_constant__ LeafTable<kSmallTable> table,
-                const A* __restrict__ firsts, const A* __restrict__ seconds) {
+    ScaleKernel(const __grid_constant__ LeafTable<kSmallTable> table, const A* __restrict__ firsts,
+                const A* __restrict__ seconds) {
   const std::int64_t items = table.groups * table.slots;
   for (std::int64_t item = items - 1 - blockIdx.x; item >= 0; item -= gridDim.x) {
     const std::int64_t group = item / table.slots;

@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
           const A factor = kFromOutput ? A{1} : rstd;
           A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
           if constexpr (kShift) {
-            const A delta = MeanRounding(
-                (unusual >> of_chunk & 1) != 0 ? totals[2] * inverse_n : A{0}, mean);
+            const A delta =
+                MeanRounding((unusual >> of_chunk & 1) != 0 ? totals[2] * inverse_n : A{0}, mean);
             mean_wdy_x_hat -= delta * totals[1];
             shift = -delta * rstd;
           }

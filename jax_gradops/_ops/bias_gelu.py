@@ -101,7 +101,8 @@ class _BiasGelu(Operation):
     approximate: bool
     implementation: Implementation
 
-    def compute(self, x: Any, bias: Any) -> Arrays:
+    def compute(self, *operands: Any) -> Arrays:
+        x, bias = operands
         return FWD(x, bias, approximate=self.approximate, implementation=self.implementation)
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
@@ -118,7 +119,8 @@ class _Tangent(Operation):
     op: _BiasGelu
     linear = (2, 3)
 
-    def compute(self, x: Any, bias: Any, dx: Any, dbias: Any) -> Arrays:
+    def compute(self, *operands: Any) -> Arrays:
+        x, bias, dx, dbias = operands
         z = _biased(x, bias)
         dz = jnp.zeros_like(z) if dx is None else dx.astype(z.dtype)
         if dbias is not None:

@@ -359,7 +359,8 @@ def clip_by_global_norm(
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
-        stateless = state is None or isinstance(state, optax.EmptyState)
+        last: Any = state
+        stateless: bool = state is None or isinstance(state, optax.EmptyState)
         if not (stateless or hasattr(state, "global_norm")):
             raise TypeError(
                 f"{op}: state must be a ClipByGlobalNormState, as init returns it, got "
@@ -367,7 +368,7 @@ def clip_by_global_norm(
             )
         clipped, norm = _clip(op, "updates", updates, max_norm, nonfinite, implementation)
         if not stateless:
-            norm = _of_type(norm, state.global_norm)
+            norm = _of_type(norm, last.global_norm)
         return clipped, ClipByGlobalNormState(norm)
 
     return optax.GradientTransformation(init, update)

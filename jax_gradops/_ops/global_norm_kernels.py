@@ -68,7 +68,7 @@ def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
     # One turn, or two. The leaves' reductions are in the program once, which halves the time to
     # compile it. A `cond` would not do: its vmap would choose between leaves on a mesh.
     scalars = (_scalar_beside(leaves[0], value) for value in (dtype.type(1), dtype.type(0), True))
-    start = match_vma(*leaves, *scalars)[len(leaves) :]
+    start: Any = match_vma(*leaves, *scalars)[len(leaves) :]
     factor, total, _ = lax.while_loop(lambda carry: carry[2], turn, start)
     parts = (jnp.where(factor == power, total, 0) for power in (2.0**-96, 1, 2.0**96))
     return tuple(parts)
@@ -177,7 +177,8 @@ class _Quotient(Operation):
 
     linear = (0,)
 
-    def compute(self, a: Any, b: Any) -> tuple[jax.Array]:
+    def compute(self, *operands: Any) -> tuple[jax.Array]:
+        a, b = operands
         return (a / b,)
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
@@ -296,14 +297,15 @@ class _Clipped(Operation):
         *dleaves, dplain, _, dlimit = tangents
         norm = Norm(plain, scaled)
         first, second = _factors(norm, limit)
-        by_factor = [] if dlimit is None else [dlimit]
+        by_factor: Any = dlimit
         if dplain is not None:
-            by_factor.append(-second * (first * dplain))
+            by_norm = -second * (first * dplain)
+            by_factor = by_norm if dlimit is None else dlimit + by_norm
 
         def change(x: jax.Array, dx: jax.Array | None) -> jax.Array | None:
             parts = [] if dx is None else [_times(dx, first, second)]
-            if by_factor:
-                parts.append(_times(_unit(x, norm), sum(by_factor)))
+            if by_factor is not None:
+                parts.append(_times(_unit(x, norm), by_factor))
             if not parts:
                 return None
             unchanged = lax.full_like(x, 0) if dx is None else dx

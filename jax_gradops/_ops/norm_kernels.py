@@ -215,16 +215,9 @@ class _Tangents(Operation):
     dtypes: tuple[tuple[str, str], ...]
     linear = (5, 6, 7, 8, 9)
 
-    def compute(
-        self, saved: Any, scale: Any, bias: Any, mean: Any, rstd: Any, *tangents: Any
-    ) -> tuple[Any, ...]:
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
         return reference.tangents(
-            saved,
-            scale,
-            bias,
-            mean,
-            rstd,
-            *tangents,
+            *operands,
             scale_offset=self.norm.scale_offset,
             centered=self.norm.centered,
             from_output=self.norm.residuals == "output",
@@ -239,7 +232,10 @@ class _Tangents(Operation):
         names = (None, None, "dresidual_bias", "dscale", "dbias")
         wanted = [name for name, u in zip(names, unknown, strict=True) if u]
         dtypes = {name: dtype for name, dtype in self.dtypes if name in wanted}
-        dx, dscale, dbias, dresidual_bias = self.norm.backward(dy, dsum, *known, dtypes)
+        saved, scale, bias, mean, rstd = known
+        dx, dscale, dbias, dresidual_bias = self.norm.backward(
+            dy, dsum, saved, scale, bias, mean, rstd, dtypes
+        )
         found = (dx, dx, dresidual_bias, dscale, dbias)
         return [*[None] * 5, *(f if u else None for f, u in zip(found, unknown, strict=True))]
 

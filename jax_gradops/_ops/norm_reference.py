@@ -272,16 +272,15 @@ def tangents(
         x_hat = _x_hat(wide, mean, rstd)
     else:
         x_hat = wide * rstd[..., None]
-    parts = [d.astype(wide.dtype) for d in (dx, dresidual) if d is not None]
-    if dresidual_bias is not None:
-        parts.append(jnp.broadcast_to(_along(dresidual_bias, wide), wide.shape))
-    dz = sum(parts) if parts else jnp.zeros_like(wide)
+    dz = jnp.zeros_like(wide)
+    for change in (dx, dresidual):
+        dz = dz if change is None else dz + change.astype(wide.dtype)
+    dz = _affine(dz, None, _along(dresidual_bias, wide))
     level, slope = _row_mean(dz), _row_mean(dz * x_hat)
     dx_hat = ((dz - level if centered else dz) - x_hat * slope) * rstd[..., None]
     dy = dx_hat if gamma is None else dx_hat * gamma
     if dscale is not None:
-        dy = dy + x_hat * _along(dscale, wide)
-    if dbias is not None:
-        dy = dy + _along(dbias, wide)
+        dy = dy + _affine(x_hat, _along(dscale, wide), None)
+    dy = _affine(dy, None, _along(dbias, wide))
     drstd = -jnp.square(rstd) * slope[..., 0]
     return dy.astype(saved.dtype), dz.astype(saved.dtype), level[..., 0], drstd
