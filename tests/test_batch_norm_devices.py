@@ -97,6 +97,17 @@ def test_without_axis_name_statistics_are_the_devices_own(platform, rng):
     np.testing.assert_allclose(jax.jit(mapped)(x), np.concatenate(parts), rtol=1e-5, atol=1e-5)
 
 
+def test_axis_name_of_large_variances(platform, implementation, rng):
+    """The variance is right although the sum of the parts' variances overflows."""
+    x = (1.3e19 * rng.standard_normal((8, 256, 5))).astype(np.float32)
+    op = functools.partial(
+        jax_gradops.batch_norm, epsilon=0.0, axis_name="batch", implementation=implementation
+    )
+    y, _, var = jax.jit(jax.vmap(op, axis_name="batch"))(x)
+    assert_last(y, oracles.batch_norm(widen(x), epsilon=0.0), -1, np.float32, "y")
+    np.testing.assert_allclose(var[0], widen(x).var((0, 1)), rtol=2e-6)
+
+
 @pytest.mark.R5
 @pytest.mark.parametrize("spec", [P("data"), P(None, None, "data"), P("data", "model")], ids=str)
 def test_images_spread(platform, spec, rng):

@@ -122,6 +122,53 @@ def test_range_of_the_variance(platform, implementation, axis, rng):
     assert np.isnan(y[..., 4]).all() and (np.isfinite(var) == right).all()
 
 
+@pytest.mark.N9
+@pytest.mark.N10
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # float64 is the oracle's
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((6, 5), -1),
+        ((40, 20), -1),
+        ((64, 33, 5), -1),
+        ((64, 5, 33), 1),
+        ((40_000, 15), -1),
+        ((2, 20, 60, 70), 1),
+        ((3, 10, 300, 200), 1),
+    ],
+    ids=str,
+)
+def test_variance_far_above_the_root_of_overflow(platform, implementation, shape, axis, dtype, rng):
+    """The results are right although sums of squares, or squares, overflow.
+
+    The channels beside are right too. dy is of usual size: its products with x do not overflow.
+    """
+    dtype = jnp.dtype(dtype)
+    channels = shape[axis]
+    dy, x = (rng.standard_normal(shape) for _ in range(2))
+    others = tuple(i for i in range(len(shape)) if i != axis % len(shape))
+    x = (x - x.mean(others, keepdims=True)) / x.std(others, keepdims=True)
+    along = [1] * len(shape)
+    along[axis] = channels
+    deviations = np.resize([1, 1e17, 2e18, 1e19, 1.5e19], channels).reshape(along)
+    means = np.resize([0, 0, 1e19, 0, 3e19], channels).reshape(along)
+    dy, x = dy.astype(dtype), (means + deviations * x).astype(dtype)
+    wide, wide_dy = channels_last(x, axis), channels_last(dy, axis)
+
+    def op(x: Any) -> Any:
+        return jax_gradops.batch_norm(x, axis=axis, epsilon=0.0, implementation=implementation)
+
+    _, mean, var = jax.jit(op)(x)
+    y, dx = jax.jit(vjp_of(lambda x: op(x)[0]))(dy, x)
+    summed = tuple(range(wide.ndim - 1))
+    np.testing.assert_allclose(mean, wide.mean(summed), atol=2e-6 * deviations.max())
+    np.testing.assert_allclose(var, wide.var(summed), rtol=2e-6)
+    assert_last(y, oracles.batch_norm(wide, epsilon=0.0), axis, dtype, "y")
+    if implementation == "ffi":  # JAX's derivative of a root has its square, which is out of range
+        expected = oracles.batch_norm_vjp(wide_dy, wide, epsilon=0.0)[0]
+        assert_last(dx, expected, axis, dtype, "dx")
+
+
 @pytest.mark.R2
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_thousand_runs(platform, dtype, rng):

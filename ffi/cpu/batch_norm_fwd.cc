@@ -9,6 +9,9 @@
 // Algorithms for computing the sample variance (1983). Parts are cut by the shape alone, and put
 // together in a fixed order.
 //
+// Squares of elements above 1e18 or so add up to more than a float holds, although their variance
+// is a float. Such a sum is infinite, and the elements of that channel are read again, in double.
+//
 // Memory traffic: x is read twice and y written; once where a piece holds whole channels, and so
 // stays in a cache.
 #include <algorithm>
@@ -18,6 +21,8 @@
 #include <vector>
 
 #include "common/math.h"
+#include "common/stored_squares.h"
+#include "cpu/batch_norm_large.h"
 #include "cpu/batch_norm_pieces.h"
 #include "cpu/batch_norm_small.h"
 #include "cpu/column_sum.h"
@@ -34,7 +39,8 @@ struct Moments {
       : means(static_cast<std::size_t>(n)), squares(static_cast<std::size_t>(n)) {}
 };
 
-// Adds those of `added` elements to those of `count`, for each i < n.
+// Adds those of `added` elements to those of `count`, for each i < n. other_squares are
+// StoredSquares.
 template <typename A>
 void Merge(double count, double* __restrict__ means, double* __restrict__ squares, double added,
            const A* __restrict__ other_means, const A* __restrict__ other_squares, std::int64_t n) {
@@ -42,7 +48,7 @@ void Merge(double count, double* __restrict__ means, double* __restrict__ square
   for (std::int64_t i = 0; i < n; ++i) {
     const double delta = static_cast<double>(other_means[i]) - means[i];
     means[i] += delta * share;
-    squares[i] += static_cast<double>(other_squares[i]) + delta * delta * weight;
+    squares[i] += LoadedSquares(other_squares[i]) + delta * delta * weight;
   }
 }
 
@@ -95,7 +101,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
 
   for (std::int64_t row = 0; row < rows; row += kRowsPerSum) {
     const std::int64_t count = std::min(kRowsPerSum, rows - row);
-    const A terms = static_cast<A>(count);
+    const A terms = static_cast<A>(count), far_factor = A{1.5} / terms;
     const T* const first = x + row * width;
     for (const bool again : {false, true}) {
       for (auto& sum : sums) std::fill_n(sum, n, A{0});
@@ -111,7 +117,8 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
       if (again) break;
       int far = 0;
       for (std::int64_t i = 0; i < n; ++i) {
-        far |= sums[0][i] * sums[0][i] <= A(2.0 / 3) * terms * sums[1][i] ? 0 : 1;
+        // No side overflows unless the sum of squares has.
+        far |= sums[0][i] * (sums[0][i] * far_factor) <= sums[1][i] ? 0 : 1;
       }
       if (far == 0) break;
       for (std::int64_t i = 0; i < n; ++i) set_guess(i, guess(i) + sums[0][i] / terms);
@@ -120,6 +127,14 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
     for (std::int64_t i = 0; i < n; ++i) {
       ToMoments(base[i], guess(i), sums[0][i], sums[1][i], static_cast<double>(count), of_means[i],
                 of_squares[i]);
+    }
+    int second_looks = 0;
+    for (std::int64_t i = 0; i < n; ++i) second_looks |= Overflowed(sums[1][i]) ? 1 : 0;
+    if (second_looks != 0) {
+      for (std::int64_t i = 0; i < n; ++i) {
+        if (!NeedsSecondLook(sums[0][i], sums[1][i])) continue;
+        LargeMoments(first + i, count, 1, width, base[i], of_means[i], of_squares[i]);
+      }
     }
     Merge(static_cast<double>(row), means, squares, static_cast<double>(count), of_means,
           of_squares, n);
@@ -176,16 +191,23 @@ void MomentsOf(const T* x, const Layout<true>& layout, const Piece& piece,
     }
     Guess<A> guess = Guess<A>{base} + sampled / A{kSamples};
     std::array<double, 2> sums;
+    bool large = false;
     for (const bool again : {false, true}) {
       sums = SumRuns<A, 2>(rows, layout.inner, layout.width, [=](std::int64_t offset, auto at) {
         const auto difference = (at(first + offset) - guess.shift) - guess.rest;
         return std::array{difference, difference * difference};
       });
-      if (again || sums[0] * sums[0] <= 2.0 / 3 * count * sums[1]) break;
+      large = NeedsSecondLook(sums[0], sums[1]);
+      if (again || large || sums[0] * sums[0] <= 2.0 / 3 * count * sums[1]) break;
       guess = guess + static_cast<A>(sums[0] / count);
     }
     const auto i = static_cast<std::size_t>(channel - piece.channel);
-    ToMoments(base, guess, sums[0], sums[1], count, moments.means[i], moments.squares[i]);
+    double &mean = moments.means[i], &squares = moments.squares[i];
+    if (large) {
+      LargeMoments(first, rows, layout.inner, layout.width, base, mean, squares);
+    } else {
+      ToMoments(base, guess, sums[0], sums[1], count, mean, squares);
+    }
   }
 }
 
@@ -345,7 +367,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     std::transform(moments.means.begin(), moments.means.end(),
                    partial(piece.group, piece.part, 0) + piece.channel, round);
     std::transform(moments.squares.begin(), moments.squares.end(),
-                   partial(piece.group, piece.part, 1) + piece.channel, round);
+                   partial(piece.group, piece.part, 1) + piece.channel, StoredSquares<A>);
   });
   if (pieces.parts == 1) return ffi::Error::Success();
 

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "common/math.h"
+#include "cpu/batch_norm_large.h"
 #include "cpu/batch_norm_small.h"
 #include "cpu/column_sum.h"
 #include "cpu/lanes.h"
@@ -125,7 +126,13 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
       if (own) {
         const double offset = sums[0][c] / n;
         const A guess = mean.values[c];
-        const A variance = static_cast<A>(VarianceOf(sums[1][c] / n, offset));
+        double mean_square = sums[1][c] / n;
+        if (NeedsSecondLook(sums[0][c], sums[1][c])) {
+          double of_deviations, squares;  // about the mean
+          LargeMoments(x + c, args.shape.terms(), 1, of.channels, guess, of_deviations, squares);
+          mean_square = squares / n + offset * offset;
+        }
+        const A variance = static_cast<A>(VarianceOf(mean_square, offset));
         m = static_cast<A>(static_cast<double>(guess) + offset);
         delta = static_cast<A>((static_cast<double>(guess) - static_cast<double>(m)) + offset);
         rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));

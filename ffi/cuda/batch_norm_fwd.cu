@@ -7,13 +7,18 @@
 // meet again. Then y is computed, from the last pack back to the first: the last ones are in the L2
 // cache, and the first ones in shared memory.
 //
+// Squares of elements above 1e16 or so add up to more than a float holds, although the variance is
+// a float. Then the part's elements of that channel are read again, and added up in double.
+//
 // Traffic: x read twice, but for what caches and shared memory hold; y written, the residual read.
 // How elements are divided: cuda/batch_norm_plan.h.
 #include <cooperative_groups.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/math.h"
+#include "common/stored_squares.h"
 #include "cuda/batch_norm_apply.cuh"
 #include "cuda/batch_norm_stream.cuh"
 #include "cuda/batch_norm_sums.cuh"
@@ -41,8 +46,62 @@ __device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan,
   return isfinite(origin) ? origin : A{0};
 }
 
+// Whether a float's squares have to be added up again. A NaN or an infinite element also spoils the
+// sum of the distances: a second look would find the same NaN. Squares of float16 never overflow.
+template <typename T>
+__device__ __forceinline__ bool NeedsSecondLook(const double2& sum) {
+  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BFloat16>) {
+    return Overflowed(sum.y) && isfinite(sum.x);
+  } else {
+    return false;
+  }
+}
+
+// The sum of (x - center)^2 over the part's elements of a channel, in double. It is for sums that
+// have overflowed, and is slow. Columns: the calling thread adds up all elements. Planes: a whole
+// warp calls it, and shares them.
+template <int W, typename T>
+__device__ __forceinline__ double LargeSquares(const T* x, const ChannelPlan& plan,
+                                               const ChannelPart& part, int channel,
+                                               double center) {
+  const std::int64_t limit = plan.Limit(part);
+  double sums[1] = {};
+  const auto add = [&](std::int64_t i) {
+    const double difference = static_cast<double>(static_cast<Accum<T>>(x[i])) - center;
+    sums[0] += difference * difference;
+  };
+#pragma unroll 1
+  for (std::int64_t i = 0; i < part.count; ++i) {
+    const std::int64_t step = plan.StepOf(part, i);
+    if (plan.plane) {
+#pragma unroll 1
+      for (int thread = static_cast<int>(threadIdx.x) % kWarp; thread < kChannelThreads;
+           thread += kWarp) {
+        const ChannelPlace place = plan.PlaceOf(part, step, thread);
+        const std::int64_t row = place.at - place.pack * W, start = plan.Start(place);
+        const std::int64_t end = min(min(start + W, row + plan.inner), limit);
+#pragma unroll 1
+        for (std::int64_t j = max(start, row); j < end; ++j) add(j);
+      }
+    } else {
+      std::int64_t row = part.element + step * plan.at_once * plan.row_elements;
+#pragma unroll 1
+      for (int r = 0; r < plan.at_once; ++r, row += plan.row_elements) {
+#pragma unroll 1
+        for (int k = 0; k < plan.ChannelColumns(); ++k) {
+          const std::int64_t j = row + plan.ColumnOf(channel, k, part.channels);
+          if (j < limit) add(j);
+        }
+      }
+    }
+  }
+  if (plan.plane) WarpSums<kWarp>(sums);
+  return sums[0];
+}
+
 // Of a part, for each channel.
-enum PartialMoments { kOrigin, kMean, kSquares, kCount, kMoments };  // kMean: from the origin
+// kMean: from the origin. kSquares: StoredSquares.
+enum PartialMoments { kOrigin, kMean, kSquares, kCount, kMoments };
 static_assert(kMoments == kForwardNeeds.partial_numbers);
 
 template <typename T, int W, int kSteps>
@@ -99,10 +158,14 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
             [&](int channel, const double2& sum, double count) {
               // A plane's last step may be packs at rows' ends that have none of it.
               const double mean = count > 0 ? sum.x * (1.0 / count) : 0.0;
-              const double squares = sum.y - sum.x * mean;
+              const A from = origins[plan.SlotOfChannel(channel)];
+              double squares = sum.y - sum.x * mean;
+              if (NeedsSecondLook<T>(sum)) {
+                squares = LargeSquares<W>(x, plan, part, channel, static_cast<double>(from) + mean);
+              }
               partials.at(group, slot, first_channel + channel) = {
-                  origins[plan.SlotOfChannel(channel)], static_cast<A>(mean),
-                  static_cast<A>(squares < 0 ? 0.0 : squares), static_cast<A>(count)};
+                  from, static_cast<A>(mean), StoredSquares<A>(squares < 0 ? 0.0 : squares),
+                  static_cast<A>(count)};
             });
   });
 }
@@ -186,7 +249,7 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
         const double mean = difference(kOrigin) + difference(kMean);
         const double count = static_cast<double>(part.v[kCount]);
         sums[0] += count * mean;
-        sums[1] += static_cast<double>(part.v[kSquares]) + count * mean * mean;
+        sums[1] += LoadedSquares(part.v[kSquares]) + count * mean * mean;
       },
       [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
           const double (&sums)[2], const Given& given) {

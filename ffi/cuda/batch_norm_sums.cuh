@@ -110,7 +110,7 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const Channe
   }
 }
 
-// Replaces values by their sums over the block, in thread 0.
+// Replaces values by their sums over the block, in the first warp.
 template <int kValues>
 __device__ __forceinline__ void SumPlane(double* scratch, double (&values)[kValues]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void SumPlane(double* scratch, double (&values)[kValu
 }
 
 // emit(channel in the tile, sum, elements) for each of a tile's channels, of whose elements this
-// thread has added up so many.
+// thread has added up so many. Planes: all of the first warp call emit, with the same arguments.
 template <typename A, int W, typename Emit>
 __device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPart& part,
                                         char* scratch, const ThreadSums<A, W>& sums, int elements,
@@ -145,7 +145,7 @@ __device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPa
       values[1] += static_cast<double>(sums.all[1][j]);
     }
     SumPlane(reinterpret_cast<double*>(scratch), values);
-    if (threadIdx.x == 0) emit(0, double2{values[0], values[1]}, values[2]);
+    if (threadIdx.x < kWarp) emit(0, double2{values[0], values[1]}, values[2]);
   } else {
     const double of_channel = static_cast<double>(plan.ChannelElements(part));
     SumColumns(plan, part, scratch, sums,

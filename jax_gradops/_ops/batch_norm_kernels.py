@@ -201,8 +201,10 @@ def merge_statistics(
 
     first = _as_rounded(means(partial["batch_mean"])[0])
     offset = (partial["batch_mean"] - first) + partial["batch_delta"]
-    spread, variance = means(offset, partial["batch_variance"] + jnp.square(offset))
-    variance = variance - jnp.square(spread)  # spread is what rounding has left: next to nothing
+    unit = root_of_count(shards) ** 2  # the sum over shards may overflow, their mean does not
+    spread, variance = means(offset, (partial["batch_variance"] + jnp.square(offset)) / unit)
+    # spread is what rounding has left: next to nothing
+    variance = variance * unit - jnp.square(spread)
     mean, delta = _split(first, spread)
     rstd = inverse_deviation(variance, epsilon)
     given = {"mean": mean, "rstd": rstd, "delta": delta}

@@ -512,8 +512,8 @@ CPU = [
     Fault(
         "the distance of the parts' means left out",
         "ffi/cpu/batch_norm_fwd.cc",
-        "static_cast<double>(other_squares[i]) + delta * delta * weight;",
-        "static_cast<double>(other_squares[i]);",
+        "LoadedSquares(other_squares[i]) + delta * delta * weight;",
+        "LoadedSquares(other_squares[i]);",
         _BATCH,
     ),
     Fault(
@@ -547,7 +547,7 @@ CPU = [
     Fault(
         "channels first, a bad guess is kept",
         "ffi/cpu/batch_norm_fwd.cc",
-        "if (again || sums[0] * sums[0] <= 2.0 / 3 * count * sums[1]) break;",
+        "if (again || large || sums[0] * sums[0] <= 2.0 / 3 * count * sums[1]) break;",
         "break;",
         _k("batch_norm_numerics", "test_guess"),
     ),
@@ -656,6 +656,13 @@ CPU = [
         "std::sqrt(square) + nan_if_infinite;",
         "std::sqrt(square);",
         _k("layer_norm norm_numerics", "test_overflowing_variance or test_nonfinite"),
+    ),
+    Fault(
+        "batch norm: sums of squares that overflow are not looked at again",
+        "ffi/cpu/batch_norm_large.h",
+        "return Overflowed(sum_squares) && std::isfinite(sum);",
+        "return Overflowed(sum_squares) && !std::isfinite(sum);",
+        _k("batch_norm_numerics", "test_variance_far and ffi"),
     ),
     Fault(
         "a variance that overflows beside epsilon",
