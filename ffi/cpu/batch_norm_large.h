@@ -32,12 +32,11 @@ void LargeMoments(const T* x, std::int64_t rows, std::int64_t inner, std::int64_
     }
     return sum;
   };
-  const double average = sum_of([](double difference) { return difference; }) /
-                         static_cast<double>(rows * inner);
+  const double average =
+      sum_of([](double difference) { return difference; }) / static_cast<double>(rows * inner);
   mean = average;
-  squares = sum_of([=](double difference) {
-    return (difference - average) * (difference - average);
-  });
+  squares =
+      sum_of([=](double difference) { return (difference - average) * (difference - average); });
 }
 
 }  // namespace gradops
