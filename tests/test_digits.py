@@ -137,7 +137,7 @@ def test_kernels_are_in_the_compiled_train_step():
 def test_mixed_precision():
     given = settings.new_run({"steps": STEPS, "precision": "mixed"} | SMALL, "cpu", "digits")
     mixed = program(given, None, None)
-    assert re.search(r"bf16\[32,8,8,4\].*jax_gradops.batch_norm_fwd", mixed.train_step_hlo())
+    assert re.search(r"bf16\[32,8,8,4\].*jax_gradops\.batch_norm_fwd", mixed.train_step_hlo())
     state, metrics = mixed.train_step(mixed.initial_state())
     assert np.isfinite(float(metrics.loss)) and metrics.loss.dtype == jnp.float32
 
