@@ -1,7 +1,8 @@
 """Programs that differ in one static argument, for `test_compilation_cache.py`.
 
-- ``python cached_programs.py texts`` prints two digests of each program's text: as it is, and as
-  JAX takes it for a key of the persistent compilation cache that has no addresses.
+- ``python cached_programs.py texts STEP`` prints two digests of each program's text: as it is, and
+  as JAX takes it for a key of the persistent compilation cache that has no addresses. It does so
+  for every STEP-th program.
 - ``python cached_programs.py cache FOLDER WORD...`` runs the programs whose names have all the
   words. It prints whether each was in the cache, and a digest of its results.
 - ``python cached_programs.py forked FOLDER WORD...`` does the second in one process forked after
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -118,9 +120,9 @@ def variants() -> Iterator[tuple[str, str, Callable[..., Any], Any]]:
                     yield f"{op} {name}={value}", kind, run, x
 
 
-def texts() -> None:
+def texts(step: int) -> None:
     found = {}
-    for name, kind, run, x in variants():
+    for name, kind, run, x in itertools.islice(variants(), 0, None, step):
         text = jax.jit(run).lower(x).as_text()
         # What JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY leaves.
         shorn = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"[^"]*"', r"\1", text)
@@ -158,6 +160,6 @@ def forked(folder: str, words: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "texts":
-        texts()
+        texts(int(sys.argv[2]))
     else:
         {"cache": cache, "forked": forked}[sys.argv[1]](sys.argv[2], sys.argv[3:])

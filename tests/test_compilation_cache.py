@@ -58,13 +58,13 @@ def usual(program: str) -> str | None:
 @pytest.mark.P5
 def test_texts_tell_programs_apart():
     """A program's text is the same in each process, and another's for each static argument."""
-    processes = [start("texts", PYTHONHASHSEED=seed) for seed in "12"]
+    processes = [start("texts", step, PYTHONHASHSEED=str(step)) for step in (1, 3)]
     levels = [name for name, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable]
     if len(levels) > 1:
-        processes.append(start("texts", JAX_GRADOPS_CPU_LEVEL=levels[0]))
+        processes.append(start("texts", 7, JAX_GRADOPS_CPU_LEVEL=levels[0]))
     (one,), (other,), *rest = map(said, processes)
     assert len(one) > 200
-    assert one == other
+    assert len(other) > 60 and other == {name: one[name] for name in other}
     for which in range(2):
         programs = collections.defaultdict(list)
         for name, digests in one.items():
@@ -73,7 +73,7 @@ def test_texts_tell_programs_apart():
             same = {usual(name) or name for name in equal}
             assert len(same) == 1, equal
     for (others,) in rest:  # another build's results may differ
-        ours = {n for n in one if "implementation=xla" not in n}
+        ours = {n for n in others if "implementation=xla" not in n}
         assert not [n for n in ours if set(one[n]) & set(others[n])]
 
 

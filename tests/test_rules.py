@@ -56,7 +56,6 @@ def twice(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 SECOND: dict[str, Callable[..., Any]] = {
-    "jvp of grad": lambda f: lambda x: jax.jvp(jax.grad(loss_of(f)), (x,), (jnp.cos(x),))[1],
     "grad of grad": lambda f: jax.grad(lambda x: jnp.vdot(jax.grad(loss_of(f))(x), jnp.cos(x))),
     "hessian": lambda f: jax.hessian(loss_of(f)),
 }
