@@ -17,6 +17,7 @@ from jax.experimental import checkify
 from norm_problems import check, example, problem, references, run
 
 import jax_gradops
+from jax_gradops import backward
 
 # On GPUs: a team of threads per row; a block per row, in registers; a block per row, streamed.
 WIDTHS = (129, 4096, 20_000)
@@ -339,3 +340,16 @@ def test_what_debuggers_see_of_a_nan(implementation: str) -> None:
     assert ("add" if kernel else "sqrt") in found(lambda x: norm(x) + 1)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="jit|sqrt"):
         norm(x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("features", [1, 2, 7, 33, 64, 100, 1000, 4097, 70_000])
+def test_forward_without_statistics(platform, op, dtype, features, rng):
+    """Nothing is stored for a gradient that nobody wants, and y has the same bits."""
+    x = rng.standard_normal((70 if features < 5000 else 3, features)).astype(jnp.dtype(dtype))
+    alone = jax.jit(functools.partial(getattr(jax_gradops, op), implementation="ffi"))
+    forward = functools.partial(getattr(backward, f"{op}_forward"), implementation="ffi")
+    assert_bitwise_equal(alone(x), jax.jit(forward)(x)[0], "y")
+    call = next(t for t in alone.lower(x).as_text().splitlines() if "jax_gradops." in t)
+    results = call.rpartition("->")[2]
+    assert results.count("tensor<0x") == (3 if op == "layer_norm" else 2), results

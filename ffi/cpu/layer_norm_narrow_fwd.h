@@ -43,7 +43,7 @@ void ForwardColumn(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& par
   const Lanes<A> scale = params.scale(0, 0)[0], bias = params.bias(0, 0)[0];
   const T* const x_rows = static_cast<const T*>(args.x) + first_row;
   T* const y_rows = static_cast<T*>(args.y) + first_row;
-  A* const rstd_rows = static_cast<A*>(args.rstd) + first_row;
+  const bool stores_statistics = args.rstd != nullptr;
   ForWholeLanes<kSide<A>>(end - first_row, [&](auto at) {
     const Lanes<A> x = at(x_rows);
     Lanes<A> variance, rstd, y;
@@ -51,13 +51,14 @@ void ForwardColumn(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& par
       variance = x - x;  // 0, or NaN
       rstd = of_constant_row + variance;
       y = variance * rstd * scale + bias;
-      at.Store(static_cast<A*>(args.mean) + first_row, x);
+      if (stores_statistics) at.Store(static_cast<A*>(args.mean) + first_row, x);
     } else {
       variance = x * x;
       rstd = InverseDeviation(variance, epsilon);
       y = x * rstd * scale + bias;
     }
-    at.Store(y_rows, y), at.Store(rstd_rows, rstd);
+    at.Store(y_rows, y);
+    if (stores_statistics) at.Store(static_cast<A*>(args.rstd) + first_row, rstd);
     const Lanes<A> is_unsafe = IsUnsafe(variance, epsilon);
     if (is_unsafe.Sum() == 0) return;
     A unsafe[kSide<A>];
