@@ -171,6 +171,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def install(build: str, devices: Any, ffi_api_version: Any = FFI, chosen: Any = None) -> None:
         module: Any = types.SimpleNamespace(
+            __file__=__file__,
             ffi_api_version=ffi_api_version,
             build_info=build,
             registrations=dict,
@@ -187,6 +188,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def start() -> None:
         _registry._why_gpus_cannot.cache_clear()
+        _registry.identity.cache_clear()
         jax.clear_caches()
 
     start()
