@@ -159,6 +159,46 @@ def test_a_group_does_not_depend_on_others(rng: Any) -> None:
         )
 
 
+def test_a_group_does_not_depend_on_its_neighbours(rng: Any) -> None:
+    """Neither on a NaN beside it, nor on how many there are, where epsilon is 0."""
+    x = rng.standard_normal((17, 9, 5)).astype(np.float32)
+    poisoned = x.copy()
+    poisoned[3] = np.nan
+    others = np.arange(17) != 3
+    for epsilon in (0.0, 1e-5):
+        op: Any = jax.vmap(functools.partial(jax_gradops.batch_norm, epsilon=epsilon))
+        results = jax.tree.map(np.asarray, op(x))
+        for groups in (poisoned, x[:1], x[:9]):
+            same = others[: len(groups)]
+            for got, want in zip(op(groups), results, strict=True):
+                assert_bitwise_equal(np.asarray(got)[same], want[: len(groups)][same])
+
+
+@pytest.mark.parametrize("groups", [1, 8, 9])
+def test_small_deviations_without_epsilon(groups: int, rng: Any) -> None:
+    """Variances keep their digits beside a large mean. That of equal elements is 0."""
+    steps = np.round(2 * rng.standard_normal((groups, 9, 5)))
+    for dtype, unit in ((np.float32, 2.0**-56), (np.float32, 1.0), (np.float64, 2.0**-23)):
+        mean = 0 if unit < 1e-9 else 1e9 if dtype == np.float64 else 1e4
+        op: Any = jax.vmap(functools.partial(jax_gradops.batch_norm, epsilon=0.0))
+        variance = np.asarray(op((mean + steps * unit).astype(dtype))[2])
+        np.testing.assert_allclose(variance, (steps * unit).var(1), rtol=1e-6)
+        equal = op(np.full((groups, 9, 5), 7.7 + mean, dtype))[2]
+        np.testing.assert_array_equal(equal, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 17])
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_lanes_without_a_row_add_nothing(op: str, rows: int) -> None:
+    """Though the quotient of bias and scale, x_hat of an output of 0, has no finite value."""
+    x = np.linspace(-1, 2, rows * 8, dtype=np.float32).reshape(rows, 8)
+    parameters = [np.full(8, 1e-30, np.float32), np.full(8, 1e9, np.float32)]
+    parameters = parameters[: 2 if op == "layer_norm" else 1]
+    f = functools.partial(getattr(jax_gradops, op), residuals="output")
+    gradients = jax.grad(lambda *p: f(x, *p).sum(), range(len(parameters)))(*parameters)
+    assert all(np.isfinite(g).all() for g in gradients)
+
+
 def test_squares_whose_sum_leaves_the_range() -> None:
     """The variance is a float32, and the sum that it is made of is none."""
     x = np.where(np.arange(250) % 2, 3e18, -3e18).astype(np.float32)[:, None]

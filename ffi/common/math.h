@@ -69,7 +69,7 @@ template <typename A>
 GRADOPS_HOST_DEVICE inline A MeanRounding(A delta, A mean) {
   constexpr A kMost = 2 * std::numeric_limits<A>::epsilon();
   const A limit = kMost * (mean < 0 ? -mean : mean);
-  return -limit <= delta && delta <= limit ? delta : A{0};
+  return -limit < delta && delta < limit ? delta : A{0};
 }
 
 // d(loss)/dx of y = scale * x_hat + bias for one element (or several, V), where wdy = scale * dy

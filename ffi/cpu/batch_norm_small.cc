@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "common/math.h"
 #include "cpu/parallel.h"
@@ -76,16 +76,17 @@ struct Statistics {
   Lanes<A> mean, variance, rstd, delta;
 };
 
-// In double: where squares leave the range in which float has all its digits.
-template <typename A>
-double WideVariance(const Elements<A>& x, const std::int16_t* columns, std::int64_t n, int lane) {
+// The variance of the channel of one lane, added up in double. Float has lost digits of its squares.
+float WideVariance(const Elements<float>& x, const std::int16_t* columns, std::int64_t n,
+                   int lane) {
+  const double first = x.column(columns[0])[lane], per_term = 1 / static_cast<double>(n);
   double mean = 0, squares = 0;
-  for (std::int64_t k = 0; k < n; ++k) mean += x.column(columns[k])[lane] / static_cast<double>(n);
+  for (std::int64_t k = 0; k < n; ++k) mean += (x.column(columns[k])[lane] - first) * per_term;
   for (std::int64_t k = 0; k < n; ++k) {
-    const double centered = x.column(columns[k])[lane] - mean;
+    const double centered = (x.column(columns[k])[lane] - first) - mean;
     squares += centered * centered;
   }
-  return squares / static_cast<double>(n);
+  return static_cast<float>(squares * per_term);
 }
 
 template <typename A>
@@ -102,13 +103,16 @@ Statistics<A> StatisticsOf(const Elements<A>& x, const std::int16_t* columns, st
   });
   const Lanes<A> offset = sums[0] * per_term;
   Lanes<A> variance = VarianceOf(sums[1] * per_term, offset);
-  if (IsUnsafe(variance, epsilon).Sum() > 0) {
-    A values[kSide<A>];
-    StoreLanes(values, variance);
-    for (int lane = 0; lane < kSide<A>; ++lane) {
-      values[lane] = static_cast<A>(WideVariance(x, columns, terms, lane));
+  if constexpr (std::is_same_v<A, float>) {
+    const Lanes<A> is_unsafe = IsUnsafe(variance, epsilon);
+    if (is_unsafe.Sum() > 0) {
+      A values[kSide<A>], unsafe[kSide<A>];
+      StoreLanes(values, variance), StoreLanes(unsafe, is_unsafe);
+      for (int lane = 0; lane < kSide<A>; ++lane) {
+        if (unsafe[lane] != 0) values[lane] = WideVariance(x, columns, terms, lane);
+      }
+      variance = LoadLanes<kSide<A>>(values);
     }
-    variance = LoadLanes<kSide<A>>(values);
   }
   const Lanes<A> rounded = mean + offset;
   return {.mean = rounded,

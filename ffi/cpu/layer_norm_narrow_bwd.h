@@ -26,10 +26,12 @@ class BackwardSide {
         params_(params),
         scale_(params.scale, args.shape),
         bias_(params.bias, args.shape),
-        divisor_(params.divisor, args.shape) {}
+        divisor_(params.divisor, args.shape) {
+    ones_.fill(1);
+  }
 
-  // add(j, terms): of dscale, dbias and dresidual_bias, of column j. They are 0, or NaN with all
-  // others of the column, for rows that there are not.
+  // add(j, terms): the terms of dscale, dbias and dresidual_bias in column j. Lanes without a row
+  // have zeros.
   template <typename Add>
   void operator()(std::int64_t row, std::int64_t rows, bool streamed, const Add& add) {
     const std::int64_t features = args_.shape.features, offset = row * features;
@@ -44,7 +46,8 @@ class BackwardSide {
       LoadSide(static_cast<const T*>(args_.dsum) + offset, rows, features, dsum_);
     }
     const Lanes<A> rstd = LoadRows(static_cast<const A*>(args_.rstd) + row, rows);
-    const Lanes<A> factor = kFromOutput ? Lanes<A>(1) : rstd;
+    const Lanes<A> factor = kFromOutput ? Lanes<A>(1) : rstd, zero = 0;
+    const Lanes<A> has_row = LoadRows(ones_.data(), rows);
     Lanes<A> mean = 0;
     if constexpr (kCentered && !kFromOutput) {
       mean = LoadRows(static_cast<const A*>(args_.mean) + row, rows);
@@ -54,7 +57,7 @@ class BackwardSide {
     const auto sums = SideSums<A, kSums>(features, [&](std::int64_t j) {
       Lanes<A> x = shifted_[j];
       if constexpr (kFromOutput) {
-        x = (x - bias_[j]) / divisor_[j];
+        x = IfGreater(has_row, zero, (x - bias_[j]) / divisor_[j], zero);
         shifted_.Set(j, x);
       } else if constexpr (kCentered) {
         x = x - mean;
@@ -89,6 +92,7 @@ class BackwardSide {
   const LayerNormBwdArgs& args_;
   const WideParams<A>& params_;
   SideParam<A, kNarrowColumns> scale_, bias_, divisor_;
+  std::array<A, kSide<A>> ones_;
   Columns dy_, shifted_, dsum_;
 };
 

@@ -10,8 +10,8 @@
 namespace gradops {
 
 // y = x_hat * (scale + scale_offset) + bias with x_hat = (h - mean) * rstd, where h is x, or, with
-// a residual, x + (residual + residual_bias) rounded to x's dtype. RMS norm: not centered, mean is
-// null.
+// a residual, x + (residual + residual_bias) rounded to x's dtype. RMS norm: not centered.
+// No result may lie in the memory of an operand.
 struct LayerNormFwdArgs {
   RowShape shape;
   ffi::DataType dtype;  // of x, residual, y and sum
@@ -24,8 +24,9 @@ struct LayerNormFwdArgs {
   Param bias;            // [features]
   void* y;               // [groups, rows, features]
   void* sum;             // [groups, rows, features]: what is normalised; null without residual
-  void* mean;            // [groups, rows], in the accumulation dtype
-  void* rstd;            // [groups, rows], likewise: 1 / sqrt(var + epsilon)
+  // In the accumulation dtype. Null: no gradient needs them.
+  void* mean;  // [groups, rows]; null for RMS norm, too
+  void* rstd;  // [groups, rows]: 1 / sqrt(var + epsilon)
 };
 
 // From the input: x_hat = (x - mean) * rstd. From the output: x is y and x_hat is

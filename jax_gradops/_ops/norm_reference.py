@@ -170,7 +170,7 @@ def _x_hat(x: Array, mean: Array, rstd: Array) -> Array:
     # The rounding of a saved mean is large beside a small deviation. A larger difference is none:
     # the mean was given, and is not the row's own.
     delta = lax.stop_gradient(_row_mean(shifted))
-    rounding = jnp.abs(delta) <= 2 * float(jnp.finfo(given.dtype).eps) * jnp.abs(given)
+    rounding = jnp.abs(delta) < 2 * float(jnp.finfo(given.dtype).eps) * jnp.abs(given)
     return (shifted - jnp.where(rounding, delta, 0)) * rstd[..., None]
 
 
