@@ -19,6 +19,7 @@ import numpy as np
 from flax.linen import module as linen_module
 from flax.linen.dtypes import canonicalize_dtype
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 
 from jax_gradops import _checks
 from jax_gradops._array_types import accum_dtype, match_vma
@@ -77,9 +78,14 @@ class Offer:
     total: Any
     parts: Sum
     array: Any = dataclasses.field(init=False)
+    # What is traced: a sum made in an inner function must not leave it.
+    _trace: Any = dataclasses.field(default_factory=get_opaque_trace_state, init=False)
 
     def __post_init__(self) -> None:
         self.array = self.total
+
+    def is_for(self, x: Any) -> bool:
+        return self.array is x and self._trace == get_opaque_trace_state()
 
 
 _offers: contextvars.ContextVar[Offer | None] = contextvars.ContextVar("_offers", default=None)
@@ -97,7 +103,7 @@ def _offered(offer: Offer) -> Iterator[None]:
 def offer_of(x: Any) -> Offer | None:
     """The offer that `x` belongs to, if any."""
     offer = _offers.get()
-    return offer if offer is not None and offer.array is x else None
+    return offer if offer is not None and offer.is_for(x) else None
 
 
 def _has_interceptors() -> bool:

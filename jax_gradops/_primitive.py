@@ -45,8 +45,16 @@ class Operation:
     linear: tuple[int, ...] = ()
     #: Names of mapped axes over which the operation sums.
     axis_names: tuple[Any, ...] = ()
-    #: Positions of the results that are the same for all indices of these axes.
-    common: tuple[int, ...] = ()
+    #: Positions of the operands that need not vary over the mesh axes that others vary over.
+    unmatched: tuple[int, ...] = ()
+
+    def common(self, mapped: Sequence[bool]) -> tuple[int, ...]:
+        """Positions of the results that are the same for all indices of `axis_names`.
+
+        `mapped` says which operands have other values for each index.
+        """
+        del mapped
+        return ()
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
         """The results."""
@@ -101,10 +109,17 @@ class Operation:
         del context
         return lowering()
 
+    def _matched(self, operands: Operands) -> list[Array]:
+        """The operands that are present, varying over the same mesh axes."""
+        apart = [i in self.unmatched for i in range(len(operands))]
+        pairs = [(o, u) for o, u in zip(operands, apart, strict=True) if o is not None]
+        matched = match_vma(*(o for o, u in pairs if not u))
+        return _merged([not u for _, u in pairs], matched, [o for o, _ in pairs])
+
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         """The results, by the primitive."""
         present = tuple(o is not None for o in operands)
-        arrays = match_vma(*(o for o in operands if o is not None))
+        arrays = self._matched(operands)
         traced = _traced(self, present).trace(*arrays)
         results, tree = jax.tree.flatten(traced.out_info, is_leaf=lambda r: r is None)
         there = tuple(r is not None for r in results)
@@ -148,12 +163,15 @@ class Vmapped(Operation):
         return tuple(name for name in self.op.axis_names if name != self.axis.name)
 
     @property
-    def common(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.op.common
+    def unmatched(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.op.unmatched
+
+    def common(self, mapped: Sequence[bool]) -> tuple[int, ...]:
+        return self.op.common(mapped)
 
     def is_common(self, position: int) -> bool:
         """Whether a result is the same for all indices, and so has no mapped axis."""
-        return self.axis.name in self.op.axis_names and position in self.op.common
+        return self.axis.name in self.op.axis_names and position in self.op.common(self.mapped)
 
     def _split(self, results: Operands) -> tuple[list[Any], list[Any]]:
         """Results that have the mapped axis, and results that have none."""
@@ -219,6 +237,12 @@ def _joined(some: Operands, others: Operands) -> tuple[Any, ...]:
     return tuple(o if s is None else s for s, o in zip(some, others, strict=True))
 
 
+def unchanged(operands: Operands, result: Array, tangents: Operands, *static: Any) -> Array:
+    """The derivative of a `Function` that only rounds its operand: none of the rounding."""
+    del operands, result, static
+    return tangents[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Function(Operation):
     """A function of one result with a derivative of its own.
@@ -254,16 +278,11 @@ def _types(*_: Any, jaxpr: Any, **static: Any) -> list[Any]:
     return jaxpr.out_avals
 
 
-@functools.lru_cache(maxsize=4096)
-def _compiled(jaxpr: Any) -> Any:
-    return jax.jit(jaxpr_as_fun(jaxpr))
-
-
 @_operation.def_impl
-def _run(*arrays: Array, jaxpr: Any, **static: Any) -> list[Array]:
+def _run(*arrays: Array, op: Operation, present: tuple[bool, ...], **static: Any) -> list[Array]:
     del static
     with jax.disable_jit(False):  # a kernel is an operation of a compiled program
-        return _compiled(jaxpr)(*arrays)
+        return jax.tree.leaves(_traced(op, present)(*arrays))
 
 
 def _jvp(

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -118,18 +119,29 @@ _loaded = {platform: _load(platform) for platform in _BACKENDS}
 MODULES: dict[str, ModuleType] = {p: module for p, (module, _) in _loaded.items() if module}
 
 
+def _digest(paths: Iterable[Path], start: bytes = b"") -> bytes:
+    digest = hashlib.sha256(start)
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def _sources() -> list[Path]:
+    package = Path(__file__).parent
+    return sorted([*package.glob("*.py"), *package.glob("_ops/**/*.py")])
+
+
+# Of the Python code, as it is imported: the files may be others when an op is first traced.
+_SOURCES = _digest(_sources())
+
+
 @functools.cache
 def identity(platform: str) -> str:
     """What the results of a platform's kernels depend on beside arrays: a digest of the code.
 
     For the persistent compilation cache, in which a program of another build may be.
     """
-    digest = hashlib.sha256()
-    package = Path(__file__).parent
-    sources = [*package.glob("*.py"), *package.glob("_ops/**/*.py")]
-    for path in [*sorted(sources), Path(MODULES[platform].__file__ or "")]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return _digest([Path(MODULES[platform].__file__ or "")], _SOURCES).hex()
 
 
 def platforms() -> tuple[str, ...]:

@@ -108,6 +108,81 @@ def test_axis_name_of_large_variances(platform, implementation, rng):
     np.testing.assert_allclose(var[0], widen(x).var((0, 1)), rtol=2e-6)
 
 
+@pytest.mark.T1
+@pytest.mark.parametrize("vmapped", [False, True], ids=["plain", "vmapped"])
+def test_second_derivatives_inside_shard_map(platform, implementation, vmapped, rng):
+    """By each mixture of modes they are those of the whole batch."""
+    devices = mesh(platform, AxisType.Auto)
+    axes = ("data", "model")
+    shape = (2, 8, 3) if vmapped else (8, 3)
+    x, weights = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    scale = np.linspace(0.5, 2, 3, dtype=np.float32)
+
+    def functions(name: Any) -> Any:
+        def total(value: Any) -> Any:
+            return value if name is None else jax.lax.psum(value, name)
+
+        def op(x: Any, scale: Any) -> Any:
+            return jax_gradops.batch_norm(
+                x, scale, scale, axis_name=name, implementation=implementation
+            )[0]
+
+        def loss(x: Any, scale: Any, weights: Any) -> Any:
+            y = jax.vmap(op, (0, None))(x, scale) if vmapped else op(x, scale)
+            return total(jnp.sum(jnp.sin(y) * weights))
+
+        gradient = jax.grad(loss, (0, 1))
+
+        def forward_over_reverse(x: Any, scale: Any, weights: Any) -> Any:
+            return jax.jvp(lambda x: gradient(x, scale, weights), (x,), (weights,))[1]
+
+        def reverse_over_reverse(x: Any, scale: Any, weights: Any) -> Any:
+            def sines(x: Any, scale: Any) -> Any:
+                dx, dscale = gradient(x, scale, weights)
+                return total(jnp.sum(jnp.sin(dx))) + jnp.sum(jnp.sin(dscale))
+
+            return jax.grad(sines, (0, 1))(x, scale)
+
+        def forward_over_forward(x: Any, scale: Any, weights: Any) -> Any:
+            def slope(x: Any) -> Any:
+                return jax.jvp(lambda x: loss(x, scale, weights), (x,), (weights,))[1]
+
+            return jax.jvp(slope, (x,), (weights,))[1]
+
+        return forward_over_reverse, reverse_over_reverse, forward_over_forward
+
+    rows = P(None, axes) if vmapped else P(axes)
+    for mapped, whole in zip(functions(axes), functions(None), strict=True):
+        results = (rows, P()) if whole.__name__ != "forward_over_forward" else P()
+        spread = jax.shard_map(mapped, mesh=devices, in_specs=(rows, P(), rows), out_specs=results)
+        got, want = jax.jit(spread)(x, scale, weights), jax.jit(whole)(x, scale, weights)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            limit = 2e-5 * np.abs(b).max()
+            np.testing.assert_allclose(a, b, rtol=0, atol=limit, err_msg=whole.__name__)
+
+
+def test_linearized_where_an_index_may_take_another_branch(platform, implementation, rng):
+    """The saved statistics differ between indices then, as do tangents of them."""
+    x, weights = (rng.standard_normal((2, 4, 3)).astype(np.float32) for _ in range(2))
+
+    def derivative(x: Any, takes_norm: Any, weights: Any) -> Any:
+        def norm(x: Any) -> Any:
+            y = jax_gradops.batch_norm(x, axis_name="i", implementation=implementation)[0]
+            return jnp.sum(y * weights)
+
+        def loss(x: Any) -> Any:
+            return jax.lax.cond(takes_norm, norm, lambda x: jnp.sum(x * weights), x)
+
+        return jax.linearize(loss, x)[1](weights)
+
+    both = jax.jit(jax.vmap(derivative, axis_name="i"))
+    plain = np.square(weights).sum((1, 2))
+    np.testing.assert_allclose(both(x, np.array([False, False]), weights), plain, rtol=1e-5)
+    mixed = both(x, np.array([True, False]), weights)
+    np.testing.assert_allclose(mixed[1], plain[1], rtol=1e-5)
+    assert np.isfinite(mixed).all()
+
+
 @pytest.mark.R5
 @pytest.mark.parametrize("spec", [P("data"), P(None, None, "data"), P("data", "model")], ids=str)
 def test_images_spread(platform, spec, rng):

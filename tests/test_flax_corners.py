@@ -279,6 +279,24 @@ def test_a_cast_of_a_norms_argument_leaves_the_sum() -> None:
     np.testing.assert_allclose(y, expected, atol=0.1)
 
 
+@pytest.mark.parametrize("inner", [jax.jit, jax.checkpoint])
+def test_a_norm_that_an_interceptor_traces_alone(inner: Any) -> None:
+    """The sum is made outside of the inner function: nothing of that may leave it."""
+
+    def alone(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if not isinstance(context.module, linen.LayerNorm):
+            return call(*args, **kwargs)
+        return inner(lambda: call(*args, **kwargs))()
+
+    function, x, residual = norm_of_a_sum(jax_gradops.linen)
+    expected = function(x, residual)
+    with linen.intercept_methods(alone):
+        results = function(x, residual), jax.jit(function)(x, residual)
+    for result in results:
+        for got, want in zip(result, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("api", [jax_gradops.linen, jax_gradops.nnx], ids=["linen", "nnx"])
 def test_a_sum_is_added_by_the_norms_kernel(api: Any) -> None:
     function, x, residual = norm_of_a_sum(api)

@@ -130,6 +130,12 @@ def test_an_unbound_axis_name_is_a_name_error_too() -> None:
             jax_gradops.batch_norm(ARRAYS["x"], axis_name="nope")
 
 
+@pytest.mark.parametrize("name", [(("i",),), 0, ([],)], ids=str)
+def test_what_names_no_axis(name: Any) -> None:
+    with pytest.raises(TypeError, match="axis_name must be the name of a mapped axis, or several"):
+        jax_gradops.batch_norm(ARRAYS["x"], axis_name=name)
+
+
 @pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
 def test_the_other_byte_order_is_no_mistake(dtype: str) -> None:
     x = np.linspace(-1, 1, 12).reshape(4, 3)

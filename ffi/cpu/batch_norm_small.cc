@@ -76,7 +76,8 @@ struct Statistics {
   Lanes<A> mean, variance, rstd, delta;
 };
 
-// The variance of the channel of one lane, added up in double. Float has lost digits of its squares.
+// The variance of the channel of one lane, added up in double. Float has lost digits of its
+// squares.
 float WideVariance(const Elements<float>& x, const std::int16_t* columns, std::int64_t n,
                    int lane) {
   const double first = x.column(columns[0])[lane], per_term = 1 / static_cast<double>(n);

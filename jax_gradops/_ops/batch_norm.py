@@ -118,7 +118,7 @@ def _checked_axis_name(op: str, value: Any) -> tuple[Any, int]:
         repeated = len(set(names)) < len(names)
     except TypeError:
         repeated = None  # what cannot be hashed is no name
-    if repeated is None or any(isinstance(name, int) for name in names):
+    if repeated is None or any(isinstance(name, int | tuple | list) for name in names):
         expected = "the name of a mapped axis, or several"
         raise _checks.wrong(op, "axis_name", expected, value, TypeError)
     if repeated:

@@ -17,7 +17,7 @@ from jax_gradops._array_types import Arrays, accum_dtype, match_vma, reshard_lik
 from jax_gradops._core import Kernel, Named, Result, Total, along_channels, column_sum_workspace
 from jax_gradops._implementation import Implementation
 from jax_gradops._ops.norm_reference import inverse_deviation, root_of_count
-from jax_gradops._primitive import Function, Operands, Operation, Unknown
+from jax_gradops._primitive import Function, Operands, Operation, Unknown, unchanged
 
 Array = jax.Array
 
@@ -104,12 +104,7 @@ def _as_rounded(x: Array) -> Array:
     XLA computes it again for some of them, as a part of what they do, and then with fewer roundings
     (x * y + z has one). Not through integers; barriers do not last that long on the CPU.
     """
-    return Function(_through_integers, _unchanged)(x)[0]
-
-
-def _unchanged(operands: Any, result: Array, tangents: Any) -> Array:
-    del operands, result
-    return tangents[0]
+    return Function(_through_integers, unchanged)(x)[0]
 
 
 def _split(first: Array, offset: Array) -> tuple[Array, Array]:
@@ -348,11 +343,14 @@ class _Normalize(Operation):
     """y, mean, variance, rstd and delta of x, residual, scale and bias."""
 
     norm: BatchNorm
-    common = (1, 2, 3, 4)
 
     @property
     def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
         return self.norm.axis_name or ()
+
+    def common(self, mapped: Any) -> tuple[int, ...]:
+        del mapped
+        return (1, 2, 3, 4)
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
         return self.norm.forward(*operands)
@@ -384,11 +382,17 @@ class _Tangents(Operation):
     norm: BatchNorm
     dtypes: tuple[tuple[str, str], ...]
     linear = (7, 8, 9, 10)
-    common = (1, 2, 3)
+    # Statistics of all devices are the same on each, and so are their tangents.
+    unmatched = (4, 5, 6)
 
     @property
     def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
         return self.norm.axis_name or ()
+
+    def common(self, mapped: Any) -> tuple[int, ...]:
+        # The tangents of variance and rstd are multiples of rstd's powers. A saved rstd is mapped
+        # where, say, it went through `lax.cond` with a mapped predicate.
+        return (1,) if mapped[5] else (1, 2, 3)
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
         norm = self.norm

@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_gradops._array_types import Arrays, accum_dtype
 from jax_gradops._core import along_features
-from jax_gradops._primitive import Function
+from jax_gradops._primitive import Function, unchanged
 
 Array = jax.Array
 
@@ -72,12 +72,7 @@ def _through_dtype(x: Array, dtype: str) -> Array:
 
 def _rounded(x: Array, dtype: jnp.dtype) -> Array:
     """Rounds x to `dtype` and gives it back in its own; differentiated without a rounding."""
-    return Function(_through_dtype, _unchanged, (jnp.dtype(dtype).name,))(x)[0]
-
-
-def _unchanged(operands: Any, result: Array, tangents: Any, dtype: str) -> Array:
-    del operands, result, dtype
-    return tangents[0]
+    return Function(_through_dtype, unchanged, (jnp.dtype(dtype).name,))(x)[0]
 
 
 def _to_normalize(x: Array, residual: Array | None, residual_bias: Array | None) -> Array:

@@ -463,7 +463,7 @@ CPU = [
     Fault(
         "a small group's squares overflow",
         "ffi/cpu/batch_norm_small.cc",
-        "IsUnsafe(variance, epsilon).Sum() > 0",
+        "is_unsafe.Sum() > 0",
         "false",
         _k("cpu_narrow", "test_squares"),
     ),
@@ -681,7 +681,7 @@ CPU = [
     Fault(
         "any mean is taken for the row's, rounded",
         "ffi/common/math.h",
-        "return -limit <= delta && delta <= limit ? delta : A{0};",
+        "return -limit < delta && delta < limit ? delta : A{0};",
         "return delta;",
         _k("given_statistics", "(test_a_mean_that or test_statistics_as_given) and ffi"),
     ),
