@@ -276,6 +276,7 @@ def test_a_thousand_runs(platform, dtype, rng):
     assert_a_thousand_runs_equal(run, dy)
 
 
+@pytest.mark.newest_jax
 def test_derivatives(platform, rng):
     """Of the operators themselves, in both modes: those of the reference."""
     p = Problem(rng, 3, [jnp.dtype("float64")] * 3, affine=True, zeros=True)
@@ -305,6 +306,7 @@ def test_derivatives(platform, rng):
         np.testing.assert_allclose(a, e, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_spread(platform, kind, rng):
     """On a mesh, and, per device, inside shard_map."""
@@ -336,6 +338,7 @@ def test_spread(platform, kind, rng):
                 np.testing.assert_allclose(widen(a), widen(e), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.newest_jax
 def test_vmap(platform, rng):
     """Statistics and dy mapped, scale not: as a loop."""
     x, dy = (rng.standard_normal((3, 5, 8)).astype(np.float32) for _ in range(2))

@@ -57,6 +57,7 @@ class BatchNormTests(OpTests):
         return oracles.batch_norm_vjp(dy, x, scale, bias, **self.options(x))[:3]
 
 
+@pytest.mark.newest_jax
 class TestChannelsFirst(BatchNormTests):
     variant = True
 

@@ -19,6 +19,8 @@ from transformations import vjp_of
 
 import jax_gradops
 
+pytestmark = pytest.mark.newest_jax
+
 
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("how", ["shard_map", "shard_map without check_vma", "vmap", "pmap"])

@@ -31,6 +31,7 @@ import jax_gradops
 from jax_gradops import backward
 
 
+@pytest.mark.newest_jax
 class TestBiasGelu(RowOpTests):
     """With a bias, in the tanh form."""
 

@@ -23,6 +23,8 @@ import jax_gradops
 from jax_gradops import _registry
 from jax_gradops._cli import doctor, info
 
+pytestmark = pytest.mark.newest_jax
+
 # --- Loading the native modules ------------------------------------------------------------------
 
 

@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 import jax_gradops
 from jax_gradops import _registry
 
+pytestmark = pytest.mark.newest_jax
+
 PROGRAM = str(Path(__file__).with_name("cached_programs.py"))
 
 

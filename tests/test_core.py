@@ -19,6 +19,8 @@ from jax import export
 import jax_gradops
 from jax_gradops import _status
 
+pytestmark = pytest.mark.newest_jax
+
 TARGET = 'custom_call_target="jax_gradops.'
 X = np.arange(12, dtype=np.float32).reshape(3, 4) ** 2
 

@@ -78,6 +78,7 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.newest_jax
 def test_trains_and_writes_its_files(straight: Path):
     assert {path.name for path in straight.iterdir()} == FILES
     rows = table(straight / "metrics.csv")
@@ -90,6 +91,7 @@ def test_trains_and_writes_its_files(straight: Path):
     assert set((straight / "sample.txt").read_text(encoding="utf-8")) <= set(SENTENCES)
 
 
+@pytest.mark.newest_jax
 def test_mesh(corpus: Path, straight: Path, tmp_path: Path):
     """On many devices the run is that of one, up to rounding; a checkpoint fits both."""
     assert run(*options(corpus, tmp_path, mesh="data=2,fsdp=4")) == 0
@@ -101,6 +103,7 @@ def test_mesh(corpus: Path, straight: Path, tmp_path: Path):
     assert run(*options(corpus, tmp_path), "--resume") == 0
 
 
+@pytest.mark.newest_jax
 def test_mesh_spreads_the_state(corpus: Path):
     """Over the fsdp axis, as far as sizes allow; kernels get no more rows than are a device's."""
     given = settings.new_run({"text": str(corpus)} | SMALL | {"steps": STEPS}, "cpu")
@@ -135,6 +138,7 @@ def test_mesh_errors(mesh: str, message: str, corpus: Path, tmp_path: Path, caps
     assert message in capsys.readouterr().err and not folder.exists()
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("precision", ["float32", "mixed"])
 def test_kernels_are_in_the_compiled_train_step(corpus: Path, precision: str):
     given = {"steps": STEPS, "precision": precision, "text": str(corpus)} | SMALL

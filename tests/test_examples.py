@@ -14,6 +14,8 @@ import jax_gradops
 import jax_gradops.linen
 import jax_gradops.nnx
 
+pytestmark = pytest.mark.newest_jax
+
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = [
     (README.read_text()[: match.start()].count("\n") + 2, match[1])

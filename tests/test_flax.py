@@ -64,6 +64,7 @@ def test_as_flax(api: str, case: Case, platform: str) -> None:
     assert ("jax_gradops" in program) == case.kernel
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", NORMS)
 def test_signatures(api: str, name: str) -> None:

@@ -19,7 +19,7 @@ import jax_gradops.linen
 import jax_gradops.nnx
 from jax_gradops.nnx import fuse, unfuse
 
-pytestmark = pytest.mark.usefixtures("flax_settings")
+pytestmark = [pytest.mark.newest_jax, pytest.mark.usefixtures("flax_settings")]
 
 
 def mlp(rngs: nnx.Rngs) -> nnx.Sequential:

@@ -16,7 +16,7 @@ from flax_models import WIDTH, assert_close, x_of
 import jax_gradops.nnx
 from jax_gradops.nnx import add_norm, deferred_bias, fuse
 
-pytestmark = pytest.mark.usefixtures("flax_settings")
+pytestmark = [pytest.mark.newest_jax, pytest.mark.usefixtures("flax_settings")]
 
 
 def linear(inputs: int = WIDTH, outputs: int = WIDTH, kind: Any = nnx.Linear, **more: Any) -> Any:

@@ -19,7 +19,7 @@ import jax_gradops
 import jax_gradops.nnx
 from jax_gradops.nnx import fuse, unfuse
 
-pytestmark = pytest.mark.usefixtures("flax_settings")
+pytestmark = [pytest.mark.newest_jax, pytest.mark.usefixtures("flax_settings")]
 
 
 def test_fuse_and_unfuse() -> None:

@@ -116,6 +116,7 @@ def test_gradients_that_are_not_finite(value: float, platform: str) -> None:
     np.testing.assert_array_equal(bias_gradient(dy), [40, value, 40])
 
 
+@pytest.mark.newest_jax
 def test_the_gradient_exists_once() -> None:
     """Before the products and the sum that take it; forward, nothing keeps XLA from fusing."""
     ours, x = layer(dtype=BF16), x_of()
@@ -162,6 +163,7 @@ def test_vmap(dtype: Any, axes: Any, platform: str) -> None:
     assert_close(jax.tree.map(lambda *a: jnp.stack(a), *each), found, dtype)
 
 
+@pytest.mark.newest_jax
 def test_derivatives_of_derivatives(platform: str) -> None:
     y, bias, dy = arguments()
 
@@ -173,12 +175,14 @@ def test_derivatives_of_derivatives(platform: str) -> None:
     assert_close(jax.jit(plain)(y, bias), jax.jit(ours)(y, bias))
 
 
+@pytest.mark.newest_jax
 def test_forward_mode() -> None:
     x = x_of()
     tangents = [jax.jvp(m, (x,), (x,))[1] for m in (layer(), layer(nnx.Linear))]
     np.testing.assert_array_equal(*tangents)
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize(
     "spec", [P("data"), P("data", "model"), P("model", "data"), P(None, None, "model")]
 )
@@ -202,6 +206,7 @@ def test_meshes(dtype: Any, kind: Any, spec: P, platform: str) -> None:
     assert collectives(compiled.as_text()).keys() <= {"all-reduce"}
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("with_bias", [P(), P("data"), P("model")], ids=str)
 @pytest.mark.parametrize("with_kernel", [P(), P("data"), P(None, "model"), P("model")], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -241,6 +246,7 @@ def test_explicit_meshes_as_flax(dtype: Any, with_kernel: P, with_bias: P, platf
         pytest.skip("Flax refuses these shardings")
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("check", [True, False])
 def test_shard_map(check: bool, platform: str) -> None:
     """The gradient of a narrow parameter is rounded after the sum over shards."""
@@ -281,6 +287,7 @@ class Doubled(nnx.Linear):
         return 2 * super().__call__(inputs, out_sharding)
 
 
+@pytest.mark.newest_jax
 def test_fuse() -> None:
     rngs = nnx.Rngs(0)
     model = nnx.Dict(

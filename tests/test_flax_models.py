@@ -37,7 +37,7 @@ import jax_gradops.linen
 import jax_gradops.nnx
 from jax_gradops.nnx import fuse
 
-pytestmark = pytest.mark.usefixtures("flax_settings")
+pytestmark = [pytest.mark.newest_jax, pytest.mark.usefixtures("flax_settings")]
 FLAX, OURS = (linen, nnx), (jax_gradops.linen, jax_gradops.nnx)
 
 

@@ -21,6 +21,8 @@ from test_fuzz import forget_now_and_then
 
 import jax_gradops
 
+pytestmark = pytest.mark.newest_jax
+
 FEATURES = 6
 Op = Callable[[jax.Array], jax.Array]
 

@@ -50,6 +50,7 @@ class TestGlobalNorm(OpTests):
         return jnp.dtype("float64" if "float64" in {a.dtype.name for a in operands} else "float32")
 
 
+@pytest.mark.newest_jax
 class TestClip(TestGlobalNorm):
     """The first leaf after clipping; the second one takes part through the norm."""
 
@@ -274,6 +275,7 @@ def test_nonfinite(platform, clip, value, dtype):
     assert jax.tree.map(lambda x: x.dtype, zeros) == jax.tree.map(lambda x: x.dtype, tree)
 
 
+@pytest.mark.newest_jax
 def test_as_optax(platform, clip, rng):
     for size in (1e-3, 1.0, 1e3):
         tree = {k: size * rng.standard_normal((5, 7)).astype(np.float32) for k in "abc"}

@@ -17,6 +17,8 @@ from comparing import assert_bitwise_equal, assert_global_norm, widen
 
 from jax_gradops.backward import inplace_clip_by_global_norm
 
+pytestmark = pytest.mark.newest_jax
+
 
 def tree_of(*sizes: int) -> list[jax.Array]:
     """Leaves that own their memory, of norm sqrt(sum of sizes)."""

@@ -20,6 +20,7 @@ def tree_of(rng: np.random.Generator, dtype: str) -> dict[str, np.ndarray]:
     return {"z": z, "x": rng.standard_normal(3).astype(np.float32), "none": np.zeros(0, dtype)}
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex(platform, clip, dtype, rng):
     """The norm is that of the moduli; each leaf comes back in its dtype."""
@@ -40,6 +41,7 @@ def test_range_of_complex(platform, clip):
         np.testing.assert_allclose(clipped, limit * (1 + 1j) / 2, rtol=1e-6)
 
 
+@pytest.mark.newest_jax
 def test_gradient_of_complex(platform, clip, rng):
     """JAX's convention, as the gradient of Optax's clip and norm in complex128."""
     tree = tree_of(rng, "complex64")
@@ -68,6 +70,7 @@ def test_big_endian(platform, clip):
     assert jax_gradops.rms_norm(np.array([3, 4], ">f4")).dtype == jnp.float32
 
 
+@pytest.mark.newest_jax
 @pytest.mark.C11
 def test_float0(platform):
     """Gradients by integers; the message says what to do, and that works."""

@@ -19,6 +19,8 @@ from meshes import collectives, mesh
 import jax_gradops
 from jax_gradops import clip_tree_by_global_norm
 
+pytestmark = pytest.mark.newest_jax
+
 
 @pytest.mark.C6
 def test_gradients_at_the_edges(platform, clip):

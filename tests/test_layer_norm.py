@@ -24,6 +24,7 @@ import jax_gradops
 EPSILON = 1e-2
 
 
+@pytest.mark.newest_jax
 class TestLayerNorm(RowOpTests):
     kernels = ("layer_norm_fwd", "layer_norm_bwd")
     parameters = 2
@@ -129,6 +130,7 @@ def test_numbers_of_any_type_are_the_same_option(platform, op):
         assert_bitwise_equal(f(epsilon=one), expected)
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("data", None, "model"), P("data", "model")], ids=str)
 def test_normalised_axes_spread(platform, op, implementation, kind, spec, rng):

@@ -323,6 +323,7 @@ def test_long_sums(platform, op):
         np.testing.assert_allclose(results["bias"], expected, rtol=1e-5)
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_what_debuggers_see_of_a_nan(implementation: str) -> None:
     """What README says of checkify and jax_debug_nans."""

@@ -92,6 +92,7 @@ def test_vmap_of_one_operand(platform, op, implementation, mapped, rng):
             assert_matches(result, references[name], np.float32, np.float32, name)
 
 
+@pytest.mark.newest_jax
 @pytest.mark.parametrize("begin", [-1, 2, 0])
 def test_options_of_a_sum(platform, op, implementation, begin, rng):
     """Parameters of all normalised axes, and of the last one alone; each absent."""

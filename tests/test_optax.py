@@ -16,6 +16,8 @@ from flax.training.train_state import TrainState
 
 import jax_gradops
 
+pytestmark = pytest.mark.newest_jax
+
 PARAMS = {"w": np.full((4, 3), 0.5, np.float32), "b": np.zeros(3, np.float32)}
 Clip = Callable[..., optax.GradientTransformation]
 

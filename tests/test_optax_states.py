@@ -18,6 +18,8 @@ from meshes import mesh
 import jax_gradops
 from jax_gradops import ClipByGlobalNormState
 
+pytestmark = pytest.mark.newest_jax
+
 UPDATES = {"w": np.array([3.0, 4.0], np.float32), "other": None}
 
 

@@ -22,6 +22,8 @@ import jax_gradops
 from jax_gradops import _core, _registry, _status
 from jax_gradops._cli.benchmark.cases import OPERATIONS
 
+pytestmark = pytest.mark.newest_jax
+
 PACKAGE = Path(jax_gradops.__file__).parent
 TESTS = Path(__file__).parent
 # Imported by those who have Flax, maybe in this process.

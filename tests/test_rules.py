@@ -22,6 +22,8 @@ import jax_gradops
 from jax_gradops import backward
 from jax_gradops._ops.batch_norm_kernels import BatchNorm, _Normalize
 
+pytestmark = pytest.mark.newest_jax
+
 FEATURES = 16
 
 
