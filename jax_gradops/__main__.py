@@ -8,17 +8,39 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
 
 import jax_gradops
 from jax_gradops._cli import INTERRUPTED, NO_READER
 
-#: Each command: the module in `jax_gradops._cli` that carries it, and its line in the help.
+
+class Command(NamedTuple):
+    """A command: the module that carries it, and its line in the help."""
+
+    module: str
+    summary: str
+
+
 COMMANDS = {
-    "info": "print versions, platforms, devices, and what each op runs",
-    "doctor": "run every op on every device, check the results, and say what is wrong",
-    "bench": "time the ops against XLA, PyTorch, others that are installed, and a plain copy",
-    "demo": "train a small language model, or a reader of digits, with these ops",
+    "info": Command("_cli.info", "print versions, platforms, devices, and what each op runs"),
+    "doctor": Command(
+        "_cli.doctor", "run every op on every device, check the results, and say what is wrong"
+    ),
+    "bench": Command(
+        "_tools.bench.command",
+        "time the ops against XLA, PyTorch, others that are installed, and a plain copy",
+    ),
+    "demo": Command(
+        "_tools.demo.command",
+        "train a small language model, or a reader of digits, with these ops",
+    ),
 }
+
+
+def carrier(command: str) -> ModuleType:
+    """The module of a command, which has `add_arguments` and `run`."""
+    return importlib.import_module(f"jax_gradops.{COMMANDS[command].module}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     # Only the command that is wanted is imported: the others may need packages that are not there.
     wanted = next((a for a in arguments if not a.startswith("-")), None)
-    for name, summary in COMMANDS.items():
+    for name, (_, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
         )
         if name == wanted:
-            module = importlib.import_module(f"jax_gradops._cli.{name}")
+            module = carrier(name)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run, command_line=arguments)
     try:

@@ -128,7 +128,7 @@ def _digest(paths: Iterable[Path], start: bytes = b"") -> bytes:
 
 def _sources() -> list[Path]:
     package = Path(__file__).parent
-    return sorted([*package.glob("*.py"), *package.glob("_ops/**/*.py")])
+    return sorted(p for g in ("*.py", "_kernel/*.py", "_ops/**/*.py") for p in package.glob(g))
 
 
 # Of the Python code, as it is imported: the files may be others when an op is first traced.

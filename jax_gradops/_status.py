@@ -5,8 +5,11 @@ from __future__ import annotations
 from jax import export
 
 from jax_gradops import _checks, _implementation, _registry
-from jax_gradops._core import Kernel
-from jax_gradops._ops import batch_norm_kernels, bias_gelu, global_norm_kernels, norm_kernels
+from jax_gradops._kernel.invoke import Kernel
+from jax_gradops._ops.batch_norm import kernels as batch_norm_kernels
+from jax_gradops._ops.clip import kernels as global_norm_kernels
+from jax_gradops._ops.gelu import bias_gelu
+from jax_gradops._ops.row_norm import kernels as norm_kernels
 
 _LAYER_NORM = (
     norm_kernels.LAYER_NORM_FWD,

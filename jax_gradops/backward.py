@@ -13,20 +13,20 @@ of float16, bfloat16, float32 and float64 among x, parameters and statistics, an
 over the device's own rows: `jax.lax.psum` adds them up.
 """
 
-from jax_gradops._ops.batch_norm_backward import batch_norm_backward as batch_norm_backward
-from jax_gradops._ops.batch_norm_backward import batch_norm_forward as batch_norm_forward
-from jax_gradops._ops.bias_gelu import bias_gelu_backward as bias_gelu_backward
-from jax_gradops._ops.bias_gelu import gelu_backward as gelu_backward
-from jax_gradops._ops.global_norm import (
+from jax_gradops._ops.batch_norm.backward import batch_norm_backward as batch_norm_backward
+from jax_gradops._ops.batch_norm.backward import batch_norm_forward as batch_norm_forward
+from jax_gradops._ops.clip.global_norm import (
     inplace_clip_by_global_norm as inplace_clip_by_global_norm,
 )
-from jax_gradops._ops.norm_backward import layer_norm_backward as layer_norm_backward
-from jax_gradops._ops.norm_backward import (
+from jax_gradops._ops.gelu.bias_gelu import bias_gelu_backward as bias_gelu_backward
+from jax_gradops._ops.gelu.bias_gelu import gelu_backward as gelu_backward
+from jax_gradops._ops.row_norm.backward import layer_norm_backward as layer_norm_backward
+from jax_gradops._ops.row_norm.backward import (
     layer_norm_backward_from_output as layer_norm_backward_from_output,
 )
-from jax_gradops._ops.norm_backward import layer_norm_forward as layer_norm_forward
-from jax_gradops._ops.rms_norm_backward import rms_norm_backward as rms_norm_backward
-from jax_gradops._ops.rms_norm_backward import (
+from jax_gradops._ops.row_norm.backward import layer_norm_forward as layer_norm_forward
+from jax_gradops._ops.row_norm.rms_backward import rms_norm_backward as rms_norm_backward
+from jax_gradops._ops.row_norm.rms_backward import (
     rms_norm_backward_from_output as rms_norm_backward_from_output,
 )
-from jax_gradops._ops.rms_norm_backward import rms_norm_forward as rms_norm_forward
+from jax_gradops._ops.row_norm.rms_backward import rms_norm_forward as rms_norm_forward

@@ -28,7 +28,7 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from jax_gradops import _modules
+from jax_gradops._flax import common
 
 __all__ = ["BatchNorm", "DeferredBiasDense", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"]
 
@@ -123,7 +123,7 @@ class BatchNorm(linen.BatchNorm):
 
         Of other than two to five axes, that is by Flax's own path.
         """
-        axis = _modules.channel_axis(self, x, mask)
+        axis = common.channel_axis(self, x, mask)
         if axis is None or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         ):
@@ -132,7 +132,7 @@ class BatchNorm(linen.BatchNorm):
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
         var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
         initializing = self.is_initializing()
-        y, batch_mean, batch_var = _modules.batch_norm(
+        y, batch_mean, batch_var = common.batch_norm(
             self,
             x,
             *_parameters(self, shape),
@@ -140,8 +140,8 @@ class BatchNorm(linen.BatchNorm):
             axis_name=None if initializing else self.axis_name,
         )
         if not initializing:
-            mean.value = _modules.running(self, mean.value, batch_mean)
-            var.value = _modules.running(self, var.value, batch_var)
+            mean.value = common.running(self, mean.value, batch_mean)
+            var.value = common.running(self, var.value, batch_var)
         return y
 
 
@@ -169,7 +169,7 @@ class DenseGelu(linen.Dense):
     def __call__(self, inputs: Any) -> jax.Array:
         """[..., inputs] to [..., features], of `dtype` or of inputs' and parameters' together."""
         y, bias, _ = _product(self, inputs)
-        return _modules.gelu_of_sum(y, bias, self.approximate)
+        return common.gelu_of_sum(y, bias, self.approximate)
 
 
 class DeferredBiasDense(linen.Dense):
@@ -199,7 +199,7 @@ class DeferredBiasDense(linen.Dense):
 
         The bias is the parameter, not rounded to `dtype`.
         """
-        return _modules.deferred(*_product(self, inputs))
+        return common.deferred(*_product(self, inputs))
 
 
 def add_norm(
@@ -239,23 +239,23 @@ def add_norm(
     >>> print(y.round(3), x)
     [[-1.  1.]] [[2. 4.]]
     """
-    return _modules.add_norm((LayerNorm, RMSNorm), norm, x, residual, bias)
+    return common.add_norm((LayerNorm, RMSNorm), norm, x, residual, bias)
 
 
 def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
     """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
-    offer = _modules.offer_of(x)
+    offer = common.offer_of(x)
     if offer is not None:
         y, offer.total = _norm(module, flax, offer.parts, mask)
         return y
-    shape = _modules.normalized_shape(module, x, mask)
+    shape = common.normalized_shape(module, x, mask)
     if shape is None:
-        if not isinstance(x, _modules.Sum):
+        if not isinstance(x, common.Sum):
             return flax(module, x, mask=mask)
         total = x.plain()
         return flax(module, total, mask=mask), total
     centered = flax is _LAYER_NORM
-    return _modules.norm(module, x, shape, *_parameters(module, shape), centered=centered)
+    return common.norm(module, x, shape, *_parameters(module, shape), centered=centered)
 
 
 def _product(dense: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
@@ -272,7 +272,7 @@ def _product(dense: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
     dimensions = (((inputs.ndim - 1,), (0,)), ((), ()))
     y = dot_general(inputs, kernel, dimensions, precision=dense.precision)
     own = dense.promote_dtype is not promote_dtype
-    return y, bias, bias if own else _modules.not_rounded([given], [bias])[0]
+    return y, bias, bias if own else common.not_rounded([given], [bias])[0]
 
 
 def _parameters(module: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:

@@ -31,8 +31,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_gradops import _checks, _modules, _nnx, _nnx_fuse
-from jax_gradops._nnx_fuse import FuseReport
+from jax_gradops import _checks
+from jax_gradops._flax import common, nnx_calls, nnx_fuse
+from jax_gradops._flax.nnx_fuse import FuseReport
 
 __all__ = [
     "BatchNorm",
@@ -82,7 +83,7 @@ class LayerNorm(nnx.LayerNorm):
         Returns:
           An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
         """
-        return _nnx.norm(self, _nnx.LAYER_NORM, x, mask)
+        return nnx_calls.norm(self, nnx_calls.LAYER_NORM, x, mask)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -103,7 +104,7 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: Any, mask: jax.Array | None = None) -> Any:
         """Normalises `x`, as `flax.nnx.RMSNorm` does: see `LayerNorm`."""
-        return _nnx.norm(self, _nnx.RMS_NORM, x, mask)
+        return nnx_calls.norm(self, nnx_calls.RMS_NORM, x, mask)
 
 
 class BatchNorm(nnx.BatchNorm):
@@ -135,18 +136,16 @@ class BatchNorm(nnx.BatchNorm):
         Of other than two to five axes, that is by Flax's own path.
         """
         x = jnp.asarray(x)
-        axis = _modules.channel_axis(self, x, mask)
+        axis = common.channel_axis(self, x, mask)
         running = self.use_running_average if use_running_average is None else use_running_average
         if axis is None or running is None or running:
-            return _nnx.BATCH_NORM(self, x, use_running_average, mask=mask)
-        given = [_nnx.value(v) for v in (self.mean, self.var, self.scale, self.bias)]
+            return nnx_calls.BATCH_NORM(self, x, use_running_average, mask=mask)
+        given = [nnx_calls.value(v) for v in (self.mean, self.var, self.scale, self.bias)]
         x, *promoted = self.promote_dtype((x, *given), dtype=self.dtype)
-        _, _, scale, bias = _nnx.not_rounded(self, given, promoted)
-        y, mean, var = _modules.batch_norm(
-            self, x, scale, bias, axis=axis, axis_name=self.axis_name
-        )
+        _, _, scale, bias = nnx_calls.not_rounded(self, given, promoted)
+        y, mean, var = common.batch_norm(self, x, scale, bias, axis=axis, axis_name=self.axis_name)
         for average, new in ((self.mean, mean), (self.var, var)):
-            average[...] = _modules.running(self, average[...], new).astype(average[...].dtype)
+            average[...] = common.running(self, average[...], new).astype(average[...].dtype)
         return y
 
 
@@ -169,10 +168,10 @@ class Linear(nnx.Linear):
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] to [..., out_features], as `flax.nnx.Linear` does."""
-        return _nnx.linear(self, inputs, out_sharding)
+        return nnx_calls.linear(self, inputs, out_sharding)
 
 
-_nnx.LINEARS[Linear] = Linear.__call__
+nnx_calls.LINEARS[Linear] = Linear.__call__
 
 
 class DenseGelu(nnx.Linear):
@@ -202,7 +201,7 @@ class DenseGelu(nnx.Linear):
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         """[..., in_features] to [..., out_features], of `dtype` or of inputs' and parameters'."""
-        return _nnx.linear_gelu(self.approximate, self, inputs, out_sharding)
+        return nnx_calls.linear_gelu(self.approximate, self, inputs, out_sharding)
 
 
 class Sequential(nnx.Sequential):
@@ -221,10 +220,10 @@ class Sequential(nnx.Sequential):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls one layer after the other, as `flax.nnx.Sequential` does."""
-        return _nnx.sequential(_nnx.with_pairs(self), *args, **kwargs)
+        return nnx_calls.sequential(nnx_calls.with_pairs(self), *args, **kwargs)
 
 
-_nnx.SEQUENTIALS[Sequential] = Sequential.__call__
+nnx_calls.SEQUENTIALS[Sequential] = Sequential.__call__
 
 
 def add_norm(
@@ -265,7 +264,7 @@ def add_norm(
     >>> print(y.round(3), x)
     [[-1.  1.]] [[2. 4.]]
     """
-    return _modules.add_norm((LayerNorm, RMSNorm), norm, x, residual, bias)
+    return common.add_norm((LayerNorm, RMSNorm), norm, x, residual, bias)
 
 
 def deferred_bias(linear: Any, inputs: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -296,8 +295,8 @@ def deferred_bias(linear: Any, inputs: Any) -> tuple[jax.Array, jax.Array | None
     >>> print(*deferred_bias(nnx.relu, jnp.ones(2)))
     [1. 1.] None
     """
-    _modules.check_callable("deferred_bias", "linear", linear)
-    return _nnx.deferred_bias(linear, inputs)
+    common.check_callable("deferred_bias", "linear", linear)
+    return nnx_calls.deferred_bias(linear, inputs)
 
 
 # --- Models that exist already -------------------------------------------------------------------
@@ -357,7 +356,7 @@ def fuse(
     _checks.flag("fuse", "linear", linear)
     if report is not None and not callable(report):
         raise _checks.wrong("fuse", "report", "a function, print say", report, TypeError)
-    done = _nnx_fuse.change(model, _OURS, gelu, linear, residuals)
+    done = nnx_fuse.change(model, _OURS, gelu, linear, residuals)
     (report or functools.partial(_logger.info, "%s"))(done)
     return model
 
@@ -383,7 +382,7 @@ def unfuse(model: _Model) -> _Model:
     True
     """
     flax = {ours: flax for flax, ours in _OURS.items()}
-    for _, module in _nnx_fuse.modules_of("unfuse", model):
+    for _, module in nnx_fuse.modules_of("unfuse", model):
         if type(module) in flax:
             object.__setattr__(module, "__class__", flax[type(module)])
             if "residuals" in vars(module):

@@ -79,9 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out, on the CPU, what variants of ops would only prove once more.
 
-    Transformations and meshes are the business of `jax_gradops/_core.py` and `_sharding.py`, which
-    all ops share. So ops meet all combinations of them with dtypes and options; their variants meet
-    each transformation, mesh, dtype and option, with the kernels.
+    Transformations and meshes are the business of `jax_gradops/_kernel`, which all ops share. So
+    ops meet all combinations of them with dtypes and options; their variants meet each
+    transformation, mesh, dtype and option, with the kernels.
     """
     groups: dict[Any, list[Any]] = {}
     for item in items:

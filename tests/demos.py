@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jax_gradops._cli import demo
+from jax_gradops._tools.demo import command
 
 
 @contextlib.contextmanager
@@ -34,8 +34,8 @@ def as_users_have_it() -> Iterator[None]:
 
 def run(*options: object) -> int:
     parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return demo.run(parser.parse_args([str(o) for o in options]))
+    command.add_arguments(parser)
+    return command.run(parser.parse_args([str(o) for o in options]))
 
 
 def table(path: Path) -> list[dict[str, str]]:

@@ -77,8 +77,8 @@ def check_shard_map(tests: OpTests) -> None:
 
 def check_training() -> None:
     """Five steps of the demo's program, data parallel and FSDP, are those of one device."""
-    from jax_gradops._cli import meshes, settings, text
-    from jax_gradops._cli.program import Program
+    from jax_gradops._tools.demo import meshes, settings, text
+    from jax_gradops._tools.demo.program import Program
 
     jax.config.update("jax_enable_x64", False)
     corpus = text.load_corpus(None, 16)

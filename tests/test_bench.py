@@ -20,15 +20,7 @@ import pytest
 from jax_gradops import _registry
 from jax_gradops.__main__ import main
 from jax_gradops._cli import info
-from jax_gradops._cli.benchmark import (
-    cases,
-    clip_gate,
-    clip_loops,
-    clips,
-    peers,
-    timing,
-    trees,
-)
+from jax_gradops._tools.bench import cases, clip_gate, clip_loops, clips, peers, timing, trees
 
 TINY = ("--device", "cpu", "--shape", "5x33", "--rounds", "1", "--against", "xla")
 

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from jax_gradops.__main__ import main
-from jax_gradops._cli.benchmark import live, measuring, plots, record, timing
+from jax_gradops._tools.bench import live, measuring, plots, record, timing
 
 TINY = ("--device", "cpu", "--rounds", "1", "--op", "rms_norm", "--dtype", "f32")
 

@@ -15,13 +15,7 @@ import pytest
 
 import jax_gradops
 from jax_gradops.__main__ import main
-from jax_gradops._cli.benchmark import (
-    train,
-    train_curves,
-    train_gpt2,
-    train_profile,
-    train_resnet,
-)
+from jax_gradops._tools.bench import train, train_curves, train_gpt2, train_profile, train_resnet
 
 TRAIN = ("--suite", "train", "--device", "cpu", "--rounds", "1")
 

@@ -25,8 +25,10 @@ from conformance import EMPTY
 from transformations import vjp_of
 
 import jax_gradops
-from jax_gradops import _primitive, _registry, backward
-from jax_gradops._ops import bias_gelu, global_norm_kernels
+from jax_gradops import _registry, backward
+from jax_gradops._kernel import primitive
+from jax_gradops._ops.clip import kernels as global_norm_kernels
+from jax_gradops._ops.gelu import bias_gelu
 
 
 def test_every_row_has_a_test():
@@ -239,8 +241,8 @@ def _register(name: str, prefix: str) -> None:
 
 
 def _forget_traces() -> None:
-    _primitive._traced.cache_clear()
-    _primitive._compiled.cache_clear()
+    primitive._traced.cache_clear()
+    primitive._compiled.cache_clear()
     jax.clear_caches()  # jax 0.11 keeps the lowered form of jitted functions within
 
 

@@ -160,7 +160,7 @@ def test_resume_command(
     tmp_path: Path,
 ) -> None:
     """It runs as printed: with the Python that runs, and what is not in the checkpoint."""
-    runs = pytest.importorskip("jax_gradops._cli.runs")
+    runs = pytest.importorskip("jax_gradops._tools.demo.runs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", python.format(here=tmp_path))
     expected = command.format(here=tmp_path, demo="jax_gradops demo")
@@ -171,7 +171,7 @@ def test_resume_command(
 
 
 def test_demo_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = pytest.importorskip("jax_gradops._cli.runs")
+    runs = pytest.importorskip("jax_gradops._tools.demo.runs")
     in_use = jax_gradops.ImplementationInUse("xla", "built without CUDA: no nvcc")
     monkeypatch.setattr(jax_gradops, "implementation_in_use", lambda op: in_use)
     assert runs.describe_calls(2 * runs._CALL, None) == "2 native kernel calls"
@@ -214,7 +214,7 @@ def test_no_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 def test_reader_that_has_seen_enough(command: str, tmp_path: Path) -> None:
     """`| head`: no traceback, and the status that a shell gives for it."""
     if command.startswith("demo"):
-        pytest.importorskip("jax_gradops._cli.runs")
+        pytest.importorskip("jax_gradops._tools.demo.runs")
     reader, writer = os.pipe()
     os.close(reader)
     # Without a buffer, argparse takes no notice.

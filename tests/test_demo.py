@@ -15,8 +15,8 @@ import orbax.checkpoint as ocp
 import pytest
 from demos import interrupt_after, one_error, run, table
 
-from jax_gradops._cli import checkpoint, meshes, settings, text, text_run
-from jax_gradops._cli.program import Program
+from jax_gradops._tools.demo import checkpoint, meshes, settings, text, text_run
+from jax_gradops._tools.demo.program import Program
 
 STEPS = 40
 SENTENCES = "".join(
@@ -318,7 +318,7 @@ def test_resume_of_another_kind_of_checkpoint(change: dict[str, Any]):
 
 def test_write_follows_no_link(tmp_path: Path):
     """Not even where a link has the file's name; and permissions are the user's usual ones."""
-    from jax_gradops._cli import files
+    from jax_gradops._tools.demo import files
 
     (tmp_path / "elsewhere").write_text("mine")
     (tmp_path / "sample.txt").symlink_to(tmp_path / "elsewhere")
@@ -331,7 +331,7 @@ def test_write_follows_no_link(tmp_path: Path):
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path):
-    from jax_gradops._cli import files
+    from jax_gradops._tools.demo import files
 
     (tmp_path / "taken").mkdir()
     with pytest.raises(settings.DemoError, match="cannot write to"):

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from demos import interrupt_after, one_error, table
 
-from jax_gradops._cli import settings
+from jax_gradops._tools.demo import settings
 
-data = pytest.importorskip("jax_gradops._cli.digits.data")
-from jax_gradops._cli.digits import plots  # noqa: E402
-from jax_gradops._cli.digits import run as digits_run  # noqa: E402
-from jax_gradops._cli.digits.program import Program  # noqa: E402
+data = pytest.importorskip("jax_gradops._tools.demo.digits.data")
+from jax_gradops._tools.demo.digits import plots  # noqa: E402
+from jax_gradops._tools.demo.digits import run as digits_run  # noqa: E402
+from jax_gradops._tools.demo.digits.program import Program  # noqa: E402
 
 STEPS = 8
 SMALL = {"width": 4, "batch": 32}

@@ -20,7 +20,7 @@ import pytest
 
 import jax_gradops
 from jax_gradops import _implementation, _registry
-from jax_gradops.__main__ import COMMANDS, main
+from jax_gradops.__main__ import COMMANDS, carrier, main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -119,7 +119,7 @@ COMMAND_LINES = sorted({found[1] for c in commands() if (found := COMMAND.fullma
 def test_commands(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Options exist and go together; nothing is run."""
     args = shlex.split(line, comments=True)
-    module = importlib.import_module(f"jax_gradops._cli.{args[0]}")
+    module: Any = carrier(args[0])
     parsed: list[Any] = []
     monkeypatch.setattr(module, "run", lambda args: parsed.append(args) or 0)
     assert main(args) == 0

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import pytest
 
 import jax_gradops
-from jax_gradops import _core, _registry, _status
-from jax_gradops._cli.benchmark.cases import OPERATIONS
+from jax_gradops import _registry, _status
+from jax_gradops._kernel import invoke
+from jax_gradops._tools.bench.cases import OPERATIONS
 
 pytestmark = pytest.mark.newest_jax
 
@@ -114,10 +115,10 @@ def test_data_is_not_code():
 
 #: Where something stands that may change without notice, and why.
 PRIVATE = {
-    "_partitioning.py": {"jax._src"},  # names what custom_partitioning names by an address
+    "partitioning.py": {"jax._src"},  # names what custom_partitioning names by an address
 }
 #: JAX's own documentation has primitives' rules there ("How JAX primitives work").
-INTERPRETERS = {"_partitioning.py", "_primitive.py"}
+INTERPRETERS = {"partitioning.py", "primitive.py"}
 
 
 def test_no_private_jax():
@@ -253,9 +254,9 @@ def test_every_kernel_belongs_to_an_op():
     assert len(jax_gradops.EXPORT_DISABLED_CHECKS) == len(declared)
 
 
-def _all_kernels() -> set[_core.Kernel]:
+def _all_kernels() -> set[invoke.Kernel]:
     modules = [v for v in vars(_status).values() if inspect.ismodule(v)]
-    return {k for m in modules for k in vars(m).values() if isinstance(k, _core.Kernel)}
+    return {k for m in modules for k in vars(m).values() if isinstance(k, invoke.Kernel)}
 
 
 def test_every_kernel_is_sanitized():
@@ -288,12 +289,12 @@ def test_column_sum_workspace():
     for groups in (1, 3, 600, 100_000):
         for rows in (1, 511, 10**6):
             for features in (1, 1000, 2**24):
-                shape = _core.column_sum_workspace(groups, rows, features, 2)
+                shape = invoke.column_sum_workspace(groups, rows, features, 2)
                 assert (shape[0], *shape[2:]) == (groups, 2, features)
                 assert 1 <= shape[1] <= min(rows, 512)
                 assert groups * shape[1] <= max(512, groups) or features >= 2048
     for nothing in [(1, 0, 8, 2), (1, 8, 0, 2), (0, 8, 8, 2), (1, 8, 8, 0)]:
-        assert _core.column_sum_workspace(*nothing) == (0,)
+        assert invoke.column_sum_workspace(*nothing) == (0,)
 
 
 def test_cpu_offsets_have_64_bits():

@@ -20,7 +20,7 @@ from meshes import collectives, mesh
 
 import jax_gradops
 from jax_gradops import backward
-from jax_gradops._ops.batch_norm_kernels import BatchNorm, _Normalize
+from jax_gradops._ops.batch_norm.kernels import BatchNorm, _Normalize
 
 pytestmark = pytest.mark.newest_jax
 

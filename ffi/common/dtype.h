@@ -87,7 +87,7 @@ template <>
 inline constexpr ffi::DataType kDtype<BFloat16> = ffi::BF16;
 
 // Sums, statistics and parameters use Accum<T>. Mirrors accum_dtype in
-// jax_gradops/_array_types.py.
+// jax_gradops/_kernel/array_types.py.
 template <typename T>
 using Accum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

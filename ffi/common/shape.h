@@ -181,7 +181,7 @@ class RowChecker {
   }
 
   // Scratch for column sums, [groups, partial rows, sums, features] in ScratchDtype, as
-  // `column_sum_workspace` in jax_gradops/_core.py declares it. Returns the number of partial rows.
+  // `column_sum_workspace` in jax_gradops/_kernel/invoke.py declares it. Returns the number of partial rows.
   std::int64_t PartialRows(std::string_view name, const ffi::AnyBuffer& buffer, std::int64_t sums) {
     if (!ok() || sums == 0 || shape_.elements() == 0) return 0;
     const auto dims = buffer.dimensions();

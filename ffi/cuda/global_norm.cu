@@ -247,7 +247,7 @@ ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args,
   return ForTables<kCapacity>(kSum, args.leaves, args.groups, launch);
 }
 
-// Calls have few leaves: jax_gradops/_ops/global_norm_kernels.py.
+// Calls have few leaves: jax_gradops/_ops/clip/kernels.py.
 template <typename A>
 ffi::Error LaunchScale(cudaStream_t stream, const ScaleArgs& args) {
   const std::int64_t resident = std::int64_t{kScaleBlocks} * MultiprocessorCount();

@@ -73,7 +73,7 @@ struct SumOfSquaresArgs {
 };
 
 // More partial sums than this gain nothing, of one group, or of all together where each has one.
-// The workspace that jax_gradops/_ops/global_norm_kernels.py declares holds as many.
+// The workspace that jax_gradops/_ops/clip/kernels.py declares holds as many.
 inline constexpr std::int64_t kMaxPartialSums = 2048;
 
 // Squares of 16-bit floats are exact in float32. For a float32 result, a few of them may be summed

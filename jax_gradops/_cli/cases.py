@@ -17,7 +17,7 @@ import numpy as np
 
 import jax_gradops
 from jax_gradops import backward
-from jax_gradops._cli.benchmark import batch_norm_formulas, formulas
+from jax_gradops._tools.bench import batch_norm_formulas, formulas
 
 Tree: TypeAlias = Any
 DTYPES = ("float32", "bfloat16")

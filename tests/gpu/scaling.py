@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from jax_gradops._cli import meshes, settings, text
-from jax_gradops._cli.program import Program
+from jax_gradops._tools.demo import meshes, settings, text
+from jax_gradops._tools.demo.program import Program
 
 WINDOWS = 16  # of 1,024 characters, on each device
 MODEL: dict[str, Any] = {

@@ -1,0 +1,105 @@
+"""What `jax_gradops.nnx.fuse` does to a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from flax.nnx import bridge
+from jax.core import Tracer
+
+from jax_gradops._flax import common, nnx_calls
+from jax_gradops._flax.nnx_calls import FLAX
+
+# As they are at import: see _nnx.py.
+_LINEN_NORMS = (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
+_TO_NNX: Any = bridge.ToNNX
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseReport:
+    """What `fuse` did to a model.
+
+    Attributes:
+      changed: by path of the module in the model, what it is now.
+      left: by path, why a norm is as it was; or, of kinds that were asked for, a linear layer or a
+        subclass of `Sequential`.
+    """
+
+    changed: dict[str, str]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"fused {len(self.changed)}, left {len(self.left)}"]
+        lines += [f"  {path}: now {what}" for path, what in self.changed.items()]
+        lines += [f"  {path}: left, {why}" for path, why in self.left.items()]
+        return "\n".join(lines)
+
+
+def change(
+    model: Any, ours: Mapping[type, type], gelu: bool, linear: bool, residuals: str | None
+) -> FuseReport:
+    """Gives a model's modules the classes that `ours` has for Flax's, in place."""
+    wanted = {FLAX.Sequential: gelu, FLAX.Linear: linear}
+    ours = {flax: own for flax, own in ours.items() if wanted.get(flax, True)}
+    norms = ours[FLAX.LayerNorm], ours[FLAX.RMSNorm]
+    changed: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for path, module in modules_of("fuse", model):
+        kind = type(module)
+        why = _why_left(module, ours)
+        if why:
+            left[path] = why
+        elif kind in ours and (
+            kind is not FLAX.Sequential or len(nnx_calls.with_pairs(module)) < len(module.layers)
+        ):
+            object.__setattr__(module, "__class__", ours[kind])
+            changed[path] = f"jax_gradops.nnx.{ours[kind].__name__}"
+        if type(module) in norms and residuals not in (None, module.residuals):
+            name = f"jax_gradops.nnx.{type(module).__name__}"
+            if residuals == "output" and _has_zeros(module.scale):
+                changed[path] = f"{name}, without residuals={residuals!r}: its scale has zeros"
+            else:
+                module.residuals = residuals
+                changed[path] = f"{name}, residuals={residuals!r}"
+    return FuseReport(changed, left)
+
+
+def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
+    """All modules of a model, each once, by path."""
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"{function}: model must be a flax.nnx.Module, got {type(model).__name__}")
+    found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+    for path, module in found:
+        yield ".".join(map(str, path)) or "the model", module
+
+
+def _why_left(module: Any, ours: Mapping[type, type]) -> str:
+    """Why `fuse` does not change a module of a kind that is asked for; "" if nothing keeps it."""
+    kind = type(module)
+    if kind in (FLAX.Sequential, FLAX.Linear) or kind.__module__ == "jax_gradops.nnx":
+        return ""
+    if kind in ours:
+        return common.why_uncovered(module)
+    for flax, own in ours.items():
+        if isinstance(module, flax) and not isinstance(module, own):
+            return f"{kind.__name__} is a subclass of {flax.__name__}, maybe with code of its own"
+    if isinstance(module, _TO_NNX) and isinstance(module.to_nnx__module, _LINEN_NORMS):
+        return "a linen module: jax_gradops.linen has its like"
+    if FLAX.Linear in ours and isinstance(module, FLAX.LinearGeneral):
+        return f"no class for {kind.__name__}"
+    if isinstance(module, (FLAX.GroupNorm, FLAX.InstanceNorm, FLAX.WeightNorm, FLAX.SpectralNorm)):
+        return f"no kernel for {kind.__name__}"
+    return ""
+
+
+def _has_zeros(variable: Any) -> bool:
+    """Of a parameter that has values; one of an abstract model has none."""
+    value = None if variable is None else variable.get_value()
+    concrete = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer)
+    return concrete and not bool(jnp.all(value != 0))

@@ -1,0 +1,1 @@
+"""How a kernel is declared (`spec`) and run (`invoke`). It knows no op."""

@@ -1,0 +1,357 @@
+"""Operations whose derivatives JAX cannot lose: all are one primitive.
+
+JAX keeps a primitive's rules in every transformation. It drops those of `jax.custom_jvp` and
+`jax.custom_vjp` when it differentiates a loop: a second derivative through `jax.lax.scan` then
+differentiates what is inside them. An `Operation` says how it is computed, and may say how it is
+differentiated, transposed, vmapped and lowered. Operands and results are tuples of arrays; None
+stands for an absent one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from jax_gradops._kernel.array_types import for_each, match_vma
+
+Array: TypeAlias = jax.Array
+#: Arrays, None for absent ones.
+Operands: TypeAlias = Sequence[Any]
+
+#: Stands for a linear operand whose value is not known, in `Operation.transpose`.
+Unknown = ad.UndefinedPrimal
+
+
+class Axis(NamedTuple):
+    """An axis that `jax.vmap` maps."""
+
+    size: int
+    name: Any
+    spmd_name: Any
+
+
+class Operation:
+    """A computation with all that is static. Subclasses are hashable: frozen dataclasses."""
+
+    #: Positions of the operands in which the operation is linear, the others being constant.
+    linear: tuple[int, ...] = ()
+    #: Names of mapped axes over which the operation sums.
+    axis_names: tuple[Any, ...] = ()
+    #: Positions of the operands that need not vary over the mesh axes that others vary over.
+    unmatched: tuple[int, ...] = ()
+
+    def common(self, mapped: Sequence[bool]) -> tuple[int, ...]:
+        """Positions of the results that are the same for all indices of `axis_names`.
+
+        `mapped` says which operands have other values for each index.
+        """
+        del mapped
+        return ()
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        """The results."""
+        raise NotImplementedError
+
+    def formula(self, *operands: Any) -> tuple[Any, ...]:
+        """The results by operations that JAX can differentiate."""
+        return self.compute(*operands)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        """The results and their tangents. None stands for a tangent that is zero."""
+        present = [t is not None for t in tangents]
+
+        def of_tangents(*some: Array) -> tuple[Any, ...]:
+            return self.formula(*_merged(present, some, operands))
+
+        some = [t for t in tangents if t is not None]
+        primals = [o for o, p in zip(operands, present, strict=True) if p]
+        return self(*operands), jax.jvp(of_tangents, primals, some)[1]
+
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        """Cotangents of the operands that are `Unknown`, and None for the others."""
+        unknown = [isinstance(o, Unknown) for o in operands]
+        wanted = [ct is not None for ct in cotangents]
+
+        def of_unknown(*some: Array) -> list[Any]:
+            results = self.formula(*_merged(unknown, some, operands))
+            return [r for r, w in zip(results, wanted, strict=True) if w]
+
+        zeros = [ad.zeros_like_aval(o.aval) for o in operands if isinstance(o, Unknown)]
+        _, pullback = jax.vjp(of_unknown, *zeros)
+        found = pullback([ct for ct in cotangents if ct is not None])
+        return _merged(unknown, found, [None] * len(operands))
+
+    def vmapped(
+        self, axis: Axis, operands: Operands, mapped: Sequence[bool]
+    ) -> tuple[Operation, Operands]:
+        """The operation, and its operands, that give all results with a leading mapped axis."""
+        operands, mapped = list(operands), list(mapped)
+        must = {i for i in self.linear if operands[i] is not None}
+        if not any(mapped):  # each index has the same arrays, and knows of the others by a name
+            must.add(next(i for i, o in enumerate(operands) if o is not None))
+        like = next((o for o, m in zip(operands, mapped, strict=True) if m), None)
+        for i in must:
+            if not mapped[i]:
+                operands[i] = for_each(operands[i], axis.size, like)
+                mapped[i] = True
+        return Vmapped(self, tuple(mapped), axis), operands
+
+    def lower(self, lowering: Callable[[], Sequence[Any]], context: Any) -> Sequence[Any]:
+        """Makes the MLIR values of the results; `lowering` makes them of `compute`."""
+        del context
+        return lowering()
+
+    def _matched(self, operands: Operands) -> list[Array]:
+        """The operands that are present, varying over the same mesh axes."""
+        apart = [i in self.unmatched for i in range(len(operands))]
+        pairs = [(o, u) for o, u in zip(operands, apart, strict=True) if o is not None]
+        matched = match_vma(*(o for o, u in pairs if not u))
+        return _merged([not u for _, u in pairs], matched, [o for o, _ in pairs])
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        """The results, by the primitive."""
+        present = tuple(o is not None for o in operands)
+        arrays = self._matched(operands)
+        traced = _traced(self, present).trace(*arrays)
+        results, tree = jax.tree.flatten(traced.out_info, is_leaf=lambda r: r is None)
+        there = tuple(r is not None for r in results)
+        found = iter(
+            _operation.bind(*arrays, op=self, present=present, there=there, jaxpr=traced.jaxpr)
+        )
+        return jax.tree.unflatten(tree, [next(found) if t else None for t in there])
+
+
+def _merged(which: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """`others`, with the next one of `some` wherever `which` says so."""
+    found = iter(some)
+    return [next(found) if w else other for w, other in zip(which, others, strict=True)]
+
+
+def _spread(present: Sequence[bool], arrays: Sequence[Any]) -> list[Any]:
+    """Arrays in their places, None in those of absent ones."""
+    return _merged(present, arrays, [None] * len(present))
+
+
+# JAX's caches go by the identity of functions: a new one in each call would be traced again.
+@functools.lru_cache(maxsize=4096)
+def _traced(op: Operation, present: tuple[bool, ...]) -> Any:
+    return jax.jit(lambda *arrays: tuple(op.compute(*_spread(present, arrays))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Vmapped(Operation):
+    """An operation for each index of a mapped axis, the first of operands and results."""
+
+    op: Operation
+    mapped: tuple[bool, ...]
+    axis: Axis
+
+    @property
+    def linear(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.op.linear
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return tuple(name for name in self.op.axis_names if name != self.axis.name)
+
+    @property
+    def unmatched(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.op.unmatched
+
+    def common(self, mapped: Sequence[bool]) -> tuple[int, ...]:
+        return self.op.common(mapped)
+
+    def is_common(self, position: int) -> bool:
+        """Whether a result is the same for all indices, and so has no mapped axis."""
+        return self.axis.name in self.op.axis_names and position in self.op.common(self.mapped)
+
+    def _split(self, results: Operands) -> tuple[list[Any], list[Any]]:
+        """Results that have the mapped axis, and results that have none."""
+        common = [self.is_common(i) for i in range(len(results))]
+        pairs = list(zip(results, common, strict=True))
+        return [None if c else r for r, c in pairs], [r if c else None for r, c in pairs]
+
+    def _vmap(self, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Any:
+        return jax.vmap(
+            function,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            axis_size=self.axis.size,
+            axis_name=self.axis.name,
+            spmd_axis_name=self.axis.spmd_name,
+        )
+
+    @property
+    def _axes(self) -> tuple[int | None, ...]:
+        return tuple(0 if m else None for m in self.mapped)
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        def of_index(*some: Any) -> Any:
+            return self._split(self.op.compute(*some))
+
+        return _joined(*self._vmap(of_index, self._axes, (0, None))(*operands))
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        def of_index(operands: Operands, tangents: Operands) -> Any:
+            results, derivatives = self.op.jvp(operands, tangents)
+            return self._split(results), self._split(derivatives)
+
+        out_axes = (0, None), (0, None)
+        each = self._vmap(of_index, (self._axes, self._axes), out_axes)
+        results, derivatives = each(tuple(operands), tuple(tangents))
+        return _joined(*results), _joined(*derivatives)
+
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        unknown = [isinstance(o, Unknown) for o in operands]
+        known = tuple(None if u else o for o, u in zip(operands, unknown, strict=True))
+        mapped, common = self._split(cotangents)
+        # Each index sums up the cotangents of all indices.
+        parts = [None if ct is None else ct / self.axis.size for ct in common]
+
+        missing = [Unknown(_of_index(o.aval)) for o in operands if isinstance(o, Unknown)]
+
+        def of_index(known: Operands, mapped: Operands, parts: Operands) -> tuple[Any, ...]:
+            given = _joined(mapped, parts)
+            return tuple(self.op.transpose(_merged(unknown, missing, known), given))
+
+        return self._vmap(of_index, (self._axes, 0, None), 0)(known, mapped, parts)
+
+
+def _of_index(mapped: Any) -> Any:
+    """The type of one element along the first axis."""
+    sharding = mapped.sharding
+    spec = PartitionSpec(*sharding.spec[1:])
+    return mapped.update(shape=mapped.shape[1:], sharding=sharding.update(spec=spec))
+
+
+def _joined(some: Operands, others: Operands) -> tuple[Any, ...]:
+    """What `Vmapped._split` has split."""
+    return tuple(o if s is None else s for s, o in zip(some, others, strict=True))
+
+
+def unchanged(operands: Operands, result: Array, tangents: Operands, *static: Any) -> Array:
+    """The derivative of a `Function` that only rounds its operand: none of the rounding."""
+    del operands, result, static
+    return tangents[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Function(Operation):
+    """A function of one result with a derivative of its own.
+
+    Attributes:
+      function: from operands and static arguments to an array.
+      derivative: from operands, the result, tangents (None for zero) and static arguments to the
+        tangent of the result.
+      static: static arguments.
+    """
+
+    function: Callable[..., Array]
+    derivative: Callable[..., Array]
+    static: tuple[Any, ...] = ()
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        return (self.function(*operands, *self.static),)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        results = self(*operands)
+        return results, (self.derivative(operands, results[0], tangents, *self.static),)
+
+
+# --- The primitive's rules ------------------------------------------------------------------------
+
+_operation = Primitive("jax_gradops")
+_operation.multiple_results = True
+
+
+@_operation.def_abstract_eval
+def _types(*_: Any, jaxpr: Any, **static: Any) -> list[Any]:
+    del static
+    return jaxpr.out_avals
+
+
+@_operation.def_impl
+def _run(*arrays: Array, op: Operation, present: tuple[bool, ...], **static: Any) -> list[Array]:
+    del static
+    with jax.disable_jit(False):  # a kernel is an operation of a compiled program
+        return jax.tree.leaves(_traced(op, present)(*arrays))
+
+
+def _jvp(
+    arrays: Sequence[Array],
+    tangents: Sequence[Any],
+    *,
+    op: Operation,
+    present: tuple[bool, ...],
+    **static: Any,
+) -> tuple[list[Array], list[Any]]:
+    del static
+    given = [None if isinstance(t, ad.Zero) else t for t in tangents]
+    results, derivatives = op.jvp(_spread(present, arrays), _spread(present, given))
+    pairs = [(r, d) for r, d in zip(results, derivatives, strict=True) if r is not None]
+    zero = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r, _ in pairs]
+    return [r for r, _ in pairs], [
+        z if d is None else d for (_, d), z in zip(pairs, zero, strict=True)
+    ]
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *arrays: Any,
+    op: Operation,
+    present: tuple[bool, ...],
+    there: tuple[bool, ...],
+    **static: Any,
+) -> list[Any]:
+    del static
+    given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
+    if all(ct is None for ct in given):
+        return [None] * len(arrays)
+    found = op.transpose(_spread(present, arrays), _spread(there, given))
+    return [f for f, p in zip(found, present, strict=True) if p]
+
+
+def _batch(
+    axis_data: Any,
+    arrays: Sequence[Array],
+    axes: Sequence[int | None],
+    *,
+    op: Operation,
+    present: tuple[bool, ...],
+    **static: Any,
+) -> tuple[list[Array], list[int | None]]:
+    del static
+    mapped = [axis is not None for axis in axes]
+    if any(mapped) or axis_data.name in op.axis_names:
+        moved = [
+            a if i is None else jnp.moveaxis(a, i, 0) for a, i in zip(arrays, axes, strict=True)
+        ]
+        axis = Axis(axis_data.size, axis_data.name, axis_data.spmd_name)
+        op, operands = op.vmapped(
+            axis, _spread(present, moved), _merged(present, mapped, [False] * len(present))
+        )
+        results = [(i, r) for i, r in enumerate(op(*operands)) if r is not None]
+        common = [isinstance(op, Vmapped) and op.is_common(i) for i, _ in results]
+        return [r for _, r in results], [None if c else 0 for c in common]
+    results = [r for r in op(*_spread(present, arrays)) if r is not None]
+    return results, [None] * len(results)
+
+
+def _lower(context: Any, *values: Any, op: Operation, jaxpr: Any, **static: Any) -> Sequence[Any]:
+    del static
+    inline = mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)
+    return op.lower(lambda: inline(context, *values), context)
+
+
+ad.primitive_jvps[_operation] = _jvp
+ad.primitive_transposes[_operation] = _transpose
+batching.fancy_primitive_batchers[_operation] = _batch
+mlir.register_lowering(_operation, _lower)

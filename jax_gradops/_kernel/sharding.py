@@ -1,0 +1,79 @@
+"""How one kernel call runs on sharded arrays, by the kind of mesh.
+
+- Explicit axes: shardings are part of types, so the operands are resharded, the results' shardings
+  declared, and within the call these axes are Auto;
+- Auto axes, or no mesh in the context: `custom_partitioning` with a Shardy rule
+  (`partitioning.py`);
+- Manual axes only (inside `shard_map`): a plain call, as arrays are one device's already.
+
+A mesh may have axes of all three kinds. A bare `ffi_call` would gather the whole batch to every
+device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+from jax_gradops._kernel.array_types import Arrays, axes_of, mesh_of
+from jax_gradops._kernel.layout import Layout, layout_of
+from jax_gradops._kernel.partitioning import Compute, Partitioned
+
+if TYPE_CHECKING:
+    from jax_gradops._kernel.invoke import Call
+
+
+def sharded(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:
+    """The kernel on arrays that may be sharded, by the kinds of the mesh's axes.
+
+    `name` is the program's for this call, with all that is static.
+    """
+
+    def op(*arrays: jax.Array) -> Arrays:
+        explicit = axes_of(AxisType.Explicit, mesh_of(arrays))
+        return (_explicit if explicit else _within_types)(call, compute, name)(*arrays)
+
+    return op
+
+
+def _within_types(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:
+    """The kernel on arrays that are not spread by their types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(axes_of(AxisType.Auto, mesh).values()) > 1:
+        return Partitioned(call, compute, mesh, name)
+    return functools.partial(compute, call)  # arrays are one device's already
+
+
+def reshard_operands(
+    call: Call, arrays: Sequence[jax.Array]
+) -> tuple[list[jax.Array], Layout | None]:
+    """On an Explicit mesh: operands sharded as the kernel can work with them, and the layout."""
+    mesh = mesh_of(arrays)
+    if not axes_of(AxisType.Explicit, mesh):
+        return list(arrays), None
+    types = [jax.typeof(a) for a in arrays]
+    layout = layout_of(call, [t.sharding.spec for t in types], [t.ndim for t in types])
+    return [
+        jax.sharding.reshard(a, NamedSharding(mesh, s))
+        for a, s in zip(arrays, layout.operands, strict=True)
+    ], layout
+
+
+def _explicit(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:
+    def op(*arrays: jax.Array) -> Arrays:
+        operands, layout = reshard_operands(call, arrays)
+        assert layout is not None
+        mesh = mesh_of(arrays)
+        within: Any = jax.sharding.auto_axes(
+            lambda *a: _within_types(call, compute, name)(*a),
+            axes=tuple(axes_of(AxisType.Explicit, mesh)),
+            out_sharding=tuple(NamedSharding(mesh, s) for s in layout.results),
+        )
+        return within(*operands)
+
+    return op

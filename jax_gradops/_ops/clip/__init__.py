@@ -1,0 +1,1 @@
+"""Clipping by the global norm."""

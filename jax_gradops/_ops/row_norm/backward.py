@@ -1,0 +1,340 @@
+"""Layer norm without autodiff, and what RMS norm has in common with it: `jax_gradops.backward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from jax_gradops import _checks
+from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._ops.row_norm.arguments import Arguments
+from jax_gradops._ops.row_norm.kernels import Norm, differentiate, forward_by_statistics
+from jax_gradops._ops.row_norm.kernels import forward as _forward
+from jax_gradops._ops.row_norm.reference import inverse_deviation
+
+# --- What all have in common ---------------------------------------------------------------------
+
+
+def run_forward(
+    op: str,
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    begin_norm_axis: int,
+    epsilon: float,
+    scale_offset: float,
+    implementation: Implementation,
+) -> tuple[Any, ...]:
+    """y, mean or None, rstd."""
+    arguments = Arguments.of(op, "x", x, begin_norm_axis)
+    y, mean, rstd = _forward(
+        arguments.flat(arguments.x),
+        arguments.parameter("scale", scale),
+        arguments.parameter("bias", bias),
+        norm=Norm(
+            centered=op.startswith("layer_norm"),
+            epsilon=_checks.epsilon(op, epsilon, arguments.accum_dtype),
+            scale_offset=_checks.number(op, "scale_offset", scale_offset),
+            implementation=resolve_implementation(implementation, op),
+        ),
+    )
+    return arguments.whole(y), mean, rstd
+
+
+def run_backward(
+    op: str,
+    dy: ArrayLike,
+    arguments: Arguments,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    statistics: Callable[[Arguments], tuple[jax.Array | None, jax.Array]],
+    wanted: dict[str, tuple[Any, Any]],
+    scale_offset: float,
+    implementation: Implementation,
+) -> tuple[Any, Any, Any]:
+    """dx, dscale, dbias.
+
+    `statistics` gives mean and rstd in the accumulation dtype. `wanted` has the parameter's shape
+    and dtype for dscale and dbias.
+    """
+    wide, dy = arguments.with_cotangent(dy)
+    several = len(wide.normalized_shape) > 1
+    # A gradient that is summed further, over normalised axes, is rounded after that.
+    dtypes = tuple(
+        (name, (wide.accum_dtype if several else dtype).name) for name, (_, dtype) in wanted.items()
+    )
+    dx, *gradients = differentiate(
+        dy,
+        wide.flat(wide.x),
+        wide.parameter("scale", scale),
+        wide.parameter("bias", bias),
+        *statistics(wide),
+        norm=Norm(
+            centered=op.startswith("layer_norm"),
+            scale_offset=_checks.number(op, "scale_offset", scale_offset),
+            residuals="output" if op.endswith("from_output") else "input",
+            implementation=resolve_implementation(implementation, op),
+        ),
+        dtypes=dtypes,
+    )
+    named = zip(("dscale", "dbias"), gradients, strict=True)
+    dscale, dbias = (None if g is None else wide.gradient(g, *wanted[name]) for name, g in named)
+    return wide.whole(dx).astype(arguments.x.dtype), dscale, dbias
+
+
+def only_rstd(rstd: ArrayLike) -> Callable[[Arguments], tuple[None, jax.Array]]:
+    """The statistics of `run_backward` where there is no mean."""
+    return lambda wide: (None, wide.statistic("rstd", rstd))
+
+
+def wanted_gradients(op: str, **parameters: ArrayLike | None) -> dict[str, tuple[Any, Any]]:
+    """Shape and dtype of the gradient of each parameter that is there."""
+    given = {name: _checks.array(op, name, p) for name, p in parameters.items() if p is not None}
+    return {f"d{name}": (array.shape, array.dtype) for name, array in given.items()}
+
+
+# --- Layer norm ----------------------------------------------------------------------------------
+
+
+def layer_norm_forward(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    begin_norm_axis: int = -1,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    mean: ArrayLike | None = None,
+    variance: ArrayLike | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    r"""Layer norm, and the statistics that its gradient needs.
+
+    .. math:: y = (x - \text{mean})\,\text{rstd}\,(\text{scale} + \text{scale\_offset})
+              + \text{bias}, \qquad \text{rstd} = 1 / \sqrt{\text{var} + \text{epsilon}}
+
+    Args:
+      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
+      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
+      bias: as `scale`. None: no bias.
+      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance; finite, at least 0.
+      scale_offset: a number added to `scale`, if there is one.
+      mean: None, or given means in place of each row's own: in shape ``x.shape[:begin_norm_axis]``,
+        or with an axis of size 1 for each normalised one; any of the four dtypes. Not without
+        `variance`.
+      variance: as `mean`: given variances.
+      implementation: as in `jax_gradops.layer_norm`. Given statistics have no kernel.
+
+    Returns:
+      ``(y, mean, rstd)``: y of x's shape and dtype; mean and 1/sqrt(var + epsilon) of shape
+      ``x.shape[:begin_norm_axis]``, in float32 (float64 for float64).
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number; if one of `mean` and `variance` is given
+        without the other; for ``implementation="ffi"`` without a kernel.
+
+    Numerics are as in `jax_gradops.layer_norm`.
+
+    With given statistics, this is oneDNN's layer normalization with ``use_global_stats``: y by
+    these numbers, in `jax.numpy`, as XLA fuses such an operation with its neighbours. JAX
+    differentiates it in x, the parameters and the statistics.
+
+    References:
+      oneDNN, Layer Normalization: https://oneapi-src.github.io/oneDNN/dev_guide_layer_normalization.html
+      Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
+
+    >>> import jax.numpy as jnp
+    >>> from jax_gradops import backward
+    >>> y, mean, rstd = backward.layer_norm_forward(jnp.array([[1.0, 3.0]]))
+    >>> print(mean, rstd.round(3))
+    [2.] [1.]
+    """
+    op = "layer_norm_forward"
+    if mean is None and variance is None:
+        options = (begin_norm_axis, epsilon, scale_offset, implementation)
+        return run_forward(op, x, scale, bias, *options)  # type: ignore[return-value]
+    if mean is None or variance is None:
+        missing = "mean" if mean is None else "variance"
+        raise ValueError(f"{op}: mean and variance must be given together, {missing} is missing")
+    if implementation == "ffi":
+        raise ValueError(
+            f"{op}: implementation='ffi' is not available with given statistics. Use "
+            "implementation=None: XLA fuses such an operation with its neighbours"
+        )
+    resolve_implementation(implementation, op)
+    arguments = Arguments.of(op, "x", x, begin_norm_axis)
+    epsilon = _checks.epsilon(op, epsilon, arguments.accum_dtype)
+    center = arguments.statistic("mean", mean)
+    rstd = inverse_deviation(arguments.statistic("variance", variance), epsilon)
+    y = forward_by_statistics(
+        arguments.flat(arguments.x),
+        arguments.parameter("scale", scale),
+        arguments.parameter("bias", bias),
+        center,
+        rstd,
+        norm=Norm(centered=True, scale_offset=_checks.number(op, "scale_offset", scale_offset)),
+    )
+    return arguments.whole(y), center, rstd
+
+
+def layer_norm_backward(
+    dy: ArrayLike,
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    mean: ArrayLike,
+    rstd: ArrayLike | None = None,
+    *,
+    variance: ArrayLike | None = None,
+    epsilon: float = 1e-5,
+    begin_norm_axis: int = -1,
+    has_bias: bool = True,
+    scale_offset: float = 0.0,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    r"""The gradient of layer norm, from the input and its statistics.
+
+    .. math:: \hat x = (x - \text{mean})\,\text{rstd}, \qquad d = dy \cdot \gamma, \qquad
+              dx = \bigl(d - \overline{d} - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
+
+    with γ = scale + scale_offset and means over the normalised axes; dscale and dbias are the sums
+    of dy·x̂ and of dy over all other axes. ONNX Runtime's LayerNormalizationGrad (with its saved
+    ``inv_std_dev`` as `rstd`) and oneDNN Graph's LayerNormBackward (with `variance` and `epsilon`;
+    ``use_affine=False`` is ``scale=None, has_bias=False``).
+
+    Args:
+      dy: the cotangent of y, of x's shape; any of the four dtypes (see below).
+      x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape with at
+        least one axis.
+      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
+      mean: of each row, in shape ``x.shape[:begin_norm_axis]``, or with an axis of size 1 for each
+        normalised one; any of the four dtypes. It is used as given, also where it is not the row's.
+      rstd: 1/sqrt(variance + epsilon) of each row, as `mean`.
+      variance: the biased variance of each row, as `mean`: in place of `rstd`.
+      epsilon: added to `variance`; finite, at least 0. Not used with `rstd`.
+      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
+      has_bias: whether dbias is wanted.
+      scale_offset: the number that the forward operator added to `scale`.
+      implementation: as in `jax_gradops.layer_norm`.
+
+    Returns:
+      ``(dx, dscale, dbias)``: dx of x's shape and dtype; dscale of scale's, None if that is None;
+      dbias of scale's shape and dtype too (without a scale: of shape
+      ``x.shape[begin_norm_axis:]`` and x's dtype), None without `has_bias`.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a shape, an axis or a number out of range; unless exactly one of `rstd` and
+        `variance` is given; for ``implementation="ffi"`` where there is no kernel.
+
+    All arithmetic is in float32 (float64 for float64), each result is rounded once, and sums over
+    rows have a fixed order.
+
+    A saved mean has been rounded to float32 (float64 for float64). Where the mean of x − mean is
+    within that rounding, a few units in the last place of `mean`, it is taken off, too: rows whose
+    mean is large beside their deviation stay exact. A larger difference is no rounding. Statistics
+    that are not the row's own are used as they are.
+
+    Where dy and x differ in dtype (ONNX Runtime's types V and T), both are converted to the wider
+    one first, which is a pass over memory. dx is rounded to x's dtype at the end.
+
+    References:
+      ONNX Runtime, LayerNormalizationGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
+      oneDNN Graph, LayerNormBackward: https://oneapi-src.github.io/oneDNN/dev_guide_op_layernormbackward.html
+
+    >>> import jax.numpy as jnp
+    >>> from jax_gradops import backward
+    >>> x, dy = jnp.array([[1.0, 3.0]]), jnp.array([[1.0, 0.0]])
+    >>> dx, dscale, dbias = backward.layer_norm_backward(
+    ...     dy, x, jnp.ones(2), mean=jnp.array([2.0]), variance=jnp.array([1.0]))
+    >>> print(dscale.round(3), dbias)
+    [-1.  0.] [1. 0.]
+    """
+    op = "layer_norm_backward"
+    arguments = Arguments.of(op, "x", x, begin_norm_axis)
+    epsilon = _checks.epsilon(op, epsilon, arguments.accum_dtype)
+    if (rstd is None) == (variance is None):
+        raise ValueError(
+            f"{op}: exactly one of rstd and variance must be given, got "
+            + ("neither" if rstd is None else "both")
+        )
+
+    def statistics(wide: Arguments) -> tuple[jax.Array, jax.Array]:
+        if rstd is not None:
+            inverse = wide.statistic("rstd", rstd)
+        else:
+            assert variance is not None
+            inverse = inverse_deviation(wide.statistic("variance", variance), epsilon)
+        return wide.statistic("mean", mean), inverse
+
+    wanted = wanted_gradients(op, scale=scale)
+    if _checks.flag(op, "has_bias", has_bias):
+        without_scale = (arguments.normalized_shape, arguments.x.dtype)
+        wanted["dbias"] = wanted.get("dscale", without_scale)
+    options = (wanted, scale_offset, implementation)
+    return run_backward(op, dy, arguments, scale, None, statistics, *options)
+
+
+def layer_norm_backward_from_output(
+    dy: ArrayLike,
+    y: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    rstd: ArrayLike,
+    *,
+    begin_norm_axis: int = -1,
+    scale_offset: float = 0.0,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    r"""The gradient of layer norm, from its output.
+
+    .. math:: \hat x = (y - \text{bias}) / \gamma, \qquad d = dy \cdot \gamma, \qquad
+              dx = \bigl(d - \overline{d} - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
+
+    with γ = scale + scale_offset. ONNX Runtime's InvertibleLayerNormalizationGrad:
+    `layer_norm_backward` with another x̂, which is 0 where γ is 0. That makes dscale 0 there; other
+    columns are not touched. How exact it is: ``residuals="output"`` in `jax_gradops.layer_norm`.
+
+    Args:
+      dy: the cotangent of y, of y's shape; any of the four dtypes.
+      y: the output of the forward operator: float16, bfloat16, float32 or float64, any shape with
+        at least one axis.
+      scale: shape ``y.shape[begin_norm_axis:]``, or, when several axes are normalised, also
+        ``(y.shape[-1],)``; any of the four dtypes. None: no scale.
+      bias: as `scale`. None: no bias.
+      rstd: 1/sqrt(variance + epsilon) of each row, in shape ``y.shape[:begin_norm_axis]``, or with
+        an axis of size 1 for each normalised one; any of the four dtypes.
+      begin_norm_axis: first normalised axis, in ``[-y.ndim, y.ndim)``.
+      scale_offset: the number that the forward operator added to `scale`.
+      implementation: as in `jax_gradops.layer_norm`.
+
+    Returns:
+      ``(dx, dscale, dbias)``: dx of y's shape and dtype, dscale of scale's and dbias of bias's;
+      None for a parameter that is None.
+
+    Raises:
+      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
+      ValueError: for a wrong shape or axis; for ``implementation="ffi"`` where there is no kernel.
+
+    References:
+      ONNX Runtime, InvertibleLayerNormalizationGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
+
+    >>> import jax.numpy as jnp
+    >>> from jax_gradops import backward
+    >>> y, dy = jnp.array([[-1.0, 1.0]]), jnp.array([[1.0, 0.0]])
+    >>> dx, dscale, dbias = backward.layer_norm_backward_from_output(
+    ...     dy, y, jnp.ones(2), None, rstd=jnp.array([1.0]))
+    >>> print(dscale, dbias)
+    [-1.  0.] None
+    """
+    op = "layer_norm_backward_from_output"
+    arguments = Arguments.of(op, "y", y, begin_norm_axis)
+    wanted = wanted_gradients(op, scale=scale, bias=bias)
+    options = (only_rstd(rstd), wanted, scale_offset, implementation)
+    return run_backward(op, dy, arguments, scale, bias, *options)

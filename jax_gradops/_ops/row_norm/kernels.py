@@ -1,0 +1,311 @@
+"""The kernels of layer norm and RMS norm, and their differentiation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_gradops._implementation import Implementation
+from jax_gradops._kernel.array_types import match_vma, reshard_like
+from jax_gradops._kernel.invoke import Kernel, Result, column_sum_workspace
+from jax_gradops._kernel.primitive import Operands, Operation, Unknown
+from jax_gradops._ops.row_norm import reference as reference
+
+#: What the backward pass is given: the op's input and statistics, or its output and 1/deviation.
+Residuals: TypeAlias = Literal["input", "output"]
+
+LAYER_NORM_FWD = Kernel(
+    name="layer_norm_fwd",
+    operands={"x": "nd", "residual": "nd", "residual_bias": "d", "scale": "d", "bias": "d"},
+    results={
+        "y": Result("nd", "x"),
+        "sum": Result("nd", "x"),
+        "mean": Result("n"),
+        "rstd": Result("n"),
+    },
+    reference=reference.layer_norm_fwd,
+    whole="d",
+)
+LAYER_NORM_BWD = Kernel(
+    name="layer_norm_bwd",
+    operands={"dy": "nd", "x": "nd", "dsum": "nd", "scale": "d", "mean": "n", "rstd": "n"},
+    results={
+        "dx": Result("nd", "x"),
+        "dscale": Result("d"),
+        "dbias": Result("d"),
+        "dresidual_bias": Result("d"),
+    },
+    reference=reference.layer_norm_bwd,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
+    name="layer_norm_bwd_from_output",
+    operands={"dy": "nd", "y": "nd", "dsum": "nd", "scale": "d", "bias": "d", "rstd": "n"},
+    results={
+        "dx": Result("nd", "x"),
+        "dscale": Result("d"),
+        "dbias": Result("d"),
+        "dresidual_bias": Result("d"),
+    },
+    reference=reference.layer_norm_bwd_from_output,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+RMS_NORM_FWD = Kernel(
+    name="rms_norm_fwd",
+    operands={"x": "nd", "residual": "nd", "residual_bias": "d", "scale": "d"},
+    results={"y": Result("nd", "x"), "sum": Result("nd", "x"), "rstd": Result("n")},
+    reference=reference.rms_norm_fwd,
+    whole="d",
+)
+RMS_NORM_BWD = Kernel(
+    name="rms_norm_bwd",
+    operands={"dy": "nd", "x": "nd", "dsum": "nd", "scale": "d", "rstd": "n"},
+    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dresidual_bias": Result("d")},
+    reference=reference.rms_norm_bwd,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+RMS_NORM_BWD_FROM_OUTPUT = Kernel(
+    name="rms_norm_bwd_from_output",
+    operands={"dy": "nd", "y": "nd", "dsum": "nd", "scale": "d", "rstd": "n"},
+    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dresidual_bias": Result("d")},
+    reference=reference.rms_norm_bwd_from_output,
+    whole="d",
+    workspace=column_sum_workspace,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm with all that is static."""
+
+    centered: bool  # layer norm, else RMS norm
+    epsilon: float = -1.0  # of a gradient from saved statistics, not known
+    scale_offset: float = 0.0
+    residuals: Residuals = "input"
+    implementation: Implementation = None
+
+    def prepare(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None,
+        residual_bias: jax.Array | None,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+    ) -> tuple[Any, ...]:
+        """The operands of `forward`, with types that belong together."""
+        if self.centered:
+            return LAYER_NORM_FWD.prepare(x, residual, residual_bias, scale, bias)
+        return *RMS_NORM_FWD.prepare(x, residual, residual_bias, scale), None
+
+    def forward(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None,
+        residual_bias: jax.Array | None,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        statistics: bool = True,
+    ) -> tuple[Any, ...]:
+        """y, the sum or None, mean or None, rstd; without `statistics`, None for the last two."""
+        options = {
+            "epsilon": np.float64(self.epsilon),
+            "scale_offset": np.float64(self.scale_offset),
+            "skip": [
+                *(["sum"] if residual is None else []),
+                *([] if statistics else ["mean", "rstd"]),
+            ],
+            "implementation": self.implementation,
+        }
+        if self.centered:
+            return LAYER_NORM_FWD(x, residual, residual_bias, scale, bias, **options)
+        y, total, rstd = RMS_NORM_FWD(x, residual, residual_bias, scale, **options)
+        return y, total, None, rstd
+
+    def backward(
+        self,
+        dy: jax.Array,
+        dsum: jax.Array | None,
+        saved: jax.Array,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        mean: jax.Array | None,
+        rstd: jax.Array,
+        dtypes: Mapping[str, Any],
+    ) -> tuple[Any, ...]:
+        """dx, dscale, dbias, dresidual_bias; None for those of parameters without one in `dtypes`.
+
+        `saved` is what was normalised, or y.
+        """
+        sums = ["dscale", *(["dbias"] if self.centered else []), "dresidual_bias"]
+        options = {
+            "scale_offset": np.float64(self.scale_offset),
+            "skip": [name for name in sums if name not in dtypes],
+            "dtypes": dtypes,
+            "implementation": self.implementation,
+        }
+        if self.centered and self.residuals == "input":
+            options["epsilon"] = np.float64(self.epsilon)
+            return LAYER_NORM_BWD(dy, saved, dsum, scale, mean, rstd, **options)
+        if self.centered:
+            return LAYER_NORM_BWD_FROM_OUTPUT(dy, saved, dsum, scale, bias, rstd, **options)
+        kernel = RMS_NORM_BWD if self.residuals == "input" else RMS_NORM_BWD_FROM_OUTPUT
+        dx, dscale, dresidual_bias = kernel(dy, saved, dsum, scale, rstd, **options)
+        return dx, dscale, None, dresidual_bias
+
+
+# --- Differentiation -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Normalize(Operation):
+    """y, the sum or None, mean or None, rstd of `Norm.forward`'s operands.
+
+    Without `statistics`, the last two are None. The derivative needs them, y by itself does not: of
+    short rows they are as many bytes as y.
+    """
+
+    norm: Norm
+    statistics: bool = False
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        return self.norm.forward(*operands, statistics=self.statistics)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        if not self.statistics:
+            results, derivatives = dataclasses.replace(self, statistics=True).jvp(
+                operands, tangents
+            )
+            return [*results[:2], None, None], [*derivatives[:2], None, None]
+        x, residual, residual_bias, scale, bias = operands
+        y, total, mean, rstd = results = self(*operands)
+        name = "layer_norm" if self.norm.centered else "rms_norm"
+        rstd = checkpoint_name(rstd, f"{name}_rstd")
+        if self.norm.residuals == "output":
+            saved, mean = y, None
+        else:
+            saved = x if residual is None else total
+            mean = None if mean is None else checkpoint_name(mean, f"{name}_mean")
+        parameters = {"dscale": scale, "dbias": bias, "dresidual_bias": residual_bias}
+        dtypes = tuple((n, p.dtype.name) for n, p in parameters.items() if p is not None)
+        linear = _Tangents(self.norm, dtypes)
+        derivatives = linear(saved, scale, bias, mean, rstd, *tangents)
+        return results, [
+            d if r is not None else None for d, r in zip(derivatives, results, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangents(Operation):
+    """Tangents of `_Normalize`'s results, whose transpose is the backward pass.
+
+    Operands are what was saved (as in `Norm.backward`), and the tangents of `_Normalize`'s
+    operands.
+    """
+
+    norm: Norm
+    dtypes: tuple[tuple[str, str], ...]
+    linear = (5, 6, 7, 8, 9)
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        return reference.tangents(
+            *operands,
+            scale_offset=self.norm.scale_offset,
+            centered=self.norm.centered,
+            from_output=self.norm.residuals == "output",
+        )
+
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        dy, dsum, dmean, drstd = cotangents
+        if dy is None or dmean is not None or drstd is not None:
+            return super().transpose(operands, cotangents)
+        known, tangents = operands[:5], operands[5:]
+        unknown = [isinstance(t, Unknown) for t in tangents]
+        names = (None, None, "dresidual_bias", "dscale", "dbias")
+        wanted = [name for name, u in zip(names, unknown, strict=True) if u]
+        dtypes = {name: dtype for name, dtype in self.dtypes if name in wanted}
+        saved, scale, bias, mean, rstd = known
+        dx, dscale, dbias, dresidual_bias = self.norm.backward(
+            dy, dsum, saved, scale, bias, mean, rstd, dtypes
+        )
+        found = (dx, dx, dresidual_bias, dscale, dbias)
+        return [*[None] * 5, *(f if u else None for f, u in zip(found, unknown, strict=True))]
+
+
+# --- What is traced: x is [..., *normalized_shape flattened], parameters are flat -----------------
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def normalize(
+    x: jax.Array,
+    residual: jax.Array | None,
+    residual_bias: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    norm: Norm,
+) -> tuple[jax.Array, jax.Array | None]:
+    """y, and the sum where there is a residual; differentiable."""
+    operands = norm.prepare(x, residual, residual_bias, scale, bias)
+    results: Any
+    if norm.implementation == "xla":  # differentiated by JAX itself
+        results = norm.forward(*operands)[:2]
+    else:
+        results = _Normalize(norm)(*operands)[:2]
+    y, total = results
+    return reshard_like(y, x), None if total is None else reshard_like(total, x)
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def forward(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, norm: Norm
+) -> tuple[Any, ...]:
+    """y, mean or None, rstd."""
+    operands = norm.prepare(x, None, None, scale, bias)
+    by = norm.forward if norm.implementation == "xla" else _Normalize(norm, statistics=True)
+    y, _, mean, rstd = by(*operands)
+    return reshard_like(y, x), mean, rstd
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def forward_by_statistics(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    rstd: jax.Array,
+    *,
+    norm: Norm,
+) -> jax.Array:
+    """Layer norm by these statistics."""
+    spread, _, _, scale, bias = norm.prepare(x, None, None, scale, bias)
+    y = reference.layer_norm_by_statistics(
+        spread, scale, bias, mean, rstd, scale_offset=norm.scale_offset
+    )
+    return reshard_like(y, x)
+
+
+@functools.partial(jax.jit, static_argnames=("norm", "dtypes"))
+def differentiate(
+    dy: jax.Array,
+    saved: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    *,
+    norm: Norm,
+    dtypes: tuple[tuple[str, Any], ...],
+) -> tuple[Any, ...]:
+    """dx, dscale, dbias as `Norm.backward`."""
+    operands: list[Any] = list(match_vma(dy, saved, scale, bias, mean, rstd))
+    dx, dscale, dbias, _ = norm.backward(operands[0], None, *operands[1:], dtypes=dict(dtypes))
+    return reshard_like(dx, saved), dscale, dbias

@@ -1,0 +1,281 @@
+"""What the kernels of layer norm and RMS norm mean, in `jax.numpy`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_gradops._kernel.array_types import Arrays, accum_dtype
+from jax_gradops._kernel.invoke import along_features
+from jax_gradops._kernel.primitive import Function, unchanged
+
+Array = jax.Array
+
+
+def _row_mean(x: Array) -> Array:
+    n: Any = x.shape[-1]
+    if not isinstance(n, int):  # a symbolic dimension of jax.export
+        n = jnp.asarray(n).astype(x.dtype)
+    elif n == 0:
+        n = 1
+    return jnp.sum(x, -1, keepdims=True) / n
+
+
+def _along(parameter: Array | None, like: Array, offset: float = 0.0) -> Array | None:
+    """A parameter plus `offset`, in the dtype and rank of `like`."""
+    if parameter is None:
+        return None
+    return along_features(parameter.astype(like.dtype) + float(offset), like)
+
+
+def _affine(x_hat: Array, scale: Array | None, bias: Array | None) -> Array:
+    y = x_hat if scale is None else x_hat * scale
+    return y if bias is None else y + bias
+
+
+def inverse_deviation(variance: Array, epsilon: float) -> Array:
+    """1/sqrt(variance + epsilon), 0 where epsilon is infinite in the variance's dtype.
+
+    NaN where the variance is infinite: 0 would turn such a row into zeros nobody notices.
+    """
+    kind = jnp.finfo(variance.dtype)
+    largest = float(kind.max)
+    # Beside so large an epsilon, a quarter of both is added up: their sum may overflow.
+    half = 0.5 if epsilon > largest * float(kind.eps) / 8 else 1.0
+    added = math.inf if epsilon > largest else float(epsilon)
+    square = variance * half**2 + added * half**2
+    # Not lax.rsqrt: JAX's derivative of that has the third power, which is out of range earlier.
+    return half / jnp.sqrt(jnp.where(jnp.isfinite(variance), square, -1))
+
+
+def root_of_count(n: Any) -> float:
+    """A power of two, at least the root of n: squares of n elements over it do not overflow in sum.
+
+    But where their mean does. Elements lose digits where the mean is below n times 1e-38.
+    """
+    return 2.0 ** ((n.bit_length() + 1) // 2 if isinstance(n, int) else 10)  # or it is symbolic
+
+
+def _mean_square(x: Array) -> Array:
+    unit = root_of_count(x.shape[-1])
+    return _row_mean(jnp.square(x * (1 / unit))) * unit**2
+
+
+def _through_dtype(x: Array, dtype: str) -> Array:
+    # XLA takes two casts out and goes on with what is more precise; not across a barrier.
+    return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+
+
+def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+    """Rounds x to `dtype` and gives it back in its own; differentiated without a rounding."""
+    return Function(_through_dtype, unchanged, (jnp.dtype(dtype).name,))(x)[0]
+
+
+def _to_normalize(x: Array, residual: Array | None, residual_bias: Array | None) -> Array:
+    """x, or its sum with the residual rounded to x's dtype, in the accumulation dtype."""
+    wide = x.astype(accum_dtype(x.dtype))
+    if residual is None:
+        return wide
+    update = _affine(residual.astype(wide.dtype), None, _along(residual_bias, wide))
+    return _rounded(wide + update, x.dtype)
+
+
+# --- Forward: y, the sum with the residual, statistics -------------------------------------------
+
+
+def layer_norm_fwd(
+    x: Array,
+    residual: Array | None,
+    residual_bias: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    *,
+    epsilon: float,
+    scale_offset: float,
+) -> Arrays:
+    wide = _to_normalize(x, residual, residual_bias)
+    # The mean from differences to the row's first element, exact for a constant row; rounded, it is
+    # off by delta. y does not depend on what is taken off before, so neither does the gradient.
+    fixed = lax.stop_gradient(wide)
+    shift = jnp.sum(fixed[..., :1], -1, keepdims=True)
+    mean = shift + _row_mean(fixed - shift)
+    shifted = wide - mean
+    delta = _row_mean(shifted)
+    centered = shifted - delta
+    rstd = inverse_deviation(_mean_square(centered), epsilon)
+    y = _affine(centered * rstd, _along(scale, wide, scale_offset), _along(bias, wide))
+    return y.astype(x.dtype), wide.astype(x.dtype), (mean + delta)[..., 0], rstd[..., 0]
+
+
+def layer_norm_by_statistics(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mean: Array,
+    rstd: Array,
+    *,
+    scale_offset: float,
+) -> Array:
+    """Layer norm by given statistics; no kernel computes it, as XLA fuses it."""
+    x_hat = (x.astype(mean.dtype) - mean[..., None]) * rstd[..., None]
+    y = _affine(x_hat, _along(scale, x_hat, scale_offset), _along(bias, x_hat))
+    return y.astype(x.dtype)
+
+
+def rms_norm_fwd(
+    x: Array,
+    residual: Array | None,
+    residual_bias: Array | None,
+    scale: Array | None,
+    *,
+    epsilon: float,
+    scale_offset: float,
+) -> Arrays:
+    wide = _to_normalize(x, residual, residual_bias)
+    rstd = inverse_deviation(_mean_square(wide), epsilon)
+    y = _affine(wide * rstd, _along(scale, wide, scale_offset), None)
+    return y.astype(x.dtype), wide.astype(x.dtype), rstd[..., 0]
+
+
+# --- Backward: dx, dscale, dbias (of layer norm), dresidual_bias ---------------------------------
+
+
+def layer_norm_bwd(
+    dy: Array,
+    x: Array,
+    dsum: Array | None,
+    scale: Array | None,
+    mean: Array,
+    rstd: Array,
+    *,
+    scale_offset: float,
+    epsilon: float,  # what kernels decide by
+) -> Arrays:
+    x_hat = _x_hat(x, mean, rstd)
+    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=True)
+
+
+def _x_hat(x: Array, mean: Array, rstd: Array) -> Array:
+    given = mean[..., None]
+    shifted = x.astype(given.dtype) - given
+    # The rounding of a saved mean is large beside a small deviation. A larger difference is none:
+    # the mean was given, and is not the row's own.
+    delta = lax.stop_gradient(_row_mean(shifted))
+    rounding = jnp.abs(delta) < 2 * float(jnp.finfo(given.dtype).eps) * jnp.abs(given)
+    return (shifted - jnp.where(rounding, delta, 0)) * rstd[..., None]
+
+
+def rms_norm_bwd(
+    dy: Array,
+    x: Array,
+    dsum: Array | None,
+    scale: Array | None,
+    rstd: Array,
+    *,
+    scale_offset: float,
+) -> Arrays:
+    x_hat = x.astype(rstd.dtype) * rstd[..., None]
+    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=False)
+
+
+def layer_norm_bwd_from_output(
+    dy: Array,
+    y: Array,
+    dsum: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    rstd: Array,
+    *,
+    scale_offset: float,
+) -> Arrays:
+    wide = y.astype(rstd.dtype)
+    gamma = _along(scale, wide, scale_offset)
+    return _bwd(dy, _x_hat_of(wide, gamma, _along(bias, wide)), dsum, gamma, rstd, centered=True)
+
+
+def rms_norm_bwd_from_output(
+    dy: Array,
+    y: Array,
+    dsum: Array | None,
+    scale: Array | None,
+    rstd: Array,
+    *,
+    scale_offset: float,
+) -> Arrays:
+    wide = y.astype(rstd.dtype)
+    gamma = _along(scale, wide, scale_offset)
+    return _bwd(dy, _x_hat_of(wide, gamma, None), dsum, gamma, rstd, centered=False)
+
+
+def _x_hat_of(y: Array, gamma: Array | None, beta: Array | None) -> Array:
+    """The inverse of `_affine`; 0 where gamma is, with finite derivatives there."""
+    centered = y if beta is None else y - beta
+    return centered if gamma is None else centered / jnp.where(gamma == 0, jnp.inf, gamma)
+
+
+def _bwd(
+    dy: Array,
+    x_hat: Array,
+    dsum: Array | None,
+    gamma: Array | None,
+    rstd: Array,
+    *,
+    centered: bool,
+) -> Arrays:
+    rows = tuple(range(dy.ndim - 1))
+    wide = dy.astype(x_hat.dtype)
+    wdy = wide if gamma is None else wide * gamma
+    dx = wdy - x_hat * _row_mean(wdy * x_hat)
+    if centered:
+        dx = dx - _row_mean(wdy)
+    dx = dx * rstd[..., None]
+    if dsum is not None:
+        dx = dx + dsum.astype(dx.dtype)
+    terms = (wide * x_hat, wide, dx) if centered else (wide * x_hat, dx)
+    return dx.astype(dy.dtype), *(jnp.sum(t, rows) for t in terms)
+
+
+# --- Tangents: of y, of the sum, of mean (of layer norm) and of rstd ------------------------------
+
+
+def tangents(
+    saved: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    dx: Array | None,
+    dresidual: Array | None,
+    dresidual_bias: Array | None,
+    dscale: Array | None,
+    dbias: Array | None,
+    *,
+    scale_offset: float,
+    centered: bool,
+    from_output: bool,
+) -> tuple[Array, ...]:
+    """Linear in dx to dbias, of which None is zero; `saved` is x, or the output."""
+    wide = saved.astype(rstd.dtype)
+    gamma = _along(scale, wide, scale_offset)
+    if from_output:
+        x_hat = _x_hat_of(wide, gamma, _along(bias, wide))
+    elif mean is not None:
+        x_hat = _x_hat(wide, mean, rstd)
+    else:
+        x_hat = wide * rstd[..., None]
+    dz = jnp.zeros_like(wide)
+    for change in (dx, dresidual):
+        dz = dz if change is None else dz + change.astype(wide.dtype)
+    dz = _affine(dz, None, _along(dresidual_bias, wide))
+    level, slope = _row_mean(dz), _row_mean(dz * x_hat)
+    dx_hat = ((dz - level if centered else dz) - x_hat * slope) * rstd[..., None]
+    dy = dx_hat if gamma is None else dx_hat * gamma
+    if dscale is not None:
+        dy = dy + _affine(x_hat, _along(dscale, wide), None)
+    dy = _affine(dy, None, _along(dbias, wide))
+    drstd = -jnp.square(rstd) * slope[..., 0]
+    return dy.astype(saved.dtype), dz.astype(saved.dtype), level[..., 0], drstd

@@ -1,0 +1,1 @@
+"""Programs around the library, which imports none of them: the benchmark and the demo."""

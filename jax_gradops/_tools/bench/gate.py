@@ -1,0 +1,114 @@
+"""Whether results are right: all against float64 on the device, some of the first against NumPy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_gradops._tools.bench import formulas, peers
+from jax_gradops._tools.bench.cases import Case
+from jax_gradops._tools.bench.peers import Inputs
+
+# Of the first result, rows or channels; fewer where these are large.
+NUMPY_SLICES = 8
+NUMPY_ELEMENTS = 2**22
+# How much less exact than ours the sums of others may be; still right, as far as a user can tell.
+SLACK_OF_OTHERS = 16.0
+
+
+@functools.cache
+def program(case: Case, device: Any) -> Any:
+    """From results and arguments, for each result the largest error and the largest value.
+
+    In float64; followed by some slices of the first result, and of the arguments.
+    """
+    oracle = case.operation.oracle[case.direction]
+
+    def errors(results: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> Any:
+        found = []
+        wide = [a.astype(jnp.float64) for a in arguments]
+        for got, want in zip(results, oracle(jnp, *wide), strict=True):
+            found.append(_error(jnp, got.astype(jnp.float64), want))
+        return found, _slices(case, results[:1]), _slices(case, arguments)
+
+    arrays, parameters = peers.input_types(case)
+    results = [*arrays[1:], *parameters] if case.direction == "bwd" else [arrays[0]]
+    if case.op == "global_norm":
+        results = [jax.ShapeDtypeStruct((), formulas.wide_dtype(case.dtype))]
+    with peers.scope(device):
+        return jax.jit(errors).lower(results, [*arrays, *parameters]).compile()
+
+
+def _error(xp: Any, got: Any, want: Any) -> tuple[Any, Any]:
+    """The largest error, and the largest value; where that is NaN, any number is right."""
+    difference = xp.where(xp.isnan(want), xp.where(xp.isfinite(got), 0, xp.nan), got - want)
+    return xp.max(abs(difference)), xp.nanmax(abs(want))
+
+
+def _slices(case: Case, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """A few slices of each along the axis that they are independent along, if there is one."""
+    operation = case.operation
+    if operation.apart is None:
+        return []
+    slices = case.shape[operation.apart]
+    count = NUMPY_ELEMENTS * slices // math.prod(case.shape)
+    count = max(1, min(NUMPY_SLICES, count))
+    chosen = np.unique(np.linspace(0, slices - 1, count).astype(int))
+
+    def part(array: jax.Array) -> jax.Array:
+        if array.ndim == len(case.shape):
+            return jnp.take(array, chosen, operation.apart)
+        return array[chosen] if operation.apart == operation.axis else array
+
+    return [part(array) for array in arrays]
+
+
+def _tolerance(case: Case, result: jax.Array, is_ours: bool) -> float:
+    """Roundings to the result's dtype, in it or on the way, and a sum in the accumulation dtype.
+
+    Others may round to x's dtype on the way to any result.
+    """
+    accum = formulas.wide_dtype(case.dtype)
+    sums = (64 if result.ndim > 1 else 1024) * float(jnp.finfo(accum).eps)
+    roundings = 2 * float(jnp.finfo(result.dtype if is_ours else case.dtype).eps)
+    return roundings + (1 if is_ours else SLACK_OF_OTHERS) * sums
+
+
+def mistakes(
+    case: Case, device: Any, inputs: Inputs, results: Sequence[jax.Array], is_ours: bool
+) -> tuple[str, float]:
+    """What is wrong with the first call's results, if anything, and the largest error.
+
+    An error is a fraction of the result's largest value.
+    """
+    names = ["y"]
+    if case.direction == "bwd":
+        names = [*["dx", "dresidual"][: case.operation.arrays], "dscale", "dbias"]
+    checked = program(case, device)
+    types = checked.in_avals[0][0]
+    if [r.shape for r in results] != [t.shape for t in types]:
+        return f"results have shapes {', '.join(str(r.shape) for r in results)}", float("nan")
+    if results[0].dtype != types[0].dtype:
+        return f"{names[0]} has dtype {results[0].dtype}", float("nan")
+    # Others may give parameters' gradients in x's dtype. Copied, as XLA's command buffers copy no
+    # memory that PyTorch has allocated (jax 0.11: CUDA_ERROR_INVALID_VALUE).
+    cast = [jnp.copy(r).astype(t.dtype) for r, t in zip(results, types, strict=True)]
+    found, got, arguments = jax.device_get(checked(cast, [*inputs.calls[0], *inputs.parameters]))
+    errors = [(n, r, f) for n, r, f in zip(names, results, found, strict=False)]
+    if got:
+        got, *wide = (a.astype(np.float64) for a in (*got, *arguments))
+        want = case.operation.oracle[case.direction](np, *wide)[0]
+        errors.append((f"{names[0]} (NumPy)", results[0], _error(np, got, want)))
+    worst = 0.0
+    for name, result, (error, largest) in errors:
+        relative = float(error) / max(float(largest), 1e-30)
+        if not relative <= _tolerance(case, result, is_ours):  # NaN as well
+            return f"{name} is off by {relative:.1e} of its largest value", relative
+        worst = max(worst, relative)
+    return "", worst

@@ -1,0 +1,47 @@
+"""The ops as Flax and Optax have them, with their defaults, where they are not the formula of XLA.
+
+Batch norm and GELU are: that formula is Flax's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from jax_gradops._tools.bench import formulas
+from jax_gradops._tools.bench.cases import Case
+
+
+def _flax(case: Case) -> Callable[..., Any]:
+    linen = importlib.import_module("flax.linen")
+    kind = {"layer_norm": linen.LayerNorm, "rms_norm": linen.RMSNorm}[case.op]
+    module = kind(epsilon=formulas.EPSILON, dtype=case.dtype)
+
+    def norm(x: Any, *parameters: Any) -> Any:
+        named = dict(zip(("scale", "bias"), parameters, strict=False))
+        return module.apply({"params": named}, x)
+
+    return norm
+
+
+def _optax_global_norm(case: Case) -> Callable[..., Any]:
+    del case
+    optax = importlib.import_module("optax")
+    norm = getattr(
+        getattr(optax, "tree", None), "norm", None
+    )  # the name since the other is deprecated
+    return lambda x: (norm or optax.global_norm)([x])
+
+
+def _optax_clip(case: Case) -> Callable[..., Any]:
+    del case
+    clip = importlib.import_module("optax").clip_by_global_norm(formulas.MAX_NORM)
+    return lambda x: clip.update([x], clip.init([x]))[0][0]
+
+
+#: By competitor, which is also the name of its package, and op.
+MAKERS: dict[str, dict[str, Callable[[Case], Callable[..., Any]]]] = {
+    "flax": {"layer_norm": _flax, "rms_norm": _flax},
+    "optax": {"global_norm": _optax_global_norm, "clip": _optax_clip},
+}

@@ -1,0 +1,321 @@
+"""Who is timed: this library, XLA, a copy, and what `torch_peers` finds.
+
+A peer is made for a case, compiled (in any thread, from shapes alone), and started on inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_gradops import _registry
+from jax_gradops._tools.bench import formulas, timing
+from jax_gradops._tools.bench.cases import Case
+
+Figure = Literal["cold", "warm", "latency"]
+# XLA makes a graph of five calls or more, as in a model; of fewer, each starts a microsecond after
+# the one before. One on the CPU, where dispatch takes next to no time.
+MIN_CALLS = {"gpu": 8, "cpu": 1}
+MAX_CALLS = 64
+# One on the CPU: XLA removes barriers early there, and would merge calls on the same inputs.
+WARM_CALLS = {"gpu": 64, "cpu": 1}
+_SHARED_SEED = 2**31
+CACHES = 3  # how many times the cache's size cold programs go through
+
+
+class PeerError(Exception):
+    """A peer cannot run a case; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a case is timed.
+
+    Attributes:
+      platform: ``"gpu"`` or ``"cpu"``.
+      calls: of a cold program; 0 where that many do not go through the cache several times.
+      warm_calls: of a warm program; 0 where not even one call fits in the cache.
+    """
+
+    platform: Literal["gpu", "cpu"]
+    device: Any
+    calls: int
+    warm_calls: int
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """What is measured; latency where the device's time is short, and not that of "warm"."""
+        cold: tuple[Figure, ...] = ("cold",) if self.calls else ()
+        if not self.warm_calls:
+            return cold
+        return (*cold, "warm", "latency") if self.platform == "gpu" else (*cold, "warm")
+
+
+def plan_for(case: Case, device: Any) -> Plan:
+    """The plan that fits the device's cache and memory."""
+    platform = "cpu" if device.platform == "cpu" else "gpu"
+    cache, memory = timing.cache_bytes(device), timing.memory_bytes(device)
+    size = max(1, case.bytes)
+    calls = max(MIN_CALLS[platform], math.ceil(CACHES * cache / size))
+    # Every peer has results of its own, and some have copies of the inputs.
+    calls = min(calls, MAX_CALLS, max(1, memory // 16 // size))
+    warm_calls = WARM_CALLS[platform] if size <= cache // 2 else 0
+    if calls * size < CACHES * cache and warm_calls:
+        calls = 0
+    return Plan(platform, device, calls, warm_calls)
+
+
+@contextlib.contextmanager
+def scope(device: Any) -> Iterator[None]:
+    """float64, and arrays on `device`; in each thread anew."""
+    with jax.enable_x64(True), jax.default_device(device):
+        yield
+
+
+# --- Inputs --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def random(shape: tuple[int, ...], dtype: str, result: str, device: Any) -> Callable[[int], Any]:
+    """Makes normal numbers around 1/2 from a seed: numbers of `dtype`, in an array of `result`.
+
+    Those of two seeds are correlated. Else the mean of dy * x, which gradients of norms need, would
+    next to vanish in long sums, and a gradient without it look right.
+    """
+
+    def numbers(seed: jax.Array) -> jax.Array:
+        keys = [jax.random.key(s, impl="rbg") for s in (seed, _SHARED_SEED)]
+        own, shared = (jax.random.normal(k, shape, formulas.wide_dtype(dtype)) for k in keys)
+        return (math.sqrt(2) * (own + shared) + 0.5).astype(dtype).astype(result)
+
+    with scope(device):
+        compiled = jax.jit(numbers).lower(jax.ShapeDtypeStruct((), jnp.uint32)).compile()
+    return lambda seed: compiled(np.uint32(seed))
+
+
+def input_types(case: Case) -> tuple[list[Any], list[Any]]:
+    """Types of one call's arrays (backward dy, then x and others like it) and of the parameters."""
+    wide = formulas.wide_dtype(case.dtype)
+    x = jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
+    operation = case.operation
+    parameter = jax.ShapeDtypeStruct((case.shape[operation.axis],), wide)
+    count = operation.arrays + (case.direction == "bwd")
+    return [x] * count, [parameter] * operation.parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a case's calls take: arrays of each, in the order of `input_types`; parameters, shared.
+
+    Parameters are float32 (float64 for float64), and numbers of x's dtype, so that peers may take
+    them in that.
+    """
+
+    case: Case
+    calls: Sequence[tuple[jax.Array, ...]]
+    parameters: tuple[jax.Array, ...]
+
+    @classmethod
+    def make(cls, case: Case, plan: Plan) -> Inputs:
+        """Inputs of all calls of the plan's cold program."""
+        array, parameter = _generators(case, plan)
+        each, count = len(input_types(case)[0]), max(1, plan.calls)
+        arrays = [array(seed) for seed in range(each * count)]
+        parameters = [parameter(1000 + i) for i in range(case.operation.parameters)]
+        calls = [tuple(arrays[each * k : each * (k + 1)]) for k in range(count)]
+        return cls(case, calls, tuple(parameters))
+
+    @staticmethod
+    def compile(case: Case, plan: Plan) -> None:
+        """Does what `make` needs no device for, in any thread."""
+        _generators(case, plan)
+
+
+def _generators(case: Case, plan: Plan) -> list[Callable[[int], Any]]:
+    """Of x and dy, and of parameters."""
+    arrays, parameters = input_types(case)
+    return [
+        random(t.shape, case.dtype, t.dtype.name, plan.device)
+        for t in (arrays[0], *(parameters or arrays)[:1])
+    ]
+
+
+# --- Peers of JAX --------------------------------------------------------------------------------
+
+
+class Peer(Protocol):
+    """One competitor on one case."""
+
+    def compile(self) -> None:
+        """Does what needs no device, in any thread."""
+        ...
+
+    def start(self, inputs: Inputs) -> dict[Figure, timing.Runner]:
+        """What is ready to be timed; raises PeerError."""
+        ...
+
+
+@dataclasses.dataclass
+class JaxPeer:
+    """A function that JAX compiles.
+
+    Attributes:
+      call: takes one call's arguments, returns a list of results.
+      case: says what these arguments are: forward, arrays and parameters; backward, dy and what
+        `save` returns for the other arrays and the parameters.
+      target: what the compiled program must hold.
+    """
+
+    plan: Plan
+    case: Case
+    call: timing.Call
+    save: Callable[..., list[Any]] | None = None
+    target: str = ""
+
+    def types(self) -> list[Any]:
+        """Of one call's arguments."""
+        arrays, parameters = input_types(self.case)
+        if self.save is None:
+            return [*arrays, *parameters]
+        self._save = jax.jit(self.save).lower(*arrays[1:], *parameters).compile()
+        return [arrays[0], *jax.tree.leaves(self._save.out_info)]
+
+    def arguments(self, inputs: Inputs) -> list[tuple[Any, ...]]:
+        """Of each call."""
+        if self.save is None:
+            return [(*a, *inputs.parameters) for a in inputs.calls]
+        return [(dy, *self._save(*a, *inputs.parameters)) for dy, *a in inputs.calls]
+
+    def compile(self) -> None:
+        """Does what needs no device, in any thread."""
+        plan = self.plan
+        self._compiled: dict[Figure, Any] = {}
+        with scope(plan.device):
+            types = tuple(self.types())
+            for figure in plan.figures:
+                program = timing.cold_program(self.call)
+                if figure == "warm":
+                    program = timing.warm_program(self.call, plan.warm_calls)
+                count = plan.calls if figure == "cold" else 1
+                self._compiled[figure] = self._compile(program, [types] * count)
+
+    @property
+    def _in_place(self) -> bool:
+        return (
+            self.case.direction == "bwd" and self.case.operation.in_place and self.save is not None
+        )
+
+    def _compile(self, program: Callable[..., Any], types: Sequence[Any]) -> Any:
+        if self._in_place:
+            compiled = timing.InPlace.compile(program, types)
+        elif self.plan.platform == "cpu":
+            spare = jax.eval_shape(program, types)
+            donating = jax.jit(lambda spare, a: program(a), donate_argnums=0, keep_unused=True)
+            compiled = donating.lower(spare, types).compile()
+        else:
+            compiled = jax.jit(program).lower(types).compile()
+        if self.target not in (compiled.as_text() or ""):
+            raise PeerError(f"the compiled program does not call {self.target}…")
+        return compiled
+
+    def start(self, inputs: Inputs) -> dict[Figure, timing.Runner]:
+        """What is ready to be timed."""
+        all_arguments = self.arguments(inputs)
+        return {figure: self._runner(figure, all_arguments) for figure in self.plan.figures}
+
+    def _runner(self, figure: Figure, all_arguments: Sequence[Any]) -> timing.Runner:
+        compiled: Any = self._compiled[figure]
+        calls = 1
+        arguments = all_arguments if figure == "cold" else all_arguments[:1]
+        if self._in_place:
+            compiled = timing.InPlace(compiled, arguments)
+        if figure != "latency":
+            calls = self.plan.calls if figure == "cold" else self.plan.warm_calls
+        if self.plan.platform == "cpu":
+            if self._in_place:
+                return timing.BlockingProgram(compiled, arguments, calls, None)
+            zeros = jax.tree.map(lambda r: np.zeros(r.shape, r.dtype), compiled.out_info)
+            spare = jax.device_put(zeros, self.plan.device)
+            return timing.BlockingProgram(compiled, arguments, calls, spare)
+        if figure == "latency":
+            return timing.LatencyProgram(lambda: jax.block_until_ready(compiled(arguments))[0])
+        return timing.QueuedProgram(compiled, arguments, calls, self.plan.device)
+
+
+def ours(case: Case, plan: Plan) -> JaxPeer:
+    """The op of this library."""
+    return differentiable(case, plan, case.operation.ours, _registry.TARGET_PREFIX)
+
+
+def differentiable(case: Case, plan: Plan, public: Callable[..., Any], target: str = "") -> JaxPeer:
+    """A public function; backward, `jax.vjp`'s pullback: its forward part is not timed."""
+    if case.direction == "fwd":
+        return JaxPeer(plan, case, lambda *a: [public(*a)], target=target)
+    structure: list[Any] = []
+
+    def save(*arguments: jax.Array) -> list[jax.Array]:
+        leaves, tree = jax.tree.flatten(jax.vjp(public, *arguments)[1])
+        structure[:] = [tree]
+        return leaves
+
+    def call(dy: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
+        return list(jax.tree.unflatten(structure[0], leaves)(dy))
+
+    return JaxPeer(plan, case, call, save, target)
+
+
+def xla(case: Case, plan: Plan) -> JaxPeer:
+    """The textbook formula; backward from saved statistics."""
+    formula, saved = case.operation.xla[case.direction], case.operation.saved
+    if case.direction == "fwd":
+        return JaxPeer(plan, case, formula)
+
+    def save(x: jax.Array, *others: jax.Array) -> list[jax.Array]:
+        return [x, *others, *(saved(x) if saved else [])]
+
+    return JaxPeer(plan, case, formula, save)
+
+
+def has_device_copy(platform: str) -> bool:
+    """Whether the copy is the native one; else it is `jax.numpy`'s, which may be slower."""
+    module = _registry.MODULES.get(_registry.canonical_platform(platform))
+    return module is not None and "device_copy" in module.registrations()
+
+
+class CopyPeer(JaxPeer):
+    """A copy that reads and writes as many bytes as the case has to, up to 8 fewer, or 0.1 %.
+
+    CUDA's driver copies some numbers of bytes that are no multiples of 4096 at two thirds of its
+    rate.
+    """
+
+    def types(self) -> list[Any]:
+        size = max(1, self.case.bytes // 8)
+        if size >= 1 << 20:
+            size -= size % 1024
+        self._kind = jax.ShapeDtypeStruct((size,), jnp.dtype("float32"))
+        self._random = random(self._kind.shape, "float32", "float32", self.plan.device)
+        return [self._kind]
+
+    def arguments(self, inputs: Inputs) -> list[tuple[Any, ...]]:
+        return [(self._random(2000 + k),) for k in range(len(inputs.calls))]
+
+
+def copy(case: Case, plan: Plan) -> JaxPeer:
+    """The copy that all others are compared with."""
+
+    def call(x: jax.Array) -> list[jax.Array]:
+        if not has_device_copy(plan.platform):
+            return [jnp.copy(x)]
+        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return [jax.ffi.ffi_call(f"{_registry.TARGET_PREFIX}device_copy", kind)(x)]
+
+    return CopyPeer(plan, case, call)

@@ -1,0 +1,275 @@
+"""Plots of what is in a run's file. A peer has its colour and its marker in all of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax_gradops._tools.bench import record
+from jax_gradops._tools.bench.cases import DTYPES, SHORT_DTYPES, shape_text
+from jax_gradops._tools.bench.errors import BenchError
+
+FORMATS = (".svg", ".png", ".pdf")
+
+
+class Style(NamedTuple):
+    """How a peer is drawn."""
+
+    label: str
+    color: str
+    marker: str
+
+
+# Okabe's and Ito's colours, which can be told apart without red or green, and greys.
+STYLES = {
+    "ours": Style("jax_gradops", "#E69F00", "o"),
+    "xla": Style("XLA", "#56B4E9", "s"),
+    "flax": Style("Flax", "#0072B2", "^"),
+    "optax": Style("Optax", "#0072B2", "v"),
+    "torch": Style("PyTorch", "#D55E00", "D"),
+    "cudnn": Style("cuDNN", "#000000", "P"),
+    "triton": Style("Triton", "#009E73", "X"),
+    "liger": Style("Liger", "#CC79A7", "<"),
+    "quack": Style("QuACK", "#666666", ">"),
+    # Of training steps.
+    "stock": Style("Flax and Optax", "#0072B2", "^"),
+    "jax_gradops": Style("jax_gradops", "#E69F00", "o"),
+    "unfused": Style("jax_gradops, not fused", "#009E73", "s"),
+    "save_output": Style("jax_gradops, from results", "#CC79A7", "D"),
+}
+_SHOWN = ("jax_gradops", "jax", "flax", "optax", "torch", "triton", "liger_kernel", "quack_kernels")
+_COPY = {"color": "0.35", "linestyle": (0, (5, 3)), "linewidth": 1.0, "zorder": 1}
+_INCHES = 9.2  # as wide as a README is shown, in letters of about its size
+_SMALL: Any = {"font.size": 8.5, "axes.titlesize": 9, "axes.labelsize": 8.5, "axes.linewidth": 0.6}
+_SVG: Any = {"svg.hashsalt": "jax_gradops"}  # the same file from the same figures
+
+
+def check(path: Path) -> None:
+    """Raises BenchError if nothing could be plotted there."""
+    if path.suffix.lower() not in FORMATS:
+        raise BenchError(f"--plot {path}: expected a name that ends in {', '.join(FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BenchError("--plot needs Matplotlib: pip install matplotlib")
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Writes the plot of a run's content, as `record` has it."""
+    import matplotlib
+
+    kind = path.suffix.lower().removeprefix(".")
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(_SVG):
+        metadata = {"Date": None} if kind == "svg" else {"CreationDate": None}
+        options = {} if kind == "png" else {"metadata": metadata}
+        draw(content).savefig(buffer, format=kind, dpi=150, **options)
+    record.write(path, buffer.getvalue())
+
+
+def draw(content: dict[str, Any]) -> Any:
+    """The plot as a figure of Matplotlib's; raises BenchError if there is nothing to plot."""
+    # It says so when it builds its font cache, which is no news to anyone here.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    import matplotlib
+
+    draw_suite = {"ops": _draw_ops, "clip": _draw_clips, "train": _draw_training}
+    with matplotlib.rc_context(_SMALL):
+        return draw_suite[content["suite"]](content)
+
+
+def _figure(height: float, **options: Any) -> Any:
+    return importlib.import_module("matplotlib.figure").Figure(
+        figsize=(_INCHES, height), layout="constrained", **options
+    )
+
+
+def _finish(figure: Any, content: dict[str, Any], title: str, drawn: Sequence[Any]) -> Any:
+    """Title, legend, and what was measured on."""
+    versions = content["versions"]
+    shown = (
+        "jax_gradops",
+        "jax",
+        "flax",
+        "optax",
+        "torch",
+        "triton",
+        "liger_kernel",
+        "quack_kernels",
+    )
+    device = content["processor"] if content["platform"] == "cpu" else content["device"]
+    text = ", ".join([device, *(f"{p} {versions[p]}" for p in shown if versions.get(p))])
+    figure.suptitle(f"{title}\n", fontsize=10.5, fontweight="bold")
+    figure.text(
+        0.5, 0.995 - 0.26 / figure.get_figheight(), text, ha="center", va="top", color="0.35"
+    )
+    figure.legend(
+        handles=drawn, loc="outside lower center", ncols=max(1, len(drawn)), frameon=False
+    )
+    return figure
+
+
+# --- Ops: rates over widths ----------------------------------------------------------------------
+
+
+def _draw_ops(content: dict[str, Any]) -> Any:
+    """A row of panels for each op, a column for each dtype and direction."""
+    found = {f: [r for r in content["results"] if f in r] for f in ("cold", "warm")}
+    figure_name = max(found, key=lambda f: len(found[f]))  # of a GPU's large arrays: cold
+    results = found[figure_name]
+    if not results:
+        raise BenchError("nothing to plot: no case was measured")
+    rows = list(dict.fromkeys((r["op"], r["form"], r["layout"]) for r in results))
+    columns = sorted(
+        {(r["dtype"], r["direction"]) for r in results},
+        key=lambda column: (DTYPES.index(column[0]), column[1] != "fwd"),
+    )
+    figure = _figure(1.05 + 1.45 * len(rows))
+    panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey=True)
+    peers = {}
+    for i, row in enumerate(rows):
+        for j, (dtype, direction) in enumerate(columns):
+            axes = panels[i][j]
+            chosen = [
+                r
+                for r in results
+                if (r["op"], r["form"], r["layout"]) == row
+                and (r["dtype"], r["direction"]) == (dtype, direction)
+            ]
+            if not chosen:
+                axes.set_axis_off()
+                continue
+            peers |= _draw_panel(axes, chosen, figure_name)
+            if i == 0 or not panels[i - 1][j].axison:
+                way = {"fwd": "forward", "bwd": "backward"}[direction]
+                axes.set_title(f"{SHORT_DTYPES[dtype]} {way}")
+            if i == len(rows) - 1:
+                axes.set_xlabel("channels" if row[2] else "width")
+        first = next(axes for axes in panels[i] if axes.axison)
+        first.set_ylabel("\n".join([" ".join(filter(None, row)), "fraction of copy"]))
+        first.tick_params(labelleft=True)
+    panels[0][0].set_ylim(0, max(1.12, *(panel.get_ylim()[1] for panel in panels.flat)))
+    title = f"Rate over a copy's, {figure_name} in the cache; higher is better"
+    order = [name for name in STYLES if name in peers]
+    return _finish(figure, content, title, [*(peers[n] for n in order), peers["copy"]])
+
+
+def _draw_panel(axes: Any, results: Sequence[dict[str, Any]], figure: str) -> dict[str, Any]:
+    """A line for each peer: of each width, the largest shape. Returns them by name."""
+    largest: dict[int, dict[str, Any]] = {}
+    for result in sorted(results, key=lambda r: r["bytes"]):
+        largest[result["shape"][1 if result["layout"] == "nchw" else -1]] = result
+    widths = sorted(largest)
+    drawn = {"copy": axes.axhline(1.0, label="a copy", **_COPY)}
+    for name, style in STYLES.items():
+        timed = {w: largest[w][figure]["peers"].get(name) for w in widths}
+        timed = {w: t for w, t in timed.items() if t and t["fraction_of_copy"]}
+        if not timed:
+            continue
+        middle = [t["fraction_of_copy"] for t in timed.values()]
+        ends = [
+            [t["fraction_of_copy"] * t["us"] / t[end] for t in timed.values()]
+            for end in ("p80", "p20")
+        ]
+        axes.fill_between(list(timed), *ends, color=style.color, alpha=0.2, linewidth=0)
+        own = name == "ours"
+        (drawn[name],) = axes.plot(
+            list(timed),
+            middle,
+            color=style.color,
+            marker=style.marker,
+            markersize=4.5 if own else 3.5,
+            linewidth=2.0 if own else 1.1,
+            zorder=4 if own else 3,
+            label=style.label,
+        )
+    axes.set_xscale("log", base=2)
+    every = -(-len(widths) // 4)
+    axes.set_xticks(widths[::every], [f"{w}" for w in widths[::every]])
+    axes.set_xticks(widths, minor=True, labels=[""] * len(widths))
+    axes.grid(alpha=0.25, linewidth=0.5)
+    return drawn
+
+
+# --- Clipping: bars of rates ---------------------------------------------------------------------
+
+
+def _draw_clips(content: dict[str, Any]) -> Any:
+    results = [r for r in content["results"] if "cold" in r or "warm" in r]
+    if not results:
+        raise BenchError("nothing to plot: no case was measured")
+    figure = _figure(1.3 + 0.42 * len(results))
+    axes = figure.subplots()
+    labels = []
+    drawn = {"copy": axes.axvline(1.0, label="a copy", **_COPY)}
+
+    def peers_of(result: dict[str, Any]) -> dict[str, Any]:
+        return result.get("cold", result.get("warm", {}))["peers"]
+
+    for i, result in enumerate(results):
+        what = "" if result["clipping"] else ", nothing to clip"
+        dtype = SHORT_DTYPES.get(result["dtype"], result["dtype"])
+        labels.append(f"{result['form']}{what}\n{result['tree']} {dtype}")
+        bars = [n for n in STYLES if peers_of(result).get(n, {}).get("fraction_of_copy")]
+        for j, name in enumerate(bars):
+            height = 0.8 / len(bars)
+            wrong = name in result["wrong"]
+            style = STYLES["optax" if name == "xla" else name]  # XLA runs Optax's here
+            bar = axes.barh(
+                i - 0.4 + (j + 0.5) * height,
+                peers_of(result)[name]["fraction_of_copy"],
+                height,
+                color=style.color,
+                hatch="////" if wrong else None,
+                edgecolor="white",
+                label=style.label,
+            )
+            if name not in drawn or not wrong:
+                drawn[name] = bar
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("fraction of a copy's rate (hatched: the result is wrong)")
+    axes.grid(axis="x", alpha=0.25, linewidth=0.5)
+    title = "Clipping by global norm: rate over a copy's; longer is better"
+    return _finish(figure, content, title, list(drawn.values()))
+
+
+# --- Training: speed and losses ------------------------------------------------------------------
+
+
+def _draw_training(content: dict[str, Any]) -> Any:
+    results = [r for r in content["results"] if any(v["ms"] for v in r["variants"].values())]
+    if not results:
+        raise BenchError("nothing to plot: no case was measured")
+    figure = _figure(0.9 + 2.4 * len(results))
+    drawn: dict[str, Any] = {}
+    all_panels = figure.subplots(len(results), 2, squeeze=False)
+    for (bars, curves), result in zip(all_panels, results, strict=True):
+        variants = {n: v for n, v in result["variants"].items() if v["ms"]}
+        for i, (name, variant) in enumerate(variants.items()):
+            ms, style = variant["ms"], STYLES[name]
+            spread = [[ms["median"] - ms["p20"]], [ms["p80"] - ms["median"]]]
+            bars.barh(i, ms["median"], 0.7, color=style.color, xerr=spread, ecolor="0.3")
+            over = variant["over_stock"]
+            text = f" {over['median']:.3f}×" if over and name != "stock" else ""
+            bars.text(0, i, f"  {ms['median']:.4g} ms{text}", va="center", color="black")
+            steps = range(1, 1 + len(variant["losses"]))
+            dashes = (0, (4, 1 + i)) if i else "-"
+            (drawn[name],) = curves.plot(
+                steps, variant["losses"], color=style.color, linestyle=dashes, label=style.label,
+                linewidth=2.2 - 0.4 * i,
+            )  # fmt: skip
+        dtype = SHORT_DTYPES[result["dtype"]]
+        bars.set_title(f"{result['model']} {dtype}, batch {shape_text(result['shape'])}")
+        bars.set_yticks([])
+        bars.invert_yaxis()
+        bars.set_xlabel("milliseconds of a step; over Flax and Optax")
+        curves.set_title("loss")
+        curves.set_xlabel("step")
+        curves.xaxis.get_major_locator().set_params(integer=True)
+        curves.grid(alpha=0.25, linewidth=0.5)
+    title = "Training steps; shorter is better"
+    return _finish(figure, content, title, list(drawn.values()))

@@ -1,0 +1,304 @@
+"""Takes a training step from what was asked for to figures, in all variants.
+
+All variants train from the same parameters on the same data, and each sample begins there again, so
+that all samples do the same work on the same numbers. One step's loss is waited for while others
+are queued: the host's dispatch is not in the figures, unless it is slower than the device.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_gradops import _registry
+from jax_gradops._tools.bench import timing, train_curves, train_profile
+from jax_gradops._tools.bench.train import STOCK, Setup, TrainCase
+
+#: Who can be named as a competitor; it is always there.
+COMPETITORS = ("xla",)
+#: Steps of a sample, if the loss curves have as many.
+SAMPLE_STEPS = 10
+_AHEAD = 4  # steps that are queued beyond the one that is waited for
+_PROFILED_STEPS = 3
+_WAYS_TO_ROUND = 4  # two where curves are long
+_LONG = 50  # steps
+
+
+@dataclasses.dataclass
+class Variant:
+    """What there is to say of one variant.
+
+    Attributes:
+      time: of a step.
+      over_stock: stock's time over this one's, in the same rounds: the median, the 20th and the
+        80th percentile.
+      losses: of the first steps, each before its update.
+      off: by how much the losses differ from stock's at most, as a fraction of these.
+      kernel_calls: how often the compiled program has each of this library's kernels.
+      memory: bytes at most: arguments, results and what is between.
+      profile: what a step's time goes into, if asked for.
+    """
+
+    time: timing.Timing | None = None
+    over_stock: tuple[float, float, float] | None = None
+    losses: list[float] = dataclasses.field(default_factory=list)
+    off: float | None = None
+    kernel_calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    memory: int | None = None
+    compile_seconds: float = 0.0
+    profile: list[train_profile.Group] | None = None
+
+
+@dataclasses.dataclass
+class Result:
+    """One case.
+
+    Attributes:
+      noise: by how much stock's losses change at most, step by step, when its first parameters are
+        rounded.
+      wrong: by variant, what is wrong with what it trains; it is timed all the same.
+      failed: by variant, why it did not run.
+    """
+
+    case: TrainCase
+    setup: Setup
+    variants: dict[str, Variant] = dataclasses.field(default_factory=dict)
+    noise: list[float] = dataclasses.field(default_factory=list)
+    wrong: dict[str, str] = dataclasses.field(default_factory=dict)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def problem(self) -> str:
+        """What went wrong, if anything did."""
+        problems = [f"{name} is wrong: {what}" for name, what in self.wrong.items()]
+        problems += [f"{name} failed: {why}" for name, why in self.failed.items()]
+        return f"{self.case}: {'; '.join(problems)}" if problems else ""
+
+
+class Start(NamedTuple):
+    """What all variants begin with, as `Setup.init` makes it."""
+
+    parameters: Any
+    carried: Any
+
+
+class State(NamedTuple):
+    """What a step changes; donated."""
+
+    parameters: Any
+    carried: Any
+    optimizer: Any
+
+
+def run_all(
+    chosen: Sequence[TrainCase],
+    device: Any,
+    competitors: Sequence[str],
+    rounds: int,
+    expired: Callable[[], bool],
+) -> Iterator[Result]:
+    """Results, case by case, until `expired`."""
+    del competitors
+    for case in chosen:
+        if expired():
+            return
+        with _scope(case, device):
+            result = _run_case(case, device, rounds)
+        yield result
+
+
+@contextlib.contextmanager
+def _scope(case: TrainCase, device: Any) -> Iterator[None]:
+    """JAX's types as users have them."""
+    with jax.enable_x64(case.dtype == "float64"), jax.default_device(device):
+        yield
+
+
+def _run_case(case: TrainCase, device: Any, rounds: int) -> Result:
+    setup = case.setup()
+    result = Result(case, setup)
+    start, batch = _begin(setup)
+    trainers: dict[str, Trainer] = {}
+    for name in case.variants:  # one by one: XLA tries algorithms on the device as it compiles
+        variant = result.variants[name] = Variant()
+        try:
+            trainers[name] = Trainer(setup, name, start, batch, variant)
+            variant.losses = trainers[name].losses(case.steps)
+        except Exception as error:  # XLA may raise what it likes
+            text = str(error).strip().splitlines() or [""]
+            result.failed[name] = f"{type(error).__name__}: {text[0]}"[:200]
+            trainers.pop(name, None)
+    if STOCK in trainers:
+        _compare(result, trainers[STOCK], start)
+    _time(result, trainers, rounds, device)
+    if case.profile is not None:
+        for name, trainer in trainers.items():
+            directory = case.profile / f"{case.model}-{case.dtype}-{name}"
+            result.variants[name].profile = trainer.profile(directory)
+    return result
+
+
+# --- Training ------------------------------------------------------------------------------------
+
+
+def _begin(setup: Setup) -> tuple[Start, Any]:
+    """What all begin with, and what each step is given."""
+
+    def begin(key: jax.Array) -> tuple[Start, Any]:
+        first, second = jax.random.split(key)
+        return Start(*setup.init(first)), setup.batch(second)
+
+    return jax.jit(begin)(jax.random.key(0))
+
+
+def step(setup: Setup, variant: str, state: State, batch: Any) -> tuple[State, Any]:
+    """One step of training; returns the new state and the loss before it."""
+    gradient = jax.value_and_grad(setup.loss(variant), has_aux=True)
+    (loss, carried), gradients = gradient(state.parameters, state.carried, batch)
+    update = setup.optimizer(variant).update
+    updates, optimizer = update(gradients, state.optimizer, state.parameters)
+    parameters = jax.tree.map(jnp.add, state.parameters, updates)
+    return State(parameters, carried, optimizer), loss
+
+
+class Trainer:
+    """A compiled step, and the state that it goes on from."""
+
+    def __init__(self, setup: Setup, name: str, start: Start, batch: Any, variant: Variant) -> None:
+        def first(start: Start) -> State:
+            parameters, carried = jax.tree.map(jnp.copy, start)
+            return State(parameters, carried, setup.optimizer(name).init(parameters))
+
+        self._start, self._batch, self._first = start, batch, jax.jit(first)
+        run = functools.partial(step, setup, name)
+        state = self._first(start)
+        began = time.perf_counter()
+        lowered = jax.jit(run, donate_argnums=0).lower(state, batch)
+        del state  # XLA needs memory to try algorithms
+        self._compiled = lowered.compile()
+        variant.compile_seconds = time.perf_counter() - began
+        variant.kernel_calls = kernel_calls(self._compiled)
+        variant.memory = _memory(self._compiled)
+        if bool(variant.kernel_calls) != (name != STOCK):
+            found = variant.kernel_calls or "no kernel of this library"
+            raise RuntimeError(f"the compiled step has {found}")
+
+    def _restart(self, start: Start | None = None) -> None:
+        self._state = None  # before there is another
+        self._state = jax.block_until_ready(self._first(self._start if start is None else start))
+
+    def _step(self) -> jax.Array:
+        self._state, loss = self._compiled(self._state, self._batch)
+        return loss
+
+    def losses(self, steps: int, start: Start | None = None) -> list[float]:
+        """Of the first steps from the start."""
+        self._restart(start)
+        losses = [self._step() for _ in range(steps)]
+        self._state = None
+        return [float(loss) for loss in losses]
+
+    def sample(self, steps: int) -> timing.Sample:
+        """Seconds of each of so many steps, and whether the device had to wait for the host."""
+        self._restart()
+        waiting: collections.deque[Any] = collections.deque()
+        ends, waited = [], False
+
+        def wait() -> None:
+            jax.block_until_ready(waiting.popleft())
+            ends.append(time.perf_counter())
+
+        for _ in range(steps + 1):  # time begins where the first one ends
+            waited |= bool(waiting) and waiting[-1].is_ready()
+            waiting.append(self._step())
+            if len(waiting) > _AHEAD:
+                wait()
+        while waiting:
+            wait()
+        self._state = None
+        return (ends[-1] - ends[0]) / steps, waited
+
+    def profile(self, directory: Path) -> list[train_profile.Group]:
+        """What a few steps' time goes into; the traces are written to the directory."""
+        self._restart()
+        jax.block_until_ready(self._step())
+        with jax.profiler.trace(str(directory)):
+            jax.block_until_ready([self._step() for _ in range(_PROFILED_STEPS)])
+        self._state = None
+        return train_profile.read(directory, _PROFILED_STEPS)
+
+
+def kernel_calls(compiled: Any) -> dict[str, int]:
+    """How often a compiled program has each of this library's kernels."""
+    prefix = re.escape(_registry.TARGET_PREFIX)
+    found = re.findall(rf'custom_call_target="{prefix}(\w+)', compiled.as_text() or "")
+    return dict(sorted(collections.Counter(found).items()))
+
+
+def _memory(compiled: Any) -> int | None:
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+
+
+# --- Figures -------------------------------------------------------------------------------------
+
+
+def _time(result: Result, trainers: dict[str, Trainer], rounds: int, device: Any) -> None:
+    samples: dict[str, list[timing.Sample]] = {name: [] for name in trainers}
+    steps = min(result.case.steps, SAMPLE_STEPS)
+    for _ in range(rounds):
+        for name, trainer in trainers.items():
+            seconds, waited = trainer.sample(steps)
+            samples[name].append((seconds, waited and device.platform != "cpu"))
+    for name, taken in samples.items():
+        result.variants[name].time = timing.summary(taken)
+        if STOCK in samples:
+            pairs = zip(samples[STOCK], taken, strict=True)
+            ratios = [stock / own for (stock, _), (own, _) in pairs]
+            low, middle, high = map(float, np.quantile(ratios, (0.2, 0.5, 0.8)))
+            result.variants[name].over_stock = middle, low, high
+
+
+def _compare(result: Result, stock: Trainer, start: Start) -> None:
+    """Says which variants do not train as stock does."""
+    expected = result.variants[STOCK].losses
+    change = jax.jit(functools.partial(_rounded, result.case.dtype))
+    changed = [
+        stock.losses(len(expected), change(start, jax.random.key(1 + way)))
+        for way in range(2 if len(expected) > _LONG else _WAYS_TO_ROUND)
+    ]
+    noise = np.max([train_curves.difference(expected, losses) for losses in changed], axis=0)
+    result.noise = noise.tolist()
+    for name, variant in result.variants.items():
+        if variant.losses:
+            variant.off = float(np.max(train_curves.difference(expected, variant.losses)))
+            mistake = train_curves.mistakes(expected, noise, variant.losses)
+            if mistake:
+                result.wrong[name] = mistake
+
+
+def _rounded(dtype: str, start: Start, key: jax.Array) -> Start:
+    """Parameters that differ from the start's as if each had been rounded to `dtype`."""
+    size = float(jnp.finfo(dtype).eps) / 4  # about the root mean square of such differences
+    leaves, tree = jax.tree.flatten(start.parameters)
+    pairs = zip(leaves, jax.random.split(key, len(leaves)), strict=True)
+    changed = [x * (1 + size * jax.random.normal(k, x.shape, x.dtype)) for x, k in pairs]
+    return start._replace(parameters=jax.tree.unflatten(tree, changed))

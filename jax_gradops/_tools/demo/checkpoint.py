@@ -1,0 +1,73 @@
+"""Checkpoints by Orbax: the state of the training, and what is needed to go on from it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jax_gradops._tools.demo.settings import DemoError
+
+# Orbax reports what it does through absl.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def save(folder: Path, state: Any, about: dict[str, Any]) -> Path:
+    """Replaces the checkpoint in `folder`; until the new one is complete, the old one stays."""
+    state = jax.device_get(state)  # so that a checkpoint is not bound to the devices it was made on
+    path, new, old = (folder / f"checkpoint{suffix}" for suffix in ("", ".new", ".old"))
+    try:
+        for left_over in folder.glob("checkpoint.new*"):  # by a save that was killed
+            shutil.rmtree(left_over)
+        with _checkpointer() as checkpointer:
+            arguments = ocp.args.Composite(
+                state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
+                about=ocp.args.JsonSave(about),  # pyright: ignore[reportCallIssue]
+            )
+            checkpointer.save(new.absolute(), args=arguments)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+    except OSError as error:
+        raise DemoError(f"cannot write to {path}: {error.strerror or error}") from None
+    shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def load_about(folder: Path) -> dict[str, Any]:
+    """What was saved beside the state."""
+    return _restore(folder, about=ocp.args.JsonRestore())["about"]
+
+
+def load_state(folder: Path, like: Any) -> Any:
+    """The state, with `like`'s structure, types and devices."""
+    target = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), like)
+    restore = ocp.args.StandardRestore(target)  # pyright: ignore[reportCallIssue]
+    state = _restore(folder, state=restore)["state"]
+    # By leaves: what has none, such as None, may come back as another empty node.
+    leaves, structure = jax.tree.flatten(like)
+    pairs = zip(jax.tree.leaves(state), leaves, strict=True)
+    return jax.tree.unflatten(structure, [jax.device_put(a, b.sharding) for a, b in pairs])
+
+
+def _restore(folder: Path, **arguments: Any) -> Any:
+    path = folder / "checkpoint"
+    if not path.is_dir():
+        path = folder / "checkpoint.old"  # `save` was killed between its two renames
+    if not path.is_dir():
+        raise DemoError(f"nothing to resume: there is no checkpoint in {folder}")
+    try:
+        with _checkpointer() as checkpointer:
+            return checkpointer.restore(path.absolute(), args=ocp.args.Composite(**arguments))
+    except Exception as error:  # Orbax raises many kinds for a damaged checkpoint
+        raise DemoError(f"the checkpoint {path} cannot be read: {error}") from error
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
