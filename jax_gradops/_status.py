@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax import export
 
 from jax_gradops import _checks, _implementation, _registry
-from jax_gradops._kernel.invoke import Kernel
+from jax_gradops._kernel.spec import Kernel
 from jax_gradops._ops.batch_norm import kernels as batch_norm_kernels
 from jax_gradops._ops.clip import kernels as global_norm_kernels
 from jax_gradops._ops.gelu import bias_gelu

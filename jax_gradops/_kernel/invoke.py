@@ -1,17 +1,9 @@
-"""What is the same for every kernel: platform choice, fallback, vmap, sharding, second order.
+"""How a kernel runs: platform choice, fallback, vmap, sharding, second order.
 
-An op declares its kernels (`Kernel`) by the axes of their operands and results, in letters:
+All of it follows from the kernel's declaration (`spec.py`). The layers, from the outside in::
 
-- ``n``: the row axes, any number of them;
-- ``d``: the feature axis;
-- ``m``: axes after it, which are row axes too: of ops whose features are channels.
-
-A result without ``n`` must be a plain sum over the rows, or the kernel must say how those of shards
-are put together (`Kernel.stages`): then everything else follows from the letters. The layers, from
-the outside in::
-
-    Kernel.__call__
-      Call                 a primitive (`primitive.py`): its derivatives are the reference's, and
+    invoke
+      Invocation           a primitive (`primitive.py`): its derivatives are the reference's, and
                            mapped axes become leading group axes, or further row axes
         platform_dependent   the reference where a platform has no kernel
           jit                  its name tells apart what differs in anything but arrays
@@ -22,11 +14,10 @@ the outside in::
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,269 +36,102 @@ from jax_gradops._kernel.array_types import (
     result_type,
 )
 from jax_gradops._kernel.primitive import Axis, Operands, Operation
+from jax_gradops._kernel.spec import Call, Kernel, Result
+
+
+def invoke(
+    kernel: Kernel,
+    *operands: jax.Array | None,
+    implementation: Implementation = None,
+    skip: Sequence[str] = (),
+    dtypes: Mapping[str, Any] | None = None,
+    inner: int = 0,
+    **attributes: Any,
+) -> Any:
+    """Runs the kernel, or its reference.
+
+    Args:
+      kernel: what to run.
+      *operands: in the order of `kernel.operands`; None for one that is absent.
+      implementation: as in the public functions, resolved.
+      skip: results that are not wanted; None is returned in their place.
+      dtypes: of results that are sums over rows, where these are not the accumulation dtype.
+        They are rounded once: after the sum over shards.
+      inner: how many axes ``m`` stands for.
+      **attributes: static, each of one NumPy type (`numpy.float64`, `numpy.int64`, `bool`):
+        handlers are strict about types, and JAX caches lowerings by equality.
+    """
+    present = tuple(a is not None for a in operands)
+    names = {name: jnp.dtype(dtype).name for name, dtype in (dtypes or {}).items()}
+    call = Call(
+        kernel,
+        present,
+        tuple(attributes.items()),
+        frozenset(skip),
+        tuple(names.items()),
+        inner,
+    )
+    arrays = [a for a in operands if a is not None]
+    if implementation == "xla":
+        results = formula(call, *arrays)
+    else:
+        results = Invocation(call, insist=implementation == "ffi")(*arrays)
+    if call.elementwise:
+        return tuple(results)
+    wanted = iter(results)
+    return tuple(None if name in call.skip else next(wanted) for name in kernel.results)
+
+
+def prepare(kernel: Kernel, *operands: jax.Array | None, inner: int = 0) -> Any:
+    """Gives operands the types that belong together; for the op to call before it runs.
+
+    Inside `shard_map`, a parameter that is replicated over a mesh axis over which x varies
+    becomes varying, and as wide as sums are; on an Explicit mesh, parameters are sharded as x's
+    axes are, and axes that must be whole are. JAX transposes these casts: that gives the
+    parameters' gradients their `psum` and their sharding. Elsewhere nothing changes.
+    """
+    if kernel.variadic:
+        return match_vma(*operands)
+    wide = accum_dtype(*(a.dtype for a in operands[:1] if a is not None))
+    sums = [wide if "n" not in dims else None for dims in kernel.operands.values()]
+    operands = match_vma(*operands, sums=sums)
+    call = Call(kernel, tuple(a is not None for a in operands), inner=inner)
+    present = [a for a in operands if a is not None]
+    arrays = iter(sharding.reshard_operands(call, present)[0])
+    return tuple(None if a is None else next(arrays) for a in operands)
+
+
+def formula(call: Call, *arrays: jax.Array) -> Arrays:
+    """The results by the reference, for any number of groups."""
+    function = call.reference
+    if call.groups:  # on an Explicit mesh, vmap wants all operands' groups spread alike
+        arrays = tuple(sharding.reshard_operands(call, arrays)[0])
+    pairs = zip(arrays, call.in_dims, strict=True)
+    axes = tuple(None if call.is_shared(a, dims) else 0 for a, dims in pairs)
+    for _ in range(call.groups):
+        function = jax.vmap(function, in_axes=axes)
+    return function(*arrays)
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """A result's axes, and its dtype: that of the first operand, or the accumulation dtype.
-
-    A call may want a sum over rows in another dtype: that of the parameter it is the gradient of.
-    """
-
-    dims: str
-    dtype: Literal["x", "accum"] = "accum"
-
-
-def along_features(parameter: jax.Array, x: jax.Array) -> jax.Array:
-    """`parameter` with x's rank: for references, as JAX can be told to refuse rank promotion."""
-    return jnp.expand_dims(parameter, tuple(range(x.ndim - 1)))
-
-
-def along_channels(parameter: jax.Array, x: jax.Array, inner: int) -> jax.Array:
-    """The same where x has `inner` axes after that of the parameter."""
-    axes = [i for i in range(x.ndim) if i != x.ndim - 1 - inner]
-    return jnp.expand_dims(parameter, axes)
-
-
-def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tuple[int, ...]:
-    """Shape of the scratch for partial column sums: [groups, partial rows, sums, features].
-
-    At most 512 partial rows (every multiprocessor of a large GPU gets a few), and at most 2^23
-    elements for one sum, so that wide rows do not take hundreds of megabytes; but, where rows are
-    wide, a value for each row: CUDA's kernels for those need that (ffi/cuda/layer_norm_stream.cuh).
-    """
-    if sums == 0:
-        return (0,)
-    if not all(isinstance(size, int) for size in (groups, rows, features)):
-        return (groups, 64, sums, features)  # symbolic dimensions of jax.export
-    if groups * rows * features == 0:
-        return (0,)
-    partial_rows = max(1, min(rows, 512 // groups, 2**23 // (features * groups)))
-    if features >= 2048:
-        partial_rows = max(partial_rows, math.ceil(rows / (features * sums)))
-    return (groups, partial_rows, sums, features)
-
-
-#: The sum over all shards of each of some arrays.
-Total: TypeAlias = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
-#: Arrays by the names of results, or of operands.
-Named: TypeAlias = dict[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Kernel:
-    """One native handler: what it takes, what it returns, and the reference that means the same.
+class Invocation(Operation):
+    """A call by the kernel, or by the reference where the platform has none.
 
     Attributes:
-      name: the handler's name; the custom call's target is ``jax_gradops.<name>``.
-      operands: name and axes of each operand. The first one that has a letter decides how its axes
-        are sharded. None may be passed for any but the first.
-      results: name, axes and dtype of each result.
-      reference: the same function in `jax.numpy`, for operands without group axes; takes the
-        operands (None where absent) and the attributes, and returns all results.
-      whole: letters of axes that every device must hold whole.
-      variadic: any number of arrays may be passed for the first operand, each with axes of its own,
-        and every other operand must be there. A result without ``n`` is a sum over all of them; one
-        with ``n``, which must be the only one, has an array for each of them, of its dtype.
-      workspace: shape of an extra scratch result, whose elements are as wide as the accumulation
-        dtype's, from the number of groups, rows and features and the number of results that are
-        sums over rows.
-      stages: of a kernel whose results with ``n`` need those without (as batch norm's y needs the
-        statistics). Where rows are spread, it is called twice: for one shard's results without
-        ``n``; and for the others, with operands that make it take what they say for what it would
-        have found itself. What comes between is this function: from the former by name, the sum
-        over all shards, how many these are and a shard's number of rows, to the results for all
-        shards and to the operands, by name.
-      in_place: operands, by the name of a result of the same axes and dtype, whose memory it takes
-        over. Where the operand is needed later, or is an argument that is not donated, XLA copies
-        it first.
-    """
-
-    name: str
-    operands: Mapping[str, str]
-    results: Mapping[str, Result]
-    reference: Callable[..., Arrays]
-    whole: str = ""
-    variadic: bool = False
-    workspace: Callable[[int, int, int, int], tuple[int, ...]] | None = None
-    stages: Callable[..., tuple[Named, Named]] | None = None
-    in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def __call__(
-        self,
-        *operands: jax.Array | None,
-        implementation: Implementation = None,
-        skip: Sequence[str] = (),
-        dtypes: Mapping[str, Any] | None = None,
-        inner: int = 0,
-        **attributes: Any,
-    ) -> Any:
-        """Runs the kernel, or its reference.
-
-        Args:
-          *operands: in the order of `self.operands`; None for one that is absent.
-          implementation: as in the public functions, resolved.
-          skip: results that are not wanted; None is returned in their place.
-          dtypes: of results that are sums over rows, where these are not the accumulation dtype.
-            They are rounded once: after the sum over shards.
-          inner: how many axes ``m`` stands for.
-          **attributes: static, each of one NumPy type (`numpy.float64`, `numpy.int64`, `bool`):
-            handlers are strict about types, and JAX caches lowerings by equality.
-        """
-        present = tuple(a is not None for a in operands)
-        names = {name: jnp.dtype(dtype).name for name, dtype in (dtypes or {}).items()}
-        call = Call(
-            self,
-            present,
-            tuple(attributes.items()),
-            frozenset(skip),
-            tuple(names.items()),
-            inner,
-            insist=implementation == "ffi",
-        )
-        arrays = [a for a in operands if a is not None]
-        results = call.formula(*arrays) if implementation == "xla" else call(*arrays)
-        if call.elementwise:
-            return tuple(results)
-        wanted = iter(results)
-        return tuple(None if name in call.skip else next(wanted) for name in self.results)
-
-    def prepare(self, *operands: jax.Array | None, inner: int = 0) -> Any:
-        """Gives operands the types that belong together; for the op to call before it runs.
-
-        Inside `shard_map`, a parameter that is replicated over a mesh axis over which x varies
-        becomes varying, and as wide as sums are; on an Explicit mesh, parameters are sharded as x's
-        axes are, and axes that must be whole are. JAX transposes these casts: that gives the
-        parameters' gradients their `psum` and their sharding. Elsewhere nothing changes.
-        """
-        if self.variadic:
-            return match_vma(*operands)
-        wide = accum_dtype(*(a.dtype for a in operands[:1] if a is not None))
-        sums = [wide if "n" not in dims else None for dims in self.operands.values()]
-        operands = match_vma(*operands, sums=sums)
-        call = Call(self, tuple(a is not None for a in operands), inner=inner)
-        present = [a for a in operands if a is not None]
-        arrays = iter(sharding.reshard_operands(call, present)[0])
-        return tuple(None if a is None else next(arrays) for a in operands)
-
-
-@dataclasses.dataclass(frozen=True)
-class Call(Operation):
-    """A kernel with all that is static: which operands are there, which results are wanted, how.
-
-    Attributes:
-      groups: how many leading group axes arrays have. An operand without ``n`` may lack them: then
-        all groups share it. Not of a variadic kernel.
       insist: whether a platform without the kernel is an error.
     """
 
-    kernel: Kernel
-    present: tuple[bool, ...]
-    attributes: tuple[tuple[str, Any], ...] = ()
-    skip: frozenset[str] = frozenset()
-    dtypes: tuple[tuple[str, str], ...] = ()
-    inner: int = 0
-    groups: int = 0
+    call: Call
     insist: bool = False
 
-    @functools.cached_property
-    def in_dims(self) -> tuple[str, ...]:
-        """Axes of each of the operands that are there."""
-        first, *rest = self.kernel.operands.values()
-        if self.kernel.variadic:
-            return (*(first,) * self.arrays, *rest)
-        return tuple(d for d, p in zip((first, *rest), self.present, strict=True) if p)
-
-    @functools.cached_property
-    def arrays(self) -> int:
-        """How many a variadic kernel has for its first operand."""
-        return len(self.present) - len(self.kernel.operands) + 1
-
-    @functools.cached_property
-    def elementwise(self) -> bool:
-        """Whether the kernel is variadic, and has a result for each array."""
-        return self.kernel.variadic and any("n" in r.dims for r in self.kernel.results.values())
-
-    @functools.cached_property
-    def named(self) -> tuple[tuple[str, Result], ...]:
-        """All results, also those that are not wanted; of an elementwise call, one for each."""
-        return tuple(self.kernel.results.items()) * (self.arrays if self.elementwise else 1)
-
-    @functools.cached_property
-    def wanted(self) -> tuple[Result, ...]:
-        return tuple(r for name, r in self.named if name not in self.skip)
-
-    def partial(self) -> Call:
-        """The same with sums in the accumulation dtype, as those of shards must be."""
-        return dataclasses.replace(self, dtypes=())
-
-    def rounded(self, results: Sequence[jax.Array]) -> Arrays:
-        """What `partial` returned, summed over shards, in the dtypes of this call."""
-        names = (name for name, _ in self.named if name not in self.skip)
-        dtypes = dict(self.dtypes)
-        return tuple(
-            r.astype(dtypes.get(name, r.dtype)) for name, r in zip(names, results, strict=True)
-        )
-
-    def axes(self, of_x: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-        """By letter, what belongs to its axes, from what belongs to x's without the groups'."""
-        feature = len(of_x) - 1 - self.inner
-        letters = {"n": of_x[:feature], "d": of_x[feature : feature + 1], "m": of_x[feature + 1 :]}
-        return {letter: tuple(found) for letter, found in letters.items()}
-
-    def stage(self, given: Sequence[str] | None) -> Call:
-        """The first stage, of all results without ``n``; or with these operands, of the others."""
-        results = self.kernel.results
-        if given is None:
-            skip = frozenset(name for name, r in results.items() if "n" in r.dims)
-            return dataclasses.replace(self, skip=skip, dtypes=())
-        there = zip(self.kernel.operands, self.present, strict=True)
-        present = tuple(p or name in given for name, p in there)
-        skip = self.skip | {name for name, r in results.items() if "n" not in r.dims}
-        return dataclasses.replace(self, present=present, skip=skip, dtypes=())
-
-    def operands(self, arrays: Sequence[jax.Array], given: Named) -> list[jax.Array]:
-        """The operands that are there, in order, with further ones."""
-        found = iter(arrays)
-        there = zip(self.kernel.operands, self.present, strict=True)
-        named = {name: next(found) for name, p in there if p} | given
-        return [named[name] for name in self.kernel.operands if name in named]
-
-    # --- What it means, for any number of groups ---
-
-    def _reference(self, *arrays: jax.Array) -> Arrays:
-        """The reference on the operands that are there, with the wanted results only."""
-        given = iter(arrays)
-        operands = [next(given) if p else None for p in self.present]
-        options = dict(self.attributes)
-        if any("m" in dims for dims in self.kernel.operands.values()):
-            options["inner"] = self.inner
-        results = self.kernel.reference(*operands, **options)
-        named = zip(self.named, results, strict=True)
-        return self.rounded([r for (name, _), r in named if name not in self.skip])
-
-    def _shared(self, a: jax.Array, dims: str) -> bool:
-        """Whether all groups share the operand."""
-        return not self.kernel.variadic and "n" not in dims and a.ndim == len(dims)
-
     def formula(self, *arrays: jax.Array) -> Arrays:
-        """The results by the reference."""
-        function = self._reference
-        if self.groups:  # on an Explicit mesh, vmap wants all operands' groups spread alike
-            arrays = tuple(sharding.reshard_operands(self, arrays)[0])
-        pairs = zip(arrays, self.in_dims, strict=True)
-        axes = tuple(None if self._shared(a, dims) else 0 for a, dims in pairs)
-        for _ in range(self.groups):
-            function = jax.vmap(function, in_axes=axes)
-        return function(*arrays)
-
-    # --- How it is computed ---
+        return formula(self.call, *arrays)
 
     def compute(self, *arrays: jax.Array) -> Arrays:
         """The results by the kernel, or by the reference where the platform has none."""
         branches = {p: self._on(p, mesh_of(arrays)) for p in _registry.platforms()}
         if self.insist:
-            branches["default"] = Unavailable(self)
+            branches["default"] = Unavailable(self.call)
         else:
             branches["default"] = self.formula
         return lax.platform_dependent(*arrays, **branches)
@@ -320,43 +144,34 @@ class Call(Operation):
         attribute. The name has a digest of all that is static, and of the code.
         """
         shape = (mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
-        text = f"{self.text} {shape} {_registry.identity(platform)}"
+        text = f"{self.call.text} {shape} {_registry.identity(platform)}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
-        name = f"jax_gradops_{self.kernel.name}_{digest}"
+        name = f"jax_gradops_{self.call.kernel.name}_{digest}"
 
         def kernel(*arrays: jax.Array) -> Arrays:
-            return sharding.sharded(self, _ffi_call, name)(*arrays)
+            return sharding.sharded(self.call, _ffi_call, name)(*arrays)
 
         kernel.__name__ = name
         return jax.jit(kernel)
 
-    @property
-    def text(self) -> str:
-        """All that is static, in words that are the same in each process."""
-        attributes = [(name, type(value).__name__, str(value)) for name, value in self.attributes]
-        return repr((
-            self.kernel.name, self.present, sorted(attributes), sorted(self.skip),
-            sorted(self.dtypes), self.inner, self.groups,
-        ))  # fmt: skip
-
-    # --- Rules ---
-
     def vmapped(
         self, axis: Axis, operands: Operands, mapped: Sequence[bool]
     ) -> tuple[Operation, Operands]:
-        given = list(zip(operands, mapped, self.in_dims, strict=True))
+        call = self.call
+        given = list(zip(operands, mapped, call.in_dims, strict=True))
         more_rows = (
-            self.groups == 0
-            and not self.kernel.variadic
-            and all("n" in r.dims for r in self.wanted)
+            call.groups == 0
+            and not call.kernel.variadic
+            and all("n" in r.dims for r in call.wanted)
             and not any(m for _, m, dims in given if "n" not in dims)
         )
         x, x_mapped, _ = given[0]
-        lead = (axis.size, *x.shape[x_mapped : x_mapped + self.groups])
+        lead = (axis.size, *x.shape[x_mapped : x_mapped + call.groups])
         like = next(a for a, m, _ in given if m)
-        lifted = [_lifted(a, m, dims, lead, self.kernel.variadic, like) for a, m, dims in given]
-        groups = self.groups if more_rows else self.groups + 1
-        return dataclasses.replace(self, groups=groups), lifted
+        lifted = [_lifted(a, m, dims, lead, call.kernel.variadic, like) for a, m, dims in given]
+        groups = call.groups if more_rows else call.groups + 1
+        call = dataclasses.replace(call, groups=groups)
+        return dataclasses.replace(self, call=call), lifted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,7 +181,7 @@ class Unavailable(Operation):
     call: Call
 
     def compute(self, *arrays: jax.Array) -> Arrays:
-        return self.call.formula(*arrays)
+        return formula(self.call, *arrays)
 
     def lower(self, lowering: Callable[[], Sequence[Any]], context: Any) -> Sequence[Any]:
         del lowering

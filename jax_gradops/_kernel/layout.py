@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from jax_gradops._kernel.array_types import MeshAxes
-
-if TYPE_CHECKING:
-    from jax_gradops._kernel.invoke import Call
+from jax_gradops._kernel.spec import Call
 
 
 class Layout(NamedTuple):

@@ -12,7 +12,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax_gradops._kernel.array_types import Arrays, MeshAxes, accum_dtype, axes_of
 from jax_gradops._kernel.layout import Layout, even, layout_of
 from jax_gradops._kernel.primitive import Operation
-
-if TYPE_CHECKING:
-    from jax_gradops._kernel.invoke import Call
+from jax_gradops._kernel.spec import Call
 
 #: Runs a call on one device's arrays: (call, *arrays) -> results.
 Compute: TypeAlias = Callable[..., Arrays]

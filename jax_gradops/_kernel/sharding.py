@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding
@@ -23,9 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax_gradops._kernel.array_types import Arrays, axes_of, mesh_of
 from jax_gradops._kernel.layout import Layout, layout_of
 from jax_gradops._kernel.partitioning import Compute, Partitioned
-
-if TYPE_CHECKING:
-    from jax_gradops._kernel.invoke import Call
+from jax_gradops._kernel.spec import Call
 
 
 def sharded(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:

@@ -15,7 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_gradops._implementation import Implementation
 from jax_gradops._kernel.array_types import Arrays, accum_dtype, match_vma, reshard_like
-from jax_gradops._kernel.invoke import (
+from jax_gradops._kernel.invoke import invoke, prepare
+from jax_gradops._kernel.primitive import Function, Operands, Operation, Unknown, unchanged
+from jax_gradops._kernel.spec import (
     Kernel,
     Named,
     Result,
@@ -23,7 +25,6 @@ from jax_gradops._kernel.invoke import (
     along_channels,
     column_sum_workspace,
 )
-from jax_gradops._kernel.primitive import Function, Operands, Operation, Unknown, unchanged
 from jax_gradops._ops.row_norm.reference import inverse_deviation, root_of_count
 
 Array = jax.Array
@@ -284,9 +285,9 @@ class BatchNorm:
         """y, mean, variance, rstd, delta."""
         options = {**self._options(), "epsilon": np.float64(self.epsilon)}
         if self.axis_name is None:
-            return FWD(x, residual, scale, bias, None, None, None, **options)
+            return invoke(FWD, x, residual, scale, bias, None, None, None, **options)
         nothing = (None, None, None)
-        statistics = FWD(x, None, None, None, *nothing, skip=["y"], **options)[1:]
+        statistics = invoke(FWD, x, None, None, None, *nothing, skip=["y"], **options)[1:]
         results, given = merge_statistics(
             dict(zip(_STATISTICS, statistics, strict=True)),
             self.total,
@@ -304,7 +305,7 @@ class BatchNorm:
         """Y with these statistics."""
         operands = match_vma(x, residual, scale, bias, mean, rstd, delta)
         epsilon = np.float64(self.epsilon)
-        return FWD(*operands, skip=_STATISTICS, epsilon=epsilon, **self._options())[0]
+        return invoke(FWD, *operands, skip=_STATISTICS, epsilon=epsilon, **self._options())[0]
 
     def backward(
         self,
@@ -322,18 +323,20 @@ class BatchNorm:
         rest = [] if residual and self.relu else ["dresidual"]
         operands = (dy, x, y, scale, bias, *statistics)
         if self.axis_name is None:
-            dx, dresidual, *sums = BWD(
-                *operands, None, None, skip=rest, dtypes=dtypes, **self._options()
+            dx, dresidual, *sums = invoke(
+                BWD, *operands, None, None, skip=rest, dtypes=dtypes, **self._options()
             )
         else:
             # What the parameters' gradients are is up to the caller's transformation: the sums over
             # the device's own rows. What x's needs are those of all.
-            sums = BWD(*operands, None, None, skip=["dx", "dresidual"], **self._options())[2:]
+            sums = invoke(BWD, *operands, None, None, skip=["dx", "dresidual"], **self._options())[
+                2:
+            ]
             count = x.size // max(1, x.shape[x.ndim - 1 - self.inner])
             named: Named = dict(zip(_SUMS, sums, strict=True))
             _, given = merge_sums(named, self.total, self.shards, count, relu=self.relu)
             both = match_vma(*operands, *given.values())
-            dx, dresidual, *_ = BWD(*both, skip=[*rest, *_SUMS], **self._options())
+            dx, dresidual, *_ = invoke(BWD, *both, skip=[*rest, *_SUMS], **self._options())
         dscale, dbias = (
             value.astype(dtypes[name]) if name in dtypes else None
             for name, value in zip(_SUMS, sums, strict=True)
@@ -429,7 +432,7 @@ class _Tangents(Operation):
 def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
     """y, mean and variance of the batch; y is differentiable."""
     nothing = (None, None, None)
-    operands = FWD.prepare(x, residual, scale, bias, *nothing, inner=norm.inner)[:4]
+    operands = prepare(FWD, x, residual, scale, bias, *nothing, inner=norm.inner)[:4]
     if norm.implementation == "xla":  # differentiated by JAX itself
         y, *statistics = norm.forward(*operands)[:3]
     else:
@@ -441,7 +444,7 @@ def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) 
 @functools.partial(jax.jit, static_argnames="norm")
 def forward(x: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
     """y, mean, rstd."""
-    operands = FWD.prepare(x, None, scale, bias, None, None, None, inner=norm.inner)[:4]
+    operands = prepare(FWD, x, None, scale, bias, None, None, None, inner=norm.inner)[:4]
     by = norm.forward if norm.implementation == "xla" else _Normalize(norm)
     y, mean, _, rstd, _ = by(*operands)
     return reshard_like(y, x), mean, rstd
@@ -451,7 +454,7 @@ def forward(x: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
 def apply(x: Any, mean: Any, variance: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
     """Y with these statistics."""
     rstd = inverse_deviation(variance, norm.epsilon)
-    operands = FWD.prepare(x, None, scale, bias, mean, rstd, None, inner=norm.inner)
+    operands = prepare(FWD, x, None, scale, bias, mean, rstd, None, inner=norm.inner)
     return reshard_like(norm.apply(*operands), x)
 
 

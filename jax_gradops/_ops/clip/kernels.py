@@ -15,8 +15,9 @@ from jax.typing import ArrayLike
 
 from jax_gradops._implementation import Implementation
 from jax_gradops._kernel.array_types import Arrays, accum_dtype, match_vma
-from jax_gradops._kernel.invoke import Kernel, Result
+from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.primitive import Operands, Operation
+from jax_gradops._kernel.spec import Kernel, Result
 
 Nonfinite: TypeAlias = Literal["propagate", "zero"]
 
@@ -152,7 +153,9 @@ def _root_of_sum(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _norm_of(leaves: Arrays, implementation: Implementation) -> Norm:
-    huge, normal, tiny = map(jnp.sqrt, SUM_OF_SQUARES(*leaves, implementation=implementation))
+    huge, normal, tiny = map(
+        jnp.sqrt, invoke(SUM_OF_SQUARES, *leaves, implementation=implementation)
+    )
     # Scalars only, so that XLA makes one small kernel.
     plain = _root_of_sum([huge * 2.0**96, normal, tiny * 2.0**-96])
     scaled = _root_of_sum([huge * (2.0**96 * _POWER), normal * _POWER, tiny * 2.0**-96 * _POWER])
@@ -222,7 +225,7 @@ class _GlobalNorm(Operation):
 @functools.partial(jax.jit, static_argnames="implementation")
 def traced_norm(leaves: Arrays, *, implementation: Implementation) -> Norm:
     """The norm of one leaf or more; differentiable."""
-    return Norm(*_GlobalNorm(implementation)(*SUM_OF_SQUARES.prepare(*leaves)))
+    return Norm(*_GlobalNorm(implementation)(*prepare(SUM_OF_SQUARES, *leaves)))
 
 
 # --- Scaling -------------------------------------------------------------------------------------
@@ -267,10 +270,12 @@ def _scaled_by_xla(leaves: Arrays, first: jax.Array, second: jax.Array) -> Array
 def _scaled_in_place(
     leaves: Arrays, first: jax.Array, second: jax.Array, implementation: Implementation
 ) -> Arrays:
-    *operands, first, second = SCALE.prepare(*leaves, jnp.where(first > 1, 1, first), second)
+    *operands, first, second = prepare(SCALE, *leaves, jnp.where(first > 1, 1, first), second)
     calls = (operands[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
     return tuple(
-        x for some in calls for x in SCALE(*some, first, second, implementation=implementation)
+        x
+        for some in calls
+        for x in invoke(SCALE, *some, first, second, implementation=implementation)
     )
 
 

@@ -14,8 +14,9 @@ from jax.typing import ArrayLike
 from jax_gradops import _checks
 from jax_gradops._implementation import Implementation, resolve_implementation
 from jax_gradops._kernel.array_types import Arrays, accum_dtype, match_vma, reshard_like
-from jax_gradops._kernel.invoke import Kernel, Result, along_features, column_sum_workspace
+from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.primitive import Function, Operands, Operation, Unknown
+from jax_gradops._kernel.spec import Kernel, Result, along_features, column_sum_workspace
 
 # --- References: the meaning of the kernels in jax.numpy -----------------------------------------
 
@@ -103,7 +104,9 @@ class _BiasGelu(Operation):
 
     def compute(self, *operands: Any) -> Arrays:
         x, bias = operands
-        return FWD(x, bias, approximate=self.approximate, implementation=self.implementation)
+        return invoke(
+            FWD, x, bias, approximate=self.approximate, implementation=self.implementation
+        )
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
         return self(*operands), _Tangent(self)(*operands, *tangents)
@@ -130,7 +133,8 @@ class _Tangent(Operation):
     def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
         x, bias, *tangents = operands
         has_dx, has_dbias = (isinstance(t, Unknown) for t in tangents)
-        dx, dbias = BWD(
+        dx, dbias = invoke(
+            BWD,
             cotangents[0],
             x,
             bias,
@@ -150,10 +154,10 @@ def _apply(
 ) -> jax.Array:
     if bias is not None:
         bias = bias.astype(accum_dtype(x.dtype))
-    spread_x, bias = FWD.prepare(x, bias)
+    spread_x, bias = prepare(FWD, x, bias)
     y: Any
     if implementation == "xla":  # differentiated by JAX itself
-        (y,) = FWD(spread_x, bias, approximate=approximate, implementation="xla")
+        (y,) = invoke(FWD, spread_x, bias, approximate=approximate, implementation="xla")
     else:
         (y,) = _BiasGelu(approximate, implementation)(spread_x, bias)
     return reshard_like(y, x)
@@ -170,7 +174,9 @@ def _apply_backward(
 ) -> tuple[jax.Array, Any]:
     operands = match_vma(dy, x, bias)
     skip = ["dbias"] if bias is None else []
-    dx, dbias = BWD(*operands, skip=skip, approximate=approximate, implementation=implementation)
+    dx, dbias = invoke(
+        BWD, *operands, skip=skip, approximate=approximate, implementation=implementation
+    )
     return reshard_like(dx, x), dbias
 
 

@@ -13,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_gradops._implementation import Implementation
 from jax_gradops._kernel.array_types import match_vma, reshard_like
-from jax_gradops._kernel.invoke import Kernel, Result, column_sum_workspace
+from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.primitive import Operands, Operation, Unknown
+from jax_gradops._kernel.spec import Kernel, Result, column_sum_workspace
 from jax_gradops._ops.row_norm import reference as reference
 
 #: What the backward pass is given: the op's input and statistics, or its output and 1/deviation.
@@ -103,8 +104,8 @@ class Norm:
     ) -> tuple[Any, ...]:
         """The operands of `forward`, with types that belong together."""
         if self.centered:
-            return LAYER_NORM_FWD.prepare(x, residual, residual_bias, scale, bias)
-        return *RMS_NORM_FWD.prepare(x, residual, residual_bias, scale), None
+            return prepare(LAYER_NORM_FWD, x, residual, residual_bias, scale, bias)
+        return *prepare(RMS_NORM_FWD, x, residual, residual_bias, scale), None
 
     def forward(
         self,
@@ -126,8 +127,8 @@ class Norm:
             "implementation": self.implementation,
         }
         if self.centered:
-            return LAYER_NORM_FWD(x, residual, residual_bias, scale, bias, **options)
-        y, total, rstd = RMS_NORM_FWD(x, residual, residual_bias, scale, **options)
+            return invoke(LAYER_NORM_FWD, x, residual, residual_bias, scale, bias, **options)
+        y, total, rstd = invoke(RMS_NORM_FWD, x, residual, residual_bias, scale, **options)
         return y, total, None, rstd
 
     def backward(
@@ -154,11 +155,11 @@ class Norm:
         }
         if self.centered and self.residuals == "input":
             options["epsilon"] = np.float64(self.epsilon)
-            return LAYER_NORM_BWD(dy, saved, dsum, scale, mean, rstd, **options)
+            return invoke(LAYER_NORM_BWD, dy, saved, dsum, scale, mean, rstd, **options)
         if self.centered:
-            return LAYER_NORM_BWD_FROM_OUTPUT(dy, saved, dsum, scale, bias, rstd, **options)
+            return invoke(LAYER_NORM_BWD_FROM_OUTPUT, dy, saved, dsum, scale, bias, rstd, **options)
         kernel = RMS_NORM_BWD if self.residuals == "input" else RMS_NORM_BWD_FROM_OUTPUT
-        dx, dscale, dresidual_bias = kernel(dy, saved, dsum, scale, rstd, **options)
+        dx, dscale, dresidual_bias = invoke(kernel, dy, saved, dsum, scale, rstd, **options)
         return dx, dscale, None, dresidual_bias
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_gradops._kernel.array_types import Arrays, accum_dtype
-from jax_gradops._kernel.invoke import along_features
 from jax_gradops._kernel.primitive import Function, unchanged
+from jax_gradops._kernel.spec import along_features
 
 Array = jax.Array
 
