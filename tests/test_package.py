@@ -20,7 +20,7 @@ import pytest
 
 import jax_gradops
 from jax_gradops import _registry, _status
-from jax_gradops._kernel import invoke
+from jax_gradops._kernel import spec
 from jax_gradops._tools.bench.cases import OPERATIONS
 
 pytestmark = pytest.mark.newest_jax
@@ -254,9 +254,9 @@ def test_every_kernel_belongs_to_an_op():
     assert len(jax_gradops.EXPORT_DISABLED_CHECKS) == len(declared)
 
 
-def _all_kernels() -> set[invoke.Kernel]:
+def _all_kernels() -> set[spec.Kernel]:
     modules = [v for v in vars(_status).values() if inspect.ismodule(v)]
-    return {k for m in modules for k in vars(m).values() if isinstance(k, invoke.Kernel)}
+    return {k for m in modules for k in vars(m).values() if isinstance(k, spec.Kernel)}
 
 
 def test_every_kernel_is_sanitized():
@@ -289,12 +289,12 @@ def test_column_sum_workspace():
     for groups in (1, 3, 600, 100_000):
         for rows in (1, 511, 10**6):
             for features in (1, 1000, 2**24):
-                shape = invoke.column_sum_workspace(groups, rows, features, 2)
+                shape = spec.column_sum_workspace(groups, rows, features, 2)
                 assert (shape[0], *shape[2:]) == (groups, 2, features)
                 assert 1 <= shape[1] <= min(rows, 512)
                 assert groups * shape[1] <= max(512, groups) or features >= 2048
     for nothing in [(1, 0, 8, 2), (1, 8, 0, 2), (0, 8, 8, 2), (1, 8, 8, 0)]:
-        assert invoke.column_sum_workspace(*nothing) == (0,)
+        assert spec.column_sum_workspace(*nothing) == (0,)
 
 
 def test_cpu_offsets_have_64_bits():
@@ -326,3 +326,49 @@ def test_functions_are_short():
     assert len(lengths) > 1000
     long = {name.split()[-1] for name, length in lengths.items() if length > 80}
     assert long == LONG.keys()
+
+
+# --- Who imports whom -----------------------------------------------------------------------------
+
+
+def imports() -> dict[str, set[str]]:
+    """By module of the package, the modules of the package that its file imports anywhere."""
+    names = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    imported.add(inner if inner in names else str(node.module))
+        found[name] = imported & names.keys() - {name}
+    return found
+
+
+def test_the_library_imports_no_tool():
+    """Nor its command line, and the kernels' declaration imports no op."""
+    outside = ("jax_gradops._tools", "jax_gradops._cli", "jax_gradops.__main__")
+    graph = imports()
+    assert len(graph) > 60
+    for name, imported in graph.items():
+        if not name.startswith(outside):
+            assert not [other for other in imported if other.startswith(outside)], name
+        if name.startswith("jax_gradops._kernel"):
+            assert not [other for other in imported if other.startswith("jax_gradops._ops")], name
+
+
+def test_no_files_import_each_other():
+    """Neither two nor more of them in a circle; `jax_gradops` itself is what users import."""
+    graph = {name: imported - {"jax_gradops"} for name, imported in imports().items()}
+    below: set[str] = set()  # whose imports lead back to none of the others
+    while free := {name for name, imported in graph.items() if imported <= below} - below:
+        below |= free
+    assert below == graph.keys(), sorted(graph.keys() - below)

@@ -426,6 +426,13 @@ CPU = [
         _k("cpu_narrow", "test_hard"),
     ),
     Fault(
+        "side by side, lanes without a row add to column sums",
+        "ffi/cpu/layer_norm_narrow_bwd.h",
+        "IfGreater(has_row, zero, (x - bias_[j]) / divisor_[j], zero)",
+        "(x - bias_[j]) / divisor_[j]",
+        _k("cpu_narrow", "test_lanes_without_a_row"),
+    ),
+    Fault(
         "side by side, column sums of the last rows alone",
         "ffi/cpu/layer_norm_narrow_bwd.h",
         "lanes[s].Set(j, lanes[s][j] + terms[s]);",
@@ -459,6 +466,13 @@ CPU = [
         "columns_[c * terms + row * shape.inner + i] =",
         "columns_[(column % count) * terms + column / count] =",
         _k("cpu_narrow", "test_batch_norm_of_groups"),
+    ),
+    Fault(
+        "a small group's variance depends on its neighbours",
+        "ffi/cpu/batch_norm_small.cc",
+        "if (unsafe[lane] != 0) values",
+        "values",
+        _k("cpu_narrow", "test_a_group_does_not_depend_on_its_neighbours"),
     ),
     Fault(
         "a small group's squares overflow",
@@ -505,9 +519,30 @@ CPU = [
     Fault(
         "a cast of the norm's argument is overlooked",
         "jax_gradops/_flax/common.py",
-        "return offer if offer is not None and offer.array is x else None",
-        "return offer",
+        "self.array is x and self._trace",
+        "self._trace",
         _k("flax_corners", "test_a_cast"),
+    ),
+    Fault(
+        "a sum made in an inner function leaves it",
+        "jax_gradops/_flax/common.py",
+        " and self._trace == get_opaque_trace_state()",
+        "",
+        _k("flax_corners", "test_a_norm_that_an_interceptor"),
+    ),
+    Fault(
+        "statistics are cast to vary over the devices that share them",
+        "jax_gradops/_ops/batch_norm/kernels.py",
+        "unmatched = (4, 5, 6)",
+        "unmatched = ()",
+        _k("batch_norm_devices", "test_second_derivatives_inside_shard_map and plain"),
+    ),
+    Fault(
+        "tangents of mapped statistics are not mapped",
+        "jax_gradops/_ops/batch_norm/kernels.py",
+        "return (1,) if mapped[5] else (1, 2, 3)",
+        "return (1, 2, 3)",
+        _k("batch_norm_devices", "test_linearized_where"),
     ),
     Fault(
         "the distance of the parts' means left out",
