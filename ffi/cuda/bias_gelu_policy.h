@@ -1,5 +1,5 @@
 // How bias_gelu.cu cuts arrays into packs, spans, tiles and slices; see there. Plain C++, no CUDA.
-// Its constants were measured on an H200 (TUNING.md).
+// Its constants were measured on an H200 (benchmarks/tuning/README.md).
 #pragma once
 
 #include <algorithm>

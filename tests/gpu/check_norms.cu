@@ -79,7 +79,7 @@ struct Filter {
 template <typename T>
 int RunAll(const char* dtype, const Filter& filter) {
   // max_threads = 32 by itself has clusters of more than 8 blocks: of nine, synccheck (CUDA 13.0)
-  // says "missing wait", as of any program with such clusters (TUNING.md).
+  // says "missing wait", as of any program with such clusters (benchmarks/tuning/README.md).
   const RowOverride plans[] = {{},
                                {.architecture = 80},
                                {.max_cluster = 8, .max_threads = 32},
