@@ -914,27 +914,27 @@ CPU = [
     Fault(
         "gradients of groups are added up",
         "jax_gradops/_kernel/invoke.py",
-        'and all("n" in r.dims for r in self.wanted)',
+        'and all("n" in r.dims for r in call.wanted)',
         "",
         _k("layer_norm", "TestLayerNorm and test_vmap and not xla"),
     ),
     Fault(
         "partial sums are rounded",
-        "jax_gradops/_kernel/invoke.py",
+        "jax_gradops/_kernel/spec.py",
         "return dataclasses.replace(self, dtypes=())",
         "return self",
         _k("norm_variants", "test_sums_over_shards_are_wide"),
     ),
     Fault(
         "partial sums of many groups",
-        "jax_gradops/_kernel/invoke.py",
+        "jax_gradops/_kernel/spec.py",
         "max(1, min(rows, 512 // groups, 2**23 // (features * groups)))",
         "max(1, min(rows, 512, 2**23 // (features * groups)))",
         "tests/test_package.py -k workspace",
     ),
     Fault(
         "the program's name does not tell attributes apart",
-        "jax_gradops/_kernel/invoke.py",
+        "jax_gradops/_kernel/spec.py",
         "self.kernel.name, self.present, sorted(attributes), sorted(self.skip),",
         "self.kernel.name, self.present, [], sorted(self.skip),",
         _k("compilation_cache", "test_texts"),
@@ -942,8 +942,8 @@ CPU = [
     Fault(
         "the program's name has nothing of the code",
         "jax_gradops/_kernel/invoke.py",
-        'text = f"{self.text} {shape} {_registry.identity(platform)}"',
-        'text = f"{self.text} {shape}"',
+        'text = f"{self.call.text} {shape} {_registry.identity(platform)}"',
+        'text = f"{self.call.text} {shape}"',
         _k("compilation_cache", "test_texts"),
     ),
     Fault(
