@@ -49,7 +49,7 @@ def run(command: list[str], **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def build() -> Path:
-    """A driver's folder; workers of pytest-xdist build one after the other."""
+    """The folder that drivers are built in."""
     folder = NATIVE.parents[1] / "build" / "native"
     folder.mkdir(parents=True, exist_ok=True)
     if not shutil.which("make"):
@@ -58,13 +58,12 @@ def build() -> Path:
 
 
 def make(build: Path, target: str) -> None:
-    jaxlib_folder = Path(jaxlib.__file__).parent
+    """Builds a driver. Workers of pytest-xdist build what drivers share one after the other."""
+    folders = [f"BUILD={build}", f"JAXLIB={Path(jaxlib.__file__).parent}"]
     with open(build / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        run(
-            ["make", "-C", str(NATIVE), target, f"BUILD={build}", f"JAXLIB={jaxlib_folder}"],
-            OPTIONS=OPTIONS,
-        )
+        run(["make", "-C", str(NATIVE), "library", *folders])
+    run(["make", "-C", str(NATIVE), target, *folders], OPTIONS=OPTIONS)
 
 
 def module_of(level: str) -> str:
