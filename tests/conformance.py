@@ -139,8 +139,13 @@ class OpTests(TransformationTests, MeshTests):
     @pytest.mark.G12
     @pytest.mark.M6
     def test_sizes(self, platform, implementation, dtype, rng):
-        examples = [self.example(rng, s, dtype) for s in self.sizes(implementation, dtype)]
-        self.check_all(examples, implementation)
+        shapes = self.sizes(implementation, dtype)
+        # On the CPU, float16 is computed as bfloat16 is, and float64 as float32: half of the
+        # shapes for each, and not the same.
+        halves = {"float16": 0, "float64": 1}
+        if platform == "cpu" and implementation == "ffi" and dtype.name in halves:
+            shapes = shapes[halves[dtype.name] :: 2]
+        self.check_all([self.example(rng, s, dtype) for s in shapes], implementation)
 
     @pytest.mark.M8
     def test_empty(self, platform, implementation, rng):

@@ -42,6 +42,7 @@ class TestLayerNorm(RowOpTests):
 
 
 class TestRmsNorm(RowOpTests):
+    variant = True  # of layer norm
     kernels = ("rms_norm_fwd", "rms_norm_bwd")
     parameters = 1
 

@@ -129,14 +129,14 @@ class Invocation(Operation):
 
     def compute(self, *arrays: jax.Array) -> Arrays:
         """The results by the kernel, or by the reference where the platform has none."""
-        branches = {p: self._on(p, mesh_of(arrays)) for p in _registry.platforms()}
-        if self.insist:
-            branches["default"] = Unavailable(self.call)
-        else:
-            branches["default"] = self.formula
-        return lax.platform_dependent(*arrays, **branches)
+        kernels = {p: self._on(p, mesh_of(arrays)) for p in _registry.platforms()}
+        if not kernels:
+            return self.formula(*arrays)
+        types = next(iter(kernels.values())).trace(*arrays).jaxpr.out_avals
+        elsewhere = Elsewhere(self.call, self.insist, tuple(types))
+        return lax.platform_dependent(*arrays, **kernels, default=elsewhere)
 
-    def _on(self, platform: str, mesh: Any) -> Callable[..., Arrays]:
+    def _on(self, platform: str, mesh: Any) -> Any:
         """The kernel of a platform, as a function with a name of its own.
 
         XLA is told how to spread a call by a Python function, of which the program's text has
@@ -175,16 +175,19 @@ class Invocation(Operation):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unavailable(Operation):
-    """A call where there is no kernel, which is an error when it is lowered."""
+class Elsewhere(Operation):
+    """A call on a platform without the kernel: by the reference, or an error if it was insisted."""
 
     call: Call
+    insist: bool
+    types: tuple[Any, ...] | None
 
     def compute(self, *arrays: jax.Array) -> Arrays:
         return formula(self.call, *arrays)
 
     def lower(self, lowering: Callable[[], Sequence[Any]], context: Any) -> Sequence[Any]:
-        del lowering
+        if not self.insist:
+            return lowering()
         platforms = ", ".join(context.platforms or context.module_context.platforms)
         raise ValueError(
             f"jax_gradops: implementation='ffi' is not available: {self.call.kernel.name} has no "

@@ -45,6 +45,9 @@ class Operation:
     linear: tuple[int, ...] = ()
     #: Names of mapped axes over which the operation sums.
     axis_names: tuple[Any, ...] = ()
+    #: The types of the results, where they are known: `compute` is then traced when it is lowered,
+    #: and for a platform that another operation serves, never.
+    types: tuple[Any, ...] | None = None
     #: Positions of the operands that need not vary over the mesh axes that others vary over.
     unmatched: tuple[int, ...] = ()
 
@@ -120,13 +123,16 @@ class Operation:
         """The results, by the primitive."""
         present = tuple(o is not None for o in operands)
         arrays = self._matched(operands)
-        traced = _traced(self, present).trace(*arrays)
-        results, tree = jax.tree.flatten(traced.out_info, is_leaf=lambda r: r is None)
-        there = tuple(r is not None for r in results)
-        found = iter(
-            _operation.bind(*arrays, op=self, present=present, there=there, jaxpr=traced.jaxpr)
-        )
-        return jax.tree.unflatten(tree, [next(found) if t else None for t in there])
+        if self.types is not None:
+            static = {"there": (True,) * len(self.types), "jaxpr": None}
+        else:
+            traced = _traced(self, present).trace(*arrays)
+            static = {
+                "there": tuple(r is not None for r in traced.out_info),
+                "jaxpr": traced.jaxpr,
+            }
+        results = _operation.bind(*arrays, op=self, present=present, **static)
+        return tuple(_spread(static["there"], results))
 
 
 def _merged(which: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -273,9 +279,9 @@ _operation.multiple_results = True
 
 
 @_operation.def_abstract_eval
-def _types(*_: Any, jaxpr: Any, **static: Any) -> list[Any]:
+def _types(*_: Any, op: Operation, jaxpr: Any, **static: Any) -> Sequence[Any]:
     del static
-    return jaxpr.out_avals
+    return op.types or jaxpr.out_avals
 
 
 @_operation.def_impl
@@ -345,9 +351,20 @@ def _batch(
     return results, [None] * len(results)
 
 
-def _lower(context: Any, *values: Any, op: Operation, jaxpr: Any, **static: Any) -> Sequence[Any]:
+def _lower(
+    context: Any,
+    *values: Any,
+    op: Operation,
+    present: tuple[bool, ...],
+    jaxpr: Any,
+    **static: Any,
+) -> Sequence[Any]:
     del static
-    inline = mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)
+
+    def compute(*arrays: Array) -> Sequence[Any]:
+        return jaxpr_as_fun(jaxpr)(*arrays) if jaxpr else op.compute(*_spread(present, arrays))
+
+    inline = mlir.lower_fun(compute, multiple_results=True)
     return op.lower(lambda: inline(context, *values), context)
 
 
