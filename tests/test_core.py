@@ -15,6 +15,8 @@ import pytest
 from comparing import assert_bitwise_equal
 from fresh_process import run_python
 from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_gradops
 from jax_gradops import _status
@@ -75,6 +77,40 @@ def test_platform_without_kernels():
 
     exported = export.export(jax.jit(f), platforms=["tpu"])(jax.ShapeDtypeStruct((3, 4), X.dtype))
     assert "jax_gradops." not in exported.mlir_module()
+
+
+@pytest.mark.parametrize("context", ["vmap", "auto", "explicit", "shard_map", "partly manual"])
+def test_lowers_for_a_platform_without_kernels(context):
+    """There, the reference is traced as late as here."""
+
+    def loss(x: Any, scale: Any) -> Any:
+        y, *_ = jax_gradops.batch_norm(jax_gradops.gelu(jax_gradops.layer_norm(x, scale)), scale)
+        (clipped,), _ = jax_gradops.clip_tree_by_global_norm([y], 1.0)
+        return jnp.sum(jnp.sin(clipped))
+
+    kind = AxisType.Explicit if context == "explicit" else AxisType.Auto
+    four = jax.devices("cpu")[:4]
+    devices = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2, devices=four)
+    x: Any = np.tile(X, (4, 1))[:8]
+    scale: Any = np.ones(4, np.float32)
+    names = {"shard_map": ("a", "b"), "partly manual": ("a",)}.get(context)
+    function = loss
+    if names:
+        function = jax.shard_map(
+            lambda x, scale: jax.lax.psum(loss(x, scale), names), mesh=devices,
+            in_specs=(P(names), P()), out_specs=P(), axis_names=set(names),
+        )  # fmt: skip
+    gradient: Any = jax.grad(function, (0, 1))
+    if context == "vmap":
+        gradient, x = jax.vmap(gradient, (0, None)), np.stack([x, x])
+    if context in ("auto", "explicit"):
+        x = jax.device_put(x, NamedSharding(devices, P("a")))
+        scale = jax.device_put(scale, NamedSharding(devices, P()))
+    with jax.set_mesh(devices):
+        traced = jax.jit(gradient).trace(x, scale)
+    kernel = "jax_gradops_layer_norm_fwd_"  # with what tells apart, the name of a function
+    assert kernel not in traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert kernel in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
 # --- Export --------------------------------------------------------------------------------------
