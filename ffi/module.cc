@@ -31,7 +31,7 @@ nb::dict Registrations() {
   return handlers;
 }
 
-// Whether kernels can run on the GPUs that there are: jax_gradops/_registry.py.
+// The GPUs of this machine. jax_gradops/_registry.py decides whether the kernels can run on them.
 template <class Context>
 void BindDevices(nb::module_& m) {
   if constexpr (std::is_same_v<Context, CudaContext>) {
@@ -44,7 +44,7 @@ void BindDevices(nb::module_& m) {
   }
 }
 
-// Layer norm's choice of a plan on GPUs, for tests: what it is, and what it shall be.
+// For tests: reads layer norm's choice of a plan on GPUs, and forces a choice.
 template <class Context>
 void BindRowPlans(nb::module_& m) {
   if constexpr (std::is_same_v<Context, CudaContext>) {
@@ -115,7 +115,7 @@ void BindRowPlans(nb::module_& m) {
   }
 }
 
-// GELU's choices, likewise.
+// For tests: reads how GELU cuts its arrays on GPUs.
 inline nb::dict FieldsOf(const GeluCut& cut, std::int64_t rows) {
   nb::dict fields;
   fields["span"] = cut.span;
@@ -157,7 +157,7 @@ void BindGeluCuts(nb::module_& m) {
   }
 }
 
-// Batch norm's choice, likewise.
+// For tests: reads batch norm's choice of a plan on GPUs.
 template <class Context>
 void BindChannelPlans(nb::module_& m) {
   if constexpr (std::is_same_v<Context, CudaContext>) {
@@ -202,7 +202,7 @@ void BindChannelPlans(nb::module_& m) {
           fields["ring_steps"] = plan.ring_steps;
           fields["cached_steps"] = plan.cached_steps;
           fields["slots"] = plan.slot_bytes / (plan.width * element_bytes);
-          // Of all blocks: how many steps of each tile, and how many blocks of a tile at most.
+          // Over all blocks: the steps of each tile, and the blocks that have a part of the tile.
           std::vector<std::int64_t> steps(static_cast<std::size_t>(plan.all_tiles)), parts = steps;
           std::int64_t passing = 0;
           for (int block = 0; block < plan.blocks; ++block) {

@@ -16,7 +16,7 @@ from jax_gradops._cli import INTERRUPTED, NO_READER
 
 
 class Command(NamedTuple):
-    """A command: the module that carries it, and its line in the help."""
+    """A command: its module, and its line in the help."""
 
     module: str
     summary: str
@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 def carrier(command: str) -> ModuleType:
-    """The module of a command, which has `add_arguments` and `run`."""
+    """The module of a command. It has the functions `add_arguments` and `run`."""
     return importlib.import_module(f"jax_gradops.{COMMANDS[command].module}")
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: the arguments; None for those of the process.
+      argv: the arguments. None stands for `sys.argv[1:]`.
 
     Returns:
       The exit status.
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=jax_gradops.__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
-    # Only the command that is wanted is imported: the others may need packages that are not there.
+    # Only the wanted command is imported: another may need a package that is not installed.
     wanted = next((a for a in arguments if not a.startswith("-")), None)
     for name, (_, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(
@@ -76,20 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> int | str | None:
-    """`main`, where what reads the output (``| head``, say) may have seen enough: `NO_READER`."""
+    """Runs `main`. Returns `NO_READER` if the reader of the output (``| head``, say) has ended."""
     try:
         try:
             status = main()
         except SystemExit as end:  # --help, or a mistake
             status = end.code
-        sys.stdout.flush()  # else Python does at its end, and complains
+        sys.stdout.flush()  # else Python does so at exit, and reports an error
         return status
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout, 0)
         if not any(event & select.POLLERR for _, event in poll.poll(0)):
-            raise  # another pipe
-        # Python writes what is in the buffer once more as it ends.
+            raise  # another pipe is broken
+        # At exit, Python once more writes what is in the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
 

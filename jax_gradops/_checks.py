@@ -1,4 +1,4 @@
-"""Argument errors, raised while a function is traced: what was expected, what came, and the fix."""
+"""Checks arguments at trace time. An error says what was expected, what came, and the fix."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class UnboundAxisError(ValueError, NameError):
-    """An axis name that is bound to no axis: wrong as an argument, and a NameError as JAX's is."""
+    """An unbound axis name. It is a ValueError as a wrong argument, and a NameError as in JAX."""
 
 
 def described(value: Any) -> str:
-    """What came, on one line: an array by its shape and dtype, what is long by its type."""
+    """Describes a value on one line: an array by shape and dtype, a long value by its type."""
     if isinstance(value, Tracer):
         return f"a traced {value.dtype.name}[{','.join(map(str, value.shape))}]"
     if isinstance(value, jax.Array | np.ndarray):
@@ -31,7 +31,7 @@ def described(value: Any) -> str:
 
 
 def wrong(op: str, name: str, expected: str, value: Any, error: type[Exception]) -> Exception:
-    """The exception for an argument that has to be known while a function is traced."""
+    """The exception for a wrong argument that has to be known at trace time."""
     fix = (
         ". It has to be known while tracing: mark the argument in static_argnames"
         if isinstance(value, Tracer)
@@ -41,7 +41,7 @@ def wrong(op: str, name: str, expected: str, value: Any, error: type[Exception])
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is what JAX's functions take for an array; a list is not."""
+    """Whether JAX's functions accept `value` as an array. They do not accept a list."""
     scalars_and_arrays = jax.Array | np.ndarray | np.generic | bool | int | float | complex
     return isinstance(value, scalars_and_arrays) or hasattr(value, "__jax_array__")
 
@@ -51,9 +51,9 @@ def array(op: str, name: str, value: Any, dtypes: Sequence[str] = FLOAT_DTYPES) 
     if not is_array(value) or isinstance(value, np.ma.MaskedArray):
         fix = f". Pass jnp.asarray({name})" if isinstance(value, list | tuple) else ""
         raise TypeError(f"{op}: {name} must be an array, got {type(value).__name__}{fix}")
-    # A dtype of NumPy's that JAX does not have would be JAX's error.
+    # jnp.asarray would raise JAX's own error for a NumPy dtype that JAX does not have.
     x = value if isinstance(value, np.ndarray | np.generic) else jnp.asarray(value)
-    is_float0 = x.dtype == jax.dtypes.float0  # whose name is "void"
+    is_float0 = x.dtype == jax.dtypes.float0  # the name of float0 is "void"
     if x.dtype.name not in dtypes:
         is_number = x.dtype == bool or is_real(x)
         fix = f". Cast it first: jnp.asarray({name}, jnp.float32)" if is_number else ""
@@ -63,7 +63,7 @@ def array(op: str, name: str, value: Any, dtypes: Sequence[str] = FLOAT_DTYPES) 
             f"{op}: {name} must have dtype {', '.join(dtypes[:-1])} or {dtypes[-1]}, "
             f"got {'float0' if is_float0 else x.dtype.name}{fix}"
         )
-    # JAX takes the bytes in the machine's order only.
+    # JAX accepts the machine's byte order only.
     x = jnp.asarray(x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")))
     return lax.convert_element_type(x, x.dtype)
 
@@ -71,7 +71,7 @@ def array(op: str, name: str, value: Any, dtypes: Sequence[str] = FLOAT_DTYPES) 
 def like(
     op: str, name: str, value: Any, other: str, x: jax.Array, *, any_dtype: bool = False
 ) -> jax.Array:
-    """`value` as an array of the shape and dtype (or `any_dtype`) of x, whose name is `other`."""
+    """`value` as an array with the shape and dtype (or `any_dtype`) of x. x is named `other`."""
     result = array(op, name, value)
     if result.shape != x.shape or not (any_dtype or result.dtype == x.dtype):
         fix = (
@@ -95,7 +95,7 @@ def is_real(value: jax.Array | np.ndarray | np.generic) -> bool:
 def number(
     op: str, name: str, value: Any, *, minimum: float | None = None, finite: bool = True
 ) -> float:
-    """`value` as a Python float: a static real number, not a bool, not NaN."""
+    """`value` as a Python float. It must be a static real number, neither bool nor NaN."""
     if isinstance(value, Tracer | bool | np.bool_) or not (
         isinstance(value, int | float | np.integer | np.floating)
         or (isinstance(value, jax.Array | np.ndarray) and value.ndim == 0 and is_real(value))
@@ -103,7 +103,7 @@ def number(
         raise wrong(op, name, "a number", value, TypeError)
     try:
         result = float(value)
-    except OverflowError:  # an integer
+    except OverflowError:  # a large integer
         result = math.inf if value > 0 else -math.inf
     if (
         math.isnan(result)
@@ -120,10 +120,10 @@ def number(
 
 
 def epsilon(op: str, value: Any, dtype: Any) -> float:
-    """`value` as a number, raised to the smallest normal one of the statistics' dtype.
+    """`value` as a float, raised to the smallest normal number of the statistics' dtype.
 
-    1/sqrt(epsilon) is a number then. That changes the results of no row whose variance is at least
-    2^24 (float64: 2^53) times that number.
+    1/sqrt(epsilon) is then finite. A row's results do not change if its variance is at least 2^24
+    (float64: 2^53) times the smallest normal number.
     """
     return max(number(op, "epsilon", value, minimum=0), float(jnp.finfo(dtype).tiny))
 
@@ -136,7 +136,7 @@ def flag(op: str, name: str, value: Any) -> bool:
 
 
 def choice(op: str, name: str, value: Any, *choices: str | None) -> Any:
-    """`value`, if it is one of the strings, or None where that is among them."""
+    """Returns `value` if it is one of `choices`. None is valid only if listed there."""
     if isinstance(value, str | None) and value in choices:
         return value
     *others, last = map(repr, choices)

@@ -1,4 +1,4 @@
-"""Which implementation an op takes: the native kernel, or the reference in jax.numpy."""
+"""Chooses an op's implementation: the native kernel, or the reference in jax.numpy."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def _checked(op: str, implementation: object) -> Implementation:
 def use_implementation(implementation: Implementation) -> Iterator[None]:
     """Sets what ``implementation=None`` means inside the ``with`` block, for every op.
 
-    It is read when an op is traced: a function that was jitted and called before keeps its choice.
+    An op reads it when it is traced. A jitted function that was called before keeps its choice.
 
     Args:
       implementation: ``"ffi"`` (the native kernels), ``"xla"`` (the reference in `jax.numpy`), or
-        None (the kernel where there is one).
+        None (the kernel if the platform has one).
 
     Returns:
       A context manager.
 
     Raises:
-      ValueError: if `implementation` is none of these.
+      ValueError: if `implementation` is another value.
 
     >>> import jax, jax.numpy as jnp, jax_gradops
     >>> with jax_gradops.use_implementation("xla"):
@@ -52,7 +52,7 @@ def use_implementation(implementation: Implementation) -> Iterator[None]:
 
 
 def default_implementation() -> Implementation:
-    """What `use_implementation` has set, for what has no kernel that could be missing."""
+    """What `use_implementation` has set. For functions that need no native kernel."""
     return _default_implementation.get()
 
 
@@ -65,7 +65,7 @@ def default_platform() -> str:
 
 
 def resolve_implementation(implementation: Implementation, op: str) -> Implementation:
-    """Applies `use_implementation`'s default; ``"ffi"`` insists on a kernel."""
+    """Applies the default of `use_implementation`. ``"ffi"`` without a kernel raises."""
     implementation = _checked(op, implementation)
     if implementation is None:
         implementation = _default_implementation.get()

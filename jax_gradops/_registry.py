@@ -18,8 +18,8 @@ import jax
 TARGET_PREFIX = "jax_gradops."
 CPU_LEVEL = "JAX_GRADOPS_CPU_LEVEL"
 
-# XLA's name of the platform, and the module that carries its kernels. The keys are the names that
-# `jax.lax.platform_dependent` takes.
+# The keys are platform names for `jax.lax.platform_dependent`. The values are XLA's name of the
+# platform and the module with its kernels.
 _BACKENDS = {"cpu": ("cpu", "_cpu"), "cuda": ("CUDA", "_cuda")}
 
 
@@ -36,8 +36,8 @@ def runtime_ffi_version() -> tuple[int, int]:
 def mismatch(compiled: tuple[int, int], runtime: tuple[int, int]) -> str | None:
     """Why handlers compiled against `compiled` cannot run on `runtime`; None if they can.
 
-    Registering a handler that is too new succeeds, and then every JAX call of the process fails
-    ("Unable to initialize backend"), so this is asked first.
+    Registering a handler that is too new succeeds. After that, every JAX call of the process fails
+    ("Unable to initialize backend"). So call this before registering.
     """
     if compiled[0] == runtime[0] and compiled[1] <= runtime[1]:
         return None
@@ -48,17 +48,17 @@ def mismatch(compiled: tuple[int, int], runtime: tuple[int, int]) -> str | None:
 
 
 def _built_without(platform: str) -> str:
-    """With the build's own reason, which the CPU module carries: pip does not show the build."""
+    """Why a module is missing. The CPU module has the build's reason: pip does not show it."""
     reason = getattr(sys.modules.get("jax_gradops._cpu"), "cuda_skipped", "")
     return f"jax_gradops was built without {platform.upper()}" + (f": {reason}" if reason else "")
 
 
 def _of_cpu_level(baseline: ModuleType) -> ModuleType:
-    """The CPU module for the highest level of x86-64 that the processor has, or the one asked for.
+    """The CPU module for the processor's highest x86-64 level, or for the level in `CPU_LEVEL`.
 
-    Each is built from the same sources. Code of a level that the processor lacks would crash.
+    All are built from the same sources. Code for a level that the processor lacks would crash.
     """
-    supported: dict[str, bool] = baseline.cpu_levels  # from the lowest, the baseline's
+    supported: dict[str, bool] = baseline.cpu_levels  # lowest first: the baseline's
     usable = [level for level, has_it in supported.items() if has_it]
     level = os.environ.get(CPU_LEVEL) or (usable[-1] if usable else None)
     if level is None:
@@ -88,7 +88,7 @@ def _load(platform: str) -> tuple[ModuleType | None, str]:
     except ModuleNotFoundError:
         if platform != "cpu":
             return None, _built_without(platform)
-        # The CPU module is always built, so this is a source folder that hides the installed one.
+        # The CPU module is always built: this is a source folder that hides the installation.
         reason = f"no native module in {Path(__file__).parent}"
         warnings.warn(
             f"jax_gradops: {reason}: this is a source folder, not an installation. Install it "
@@ -131,30 +131,30 @@ def _sources() -> list[Path]:
     return sorted(p for g in ("*.py", "_kernel/*.py", "_ops/**/*.py") for p in package.glob(g))
 
 
-# Of the Python code, as it is imported: the files may be others when an op is first traced.
+# The Python code at import: the files may have changed when an op is first traced.
 _SOURCES = _digest(_sources())
 
 
 @functools.cache
 def identity(platform: str) -> str:
-    """What the results of a platform's kernels depend on beside arrays: a digest of the code.
+    """A digest of all code that the results of a platform's kernels depend on.
 
-    For the persistent compilation cache, in which a program of another build may be.
+    The persistent compilation cache needs it: the cache may hold a program of another build.
     """
     return _digest([Path(MODULES[platform].__file__ or "")], _SOURCES).hex()
 
 
 def platforms() -> tuple[str, ...]:
-    """Platforms that have kernels here. Not for use at import: it looks at the machine's GPUs."""
+    """Platforms that have kernels here. Do not call it at import: it looks at the GPUs."""
     return tuple(p for p in MODULES if p != "cuda" or _why_gpus_cannot() is None)
 
 
 def covers(build: str, architecture: int) -> bool:
-    """Whether kernels built for these architectures ("80-real,90") run on such a GPU.
+    """Whether kernels built for these architectures ("80-real,90") run on a GPU of `architecture`.
 
-    Machine code ("80-real") runs on GPUs of the same generation that are as new or newer, PTX
-    ("80-virtual") on all that are as new or newer; without a suffix there are both. "90a" is for
-    one architecture, "100f" for one generation.
+    "80-real" is machine code. It runs on equal or newer GPUs of its generation. "80-virtual" is
+    PTX. It runs on all equal or newer GPUs. Without a suffix, the build has both. "90a" is for one
+    architecture, "100f" for one generation.
     """
     for entry in build.split(","):
         name, _, kind = entry.partition("-")
@@ -168,10 +168,10 @@ def covers(build: str, architecture: int) -> bool:
 
 
 def gpu_mismatch(build: str, architectures: list[int], driver: int, runtime: int) -> str | None:
-    """Why kernels of this build cannot run on these GPUs; None if they can, or if there is none.
+    """Why kernels of this build cannot run on these GPUs; None if they can, or without a GPU.
 
-    `driver` and `runtime` are CUDA versions as in 13000: that which the driver knows, 0 without
-    one, and that of the build.
+    `driver` is the CUDA version that the driver knows: 13000 is CUDA 13.0, 0 is no driver.
+    `runtime` is the CUDA version of the build.
     """
     if 0 < driver // 1000 < runtime // 1000:
         return (
@@ -189,7 +189,7 @@ def gpu_mismatch(build: str, architectures: list[int], driver: int, runtime: int
 
 @functools.cache
 def _why_gpus_cannot() -> str | None:
-    """Asked when an op is first traced, as CUDA's start takes time; with one warning."""
+    """`gpu_mismatch` of this machine, with one warning. Not for import: CUDA starts slowly."""
     module, chosen = MODULES["cuda"], jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if chosen and not {"cuda", "gpu"}.intersection(chosen.split(",")):
         return None
@@ -200,19 +200,19 @@ def _why_gpus_cannot() -> str | None:
 
 
 def canonical_platform(platform: str) -> str:
-    """JAX's names of platforms ("gpu", "CUDA", …) to `platform_dependent`'s."""
+    """Turns JAX's platform name ("gpu", "CUDA", …) into a name for `platform_dependent`."""
     platform = platform.lower()
     if platform != "gpu":
         return platform
     try:
         devices = jax.devices("gpu")
     except (RuntimeError, AssertionError):  # AssertionError: jax 0.10, JAX_PLATFORMS=cuda
-        return "cuda"  # there is none here
+        return "cuda"  # there is no GPU here
     return "rocm" if any("rocm" in d.client.platform_version for d in devices) else "cuda"
 
 
 def why_unavailable(platform: str) -> str | None:
-    """None if `platform` has kernels here, else the reason why not."""
+    """Why `platform` has no kernels here; None if it has."""
     platform = canonical_platform(platform)
     if platform in MODULES:
         return _why_gpus_cannot() if platform == "cuda" else None

@@ -1,4 +1,4 @@
-"""Which implementation an op uses, and what `jax.export` needs to know of the kernels."""
+"""Which implementation an op uses, and what `jax.export` needs to know about the kernels."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ OPS: dict[str, tuple[Kernel, ...]] = {
     "inplace_clip_by_global_norm": (global_norm_kernels.SUM_OF_SQUARES, global_norm_kernels.SCALE),
 }
 
-#: Ops that run XLA's operations unless the kernel is asked for, and why.
+#: Ops that run XLA's operations by default although there is a kernel, and why.
 _BY_XLA = {
     "batch_norm_inference": "XLA fuses it with what comes before and after; pass "
     "implementation='ffi' for the kernel"
 }
 
-#: Pass to ``jax.export.export(..., disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS)``: JAX does
-#: not promise for custom calls, as it does for its own, that later versions load them.
+#: Pass to ``jax.export.export(..., disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS)``. JAX
+#: promises that later versions load its own operations, but not that they load custom calls.
 EXPORT_DISABLED_CHECKS: tuple[export.DisabledSafetyCheck, ...] = tuple(
     export.DisabledSafetyCheck.custom_call(target)
     for target in sorted(
@@ -68,7 +68,7 @@ def implementation_in_use(
 
     Raises:
       ValueError: for an unknown op; the message lists the known ones.
-      TypeError: for a platform that is no string.
+      TypeError: for a platform that is not a string.
 
     >>> import jax_gradops
     >>> jax_gradops.implementation_in_use("layer_norm", "tpu").implementation

@@ -1,16 +1,18 @@
-"""The gradient operators themselves: callable without autodiff, on statistics that were saved.
+"""The gradient operators as functions: call them without autodiff, with saved statistics.
 
-They are what other frameworks call LayerNormalizationGrad, InvertibleLayerNormalizationGrad,
-SimplifiedLayerNormalizationGrad, BatchNormalizationGrad, GeluGrad, FastGeluGrad, BiasGeluGrad_dX,
-BiasFastGeluGrad_dX and InplaceClipGradNorm (ONNX Runtime) and LayerNormBackward (oneDNN Graph).
-They run the same kernels as the derivatives of `jax_gradops.layer_norm`, `rms_norm`, `batch_norm`,
-`gelu` and `bias_gelu`. Use them in training loops that do without autodiff, and to compare with
-those frameworks.
+Use them in training loops without autodiff, and for comparisons with other frameworks. They run the
+kernels that the derivatives of `jax_gradops.layer_norm`, `rms_norm`, `batch_norm`, `gelu` and
+`bias_gelu` run. Their names elsewhere are:
 
-The norms take any shape whose axes from `begin_norm_axis` on are normalised; all take any mixture
-of float16, bfloat16, float32 and float64 among x, parameters and statistics, and run under
+- ONNX Runtime: LayerNormalizationGrad, InvertibleLayerNormalizationGrad,
+  SimplifiedLayerNormalizationGrad, BatchNormalizationGrad; GeluGrad, FastGeluGrad, BiasGeluGrad_dX,
+  BiasFastGeluGrad_dX, InplaceClipGradNorm.
+- oneDNN Graph: LayerNormBackward.
+
+Layer norm and RMS norm normalise the axes from `begin_norm_axis` on. All functions take any mixture
+of float16, bfloat16, float32 and float64 among x, parameters and statistics. They run under
 `jax.jit` and every other transformation. Inside `jax.shard_map`, gradients of parameters are sums
-over the device's own rows: `jax.lax.psum` adds them up.
+over the device's own rows. Add them up by `jax.lax.psum`.
 """
 
 from jax_gradops._ops.batch_norm.backward import batch_norm_backward as batch_norm_backward

@@ -1,7 +1,7 @@
 """Flax linen's norms on this library's kernels, and a dense layer with GELU.
 
-Constructors, calls, parameters, collections and initial values are Flax's: a checkpoint made with
-one loads into the other. The classes are subclasses of Flax's.
+Constructors, calls, parameters, collections and initial values are Flax's. Checkpoints of Flax's
+modules load into these, and the reverse. The classes are subclasses of Flax's.
 
     >>> from flax import linen as nn
     >>> import jax_gradops.linen
@@ -9,12 +9,15 @@ one loads into the other. The classes are subclasses of Flax's.
     >>> isinstance(norm, nn.LayerNorm)
     True
 
-What the kernels do not cover takes Flax's own path: `mask`, `axis_index_groups`, LayerNorm and
-RMSNorm with an `axis_name` or with axes that are not the last ones, BatchNorm with several axes or
-with running averages, `force_float32_reductions=False`, complex or integer arrays.
+Flax's own code computes what the kernels do not cover:
 
-Differences: roundings; the variance is always that of the deviations, never E[x²] - E[x]², whatever
-`use_fast_variance` says; no gradient flows through the running averages that BatchNorm stores.
+- `mask`, `axis_index_groups`, `force_float32_reductions=False`, complex or integer arrays.
+- LayerNorm and RMSNorm with an `axis_name`, or with axes that are not the last ones.
+- BatchNorm with several axes, or with running averages.
+
+Results differ from Flax's by rounding. The variance is always the mean of the squared deviations,
+never E[x²] - E[x]², whatever `use_fast_variance` says. No gradient flows through the running
+averages that BatchNorm stores.
 """
 
 from __future__ import annotations
@@ -33,21 +36,21 @@ from jax_gradops._flax import common
 __all__ = ["BatchNorm", "DeferredBiasDense", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"]
 
 
-# Without linen's wrapper: interceptors, and what captures results, have seen the call already.
+# Without linen's wrapper: interceptors and captures of results have already seen the call.
 _LAYER_NORM, _RMS_NORM, _BATCH_NORM = (
     inspect.unwrap(module.__call__) for module in (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
 )
 
 
 class LayerNorm(linen.LayerNorm):
-    r"""`flax.linen.LayerNorm` on `jax_gradops.layer_norm`: arguments and parameters are Flax's.
+    r"""`flax.linen.LayerNorm` by `jax_gradops.layer_norm`. Arguments and parameters are Flax's.
 
     .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
               \cdot \text{scale} + \text{bias}
 
-    A subclass with `residuals = "output"` saves its result for the backward pass, not its input:
-    less memory where the result is kept anyway, in the same dtype, for a matrix product say. Where
-    a scale is 0 it then stays so, as the result says nothing of the input: see
+    A subclass with `residuals = "output"` saves its result for the backward pass, not its input.
+    This saves memory if the result is kept anyway, for example for a matrix product in the dtype
+    of the result. A scale that is 0 then stays 0, as the result says nothing about the input. See
     `jax_gradops.layer_norm`, also for numerics and references.
 
     >>> import jax, jax.numpy as jnp, jax_gradops.linen
@@ -63,17 +66,17 @@ class LayerNorm(linen.LayerNorm):
         """Normalises `x`, as `flax.linen.LayerNorm` does.
 
         Args:
-          x: any shape with at least one axis; what is none of the four floats takes Flax's path.
-          mask: as Flax's, whose own path it takes.
+          x: any shape with at least one axis. Flax's code handles all but the four float dtypes.
+          mask: as in Flax. With a mask, Flax's code runs.
 
         Returns:
-          An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
+          An array of x's shape, in `dtype`, or else in the promoted dtype of x and the parameters.
         """
         return _norm(self, _LAYER_NORM, x, mask)
 
 
 class RMSNorm(linen.RMSNorm):
-    r"""`flax.linen.RMSNorm` on `jax_gradops.rms_norm`; `residuals` as for `LayerNorm`.
+    r"""`flax.linen.RMSNorm` by `jax_gradops.rms_norm`. `residuals` is as in `LayerNorm`.
 
     .. math:: y = \frac{x}{\sqrt{\text{mean}(x^2) + \text{epsilon}}} \cdot \text{scale}
 
@@ -94,13 +97,13 @@ class RMSNorm(linen.RMSNorm):
 
 
 class BatchNorm(linen.BatchNorm):
-    r"""`flax.linen.BatchNorm` on `jax_gradops.batch_norm` in training: arguments are Flax's.
+    r"""`flax.linen.BatchNorm`, in training by `jax_gradops.batch_norm`. Arguments are Flax's.
 
     .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
               \cdot \text{scale} + \text{bias}
 
-    With running averages it is Flax's, which XLA fuses with what comes before and after. The
-    batch's statistics, of which the running averages are made, have no gradient. Numerics and
+    With running averages, Flax's code runs: XLA fuses it with the operations around it. The
+    running averages are updated from the batch's statistics. These have no gradient. Numerics and
     references: see `jax_gradops.batch_norm`.
 
     >>> import jax, jax.numpy as jnp, jax_gradops.linen
@@ -121,7 +124,7 @@ class BatchNorm(linen.BatchNorm):
     ) -> jax.Array:
         """Normalises `x` as `flax.linen.BatchNorm` does: see `LayerNorm`.
 
-        Of other than two to five axes, that is by Flax's own path.
+        Flax's code handles an `x` with fewer than two or more than five axes.
         """
         axis = common.channel_axis(self, x, mask)
         if axis is None or linen.merge_param(
@@ -146,15 +149,16 @@ class BatchNorm(linen.BatchNorm):
 
 
 class DenseGelu(linen.Dense):
-    r"""``gelu(Dense(x))``: `flax.linen.Dense`, whose bias and GELU are one operation.
+    r"""``gelu(Dense(x))``: a `flax.linen.Dense` with bias and GELU in one operation.
 
     .. math:: y = \mathrm{gelu}(x \, \text{kernel} + \text{bias})
 
-    Parameters are `kernel` and `bias`, as Flax's: with the name that a `Dense` had, "Dense_0" say,
-    it loads that one's checkpoint. Numerics and references: see `jax_gradops.gelu`.
+    Parameters are `kernel` and `bias`, as in Flax. Give it the name of the `Dense` that it replaces
+    ("Dense_0", say) to load that layer's checkpoint. Numerics and references: see
+    `jax_gradops.gelu`.
 
     Attributes:
-      approximate: the tanh form, as in `jax.nn.gelu`.
+      approximate: whether GELU has the tanh form, as in `jax.nn.gelu`.
 
     >>> import jax, jax.numpy as jnp, jax_gradops.linen
     >>> layer = jax_gradops.linen.DenseGelu(8)
@@ -167,19 +171,19 @@ class DenseGelu(linen.Dense):
 
     @linen.compact
     def __call__(self, inputs: Any) -> jax.Array:
-        """[..., inputs] to [..., features], of `dtype` or of inputs' and parameters' together."""
+        """Maps [..., inputs] to [..., features], in `dtype` or the promoted dtype of all arrays."""
         y, bias, _ = _product(self, inputs)
         return common.gelu_of_sum(y, bias, self.approximate)
 
 
 class DeferredBiasDense(linen.Dense):
-    r"""`flax.linen.Dense`, of which `add_norm` adds the bias: the result is a pair.
+    r"""`flax.linen.Dense` that leaves the bias to `add_norm`. It returns product and bias.
 
     .. math:: (x \, \text{kernel}, \text{bias})
 
-    By itself, the addition is a pass over memory more, and so is the sum of the bias's gradient.
-    Parameters are `kernel` and `bias`, as Flax's: with the name that a `Dense` had, "Dense_0" say,
-    it loads that one's checkpoint.
+    A separate addition is one more pass over memory. So is a separate sum of the bias's gradient.
+    Parameters are `kernel` and `bias`, as in Flax. Give it the name of the `Dense` that it replaces
+    ("Dense_0", say) to load that layer's checkpoint.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import linen as nn
@@ -195,9 +199,9 @@ class DeferredBiasDense(linen.Dense):
 
     @linen.compact
     def __call__(self, inputs: Any) -> Any:
-        """[..., inputs] to the product, as `flax.linen.Dense`, and [features]; None: no bias.
+        """Maps [..., inputs] to the product and the bias [features], or None without a bias.
 
-        The bias is the parameter, not rounded to `dtype`.
+        The product is as in `flax.linen.Dense`. The bias is not rounded to `dtype`.
         """
         return common.deferred(*_product(self, inputs))
 
@@ -207,25 +211,25 @@ def add_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """``(norm(x + residual), x + residual)``, in one pass over memory if `norm` is of this module.
 
-    So is the backward pass, which sums the cotangents of both: with a norm on its own, each
-    addition to a residual stream is a pass more.
+    The backward pass, too, is one pass: it adds the cotangents of both results. With a separate
+    norm, each addition to a residual stream is one more pass.
 
-    With `bias`, it is ``x + (residual + bias)``, in the same pass too, and so is the bias's
-    gradient: see `DeferredBiasDense`.
+    With `bias`, the sum is ``x + (residual + bias)``. The bias and its gradient take no further
+    pass: see `DeferredBiasDense`.
 
     Args:
-      norm: a linen module; `LayerNorm` and `RMSNorm` of this one fuse the addition.
-      x: what `norm` takes.
-      residual: of the same shape and dtype, else the addition is one of its own.
-      bias: shape ``residual.shape[-1:]``, any dtype. Where the addition is one of its own, it is
-        cast to residual's. None: no bias.
+      norm: a linen module. `LayerNorm` and `RMSNorm` of `jax_gradops.linen` fuse the addition.
+      x: the input of `norm`.
+      residual: an array. The addition is fused only if x has equal shape and dtype.
+      bias: shape ``residual.shape[-1:]``, any dtype. An addition that is not fused casts it to
+        the dtype of residual. None: no bias.
 
     Returns:
-      What `norm` returns of the sum, and the sum.
+      The result of `norm` for the sum, and the sum.
 
     Raises:
-      TypeError: for a `norm` that cannot be called, or another argument that is no array.
-      ValueError: for a `bias` of another shape.
+      TypeError: if `norm` cannot be called, or another argument is not an array.
+      ValueError: if `bias` has another shape.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import linen as nn
@@ -243,7 +247,7 @@ def add_norm(
 
 
 def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
-    """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
+    """The result of a LayerNorm or RMSNorm. `flax` is the method in Flax."""
     offer = common.offer_of(x)
     if offer is not None:
         y, offer.total = _norm(module, flax, offer.parts, mask)
@@ -259,7 +263,7 @@ def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
 
 
 def _product(dense: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
-    """A Dense's result without its bias; the bias as Flax adds it, and not rounded."""
+    """A Dense's result without its bias, the bias that Flax adds, and the unrounded bias."""
     shape = (jnp.shape(inputs)[-1], dense.features)
     kernel: Any = dense.param("kernel", dense.kernel_init, shape, dense.param_dtype)
     given: Any = None
@@ -276,7 +280,7 @@ def _product(dense: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
 
 
 def _parameters(module: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Scale and bias; None for one that the module does not have."""
+    """Scale and bias. None stands for a parameter that the module does not have."""
     scale = bias = None
     if module.use_scale:
         scale = module.param("scale", module.scale_init, shape, module.param_dtype)

@@ -1,7 +1,7 @@
 """Flax NNX's norms on this library's kernels, a linear layer with GELU, and `fuse`.
 
-Constructors, calls, parameters and initial values are Flax's, so that a checkpoint made with one
-loads into the other. The classes are subclasses of Flax's.
+Constructors, calls, parameters and initial values are Flax's. Checkpoints of Flax's modules load
+into these, and the reverse. The classes are subclasses of Flax's.
 
     >>> from flax import nnx
     >>> import jax_gradops.nnx
@@ -9,15 +9,18 @@ loads into the other. The classes are subclasses of Flax's.
     >>> isinstance(norm, nnx.LayerNorm)
     True
 
-`fuse` gives a model that exists already the classes of this module.
+`fuse` changes the norms of an existing model to the classes of `jax_gradops.nnx`.
 
-What the kernels do not cover takes Flax's own path: `mask`, `axis_index_groups`, LayerNorm and
-RMSNorm with an `axis_name` or with axes that are not the last ones, BatchNorm with several axes or
-with running averages, complex or integer arrays.
+Flax's own code computes what the kernels do not cover:
 
-Differences: roundings, fewer where `dtype` is narrower than the parameters, which Flax rounds; the
-variance is always that of the deviations, never E[x²] - E[x]², whatever `use_fast_variance`
-says; no gradient flows through the running averages that BatchNorm stores.
+- `mask`, `axis_index_groups`, complex or integer arrays.
+- LayerNorm and RMSNorm with an `axis_name`, or with axes that are not the last ones.
+- BatchNorm with several axes, or with running averages.
+
+Results differ from Flax's by rounding. If `dtype` is narrower than the parameters, Flax rounds the
+parameters; these modules do not. The variance is always the mean of the squared deviations, never
+E[x²] - E[x]², whatever `use_fast_variance` says. No gradient flows through the running averages
+that BatchNorm stores.
 """
 
 from __future__ import annotations
@@ -53,15 +56,15 @@ _logger = logging.getLogger("jax_gradops")
 
 
 class LayerNorm(nnx.LayerNorm):
-    r"""`flax.nnx.LayerNorm` on `jax_gradops.layer_norm`: arguments and parameters are Flax's.
+    r"""`flax.nnx.LayerNorm` by `jax_gradops.layer_norm`. Arguments and parameters are Flax's.
 
     .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
               \cdot \text{scale} + \text{bias}
 
     Attributes:
-      residuals: "input", or "output" to save the result for the backward pass, not the input: less
-        memory where the result is kept anyway, in the same dtype, for a matrix product say. Where a
-        scale is 0 it then stays so, as the result says nothing of the input: see
+      residuals: "input", or "output" to save the result for the backward pass, not the input. This
+        saves memory if the result is kept anyway, for example for a matrix product in the dtype of
+        the result. A scale that is 0 then stays 0, as the result says nothing about the input. See
         `jax_gradops.layer_norm`, also for numerics and references. Set it after construction.
 
     >>> import jax.numpy as jnp, jax_gradops.nnx
@@ -77,17 +80,17 @@ class LayerNorm(nnx.LayerNorm):
         """Normalises `x`, as `flax.nnx.LayerNorm` does.
 
         Args:
-          x: [..., num_features]; what is none of the four floats takes Flax's path.
-          mask: as Flax's, whose own path it takes.
+          x: [..., num_features]. Flax's code handles all but the four float dtypes.
+          mask: as in Flax. With a mask, Flax's code runs.
 
         Returns:
-          An array of x's shape, of `dtype` or, without that, of x's and the parameters' together.
+          An array of x's shape, in `dtype`, or else in the promoted dtype of x and the parameters.
         """
         return nnx_calls.norm(self, nnx_calls.LAYER_NORM, x, mask)
 
 
 class RMSNorm(nnx.RMSNorm):
-    r"""`flax.nnx.RMSNorm` on `jax_gradops.rms_norm`; `residuals` as for `LayerNorm`.
+    r"""`flax.nnx.RMSNorm` by `jax_gradops.rms_norm`. `residuals` is as in `LayerNorm`.
 
     .. math:: y = \frac{x}{\sqrt{\text{mean}(x^2) + \text{epsilon}}} \cdot \text{scale}
 
@@ -108,13 +111,13 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class BatchNorm(nnx.BatchNorm):
-    r"""`flax.nnx.BatchNorm` on `jax_gradops.batch_norm` in training: arguments are Flax's.
+    r"""`flax.nnx.BatchNorm`, in training by `jax_gradops.batch_norm`. Arguments are Flax's.
 
     .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
               \cdot \text{scale} + \text{bias}
 
-    With running averages it is Flax's, which XLA fuses with what comes before and after. The
-    batch's statistics, of which the running averages are made, have no gradient. Numerics and
+    With running averages, Flax's code runs: XLA fuses it with the operations around it. The
+    running averages are updated from the batch's statistics. These have no gradient. Numerics and
     references: see `jax_gradops.batch_norm`.
 
     >>> import jax.numpy as jnp, jax_gradops.nnx
@@ -133,7 +136,7 @@ class BatchNorm(nnx.BatchNorm):
     ) -> jax.Array:
         """Normalises `x` as `flax.nnx.BatchNorm` does: see `LayerNorm`.
 
-        Of other than two to five axes, that is by Flax's own path.
+        Flax's code handles an `x` with fewer than two or more than five axes.
         """
         x = jnp.asarray(x)
         axis = common.channel_axis(self, x, mask)
@@ -150,15 +153,16 @@ class BatchNorm(nnx.BatchNorm):
 
 
 class Linear(nnx.Linear):
-    r"""`flax.nnx.Linear`, the gradient of whose bias reads that of y once.
+    r"""`flax.nnx.Linear` with a faster gradient of the bias: it reads the gradient of y once.
 
     .. math:: y = x \, \text{kernel} + \text{bias}
 
-    It is for layers whose bias neither `DenseGelu` nor `deferred_bias` takes, such as the one that
-    gives a transformer block's queries, keys and values: XLA puts the gradients of these together
-    anew for each use, here they are put together once. With 16-bit elements on an NVIDIA GPU, their
-    columns are summed up by a matrix product with ones: exact products, float32 sums, rounded once,
-    to the bias's dtype. Elsewhere, and of arrays that are sharded on an Explicit mesh, by XLA.
+    Use it for a layer whose bias is not fused by `DenseGelu` or `deferred_bias`. The typical case
+    is the query-key-value projection of a transformer block. XLA concatenates the gradients of
+    queries, keys and values again for each use. Here they are concatenated once. For 16-bit
+    elements on an NVIDIA GPU, a matrix product with ones sums up the columns. Its products are
+    exact, and its float32 sums are rounded once, to the bias's dtype. XLA sums up the columns in
+    all other cases, and for arrays that are sharded on an Explicit mesh.
 
     >>> import jax.numpy as jnp, jax_gradops.nnx
     >>> from flax import nnx
@@ -167,7 +171,7 @@ class Linear(nnx.Linear):
     """
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
-        """[..., in_features] to [..., out_features], as `flax.nnx.Linear` does."""
+        """Maps [..., in_features] to [..., out_features], as `flax.nnx.Linear` does."""
         return nnx_calls.linear(self, inputs, out_sharding)
 
 
@@ -175,16 +179,16 @@ nnx_calls.LINEARS[Linear] = Linear.__call__
 
 
 class DenseGelu(nnx.Linear):
-    r"""``gelu(Linear(x))``: `flax.nnx.Linear`, whose bias and GELU are one operation.
+    r"""``gelu(Linear(x))``: a `flax.nnx.Linear` with bias and GELU in one operation.
 
     .. math:: y = \mathrm{gelu}(x \, \text{kernel} + \text{bias})
 
-    Parameters are `kernel` and `bias`, as Flax's. Numerics and references: see `jax_gradops.gelu`.
+    Parameters are `kernel` and `bias`, as in Flax. Numerics and references: see `jax_gradops.gelu`.
 
     Args:
-      in_features: as `flax.nnx.Linear`.
-      out_features: as `flax.nnx.Linear`.
-      approximate: the tanh form, as in `jax.nn.gelu`.
+      in_features: as in `flax.nnx.Linear`.
+      out_features: as in `flax.nnx.Linear`.
+      approximate: whether GELU has the tanh form, as in `jax.nn.gelu`.
       **linear: all other arguments of `flax.nnx.Linear`.
 
     >>> import jax.numpy as jnp, jax_gradops.nnx
@@ -200,16 +204,16 @@ class DenseGelu(nnx.Linear):
         self.approximate = _checks.flag("DenseGelu", "approximate", approximate)
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
-        """[..., in_features] to [..., out_features], of `dtype` or of inputs' and parameters'."""
+        """Maps [..., in_features] to [..., out_features], in `dtype` or a promoted dtype."""
         return nnx_calls.linear_gelu(self.approximate, self, inputs, out_sharding)
 
 
 class Sequential(nnx.Sequential):
-    """`flax.nnx.Sequential`, in which a `Linear` and the GELU after it are computed as `DenseGelu`.
+    """`flax.nnx.Sequential` that computes a `Linear` and the GELU after it as `DenseGelu` does.
 
-    GELU is `jax.nn.gelu` (which `nnx.gelu` is), `jax_gradops.gelu`, or a `functools.partial` of one
-    of them with `approximate`. The layers themselves are not changed; what watches their calls, as
-    `nnx.tabulate` does, does not see such a `Linear`'s.
+    A GELU is `jax.nn.gelu` (also named `nnx.gelu`), `jax_gradops.gelu`, or a `functools.partial` of
+    one of them with `approximate`. The layers themselves are not changed. Code that watches calls,
+    such as `nnx.tabulate`, does not see the call of such a `Linear`.
 
     >>> import jax, jax.numpy as jnp, jax_gradops.nnx
     >>> from flax import nnx
@@ -231,30 +235,30 @@ def add_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """``(norm(x + residual), x + residual)``, in one pass over memory if `norm` is of this module.
 
-    So is the backward pass, which sums the cotangents of both: with a norm on its own, each
-    addition to a residual stream is a pass more.
+    The backward pass, too, is one pass: it adds the cotangents of both results. With a separate
+    norm, each addition to a residual stream is one more pass.
 
         def __call__(self, x, update):  # a transformer's block: x + update is its input
             y, x = add_norm(self.attention_norm, x, update)
             y, x = add_norm(self.mlp_norm, x, self.attention(y))
             return x, self.mlp(y)
 
-    With `bias`, it is ``x + (residual + bias)``, in the same pass too, and so is the bias's
-    gradient: see `deferred_bias`.
+    With `bias`, the sum is ``x + (residual + bias)``. The bias and its gradient take no further
+    pass: see `deferred_bias`.
 
     Args:
-      norm: any callable; `LayerNorm` and `RMSNorm` of this module fuse the addition.
-      x: what `norm` takes.
-      residual: of the same shape and dtype, else the addition is one of its own.
-      bias: shape ``residual.shape[-1:]``, any dtype. Where the addition is one of its own, it is
-        cast to residual's. None: no bias.
+      norm: any callable. `LayerNorm` and `RMSNorm` of `jax_gradops.nnx` fuse the addition.
+      x: the input of `norm`.
+      residual: an array. The addition is fused only if x has equal shape and dtype.
+      bias: shape ``residual.shape[-1:]``, any dtype. An addition that is not fused casts it to
+        the dtype of residual. None: no bias.
 
     Returns:
-      What `norm` returns of the sum, and the sum.
+      The result of `norm` for the sum, and the sum.
 
     Raises:
-      TypeError: for a `norm` that cannot be called, or another argument that is no array.
-      ValueError: for a `bias` of another shape.
+      TypeError: if `norm` cannot be called, or another argument is not an array.
+      ValueError: if `bias` has another shape.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -270,21 +274,21 @@ def add_norm(
 def deferred_bias(linear: Any, inputs: Any) -> tuple[jax.Array, jax.Array | None]:
     """A linear layer's result without its bias, and the bias, for `add_norm` to add.
 
-    By itself, the addition is a pass over memory more, and so is the sum of the bias's gradient.
+    A separate addition is one more pass over memory. So is a separate sum of the bias's gradient.
 
         y, x = add_norm(self.mlp_norm, x, *deferred_bias(self.attention_out, y))
 
     Args:
-      linear: a `flax.nnx.Linear`, or an `nnx.Sequential` whose last layer is one. Any other
-        callable, or a subclass with a call of its own, may do more: its whole result is taken.
-      inputs: what `linear` takes.
+      linear: a `flax.nnx.Linear`, or an `nnx.Sequential` with a `Linear` as last layer. Any other
+        callable, or a subclass with its own `__call__`, may do more: its whole result is returned.
+      inputs: the input of `linear`.
 
     Returns:
-      The result without the bias, and the parameter's value, which is not rounded to the layer's
-      `dtype`; or ``linear(inputs)`` and None.
+      The result without the bias, and the bias, not rounded to the layer's `dtype`. If there is no
+      bias to defer, ``linear(inputs)`` and None.
 
     Raises:
-      TypeError: for a `linear` that cannot be called.
+      TypeError: if `linear` cannot be called.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -319,29 +323,29 @@ def fuse(
     residuals: Literal["input", "output"] | None = None,
     report: Callable[[FuseReport], Any] | None = None,
 ) -> _Model:
-    """Gives a model's layer, RMS and batch norms the classes of this module, in place.
+    """Changes a model's layer, RMS and batch norms to the classes of this module, in place.
 
-    Modules and parameters stay the same objects under the same names: optimizers, checkpoints and
+    Modules and parameters keep their identity and their names: optimizers, checkpoints and
     references stay valid. Call it outside of `nnx.jit`.
 
     Args:
-      model: an NNX module: its norms are changed, and those of all modules in it.
+      model: an NNX module. Its norms and the norms of all modules in it are changed.
       gelu: also compute each `Linear` of an `nnx.Sequential` together with a GELU that follows it.
-        Elsewhere a GELU is code of a module's, of which nothing can be proved: use `DenseGelu`.
-      linear: also change each `Linear`: see the class of that name. `LinearGeneral`, of which
-        Flax's attention is made, stays.
-      residuals: what layer and RMS norms save for the backward pass: see `LayerNorm`. None leaves
-        each as it is, "input" at first. A norm whose scale has zeros, which would stay so with
-        "output", keeps "input".
-      report: is given what was changed, what was left and why; by default, it is logged by the
-        logger "jax_gradops" at level INFO.
+        Any other GELU is called by a module's code, and `fuse` cannot see it: use `DenseGelu`.
+      linear: also change each `Linear`: see `jax_gradops.nnx.Linear`. `LinearGeneral` stays: Flax's
+        attention uses it.
+      residuals: what layer and RMS norms save for the backward pass: see `LayerNorm`. None changes
+        nothing: a new norm has "input". A norm whose scale has zeros is not set to "output": the
+        zeros would then stay zeros.
+      report: a function that gets what was changed, what was left, and why. By default, the logger
+        "jax_gradops" logs the report at level INFO.
 
     Returns:
       `model`.
 
     Raises:
-      TypeError: if it is not an NNX module, or another argument is of a wrong kind.
-      ValueError: if `residuals` is neither.
+      TypeError: if `model` is not an NNX module, or another argument has a wrong type.
+      ValueError: if `residuals` is another value.
 
     >>> import jax_gradops.nnx
     >>> from flax import nnx
@@ -362,9 +366,9 @@ def fuse(
 
 
 def unfuse(model: _Model) -> _Model:
-    """Undoes `fuse`, in place: gives the modules that have classes of this module Flax's.
+    """Undoes `fuse`, in place: changes modules of `jax_gradops.nnx` to Flax's classes.
 
-    `DenseGelu` stays, as no module of Flax's does the same.
+    `DenseGelu` stays: Flax has no module that computes the same.
 
     Args:
       model: an NNX module.
@@ -373,7 +377,7 @@ def unfuse(model: _Model) -> _Model:
       `model`.
 
     Raises:
-      TypeError: if it is not an NNX module.
+      TypeError: if `model` is not an NNX module.
 
     >>> import jax_gradops.nnx
     >>> from flax import nnx

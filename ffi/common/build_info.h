@@ -1,4 +1,4 @@
-// What Python is told of a compiled module.
+// Facts about a compiled module that Python can read.
 #pragma once
 
 #include <array>
@@ -28,8 +28,8 @@ inline constexpr std::string_view kCpuLevels = GRADOPS_CPU_LEVELS;
 inline constexpr std::string_view kCpuLevels = "";
 #endif
 
-// All that there may be, and whether the processor, and its operating system, have them; none on
-// other processors.
+// All levels of x86-64. For each level: whether the processor and its operating system support it.
+// Empty on other processors.
 #if defined(__x86_64__)
 inline std::array<std::pair<const char*, bool>, 3> CpuLevels() {
   __builtin_cpu_init();
@@ -46,7 +46,7 @@ inline std::array<std::pair<const char*, bool>, 0> CpuLevels() {
 }
 #endif
 
-// Why there is no CUDA module beside this one; empty where there is.
+// The reason why no CUDA module was built beside this module. Empty if one was built.
 #if defined(GRADOPS_CUDA_SKIPPED)
 inline constexpr const char* kCudaSkipped = GRADOPS_CUDA_SKIPPED;
 #else

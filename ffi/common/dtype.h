@@ -1,4 +1,4 @@
-// Element types, the accumulation dtype, and the one runtime -> compile-time dtype dispatch.
+// Element types, the accumulation dtype, and the dispatch from a runtime dtype to a C++ type.
 #pragma once
 
 #include <bit>
@@ -25,9 +25,9 @@ namespace ffi = ::xla::ffi;
 using BFloat16 = __nv_bfloat16;
 using Half = __half;
 #else
-// Storage only: arithmetic happens in float. The conversions round to nearest even and keep NaN a
-// NaN. They use masks rather than conditions: GCC moves floating-point work into the branches of a
-// condition, and then does not vectorise it.
+// A storage type: arithmetic happens in float. The conversions round to nearest even and keep a NaN
+// a NaN. They use masks, not conditions: GCC moves floating-point work into the branches of a
+// condition, and then does not vectorise the loop.
 struct BFloat16 {
   std::uint16_t bits;
   BFloat16() = default;
@@ -47,10 +47,10 @@ struct Half {
     const auto u = std::bit_cast<std::uint32_t>(value);
     const std::uint32_t sign = (u >> 16) & 0x8000u;
     const std::uint32_t magnitude = u & 0x7fffffffu;
-    // Normal results: rebias the exponent (127 -> 15) and round the 13 bits that fall away.
+    // Normal results: rebias the exponent (127 -> 15) and round away the last 13 bits.
     const std::uint32_t normal =
         (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    // Subnormal results: adding 0.5 puts the unit of the sum at 2^-24, so the FPU rounds.
+    // Subnormal results: the last bit of a sum with 0.5 is 2^-24. So the addition rounds.
     const std::uint32_t subnormal =
         std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
     const auto mask = [](bool condition) { return 0u - static_cast<std::uint32_t>(condition); };
@@ -86,8 +86,8 @@ inline constexpr ffi::DataType kDtype<Half> = ffi::F16;
 template <>
 inline constexpr ffi::DataType kDtype<BFloat16> = ffi::BF16;
 
-// Sums, statistics and parameters use Accum<T>. Mirrors accum_dtype in
-// jax_gradops/_kernel/array_types.py.
+// The accumulation type of T. Sums, statistics and parameters use Accum<T>. Its counterpart in
+// Python is accum_dtype in jax_gradops/_kernel/array_types.py.
 template <typename T>
 using Accum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -103,8 +103,8 @@ inline ffi::DataType AccumDtype(ffi::DataType dtype) {
   return dtype == ffi::F64 ? ffi::F64 : ffi::F32;
 }
 
-// Scratch is declared as integers of the accumulation dtype's width: jax_debug_nans looks for NaN
-// in every float result, and scratch holds whatever was in memory before.
+// Scratch is declared as integers that are as wide as the accumulation dtype. The reason: scratch
+// holds old memory contents, and jax_debug_nans looks for NaN in every float result.
 inline ffi::DataType ScratchDtype(ffi::DataType dtype) {
   return AccumDtype(dtype) == ffi::F64 ? ffi::U64 : ffi::U32;
 }

@@ -1,5 +1,6 @@
-// What common/gelu.h's formulas are made of: numbers as bits, fused products and sums, polynomials,
-// and exponentials of them. Templates over F: float or double, or several of them (cpu/lanes.h).
+// Building blocks of the formulas in common/gelu.h: the bits of numbers, fused products and sums,
+// polynomials, exponentials. Templates over F: float, double, or registers of one of the two
+// (cpu/lanes.h).
 #pragma once
 
 #include <bit>
@@ -14,12 +15,12 @@ namespace gradops::gelu {
 
 template <typename A>
 inline constexpr bool kIsDouble = std::is_same_v<A, double>;
-// Integers with as many bits. Unsigned, as a NaN's may overflow.
+// The unsigned integer with A's width. It is unsigned, because a NaN's bits may overflow.
 template <typename A>
 using BitsOf = std::conditional_t<kIsDouble<A>, std::uint64_t, std::uint32_t>;
 
-// Exponentials are kept times 2 to this power until the last product, so that results underflow
-// gradually while no factor does.
+// Exponentials are kept multiplied by 2 to this power until the last product. This lets results
+// underflow gradually, while no factor underflows.
 template <typename A>
 inline constexpr int kUpPower = kIsDouble<A> ? 128 : 40;
 template <typename A>
@@ -38,7 +39,7 @@ GRADOPS_HOST_DEVICE inline double FromBits(std::uint64_t bits) {
   return std::bit_cast<double>(bits);
 }
 
-// min(|x|, limit), NaN for NaN.
+// min(|x|, limit). NaN gives NaN.
 GRADOPS_HOST_DEVICE inline float ClampedAbs(float x, float limit) {
 #if defined(__CUDA_ARCH__)
   float result;
@@ -54,8 +55,8 @@ GRADOPS_HOST_DEVICE inline double ClampedAbs(double x, double limit) {
   return a > limit ? limit : a;
 }
 
-// max(x, 0); 0 for some NaN. Double's unit is the one that has most to do: here and below integers'
-// take over.
+// max(x, 0). Some NaN give 0. The double versions here and below use integer operations, because
+// the double unit is the busiest one.
 GRADOPS_HOST_DEVICE inline float PositivePart(float x) {
   return std::fmax(x, 0.0f);
 }
@@ -63,7 +64,7 @@ GRADOPS_HOST_DEVICE inline double PositivePart(double x) {
   return FromBits(Bits(x) & ~static_cast<std::uint64_t>(static_cast<std::int64_t>(Bits(x)) >> 63));
 }
 
-// x < 0 ? negative : positive; either for 0 and NaN.
+// x < 0 ? negative : positive. For 0 and NaN the result may be either of the two.
 GRADOPS_HOST_DEVICE inline float SelectBySign(float x, float negative, float positive) {
   return x < 0 ? negative : positive;
 }
@@ -71,7 +72,7 @@ GRADOPS_HOST_DEVICE inline double SelectBySign(double x, double negative, double
   return static_cast<std::int64_t>(Bits(x)) < 0 ? negative : positive;
 }
 
-// Relative error at most an ulp, half of one on the host; for x and 1 / x that are normal numbers.
+// 1 / x. The relative error is at most one ulp, on the host half. x and 1 / x are normal numbers.
 GRADOPS_HOST_DEVICE inline float Reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float result;
@@ -84,16 +85,16 @@ GRADOPS_HOST_DEVICE inline float Reciprocal(float x) {
 GRADOPS_HOST_DEVICE inline double Reciprocal(double x) {
 #if defined(__CUDA_ARCH__)
   double result;
-  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(result) : "d"(x));  // 20 bits
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(result) : "d"(x));  // accurate to 20 bits
   const double error = fma(-x, result, 1.0);
-  return fma(result, fma(error, error, error), result);  // less error^3
+  return fma(result, fma(error, error, error), result);  // leaves error^3
 #else
   return 1.0 / x;
 #endif
 }
 
-// a b + c and c - a b, rounded once where the processor can. On the CPU nothing is left to
-// compilers, which fuse products and sums as they like, in each copy of a loop otherwise.
+// a b + c and c - a b. They are rounded once if the processor has fma. On the CPU, compilers are
+// given no choice: they would fuse products and sums differently in each copy of a loop.
 template <typename A>
 GRADOPS_HOST_DEVICE inline A MulAdd(A a, A b, A c) {
 #if defined(__CUDA_ARCH__) || (defined(__FMA__) && defined(__AVX2__)) || defined(__ARM_FEATURE_FMA)
@@ -115,7 +116,7 @@ GRADOPS_HOST_DEVICE inline double MinusProduct(double m, double a, double b) {
   return std::fma(-a, b, m);
 }
 
-// c0 + s (c1 + s (c2 + ...)), c in A.
+// The polynomial c0 + s (c1 + s (c2 + ...)). Its coefficients have type A.
 template <typename F, typename A>
 GRADOPS_HOST_DEVICE inline F Horner(F /*s*/, A c0) {
   return c0;
@@ -124,18 +125,20 @@ template <typename F, typename A, typename... Rest>
 GRADOPS_HOST_DEVICE inline F Horner(F s, A c0, Rest... rest) {
   return MulAdd(s, Horner(s, rest...), F(c0));
 }
-// The same times kDown.
+// Horner(s, c...) times kDown.
 template <typename F, typename... A>
 GRADOPS_HOST_DEVICE inline F HornerDown(F s, A... c) {
   return Horner(s, c * kDown<A>...);
 }
 
-// Adding 1.5 times 2 to the mantissa's length leaves an integer in a sum's last bits.
+// 1.5 times 2 to the power of the mantissa's length. If it is added to a number, the sum's last
+// bits hold the number, rounded to an integer.
 template <typename A>
 inline constexpr A kMagic = kIsDouble<A> ? A(0x1.8p52) : A(0x1.8p23);
 
-// -n = kMagic + kUpPower - sum, and what moves a number's exponent by n + kUpPower when it is added
-// to the bits; n from -162 (double: -1,117) to 0, so n + kUpPower is a normal number's.
+// The power of two in an exponential, 2^(n + kUpPower). Its source is sum = kMagic + kUpPower + n.
+// minus_n is -n. If `bits` is added to a number's bits, the number's exponent grows by n +
+// kUpPower. n is from -162 (double: -1,117) to 0, so n + kUpPower is a normal exponent.
 template <typename F, typename I>
 struct Exponent {
   F minus_n;
@@ -147,13 +150,13 @@ GRADOPS_HOST_DEVICE inline auto ExponentOf(F sum) {
   return Exponent<F, decltype(bits)>{F(kMagic<A> + kUpPower<A>) - sum, bits};
 }
 
-// e times the power of two.
+// e times the power of two that `bits` stands for (Exponent).
 template <typename A, typename F, typename I>
 GRADOPS_HOST_DEVICE inline F Scaled(F e, I bits) {
   return FromBits(Bits(e) + bits);
 }
 
-// 2^kUpPower exp(r / 2 + n ln 2), |r| <= ln 2.
+// 2^kUpPower exp(r / 2 + n ln 2) for |r| <= ln 2. `bits` stands for n (Exponent).
 template <typename A, typename F, typename I>
 GRADOPS_HOST_DEVICE inline F ExpHalf(F r, I bits) {
   F e;
@@ -169,7 +172,7 @@ GRADOPS_HOST_DEVICE inline F ExpHalf(F r, I bits) {
   return Scaled<A>(e, bits);
 }
 
-// 2^(kUpPower + n + f), |f| <= 1/2: the same coefficients times powers of 2 ln 2.
+// 2^(kUpPower + n + f) for |f| <= 1/2. The coefficients are ExpHalf's times powers of 2 ln 2.
 template <typename A, typename F, typename I>
 GRADOPS_HOST_DEVICE inline F Exp2(F f, I bits) {
   F e;
@@ -185,7 +188,7 @@ GRADOPS_HOST_DEVICE inline F Exp2(F f, I bits) {
   return Scaled<A>(e, bits);
 }
 
-// 2^y in float, to 16 bits or more.
+// 2^y in float, accurate to at least 16 bits.
 template <typename F>
 GRADOPS_HOST_DEVICE inline F ShortExp2(F y) {
 #if defined(__CUDA_ARCH__)

@@ -1,44 +1,49 @@
-// GELU and its derivative for one element: one definition for host and device. Formulas are
-// templates over F: float or double, or several of them (cpu/lanes.h), which have the primitives of
-// common/exponential.h, too.
+// GELU and its derivative for one element: one definition for host and device. The formulas are
+// templates over F: float, double, or registers full of one of the two (cpu/lanes.h). Each F has
+// the primitives of common/exponential.h.
 //
 //   exact  y = x Phi(x)
 //   tanh   y = x sigmoid(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3)
 //
-// Gaussian Error Linear Units, https://arxiv.org/abs/1606.08415. Both weights w(x) are the
-// complement of w(-x). So with a = |x| and the tail q = w(-a), which never cancels,
+// Source: Gaussian Error Linear Units, https://arxiv.org/abs/1606.08415. Both forms are y = x w(x),
+// and their weights satisfy w(x) = 1 - w(-x). a is |x|. The tail q = w(-a) never suffers from
+// cancellation.
 //
 //   y = max(x, 0) - a q
-//   y' = D for x < 0, else 1 - D, where D is y' at -a
+//   y' = D for x < 0, else 1 - D. D is y' at -a.
 //   exact  q = exp(-a^2/2) R(a)             D = exp(-a^2/2) (R(a) - a / sqrt(2 pi))
 //   tanh   q = e r                          D = e r (1 - a v'(a) r)
 //          e = exp(-v(a)), r = 1 / (1 + e)
 //
-// One exponential and one reciprocal serve value and derivative, without branches, and the tail is
-// not 0 before it underflows. a is clamped to where q no longer counts, so nothing is inf * 0; NaN
-// stays NaN.
+// One exponential and one reciprocal serve both the value and the derivative. No branch is needed.
+// The tail becomes 0 only when it underflows. a is clamped to a limit: q has no effect beyond that
+// limit, and inf * 0 cannot occur. A NaN stays a NaN.
 //
-// By element type:
-//   double  R = P9(a) / P10(a): relative error 5.1e-17 (1.1e-16 with rounded coefficients). All of
-//           them are positive, so that little is lost to rounding.
-//   float   R = s P8(a s), s = 4/(a + 3): 4.7e-9. At a = 0 the polynomial is its first term and at
-//           a = 3 its terms hardly cancel; a s is a normal number if a is. The exponent is an exact
-//           plus a small part, as in double: without, y near -3 is 5.8 ulp off (exact) and 13.5
-//           (tanh). Tanh's is one of 2, whose integer is taken off without a product: so the
-//           cubic's coefficients have log2(e) in them.
-//   16 bit  R = s P5(s), s = 1/(a + 3.5): 3.1e-6. The exponential is one instruction on the device,
-//           and has relative error 5.9e-6 on the host.
+// R by element type:
+//   double  R = P9(a) / P10(a). Relative error: 5.1e-17, or 1.1e-16 with rounded coefficients.
+//           All coefficients are positive, so that little is lost to rounding.
+//   float   R = s P8(a s), s = 4/(a + 3). Relative error: 4.7e-9. At a = 0 the polynomial is its
+//           first term, and at a = 3 its terms hardly cancel. a s is a normal number if a is.
+//           The exponent is the sum of an exact and a small part, as in double. Without this, y
+//           near -3 is off by 5.8 ulp (exact) and 13.5 ulp (tanh). The exponential of tanh has
+//           base 2: its integer part is taken off without a product. So the coefficients of the
+//           cubic include log2(e).
+//   16 bit  R = s P5(s), s = 1/(a + 3.5). Relative error: 3.1e-6. The exponential is one
+//           instruction on the device. On the host its relative error is 5.9e-6.
 //
-// The coefficients are ours: minimax in relative error against R(a) = 0.5 erfcx(a / sqrt 2); for
-// float and less by linear programming on 1,500 Chebyshev points over a in [0, 14.8], where a > 3.2
-// counts 1/50, each rounded to float before the next ones were fitted; for double by least squares
-// with Lawson's weights, 60 digits, 160 points over [0, 39], P9's first coefficient half of P10's,
-// so that y'(0) is 1/2. Those of the exponentials likewise.
+// The coefficients are our own. Against R(a) = 0.5 erfcx(a / sqrt 2), they minimise the largest
+// relative error. The coefficients of the exponentials were found in this way, too.
+//   float, 16 bit  Linear programming on 1,500 Chebyshev points over a in [0, 14.8]. Points with
+//                  a > 3.2 count 1/50. Each coefficient was rounded to float before the next ones
+//                  were fitted.
+//   double         Least squares with Lawson's weights, 60 digits, 160 points over [0, 39]. The
+//                  first coefficient of P9 is half of P10's, so that y'(0) is 1/2.
 //
-// Largest errors on the host, against long double (double: __float128): 4.3 million floats in [-15,
-// 15] and 6 in [-3, 0], 2 million doubles in [-38, 38], without fma, with it, and, float, with it
-// and the reciprocal perturbed by an ulp, as a device's may be; all finite 16-bit inputs, where the
-// exponential was perturbed by 2 ulp too. ulp of y' are of max(|y'|, 1/8).
+// Largest errors on the host, against long double (double: __float128). The inputs are 4.3 million
+// floats in [-15, 15], 6 million floats in [-3, 0], 2 million doubles in [-38, 38], and all finite
+// 16-bit numbers. A cell lists the error without fma and with fma. For float, the third error is
+// with fma and a reciprocal that is changed by one ulp, as a device may do. For 16-bit numbers the
+// exponential was changed by 2 ulp, too. An ulp of y' is an ulp of max(|y'|, 1/8).
 //
 //                              exact                  tanh
 //   float    y, x in (-3, 0)   4.0, 4.0, 5.3 ulp      8.9, 6.9, 8.8 ulp
@@ -53,8 +58,13 @@
 //   double   y, x < -3         1.7e-15 relative       2.4e-13 relative (x > -12: 3.4e-14)
 //   double   y'                6.5, 5.5 ulp           4.8, 4.4 ulp
 //
-// On an H200, all 2^32 floats against double (tests/gpu/check_gelu.cu sweep): y, x > -3: 4.5
-// and 7.7 ulp; y, x < -3: 5.4e-7 and 1.1e-5 relative; y': 5.6 and 5.1 ulp. NaN gives NaN.
+// Largest errors on an H200: all 2^32 floats against double (tests/gpu/check_gelu.cu sweep). NaN
+// gives NaN.
+//
+//                              exact                  tanh
+//   y, x > -3                  4.5 ulp                7.7 ulp
+//   y, x < -3                  5.4e-7 relative        1.1e-5 relative
+//   y'                         5.6 ulp                5.1 ulp
 #pragma once
 
 #include <type_traits>
@@ -65,7 +75,7 @@
 namespace gradops {
 namespace gelu {
 
-// By a formula's element type: how exact it need be, and in what type it is computed.
+// How exact a formula has to be, by element type. kDouble is computed in double, else in float.
 enum class Precision { k16Bits, kFloat, kDouble };
 template <typename T>
 inline constexpr Precision kPrecision = std::is_same_v<T, double> ? Precision::kDouble
@@ -75,10 +85,10 @@ inline constexpr Precision kPrecision = std::is_same_v<T, double> ? Precision::k
 template <typename A>
 inline constexpr A kHalfLog2e = A(0.72134752044448170368);
 
-// 2^kUpPower exp(-a^2 / 2). A rounded square would be off by many ulp of the result.
+// 2^kUpPower exp(-a^2 / 2). A rounded square in the exponent would put the result off by many ulp.
 template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline F ExpMinusHalfSquare(F a) {
-  // 2 ln 2 in two parts; n times the first is exact.
+  // 2 ln 2 as the sum of two numbers. n times the first one is exact.
   constexpr A kLn4 = kIsDouble<A> ? A(0x1.62e42fefa3p0) : A(0x1.62e4p0f);
   constexpr A kLn4Rest = kIsDouble<A> ? A(0x1.3de6af278ece6p-41) : A(0x1.7f7d1cp-19f);
   const auto [minus_n, bits] =
@@ -86,8 +96,8 @@ GRADOPS_HOST_DEVICE inline F ExpMinusHalfSquare(F a) {
   return ExpHalf<A>(MulAdd(minus_n, F(kLn4Rest), MinusProduct(minus_n * kLn4, a, a)), bits);
 }
 
-// What value and derivative have in common, which is about half of either's work: x, a and
-// 2^kUpPower exp(-a^2/2), and s of the formulas above, which double's does without.
+// The part that value and derivative share. It is about half of the work of each. `exponential` is
+// 2^kUpPower exp(-a^2/2). s is the s of the formulas above. In double it is a.
 template <typename F>
 struct Gaussian {
   F x, a, exponential, s;
@@ -108,7 +118,8 @@ GRADOPS_HOST_DEVICE inline Gaussian<F> GaussianTail(F x) {
   }
 }
 
-// a and R(a) / 2^kUpPower; if kProduct, others of the same product, if they take less time.
+// The factors a and R(a) / 2^kUpPower. With kProduct, they may be two other numbers with an equal
+// product, if these take less time.
 template <typename F>
 struct Factors {
   F a, ratio;
@@ -137,7 +148,8 @@ GRADOPS_HOST_DEVICE inline Factors<F> GaussianRatio(F a, F s) {
   }
 }
 
-// The same for tanh: x, a, a^2 and 2^kUpPower exp(-v(a)) = 2^(kUpPower - w), w = a (c + d a^2).
+// The shared part for tanh: x, a, a^2 and 2^kUpPower exp(-v(a)). The exponential is computed as
+// 2^(kUpPower - w) with w = a (c + d a^2).
 template <typename A>
 inline constexpr A kTwoRootTwoOverPi = A(1.5957691216057307118);
 template <typename A>
@@ -154,7 +166,7 @@ template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline F LogisticMagnitude(F x) {
   return ClampedAbs(x, kIsDouble<A> ? A(21.8) : A(11.0));
 }
-// What Exp2 makes the exponential of: f, and the exponent as bits.
+// The arguments of Exp2: the fraction f, and the exponent as bits.
 template <typename F, typename I>
 struct Reduced {
   F f;
@@ -162,7 +174,7 @@ struct Reduced {
 };
 template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline auto LogisticReduced(F a, F square) {
-  // c in two parts, the first short for where there is no fma.
+  // c as the sum of two numbers. The first one has few bits, for processors without fma.
   constexpr A kUpper = kIsDouble<A> ? A(0x1.26aec2p1) : A(2.3017578125f);
   constexpr A kLower = kIsDouble<A> ? A(0x1.bce7594bb4a16p-27) : A(0.00045038564f);
   const F rest = MulAdd(square, F(kD<A>), F(kLower));
@@ -186,7 +198,7 @@ GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
 
 }  // namespace gelu
 
-// The formulas for element type T, in and out in the compute type, in two steps.
+// The first of two steps for element type T. The argument and the results have the compute type.
 template <typename T, bool kApproximate, typename F>
 GRADOPS_HOST_DEVICE inline auto GeluTail(F x) {
   if constexpr (kApproximate) {
@@ -196,7 +208,7 @@ GRADOPS_HOST_DEVICE inline auto GeluTail(F x) {
   }
 }
 
-// GELU, from there.
+// The second step for GELU. It takes the result of GeluTail.
 template <typename T, bool kApproximate, template <typename> typename Tail, typename F>
 GRADOPS_HOST_DEVICE inline F Gelu(const Tail<F>& t) {
   using namespace gelu;
@@ -209,7 +221,7 @@ GRADOPS_HOST_DEVICE inline F Gelu(const Tail<F>& t) {
   }
 }
 
-// Its derivative.
+// The second step for the derivative. It takes the result of GeluTail.
 template <typename T, bool kApproximate, template <typename> typename Tail, typename F>
 GRADOPS_HOST_DEVICE inline F GeluDerivative(const Tail<F>& t) {
   using namespace gelu;
@@ -217,7 +229,7 @@ GRADOPS_HOST_DEVICE inline F GeluDerivative(const Tail<F>& t) {
   F d;
   if constexpr (kApproximate) {
     const F complement = Reciprocal(kUp<A> + t.exponential);
-    constexpr A kSlope = kTwoRootTwoOverPi<A> * kUp<A>;  // of v
+    constexpr A kSlope = kTwoRootTwoOverPi<A> * kUp<A>;  // v'(0) times kUp
     const F a_slope = t.a * MulAdd(t.square, F(3 * kSlope * kCubic<A>), F(kSlope));
     d = t.exponential * (MulSub(F(A(1)), a_slope, complement) * complement);
   } else {

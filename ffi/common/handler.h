@@ -33,7 +33,7 @@ auto Bind() {
   }
 }
 
-// Adds operands and results, of which there is at least one, after contexts and attributes.
+// Adds operands and results after contexts and attributes. There is at least one result.
 template <int kOperands, int kResults, class Binding>
 auto Buffers(Binding binding) {
   if constexpr (kOperands > 0) {
@@ -45,11 +45,11 @@ auto Buffers(Binding binding) {
   }
 }
 
-// At most this many elements an array, not counting dimensions of 0: far more than any memory
-// holds, and few enough for 64 bits to count the bytes of several such arrays.
+// The most elements of an array, not counting dimensions of 0. It is far more than any memory
+// holds. 64 bits can still count the bytes of several such arrays.
 inline constexpr std::int64_t kMaxElements = std::int64_t{1} << 48;
 
-// What is wrong with a buffer of any op; nothing: "". Shapes and dtypes are the op's to check.
+// What is wrong with a buffer of any op, or "". Each op checks shapes and dtypes itself.
 inline std::string_view MistakeIn(const XLA_FFI_Buffer* buffer) {
   if (buffer == nullptr || buffer->struct_size < XLA_FFI_Buffer_STRUCT_SIZE) {
     return "is no buffer of this FFI version";
@@ -67,7 +67,7 @@ inline std::string_view MistakeIn(const XLA_FFI_Buffer* buffer) {
   return empty || buffer->data != nullptr ? "" : "has no data";
 }
 
-// Of all operands and results of a call, which have to be buffers.
+// The first mistake in the operands and results of a call, or "". All of them have to be buffers.
 inline std::string MistakeIn(const XLA_FFI_CallFrame& frame) {
   const auto first_of = [](const char* what, const auto& all, auto buffer, void* const* buffers) {
     for (std::int64_t i = 0; i < all.size; ++i) {
@@ -93,7 +93,7 @@ inline XLA_FFI_Error* MakeError(const XLA_FFI_Api* api, XLA_FFI_Error_Code code,
   return api->XLA_FFI_Error_Create(&args);
 }
 
-// What XLA's decoder says does not name the op.
+// Adds the op's name to an error: the errors of XLA's decoder do not name the op.
 inline XLA_FFI_Error* NameOp(const XLA_FFI_Api* api, std::string_view op, XLA_FFI_Error* error) {
   const std::string message = ffi::internal::GetErrorMessage(api, error);
   if (message.starts_with(op)) return error;
@@ -101,7 +101,8 @@ inline XLA_FFI_Error* NameOp(const XLA_FFI_Api* api, std::string_view op, XLA_FF
   return MakeError(api, XLA_FFI_Error_Code_INVALID_ARGUMENT, std::string(op) + ": " + message);
 }
 
-// Calls it with well-formed buffers only. No exception leaves it: XLA would end the process.
+// Calls the handler if all buffers are well-formed. std::bad_alloc becomes an error: XLA would end
+// the process if an exception left this function.
 inline XLA_FFI_Error* Call(std::string_view op, const ffi::Ffi& handler, XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Api* const api = frame->api;
   try {
@@ -128,7 +129,8 @@ struct OpName {
 };
 
 // CUDA handlers only put work on the given stream: no allocation, no synchronisation, no branch on
-// device data. So XLA may record them into a CUDA graph, which the trait says; the CPU ignores it.
+// device data. So XLA may record them into a CUDA graph. The trait says so. The CPU ignores the
+// trait.
 template <OpName kOp, auto MakeBinding, auto Impl>
 XLA_FFI_Error* Handler(XLA_FFI_CallFrame* frame) {
   static auto* handler = MakeBinding().To(Impl, {ffi::Traits::kCmdBufferCompatible}).release();

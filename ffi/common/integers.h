@@ -1,4 +1,4 @@
-// Quotients of whole numbers.
+// Integer division that rounds up.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace gradops {
 constexpr std::int64_t CeilDiv(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
-// To a multiple of b.
+// The smallest multiple of b that is not less than a.
 constexpr std::int64_t RoundUp(std::int64_t a, std::int64_t b) {
   return CeilDiv(a, b) * b;
 }

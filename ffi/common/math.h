@@ -1,4 +1,4 @@
-// Scalar formulas, one definition for host and device, float or double.
+// Scalar formulas for float and double, one definition for host and device.
 #pragma once
 
 #include <cmath>
@@ -8,17 +8,18 @@
 
 namespace gradops {
 
-// The variance (or mean square) of n terms from the sum of their squares and their mean, which is
-// what rounding left of it: so nothing cancels, and only rounding makes a negative value. A NaN
-// stays one.
+// The variance of terms that are already centered, up to rounding. mean_square is the mean of their
+// squares. Their mean is only a rounding error, so nothing cancels. For a mean square, pass mean 0.
+// Only rounding can make the difference negative. It is then 0. A NaN stays a NaN.
 template <typename A>
 GRADOPS_HOST_DEVICE inline A VarianceOf(A mean_square, A mean) {
   const A variance = mean_square - mean * mean;
   return variance < 0 ? A{0} : variance;
 }
 
-// What elements are multiplied by before they are squared, where the sum of their squares has
-// overflowed. The mean of these squares may be a number: it is then that over kLargeUnit twice.
+// If a sum of squares has overflowed, elements are multiplied by kLargeUnit before they are
+// squared. The mean of the small squares is then divided by kLargeUnit twice. The result is the
+// mean of the original squares, which may be a finite number.
 template <typename A>
 inline constexpr A kLargeUnit = static_cast<A>(sizeof(A) == 8 ? 0x1p-512 : 0x1p-64);
 
@@ -28,13 +29,13 @@ GRADOPS_HOST_DEVICE inline bool Overflowed(A variance) {
   return !(variance <= std::numeric_limits<A>::max() && variance >= 0);
 }
 
-// Epsilon as InverseDeviation takes it: infinite beyond the numbers of A. The sum of the variance
-// and a very large epsilon may overflow. So a quarter of each is added up.
+// Epsilon in the form that InverseDeviation takes. It is infinite if too large for A. If epsilon is
+// very large, its sum with the variance may overflow. Then a quarter of each is added up.
 template <typename A>
 struct Epsilon {
-  A part;   // of the variance: 1, or 1/4
-  A added;  // the same part of epsilon
-  A root;   // of `part`
+  A part;   // the factor of the variance: 1, or 1/4
+  A added;  // epsilon times `part`
+  A root;   // the square root of `part`
 
   GRADOPS_HOST_DEVICE explicit Epsilon(double epsilon) {
     constexpr A kMax = std::numeric_limits<A>::max();
@@ -45,14 +46,14 @@ struct Epsilon {
   }
 };
 
-// 1 / sqrt(variance + epsilon), 0 where epsilon is infinite. NaN where the variance is infinite: 0
-// would turn an overflow, or a row with an infinite element, into zeros that nobody notices.
+// 1 / sqrt(variance + epsilon). It is 0 if epsilon is infinite. It is NaN if the variance is
+// infinite: 0 would turn an overflow, or a row with an infinite element, into unnoticed zeros.
 template <typename A>
 GRADOPS_HOST_DEVICE inline A InverseDeviation(A variance, const Epsilon<A>& epsilon) {
   const A square = variance * epsilon.part + epsilon.added;
   const A nan_if_infinite = variance - variance;
 #if defined(__CUDA_ARCH__)
-  // The GPU's is off by up to 2 ulp: one Newton step, where that is a number.
+  // The GPU's rsqrt is off by up to 2 ulp. One Newton step corrects it, unless the step gives NaN.
   const A guess = rsqrt(square);
   const A error = fma(-square * guess, guess, A{1});
   const A inverse = error == error ? fma(A{0.5} * guess, error, guess) : guess;
@@ -62,9 +63,9 @@ GRADOPS_HOST_DEVICE inline A InverseDeviation(A variance, const Epsilon<A>& epsi
 #endif
 }
 
-// The part of delta, the mean of x - mean over a row, that the rounding of `mean` explains. A saved
-// mean is off by up to one unit in the last place. A larger delta is no error: that mean was given,
-// and is not the row's own.
+// Returns delta if the rounding of `mean` explains it, else 0. delta is the mean of x - mean over a
+// row. A saved mean is off by up to one unit in the last place. A larger delta is no error: the
+// caller gave a mean that is not the row's own.
 template <typename A>
 GRADOPS_HOST_DEVICE inline A MeanRounding(A delta, A mean) {
   constexpr A kMost = 2 * std::numeric_limits<A>::epsilon();
@@ -72,9 +73,9 @@ GRADOPS_HOST_DEVICE inline A MeanRounding(A delta, A mean) {
   return -limit < delta && delta < limit ? delta : A{0};
 }
 
-// d(loss)/dx of y = scale * x_hat + bias for one element (or several, V), where wdy = scale * dy
-// and mean_* are the means over the row. Layer Normalization, https://arxiv.org/abs/1607.06450,
-// supplementary material. RMS norm is the same with mean_wdy = 0.
+// d(loss)/dx of y = scale * x_hat + bias, for one element or several (V). wdy is scale * dy. mean_*
+// are the means over the row. Source: Layer Normalization, https://arxiv.org/abs/1607.06450,
+// supplementary material. For RMS norm, mean_wdy is 0.
 template <typename V, typename A>
 GRADOPS_HOST_DEVICE inline V NormInputGrad(V wdy, V x_hat, A mean_wdy, A mean_wdy_x_hat, A rstd) {
   return (wdy - mean_wdy - x_hat * mean_wdy_x_hat) * rstd;

@@ -1,4 +1,4 @@
-// How row-wise ops see their arrays, and the checks that every handler makes of every operand.
+// Shapes as row-wise ops see them, and the checks that every handler makes of every operand.
 #pragma once
 
 #include <cmath>
@@ -11,39 +11,39 @@
 
 namespace gradops {
 
-// x is [groups, rows, features]: vmapped axes, row axes, feature axis.
+// The shape of x, [groups, rows, features]: the vmapped axes, the row axes and the feature axis.
 struct RowShape {
   std::int64_t groups, rows, features;
   std::int64_t all_rows() const { return groups * rows; }
   std::int64_t elements() const { return groups * rows * features; }
 };
 
-// Of ops whose features are channels: x is [groups, rows, features, inner], and rows go on after
-// the channels' axis.
+// The shape of x in ops whose features are channels: [groups, rows, features, inner]. The axes in
+// `inner` follow the channels' axis. They are row axes, too.
 struct ChannelShape {
   RowShape outer;
   std::int64_t inner;
   std::int64_t channels() const { return outer.features; }
-  // Elements of a channel in a group.
+  // The number of elements of a channel in a group.
   std::int64_t terms() const { return outer.rows * inner; }
   std::int64_t elements() const { return outer.elements() * inner; }
 };
 
-// A parameter along the feature axis, of any float dtype; null where the op has none.
-// Group g reads data + g * group_stride; the stride is 0 where all groups share the parameter.
+// A parameter along the feature axis, of any float dtype. data is null if the op has none. Group g
+// reads data + g * group_stride. The stride is 0 if all groups share the parameter.
 struct Param {
   const void* data = nullptr;
   std::int64_t group_stride = 0;
   ffi::DataType dtype = ffi::DataType::INVALID;
 };
 
-// A parameter's gradient, [groups, features], of any float dtype; null where it is not wanted.
+// A parameter's gradient, [groups, features], of any float dtype. data is null if it is not wanted.
 struct ParamGrad {
   void* data = nullptr;
   ffi::DataType dtype = ffi::DataType::INVALID;
 };
 
-// Of some of a buffer's dimensions, which the handler has checked (common/handler.h).
+// The product of dimensions of a buffer, which the handler has checked (common/handler.h).
 inline std::int64_t Product(ffi::Span<const std::int64_t> dims) {
   std::int64_t n = 1;
   for (const std::int64_t d : dims) n *= d;
@@ -64,15 +64,16 @@ inline std::string Describe(const ffi::AnyBuffer& buffer) {
 // Which dtypes a parameter and its gradient may have.
 enum class ParamDtype { kAccum, kAnyFloat };
 
-// Checks operands against x and remembers the first mistake. Reads like the op's contract:
+// Checks operands against x and remembers the first mistake. Calls read like the op's contract:
 //   RowChecker check("layer_norm_fwd", x, group_rank);
 //   check.Rows("y", *y).Stat("mean", *mean);
 //   const Param scale = check.OptionalParam("scale", s, ParamDtype::kAnyFloat);
 //   if (!check.ok()) return check.error();
-// An optional operand or result that is absent is [0] in the accumulation dtype.
+//
+// An absent optional operand or result has shape [0] and the accumulation dtype.
 class RowChecker {
  public:
-  // inner_rank: how many axes x has after that of the features.
+  // inner_rank: the number of x's axes after the feature axis.
   RowChecker(std::string_view op, const ffi::AnyBuffer& x, std::int64_t group_rank,
              std::int64_t inner_rank = 0)
       : op_(op), x_(x) {
@@ -97,7 +98,7 @@ class RowChecker {
     }
   }
 
-  // Same dimensions and dtype as x.
+  // x's dimensions and dtype.
   RowChecker& Rows(std::string_view name, const ffi::AnyBuffer& buffer) {
     Check(name, buffer, x_.element_type(), x_.dimensions(), "x's shape and dtype");
     return *this;
@@ -112,21 +113,21 @@ class RowChecker {
     return *this;
   }
 
-  // Like Stat, or absent: null.
+  // Like Stat, but the operand may be absent. Then the result is null.
   void* OptionalStat(std::string_view name, const ffi::AnyBuffer& buffer) {
     if (!ok() || IsAbsent(buffer)) return nullptr;
     Stat(name, buffer);
     return buffer.untyped_data();
   }
 
-  // Like Rows, or absent: null.
+  // Like Rows, but the operand may be absent. Then the result is null.
   void* OptionalRows(std::string_view name, const ffi::AnyBuffer& buffer) {
     if (!ok() || IsAbsent(buffer)) return nullptr;
     Rows(name, buffer);
     return buffer.untyped_data();
   }
 
-  // What must be true of two optional operands or results.
+  // Rules for two optional operands or results.
   RowChecker& BothOrNone(const char* name, const ffi::AnyBuffer& buffer, const char* other_name,
                          const ffi::AnyBuffer& other) {
     const bool right = IsAbsent(buffer) == IsAbsent(other);
@@ -148,18 +149,18 @@ class RowChecker {
     return Pair(right, "not both there", name, buffer, other_name, other);
   }
 
-  // An attribute, which must be finite and what else the op says.
+  // An attribute. It must be finite, and `valid` must be true.
   void Number(const char* name, double value, bool valid, const char* expected) {
     if (!ok() || (valid && std::isfinite(value))) return;
     message_ = op_ + ": " + name + " must be " + expected + ", got " + std::to_string(value);
   }
 
-  // [features] or [groups..., features]; or absent.
+  // A parameter: [features], [groups..., features] or absent.
   Param OptionalParam(std::string_view name, const ffi::AnyBuffer& buffer, ParamDtype dtype) {
     return ok() && !IsAbsent(buffer) ? RequiredParam(name, buffer, dtype) : Param{};
   }
 
-  // The same, and there.
+  // A parameter that must not be absent.
   Param RequiredParam(std::string_view name, const ffi::AnyBuffer& buffer, ParamDtype dtype) {
     if (!ok()) return {};
     const bool shared = buffer.dimensions().size() == 1;
@@ -167,7 +168,7 @@ class RowChecker {
     return {buffer.untyped_data(), shared ? 0 : shape_.features, buffer.element_type()};
   }
 
-  // [groups..., features]; or absent.
+  // A parameter's gradient: [groups..., features] or absent.
   ParamGrad OptionalParamGrad(std::string_view name, const ffi::AnyBuffer& buffer,
                               ParamDtype dtype) {
     if (!ok() || IsAbsent(buffer)) return {};
@@ -175,13 +176,13 @@ class RowChecker {
     return {buffer.untyped_data(), buffer.element_type()};
   }
 
-  // [groups..., features] in the accumulation dtype; or absent: null.
+  // A statistic in the accumulation dtype: [groups..., features], or absent (null).
   void* OptionalFeatureStat(std::string_view name, const ffi::AnyBuffer& buffer) {
     return OptionalParamGrad(name, buffer, ParamDtype::kAccum).data;
   }
 
-  // Scratch for column sums, [groups, partial rows, sums, features] in ScratchDtype, as
-  // `column_sum_workspace` in jax_gradops/_kernel/invoke.py declares it. Returns the number of partial rows.
+  // Scratch for column sums: [groups, partial rows, sums, features] in ScratchDtype. It is declared
+  // by `column_sum_workspace` in jax_gradops/_kernel/invoke.py. Returns the number of partial rows.
   std::int64_t PartialRows(std::string_view name, const ffi::AnyBuffer& buffer, std::int64_t sums) {
     if (!ok() || sums == 0 || shape_.elements() == 0) return 0;
     const auto dims = buffer.dimensions();

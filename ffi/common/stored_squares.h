@@ -1,4 +1,4 @@
-// How a part of batch norm stores its sum of squares in the accumulation type.
+// How batch norm stores the sum of squares of a part in the accumulation type.
 #pragma once
 
 #include <limits>
@@ -8,8 +8,8 @@
 
 namespace gradops {
 
-// The sum may be too large for A, although the variance is not. Then its negative is stored, in
-// units of 1 / kLargeUnit. A NaN stays one.
+// The sum may be too large for A, although the variance is not. Then the sum's negative is stored,
+// in units of 1 / kLargeUnit. A NaN stays a NaN.
 template <typename A>
 GRADOPS_HOST_DEVICE inline A StoredSquares(double squares) {
   if constexpr (sizeof(A) == sizeof(double)) {

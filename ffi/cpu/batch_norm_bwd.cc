@@ -1,11 +1,11 @@
-// Batch norm on the CPU, backward: one sweep over memory for sum(dz) and sum(dz * (x - mean)) of
-// each channel, one for dx.
+// Batch norm on the CPU, backward, in two sweeps over memory. The first sweep makes sum(dz) and
+// sum(dz * (x - mean)) of each channel. The second sweep makes dx.
 //
-// Sums are added up in the accumulation type for a few rows at a time, and these in double. Parts
-// are cut by the shape alone, and their sums added in a fixed order.
+// A few rows at a time are added up in the accumulation type, and these sums in double. The shape
+// alone decides how arrays are cut into parts. The sums of the parts are added in a fixed order.
 //
-// Memory traffic: dy and x (and y, of relu with a residual) are read twice, dx (and dresidual)
-// written; read once where a piece holds whole channels, and so stays in a cache.
+// Memory traffic: dy and x are read twice, and dx is written. relu with a residual also reads y
+// twice and writes dresidual. Whole channels in a piece stay in a cache: memory is then read once.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -26,15 +26,15 @@ enum { kMean, kFactor, kOffset, kLevel, kSlope, kNumbers };
 template <typename A, bool kFirst>
 using Numbers = Coefficients<A, kFirst, kNumbers>;
 
-// Where dz is dy, and not 0: everywhere, where relu's argument is positive, or where y is.
+// Where dz is dy and not 0: everywhere, where relu's argument is positive, or where y is positive.
 enum class Mask { kNone, kArgument, kOutput };
 
-// From `offset` on: dz and x - mean, element by element.
+// dz and x - mean of the elements from `offset` on, element by element.
 template <typename T, bool kFirst, Mask kMask>
 class Terms {
  public:
   using A = Accum<T>;
-  // `start`: the channel, or, channels last, the column.
+  // `start` is the channel, or, with channels last, the column.
   Terms(const BatchNormBwdArgs& args, const Numbers<A, kFirst>& numbers, std::int64_t offset,
         std::int64_t group, std::int64_t start)
       : dy_(static_cast<const T*>(args.dy) + offset),
@@ -44,7 +44,7 @@ class Terms {
         factor_(numbers.Get(kFactor, group, start)),
         offset_(numbers.Get(kOffset, group, start)) {}
 
-  // Where a loop is, `skipped` elements on, in the same columns.
+  // x - mean, and dz, `skipped` elements after the loop's place `at`, in the same columns.
   auto centered(auto at, std::int64_t skipped = 0) const { return at(x_ + skipped) - mean_(at); }
   auto dz(auto at, std::int64_t skipped = 0) const {
     const auto dy = at(dy_ + skipped);
@@ -71,7 +71,7 @@ class Terms {
   Along<A, kFirst> mean_, factor_, offset_;
 };
 
-// Of some channels: sum(dz) and sum(dz * (x - mean)).
+// For each of some channels: sum(dz) and sum(dz * (x - mean)).
 using Sums = std::array<std::vector<double>, 2>;
 
 Sums Zeros(std::int64_t n) {
@@ -114,7 +114,7 @@ void AddSums(const BatchNormBwdArgs& args, const Layout<false>& layout,
             },
             sums);
       };
-      const std::int64_t last = layout.width_of(end - 1);  // the only one that may be shorter
+      const std::int64_t last = layout.width_of(end - 1);  // only the last row may be shorter
       if (last == layout.width) {
         add(0, end - row, n);
       } else {
@@ -166,7 +166,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   }
   const Layout<kFirst> layout(args.shape), wide = Layout<kFirst>::Wide(args.shape);
   const std::int64_t channels = layout.channels;
-  // dx needs level and slope, which come later.
+  // Only dx needs level and slope. They are set again when the sums are known.
   const auto set_numbers = [&](const Numbers<A, kFirst>& numbers, std::int64_t group,
                                std::int64_t channel, A mean_dz, A mean_dz_x_hat) {
     const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
@@ -199,7 +199,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   const bool wants_dx = args.dx != nullptr;
   const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
   const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
-  // Stored as dx is.
+  // Apply stores dresidual in the way that it stores dx.
   PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});
   const auto apply = [&](const Numbers<A, kFirst>& numbers, const Piece& piece) {
     Apply<T, kMask>(args, wide, numbers, piece, streamed);

@@ -1,19 +1,21 @@
-// Batch norm on the CPU, forward: one sweep over memory for statistics, one for y.
+// Batch norm on the CPU, forward, in two sweeps over memory. The first sweep makes the statistics,
+// and the second sweep makes y.
 //
-// Statistics are of differences from a guess of the channel's mean, and of as many elements at a
-// time as are added up in the accumulation type. A guess that turns out to be off by more than 1.4
-// deviations is replaced by the mean of these elements, and they are read again, from a cache: so
-// neither a large mean nor a bad guess costs digits. The mean of 16 samples of normal numbers is
-// off by as much once in 10^8; that of 8 by one deviation in nearly every block of 1,024 channels,
-// which then took half as long again. Then they are put together in double: Chan, Golub, LeVeque,
-// Algorithms for computing the sample variance (1983). Parts are cut by the shape alone, and put
-// together in a fixed order.
+// The statistics use differences from a guess of the channel's mean. Elements are taken in blocks:
+// with channels last, kRowsPerSum rows; with channels first, a piece. If the guess is off by more
+// than 1.4 deviations, the mean of the block replaces the guess. The block is then read again, from
+// a cache. Neither a large mean nor a bad guess costs digits then. The guess is the mean of 16
+// samples. With normal numbers, it is off by 1.4 deviations once in 10^8 cases. A mean of 8 samples
+// was off by one deviation in nearly every block of 1,024 channels. Such a block took half as long
+// again. The blocks are put together in double. Source: Chan, Golub, LeVeque, Algorithms for
+// computing the sample variance (1983). The shape alone decides how arrays are cut into parts. The
+// parts are put together in a fixed order.
 //
-// Squares of elements above 1e18 or so add up to more than a float holds, although their variance
-// is a float. Such a sum is infinite, and the elements of that channel are read again, in double.
+// Squares of elements above about 1e18 add up to more than a float holds, although their variance
+// is a float. Such a sum is infinite. The elements of that channel are then read again, in double.
 //
-// Memory traffic: x is read twice and y written; once where a piece holds whole channels, and so
-// stays in a cache.
+// Memory traffic: x is read twice and y is written. Whole channels in a piece stay in a cache:
+// memory is then read once.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -31,7 +33,8 @@
 namespace gradops {
 namespace {
 
-// Of some channels: means, in units that a caller knows, and squared deviations from them.
+// For each of some channels: the mean minus a base that the caller knows, and the sum of the
+// squared deviations from the mean.
 struct Moments {
   std::vector<double> means, squares;
 
@@ -39,8 +42,8 @@ struct Moments {
       : means(static_cast<std::size_t>(n)), squares(static_cast<std::size_t>(n)) {}
 };
 
-// Adds those of `added` elements to those of `count`, for each i < n. other_squares are
-// StoredSquares.
+// Merges the moments of `added` elements into the moments of `count` elements, for n channels.
+// other_squares are StoredSquares.
 template <typename A>
 void Merge(double count, double* __restrict__ means, double* __restrict__ squares, double added,
            const A* __restrict__ other_means, const A* __restrict__ other_squares, std::int64_t n) {
@@ -52,21 +55,21 @@ void Merge(double count, double* __restrict__ means, double* __restrict__ square
   }
 }
 
-// What is taken off first: shift, and then rest, which has the digits that shift has not. Without
-// it, differences from a large mean would all be multiples of a number that is not small, and their
-// squares be rounded in one direction.
+// A guess of the mean: shift + rest. shift is taken off first, then rest. rest has the digits that
+// do not fit into shift. Without rest, differences from a large mean would all be multiples of a
+// number that is not small. Their squares would all be rounded in one direction.
 template <typename A>
 struct Guess {
   A shift, rest = 0;
-  // Moves it by so much.
+  // The guess moved by `by`.
   Guess operator+(A by) const {
     const A moved = shift + (rest + by);
     return {moved, (rest + by) - (moved - shift)};
   }
 };
 
-// Of n elements from the sums of their differences from a guess and of these squared, in units of
-// `base`.
+// The moments of n elements, relative to `base`. sum adds up their differences from a guess.
+// sum_squares adds up the squared differences.
 template <typename A, typename Sum>
 void ToMoments(A base, Guess<A> guess, Sum sum, Sum sum_squares, double n, double& mean,
                double& squares) {
@@ -77,7 +80,7 @@ void ToMoments(A base, Guess<A> guess, Sum sum, Sum sum_squares, double n, doubl
   squares = left < 0 ? 0 : left;
 }
 
-// Channels last: of columns [start, start + n) in `rows` rows from x on.
+// The moments of n columns from x on, in `rows` rows, with channels last.
 template <typename T>
 void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64_t n,
                    const Accum<T>* base, double* means, double* squares) {
@@ -117,7 +120,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
       if (again) break;
       int far = 0;
       for (std::int64_t i = 0; i < n; ++i) {
-        // No side overflows unless the sum of squares has.
+        // Neither side overflows unless the sum of squares has overflowed.
         far |= sums[0][i] * (sums[0][i] * far_factor) <= sums[1][i] ? 0 : 1;
       }
       if (far == 0) break;
@@ -141,15 +144,15 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
   }
 }
 
-// Of all channels of a piece of x; `base` is the first element of each, or, channels last, of each
-// column's.
+// The moments of all channels of a piece of x. `base` is the first element of each channel. With
+// channels last, `base` has this element for each column.
 template <typename T>
 void MomentsOf(const T* x, const Layout<false>& layout, const Piece& piece,
                const Coefficients<Accum<T>, false, 1>& base, Moments& moments) {
   using A = Accum<T>;
   const std::int64_t channels = layout.channels;
   const std::int64_t end =
-      std::min(piece.end_row, layout.elements / layout.width);  // of whole rows
+      std::min(piece.end_row, layout.elements / layout.width);  // the end of the whole rows
   const std::int64_t rows = end - piece.row;
   double count = 0;
   for (std::int64_t start = 0; rows > 0 && start < layout.width; start += kSumColumns<T>) {
@@ -213,7 +216,7 @@ void MomentsOf(const T* x, const Layout<true>& layout, const Piece& piece,
 
 enum { kMean, kFactor, kOffset, kNumbers };  // y = act((x - mean) * factor + offset + residual)
 
-// y of a piece.
+// Stores y of a piece.
 template <typename T, bool kFirst>
 void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
            const Coefficients<Accum<T>, kFirst, kNumbers>& numbers, const Piece& piece,
@@ -222,9 +225,15 @@ void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
   const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
   const T* const all_x = static_cast<const T*>(args.x);
   const T* const all_residual = static_cast<const T*>(args.residual);
-  // Milliseconds of two cores of a Zen 5 with AVX-512 for float32 [8192, 2048], one row and four:
-  // 4.5, 4.1; this loop alone in small pages 2.4, 2.1, in huge ones 2.2, 1.5. bfloat16 [16, 56, 56,
-  // 256] 2.0, 2.3, and float32's backward pass 5.8 to 7.3, 5.7 to 7.8. float64 was not tried.
+  // Milliseconds on two cores of a Zen 5 with AVX-512, for one row and for four rows at a time:
+  //                                        one row     four rows
+  //   float32 [8192, 2048]                 4.5         4.1
+  //   only this loop, small pages          2.4         2.1
+  //   only this loop, huge pages           2.2         1.5
+  //   bfloat16 [16, 56, 56, 256]           2.0         2.3
+  //   float32, backward                    5.8 to 7.3  5.7 to 7.8
+  //
+  // float64 was not tried.
   constexpr int kRows = !kFirst && sizeof(T) == 4 ? 4 : 1;
   ForBlocksOf<kRows>(layout, piece, [&](const Block& block) {
     const T* const x = all_x + block.offset;
@@ -261,7 +270,7 @@ void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
   if (streamed) StreamFence();
 }
 
-// Where there is nothing to average: mean and variance 0.
+// The statistics of arrays without elements: mean and variance are 0.
 template <typename A>
 void EmptyStatistics(const BatchNormFwdArgs& args) {
   const std::int64_t n = args.shape.outer.groups * args.shape.channels();
@@ -327,7 +336,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
     const A first = first_element(group, channel);
     const A variance = static_cast<A>(squares / static_cast<double>(args.shape.terms()));
     const A mean = static_cast<A>(static_cast<double>(first) + offset);
-    // In units of the first element, as the mean itself may have more digits than a double.
+    // Relative to the first element: the mean itself may have more digits than a double holds.
     const A delta =
         static_cast<A>((static_cast<double>(first) - static_cast<double>(mean)) + offset);
     const A rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));

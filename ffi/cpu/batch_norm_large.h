@@ -1,4 +1,4 @@
-// Batch norm on the CPU: the second look at elements whose squares add up to more than A holds.
+// Batch norm on the CPU: a second look at elements whose squares add up to more than A holds.
 #pragma once
 
 #include <cmath>
@@ -9,8 +9,8 @@
 
 namespace gradops {
 
-// Whether the squares have to be added up again. A NaN or an infinite element also spoils the sum
-// of the differences: a second look would find the same NaN.
+// Whether the squares have to be added up again, in double. A NaN or an infinite element also
+// spoils the sum of the differences. A second look at such elements would find the same NaN.
 template <typename Sum>
 bool NeedsSecondLook(Sum sum, Sum sum_squares) {
   return Overflowed(sum_squares) && std::isfinite(sum);

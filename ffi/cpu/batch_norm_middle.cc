@@ -1,8 +1,9 @@
-// Batch norm on the CPU, channels last, of groups that a core's caches hold: a plain loop over each
-// group, without memory of its own but the stack. Memory sees each array once.
+// Batch norm on the CPU, channels last, for groups that fit into a core's caches: a plain loop over
+// each group. All scratch is on the stack. Memory is read or written once per array.
 //
-// Rows of few channels count as one longer row. Sums run along columns: a few rows in the
-// accumulation type, these in double. Statistics as in batch_norm_small.cc.
+// Rows of few channels are joined to one longer row. Sums run along columns: a few rows are added
+// up in the accumulation type, and these sums in double. Statistics are made as in
+// batch_norm_small.cc.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -28,7 +29,7 @@ class Group {
       : channels(shape.channels()),
         width(channels * ((kMinWidth + channels - 1) / channels)),
         elements(channels * shape.terms()) {}
-  // Along a row: a number for each column.
+  // One number for each column of a row.
   template <typename A>
   struct Row {
     alignas(64) A values[kMaxWidth];
@@ -37,15 +38,15 @@ class Group {
   void Set(Row<A>& row, std::int64_t channel, A value) const {
     for (std::int64_t i = channel; i < width; i += channels) row.values[i] = value;
   }
-  // fn(start, n) for each row.
+  // Calls fn(start, n) for each row.
   template <typename Fn>
   void ForRows(const Fn& fn) const {
     for (std::int64_t start = 0; start < elements; start += width) {
       fn(start, std::min(width, elements - start));
     }
   }
-  // Sums of each channel over its elements. terms(start, at) returns kSums terms, of where a loop
-  // is in the row that begins at `start`.
+  // The sums of each channel over its elements. terms(start, at) returns kSums terms at the loop's
+  // place `at`, in the row that begins at `start`.
   template <typename A, int kSums, typename Terms>
   void Sum(const Terms& terms, double (&sums)[kSums][kMiddleChannels]) const {
     constexpr std::int64_t kRowsAtATime = 16;
@@ -78,7 +79,7 @@ class Group {
   const std::int64_t channels, width, elements;
 };
 
-// fn(group) for each, in the pool.
+// Calls fn(group) for each group, in the thread pool.
 template <typename T, typename Fn>
 void ForGroups(const CpuContext& pool, const ChannelShape& shape, std::int64_t arrays,
                const Fn& fn) {
@@ -128,7 +129,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
         const A guess = mean.values[c];
         double mean_square = sums[1][c] / n;
         if (NeedsSecondLook(sums[0][c], sums[1][c])) {
-          double of_deviations, squares;  // about the mean
+          double of_deviations, squares;  // squares: about the mean
           LargeMoments(x + c, args.shape.terms(), 1, of.channels, guess, of_deviations, squares);
           mean_square = squares / n + offset * offset;
         }
@@ -194,7 +195,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
     const auto centered = [=, &mean](std::int64_t start, auto at) {
       return at(x + start) - at(mean.values);
     };
-    // fn(dz), where dz(start, at) is dy, or 0 where relu's argument was not positive.
+    // Calls fn(dz). dz(start, at) is dy, or 0 where relu's argument was not positive.
     const auto with_dz = [&](const auto& fn) {
       if (!args.relu) {
         fn([=](std::int64_t start, auto at) { return at(dy + start); });

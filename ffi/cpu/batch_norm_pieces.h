@@ -15,9 +15,10 @@
 
 namespace gradops {
 
-// How the elements of a group lie. Channels first: in rows of channels, each `inner` elements in
-// one. Channels last: in rows of `width` columns, of which column i is of channel i % channels:
-// one of x's rows, or, where channels are few, several, and then the last row may be shorter.
+// How the elements of a group lie in memory. Channels first: a row has `inner` elements of each
+// channel. Channels last: a row has `width` columns, and column i belongs to channel i % channels.
+// Such a row is one of x's rows. If channels are few, it is several of them. The last row may be
+// shorter.
 template <bool kFirst>
 struct Layout {
   std::int64_t groups, channels, inner, width, rows, elements;
@@ -37,19 +38,19 @@ struct Layout {
     return group * elements + row * width;
   }
   std::int64_t width_of(std::int64_t row) const { return std::min(width, elements - row * width); }
-  // The same of large arrays, in longer rows if channels are few: for what is done element by
-  // element, and more slowly where a row starts. A column's channel is the same in both.
+  // A layout with longer rows for large arrays of few channels. It is for work element by element,
+  // because each start of a row costs time. A column's channel is the same in both.
   static Layout Wide(const ChannelShape& shape) {
     const Layout layout(shape);
     return layout.elements < 256 * kBlock ? layout : Layout(shape, kBlock);
   }
 };
 
-// Rows [row, end_row) of a group, and of these channels [channel, end_channel). Channels last: all.
+// Channels [channel, end_channel) of rows [row, end_row) of a group. Channels last: all channels.
 struct Piece {
   std::int64_t group, part, row, end_row, channel, end_channel;
   std::int64_t channels() const { return end_channel - channel; }
-  // One that has all rows, in the rows of another layout.
+  // This piece with all rows, in the rows of another layout.
   Piece OfWhole(const auto& layout) const {
     Piece piece = *this;
     piece.end_row = layout.rows;
@@ -57,34 +58,35 @@ struct Piece {
   }
 };
 
-// How groups are cut into pieces: into parts of as many rows, and, channels first, these further.
+// How groups are cut into pieces. A group is cut into parts with equal numbers of rows. With
+// channels first, a part is cut further, into blocks of channels.
 template <bool kFirst>
 struct Pieces {
   Layout<kFirst> layout;
-  std::int64_t rows, parts, channels, blocks;  // of a part; parts; of a block; blocks
+  std::int64_t rows, parts, channels, blocks;  // rows of a part; parts; channels of a block; blocks
 
   Pieces(const Layout<kFirst>& layout, std::int64_t bytes_per_element, std::int64_t max_parts)
       : layout(layout) {
-    // Channels first, longer parts would be cut into pieces that lie in many places.
+    // With channels first, parts are shorter: pieces of long parts would lie in many places.
     rows =
         std::min(layout.rows, RowsPerChunk(layout.rows, layout.width * bytes_per_element, max_parts,
                                            kFirst ? kMinChunkBytes : kLongChunkBytes));
     CutChannels(bytes_per_element);
   }
 
-  // For sums over channels, of which there may be `max_parts` partial ones. Whole channels, which
-  // stay in a cache until they are read again, where there are enough of them for many threads, and
-  // none is too large.
+  // Pieces for sums over channels. There is room for `max_parts` partial sums. Pieces have whole
+  // channels if there are enough channels for many threads, and no channel is too large. Such a
+  // piece stays in a cache until it is read again.
   static Pieces ForSums(const Layout<kFirst>& layout, std::int64_t bytes_per_element,
                         std::int64_t max_parts) {
     constexpr std::int64_t kMinChannels = 16, kMaxBytes = 1 << 20;
-    constexpr std::int64_t kMaxParts = 64;  // more would be more traffic than threads to use them
+    constexpr std::int64_t kMaxParts = 64;  // more would add traffic, but keep no more threads busy
     const bool whole = kFirst && layout.groups * layout.channels >= kMinChannels &&
                        layout.rows * layout.inner * bytes_per_element <= kMaxBytes;
     return Pieces(layout, bytes_per_element, whole ? 1 : std::min(max_parts, kMaxParts));
   }
 
-  // For what is done element by element.
+  // Pieces for work that is done element by element.
   static Pieces ForElements(const Layout<kFirst>& layout, std::int64_t bytes_per_element) {
     constexpr std::int64_t kMaxChunks = 1024;
     return Pieces(layout, bytes_per_element, kMaxChunks);
@@ -108,17 +110,18 @@ struct Pieces {
     if (kFirst) {
       channels = std::min(channels,
                           RowsPerChunk(channels, rows * layout.inner * bytes_per_element, channels,
-                                       kMinChunkBytes));  // which stay in a cache
+                                       kMinChunkBytes));  // a piece stays in a cache
     }
     blocks = (layout.channels + channels - 1) / std::max<std::int64_t>(1, channels);
   }
 };
 
-// One number a channel, as it is needed along a row: of all columns, or of one channel's elements.
+// One number per channel, in the form that a loop along a row needs. Channels first: the number of
+// the row's channel. Channels last: the numbers of the row's columns.
 template <typename A, bool kFirst>
 struct Along {
   std::conditional_t<kFirst, A, const A*> value;
-  // Where a loop is (lanes.h).
+  // The number at the loop's place `at` (lanes.h).
   auto operator()(auto at) const {
     if constexpr (kFirst) {
       return value;
@@ -129,8 +132,8 @@ struct Along {
 };
 
 // kCount numbers for each channel of all groups, or of one group. Channels last: for each column of
-// a row. Where groups are small, the numbers of all groups take more memory than x. So a piece that
-// has whole channels has numbers of its own.
+// a row. If groups are small, the numbers of all groups take more memory than x. So a piece that
+// has whole channels has its own numbers.
 template <typename A, bool kFirst, int kCount>
 class Coefficients {
  public:
@@ -144,11 +147,11 @@ class Coefficients {
       for (std::int64_t i = channel; i < pitch_; i += layout_.channels) all[i] = values[k];
     }
   }
-  // Of a channel, or, channels last, of a column.
+  // Number k of a channel, or, with channels last, of a column.
   const A& One(int k, std::int64_t group, std::int64_t start) const {
     return values_[((group - first_group_) * kCount + k) * pitch_ + start];
   }
-  // From there on.
+  // Number k from a channel or column on.
   Along<A, kFirst> Get(int k, std::int64_t group, std::int64_t start) const {
     if constexpr (kFirst) {
       return {One(k, group, start)};
@@ -170,14 +173,14 @@ class Coefficients {
   std::unique_ptr<A[]> values_;
 };
 
-// fn(group, channel) for each, in the pool where there are many.
+// Calls fn(group, channel) for each channel, in the thread pool if there are many.
 template <bool kFirst, typename Fn>
 void ForChannels(const CpuContext& pool, const Layout<kFirst>& layout, const Fn& fn) {
   ForEach(pool, layout.groups * layout.channels,
           [&](std::int64_t i) { fn(i / layout.channels, i % layout.channels); });
 }
 
-// fn(group, channel, n) for blocks of up to kBlock channels.
+// Calls fn(group, channel, n) for blocks of up to kBlock channels, in the thread pool.
 template <bool kFirst, typename Fn>
 void ForChannelBlocks(const CpuContext& pool, const Layout<kFirst>& layout, const Fn& fn) {
   const std::int64_t blocks = (layout.channels + kBlock - 1) / kBlock;
@@ -187,25 +190,26 @@ void ForChannelBlocks(const CpuContext& pool, const Layout<kFirst>& layout, cons
   });
 }
 
-// fn(piece) for each, in the pool.
+// Calls fn(piece) for each piece, in the thread pool.
 template <bool kFirst, typename Fn>
 void ForPieces(const CpuContext& pool, const Pieces<kFirst>& pieces, const Fn& fn) {
   ParallelFor(pool, pieces.count(), [&](std::int64_t i) { fn(pieces[i]); });
 }
 
-// The same from the last to the first, for what is read again: its end is still in a cache.
+// ForPieces from the last piece to the first. A second reading finds the end still in a cache.
 template <bool kFirst, typename Fn>
 void ForPiecesReversed(const CpuContext& pool, const Pieces<kFirst>& pieces, const Fn& fn) {
   ParallelFor(pool, pieces.count(), [&](std::int64_t i) { fn(pieces[pieces.count() - 1 - i]); });
 }
 
-// n <= kBlock elements in each of `rows` rows, of the first from `offset` on. Their numbers are
-// those of `start`: a channel, or a column.
+// n <= kBlock elements in each of `rows` rows. The first row's elements begin at `offset`. `start`
+// is their channel, or, with channels last, their first column.
 struct Block {
   std::int64_t offset, start, n, rows;
 };
 
-// fn(block) for all elements of a piece. Channels last: of kRows rows, where there are so many.
+// Calls fn(block) for all elements of a piece. Channels last: a block has kRows rows. Rows that are
+// left over, or shorter, have a block each.
 template <int kRows = 1, bool kFirst, typename Fn>
 void ForBlocksOf(const Layout<kFirst>& layout, const Piece& piece, const Fn& fn) {
   for (std::int64_t row = piece.row, rows = 1; row < piece.end_row; row += rows) {
@@ -227,16 +231,17 @@ void ForBlocksOf(const Layout<kFirst>& layout, const Piece& piece, const Fn& fn)
   }
 }
 
-// Asks for what lies 2 KB ahead in memory: of several rows side by side, where a row ends, the last
-// one's next; the others' have been read. Not worth it in backward's sums: [8192, 2048] 7.3 and 6.8
-// ms without, 7.1 and 7.4 with it.
+// Prefetches the memory 2 KB ahead. At the end of a row, this is the next row's memory. With
+// several rows side by side, this helps only the last row: the memory after every other row has
+// been read. Backward's sums gain nothing: [8192, 2048] took 7.3 and 6.8 ms without, 7.1 and 7.4
+// with it.
 template <typename T>
 void PrefetchNear(const T* from, auto at) {
   at.PrefetchToL1(from, 2048 / std::int64_t{sizeof(T)});
 }
 
-// to[r * pitch + i] = fn(at)(r * pitch) for all of n elements of so many rows, past the caches if
-// `streamed`. kRows are side by side: what their columns share is loaded once.
+// Stores to[r * pitch + i] = fn(at)(r * pitch) for all n elements of `rows` rows. Stores go past
+// the caches if `streamed`. kRows rows share one load of each column's numbers.
 template <int kCount, int kRows, typename T, typename Fn>
 void StoreRowsForLanes(T* to, std::int64_t rows, std::int64_t pitch, std::int64_t n, bool streamed,
                        const Fn& fn) {
@@ -264,25 +269,25 @@ void StoreRowsForLanes(T* to, std::int64_t rows, std::int64_t pitch, std::int64_
   }
 }
 
-// How many columns are added up at a time, channels last. Milliseconds of two cores of a Zen 5 with
-// AVX-512 for float32 [8192, 2048], half a row and a whole one: forward 4.7, 4.5,
-// backward 7.4, 6.9.
+// How many columns are added up at a time, with channels last. Two cores of a Zen 5 with AVX-512,
+// float32 [8192, 2048]: half a row takes 4.7 ms forward, 7.4 backward, a whole row 4.5 and 6.9.
 template <typename T>
 inline constexpr std::int64_t kSumColumns = sizeof(T) == 4 ? 2 * kBlock : kBlock;
 
-// Asks for elements `row` of AddRows' terms that it comes to two rows later, if they have 16 bits;
-// `width` elements a row. Milliseconds of two cores of a Zen 5 for bfloat16 [8192, 2048], without
-// and with: forward 3.3, 2.7, backward 4.9, 4.4; float32 loses up to 4 %.
+// Prefetches elements of 16 bits that AddRows comes to two rows after `row`. A row has `width`
+// elements. Two cores of a Zen 5, bfloat16 [8192, 2048]: forward took 3.3 ms without it and 2.7
+// with it, backward 4.9 and 4.4. float32 would lose up to 4 %.
 template <typename T>
 void PrefetchRowAhead(const T* row, std::int64_t width, auto at) {
   if constexpr (sizeof(T) == 2) at.PrefetchToL2(row, 2 * width);
 }
 
-// sums[s][i] += the sum over r < rows of terms(r, at)[s] at column i. A few rows at a time: many
-// squares in a row would all be rounded in the same direction (lanes.h). A turn takes a row of each
-// quarter of them: the sums are loaded once for four, and an older EPYC reads memory faster at four
-// places (20 and 35 GB/s on one core, 30 and 41 on two). A Zen 5 reads alone faster at two, but
-// float32's sums backward then took up to 10 % longer.
+// Adds the terms(r, at)[s] of all rows r < rows to sums[s][i], column by column. Only a few rows
+// are added up in one go: many squares in a row would all be rounded in the same direction
+// (lanes.h). A turn takes one row of each quarter of the rows: the sums are loaded once for four
+// rows. An older EPYC also reads memory faster at four places: 35 instead of 20 GB/s on one core,
+// 41 instead of 30 on two. A Zen 5 that only reads is faster at two places. float32's sums backward
+// then took up to 10 % longer, though.
 template <typename A, int kSums, int kColumns, typename Terms>
 void AddRows(std::int64_t rows, std::int64_t n, const Terms& terms, A (&sums)[kSums][kColumns]) {
   constexpr std::int64_t kTurns = 4;
@@ -314,7 +319,7 @@ void AddRows(std::int64_t rows, std::int64_t n, const Terms& terms, A (&sums)[kS
   }
 }
 
-// The sum of n numbers, pair by pair; overwrites them.
+// The sum of n numbers, added pair by pair. Overwrites the numbers.
 template <typename A>
 A PairwiseSum(A* numbers, std::int64_t n) {
   for (; n > 1; n -= n / 2) {
@@ -324,8 +329,8 @@ A PairwiseSum(A* numbers, std::int64_t n) {
   return numbers[0];
 }
 
-// Channels first: the sums of terms(offset, at)[s] over all elements of `rows` runs of `inner`
-// elements, `pitch` apart, which lie from `offset` on.
+// Channels first: the sums of terms(offset, at)[s] over all elements of `rows` runs. Each run has
+// `inner` elements. Runs start `pitch` elements apart. `offset` counts from the first one.
 template <typename A, int kSums, typename Terms>
 std::array<double, kSums> SumRuns(std::int64_t rows, std::int64_t inner, std::int64_t pitch,
                                   const Terms& terms) {

@@ -1,7 +1,7 @@
-// Batch norm of small groups: see batch_norm_small.h. Memory sees each array once.
+// Batch norm of small groups: see batch_norm_small.h. Memory is read or written once per array.
 //
-// Statistics are made as layer norm's: differences from a channel's first element, then from the
-// mean, corrected by what that is off by.
+// Statistics are made as in layer norm. The mean comes from differences to the channel's first
+// element. The variance comes from differences to that mean, corrected by the mean's error.
 #include "cpu/batch_norm_small.h"
 
 #include <algorithm>
@@ -44,13 +44,13 @@ class Channels {
   std::array<std::int16_t, kSmallGroup> columns_;
 };
 
-// Groups as rows of their channels.
+// The shape of arrays with one number per channel: a group is a row of its channels.
 RowShape ChannelRows(const ChannelShape& shape) {
   return {shape.outer.groups, 1, shape.channels()};
 }
 
-// do_some(group, groups) for up to kSide groups at a time, in the pool. start() makes do_some once
-// for several of them.
+// Calls do_some(group, groups) for up to kSide groups at a time, in the thread pool. Each task
+// calls start(for_some) once. start makes do_some and passes it to for_some.
 template <typename T, typename Start>
 void ForSides(const CpuContext& pool, const ChannelShape& shape, std::int64_t arrays,
               const Start& start) {
@@ -76,8 +76,7 @@ struct Statistics {
   Lanes<A> mean, variance, rstd, delta;
 };
 
-// The variance of the channel of one lane, added up in double. Float has lost digits of its
-// squares.
+// The variance of one lane's channel, added up in double: its squares have lost digits in float.
 float WideVariance(const Elements<float>& x, const std::int16_t* columns, std::int64_t n,
                    int lane) {
   const double first = x.column(columns[0])[lane], per_term = 1 / static_cast<double>(n);
@@ -134,7 +133,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
       delta(pool, args.delta, rows, 0);
   const bool streamed =
       PrepareResult(args.y, shape.elements() * std::int64_t{sizeof(T)}, {args.x, args.residual});
-  // As many bytes as y where channels have few elements.
+  // If channels have few elements, the statistics are as large as y.
   for (void* const statistic :
        {args.batch_mean, args.batch_variance, args.batch_rstd, args.batch_delta}) {
     PrepareResult(statistic, shape.outer.groups * channels.count * std::int64_t{sizeof(A)}, {});

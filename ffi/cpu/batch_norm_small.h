@@ -1,27 +1,27 @@
-// Batch norm on the CPU of small groups, as vmap makes them.
+// Batch norm on the CPU for small groups, such as vmap makes.
 #pragma once
 
 #include "ops/batch_norm.h"
 
 namespace gradops {
 
-// Groups of up to so many elements lie side by side (cpu/side_by_side.h). A group is a row then,
-// and each of its elements a column. The number of groups does not matter: a group's result must
-// not depend on it.
+// Groups of up to this many elements lie side by side (cpu/side_by_side.h). There, a group is a
+// row, and each of its elements is a column. A group's result must not depend on the number of
+// groups.
 inline constexpr int kSmallGroup = 256;
 inline bool IsSmall(const ChannelShape& shape) {
   return shape.elements() > 0 && shape.channels() * shape.terms() <= kSmallGroup;
 }
 
-// Channels last, groups of up to so many are done one by one, by a plain loop.
+// With channels last, a plain loop does groups of up to this size one by one.
 inline constexpr int kMiddleGroup = 4096, kMiddleChannels = 1024;
 inline bool IsMiddle(const ChannelShape& shape) {
   return shape.elements() > 0 && shape.inner == 1 && shape.channels() <= kMiddleChannels &&
          shape.channels() * shape.terms() <= kMiddleGroup;
 }
 
-// Of groups that IsSmall or IsMiddle holds for. Scratch is the stack alone, and a copy of each
-// parameter of another dtype than sums have.
+// For groups that pass IsSmall or IsMiddle. Scratch is on the stack, except for copies of
+// parameters whose dtype is not the accumulation dtype.
 ffi::Error SmallBatchNormFwd(const CpuContext& pool, const BatchNormFwdArgs& args);
 ffi::Error SmallBatchNormBwd(const CpuContext& pool, const BatchNormBwdArgs& args);
 ffi::Error MiddleBatchNormFwd(const CpuContext& pool, const BatchNormFwdArgs& args);

@@ -1,11 +1,11 @@
-// GELU and bias + GELU on the CPU.
+// GELU and bias + GELU on the CPU. Formulas and source: common/gelu.h.
 //
-// The arrays are cut into tiles of columns and rows, by shape alone. Elements are widened and
-// rounded in registers. Formulas and source: common/gelu.h.
+// The arrays are cut into tiles of columns and rows. The shape alone decides how. Elements are
+// widened and rounded in registers. Rows of few features are joined: several of them count as one
+// long row with repeated bias.
 //
-// Traffic: forward reads x and writes y. Backward reads dy and x and writes dx; each tile also sums
-// its rows' dz on the stack, one partial row per chunk of rows; see cpu/column_sum.h.
-// Rows of few features are taken several at a time, as one long row with repeated bias.
+// Memory traffic: forward reads x and writes y. Backward reads dy and x and writes dx. Each tile
+// also sums its rows' dx on the stack, one partial row per chunk of rows (cpu/column_sum.h).
 #include "ops/bias_gelu.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@
 
 namespace gradops {
 
-// What common/gelu.h has for one number.
+// The primitives of common/exponential.h for lanes.
 template <int n>
 auto Bits(const Lanes<float, n>& x) {
   return x.template As<std::uint32_t>();
@@ -67,7 +67,7 @@ Lanes<A, n> MulSub(const Lanes<A, n>& c, const Lanes<A, n>& a, const Lanes<A, n>
   return Lanes<A, n>::Map(
       [&](int i) { return lanes::MulSub(c.registers[i], a.registers[i], b.registers[i]); });
 }
-// m - a b, rounded once; without fma by halves of mantissas, if m is near to a b.
+// m - a b, rounded once. Without fma, mantissas are cut into halves. m must then be near to a b.
 template <typename A, int n>
 Lanes<A, n> MinusProduct(const Lanes<A, n>& m, const Lanes<A, n>& a, const Lanes<A, n>& b) {
 #if defined(GRADOPS_FMA)
@@ -85,12 +85,12 @@ Lanes<A, n> MinusProduct(const Lanes<A, n>& m, const Lanes<A, n>& a, const Lanes
 
 namespace {
 
-constexpr std::int64_t kTileColumns = 2048;  // so that a tile's row and its sums stay in L1
+constexpr std::int64_t kTileColumns = 2048;  // a tile's row and its sums stay in L1
 constexpr std::int64_t kShortRow = 256;      // shorter rows are joined
 constexpr std::int64_t kMaxChunks = 64;      // of rows, per group
 
-// How one call is cut into tiles, [groups, row_chunks, column_tiles] of them. Rows are joined ones:
-// `join` of x's rows each, the last one in a group shorter.
+// How one call is cut into tiles: [groups, row_chunks, column_tiles]. A row here is a joined row of
+// `join` rows of x. The last joined row of a group may be shorter.
 struct Tiling {
   std::int64_t groups, group_elements;
   std::int64_t columns;  // of a joined row
@@ -122,8 +122,8 @@ struct Tile {
   std::int64_t row, rows;
 };
 
-// Calls body(tile) for all tiles, with small ones several to a task. `streamed`: bodies store past
-// the caches.
+// Calls body(tile) for all tiles. Small tiles share a task. `streamed`: bodies store past the
+// caches.
 template <typename Body>
 void ForEachTile(const CpuContext& pool, const Tiling& t, std::int64_t element_bytes, bool streamed,
                  const Body& body) {
@@ -146,8 +146,8 @@ void ForEachTile(const CpuContext& pool, const Tiling& t, std::int64_t element_b
   });
 }
 
-// Calls body(offset, n): n elements of x from `offset`, at column tile.column of their joined row;
-// row after row.
+// Calls body(offset, n) for each row of a tile: n elements of x from `offset` on. They begin at
+// column tile.column of their joined row.
 template <typename Body>
 void ForEachRow(const Tiling& t, const Tile& tile, const Body& body) {
   for (std::int64_t row = tile.row; row < tile.row + tile.rows; ++row) {
@@ -157,7 +157,7 @@ void ForEachRow(const Tiling& t, const Tile& tile, const Body& body) {
   }
 }
 
-// A tile's part of the bias, along a joined row; zeros where there is none.
+// A tile's part of the bias, along a joined row. Without a bias: zeros.
 template <typename A>
 class TileBias {
  public:
@@ -183,21 +183,26 @@ class TileBias {
   const A* data_ = repeated_;
 };
 
-// A tile's part of a row: out = gelu(x + bias), or with dy out = dy gelu'(x + bias), which may
-// overwrite dy and is also added to sums unless that is null. Past the caches if `streamed`.
+// Computes a tile's part of a row: out = gelu(x + bias), or, with dy, out = dy gelu'(x + bias). out
+// may overwrite dy. Backward also adds out to `sums`, unless `sums` is null. Stores go past the
+// caches if `streamed`.
 //
-// Of long formulas a processor has too few turns under way to be busy all the time: so each half of
-// them has a loop of its own, in which two registers go side by side. ns an element of rows in the
-// L1 cache with AVX2 on an EPYC, with one loop and with two: float32 tanh forward 0.76, 0.58,
-// backward 1.04, 0.73, exact 0.73, 0.65 and 0.95, 0.78. Tanh in float32 has three: what the
-// exponential is made of, the exponential, the rest, which reads x again, as there each store takes
-// the time of a product; another day, with two and with three, forward 0.63, 0.58, backward 0.79,
-// 0.72. Others are no faster so.
+// A processor has too few turns of a long formula under way to be busy all the time. So each half
+// of the formula has its own loop, in which two registers go side by side. The tanh form in float32
+// has three loops: the argument of the exponential, the exponential, the rest. The last loop reads
+// x again, because each store would take the time of a product. No other form gains from a third
+// loop. Nanoseconds per element of rows in the L1 cache, with AVX2 on an EPYC (right columns:
+// another day):
+//                             one loop  two loops              two loops  three loops
+//   float32 tanh, forward     0.76      0.58                   0.63       0.58
+//   float32 tanh, backward    1.04      0.73                   0.79       0.72
+//   float32 exact, forward    0.73      0.65
+//   float32 exact, backward   0.95      0.78
 template <typename T, bool kApproximate, bool kBackward>
 void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T* out,
                 Accum<T>* sums, bool streamed) {
   using A = Accum<T>;
-  // Where rounding is long it has a loop of its own, too; of bfloat16, backward.
+  // Slow rounding has a loop of its own, too. Backward in bfloat16 rounds slowly.
   constexpr bool kRoundsFast = !(kBackward && std::is_same_v<T, BFloat16>) &&
                                requires(T* to, lanes::Vector<A> v) { lanes::Narrow(to, v); };
   constexpr std::int64_t kBlock = 256;
@@ -272,7 +277,7 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
   }
 }
 
-// The same arrays with as few groups and as long rows as may be, where rows are not summed.
+// A shape for the same arrays with few groups and long rows, if rows are not summed.
 RowShape Flatten(const RowShape& shape, const Param& bias) {
   if (bias.data == nullptr || (shape.rows == 1 && bias.group_stride == shape.features)) {
     return {1, 1, shape.elements()};
@@ -297,7 +302,8 @@ void Forward(const CpuContext& pool, const BiasGeluFwdArgs& args) {
   });
 }
 
-// Sums of a tile's columns, stored for x's own rows: those joined are added in order.
+// Stores the sums of a tile's columns for x's own rows. In a joined row, a feature has several
+// columns: their sums are added up in order.
 template <typename A>
 void StoreSums(double* totals, std::int64_t features, const Tile& tile, A* out) {
   const std::int64_t own = std::min(tile.columns, features - tile.column);

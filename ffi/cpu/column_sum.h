@@ -1,5 +1,5 @@
-// Sums over rows, without errors that grow with the number of rows: rows are added up in blocks,
-// and the blocks in double. Both in a fixed order.
+// Sums over rows, without errors that grow with the number of rows. Rows are added up in blocks,
+// and the blocks in double. Both happen in a fixed order.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace gradops {
 
-inline constexpr std::int64_t kRowsPerSum = 128;  // that are added up in the accumulation type
+inline constexpr std::int64_t kRowsPerSum = 128;  // rows added up in the accumulation type
 
 // Moves the sums of a block to the totals: totals[i] += sums[i], sums[i] = 0.
 template <typename A>

@@ -10,7 +10,7 @@ ffi::Error ReadClock(CpuContext, std::uint32_t* ns) {
   const auto since = std::chrono::steady_clock::now().time_since_epoch();
   const auto now = static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(since).count());
-  std::memcpy(ns, &now, sizeof(now));  // all supported processors have the low half first
+  std::memcpy(ns, &now, sizeof(now));  // all supported processors store the low half first
   return ffi::Error::Success();
 }
 

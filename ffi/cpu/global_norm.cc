@@ -1,9 +1,9 @@
-// Sum of squares over many arrays, and their scaling in place, CPU.
+// The sum of squares of many arrays, and the scaling of many arrays in place, on the CPU.
 //
-// Within a group, the leaves are read as one long array, which is cut into parts of equal size,
-// whatever the number of threads: for the sum, at most kMaxPartialSums. Each part is summed in
-// double, in a fixed number of lanes; then the parts are summed in order. Memory traffic: one read
-// of every leaf; scaling, one read and one write, or none.
+// Within a group, the leaves are read as one long array. It is cut into parts of equal size. The
+// number of threads does not matter. A sum has at most kMaxPartialSums parts. Each part is summed
+// in double, in a fixed number of lanes. Then the parts are summed in order. Memory traffic: a sum
+// reads every leaf once. Scaling reads and writes every leaf once, or does neither.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -26,12 +26,13 @@ constexpr int kSumLanes = 16;
 constexpr std::int64_t kMinPartElements = kMinChunkBytes / static_cast<std::int64_t>(sizeof(float));
 
 template <typename T>
-using Wide = std::conditional_t<sizeof(T) == 2, float, T>;  // in which a T is exact
+using Wide = std::conditional_t<sizeof(T) == 2, float, T>;  // a T is exact in it
 
-// Four blocks of kBlock elements: two at each of two places of an array, the halves of it that are
-// read at the same time. GB/s of a processor, Zen 5, on one core and two, with one place 47 and 58,
-// with two 56 and 62, with four 20 and 31; of an older EPYC with one 20 and 30, with four 35 and
-// 41 (with two: not measured).
+// Four blocks of kBlock elements: two at each of two places of an array. The places lie in the two
+// halves of the array, which are read at the same time. GB/s on one core and on two cores:
+//                   one place  two places    four places
+//   Zen 5           47, 58     56, 62        20, 31
+//   an older EPYC   20, 30     not measured  35, 41
 template <typename T, int kBlock>
 struct FourBlocks {
   const T* first;
@@ -39,7 +40,7 @@ struct FourBlocks {
   const T* operator[](int i) const { return first + i / 2 * half + i % 2 * kBlock; }
 };
 
-// Adds the squares of four times kSumLanes numbers to the lanes.
+// Adds the squares of 4 * kSumLanes numbers to the sums of the lanes.
 template <typename W>
 inline void AddSquares(FourBlocks<W, kSumLanes> x, double (&sums)[kSumLanes]) {
   constexpr int kWidth = lanes::kWidth<double>;
@@ -55,7 +56,8 @@ inline void AddSquares(FourBlocks<W, kSumLanes> x, double (&sums)[kSumLanes]) {
   }
 }
 
-// Of two times kSumLanes 16-bit floats: the squares of those that go to a register of lanes.
+// Out of 2 * kSumLanes 16-bit floats, two belong to each lane. Returns the sums of their squares,
+// for the lanes of one register from `lane` on.
 inline lanes::Vector<float> SquaresOfTwo(const Half* from, int lane) {
   constexpr int kWidth = lanes::kWidth<float>;
   const auto a = LoadLanes<kWidth>(from + lane), b = LoadLanes<kWidth>(from + kSumLanes + lane);
@@ -69,9 +71,9 @@ inline lanes::Vector<float> SquaresOfTwo(const BFloat16* from,
   return lower * lower + upper * upper;
 }
 
-// The same for 16-bit floats, of blocks twice as long, up to the end of a half: their squares are
-// summed in float, and these in double, for a few blocks at a time, which are added up in double
-// instead where that is not good enough; see MaxFloatSum.
+// AddSquares for 16-bit floats, in blocks twice as long, up to the end of a half. A few squares at
+// a time are summed in float, and these sums in double. Sums outside [kMinFloatSum, max_float_sum]
+// are not exact enough. Their blocks are added up again, in double alone.
 template <typename T>
 inline void AddSquaresOf16Bit(FourBlocks<T, 2 * kSumLanes> x, float max_float_sum,
                               double (&sums)[kSumLanes]) {
@@ -141,8 +143,8 @@ class Concatenation {
 
   std::int64_t size() const { return ends_.empty() ? 0 : ends_.back(); }
 
-  // Calls fn.operator()<T>(leaf, begin, n) for each piece of a leaf's data, from element `begin`
-  // on, of which the group's elements [begin, end) consist.
+  // Calls fn.operator()<T>(leaf, begin, n) for each leaf that has some of the group's elements
+  // [begin, end). These are the n elements from element `begin` of the leaf's data on.
   template <typename Fn>
   void ForPieces(std::int64_t group, std::int64_t begin, std::int64_t end, const Fn& fn) const {
     auto i = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) -
@@ -166,9 +168,9 @@ class Concatenation {
   std::vector<std::int64_t> ends_;
 };
 
-// How each group's elements are cut into parts, of which many small ones go to one thread together.
+// How each group's elements are cut into parts. One thread takes many small parts together.
 struct Parts {
-  std::int64_t elements, size, count;  // of a group; of a part; of parts in a group
+  std::int64_t elements, size, count;  // elements of a group; elements of a part; parts of a group
 
   Parts(std::int64_t elements, std::int64_t most)
       : elements(elements),
@@ -192,7 +194,7 @@ struct Parts {
   }
 };
 
-// Sums each group's partial sums, [groups, parts], in order.
+// Adds up each group's partial sums, [groups, parts], in order.
 template <typename A>
 void Finalize(const SumOfSquaresArgs& args, const double* partials, std::int64_t parts) {
   for (std::int64_t group = 0; group < args.groups; ++group) {
@@ -205,8 +207,8 @@ void Finalize(const SumOfSquaresArgs& args, const double* partials, std::int64_t
   }
 }
 
-// For 16-bit elements, which are rounded from float: the nearest float, or, between two, the one
-// whose last bit is 1, so that nothing is rounded twice.
+// Rounds a double to float, before it is rounded to 16 bits. Between two floats, the float whose
+// last bit is 1 is taken. So the two roundings give the result of a single one.
 inline float RoundToOdd(double value) {
   const auto nearest = static_cast<float>(value);
   const auto bits = std::bit_cast<std::uint32_t>(nearest);
@@ -218,7 +220,7 @@ inline float RoundToOdd(double value) {
 // from[0, n) times the factors; `to` may be `from`.
 template <typename T, typename A>
 void ScaleInto(const T* from, T* to, std::int64_t n, FactorPair<A> factors) {
-  using C = std::conditional_t<std::is_same_v<T, double>, double, A>;  // in which it is computed
+  using C = std::conditional_t<std::is_same_v<T, double>, double, A>;  // the compute type
   const C first = factors.first, second = factors.second;
   for (std::int64_t i = 0; i < n; ++i) {
     const C scaled = static_cast<C>(static_cast<Wide<T>>(from[i])) * first * second;

@@ -1,5 +1,5 @@
-// Numbers side by side, in one or more registers, and loops over them. Of each lane the result is
-// the same in every instruction set, where products and sums are not fused.
+// Several numbers side by side, in one or more registers, and loops over them. If products and sums
+// are not fused, each lane's result is equal in every instruction set.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,11 @@
 
 namespace gradops {
 
-// 64 bytes of the accumulation type.
+// How many numbers of type A fit into 64 bytes.
 template <typename A>
 inline constexpr int kLanes = 64 / int{sizeof(A)};
 
-// kCount numbers.
+// kCount numbers of type A.
 template <typename A, int kCount = kLanes<A>>
 struct Lanes {
   using Register = lanes::Vector<A>;
@@ -27,19 +27,20 @@ struct Lanes {
   Register registers[kRegisters];
 
   Lanes() = default;
-  // Register by register: GCC copies whole structures, these or formulas' of them, through memory,
-  // 16 bytes at a time, for which loads of 32 then wait (GELU: 2.2 instead of 0.7 ns an element).
+  // Copies register by register. GCC copies whole structures through memory, 16 bytes at a time:
+  // Lanes, and formulas' structures of Lanes. Loads of 32 bytes then wait (GELU: 2.2, not 0.7 ns
+  // per element).
   Lanes(const Lanes& other) { *this = other; }
   Lanes& operator=(const Lanes& other) {
     lanes::ForEachIndex<kRegisters>([&](auto... i) { ((registers[i] = other.registers[i]), ...); });
     return *this;
   }
-  // Not explicit, so that numbers mix with lanes.
+  // Not explicit, so that formulas can mix numbers and lanes.
   Lanes(A value) {
     lanes::ForEachIndex<kRegisters>([&](auto... i) { ((registers[i] = value - Register{}), ...); });
   }
 
-  // Registers fn(0), fn(1), ...
+  // Has the registers fn(0), fn(1), ...
   template <typename Fn>
   static Lanes Map(const Fn& fn) {
     return lanes::ForEachIndex<kRegisters>([&fn](auto... i) {
@@ -48,7 +49,7 @@ struct Lanes {
       return result;
     });
   }
-  // The same bits.
+  // The bits of the numbers, read as type B.
   template <typename B>
   Lanes<B, kCount> As() const {
     using To = lanes::Vector<B>;
@@ -74,7 +75,7 @@ struct Lanes {
     return Map([&](int i) { return a.registers[i] << bits; });
   }
   Lanes& operator+=(const Lanes& other) { return *this = *this + other; }
-  // a > b ? yes : no; `no` where one is NaN.
+  // a > b ? yes : no. The result is `no` where a or b is NaN.
   friend Lanes IfGreater(const Lanes& a, const Lanes& b, const Lanes& yes, const Lanes& no) {
     return Map([&](int i) {
       return a.registers[i] > b.registers[i] ? yes.registers[i] : no.registers[i];
@@ -83,14 +84,14 @@ struct Lanes {
   friend Lanes Sqrt(const Lanes& a) {
     return Map([&](int i) { return lanes::Sqrt(a.registers[i]); });
   }
-  // By a's sign, of zeros and NaN, too.
+  // a's sign bit decides, also for zeros and NaN.
   friend Lanes IfNegative(const Lanes& a, const Lanes& yes, const Lanes& no) {
     using Signed = lanes::Vector<std::conditional_t<sizeof(A) == 8, std::int64_t, std::int32_t>>;
     return Map([&](int i) {
       return std::bit_cast<Signed>(a.registers[i]) < 0 ? yes.registers[i] : no.registers[i];
     });
   }
-  // Half by half.
+  // The sum of all numbers. Halves are added until one number is left.
   A Sum() const {
     if constexpr (kRegisters == 1) {
       return lanes::Sum(registers[0]);
@@ -109,7 +110,7 @@ struct Lanes {
   }
 };
 
-// Of one number.
+// The functions for one number.
 inline float IfGreater(float a, float b, float yes, float no) {
   return a > b ? yes : no;
 }
@@ -123,7 +124,7 @@ inline double Max(double a, double b) {
   return a > b ? a : b;
 }
 
-// kCount elements, widened.
+// Loads kCount elements and widens them.
 template <int kCount, typename T>
 Lanes<Accum<T>, kCount> LoadLanes(const T* from) {
   using A = Accum<T>;
@@ -144,7 +145,7 @@ inline constexpr int kTogether = lanes::kWidth<Accum<T>> * [] {
   return kHasTwo && Lanes<Accum<T>, kCount>::kRegisters % 2 == 0 ? 2 : 1;
 }();
 
-// Rounds them to T.
+// Rounds the numbers to T and stores them.
 template <typename T, int kCount>
 void StoreLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
   using A = Accum<T>;
@@ -164,7 +165,7 @@ void StoreLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
   }
 }
 
-// The same past the caches; `to` is a multiple of the bytes that are stored.
+// StoreLanes past the caches. The address `to` is a multiple of the bytes of one store.
 template <typename T, int kCount>
 void StreamLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
   constexpr int kStep = kTogether<T, kCount>;
@@ -173,7 +174,7 @@ void StreamLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
   for (int i = 0; i < kCount; i += kStep) StreamBytes<kStep* int{sizeof(T)}>(to + i, rounded + i);
 }
 
-// Where a loop over elements is: at kCount of them from i on.
+// A place in a loop over elements: kCount elements from i on. Loops pass it to functions as `at`.
 template <int kCount>
 struct AtLanes {
   std::int64_t i;
@@ -189,15 +190,15 @@ struct AtLanes {
   void Stream(T* elements, const Lanes<Accum<T>, kCount>& values) const {
     StreamLanes(elements + i, values);
   }
-  // Asks for the cache lines that elements of another array lie in, or those `ahead` of them.
-  // Nothing need be there.
+  // Prefetches cache lines of another array: the elements at this place, or `ahead` elements later.
+  // The address need not be valid.
   template <typename T>
   void PrefetchToL1(const T* elements, std::int64_t ahead = 0) const {
     ForLines<T>([=, this](int k) {
       __builtin_prefetch(Address(elements, ahead + k), /*rw=*/0, /*locality=*/3);
     });
   }
-  // What is read so much later that it would push out of L1 what is read before.
+  // For elements that are read late. In L1, they would replace elements that are read before them.
   template <typename T>
   void PrefetchToL2(const T* elements, std::int64_t ahead = 0) const {
     ForLines<T>([=, this](int k) {
@@ -210,14 +211,14 @@ struct AtLanes {
   }
 
  private:
-  // It may lie beyond the array, where no pointer may.
+  // The address is computed as an integer: it may lie beyond the array, and a pointer may not.
   template <typename T>
   const void* Address(const T* elements, std::int64_t ahead) const {
     const std::int64_t offset = (i + ahead) * std::int64_t{sizeof(T)};
     return reinterpret_cast<const void*>(reinterpret_cast<std::intptr_t>(elements) + offset);
   }
-  // fn(k) for the turn's elements i + k of which each is in another line, but for a line in which a
-  // turn before was; if the array, or the first turn, starts with one.
+  // Calls fn(k) for one element i + k of each cache line of this turn. A line that an earlier turn
+  // had is left out. The array, or the first turn, should start at a line.
   template <typename T, typename Fn>
   void ForLines(const Fn& fn) const {
     constexpr int kLine = 64 / int{sizeof(T)};
@@ -228,8 +229,8 @@ struct AtLanes {
     }
   }
 };
-// The same at the last few elements, of which there are `count`: what other lanes have is 0, and is
-// not stored. Results are those of AtLanes, bit by bit.
+// A place at the last few elements: `count` of them. Lanes beyond them load 0 and are not stored.
+// The results are equal to AtLanes' results, bit by bit.
 template <int kCount>
 struct AtLast {
   std::int64_t i, count;
@@ -273,18 +274,20 @@ struct AtElement {
   void PrefetchToStore(const void*, std::int64_t = 0) const {}
 };
 
-// fn(at) for elements i to n - 1, kCount at a time, and the last ones one by one, which takes less
-// time than AtLast.
+// Calls fn(at) for elements i to n - 1, kCount at a time. The last ones come one by one, faster
+// than with AtLast.
 template <int kCount, typename Fn>
 void ForLanes(std::int64_t n, const Fn& fn, std::int64_t i = 0) {
   for (; i + kCount <= n; i += kCount) fn(AtLanes<kCount>{i});
   for (; i < n; ++i) fn(AtElement{i});
 }
 
-// The same of what is stored as T: twice kCount at a time, where two registers are rounded at once
-// that go to one line. ns an element of bfloat16 [8, 2048] in the caches of a Zen 5 with AVX-512,
-// without and with: layer norm 0.180, 0.164, backward 0.256, 0.219, RMS norm 0.113, 0.096 and
-// 0.192, 0.162.
+// ForLanes for elements that are stored as T. It takes 2 * kCount elements at a time if one
+// instruction rounds and stores them all, to one cache line. Nanoseconds per element of bfloat16
+// [8, 2048] in the caches of a Zen 5 with AVX-512, without and with this:
+//                forward       backward
+//   layer norm   0.180, 0.164  0.256, 0.219
+//   RMS norm     0.113, 0.096  0.192, 0.162
 template <int kCount, typename T, typename Fn>
 void ForStores(std::int64_t n, const Fn& fn) {
   constexpr int kTwice = 2 * kCount;
@@ -295,9 +298,9 @@ void ForStores(std::int64_t n, const Fn& fn) {
   ForLanes<kCount>(n, fn, i);
 }
 
-// to[i] = fn(at) for all of n elements, past the caches if `streamed`. No loop's function refers to
-// fn, or streamed results take longer: of a row in the caches, float32 [8, 1024], layer norm 0.160
-// ns an element with references, 0.135 with copies, backward 0.318, 0.205.
+// Stores to[i] = fn(at) for all n elements, past the caches if `streamed`. Loops copy fn: with
+// references to it, streamed results take longer. Layer norm of float32 [8, 1024] in the caches, ns
+// per element: forward 0.160 with references, 0.135 with copies, backward 0.318 and 0.205.
 template <int kCount, typename T, typename Fn>
 void StoreForLanes(T* to, std::int64_t n, bool streamed, const Fn& fn) {
   if (!streamed || reinterpret_cast<std::uintptr_t>(to) % sizeof(T) != 0) {
@@ -306,7 +309,7 @@ void StoreForLanes(T* to, std::int64_t n, bool streamed, const Fn& fn) {
   }
   const std::int64_t head = std::min(n, BytesToLine(to) / std::int64_t{sizeof(T)});
   if (sizeof(T) == 2 && (head > 0 || n * std::int64_t{sizeof(T)} % 64 != 0)) {
-    // By way of a block, as one by one these take long (batch norm of 300 channels: 16 to 11 ms).
+    // By way of a block: one by one, these take long (batch norm of 300 channels: 16 to 11 ms).
     constexpr std::int64_t kBlock = 256;
     alignas(64) T block[kBlock];
     for (std::int64_t start = 0; start < n; start += kBlock) {
@@ -327,7 +330,7 @@ void StoreForLanes(T* to, std::int64_t n, bool streamed, const Fn& fn) {
   });
 }
 
-// fn(at) for all of n elements, the last ones as the others.
+// Calls fn(at) for all n elements. The last ones are computed in lanes, too (AtLast).
 template <int kCount, typename Fn>
 void ForWholeLanes(std::int64_t n, const Fn& fn) {
   std::int64_t i = 0;
@@ -335,9 +338,9 @@ void ForWholeLanes(std::int64_t n, const Fn& fn) {
   if (i < n) fn(AtLast<kCount>{i, n - i});
 }
 
-// The sums over i < n of terms(at), which returns an array of kSums of them. Each lane adds up a
-// few terms at a time. Many in a row would be biased: the squares of numbers on a grid, as
-// differences of large numbers are, all round in the same direction.
+// The sums over i < n of terms(at), which returns an array of kSums terms. Each lane adds up only a
+// few terms in one go. A long sum would be biased: differences of large numbers lie on a grid, and
+// their squares all round in the same direction.
 template <typename A, int kSums, typename Terms>
 std::array<A, kSums> LaneSums(std::int64_t n, const Terms& terms) {
   constexpr std::int64_t kAtATime = 16 * kLanes<A>;

@@ -1,8 +1,9 @@
 // Layer norm and RMS norm on the CPU, backward.
 //
-// Rows in parallel, each in two passes while it lies in the L1 or L2 cache: memory sees dy and x
-// (from the output: dy and y) read and dx written; the sum's cotangent is one array more. 16-bit
-// elements are widened in registers; parameters, which all rows share, once in a call.
+// Rows are computed in parallel, each in two passes while it lies in the L1 or L2 cache. Memory
+// traffic: dy and x (from the output: dy and y) are read and dx is written. The sum's cotangent is
+// one array more. 16-bit elements are widened in registers. Parameters, which all rows share, are
+// widened once per call.
 //
 // Column sums: every slice of a group's rows has a partial row; see cpu/column_sum.h.
 #include <algorithm>
@@ -22,19 +23,19 @@
 namespace gradops {
 namespace {
 
-// More slices of rows would add more traffic for partial sums than threads to use them.
+// More slices would add traffic for partial sums, but keep no more threads busy.
 constexpr std::int64_t kMaxSlices = 64;
 
-// Columns [start, start + kBlock) of a row of [rows, columns]; zeros where there is none.
+// Columns [start, start + kBlock) of a row of [rows, columns]. Zeros if the array is absent.
 template <typename T>
 const T* RowBlock(const void* rows, std::int64_t row, std::int64_t columns, std::int64_t start) {
   if (rows == nullptr) return kConstantBlock<T, 0>.data();
   return static_cast<const T*>(rows) + row * columns + start;
 }
 
-// What a row's x_hat is made of, block by block: x_hat = (shifted - delta) * factor. From the
-// input, shifted is x - mean, and delta is the rounding of the saved mean (MeanRounding). From the
-// output, shifted is x_hat itself; where scale is 0, x_hat is lost, and 0.
+// The parts of a row's x_hat, block by block: x_hat = (shifted - delta) * factor. From the input,
+// shifted is x - mean, and delta is the rounding of the saved mean (MeanRounding). From the output,
+// shifted is x_hat itself. Where scale is 0, x_hat is lost, and 0 takes its place.
 template <typename T, bool kCentered, bool kFromOutput>
 class Shifted {
  public:
@@ -45,7 +46,7 @@ class Shifted {
         group_(row / args.shape.rows),
         mean_(kCentered && !kFromOutput ? static_cast<const A*>(args.mean)[row] : A{0}) {}
   A mean() const { return mean_; }
-  // Of the block from column start on: a function of where a loop is.
+  // A function that returns `shifted` at a loop's place, in the block from column `start` on.
   auto operator()(std::int64_t start) const {
     const T* const x = x_ + start;
     if constexpr (kFromOutput) {
@@ -66,7 +67,7 @@ class Shifted {
   A mean_;
 };
 
-// Also adds the row's terms to the sums that are not null.
+// Computes dx of a row. Adds the row's terms to the sums that are not null.
 template <typename T, bool kCentered, bool kFromOutput>
 void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params, std::int64_t row,
                  const PerSum<Accum<T>*>& sums, bool streamed) {
@@ -118,7 +119,7 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
     StoreForLanes<kLanes<A>>(dx, count, streamed, [=](auto at) {
       at.PrefetchToL2(dy_ahead), at.PrefetchToL2(x_ahead);
       const auto dy_here = at(dy), x_hat = (shifted(at) - delta) * factor;
-      const auto added = at(dsum);  // before dx is stored, which may lie there
+      const auto added = at(dsum);  // before dx is stored: dx may overwrite dsum
       if (dscale != nullptr) at.Store(dscale, at(dscale) + dy_here * x_hat);
       if (dbias != nullptr) at.Store(dbias, at(dbias) + dy_here);
       const auto dx_here =
@@ -129,7 +130,7 @@ void BackwardRow(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& param
   });
 }
 
-// Rows [first, end) of a group's, with their column sums in `sums`, where not null.
+// Computes dx of rows [first, end) of a group, and their column sums in `sums` that are not null.
 template <typename T, bool kCentered, bool kFromOutput>
 void BackwardSlice(const LayerNormBwdArgs& args, const WideParams<Accum<T>>& params,
                    std::int64_t first, std::int64_t end, const PerSum<Accum<T>*>& sums,
@@ -176,7 +177,7 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
   const PerSum<WideGrad<A>> grads{WideGrad<A>(args.dscale, args.shape),
                                   WideGrad<A>(args.dbias, args.shape),
                                   WideGrad<A>(args.dresidual_bias, args.shape)};
-  // Those that are wanted, and the number of each among them.
+  // The wanted gradients, and the number of each gradient among them.
   PerSum<A*> results{};
   PerSum<std::int64_t> numbers{};
   std::int64_t sums = 0;
@@ -186,12 +187,12 @@ ffi::Error Backward(const CpuContext& pool, const LayerNormBwdArgs& args) {
     results[sums++] = grads[s].data();
   }
 
-  // Groups matter where there are sums.
+  // Groups matter only for sums.
   const std::int64_t groups = sums > 0 ? args.shape.groups : 1,
                      rows = args.shape.all_rows() / groups;
   const bool is_narrow = IsNarrow<T>(features);
-  // A slice is a part of a group's rows with column sums of its own; a chunk is one slice, or
-  // several small ones. A group of one slice adds up in the results themselves.
+  // A slice is a part of a group's rows with its own column sums. A chunk is one slice, or several
+  // small slices. A group of one slice is added up in the results themselves.
   const std::int64_t bytes_per_row = 3 * features * ByteWidthOf(args.dtype);
   const std::int64_t max_slices =
       sums > 0 ? std::min(args.partial_rows, kMaxSlices) : kMaxRowChunks;

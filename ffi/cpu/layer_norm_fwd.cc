@@ -1,15 +1,16 @@
 // Layer norm and RMS norm on the CPU, forward.
 //
-// Rows in parallel, each in two or three passes while it lies in the L1 or L2 cache: memory sees x
-// read and y written; a residual and its sum with x are one array more each. 16-bit elements are
-// widened in registers; parameters, which all rows share, once in a call. Sums run in independent
-// lanes, which are combined in a fixed order.
+// Rows are computed in parallel, each in two or three passes while it lies in the L1 or L2 cache.
+// Memory traffic: x is read and y is written. A residual and its sum with x are one more array
+// each. 16-bit elements are widened in registers. Parameters, which all rows share, are widened
+// once per call. Sums run in independent lanes, which are combined in a fixed order.
 //
-// Mean: from differences to the row's first element, which is exact for constant rows, then
-// rounded; y and the variance are of differences from that, corrected by what their own mean is off
-// by. So neither a large mean nor an outlier in the first column is lost to rounding. Chan, Golub,
-// LeVeque, Algorithms for computing the sample variance (1983). Tried: both in one pass, about the
-// mean of 8 samples: bfloat16 0.38 to 0.33 ns an element, but float32 5.4 ulp off instead of 4.
+// The mean comes from differences to the row's first element. This is exact for constant rows. The
+// mean is then rounded. The variance and y use differences from the rounded mean, corrected by its
+// error. So neither a large mean nor an outlier in the first column is lost to rounding. Source:
+// Chan, Golub, LeVeque, Algorithms for computing the sample variance (1983). Tried: mean and
+// variance in one pass, about the mean of 8 samples. bfloat16 went from 0.38 to 0.33 ns per
+// element. But float32 was off by 5.4 ulp instead of 4.
 #include <algorithm>
 #include <array>
 #include <type_traits>
@@ -24,7 +25,7 @@
 namespace gradops {
 namespace {
 
-// What is normalised: x, or its sum with the residual, which is stored first.
+// The row that is normalised: x, or its sum with the residual. The sum is stored first.
 template <typename T>
 const T* RowToNormalise(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
                         std::int64_t row) {
@@ -49,11 +50,11 @@ const T* RowToNormalise(const LayerNormFwdArgs& args, const WideParams<Accum<T>>
   return sum;
 }
 
-// The mean of (x - mean)^2 over a row where the sum of these has overflowed.
+// The mean of (x - mean)^2 over a row, if the sum of the squares has overflowed.
 template <typename T>
 Accum<T> LargeMeanSquare(const T* x_row, std::int64_t features, Accum<T> mean) {
   using A = Accum<T>;
-  double sum = 0;  // of blocks
+  double sum = 0;  // of all blocks
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {
     const T* const x = x_row + start;
     sum += LaneSums<A, 1>(count, [=](auto at) {
@@ -65,11 +66,15 @@ Accum<T> LargeMeanSquare(const T* x_row, std::int64_t features, Accum<T> mean) {
   return of_parts / kLargeUnit<A> / kLargeUnit<A>;
 }
 
-// A bfloat16 row of so many columns is kept in float from pass to pass of layer norm: first x, then
-// what it is off the mean. ns an element of [8, n] in the caches of an EPYC, without and with: n
-// 768 0.43, 0.38, 2048 0.39, 0.35, 4096 0.38, 0.34, but 8192 0.40, 0.45; float16, which is widened
-// as it is loaded, gains nothing. Two rows at a time, to have sums of one in the other's latency:
-// [16384, 1024] on two cores of a Zen 5 1.4 to 2.6 ms.
+// A bfloat16 row of up to this many columns is kept in float from pass to pass of layer norm: first
+// x, then x - mean. Nanoseconds per element of [8, n] in the caches of an EPYC:
+//   n          768   2048  4096  8192
+//   not kept   0.43  0.39  0.38  0.40
+//   kept       0.38  0.35  0.34  0.45
+//
+// float16 gains nothing: it is widened as it is loaded. Two rows at a time were tried, so that sums
+// of one row fill the latency of the next row. Two cores of a Zen 5 then took 2.6, not 1.4 ms for
+// [16384, 1024].
 constexpr std::int64_t kKeptColumns = 4096;
 
 template <typename T, bool kCentered, bool kKept>
@@ -83,13 +88,19 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
   const T* const row_ahead =
       static_cast<const T*>(args.x) + RowAhead<T>(args.shape, row) * features;
 
-  // A row is asked for in the second pass, or, where that is so short that it would wait for what
-  // it asked for, in the last one: kept, with AVX-512. ms on two cores of a Zen 5, in the second
-  // and in the last pass: bfloat16 [21845, 768] 2.1, 1.65, [8192, 2048] 1.6, 1.45, [5461,
-  // 3072] 2.3, 1.7, [4096, 4096] 2.15, 1.9; with AVX2 and in float16 the same; float32 [4096,
-  // 4096] 2.85, 3.1.
+  // The row ahead is prefetched in the second pass, or in the last one. Kept rows with AVX-512 have
+  // a very short second pass, which would wait for its own prefetches. Milliseconds on two cores of
+  // a Zen 5:
+  //                            second pass  last pass
+  //   bfloat16 [21845, 768]    2.1          1.65
+  //   bfloat16 [8192, 2048]    1.6          1.45
+  //   bfloat16 [5461, 3072]    2.3          1.7
+  //   bfloat16 [4096, 4096]    2.15         1.9
+  //   float32 [4096, 4096]     2.85         3.1
+  //
+  // With AVX2, and in float16, both take equally long.
   constexpr bool kInLastPass = !kCentered || (kKept && lanes::kWidth<A> == kLanes<A>);
-  // Where a pass finds a block, and leaves it for the next one.
+  // Where a pass finds a block (wide), and leaves it for the next pass (keep).
   alignas(64) A kept[kKept ? kKeptColumns : 1];
   const auto wide = [&](std::int64_t start) {
     if constexpr (kKept) {
@@ -105,8 +116,8 @@ void ForwardRow(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params
     };
   };
 
-  A mean = 0, delta = 0;   // delta: what the rounded mean is off by
-  double sum_squares = 0;  // of blocks
+  A mean = 0, delta = 0;   // delta: the error of the rounded mean
+  double sum_squares = 0;  // of all blocks
   if constexpr (kCentered) {
     const A shift = features > 0 ? static_cast<A>(x_row[0]) : A{0};
     A sum_shifted = 0;
@@ -172,7 +183,7 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
   const std::int64_t rows = shape.all_rows();
   const std::int64_t bytes_per_row = 2 * shape.features * ByteWidthOf(args.dtype);
   const bool is_narrow = IsNarrow<T>(shape.features);
-  // Whole cache lines of results, of rows side by side.
+  // Rows side by side store whole cache lines of results.
   const std::int64_t multiple = is_narrow ? 64 : 1;
   const std::int64_t chunk_rows =
       (RowsPerChunk(rows, bytes_per_row, kMaxRowChunks) + multiple - 1) / multiple * multiple;
@@ -180,9 +191,9 @@ ffi::Error Forward(const CpuContext& pool, const LayerNormFwdArgs& args) {
                                     .bias = {pool, args.bias, shape, 0},
                                     .residual_bias = {pool, args.residual_bias, shape, 0}};
   const bool streamed = PrepareResult(args.y, rows * bytes_per_row / 2, {args.x, args.residual});
-  // Read again: so it does not go past the caches.
+  // The sum is read again. So it does not go past the caches.
   PrepareResult(args.sum, rows * bytes_per_row / 2, {args.x, args.residual});
-  // As many bytes as y where rows are short.
+  // If rows are short, the statistics are as large as y.
   for (void* const statistic : {args.mean, args.rstd}) {
     if (statistic != nullptr) {
       PrepareResult(statistic, rows * std::int64_t{sizeof(Accum<T>)}, {});

@@ -1,5 +1,5 @@
-// Layer norm and RMS norm on the CPU, backward, of rows of few columns: rows side by side
-// (cpu/side_by_side.h). The formulas are those of layer_norm_bwd.cc.
+// Layer norm and RMS norm on the CPU, backward, for rows of few columns. Rows lie side by side
+// (cpu/side_by_side.h). The formulas are the same as in layer_norm_bwd.cc.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@
 
 namespace gradops {
 
-// Of kSide rows at a time: dx, and the terms of column sums.
+// Computes dx, and the terms of column sums, for kSide rows at a time.
 template <typename T, bool kCentered, bool kFromOutput>
 class BackwardSide {
  public:
   using A = Accum<T>;
   using Columns = Side<A, kNarrowColumns>;
-  // A call's arguments and parameters, which outlive it.
+  // The arguments and parameters of a call must outlive this object.
   BackwardSide(const LayerNormBwdArgs& args, const WideParams<A>& params)
       : args_(args),
         params_(params),
@@ -30,8 +30,8 @@ class BackwardSide {
     ones_.fill(1);
   }
 
-  // add(j, terms): the terms of dscale, dbias and dresidual_bias in column j. Lanes without a row
-  // have zeros.
+  // Calls add(j, terms) with the terms of dscale, dbias and dresidual_bias in column j. Lanes
+  // without a row have zeros.
   template <typename Add>
   void operator()(std::int64_t row, std::int64_t rows, bool streamed, const Add& add) {
     const std::int64_t features = args_.shape.features, offset = row * features;
@@ -96,13 +96,13 @@ class BackwardSide {
   Columns dy_, shifted_, dsum_;
 };
 
-// Rows [first, end) of a group's, with their column sums in `sums`, where not null.
+// Computes dx of rows [first, end) of a group, and their column sums in `sums` that are not null.
 template <typename T, bool kCentered, bool kFromOutput>
 void BackwardSliceSide(const LayerNormBwdArgs& args, BackwardSide<T, kCentered, kFromOutput>& side,
                        std::int64_t first, std::int64_t end, const PerSum<Accum<T>*>& sums,
                        bool streamed) {
   using A = Accum<T>;
-  // Rows are added up in the accumulation type, kRowsPerSum in each lane, and these in double.
+  // Each lane adds up kRowsPerSum rows in the accumulation type. These sums are added up in double.
   constexpr std::int64_t kRows = kRowsPerSum * kSide<A>;
   const std::int64_t features = args.shape.features;
   std::array<Side<A, kNarrowColumns>, 3> lanes;
@@ -134,7 +134,8 @@ void BackwardSliceSide(const LayerNormBwdArgs& args, BackwardSide<T, kCentered, 
   }
 }
 
-// Groups [first, end) of fewer than kSide rows each, several at a time. `sums` are all groups'.
+// Computes groups [first, end), several at a time. A group has fewer than kSide rows. `sums` belong
+// to all groups.
 template <typename T, bool kCentered, bool kFromOutput>
 void BackwardGroupsSide(const LayerNormBwdArgs& args, BackwardSide<T, kCentered, kFromOutput>& side,
                         std::int64_t first, std::int64_t end, const PerSum<Accum<T>*>& sums,

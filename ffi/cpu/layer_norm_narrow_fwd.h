@@ -1,5 +1,5 @@
-// Layer norm and RMS norm on the CPU, forward, of rows of few columns: rows side by side
-// (cpu/side_by_side.h). The formulas are those of layer_norm_fwd.cc.
+// Layer norm and RMS norm on the CPU, forward, for rows of few columns. Rows lie side by side
+// (cpu/side_by_side.h). The formulas are the same as in layer_norm_fwd.cc.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace gradops {
 
-// What is normalised of `rows` rows: x, or its sum with the residual, which is stored first.
-// residual_bias has a number for each of the elements.
+// The rows that are normalised: x, or its sum with the residual. The sum is stored first.
+// residual_bias has a number for each element of the rows.
 template <typename T>
 const T* RowsToNormalise(const LayerNormFwdArgs& args, std::int64_t row, std::int64_t rows,
                          const Accum<T>* residual_bias) {
@@ -33,8 +33,8 @@ const T* RowsToNormalise(const LayerNormFwdArgs& args, std::int64_t row, std::in
   return sum;
 }
 
-// Rows of one column, whose parameters all rows share: a loop over elements. The bits are those of
-// ForwardSide.
+// Rows of one column, with parameters that all rows share: a loop over elements. The results are
+// equal to ForwardSide's results, bit by bit.
 template <typename T, bool kCentered, typename ForwardRow>
 void ForwardColumn(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
                    std::int64_t first_row, std::int64_t end, const ForwardRow& forward_row) {
@@ -71,8 +71,8 @@ void ForwardColumn(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& par
   });
 }
 
-// Rows of up to kNarrowColumns columns. forward_row(row) does one as rows of any length are done:
-// those whose squares, or their sum, leave the range in which float32 has all its digits.
+// Rows of up to kNarrowColumns columns. forward_row(row) computes a row in the way of longer rows.
+// It is for rows whose squares, or their sum, leave the range with all digits of float32.
 template <typename T, bool kCentered, typename ForwardRow>
 void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& params,
                  std::int64_t first_row, std::int64_t end, bool streamed,
@@ -82,7 +82,7 @@ void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& param
   if (features == 1 && args.residual == nullptr && params.scale.shared() && params.bias.shared()) {
     return ForwardColumn<T, kCentered>(args, params, first_row, end, forward_row);
   }
-  // A product costs less than a quotient. It is off by one more rounding.
+  // A product takes less time than a quotient. It adds one rounding.
   const Lanes<A> per_column = A{1} / static_cast<A>(features);
   const Epsilon<A> epsilon(args.epsilon);
   const A of_constant_row = InverseDeviation(A{0}, epsilon);
@@ -120,7 +120,7 @@ void ForwardSide(const LayerNormFwdArgs& args, const WideParams<Accum<T>>& param
       })[0];
     }
     const Lanes<A> variance = VarianceOf(sum_squares * per_column, delta);
-    // Of one column the variance is 0, or NaN: neither root nor quotient for each row.
+    // With one column, the variance is 0 or NaN. So no row needs a root or a quotient.
     const Lanes<A> rstd = kCentered && features == 1 ? Lanes<A>(of_constant_row) + variance
                                                      : InverseDeviation(variance, epsilon);
     for (std::int64_t j = 0; j < features; ++j) {

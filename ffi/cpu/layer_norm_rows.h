@@ -1,5 +1,5 @@
 // What both directions of layer norm and RMS norm on the CPU share: how rows are cut into chunks,
-// parameters, and what is prefetched.
+// parameters, and prefetching.
 #pragma once
 
 #include <algorithm>
@@ -11,16 +11,20 @@
 
 namespace gradops {
 
-inline constexpr std::int64_t kMaxRowChunks = 256;  // no chunk's first rows are prefetched
+inline constexpr std::int64_t kMaxRowChunks = 256;  // a chunk's first rows are not prefetched
 
-// Column sums, or what has them: of dscale, dbias and dresidual_bias.
+// A value for each of the column sums: dscale, dbias and dresidual_bias.
 template <typename V>
 using PerSum = std::array<V, 3>;
 
-// Which rows lie side by side (layer_norm_narrow_fwd.h). The number of rows does not matter, as a
+// Which rows lie side by side (layer_norm_narrow_fwd.h). The number of rows does not matter: a
 // row's result must not depend on it. Milliseconds for 2,000,000 elements of RMS norm on two cores
-// of an EPYC with AVX2, side by side and one by one. Rows of 16 columns: float32 2.1, 7.8, bfloat16
-// 1.2, 3.9. Of 64 columns: float32 4.5, 1.2, bfloat16 1.4, 2.5.
+// of an EPYC with AVX2:
+//                          side by side  one by one
+//   float32, 16 columns    2.1           7.8
+//   bfloat16, 16 columns   1.2           3.9
+//   float32, 64 columns    4.5           1.2
+//   bfloat16, 64 columns   1.4           2.5
 inline constexpr int kNarrowColumns = 64;
 template <typename T>
 bool IsNarrow(std::int64_t features) {
@@ -36,18 +40,27 @@ struct WideParams {
   WideParam<A, 1> divisor{};  // scale, with infinity in the place of 0
 };
 
-// Prefetched while a row is worked on, as memory would wait during a second pass over what lies in
-// the caches: a row ahead, and where results go. ns an element of [8192, 2048] on one core of an
-// EPYC, medians of seven, without and with: layer norm backward float32 1.13, 0.88, bfloat16 0.75,
-// 0.60, forward 0.63, 0.59 and 0.43, 0.39. On a Xeon only a form with the next row in L1 was timed
-// alone: float32 backward 1.6 to 1.9, 1.0. 16-bit stores ahead lose up to half (RMS norm, EPYC).
+// While a row is computed, a row ahead and the place of results are prefetched. Otherwise memory
+// would wait during a second pass over a row in the caches. Nanoseconds per element of [8192, 2048]
+// on one core of an EPYC, medians of seven, without and with prefetching:
+//                         float32     bfloat16
+//   layer norm backward   1.13, 0.88  0.75, 0.60
+//   layer norm forward    0.63, 0.59  0.43, 0.39
+//
+// Only a form with the next row in L1 was timed alone, on a Xeon: float32 backward took 1.6 to 1.9
+// without it, and 1.0 with it. 16-bit results would lose up to half (RMS norm, EPYC).
 template <typename T>
 inline constexpr bool kStoresAhead = sizeof(T) >= 4;
 
-// The row that is up to 8 KB ahead, or the next one. ms of bfloat16 on two cores of a Zen 5, the
-// next one and this: RMS norm [8192, 2048] 1.09, 0.96, backward 3.0, 2.6, layer norm backward
-// [16384, 1024] 2.9, 2.4, [21845, 768] 3.7, 3.15. float32 of 2,048 columns loses 3 to 10 % with two
-// rows.
+// The row that is up to 8 KB ahead, or the next one. Milliseconds for bfloat16 on two cores of a
+// Zen 5:
+//                                       next row  8 KB ahead
+//   RMS norm [8192, 2048]               1.09      0.96
+//   RMS norm backward [8192, 2048]      3.0       2.6
+//   layer norm backward [16384, 1024]   2.9       2.4
+//   layer norm backward [21845, 768]    3.7       3.15
+//
+// float32 rows of 2,048 columns lose 3 to 10 % if the row is two rows ahead.
 template <typename T>
 std::int64_t RowAhead(const RowShape& shape, std::int64_t row) {
   constexpr std::int64_t kBytes = 8192;

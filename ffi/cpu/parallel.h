@@ -15,16 +15,16 @@
 
 namespace gradops {
 
-// Calls body(context, chunk) for every chunk in [0, chunks), in any order, on any thread, and
-// returns when all are done. Chunks must be cut by the size of the problem, never by the number of
-// threads: then results do not depend on who ran what.
+// Calls body(context, chunk) for every chunk in [0, chunks), in any order, on any thread. Returns
+// when all chunks are done. Chunks must be cut by the size of the problem, never by the number of
+// threads. Then results do not depend on which thread ran a chunk.
 //
-// Waiting in a handler for scheduled tasks deadlocks ordinary graphs: handlers run on the pool's
-// own threads, so all of them may wait while nobody works. Hence the caller takes part: chunks are
-// claimed from a counter, helpers are scheduled as best effort, the caller claims until none is
-// left, and then waits only for chunks that a live thread already runs. A helper that comes too
-// late touches nothing but the shared state. What a body throws, memory that there is not, the
-// caller throws once all chunks are done.
+// A handler must not wait for scheduled tasks: handlers run on the pool's own threads. All threads
+// might wait while nobody works, and ordinary graphs would deadlock. Hence the caller takes part.
+// Chunks are claimed from a counter, and helpers are scheduled as best effort. The caller claims
+// chunks until all are claimed. Then it waits only for chunks that a live thread already runs. A
+// helper that comes too late touches nothing but the shared state. A body may throw if memory runs
+// out. The caller throws this exception when all chunks are done.
 inline void ParallelChunks(const CpuContext& pool, std::int64_t chunks,
                            void (*body)(const void*, std::int64_t), const void* context) {
   const std::int64_t helpers = std::min(pool.num_threads(), chunks) - 1;
@@ -48,7 +48,7 @@ inline void ParallelChunks(const CpuContext& pool, std::int64_t chunks,
       const std::int64_t chunk = state->next.fetch_add(1, std::memory_order_relaxed);
       if (chunk >= chunks) break;
       try {
-        // `context` outlives every claimed chunk, as the caller waits for those.
+        // `context` outlives every claimed chunk: the caller waits for claimed chunks.
         body(context, chunk);
       } catch (...) {
         failure = std::current_exception();
@@ -65,7 +65,7 @@ inline void ParallelChunks(const CpuContext& pool, std::int64_t chunks,
       const_cast<CpuContext&>(pool).Schedule(std::function<void()>(work));
     }
   } catch (const std::bad_alloc&) {
-    // Fewer helpers, then.
+    // The loop goes on with fewer helpers.
   }
   work();
   std::unique_lock lock(state->mutex);
@@ -73,7 +73,7 @@ inline void ParallelChunks(const CpuContext& pool, std::int64_t chunks,
   if (state->failure) std::rethrow_exception(state->failure);
 }
 
-// The same with a function object. Only this is compiled for each of them.
+// ParallelChunks with a function object. Only this small function is compiled for each Body.
 template <typename Body>
 void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) {
   ParallelChunks(
@@ -82,17 +82,20 @@ void ParallelFor(const CpuContext& pool, std::int64_t chunks, const Body& body) 
       &body);
 }
 
-// Below this many bytes of traffic a chunk is not worth handing to another thread.
+// A chunk with fewer bytes of traffic is not worth handing to another thread.
 inline constexpr std::int64_t kMinChunkBytes = 64 << 10;
-// Chunks are longer where there would be more than so many, as memory is read at full speed only
-// some time after a start. Tuned on two cores; on 48 threads 64 chunks of a size leave some idle.
-// Two cores of a Zen 5, sums of squares of float32 [8192, 2048] in chunks of 64 KB, 256 KB, 1 MB
-// and 4 MB: 43, 62, 71 and, in a slower hour, 57 GB/s, where XLA had 44 to 47. Of twice as many
-// chunks [2048, 2048] takes up to 15 % longer.
+// Chunks are longer if there would be more than kManyChunks of them. The reason: memory is read at
+// full speed only some time after a chunk's start. Tuned on two cores. 64 chunks of equal size
+// leave some of 48 threads idle. Sums of squares of float32 [8192, 2048] on two cores of a Zen 5
+// (XLA had 44 to 47 GB/s):
+//   chunks of   64 KB  256 KB  1 MB  4 MB, in a slower hour
+//   GB/s        43     62      71    57
+//
+// With twice the number of chunks, [2048, 2048] takes up to 15 % longer.
 inline constexpr std::int64_t kManyChunks = 64, kLongChunkBytes = 1 << 20;
 
-// How many rows a chunk has, at most `max_chunks` chunks in all. Depends on the shape alone. For
-// what should stay in a cache, long_chunk_bytes is kMinChunkBytes.
+// The number of rows of a chunk. It depends on the shape alone. There are at most `max_chunks`
+// chunks. For data that should stay in a cache, long_chunk_bytes is kMinChunkBytes.
 inline std::int64_t RowsPerChunk(std::int64_t rows, std::int64_t bytes_per_row,
                                  std::int64_t max_chunks,
                                  std::int64_t long_chunk_bytes = kLongChunkBytes) {

@@ -1,6 +1,6 @@
-// One register of numbers, of the instruction set that a file is compiled for, by the vector
-// extensions that GCC and Clang share: what loops do does not depend on what a compiler vectorises
-// by itself (GCC 13 took 16 times as long as GCC 12 for layer norm's).
+// One register of numbers, in the instruction set that a file is compiled for. It uses the vector
+// extensions that GCC and Clang share. So loops do not depend on what a compiler vectorises by
+// itself: GCC 13 took 16 times as long as GCC 12 for layer norm's loops.
 #pragma once
 
 #include <array>
@@ -33,19 +33,19 @@ namespace lanes {
 template <typename A>
 inline constexpr int kWidth = kRegisterBytes / int{sizeof(A)};
 
-// kBytes of A.
+// A vector of kBytes bytes, with elements of type A.
 template <typename A, int kBytes>
 struct VectorOf {
   typedef A type __attribute__((vector_size(kBytes)));
 };
 template <typename A, int kBytes = kRegisterBytes>
 using Vector = typename VectorOf<A, kBytes>::type;
-// As many T as a register has of A.
+// A vector of T with one element for each A of a register.
 template <typename T, typename A>
 using Packed = Vector<T, kWidth<A>* int{sizeof(T)}>;
 
-// fn(integral_constant) for 0 to kCount - 1, written out, as GCC keeps arrays that loops index in
-// memory: GCC 12 took four times as long with loops.
+// Calls fn(0, ..., kCount - 1), with integral constants. This writes a loop out, because GCC keeps
+// arrays that loops index in memory: GCC 12 took four times as long with loops.
 template <int kCount, typename Fn>
 constexpr auto ForEachIndex(const Fn& fn) {
   return [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -64,7 +64,7 @@ V LoadVector(const void* from) {
 inline constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns of the forms without a mask
 #endif
 
-// A register of what lies there, widened.
+// Loads a register of elements, widened.
 inline Vector<float> Widen(const float* from) {
   return LoadVector<Vector<float>>(from);
 }
@@ -73,7 +73,7 @@ inline Vector<double> Widen(const double* from) {
 }
 inline Vector<float> Widen(const BFloat16* from) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // Each number to the upper half of a float: one instruction after the load.
+  // Moves each number to the upper half of a float: one instruction after the load.
   const auto place = [](int i) { return 0x8080 | 2 * i << 16 | (2 * i + 1) << 24; };
   const auto places = _mm256_setr_epi32(place(0), place(1), place(2), place(3), place(4), place(5),
                                         place(6), place(7));
@@ -91,7 +91,7 @@ inline Vector<float> Widen(const BFloat16* from) {
   return std::bit_cast<Vector<float>>(std::bit_cast<Vector<std::uint32_t>>(bits) << 16);
 #endif
 }
-// To a register of doubles. GCC 12 converts one by one or two by two by itself.
+// Loads a register of doubles. GCC 12 by itself converts only one or two numbers at a time.
 inline Vector<double> WidenToDouble(const double* from) {
   return Widen(from);
 }
@@ -104,7 +104,7 @@ inline Vector<double> WidenToDouble(const float* from) {
   return __builtin_convertvector((LoadVector<Packed<float, double>>(from)), Vector<double>);
 #endif
 }
-// Where not, loops of scalars do, which compilers do vectorise.
+// Without these instructions, loops over scalars do the work. Compilers do vectorise those loops.
 #if defined(__AVX2__) || defined(__ARM_FP16_FORMAT_IEEE)
 inline Vector<float> Widen(const Half* from) {
 #if defined(__AVX512F__)
@@ -117,7 +117,7 @@ inline Vector<float> Widen(const Half* from) {
 }
 #endif
 
-// Stores a register, rounded.
+// Rounds the numbers of a register and stores them.
 inline void Narrow(float* to, Vector<float> r) {
   std::memcpy(to, &r, sizeof(r));
 }
@@ -125,8 +125,8 @@ inline void Narrow(double* to, Vector<double> r) {
   std::memcpy(to, &r, sizeof(r));
 }
 #if !defined(__AVX512F__)
-// As BFloat16's constructor, in the lower halves. Where two registers go together (below), for what
-// is stored by one.
+// Rounds like BFloat16's constructor. The results are in the lower halves. If registers go in pairs
+// (below), this is for a register that is stored alone.
 inline Vector<std::uint32_t> RoundedToBFloat16(Vector<float> r) {
   using Bits = Vector<std::uint32_t>;
   const auto u = std::bit_cast<Bits>(r);
@@ -136,7 +136,7 @@ inline Vector<std::uint32_t> RoundedToBFloat16(Vector<float> r) {
 }
 #endif
 inline void Narrow(BFloat16* to, Vector<float> r) {
-#if defined(__AVX512F__)  // masks: two thirds of the instructions
+#if defined(__AVX512F__)  // with masks: two thirds of the instructions
   const auto one = [](int value) { return _mm512_set1_epi32(value); };
   const auto u = std::bit_cast<__m512i>(r);
   const auto half = _mm512_maskz_add_epi32(kAll, u, one(0x7fff));
@@ -151,9 +151,9 @@ inline void Narrow(BFloat16* to, Vector<float> r) {
   std::memcpy(to, &packed, sizeof(packed));
 }
 #if defined(__SSE4_1__)
-// Two registers, whose upper and lower halves are taken apart, as twice as many numbers of 16 bits
-// are rounded at once. Of results of arithmetic: their NaN are quiet, so that one stays NaN if the
-// upper half does not overflow.
+// Rounds and stores two registers. The upper and lower halves of their numbers are taken apart: one
+// instruction then handles twice the numbers, of 16 bits each. The numbers must be results of
+// arithmetic, because a NaN is then quiet. It stays a NaN if the upper half does not overflow.
 inline void Narrow(BFloat16* to, Vector<float> first, Vector<float> second) {
   using Bits = Vector<std::uint32_t>;
   const auto a = std::bit_cast<Bits>(first), b = std::bit_cast<Bits>(second);
@@ -176,7 +176,7 @@ inline void Narrow(BFloat16* to, Vector<float> first, Vector<float> second) {
   const auto every = [](int value) { return _mm256_set1_epi16(static_cast<short>(value)); };
   const auto upper = _mm256_blend_epi16(__m256i(a >> 16), __m256i(b), 0b10101010);
   const auto lower = _mm256_blend_epi16(__m256i(a), __m256i(b << 16), 0b10101010);
-  // lower + 0x7fff + the upper half's last bit, without the sum's last bit: carry comes first.
+  // The average is (lower + 0x7fff + the upper half's last bit) / 2, so its first bit is the carry.
   const auto half = _mm256_add_epi16(_mm256_and_si256(upper, every(1)), every(0x7ffe));
   const auto carry = _mm256_srli_epi16(_mm256_avg_epu16(lower, half), 15);
   const auto rounded = _mm256_max_epu16(_mm256_adds_epi16(upper, carry), upper);
@@ -210,7 +210,7 @@ inline void Narrow(Half* to, Vector<float> r) {
 }
 #endif
 
-// The sum of all numbers, half by half.
+// The sum of all numbers. Halves are added until one number is left.
 template <typename V, int kCount = int{sizeof(V) / sizeof(std::declval<V>()[0])}>
 auto Sum(V r) {
   constexpr int kHalf = kCount / 2;
@@ -224,8 +224,8 @@ auto Sum(V r) {
   }
 }
 
-// Min: a < b ? a : b, so b where one is NaN; Max likewise. Compilers make several instructions of
-// these.
+// Min is a < b ? a : b, and Max is a > b ? a : b. So the result is b where a or b is NaN. Compilers
+// make several instructions of such an expression.
 template <typename V>
 V Min(V a, V b) {
 #if defined(__AVX512F__)
@@ -250,7 +250,7 @@ V Max(V a, V b) {
   return a > b ? a : b;
 #endif
 }
-// Correctly rounded. Compilers call a function where std::sqrt may have to set errno.
+// The correctly rounded root. Compilers call a function for std::sqrt if it may have to set errno.
 template <typename V>
 V Sqrt(V r) {
 #if defined(__AVX512F__)
@@ -271,13 +271,13 @@ V Sqrt(V r) {
 #endif
 }
 
-// A register's parts of 16 bytes, and how many numbers each has.
+// A register has parts of 16 bytes. kPart is the number of elements in a part.
 template <typename A>
 inline constexpr int kPart = 16 / int{sizeof(A)};
 template <typename A>
 using Part = Vector<A, 16>;
 
-// A register whose parts are those of load(0), load(1), ...
+// A register with the parts load(0), load(1), ...
 template <typename A, typename Load, int kCount = kWidth<A> / kPart<A>, int kFirst = 0>
 Vector<A, 16 * kCount> Concatenated(const Load& load) {
   if constexpr (kCount == 1) {
@@ -290,7 +290,7 @@ Vector<A, 16 * kCount> Concatenated(const Load& load) {
     });
   }
 }
-// Part kIndex.
+// Part kIndex of a register.
 template <int kIndex, typename A, typename V>
 Part<A> PartOf(V r) {
   return ForEachIndex<kPart<A>>([&](auto... i) -> Part<A> {
@@ -298,7 +298,7 @@ Part<A> PartOf(V r) {
   });
 }
 
-// Number i of each part is a's number kFrom<0>, b's kFrom<1>, ... of the same part.
+// Number i of each part is number kFrom[i] of a's part and b's part, counted one after the other.
 template <typename A, int... kFrom, typename V>
 V WithinParts(V a, V b) {
   constexpr int kCount = kWidth<A>;
@@ -310,7 +310,7 @@ V WithinParts(V a, V b) {
   });
 }
 
-// Part by part: number i of register j is number j of register i.
+// Transposes part by part: number i of register j becomes number j of register i.
 inline void Transpose(Vector<float> (&r)[4]) {
   const auto a = WithinParts<float, 0, 4, 1, 5>(r[0], r[1]),
              b = WithinParts<float, 2, 6, 3, 7>(r[0], r[1]),
@@ -324,7 +324,7 @@ inline void Transpose(Vector<double> (&r)[2]) {
   r[0] = WithinParts<double, 0, 2>(a, b), r[1] = WithinParts<double, 1, 3>(a, b);
 }
 
-// a b + c and c - a b, rounded once where the processor can.
+// a b + c and c - a b. They are rounded once if the processor has fma.
 #if (defined(__FMA__) && defined(__AVX2__)) || defined(__ARM_FEATURE_FMA)
 #define GRADOPS_FMA 1
 #endif

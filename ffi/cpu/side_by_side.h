@@ -1,6 +1,6 @@
-// Short rows side by side: lane r of a register belongs to row r. Each row is then computed by
-// itself, in loops over columns, and no sum goes across lanes. So a row's result depends neither on
-// the other rows nor on the instruction set.
+// Short rows side by side: lane r of a register belongs to row r. Each row is computed by itself,
+// in loops over columns. No sum goes across lanes. A row's result thus depends neither on the other
+// rows nor on the instruction set.
 #pragma once
 
 #include <algorithm>
@@ -18,9 +18,9 @@
 namespace gradops {
 
 // Whether rows of n numbers are read and written in place, column by column. Longer rows go by way
-// of a block, so that memory is read and written line after line. Milliseconds for 2,000,000
-// float32 numbers of RMS norm on two cores of an EPYC with AVX2: rows of 64 columns in place 4.5,
-// of 63 by way of a block 2.4.
+// of a block, so that memory is read and written line after line. RMS norm of 2,000,000 float32
+// numbers, on two cores of an EPYC with AVX2: rows of 64 columns in place take 4.5 ms. Rows of 63
+// columns by way of a block take 2.4 ms.
 template <typename T>
 inline bool IsInPlace(std::int64_t n) {
   using A = Accum<T>;
@@ -46,8 +46,8 @@ class Side {
 
 namespace side {
 
-// A register's width of rows of n numbers, `from` on, and of each as many columns as 16 bytes have:
-// these to `to`. A row is read for 16 bytes, past its end, too.
+// Loads kPart columns, which are 16 bytes of a row, from kWidth rows of n numbers. Stores them at
+// `to`, column by column. 16 bytes of each row are read, also past the row's end.
 template <typename A>
 void LoadColumns(const A* from, std::int64_t n, A* to) {
   constexpr int kPart = lanes::kPart<A>;
@@ -63,7 +63,7 @@ void LoadColumns(const A* from, std::int64_t n, A* to) {
       [&](auto... i) { (lanes::Narrow(to + i * kSide<A>, registers[i]), ...); });
 }
 
-// The reverse. What is written past a row's end has to be written again.
+// The reverse of LoadColumns. Numbers written past a row's end have to be overwritten afterwards.
 template <typename A>
 void StoreColumns(A* to, std::int64_t n, const A* from) {
   constexpr int kPart = lanes::kPart<A>;
@@ -87,8 +87,7 @@ void StoreColumns(A* to, std::int64_t n, const A* from) {
 
 }  // namespace side
 
-// `rows` <= kSide rows of n elements that lie one after the other. Lanes of rows that there are not
-// get zeros.
+// Loads `rows` <= kSide rows of n elements, one after the other. Lanes without a row get zeros.
 template <typename T, int kMaxColumns>
 void LoadSide(const T* from, std::int64_t rows, std::int64_t n,
               Side<Accum<T>, kMaxColumns>& columns) {
@@ -122,7 +121,7 @@ void LoadSide(const T* from, std::int64_t rows, std::int64_t n,
   load(wide);
 }
 
-// The reverse, past the caches if `streamed`.
+// The reverse of LoadSide. Stores go past the caches if `streamed`.
 template <typename T, int kMaxColumns>
 void StoreSide(T* to, std::int64_t rows, std::int64_t n, const Side<Accum<T>, kMaxColumns>& columns,
                bool streamed = false) {
@@ -133,7 +132,7 @@ void StoreSide(T* to, std::int64_t rows, std::int64_t n, const Side<Accum<T>, kM
                             [from = columns.column(0)](auto at) { return at(from); });
     return;
   }
-  // The last columns first: they may write past a row's end, where the next row's first ones are.
+  // The last columns come first: they may write past a row's end, into the next row's first ones.
   const auto store = [&columns, n](A* wide) {
     for (std::int64_t j = (n - 1) / kPart * kPart; j >= 0; j -= kPart) {
       for (int first = 0; first < kSide<A>; first += lanes::kWidth<A>) {
@@ -149,7 +148,7 @@ void StoreSide(T* to, std::int64_t rows, std::int64_t n, const Side<Accum<T>, kM
   StoreForLanes<kSide<A>>(to, rows * n, streamed, [&wide](auto at) { return at(wide); });
 }
 
-// The same of one number a row, all there are.
+// Loads and stores one number for each of `rows` rows.
 template <typename T>
 Lanes<Accum<T>> LoadRows(const T* from, std::int64_t rows) {
   if (rows == kSide<Accum<T>>) return LoadLanes<kSide<Accum<T>>>(from);
@@ -161,8 +160,8 @@ void StoreRows(A* to, std::int64_t rows, const Lanes<A>& numbers) {
   AtLast<kSide<A>>{0, rows}.Store(to, numbers);
 }
 
-// The sums over columns j < n of terms(j), which returns an array of kSums of them. A few columns
-// at a time: see LaneSums (lanes.h).
+// The sums over columns j < n of terms(j), which returns an array of kSums terms. Only a few
+// columns are added up in one go: see LaneSums (lanes.h).
 template <typename A, int kSums, typename Terms>
 std::array<Lanes<A>, kSums> SideSums(std::int64_t n, const Terms& terms) {
   constexpr std::int64_t kAtATime = 16;
@@ -201,8 +200,8 @@ Lanes<A> VarianceOf(const Lanes<A>& mean_square, const Lanes<A>& mean) {
   return IfGreater(Lanes<A>(0), variance, Lanes<A>(0), variance);
 }
 
-// Of each lane, 1 where a variance, or a mean of squares, with epsilon added, is not in the range
-// in which squares have all their digits. NaN is not in that range.
+// Lane by lane: 1 if the variance plus epsilon is outside the range in which squares have all their
+// digits, else 0. NaN is outside. A mean of squares may take the variance's place.
 template <typename A>
 Lanes<A> IsUnsafe(const Lanes<A>& variance, const Epsilon<A>& epsilon) {
   const Lanes<A> square = variance * Lanes<A>(epsilon.part) + Lanes<A>(epsilon.added);
@@ -211,7 +210,7 @@ Lanes<A> IsUnsafe(const Lanes<A>& variance, const Epsilon<A>& epsilon) {
   return IfGreater(square, Limits::min() / Limits::epsilon(), is_finite, Lanes<A>(1));
 }
 
-// A parameter's numbers for rows side by side, which may be of several groups.
+// A parameter's numbers for rows side by side. The rows may belong to several groups.
 template <typename A, int kMaxColumns>
 class SideParam {
  public:
@@ -220,7 +219,7 @@ class SideParam {
       : shape_(shape), shared_(param.shared()) {
     if (shared_) SetAll(param(0, 0));
   }
-  // For rows [row, row + rows). `param` is the constructor's.
+  // Moves to rows [row, row + rows). `param` must be the constructor's.
   template <int kAbsent>
   void MoveTo(const WideParam<A, kAbsent>& param, std::int64_t row, std::int64_t rows) {
     if (shared_) return;
@@ -249,7 +248,7 @@ class SideParam {
   }
   RowShape shape_;
   bool shared_;
-  std::int64_t group_ = -1;  // whose numbers all lanes have; -1: several groups'
+  std::int64_t group_ = -1;  // the group whose numbers all lanes have; -1: several groups
   Side<A, kMaxColumns> numbers_;
 };
 

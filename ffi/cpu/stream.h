@@ -1,5 +1,5 @@
-// Large results: stores that go past the caches, as little of them would stay there, and memory
-// that is new to the process.
+// Large results: stores that go past the caches, and memory that is new to the process. Little of a
+// large result would stay in the caches.
 #pragma once
 
 #include <algorithm>
@@ -26,12 +26,12 @@ inline constexpr bool kStreams = true;
 inline constexpr bool kStreams = false;
 #endif
 
-// Where a cache line begins next, in bytes from there.
+// The number of bytes from `from` to the next start of a cache line.
 inline std::int64_t BytesToLine(const void* from) {
   return static_cast<std::int64_t>(-reinterpret_cast<std::uintptr_t>(from) % 64);
 }
 
-// Stores as many bytes, whose number divides 64, to a multiple of it, past the caches.
+// Stores kBytes bytes past the caches. kBytes divides 64 and the address `to`.
 template <int kBytes>
 void StreamBytes(void* to, const void* from) {
 #if defined(GRADOPS_STREAMS)
@@ -59,7 +59,7 @@ void StreamBytes(void* to, const void* from) {
   std::memcpy(to, from, kBytes);
 }
 
-// Whole cache lines go past the caches, what is left at the ends does not.
+// Copies whole cache lines past the caches. The bytes before and after them are copied as usual.
 inline void StreamCopy(void* to, const void* from, std::int64_t bytes) {
   auto* out = static_cast<char*>(to);
   const auto* in = static_cast<const char*>(from);
@@ -77,7 +77,7 @@ inline void StreamCopy(void* to, const void* from, std::int64_t bytes) {
   std::memcpy(out, in, static_cast<std::size_t>(bytes));
 }
 
-// After a task's last store past the caches, so that other threads see what it wrote.
+// Call this after a task's last store past the caches. Then other threads see the stored values.
 inline void StreamFence() {
 #if defined(GRADOPS_STREAMS)
   _mm_sfence();
@@ -99,8 +99,8 @@ inline bool IsResident(const void* memory, std::int64_t bytes) {
   return true;
 }
 
-// Whether the operating system gives huge pages to those who ask: "always", "madvise" or "never",
-// of which the one that holds is in brackets.
+// Whether the operating system gives huge pages to a process that asks. The file lists "always",
+// "madvise" and "never". The setting that holds is in brackets.
 inline bool HasHugePages() {
   static const bool has = [] {
     std::ifstream file("/sys/kernel/mm/transparent_hugepage/enabled");
@@ -111,7 +111,7 @@ inline bool HasHugePages() {
   return has;
 }
 
-// Asks for huge pages, of 2 MB on x86-64. The advice ends with the memory's mapping.
+// Asks for huge pages (2 MB on x86-64). The advice ends with the memory's mapping.
 inline bool AdviseHugePages(void* memory, std::int64_t bytes) {
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto begin = reinterpret_cast<std::uintptr_t>(memory);
@@ -129,28 +129,41 @@ inline bool AdviseHugePages(void* /*memory*/, std::int64_t /*bytes*/) {
 }
 #endif
 
-// What is done before a result is written. Returns whether it goes past the caches, which large
-// ones do: memory need then not be read before it is written. ns an element of [rows, 2048],
-// float32, on one core of an EPYC with 32 MB of L3, without and with: layer norm forward of 8192
-// rows 0.63, 0.33, backward 0.90, 0.70, RMS norm 0.48, 0.29 and 0.75, 0.55. Where each call reads
-// what the one before wrote, two calls of RMS norm take 0.34, 0.52 with 4 MB, 0.44, 0.52 with 8,
-// and 0.80, 0.57 with 16. Two cores of a Xeon with 260 MB of L3, ms for float32 [8192, 2048]: GELU
-// forward 4.9 to 5.1, 3.8 to 3.9. Not where the result takes over an operand's memory. Nor where
-// memory comes in small pages on the first write to each: they are zeros in the caches then (layer
-// norm 2.5, 2.7).
+// Prepares a result's memory before the result is written. Returns whether stores go past the
+// caches.
 //
-// Memory that is new to the process, as what malloc maps for each large array is, is asked for in
-// huge pages: the first write to each small one costs more than all else, and what lies in small
-// ones is copied with 60 GB/s, in huge ones with 110. Two cores of a Zen 5, ms for float32 [8192,
-// 2048], each call's result in new memory, with small pages and, with huge ones, into the caches
-// and past them: layer norm 17.5, 6.1, 5.8, GELU 18, 10.3, 4.6; into the same memory, if an earlier
-// call's result was the first there, layer norm 2.7, 1.9. So it is from 4 MB on: value and gradient
-// of 12 ops, [512, 2048] 19.6, 13.1.
+// Stores of large results do, because memory need then not be read before it is written. There are
+// two exceptions. One is a result that takes over an operand's memory. The second is memory in
+// small pages: each page is zeros in the caches after the first write to it. Layer norm takes 2.5
+// ms there, and 2.7 past the caches. Nanoseconds per element of float32 [8192, 2048], on one core
+// of an EPYC with 32 MB of L3:
+//                                              into the caches  past the caches
+//   layer norm forward                         0.63             0.33
+//   layer norm backward                        0.90             0.70
+//   RMS norm forward                           0.48             0.29
+//   RMS norm backward                          0.75             0.55
+//   two calls of RMS norm in a chain, 4 MB     0.34             0.52
+//   two calls of RMS norm in a chain, 8 MB     0.44             0.52
+//   two calls of RMS norm in a chain, 16 MB    0.80             0.57
+//
+// In a chain, a call reads what the call before wrote. GELU forward of float32 [8192, 2048] takes
+// 4.9 to 5.1 ms on two cores of a Xeon with 260 MB of L3. Past the caches, it takes 3.8 to 3.9 ms.
+//
+// malloc maps memory for each large array. It is new to the process, so this function asks for huge
+// pages there. The first write to each small page costs more than all other work. Copies run at 60
+// GB/s in small pages, and at 110 GB/s in huge pages. Milliseconds for float32 [8192, 2048], on two
+// cores of a Zen 5, each call's result in new memory:
+//                 small pages   huge, into the caches   huge, past the caches
+//   layer norm    17.5          6.1                     5.8
+//   GELU          18            10.3                    4.6
+//
+// In the memory of an earlier call's result, the first one there, layer norm takes 2.7 and 1.9 ms.
+// Huge pages pay from 4 MB on: value and gradient of 12 ops on [512, 2048] took 19.6 ms, then 13.1.
 inline constexpr std::int64_t kStreamedBytes = 16 << 20, kHugeBytes = 4 << 20;
 inline bool PrepareResult(void* result, std::int64_t bytes,
                           std::initializer_list<const void*> operands) {
   if (std::find(operands.begin(), operands.end(), result) != operands.end()) return false;
-#if defined(GRADOPS_STREAM_SMALL)  // in tests: some small ones, others not
+#if defined(GRADOPS_STREAM_SMALL)  // for tests: some small results, not all
   if (result != nullptr && bytes > 0 && !IsResident(result, bytes)) AdviseHugePages(result, bytes);
   return bytes % 3 != 0;
 #else

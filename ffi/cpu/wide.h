@@ -13,10 +13,10 @@
 
 namespace gradops {
 
-// Columns at a time. Adding up per block also keeps the rounding error of long sums small.
+// The columns of a block. Long sums, block by block, also have a small rounding error.
 inline constexpr std::int64_t kBlock = 1024;
 
-// What stands for an absent operand.
+// A block of constants that stands for an absent operand.
 template <typename T, int kValue>
 inline const std::array<T, kBlock> kConstantBlock = [] {
   std::array<T, kBlock> block{};
@@ -24,7 +24,7 @@ inline const std::array<T, kBlock> kConstantBlock = [] {
   return block;
 }();
 
-// fn(i) for each i < n, in the pool where there are many.
+// Calls fn(i) for each i < n, in the thread pool if there are many.
 template <typename Fn>
 void ForEach(const CpuContext& pool, std::int64_t n, const Fn& fn) {
   const std::int64_t chunk = RowsPerChunk(n, sizeof(double), n);
@@ -33,12 +33,12 @@ void ForEach(const CpuContext& pool, std::int64_t n, const Fn& fn) {
   });
 }
 
-// One number of a parameter, in the accumulation type; `absent` where there is none.
+// One number of a parameter, in the accumulation type. If the parameter is absent: `absent`.
 template <typename A>
 A ReadParam(const Param& param, std::int64_t group, std::int64_t feature, A absent) {
   A value = absent;
   if (param.data == nullptr) return value;
-  if (param.dtype == kDtype<A>) {  // most are: less time than the dispatch takes
+  if (param.dtype == kDtype<A>) {  // the usual case: faster than the dispatch
     return static_cast<const A*>(param.data)[group * param.group_stride + feature];
   }
   (void)DispatchDtype(FloatTypes{}, "parameter", param.dtype, [&]<typename P>() {
@@ -49,8 +49,8 @@ A ReadParam(const Param& param, std::int64_t group, std::int64_t feature, A abse
   return value;
 }
 
-// A parameter plus `offset` in the accumulation type, for all groups; a constant where it is
-// absent. Zeros become `zero`.
+// A parameter plus `offset` in the accumulation type, for all groups. If the parameter is absent:
+// the constant kAbsent. Zeros become `zero`.
 template <typename A, int kAbsent>
 class WideParam {
  public:
@@ -75,7 +75,7 @@ class WideParam {
       return ffi::Error::Success();
     });
   }
-  // Whether all groups have the same.
+  // Whether all groups have the same numbers.
   bool shared() const { return data_ == nullptr || stride_ == 0; }
   const A* operator()(std::int64_t group, std::int64_t start) const {
     if (data_ == nullptr) return kConstantBlock<A, kAbsent>.data();
@@ -88,8 +88,8 @@ class WideParam {
   std::int64_t stride_ = 0;
 };
 
-// A parameter's gradient in the accumulation type: the result itself, or, for a result of another
-// dtype, an array that Store rounds to it.
+// A parameter's gradient in the accumulation type. If the result has this dtype, `data` is the
+// result itself. Otherwise `data` is an array, and Store rounds it to the result.
 template <typename A>
 class WideGrad {
  public:
@@ -122,7 +122,7 @@ class WideGrad {
   A* data_ = nullptr;
 };
 
-// Where there is nothing to add up.
+// Sets a gradient to 0 if there is nothing to add up.
 inline void SetZero(const ParamGrad& grad, const RowShape& shape) {
   if (grad.data == nullptr) return;
   const std::int64_t bytes = shape.groups * shape.features * ByteWidthOf(grad.dtype);

@@ -1,9 +1,9 @@
-// Batch norm's second pass forward in a kernel of its own, of short blocks, channels first: where
-// channels have few elements in a row and the arrays are large, blocks that take memory as it comes
-// are faster than those that stay with their channels. From the end to the start, as the L2 cache
-// has what was read last.
+// The second pass of batch norm forward as a separate kernel of short blocks, channels first. It is
+// for large arrays whose channels have few elements in a row. There, blocks that take memory in
+// order are faster than blocks that stay with their channels. The kernel goes from the end of the
+// arrays to the start: the L2 cache still has what was read last.
 //
-// A thread has kPacks packs, all loaded first; a pack is of one channel or two.
+// A thread loads all of its kPacks packs first. A pack belongs to one channel or two.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 namespace gradops {
 namespace {
 
-constexpr int kApplyThreads = 256;  // of a block
+constexpr int kApplyThreads = 256;  // threads of a block
 
-// The pack at `start`, if it is wanted; otherwise the old one stays.
+// Loads the pack at `start` if it is wanted; otherwise `pack` keeps its value.
 template <int W, typename T>
 __device__ __forceinline__ void LoadIf(bool wanted, const T* array, std::int64_t start,
                                        Pack<T, W>& pack) {
@@ -38,9 +38,9 @@ __device__ __forceinline__ void LoadIf(bool wanted, const T* array, std::int64_t
 }
 
 struct ApplyPlan {
-  std::int64_t packs;  // of a group
+  std::int64_t packs;  // in a group
   std::int64_t channels, inner;
-  std::uint32_t blocks;  // of a group
+  std::uint32_t blocks;  // for a group
 
   constexpr explicit ApplyPlan(const ChannelTask& task, int width, int packs_of_thread)
       : packs(task.rows * task.channels * task.inner / width),
@@ -50,11 +50,11 @@ struct ApplyPlan {
                                           (packs_of_thread * kApplyThreads))) {}
 };
 
-// What tests want, instead of what the rule says, where it can be.
+// Set by tests: take the separate kernel wherever it is possible, whatever the rule says.
 inline bool always_apart = false;
 
-// Whether the second pass shall have, and can have, a kernel of its own. on_chip: what may be left
-// there of the arrays that it reads.
+// Whether the second pass can be a separate kernel, and should be. on_chip: bytes that the chip's
+// memories may still hold of the arrays that the second pass reads.
 inline bool ApplyApart(const ChannelTask& task, const ChannelPlan& plan, std::int64_t on_chip) {
   constexpr std::int64_t kMaxGroups = 65535;
   const std::int64_t width = 16 / task.element_bytes;
@@ -69,9 +69,9 @@ inline std::int64_t OnChipBytes() {
   return device.l2_bytes + std::int64_t{device.multiprocessors} * device.shared_bytes;
 }
 
-// load(k, wanted, start) for all of a thread's packs, then use(k, start, numbers) for those that it
-// has: numbers[v][j] is number v of the pack's j-th element's channel, from table(group, channel,
-// numbers).
+// Calls load(k, wanted, start) for all of a thread's packs, then use(k, start, numbers) for the
+// wanted ones. `numbers[v][j]` is number v of the channel of the pack's j-th element.
+// `table(group, channel, numbers)` gives a channel's numbers.
 template <int kPacks, int kNumbers, typename A, int W, typename Table, typename Load, typename Use>
 __device__ __forceinline__ void ForApplyPacks(const ApplyPlan& plan, const Table& table,
                                               const Load& load, const Use& use) {

@@ -1,15 +1,14 @@
-// Batch norm backward, CUDA: one kernel, dy and x to sums to dx.
+// Batch norm backward, CUDA: one kernel computes the sums from dy and x, and then dx.
 //
-// First pass: each thread adds up, of each column of its packs, dz and dz * (x - mean). Blocks'
-// sums go to the workspace. Behind a barrier they are added up, in a fixed order, as forward's are.
-// Then dx is computed, from the last pack back to the first: the last ones are in the L2 cache, and
-// the first ones, dz and x, in shared memory.
-// dx or dresidual may be dy's buffer: every element is read by the thread that writes it, before it
-// does.
+// First pass: each thread adds up dz and dz * (x - mean) for each column of its packs. Blocks write
+// their sums to the workspace. After a barrier these are added up in a fixed order, as in forward.
+// Second pass: dx is computed, from the last pack back to the first. The last packs are in the L2
+// cache. The first packs, dz and x, are in shared memory.
+// dx or dresidual may be dy's buffer: the thread that writes an element has read it before.
 //
-// Traffic: dy, x and (of relu, where it is given) y read twice, but for what caches and shared
-// memory hold; dx written, and dresidual: by the first pass, so that the second one reads it
-// instead of dy and y. How elements are divided: cuda/batch_norm_plan.h.
+// Traffic: dy, x and relu's y (if it is given) are read twice, except what caches and shared memory
+// hold. dx is written. If y is given, the first pass writes dresidual, and the second pass reads
+// dresidual instead of dy and y. How elements are divided: cuda/batch_norm_plan.h.
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -94,8 +93,8 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
   });
 }
 
-// Gradients of the parameters, and, as a channel's first partial result, its level and slope; of a
-// block's only tile, all numbers that dx is made of, as `parameters` in shared memory.
+// Stores the gradients of the parameters. Level and slope of a channel replace its first partial
+// result. If the block has one tile only, all DxNumbers go to `parameters` in shared memory.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
                                        const ChannelPartials<A, 2>& partials, A* parameters) {
@@ -193,7 +192,7 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
                        const __grid_constant__ ChannelPlan any_plan) {
   extern __shared__ __align__(128) char shared[];
   const ChannelPlan plan = any_plan.As<kPlane, W>();
-  PackRings<T, W, 2, kSteps> rings(plan, shared);  // of dz and x
+  PackRings<T, W, 2, kSteps> rings(plan, shared);  // rings of dz and x
   const ChannelPartials<Accum<T>, 2> partials(args.workspace, args.partial_rows, plan.channels);
   GradArrays<T> arrays{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
                        static_cast<const T*>(args.y), static_cast<T*>(args.dresidual)};
@@ -203,10 +202,10 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     MeetBlocks(plan);  // partial sums are written
     Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
     if (args.dx == nullptr) return;
-    if (!plan.own_sums) cooperative_groups::this_grid().sync();  // levels and slopes are
+    if (!plan.own_sums) cooperative_groups::this_grid().sync();  // levels and slopes are written
     if constexpr (kMask == Mask::kOfY) {
-      // It is dz, which another block may have written before the barrier: so it must not be read
-      // through the L1 cache.
+      // dresidual is dz. Another block may have written it before the barrier, so it must not be
+      // read through the L1 cache.
       if (arrays.dresidual != nullptr) {
         arrays.dy = arrays.dresidual, arrays.dresidual = nullptr;
         SecondPass<Mask::kNone>(args, arrays, plan, partials, shared, rings);

@@ -1,17 +1,17 @@
-// Batch norm forward, CUDA: one kernel, x to statistics to y.
+// Batch norm forward, CUDA: one kernel computes the statistics of x, and then y.
 //
-// First pass: each block adds up, of each channel of its part, distances from an origin, which is
-// one of its elements, and their squares. Origin, mean, squared deviations and count go to the
-// workspace. Behind a barrier, parts are put together, in a fixed order: by each block for itself,
-// those of its tiles, or, where these have many blocks, with channels spread over all blocks, which
-// meet again. Then y is computed, from the last pack back to the first: the last ones are in the L2
-// cache, and the first ones in shared memory.
+// First pass: for each channel of its part, a block adds up distances from an origin, and their
+// squares. The origin is one of the channel's elements. Origin, mean, squared deviations and count
+// go to the workspace. After a barrier, parts are combined in a fixed order. Usually each block
+// combines the parts of its tiles itself. If tiles have many blocks, the channels are spread over
+// all blocks, and a second barrier follows. Second pass: y is computed, from the last pack back to
+// the first. The last packs are in the L2 cache, the first packs in shared memory.
 //
-// Squares of elements above 1e16 or so add up to more than a float holds, although the variance is
+// Squares of elements above about 1e16 add up to more than a float holds, although the variance is
 // a float. Then the part's elements of that channel are read again, and added up in double.
 //
-// Traffic: x read twice, but for what caches and shared memory hold; y written, the residual read.
-// How elements are divided: cuda/batch_norm_plan.h.
+// Traffic: x is read twice, except what caches and shared memory hold. y is written, the residual
+// read. How elements are divided: cuda/batch_norm_plan.h.
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -29,12 +29,12 @@ namespace gradops {
 namespace {
 
 constexpr int kMomentRingsPerSum = 8;
-// Of a thread, in a kernel of its own.
+// Packs that a thread of the separate second-pass kernel has (batch_norm_apply.cuh).
 template <bool kResidual>
 constexpr int kApplyPacksApart = kResidual ? 2 : 4;
 
-// What distances are from, so that a large mean costs no digits: of three elements of the channel
-// in the part the one between the others, as one alone may be far from the mean.
+// The origin of a channel's distances: a large mean then costs no digits. It is the median of three
+// of the channel's elements in the part, because a single element may be far from the mean.
 template <typename T>
 __device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan,
                                            const ChannelPart& part, int channel) {
@@ -46,8 +46,9 @@ __device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan,
   return isfinite(origin) ? origin : A{0};
 }
 
-// Whether a float's squares have to be added up again. A NaN or an infinite element also spoils the
-// sum of the distances: a second look would find the same NaN. Squares of float16 never overflow.
+// Whether squares added up in float have to be added up again. An element that is NaN or infinite
+// also spoils the sum of distances, and a second look would give NaN again. Squares of float16
+// never overflow.
 template <typename T>
 __device__ __forceinline__ bool NeedsSecondLook(const double2& sum) {
   if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BFloat16>) {
@@ -57,9 +58,9 @@ __device__ __forceinline__ bool NeedsSecondLook(const double2& sum) {
   }
 }
 
-// The sum of (x - center)^2 over the part's elements of a channel, in double. It is for sums that
-// have overflowed, and is slow. Columns: the calling thread adds up all elements. Planes: a whole
-// warp calls it, and shares them.
+// The sum of (x - center)^2 over the part's elements of a channel, in double. It is slow, and only
+// for sums that have overflowed. Columns: the calling thread adds up all elements. Planes: a whole
+// warp makes the call and divides the elements among its lanes.
 template <int W, typename T>
 __device__ __forceinline__ double LargeSquares(const T* x, const ChannelPlan& plan,
                                                const ChannelPart& part, int channel,
@@ -99,8 +100,8 @@ __device__ __forceinline__ double LargeSquares(const T* x, const ChannelPlan& pl
   return sums[0];
 }
 
-// Of a part, for each channel.
-// kMean: from the origin. kSquares: StoredSquares.
+// The numbers that a part leaves for each channel. kMean is a distance from the origin. kSquares is
+// a result of StoredSquares.
 enum PartialMoments { kOrigin, kMean, kSquares, kCount, kMoments };
 static_assert(kMoments == kForwardNeeds.partial_numbers);
 
@@ -156,7 +157,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
     const std::int64_t slot = plan.NumberOf(part, static_cast<int>(blockIdx.x));
     SumPart(plan, part, scratch, sums, elements,
             [&](int channel, const double2& sum, double count) {
-              // A plane's last step may be packs at rows' ends that have none of it.
+              // A plane's last step may have packs at row ends only, without any of its elements.
               const double mean = count > 0 ? sum.x * (1.0 / count) : 0.0;
               const A from = origins[plan.SlotOfChannel(channel)];
               double squares = sum.y - sum.x * mean;
@@ -170,11 +171,11 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
   });
 }
 
-// A channel's numbers in y = (x - mean) * factor + offset.
+// A channel's numbers for y = (x - mean) * factor + offset.
 enum AffineNumbers { kAffineMean, kFactor, kOffset, kAffine };
 static_assert(kAffine == kForwardNeeds.parameters);
 
-// A channel's parameters.
+// A channel's scale and bias; 1 and 0 if they are absent.
 template <typename A>
 struct ScaleBias {
   A scale, bias;
@@ -202,18 +203,18 @@ template <typename A, int W>
 __device__ __forceinline__ void Activate(bool relu, A (&values)[W]) {
   if (!relu) return;
 #pragma unroll
-  for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays
+  for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays NaN
 }
 
-// The mean is so far from the origin. Returns the three numbers that y is made of, and stores all
-// of them if `stores`.
+// Computes a channel's statistics; the mean is origin + offset. Returns the three numbers that y is
+// computed from. If `stores`, stores all four statistics.
 template <typename A>
 __device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool stores,
                                               std::int64_t i, A origin, double offset,
                                               double variance, A (&mean_rstd_delta)[3]) {
   const A mean = static_cast<A>(static_cast<double>(origin) + offset);
   const A rstd = InverseDeviation(static_cast<A>(variance), Epsilon<A>(args.epsilon));
-  // From the origin, as the mean itself may have more digits than a double.
+  // Computed from the origin, because the exact mean may have more digits than a double.
   const A delta =
       static_cast<A>((static_cast<double>(origin) - static_cast<double>(mean)) + offset);
   if (stores) {
@@ -225,8 +226,8 @@ __device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool
   mean_rstd_delta[0] = mean, mean_rstd_delta[1] = rstd, mean_rstd_delta[2] = delta;
 }
 
-// Statistics, and, as a channel's first partial result, what y is made of; of a block's only tile,
-// as `parameters` in shared memory.
+// Stores the statistics. A channel's AffineNumbers replace its first partial result. If the block
+// has one tile only, they go to `parameters` in shared memory.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
                                        const ChannelPartials<A, kMoments>& partials,
@@ -245,7 +246,7 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
         const auto difference = [&](PartialMoments which) {
           return static_cast<double>(part.v[which]) - static_cast<double>(given.first.v[which]);
         };
-        // From the first part's mean.
+        // Distance from the first part's mean.
         const double mean = difference(kOrigin) + difference(kMean);
         const double count = static_cast<double>(part.v[kCount]);
         sums[0] += count * mean;
@@ -351,12 +352,12 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     MeetBlocks(plan);  // partial results are written
     Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
     if (args.y == nullptr) return;
-    if (!plan.own_sums) cooperative_groups::this_grid().sync();  // what y is made of is
+    if (!plan.own_sums) cooperative_groups::this_grid().sync();  // all AffineNumbers are written
   }
   SecondPass(args, plan, partials, shared, rings);
 }
 
-// y where the other kernel has left what it is made of.
+// Computes y from the AffineNumbers that BatchNormFwdKernel has left in the workspace.
 template <typename T, int W, bool kResidual>
 __global__ void __launch_bounds__(kApplyThreads, 4)
     BatchNormApplyKernel(const __grid_constant__ BatchNormFwdArgs args,
@@ -392,7 +393,7 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
       });
 }
 
-// The statistics of no elements.
+// Stores the statistics of channels without elements.
 template <typename A>
 __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
   const std::int64_t all = args.shape.outer.groups * args.shape.outer.features;
@@ -426,7 +427,7 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
       return LaunchChannels(kOp, BatchNormFwdKernel<T, W, kPlane, kSteps>, stream, plan, wanted);
     });
   };
-  // Where there is no second pass, too: so statistics have the same bits.
+  // Also without a second pass, so that the statistics have the same bits with and without it.
   task.apart = own && ApplyApart(task, plan, OnChipBytes());
   if (!task.apart) return launch(args);
   BatchNormFwdArgs statistics = args;

@@ -1,4 +1,4 @@
-// What batch norm's backward kernels compute of an element: dz of dy, and dx of dz.
+// What batch norm's backward kernel computes for an element: dz from dy, and dx from dz.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,18 @@
 namespace gradops {
 namespace {
 
-// What dz is: dy, or dy where relu's argument was positive, by y or computed anew.
+// What dz is: dy, or dy where relu's argument was positive and 0 elsewhere. The argument's sign is
+// taken from y, or computed again from x.
 enum class Mask { kNone, kOfY, kOfX };
 
-// A pass's arrays; dresidual is null where it does not write it.
+// The arrays of a pass; dresidual is null if the pass does not write dresidual.
 template <typename T>
 struct GradArrays {
   const T *dy, *x, *y;
   T* dresidual;
 };
 
-// To a place in a ring; where dz and x stay, y alone.
+// Copies the packs at `start` to a place in a ring. If dz and x stay there, only y is copied.
 template <Mask kMask, typename T, typename Place>
 __device__ __forceinline__ void CopyGrad(const GradArrays<T>& arrays, std::int64_t start,
                                          bool stays, Place& place) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void WidenGrad(const Place& place, A (&dy)[W], A (&x)
   Widen(place.Get(1), x);
   if constexpr (kMask == Mask::kOfY) Widen(place.GetOther(), y);
 }
-// The same of a span.
+// Loads the elements of a span.
 template <Mask kMask, typename T, typename A, int W>
 __device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const ChannelSpan& span,
                                          A (&dy)[W], A (&x)[W], A (&y)[W]) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const Chan
   if constexpr (kMask == Mask::kOfY) LoadSpan(arrays.y, span, y);
 }
 
-// x - mean and dz, of dy, x and y. NaN is not positive.
+// Turns x into x - mean and dy into dz. NaN is not positive.
 template <Mask kMask, typename A, int W>
 __device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W],
                                          const A (&offset)[W], const A (&y)[W], A (&x)[W],
@@ -57,7 +58,7 @@ __device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W
   }
 }
 
-// mean, factor and offset of a channel: relu's argument is (x - mean) * factor + offset.
+// A channel's numbers for relu's argument, (x - mean) * factor + offset.
 template <typename A>
 struct Affine {
   A mean, rstd, delta, factor, offset;
@@ -73,7 +74,8 @@ struct Affine {
   }
 };
 
-// dx = factor * (dz - level - (x - mean) * slope), of the means of dz and dz * x_hat.
+// Level and slope of dx = factor * (dz - level - (x - mean) * slope). They follow from the means of
+// dz and dz * x_hat.
 template <typename A>
 struct Slope {
   A level, slope;
@@ -82,7 +84,7 @@ struct Slope {
       : level(mean_dz - delta * (mean_dz_x_hat * rstd)), slope(mean_dz_x_hat * rstd) {}
 };
 
-// What dx is made of, of a channel.
+// A channel's numbers that dx is computed from.
 enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
 static_assert(kDxNumbers == kBackwardNeeds.parameters);
 

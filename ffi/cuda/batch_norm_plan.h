@@ -1,29 +1,35 @@
-// How batch norm's elements are divided among the threads of a GPU. Plain C++, no CUDA. Which of
-// these divisions a shape gets: cuda/batch_norm_policy.h.
+// How batch norm's elements are divided among the threads of a GPU. Plain C++, no CUDA. The policy,
+// cuda/batch_norm_policy.h, chooses the division for a shape.
 //
-// A step is what a block's threads take at a time, one pack of 16 bytes each. A thread stays with
-// its channels from step to step, and keeps what it adds up in registers. Two ways:
+// In a step, each thread of a block takes one pack, a vector of 16 bytes. A thread stays with its
+// channels from step to step, and keeps its sums in registers. A tile is a run of channels of one
+// group, with all their elements. There are two ways to cut tiles:
 //
-//   plane    a tile is one channel, all of whose elements are put in a row; a pack takes the next
-//            of them. Where inner does not end where a pack does, packs at both ends of each row
-//            are shared with the neighbouring channels, and masked.
-//   columns  x is a matrix, of whose columns a tile has `lanes` packs; each of a step's `at_once`
-//            rows has a thread for each of them. Tiles are cut where both a channel and a pack end.
-//            Where the channels of a row are few, a row of the matrix is several of x (`fold`).
+//   plane    A tile is one channel. Its rows of elements are put end to end, and cut into packs. If
+//            rows do not end with a pack, neighbouring channels share their end packs, masked.
 //
-// There is a block for each multiprocessor. Either tiles are dealt out to blocks whole, or each to
-// as many blocks as the others, which take turns with its steps: so all blocks are at work on the
-// same stretch of memory, and have few tiles to add up. Or the steps of all groups' tiles, tile by
-// tile, are one sequence, and each block has as many of them, in a row: it has parts of a few
-// tiles. A tile's blocks leave a partial result each. Where the workspace has fewer partial rows
-// than that, steps are taken by units, of which a tile has no more than that.
+//   columns  A group of x is a matrix, and a tile has `lanes` packs of its columns. A step has
+//            `at_once` rows, with one thread for each pack. Tiles end where a channel and a pack
+//            end. If a row has few channels, a row of the matrix is several rows of x (`fold`).
 //
-// What a block has loaded first it keeps in shared memory; the rest is loaded again for the second
-// pass, last step first, as the L2 cache has the latest ones. Where there is much of it, and a tile
-// has several blocks, the end of it goes to whichever of these comes first (batch_norm_stream.cuh).
+// There is one block for each multiprocessor. The steps are divided among blocks in two ways:
 //
-// Kernels know the way (As), and part by part what takes divisions: these and what is seldom needed
-// would be most of their code, for which all threads wait in short steps.
+//   dealt    A tile goes to one block, or to `stride` blocks that take its steps in turn. Then all
+//            blocks work on one stretch of memory, and each has few tiles to add up.
+//   shares   The steps of all tiles of all groups are one sequence. Each block has an equally long
+//            stretch of the sequence, with parts of a few tiles.
+//
+// A part is a block's steps of one tile. Each part leaves a partial result. If the workspace has
+// too few partial rows for that, shares consist of units of several steps.
+//
+// A ring is a few consecutive steps of a part; copies to shared memory are one ring ahead. Each
+// block keeps its first rings in shared memory. The second pass loads the others again, last step
+// first, because the L2 cache has the latest steps. If these are many, and a tile has several
+// blocks, the last ones go to whichever block is free (batch_norm_stream.cuh).
+//
+// Kernels know the way to cut tiles at compile time (As), and compute results of divisions once per
+// part. Otherwise divisions and rare cases would be most of their code. All threads would wait for
+// that code in short steps.
 #pragma once
 
 #include <cstdint>
@@ -32,39 +38,39 @@
 
 namespace gradops {
 
-inline constexpr int kChannelThreads = 512;  // of a block
+inline constexpr int kChannelThreads = 512;  // threads of a block
 
-// From one step of a thread to the next: packs of a row, elements of x.
+// Distance from a thread's pack in a step to its next one: in packs of a row, in elements of x.
 struct ChannelStride {
   std::int64_t packs, elements;
 };
 
-// A thread's pack in one step: its number in the row, and where in x it would start if the row
-// started with a pack. Columns: its number in the tile, or -1 where the thread has none.
+// A thread's pack in one step. `at` is the index in x where it would start if its row started with
+// a pack. `pack` is its number in the row; columns: in the tile's row, or -1 if there is none.
 struct ChannelPlace {
   std::int64_t pack, at;
 };
 
-// Steps of a block in a tile: so many, from the first one on, and every stride-th of the plan.
-// Rings of these steps have numbers of the block's own, from `ring` on.
+// A block's steps of a tile: `count` steps, from `first` on, in distances of the plan's `stride`.
+// A block numbers the rings of all its parts; the numbers of this part start at `ring`.
 struct ChannelPart {
   std::int64_t tile, first, count;
-  std::int64_t later;  // steps that the block has after these
+  std::int64_t later;  // steps of the block's later parts
   int ring;
-  // Of the tile: its group and channels, and where in x it starts.
+  // The tile's group, its first channel, the index in x where it starts, and how many channels.
   std::int64_t group, channel, element;
   int channels;
 };
 
-// All steps of a block: so many parts, of one tile after the other. Where tiles are dealt out,
-// start is the first step in a tile; otherwise it and stop are counted through all tiles.
+// All steps of a block. Dealt: `start` is the block's first step in each of its tiles. Shares: the
+// steps [start, stop), counted through all tiles.
 struct ChannelShare {
   std::int64_t start, stop, first_tile;
   int parts;
 };
 
-// How many of `all` things each of those who take turns with them has: the i-th first takes the
-// i-th.
+// `all` things are dealt in turn to `of` takers: taker i gets things i, i + of, and so on. Of(i) is
+// the number of things that taker i gets.
 struct ChannelTurns {
   std::int64_t least, rest;
   constexpr ChannelTurns() = default;
@@ -72,7 +78,7 @@ struct ChannelTurns {
   constexpr std::int64_t Of(std::int64_t i) const { return least + (i < rest ? 1 : 0); }
 };
 
-// Elements [first, last) of the pack at `start` are the tile's.
+// A pack at `start` whose elements [first, last) are the tile's.
 struct ChannelSpan {
   std::int64_t start;
   int first, last;
@@ -81,56 +87,56 @@ struct ChannelSpan {
 
 struct ChannelPlan {
   bool plane;
-  bool framed;         // planes: rows start and end within packs
-  bool ragged;         // columns: x ends within a row
-  int width;           // elements of a pack
-  int lanes, at_once;  // columns
+  bool framed;         // Planes: rows start and end within packs.
+  bool ragged;         // Columns: x ends within a row of the matrix.
+  int width;           // Elements of a pack.
+  int lanes, at_once;  // Columns: packs of a tile in a row, rows of a step.
   std::int64_t channels, inner;
   std::int64_t fold;
-  std::int64_t tile_channels;  // of a tile; the last one of a group may have fewer
-  std::int64_t tiles;          // of a group
-  std::int64_t all_tiles;      // of all of them
-  std::int64_t rows;           // of a tile; with fold, the last one may be part of one
-  std::int64_t row_elements;   // from one row to the next
-  std::int64_t row_packs;      // plane: of a row
-  std::int64_t group_rows;     // of x
+  std::int64_t tile_channels;  // Channels of a tile. A group's last tile may have fewer.
+  std::int64_t tiles;          // Tiles of a group.
+  std::int64_t all_tiles;      // Tiles of all groups.
+  std::int64_t rows;           // Rows of a tile. With fold, the last row may be incomplete.
+  std::int64_t row_elements;   // Distance from one row to the next in x.
+  std::int64_t row_packs;      // Planes: packs of a row.
+  std::int64_t group_rows;     // Rows of x in a group.
   std::int64_t group_elements;
-  std::int64_t steps;        // of a tile
-  std::int64_t whole_steps;  // the first so many, in which every thread's pack is whole, if any
-  std::int64_t unit_steps, units;  // of a unit, of a tile
-  // Where tiles are dealt out: so many blocks take turns with a tile's steps, and so many tiles are
-  // at work on at a time; otherwise 1 and 0.
+  std::int64_t steps;              // Steps of a tile.
+  std::int64_t whole_steps;        // First steps that are known to have whole packs only.
+  std::int64_t unit_steps, units;  // Steps of a unit, units of a tile.
+  // Dealt: `stride` blocks take the steps of a tile in turn, and blocks work on `tile_stride` tiles
+  // at a time. Shares: 1 and 0.
   std::int64_t stride, tile_stride;
-  ChannelTurns step_turns, whole_turns, tile_turns;  // of steps, of those that are whole, of tiles
+  ChannelTurns step_turns, whole_turns, tile_turns;  // Dealt: steps, whole_steps and tiles.
   ChannelStride forward, backward;
   int blocks;
-  // Columns: so many rows of a step belong to one warp, which adds them up for itself; from one of
-  // a thread's columns to the next, in the block's sums.
+  // Columns: a warp has `warp_rows` rows of a step, and adds these up with shuffles. sums_pitch is
+  // the distance between a thread's neighbouring columns in the block's sums.
   int warp_rows, sums_pitch;
-  int row_slots;          // columns: from one row of a step to the next, in shared memory, in packs
-  int slot_bytes;         // of an array's packs of a step there
-  std::uint32_t nothing;  // 0, which a compiler of kernels cannot know
-  double inverse_elements;  // 1 over those of a channel
-  bool sums;                // there is a first pass
-  bool own_sums;            // and each block puts its tiles' partial results together for itself
-  bool clustered;           // and those of a tile are a cluster
-  // A tile's channels in shared memory (SlotOfChannel), of each number that they have.
+  int row_slots;            // Columns: packs from a step's row to the next in shared memory.
+  int slot_bytes;           // Shared memory for one array's packs of one step.
+  std::uint32_t nothing;    // 0, but the compiler of a kernel cannot know that.
+  double inverse_elements;  // 1 / (elements of a channel).
+  bool sums;                // There is a first pass.
+  bool own_sums;            // Each block combines the partial results of its tiles itself.
+  bool clustered;           // A tile's blocks are a cluster.
+  // These say where SlotOfChannel puts the numbers of a tile's channels in shared memory.
   int channel_shift, channel_pitch;
-  // Of a block, so many of the last steps are to be found in the L2 cache by the second pass; 0: it
-  // keeps what it likes.
+  // The second pass should find this many of a block's last steps in the L2 cache. 0: no hints.
   int cached_steps;
-  int ring_steps;  // so many of a part's steps are a ring
-  int part_rings;  // of a part that is a whole tile
-  int kept_rings;  // of a block, there from the first pass to the second, as is the last ring
-  // Rings of a tile, not kept, that its blocks take as they come, but for the first so many of
-  // each; 0: each has its own steps.
+  int ring_steps;  // Steps of a ring.
+  int part_rings;  // Rings of a part that is a whole tile.
+  int kept_rings;  // Rings of a block that stay for the second pass; its last ring stays too.
+  // Rings of a tile that no block keeps. Each block is given `given_rings` of them; the others go
+  // to whichever block is free. 0: each block has its own steps.
   int shared_rings, given_rings;
-  int origins_at;     // bytes of shared memory, before the origins,
-  int other_at;       // before the ring of an array that does not stay,
-  int scratch_bytes;  // and before the others' rings
-  int shared_bytes;
+  // Offsets in shared memory, in bytes.
+  int origins_at;     // The origins.
+  int other_at;       // The ring of an array that does not stay.
+  int scratch_bytes;  // The rings of the arrays that stay.
+  int shared_bytes;   // The end.
 
-  // The same plan, of which the compiler knows the way and the width of packs.
+  // This plan, with the way to cut tiles and the width of packs known to the compiler.
   template <bool kPlane, int W>
   constexpr ChannelPlan As() const {
     ChannelPlan known = *this;
@@ -163,18 +169,18 @@ struct ChannelPlan {
     }
   }
 
-  // One behind the tile's last element; columns: its group's.
+  // The index after the tile's last element; columns: after the group's last element.
   constexpr std::int64_t Limit(const ChannelPart& part) const {
     return plane ? part.element + (rows - 1) * row_elements + inner
                  : (part.group + 1) * group_elements;
   }
 
-  // Where the pack starts.
+  // The index in x where the pack starts.
   constexpr std::int64_t Start(const ChannelPlace& place) const {
     return framed ? place.at & -std::int64_t{width} : place.at;
   }
 
-  // Whether all of the pack is the tile's; also of steps after the last one.
+  // Whether all of the pack is the tile's. Steps after the tile's last one are allowed.
   constexpr bool Whole(const ChannelPlace& place, std::int64_t limit) const {
     if (Start(place) + width > limit) return false;
     if (!plane) return place.pack >= 0;
@@ -185,33 +191,33 @@ struct ChannelPlan {
 
   // --- Parts ---
 
-  // The tile's step that is the part's i-th.
+  // The number, in the tile, of the part's i-th step.
   constexpr std::int64_t StepOf(const ChannelPart& part, std::int64_t i) const {
     return part.first + i * stride;
   }
   constexpr std::int64_t LastStep(const ChannelPart& part) const {
     return StepOf(part, part.count - 1);
   }
-  // How many of its steps, the first ones, are whole.
+  // How many first steps of the part have no incomplete pack.
   constexpr int WholeSteps(const ChannelPart& part) const {
     if (stride > 1) return static_cast<int>(whole_turns.Of(part.first));
     const std::int64_t behind = whole_steps - part.first;
     return static_cast<int>(behind < 0 ? 0 : behind < part.count ? behind : part.count);
   }
-  // How many of them, the first ones, need no place in the L2 cache.
+  // How many first steps of the part need no place in the L2 cache.
   constexpr int PassingSteps(const ChannelPart& part) const {
     if (cached_steps == 0) return 0;
     const std::int64_t passing = part.count + part.later - cached_steps;
     return static_cast<int>(passing < 0 ? 0 : passing < part.count ? passing : part.count);
   }
-  // Columns: elements of each channel.
+  // Columns: elements of each channel in the part.
   constexpr std::int64_t ChannelElements(const ChannelPart& part) const {
     const std::int64_t step_rows = at_once * fold;
     const std::int64_t beyond = (LastStep(part) + 1) * step_rows - group_rows;
     return (part.count * step_rows - (beyond > 0 ? beyond : 0)) * inner;
   }
 
-  // Where a tile's channel has the k-th of three elements, of the part's first steps.
+  // The index in x of the k-th of three sample elements of a channel, from the part's first steps.
   constexpr std::int64_t Sample(const ChannelPart& part, int channel, int k) const {
     const std::int64_t step = StepOf(part, k < part.count ? k : part.count - 1);
     std::int64_t row = step * at_once, i = (inner - 1) * k / 2;
@@ -223,9 +229,9 @@ struct ChannelPlan {
     return part.element + row * row_elements + channel * inner + i;
   }
 
-  // --- Packs that are the tile's in part ---
+  // --- Incomplete packs: only some of their elements are the tile's ---
 
-  // How often all threads have to ask for one.
+  // How many times all threads have to call EdgeSpan.
   constexpr std::int64_t EdgeTurns(const ChannelPart& part) const {
     if (plane && framed) {
       return (3 * (EndRow(part) - FirstRow(part)) + kChannelThreads - 1) / kChannelThreads;
@@ -233,7 +239,7 @@ struct ChannelPlan {
     return !plane && ragged && LastStep(part) + 1 == steps ? 1 : 0;
   }
 
-  // Such a pack; or nothing. Columns: of the thread's own ones.
+  // An incomplete pack, or an empty span. Columns: one of the thread's own packs.
   constexpr ChannelSpan EdgeSpan(const ChannelPart& part, std::int64_t turn, int thread) const {
     if (!plane) {
       const ChannelPlace place = PlaceOf(part, LastStep(part), thread);
@@ -257,8 +263,8 @@ struct ChannelPlan {
 
   // --- Channels of a tile ---
 
-  // With fold, there is one tile. The rest is of columns only.
-  // How many columns a channel has, and which is its i-th one.
+  // Columns: how many columns a channel has, and the number of its i-th column in the tile. With
+  // fold, there is only one tile.
   constexpr int ChannelColumns() const { return static_cast<int>(fold * inner); }
   constexpr int ColumnOf(int channel, int i, int of_tile) const {
     const int n = static_cast<int>(inner);
@@ -266,16 +272,17 @@ struct ChannelPlan {
     return (i / n * of_tile + channel) * n + i % n;
   }
 
-  // Where a channel's numbers are in shared memory. Channels last, a thread reads those of a pack's
-  // channels: each lies next to that of the same place in the next thread's pack, in another bank.
+  // Where a channel's numbers are in shared memory. Channels last, a thread reads the numbers of
+  // all channels of its pack. The j-th channels of neighbouring packs have neighbouring places, so
+  // that neighbouring threads read from different banks.
   constexpr int SlotOfChannel(int channel) const {
     const int in_pack = channel & ((1 << channel_shift) - 1);
     return in_pack * channel_pitch + (channel >> channel_shift);
   }
   constexpr int channel_slots() const { return channel_pitch << channel_shift; }
 
-  // Where a step's packs are in shared memory: as far from a line of 128 bytes as in memory, if all
-  // rows are, and there is room.
+  // The place of a thread's pack of a step in shared memory, in packs. If there is room, rows start
+  // as far into a line of 128 bytes as the tile's first row does in global memory.
   constexpr int SlotOf(const ChannelPart& part, int thread) const {
     if (row_slots == lanes) return thread;
     const int skew = static_cast<int>(part.element / width % kLinePacks);
@@ -285,14 +292,14 @@ struct ChannelPlan {
   // --- Parts of a block ---
 
   constexpr bool dealt() const { return tile_stride > 0; }
-  // Whether blocks need each other's partial results, and whether those of a tile may be a cluster.
+  // Whether blocks need each other's partial results; whether a tile's blocks may be a cluster.
   constexpr bool meets() const { return sums && (!own_sums || stride > 1); }
   constexpr bool has_cluster_size() const {
-    constexpr int kMaxCluster = 8;  // of every GPU that has clusters
+    constexpr int kMaxCluster = 8;  // blocks; every GPU with clusters allows this size
     return own_sums && 1 < stride && stride <= kMaxCluster;
   }
-  // Whether a block has one tile at most: then all that the second pass needs of it is in shared
-  // memory.
+  // Whether a block has at most one tile. Then shared memory has all channel numbers that the
+  // second pass needs.
   constexpr bool has_own_numbers() const { return own_sums && tile_stride == all_tiles; }
 
   constexpr ChannelShare ShareOf(int block) const {
@@ -330,7 +337,7 @@ struct ChannelPlan {
     return part;
   }
 
-  // Of the blocks that have steps of a tile: their number, and a block's number among them.
+  // How many blocks have steps of a tile, and a block's number among these.
   constexpr int BlocksOf(std::int64_t group, std::int64_t channel) const {
     if (dealt()) [[likely]]
       return static_cast<int>(stride);
@@ -348,7 +355,7 @@ struct ChannelPlan {
                                      std::int64_t pack) const {
     return {pack, part.element + row * row_elements + pack * width};
   }
-  // Planes: rows that a part has a pack of.
+  // Planes: the rows [FirstRow, EndRow) with packs in the part.
   constexpr std::int64_t FirstRow(const ChannelPart& part) const {
     return part.first * kChannelThreads / row_packs;
   }
@@ -356,13 +363,13 @@ struct ChannelPlan {
     const std::int64_t row = ((LastStep(part) + 1) * kChannelThreads - 1) / row_packs + 1;
     return row < rows ? row : rows;
   }
-  // Where tiles are not dealt out: a block's first step, counted through all tiles.
+  // Shares: a block's first step, counted through all tiles.
   constexpr std::int64_t FirstStep(std::int64_t block) const {
     const std::int64_t unit = Share(block);
     const std::int64_t step = unit % units * unit_steps;
     return unit / units * steps + (step < steps ? step : steps);
   }
-  // The first of a block's units. No memory has so many elements that this exceeds 64 bits.
+  // A block's first unit. No memory is large enough for this product to exceed 64 bits.
   constexpr std::int64_t Share(std::int64_t block) const {
     return all_tiles * units * block / blocks;
   }

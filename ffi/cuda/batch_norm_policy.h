@@ -1,19 +1,19 @@
-// Which division of its elements (cuda/batch_norm_plan.h) batch norm gets on a GPU. Plain C++, no
-// CUDA.
+// Chooses how batch norm's elements are divided on a GPU (cuda/batch_norm_plan.h). Plain C++, no
+// CUDA. For 16-bit elements, whose packs have 8 elements, the first line that fits counts:
 //
-//   inner (of 16-bit elements)             channels * inner        way       lanes
-//   256 and more, whole packs              any                     plane; columns, if a block would
-//                                                                  have half as many tiles, or
-//                                                                  fewer
-//   any                                    up to 1024              columns   one tile, about 64;
-//   inner
-//                                                                            1: or several, of 8 on
-//   up to 4096 to where a pack ends        more, whole packs       columns   8 to 512
-//   32 and more                            any                     plane
-//   none of these                          any                     columns, packs of one element
+//   inner                       channels * inner   way       lanes of a tile
+//   256 and more, whole packs   any                plane (1)
+//   any                         up to 1024 (2)     columns   about 64, one tile (3)
+//   lcm(inner, 8) up to 4096    whole packs        columns   8 to 512
+//   32 and more                 any                plane
+//   any                         any                columns of packs of one element
 //
-// Tiles are dealt out where that leaves few blocks without work, and cut so narrow that a block can
-// put a tile's partial results together for itself where a barrier takes longer than short rows do.
+// (1) If a block then has at most half the tiles, columns are chosen.
+// (2) If only every n-th row ends with a pack, and n > 1, the limit is 2048 / n.
+// (3) If inner is 1, several tiles of 8 or more lanes are possible too.
+//
+// Tiles are dealt out if this leaves few blocks without work. If short rows take less time
+// than a barrier, tiles are narrow: a block can then combine a tile's partial results itself.
 #pragma once
 
 #include <algorithm>
@@ -26,14 +26,14 @@
 
 namespace gradops {
 
-// What a direction's kernel needs.
+// What the kernel of a direction, forward or backward, needs. All numbers are counts.
 struct ChannelNeeds {
-  int arrays;           // that a thread keeps from the first pass for the second
-  int ring_steps;       // so many are a ring, that is, how far copies are ahead,
-  int long_ring_steps;  // and where many threads have no pack
-  int parameters;       // of a channel, in the second pass
-  int origins;          // of a channel, in the first one
-  int partial_numbers;  // of a channel, of each of its blocks
+  int arrays;           // Arrays that a thread keeps from the first pass for the second.
+  int ring_steps;       // Steps of a ring: copies are this many steps ahead.
+  int long_ring_steps;  // Steps of a ring if many threads have no pack.
+  int parameters;       // Numbers of a channel in the second pass.
+  int origins;          // Numbers of a channel in the first pass.
+  int partial_numbers;  // Numbers of a channel in a partial result.
 };
 inline constexpr ChannelNeeds kForwardNeeds{.arrays = 1,
                                             .ring_steps = 4,
@@ -53,46 +53,47 @@ struct ChannelTask {
   ChannelNeeds needs;
   std::int64_t groups, rows, channels, inner;  // of x
   int element_bytes;
-  int accum_bytes;            // of an element of the accumulation type
-  bool aligned;               // all arrays start at 16-byte boundaries
-  bool statistics;            // there is a first pass, which adds up,
-  bool apply;                 // and a second one;
-  bool apart;                 // which is, or would be, a kernel of its own
-  int other_arrays;           // that are copied ahead, but not kept
-  std::int64_t partial_rows;  // of the workspace
+  int accum_bytes;            // Bytes of the accumulation type.
+  bool aligned;               // All arrays start at 16-byte boundaries.
+  bool statistics;            // There is a first pass, which adds up.
+  bool apply;                 // There is a second pass in this kernel.
+  bool apart;                 // The second pass is, or would be, a separate kernel.
+  int other_arrays;           // Arrays that are copied ahead, but not kept.
+  std::int64_t partial_rows;  // Partial rows in the workspace.
   int multiprocessors;
-  std::int64_t shared_bytes;  // of a multiprocessor
+  std::int64_t shared_bytes;  // Shared memory of a multiprocessor.
   std::int64_t l2_bytes;
 };
 
-inline constexpr int kUsualLanes = 256;  // of a tile that is not cut, at most
-inline constexpr int kElementSteps = 4;  // of a ring of single elements
+inline constexpr int kUsualLanes = 256;  // most lanes of a group's only tile
+inline constexpr int kElementSteps = 4;  // steps of a ring of single elements
 
-// While a block adds up columns: room for so many more elements of all, to have them in other
-// banks.
+// Unused elements in the shared memory where a block adds up columns, so that neighbouring columns
+// are in different banks.
 inline constexpr int kSumsPadding = 16;
 
-// What a block reads rather than wait for other blocks to have put partial results together: so
-// many bytes, of so many blocks, at most.
+// A block combines a tile's partial results itself if these are at most kMaxOwnBytes from at most
+// kMaxOwnParts blocks. Larger ones are combined by all blocks, and all blocks wait for that.
 inline constexpr std::int64_t kMaxOwnBytes = 96 << 10, kMaxOwnParts = 48;
 
 inline constexpr int kWarpThreads = 32;
-inline constexpr int kRingCounters = kChannelThreads / kWarpThreads;  // of a tile
+inline constexpr int kRingCounters = kChannelThreads / kWarpThreads;  // of a tile: one per warp
 
-// Dynamic memory of a block that has a multiprocessor to itself: CUDA keeps 1 KB, and static memory
-// is less than another one.
+// Dynamic shared memory of a block that has a multiprocessor to itself. CUDA keeps 1 KB, and static
+// shared memory takes less than another 1 KB.
 constexpr std::int64_t MaxChannelBytes(std::int64_t of_multiprocessor) {
   return of_multiprocessor - 2048;
 }
 
 namespace channel_policy {
 
-// How tiles are dealt out to blocks, if they are: see ChannelPlan; rounds: of a block's tiles.
+// How tiles are dealt out to blocks. stride and tile_stride are ChannelPlan's. rounds: the most
+// tiles that a block works on, one after the other.
 struct Deal {
   std::int64_t stride, tile_stride, rounds;
 };
 
-// A step or a few are too little work for a block to be waited for.
+// The number of blocks. A block with less than kLeastSteps steps is not worth waiting for.
 constexpr std::int64_t BlocksFor(const ChannelTask& task, std::int64_t tiles, std::int64_t steps) {
   constexpr std::int64_t kLeastSteps = 4;
   return std::clamp<std::int64_t>(CeilDiv(tiles * steps, kLeastSteps), 1, task.multiprocessors);
@@ -109,7 +110,7 @@ constexpr Deal DealOut(const ChannelTask& task, std::int64_t tiles, std::int64_t
   return few_idle ? Deal{stride, at_once, rounds} : Deal{1, 0, 2};
 }
 
-// What a block reads of a tile's partial results if it puts them together for itself.
+// Bytes of a tile's partial results, which a block reads to combine them itself.
 constexpr std::int64_t OwnBytes(const ChannelTask& task, const Deal& deal, std::int64_t channels) {
   return deal.stride * channels * task.needs.partial_numbers * task.accum_bytes;
 }
@@ -118,10 +119,11 @@ constexpr bool OwnSums(const ChannelTask& task, const Deal& deal, std::int64_t c
          OwnBytes(task, deal, channels) <= kMaxOwnBytes;
 }
 
-// How well tiles of so many lanes do: the share of threads that have a pack, half of it, as memory
-// is slower than threads are, by the time that a block has for its steps, by what a tile takes
-// besides; less something for tiles whose rows are short to read, or long to add up, or end within
-// the 128 bytes that memory is read by.
+// How good tiles of `lanes` lanes are: the product of two factors, minus penalties. The first
+// factor is the share of threads that have a pack; only half of it counts, because memory is the
+// limit. The second factor is a block's ideal number of steps over its real one plus the overhead
+// of its tiles. There are penalties for rows that are short to read or long to add up. There is one
+// for tiles that end within a line of 128 bytes, the unit in which memory is read.
 constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t rows, std::int64_t lanes,
                                std::int64_t tiles, std::int64_t packs) {
   const std::int64_t at_once = kChannelThreads / lanes;
@@ -131,11 +133,11 @@ constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t rows, std::
   const std::int64_t all_tiles = task.groups * tiles;
   const std::int64_t blocks = BlocksFor(task, all_tiles, steps);
   const Deal deal = DealOut(task, all_tiles, steps);
-  const std::int64_t own = CeilDiv(all_tiles * steps, blocks);  // steps of a block, at best
-  // Blocks that are not at work on the same stretch of memory are slower.
+  const std::int64_t own = CeilDiv(all_tiles * steps, blocks);  // a block's ideal number of steps
+  // Blocks that do not work on one stretch of memory are slower.
   const std::int64_t slowest =
       deal.tile_stride > 0 ? deal.rounds * CeilDiv(steps, deal.stride) : own * 9 / 8;
-  // So many take the time that sums and parameters of a tile do, and changing from tile to tile.
+  // The overhead, in steps: sums and parameters of each tile, and changes from tile to tile.
   const std::int64_t channels = CeilDiv(task.channels, tiles);
   const std::int64_t of_tile =
       OwnSums(task, deal, channels) ? 8 + OwnBytes(task, deal, channels) / 8192 : 20;
@@ -151,11 +153,11 @@ constexpr std::int64_t Fitness(const ChannelTask& task, std::int64_t rows, std::
   return (1024 + taken) / 2 * own / (slowest + besides) - cost - cut;
 }
 
-// Whether a multiprocessor has room for a tile's numbers and for rings of so many packs a step,
-// also with one more array, so that tiles are the same with and without it.
+// Whether a multiprocessor has room for a tile's numbers and for rings of `slots` packs a step. One
+// more array is always counted, so that tiles do not depend on whether there is one.
 constexpr bool Fits(const ChannelTask& task, std::int64_t channels, std::int64_t width,
                     std::int64_t slots = kChannelThreads) {
-  constexpr std::int64_t kMostBetween = 96;  // where channels' numbers are in other banks
+  constexpr std::int64_t kMostBetween = 96;  // most unused places (SlotOfChannel)
   const ChannelNeeds& needs = task.needs;
   const std::int64_t numbers =
       (needs.parameters + needs.origins) * (channels + kMostBetween) * task.accum_bytes;
@@ -163,7 +165,7 @@ constexpr bool Fits(const ChannelTask& task, std::int64_t channels, std::int64_t
   return numbers + (needs.arrays + 1) * ring <= MaxChannelBytes(task.shared_bytes);
 }
 
-// Sets what columns need; false where packs of this width cannot be cut so.
+// Sets what columns need. Returns false if packs of this width cannot be cut into columns.
 constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   const std::int64_t row = task.channels * task.inner, width = plan.width;
   const std::int64_t least_fold = width / std::gcd(row, width);
@@ -174,7 +176,7 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   const std::int64_t packs = least_fold * row / width;  // of the fewest rows that end with a pack
   const bool whole = (packs <= kUsualLanes / 2 || (least_fold > 1 && packs <= kUsualLanes)) &&
                      Fits(task, task.channels, width);
-  if (whole) {  // one tile, of as few rows as give a multiprocessor's reads some length
+  if (whole) {  // one tile: `fold` is just large enough for reads of some length
     const std::int64_t times = std::max<std::int64_t>(1, kUsualLanes / 4 / packs);
     plan.fold = least_fold * std::min(times, CeilDiv(task.rows, least_fold));
     const std::int64_t lanes = plan.fold * row / width;
@@ -214,24 +216,24 @@ constexpr void CutPlanes(const ChannelTask& task, ChannelPlan& plan) {
   plan.tiles = task.channels;
   plan.rows = task.rows;
   plan.row_elements = task.channels * task.inner;
-  // Wherever a row starts in its first pack.
+  // Enough for every place within a pack where a row may start.
   plan.row_packs = CeilDiv(task.inner + (plan.framed ? width - 1 : 0), width);
   plan.steps = CeilDiv(plan.rows * plan.row_packs, kChannelThreads);
   plan.whole_steps = plan.framed ? 0 : plan.rows * plan.row_packs / kChannelThreads;
 }
 
-// How many tiles a block has, about.
+// About how many tiles a block has.
 constexpr std::int64_t Rounds(const ChannelTask& task, const ChannelPlan& plan) {
   return DealOut(task, task.groups * plan.tiles, plan.steps).rounds;
 }
 
-// How many blocks may have a part of the same tile.
+// How many blocks may have a part of one tile.
 constexpr std::int64_t BlocksOfTile(const ChannelPlan& plan) {
   const std::int64_t least = plan.all_tiles * plan.units / plan.blocks;  // units of a block
   return std::min<std::int64_t>({plan.blocks, plan.units, (plan.units - 1) / least + 2});
 }
 
-// A thread's next pack in a block's next step, and its previous one.
+// Distances from a thread's pack to its packs in the block's next and previous steps.
 constexpr void SetStrides(ChannelPlan& plan) {
   const auto stride = [&](std::int64_t rows, std::int64_t packs) {
     return ChannelStride{packs, rows * plan.row_elements + packs * plan.width};
@@ -246,7 +248,7 @@ constexpr void SetStrides(ChannelPlan& plan) {
   }
 }
 
-// Sets the way in which the elements are divided, and all that follows from it.
+// Sets the way to cut tiles, and all that follows from that choice.
 constexpr void ChooseWay(const ChannelTask& task, ChannelPlan& plan) {
   plan.channels = task.channels, plan.inner = task.inner;
   plan.group_rows = task.rows;
@@ -293,10 +295,10 @@ constexpr void DivideSteps(const ChannelTask& task, const Deal& deal, ChannelPla
   SetStrides(plan);
 }
 
-// Sets how many rings of the second pass are taken as blocks come: none where there are few of
-// them, or no room for counters after a tile's partial results.
+// Sets how many rings of the second pass go to whichever block is free. None do if there are few,
+// or if there is no room for counters after a tile's partial results.
 constexpr void ShareRings(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
-  constexpr std::int64_t kLeastRings = 16;  // of a block
+  constexpr std::int64_t kLeastRings = 16;  // per block
   if (plan.plane || plan.width == 1 || !plan.dealt() || deal.rounds > 1 || plan.stride == 1) return;
   if (plan.stride + kRingCounters > task.partial_rows) return;
   const std::int64_t kept = plan.kept_rings * plan.ring_steps * plan.stride;
@@ -306,8 +308,8 @@ constexpr void ShareRings(const ChannelTask& task, const Deal& deal, ChannelPlan
   plan.given_rings = static_cast<int>(std::max<std::int64_t>(2, rings / plan.stride * 3 / 4));
 }
 
-// How many steps are a ring: more where a fifth of the threads have no pack, and a multiprocessor
-// much memory.
+// Steps of a ring. There are more if at least a fifth of the threads have no pack, and the
+// multiprocessor has much shared memory.
 constexpr int RingSteps(const ChannelTask& task, const ChannelPlan& plan) {
   constexpr std::int64_t kMuchMemory = 160 << 10;
   if (plan.width == 1) return kElementSteps;
@@ -316,10 +318,10 @@ constexpr int RingSteps(const ChannelTask& task, const ChannelPlan& plan) {
                                                  : task.needs.ring_steps;
 }
 
-// Sets which steps the second pass finds in the L2 cache: without hints, half as much of it has
-// them. Not of arrays so large that this is little: these get slower.
+// Sets which steps the second pass finds in the L2 cache. Without hints it finds only half of them.
+// Very large arrays get no hints: little of them fits, and hints make them slower.
 constexpr void ChooseCachedSteps(const ChannelTask& task, ChannelPlan& plan) {
-  constexpr std::int64_t kMostTimes = 5;  // the cache
+  constexpr std::int64_t kMostTimes = 5;  // size of the L2 cache
   const std::int64_t bytes =
       task.groups * plan.group_elements * task.element_bytes * task.needs.arrays;
   const std::int64_t cached = task.l2_bytes * 6 / 10;
@@ -332,9 +334,10 @@ constexpr void ChooseCachedSteps(const ChannelTask& task, ChannelPlan& plan) {
       static_cast<int>(std::max<std::int64_t>(1, cached / step_bytes / plan.blocks));
 }
 
-// Sets what a block has in shared memory: first sums of its threads and origins; or parameters, and
-// rings of arrays that do not stay, which no thread needs while sums are there. Then rings of the
-// others, those that are kept and one more, for which there is room: see Fits.
+// Sets the layout of a block's shared memory. The first region has either sums of threads and
+// origins, or parameters and the rings of arrays that do not stay: no thread needs these rings
+// while sums are there. Then follow the rings of the other arrays: the kept rings and one more.
+// Fits made sure that there is room for that one.
 constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPlan& plan) {
   const auto lines = [](std::int64_t bytes) { return static_cast<int>(CeilDiv(bytes, 128) * 128); };
   plan.warp_rows = plan.plane || kWarpThreads % plan.lanes != 0 ? 1 : kWarpThreads / plan.lanes;
@@ -345,11 +348,11 @@ constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPl
   plan.channel_shift = 0, plan.channel_pitch = tile_channels;
   if (!plan.plane && plan.inner == 1 && plan.width > 1) {
     while (1 << plan.channel_shift < plan.width) ++plan.channel_shift;
-    // Four more than a multiple of eight: so stores of 16-bit types' go to other banks, too.
+    // Four more than a multiple of eight: stores for 16-bit types then go to different banks too.
     plan.channel_pitch = static_cast<int>(CeilDiv(CeilDiv(tile_channels, plan.width), 8)) * 8 + 4;
   }
   const int channel_bytes = plan.channel_slots() * task.accum_bytes;
-  // Rows as far from a line as in memory, if that takes little room.
+  // Rows start as far into a line as in global memory, if that takes little room.
   const int whole_lines = static_cast<int>(CeilDiv(plan.lanes, kLinePacks)) * kLinePacks;
   const int skewed_slots = plan.at_once * whole_lines + kLinePacks;
   const bool skewed = !plan.plane && plan.tiles > 1 && plan.lanes != whole_lines &&
@@ -382,7 +385,7 @@ constexpr void DivideMemory(const ChannelTask& task, const Deal& deal, ChannelPl
 
 }  // namespace channel_policy
 
-// There are elements.
+// The plan for a task with elements.
 constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
   using namespace channel_policy;
   ChannelPlan plan{};

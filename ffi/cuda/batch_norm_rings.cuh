@@ -1,5 +1,5 @@
-// Where batch norm's blocks that stay have the packs that are on their way: in rings in shared
-// memory, each thread in places of its own, or, of single elements, in registers.
+// Where the blocks of batch norm's main kernels have the packs that are on their way: in rings in
+// shared memory. Each thread has its own places there. Single elements are in registers instead.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace gradops {
 namespace {
 
-// This thread's packs of one step after the other.
+// Walks over this thread's packs, step by step.
 template <bool kBackwards>
 class PackWalk {
  public:
@@ -34,8 +34,8 @@ class PackWalk {
   std::int64_t limit_;
 };
 
-// A thread's packs of a step, of kArrays arrays which the second pass may find as the first one has
-// left them, and of one more.
+// The places of a thread's packs of one step. Packs of kArrays arrays may stay from the first pass
+// for the second. One more array, the "other", never stays.
 template <typename T, int W, int kArrays>
 class PackPlace {
  public:
@@ -64,7 +64,7 @@ class PackPlace {
   std::uint32_t at_, pitch_, other_;
 };
 
-// The same in registers. What stays does in shared memory.
+// For single elements, in registers. Elements that stay are in shared memory (PackRings::Element).
 template <typename T, int kArrays>
 class PackPlace<T, 1, kArrays> {
  public:
@@ -79,14 +79,14 @@ class PackPlace<T, 1, kArrays> {
   Pack<T, 1> packs_[kArrays + 1];
 };
 
-// A block's rings of kSteps steps in shared memory: the first ones stay there, the others take the
-// same place after these. The one more array has a ring elsewhere.
+// A block's rings of kSteps steps in shared memory. The first rings stay. All others use one place
+// after these, one after the other. The other array has a ring elsewhere.
 template <typename T, int W, int kArrays, int kSteps>
 class PackRings {
  public:
   __device__ __forceinline__ PackRings(const ChannelPlan& plan, char* shared)
       : shared_(SharedAddress(shared)),
-        // Not a number that the compiler knows to be the same for all threads: see CopyAsync.
+        // The compiler must not know that this is equal for all threads: see CopyAsync.
         pitch_(static_cast<std::uint32_t>(plan.slot_bytes) + plan.nothing * threadIdx.x),
         kept_(plan.kept_rings) {}
 
@@ -97,13 +97,13 @@ class PackRings {
     thread_ = thread + static_cast<std::uint32_t>(plan.scratch_bytes);
     other_ = thread + static_cast<std::uint32_t>(plan.other_at);
   }
-  // Of the part's ring of that number.
+  // Whether the part's ring of this number stays, and its address.
   __device__ __forceinline__ bool stays(int ring) const { return first_ + ring < kept_; }
   __device__ __forceinline__ std::uint32_t Ring(int ring) const {
     return thread_ +
            static_cast<std::uint32_t>(min(first_ + ring, kept_) * kSteps * kArrays) * pitch_;
   }
-  // And its k-th step; of single elements, an array's of that step.
+  // The places of a ring's k-th step; for single elements, the place of one array's element.
   __device__ __forceinline__ PackPlace<T, W, kArrays> Place(std::uint32_t ring, int k) const {
     return {ring + static_cast<std::uint32_t>(k * kArrays) * pitch_, pitch_,
             other_ + static_cast<std::uint32_t>(k) * pitch_};

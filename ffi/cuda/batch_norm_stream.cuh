@@ -1,9 +1,8 @@
-// How batch norm's blocks that stay get their packs: each thread copies its own ones to shared
-// memory a ring ahead of those that it works on, and waits for none but these.
+// How the blocks of batch norm's main kernels get their packs. Each thread copies its own packs to
+// shared memory, one ring ahead of the pack that it works on. It waits only for its own copies.
 //
-// What is under way while a thread computes decides how fast memory is read. Where packs are of
-// one element, which cannot be copied so, a ring of them is loaded to registers, and then worked
-// on.
+// The bytes under way while threads compute decide how fast memory is read. Packs of one element
+// cannot be copied in this way: a ring of them is loaded to registers, and then worked on.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +15,14 @@
 namespace gradops {
 namespace {
 
-// copy(place, start, known) and later use(place, start) of this thread's packs in a part's steps,
-// from the first one on or, backwards, from the last one. known: forwards, of the first `passing`
-// steps, that the second pass will not find them in the L2 cache; backwards, that what the first
-// pass leaves is there. found: also of the last kSteps steps. between(), by all threads, when the
-// first ones are on their way; end_ring() after every kSteps steps or fewer. Packs that are not
-// whole are left out.
+// Calls copy(place, start, known), and later use(place, start), for this thread's packs in a part's
+// steps: from the first step on, or backwards from the last one. Packs that are not whole are left
+// out. All threads call between() once, when the first copies are on their way. end_ring() is
+// called after every kSteps steps or fewer.
+//
+// Forwards, `known` is true for the first `passing` steps: the second pass will not find these in
+// the L2 cache. Backwards, it is true if the first pass has left the packs in shared memory. With
+// `found`, this holds for the last kSteps steps too.
 template <bool kBackwards, typename T, int W, int kArrays, int kSteps, typename Copy,
           typename Between, typename Use, typename EndRing>
 __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelPart& part,
@@ -33,7 +34,7 @@ __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelP
   PackWalk<kBackwards> walk(plan, part, plan.StepOf(part, kBackwards ? count - 1 : 0));
   const bool idle = walk.idle();
   PackWalk<kBackwards> ahead = walk;
-  unsigned there = 0;  // of which steps of the ring there is this thread's pack
+  unsigned there = 0;  // bit k: this thread's pack of the ring's k-th step was copied
   const auto known_of = [&](int ring) {
     return kBackwards ? rings.stays(ring) : ring * kSteps < passing;
   };
@@ -96,10 +97,10 @@ __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelP
   }
 }
 
-// The same of the steps of a tile that no block has kept, in the second pass: ring by ring of
-// consecutive steps, from the last one to the first. Most are given to the tile's blocks in turn,
-// the others taken by whichever comes first, so that all end at the same time. Each warp of a block
-// has its own part of a step, and a counter for it, of rings given and taken.
+// The second pass over the steps of a tile that no block has kept. It goes ring by ring, from the
+// last steps to the first. Most rings are given to the tile's blocks in turn. The others are taken
+// by whichever block is free, so that all blocks end together. Warp w of every block has the same
+// part of each step. These warps share a counter of the rings that are given and taken.
 template <typename T, int W, int kArrays, int kSteps>
 class SharedSteps {
  public:
@@ -184,7 +185,7 @@ class SharedSteps {
   std::int64_t limit_, origin_;
 };
 
-// The same of single elements, a ring loaded at a time.
+// ForPacks for single elements: a ring is loaded at a time.
 template <bool kBackwards, typename T, int kArrays, int kSteps, typename Copy, typename Between,
           typename Use, typename EndRing>
 __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelPart& part,
@@ -228,7 +229,7 @@ __device__ __forceinline__ void ForPacks(const ChannelPlan& plan, const ChannelP
   }
 }
 
-// The second pass's steps of a part.
+// The second pass over the steps of a part: first shared rings, if the plan has any, then others.
 template <typename T, int W, int kArrays, int kSteps, typename Copy, typename Between, typename Use>
 __device__ __forceinline__ void ForSecondPass(const ChannelPlan& plan, ChannelPart part,
                                               PackRings<T, W, kArrays, kSteps>& rings, bool found,

@@ -19,7 +19,7 @@ static_assert(kRingCounters == kChannelWarps);
 
 // --- Sums of a thread ----------------------------------------------------------------------------
 
-// Two sums of each of a thread's columns. EndSum() every so often, so that rounding errors hardly
+// Two sums for each of a thread's columns. With regular calls of EndSum(), rounding errors hardly
 // grow with the number of rows.
 template <typename A, int W>
 struct ThreadSums {
@@ -39,8 +39,8 @@ struct ThreadSums {
 
 // --- Sums over a block ---------------------------------------------------------------------------
 
-// emit(channel in the tile, sum) for each of a tile's channels; any thread may be told of any
-// channel. In a fixed order.
+// Calls emit(channel in the tile, sum) for each of a tile's channels, in any thread. The order of
+// additions is fixed.
 template <typename A, int W, typename Emit>
 __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const ChannelPart& part,
                                            char* scratch, const ThreadSums<A, W>& sums,
@@ -48,8 +48,8 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const Channe
   struct alignas(2 * sizeof(A)) Pair {
     A first, second;
   };
-  // [W][pitch]: neighbours ask for neighbouring columns, W of which are one thread's, in other
-  // banks.
+  // [W][pitch]: a thread has W neighbouring columns. Threads that read neighbouring columns then
+  // read from different banks.
   Pair* const pairs = reinterpret_cast<Pair*>(scratch);
   const int thread = static_cast<int>(threadIdx.x), pitch = plan.sums_pitch;
   ThreadSums<A, W> own = sums;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const Channe
       }
     }
   }
-  const int rows = plan.at_once / plan.warp_rows;  // that are left of a step
+  const int rows = plan.at_once / plan.warp_rows;  // rows of a step that are left
   const bool several = plan.warp_rows > 1;
   const int slot = several ? thread / kWarp * plan.lanes + thread % kWarp : thread;
   __syncthreads();  // scratch has been read
@@ -70,12 +70,13 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const Channe
 #pragma unroll
     for (int j = 0; j < W; ++j) pairs[j * pitch + slot] = {own.all[0][j], own.all[1][j]};
   }
-  __syncthreads();  // and is written
+  __syncthreads();  // scratch is written
   const int of_tile = part.channels, columns = plan.ChannelColumns();
   const auto add = [](double2& total, const Pair& pair) {
     total.x += static_cast<double>(pair.first), total.y += static_cast<double>(pair.second);
   };
-  // Each column's pairs, one of each row: to the first of them, where a channel has more columns.
+  // Adds up each column's pairs over the rows. If a channel has several columns, the total replaces
+  // the column's first pair.
   const bool is_channel = columns == 1;
   if (is_channel || rows > 1) {
     for (int column = thread; column < W * plan.lanes; column += kChannelThreads) {
@@ -93,7 +94,7 @@ __device__ __forceinline__ void SumColumns(const ChannelPlan& plan, const Channe
     __syncthreads();  // all columns are added up
   }
   constexpr int kFew = 16;
-  const bool few = columns <= kFew;  // for one thread; else a warp adds them up
+  const bool few = columns <= kFew;  // one thread adds few columns up, a warp adds up many
   const int lane = few ? 0 : thread % kWarp, lanes = few ? 1 : kWarp;
   for (int channel = thread / lanes; channel < of_tile; channel += kChannelThreads / lanes) {
     double2 total{0, 0};
@@ -121,7 +122,7 @@ __device__ __forceinline__ void SumPlane(double* scratch, double (&values)[kValu
 #pragma unroll
     for (int i = 0; i < kValues; ++i) scratch[i * kChannelWarps + warp] = values[i];
   }
-  __syncthreads();  // and is written
+  __syncthreads();  // scratch is written
   if (warp == 0) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -131,8 +132,9 @@ __device__ __forceinline__ void SumPlane(double* scratch, double (&values)[kValu
   }
 }
 
-// emit(channel in the tile, sum, elements) for each of a tile's channels, of whose elements this
-// thread has added up so many. Planes: all of the first warp call emit, with the same arguments.
+// Calls emit(channel in the tile, sum, count) for each of a tile's channels. `count` is the number
+// of a channel's elements in the part. `elements`: planes need to know how many elements this
+// thread has added up. Planes: the whole first warp calls emit, with equal arguments.
 template <typename A, int W, typename Emit>
 __device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPart& part,
                                         char* scratch, const ThreadSums<A, W>& sums, int elements,
@@ -155,8 +157,8 @@ __device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPa
 
 // --- Sums over blocks ----------------------------------------------------------------------------
 
-// Behind it, a block sees what the others of its tiles, or all of them, have left; where it has its
-// channels to itself, what its own threads have.
+// A barrier. After it, a block sees the partial results that it needs. If no other block has its
+// channels, these are its own. Otherwise they are from its tiles' blocks or from all blocks.
 __device__ __forceinline__ void MeetBlocks(const ChannelPlan& plan) {
   if (!plan.meets()) {
     __syncthreads();
@@ -167,8 +169,8 @@ __device__ __forceinline__ void MeetBlocks(const ChannelPlan& plan) {
   }
 }
 
-// What a part leaves of a channel, written and read at once. Other blocks have to read it from the
-// L2 cache.
+// A part's partial result of a channel, read and written by vectors. Other blocks have to read it
+// from the L2 cache.
 template <typename A, int kValues>
 struct alignas(sizeof(A) * kValues < 16 ? sizeof(A) * kValues : 16) ChannelPartial {
   A v[kValues];
@@ -185,7 +187,7 @@ __device__ __forceinline__ ChannelPartial<A, kValues> LoadShared(
   return partial;
 }
 
-// The workspace, [groups, partial_rows, channels] of these.
+// The workspace: partial results [groups, partial_rows, channels].
 template <typename A, int kValues>
 struct ChannelPartials {
   ChannelPartial<A, kValues>* data;
@@ -206,8 +208,8 @@ struct ChannelPartials {
   }
 };
 
-// A warp's counter of a tile's rings (batch_norm_stream.cuh): after the tile's partial results, far
-// from other warps' ones, as one place takes an atomic operation at a time.
+// A warp's counter of a tile's rings (batch_norm_stream.cuh). It lies after the tile's partial
+// results. Warps' counters are far apart, because one place takes one atomic operation at a time.
 template <typename A, int kValues>
 __device__ __forceinline__ unsigned* RingCounter(const ChannelPlan& plan, const ChannelPart& part,
                                                  const ChannelPartials<A, kValues>& partials,
@@ -222,26 +224,27 @@ __device__ __forceinline__ void BeginCounters(const ChannelPlan& plan, const Cha
       static_cast<unsigned>(plan.given_rings * plan.stride);
 }
 
-// Channels, counted through all groups, and the warps that they are spread over.
+// `all` channels from `first` on, counted through all groups, spread over `warps` warps. `warp` is
+// the number of the calling warp.
 struct ChannelRange {
   std::int64_t first, all, warp, warps;
 };
 
-// For each of these channels: begin(group, channel), whose result is the last argument of add(sums,
-// partial, .), for each of a channel's partial results, and of finish(group, channel, sums, .).
+// For each channel of the range: state = begin(group, channel); add(sums, partial, state) for each
+// of the channel's partial results; finish(group, channel, sums, state).
 template <int kSums, typename A, int kValues, typename Begin, typename Add, typename Finish>
 __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, const ChannelRange& range,
                                                const ChannelPartials<A, kValues>& partials,
                                                const Begin& begin, const Add& add,
                                                const Finish& finish) {
-  // Lanes that share a channel's partial results; with other channels' next to each other, reads
-  // are longer.
+  // Lanes for the partial results of one channel. With several channels in a warp, neighbouring
+  // lanes read neighbouring results, and reads are longer.
   const int lanes = range.all <= range.warps ? kWarp : 4, at_once = kWarp / lanes;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   for (std::int64_t first = range.warp * at_once; first < range.all;
        first += range.warps * at_once) {
     const std::int64_t own = first + lane % at_once;
-    // Lanes that have none add up the last one's, too.
+    // Lanes without a channel add up the last channel's results too.
     const std::int64_t i = range.first + min(own, range.all - 1);
     const std::int64_t group = plan.all_tiles == plan.tiles ? 0 : i / plan.channels;
     const std::int64_t channel = i - group * plan.channels;
@@ -260,9 +263,9 @@ __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, const Ch
   }
 }
 
-// The same of all channels, spread over the grid, or of those of the block's tiles, over the block,
-// tile by tile. The first argument of finish is the tile; of all channels one without steps, whose
-// first step is 0.
+// If blocks combine their own tiles, this covers the channels of the block's tiles, tile by tile,
+// spread over the block. Otherwise it covers all channels, spread over the grid. The first
+// argument of finish is the tile. For all channels, the tile has no steps, and its first step is 0.
 template <int kSums, typename A, int kValues, typename Begin, typename Add, typename Finish>
 __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
                                                const ChannelPartials<A, kValues>& partials,

@@ -1,4 +1,4 @@
-// What batch norm's two kernels share: parts of tiles, their packs and parameters, launches.
+// Shared by batch norm's forward and backward kernels: parts of tiles, packs, parameters, launches.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 
 // --- Packs ---------------------------------------------------------------------------------------
 
-// What is stored is not read again: it shall not push out of the L2 cache what is.
+// Stores a pack that is not read again. It should not push other data out of the L2 cache.
 template <int W, typename T>
 __device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pack<T, W>& pack) {
   if constexpr (W == 1) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pa
   }
 }
 
-// The same of a span, element by element.
+// Load or store the elements of a span one by one.
 template <typename A, int W, typename T>
 __device__ __forceinline__ void LoadSpan(const T* array, const ChannelSpan& span, A (&values)[W]) {
 #pragma unroll
@@ -44,20 +44,20 @@ __device__ __forceinline__ void StoreSpan(T* array, const ChannelSpan& span, con
 
 // --- Parts ---------------------------------------------------------------------------------------
 
-// fn(part, last) for the parts of this block's steps, from the first to the last or the other way
-// round.
+// Calls fn(part, last) for the parts of this block's steps, from the first to the last, or
+// backwards. `last`: this is the block's last part.
 template <bool kBackwards, typename Fn>
 __device__ __forceinline__ void ForParts(const ChannelPlan& plan, const Fn& fn) {
   const ChannelShare share = plan.ShareOf(static_cast<int>(blockIdx.x));
 #pragma unroll 1
   for (int i = 0; i < share.parts; ++i) {
-    __syncthreads();  // what the part before had in shared memory has been read
+    __syncthreads();  // the shared memory of the part before has been read
     const int number = kBackwards ? share.parts - 1 - i : i;
     fn(plan.PartOf(share, number), number == share.parts - 1);
   }
 }
 
-// fn(span) for this thread's packs that are the tile's in part.
+// Calls fn(span) for this thread's incomplete packs, whose other elements are not the tile's.
 template <int W, typename Fn>
 __device__ __forceinline__ void ForEdges(const ChannelPlan& plan, const ChannelPart& part,
                                          const Fn& fn) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void ForEdges(const ChannelPlan& plan, const ChannelP
   }
 }
 
-// Of each of a thread's elements, the channel's number in the tile.
+// Sets channels[j] to the number, in the tile, of the channel of a thread's j-th element.
 template <int W>
 __device__ __forceinline__ void OwnChannels(const ChannelPlan& plan, const ChannelPart& part,
                                             int (&channels)[W]) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void OwnChannels(const ChannelPlan& plan, const Chann
 
 // --- Parameters ----------------------------------------------------------------------------------
 
-// A parameter of any float dtype, widened; `absent` where there is none.
+// An element of a parameter of any float dtype, widened, or `absent` if the parameter is null.
 template <typename A>
 __device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std::int64_t channel,
                                      A absent) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std
   }
 }
 
-// A tile's numbers in shared memory, [kValues][SlotOfChannel].
+// Puts a channel's numbers into shared memory, [kValues][SlotOfChannel].
 template <int kValues, typename A>
 __device__ __forceinline__ void PutParameters(const ChannelPlan& plan, int channel,
                                               const A (&numbers)[kValues], A* shared) {
@@ -115,8 +115,9 @@ __device__ __forceinline__ void PutParameters(const ChannelPlan& plan, int chann
   }
 }
 
-// Fills values[v][j] with number v of the thread's column j: table(group, channel, numbers) gives
-// those of a channel. They stay in `shared`, which nobody reads; `there`: are in it already.
+// Fills values[v][j] with number v of the channel of the thread's column j. table(group, channel,
+// numbers) gives a channel's numbers, which go to `shared` and stay there. No thread may still read
+// `shared`. `there`: `shared` has the numbers already.
 template <int kValues, typename A, int W, typename Table>
 __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const ChannelPart& part,
                                                A* shared, bool there, const Table& table,
@@ -139,7 +140,7 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const Ch
   }
   int channels[W];
   OwnChannels(plan, part, channels);
-  __syncthreads();  // and is written
+  __syncthreads();  // shared is written
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
 #pragma unroll
@@ -151,7 +152,7 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const Ch
 
 // --- Launches ------------------------------------------------------------------------------------
 
-// What tests want, where it is less than what a multiprocessor, or a GPU, has.
+// Set by tests: limits below what a multiprocessor or a GPU has.
 inline int most_shared_bytes = std::numeric_limits<int>::max();
 inline int most_multiprocessors = std::numeric_limits<int>::max();
 inline int most_l2_bytes = std::numeric_limits<int>::max();
@@ -171,7 +172,7 @@ ChannelTask ChannelTaskOf(const ChannelNeeds& needs, const ChannelShape& shape) 
   return task;
 }
 
-// fn.operator()<width of packs, whether tiles are planes, steps of a ring>().
+// Calls fn.operator()<width of packs, whether tiles are planes, steps of a ring>().
 template <int kWidest, ChannelNeeds kNeeds, typename Fn>
 ffi::Error DispatchPlan(const ChannelPlan& plan, const Fn& fn) {
   if (plan.width == 1) {
@@ -184,12 +185,13 @@ ffi::Error DispatchPlan(const ChannelPlan& plan, const Fn& fn) {
              : fn.template operator()<kWidest, false, kNeeds.long_ring_steps>();
 }
 
-// Calls kernel(args, plan). Blocks that need each other's partial results run at the
-// same time: in a cluster those of a tile, where the GPU has room for all clusters, or all.
+// Launches kernel(args, plan). Blocks that need each other's partial results run at the same time.
+// A tile's blocks are a cluster if the GPU has room for all clusters. Otherwise the launch is
+// cooperative: all blocks run at the same time.
 template <typename Args>
 ffi::Error LaunchChannels(const char* op, void (*kernel)(Args, ChannelPlan), cudaStream_t stream,
                           ChannelPlan plan, const Args& args) {
-  // Once, as it takes time: as much shared memory as any plan takes.
+  // Allow enough shared memory for any plan. This takes time, and so it is done once.
   int bytes = 0;
   const auto ask = [&](int& answer) {
     answer = static_cast<int>(MaxChannelBytes(CurrentDevice().shared_bytes));

@@ -1,23 +1,23 @@
 // GELU and bias + GELU, CUDA.
 //
-// A group's rows follow each other without gaps, so they are cut into packs of 16 bytes whatever
-// their length, and only the array's end has single elements. A span is whole rows that end where a
-// pack does, at best where a line of the cache does, too. At the same place of every span is the
-// same part of the bias: a thread owns one pack's place, whose bias it keeps, and takes it in many
-// spans. A block is a tile of a span's packs and a slice of the spans; how large these are says
-// bias_gelu_policy.h. Without bias and its gradient there are no rows, and a span is a warp's
-// packs.
+// A group's rows follow each other without gaps. So they are cut into packs, vectors of 16 bytes,
+// whatever their length, and only the array's end has single elements. A span is a number of whole
+// rows that end where a pack does, if possible also where a cache line does. Packs at one place of
+// all spans meet one part of the bias. A thread keeps that part, and takes the packs at its place
+// from many spans. A block has a tile of a span's packs and a slice of the spans, with sizes from
+// bias_gelu_policy.h. Without bias and dbias, rows do not matter: a span is a warp's packs.
 //
-// Backward recomputes gelu'(x + bias), writes dx, and leaves one partial row of dbias per slice (or
-// one per slice and row of a span), which column_sum.cuh adds in a fixed order. dx may be dy's
-// buffer: every element is read by the thread that writes it, before it does. Traffic: x read, y
-// written; dy and x read, dx written. Formulas: common/gelu.h.
+// Backward recomputes gelu'(x + bias) and writes dx. For dbias, it leaves one partial row per
+// slice, or one per slice and row of a span. A kernel in column_sum.cuh adds up these rows in a
+// fixed order. Array dx may be dy's buffer: a thread reads each element before it writes that
+// element. Traffic: forward reads x and writes y; backward reads dy and x, and writes dx. The
+// formulas are in common/gelu.h.
 //
-// Bytes on their way decide: about 32 KB of loads per multiprocessor take all of the bandwidth, and
-// with more than 64 KB some multiprocessors get much less of it than others (TUNING.md). Forward,
-// blocks are short and many, so that others take over. Backward, where blocks last, there are just
-// so many threads, each of which has two packs of each array under way, to shared memory, all the
-// time; the blocks are one wave of equally many turns.
+// The bytes under way decide the speed (TUNING.md). About 32 KB of loads per multiprocessor take
+// all of the bandwidth. Beyond 64 KB, some multiprocessors get much less bandwidth than others do.
+// Forward has many short blocks, so that other multiprocessors take over. Backward has long blocks,
+// usually in one wave, with equal numbers of turns. Backward has just enough threads: each always
+// has two packs of each array under way to shared memory.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -33,19 +33,19 @@
 namespace gradops {
 namespace {
 
-// Of a thread, at most, loaded before any is worked on. Of double, 6 take more time.
+// The most packs of a thread, all loaded before any is worked on. With double, 6 take more time.
 template <typename T>
 constexpr int kForwardPacks = std::is_same_v<T, double> ? 5 : 6;
-constexpr int kForwardBlocks = 4, kBackwardBlocks = 2;  // of a multiprocessor
-constexpr int kStages = 2;  // packs of each array that a thread of backward has under way
-// Spans whose dz a thread adds up before it adds that to the sum, so that rounding errors hardly
-// grow with the number of rows.
+constexpr int kForwardBlocks = 4, kBackwardBlocks = 2;  // Per multiprocessor.
+constexpr int kStages = 2;  // Packs of each array that a thread of backward has under way.
+// A thread adds up dz of this many spans before it adds the result to the sum. Rounding errors then
+// hardly grow with the number of rows.
 constexpr int kSpansPerSum = 128;
 
-// Where a thread is: its place in every span, and the spans that it takes.
+// A thread's place in every span, and its first span.
 struct Place {
-  std::int64_t pack;   // of a span
-  std::int64_t first;  // span
+  std::int64_t pack;   // number in a span
+  std::int64_t first;  // first span
   bool inside;
 
   __device__ Place(const GeluCut& cut, std::int64_t slice) {
@@ -57,7 +57,7 @@ struct Place {
   }
 };
 
-// The part of the bias for pack `pack` of a span; zeros if there is none.
+// The part of the bias for pack `pack` of a span; zeros if there is no bias.
 template <typename A, int W>
 __device__ __forceinline__ void LoadBias(const Param& param, const GeluCut& cut, std::int64_t group,
                                          std::int64_t features, std::int64_t pack, A (&bias)[W]) {
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kGeluThreads, kForwardBlocks)
       values[j] = Gelu<T, kApproximate>(GeluTail<T, kApproximate>(values[j] + bias[j]));
     StorePackOnce(y + k * step * W, Narrow<T>(values));
   }
-  // The elements after the last whole pack, of the last slice, are its successor's.
+  // The elements after the last whole pack: the thread that would have the next pack takes them.
   if (cut.rest == 0 || slice + 1 < cut.slices) return;
   for (int k = 0; k < cut.turns; ++k) {
     if (k * step != left) continue;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kMostGeluThreads, kBackwardBlocks)
                    const __grid_constant__ SliceSums<Accum<T>> slice_sums) {
   using A = Accum<T>;
   constexpr bool kCutSums = !std::is_same_v<A, double>;
-  constexpr bool kRing = W > 1;  // copies to shared memory are of 16 bytes
+  constexpr bool kRing = W > 1;  // asynchronous copies to shared memory are of 16 bytes
   __shared__ __align__(kVecBytes)
       A shared[W * kMostGeluThreads];  // [spans at once][a tile's elements]
   __shared__ __align__(128) Pack<T, W> ring[kStages * 2]
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kMostGeluThreads, kBackwardBlocks)
           end_part();
         }
       }
-      if (slice_sums.sums == nullptr) continue;  // the same for all threads
+      if (slice_sums.sums == nullptr) continue;  // all threads do this, or none
       A* const partial =
           slice_sums.sums + group * slice_sums.group_pitch + slice * slice_sums.slice_pitch;
       __syncthreads();  // all sums are written
@@ -271,15 +271,15 @@ __global__ void __launch_bounds__(kMostGeluThreads, kBackwardBlocks)
 
 // --- Launchers -----------------------------------------------------------------------------------
 
-constexpr std::int64_t kMostBlocks = 65535;  // in all but a grid's first dimension
+constexpr std::int64_t kMostBlocks = 65535;  // in a grid's second and third dimensions
 
 dim3 GridOf(const GeluCut& cut, std::int64_t slices, std::int64_t groups) {
   return {static_cast<unsigned>(cut.tiles), static_cast<unsigned>(std::min(slices, kMostBlocks)),
           static_cast<unsigned>(std::min(groups, kMostBlocks))};
 }
 
-// Calls fn.operator()<elements of a pack>(): of 16 bytes where every group starts at such a
-// boundary, else of one element.
+// Calls fn.operator()<elements of a pack>(). Packs have 16 bytes if every group starts at a 16-byte
+// boundary, otherwise one element.
 template <typename T, typename Fn>
 ffi::Error DispatchWidth(const RowShape& shape, bool aligned, const Fn& fn) {
   const bool whole = shape.groups == 1 || shape.rows * shape.features % kVec<T> == 0;
@@ -293,7 +293,7 @@ ffi::Error Forward(cudaStream_t stream, const BiasGeluFwdArgs& args) {
     const std::int64_t resident = std::int64_t{kForwardBlocks} * MultiprocessorCount();
     const GeluCut cut =
         CutForward(args.shape, W, args.bias.data != nullptr, kForwardPacks<T>, resident);
-    // A loop over slices or groups in the kernel would take up to a twentieth of its time.
+    // A loop over slices or groups in the kernel would take up to a twentieth of the kernel's time.
     for (std::int64_t group = 0; group < args.shape.groups; group += kMostBlocks) {
       for (std::int64_t slice = 0; slice < cut.slices; slice += kMostBlocks) {
         ForwardKernel<T, kApproximate, W>
@@ -323,7 +323,7 @@ ffi::Error Backward(cudaStream_t stream, const BiasGeluBwdArgs& args) {
     return CutBackward(args.shape, width, sizeof(T), has_columns, most_rows,
                        std::int64_t{kBackwardBlocks} * MultiprocessorCount());
   };
-  // Rows that start anywhere may need more partial rows than there are.
+  // If rows start within packs, there may be more partial rows than the workspace has: 0 slices.
   const GeluCut whole = cut_for(kVec<T>);
   const bool aligned = Aligned(args.dy, args.x, args.dx);
   return DispatchWidth<T>(args.shape, aligned && whole.slices > 0, [&]<int W>() {

@@ -1,5 +1,5 @@
-// How bias_gelu.cu cuts arrays into packs, spans, tiles and slices; see there. Plain C++, no CUDA.
-// Its constants were measured on an H200 (benchmarks/tuning/README.md).
+// How bias_gelu.cu cuts arrays into packs, spans, tiles and slices, which that file explains. Plain
+// C++, no CUDA. The constants were measured on an H200 (benchmarks/tuning/README.md).
 #pragma once
 
 #include <algorithm>
@@ -12,25 +12,25 @@
 
 namespace gradops {
 
-inline constexpr int kGeluThreads = 256;      // of a block
-inline constexpr int kMostGeluThreads = 320;  // backward
-inline constexpr int kGeluLanes = 32;         // packs of a tile, if nothing speaks for others
+inline constexpr int kGeluThreads = 256;      // threads of a block
+inline constexpr int kMostGeluThreads = 320;  // backward: most threads of a block
+inline constexpr int kGeluLanes = 32;         // usual packs of a tile
 
 // How a group is cut.
 struct GeluCut {
-  std::int64_t packs;   // whole ones
-  std::int64_t rest;    // elements after them
-  std::int64_t span;    // packs
-  std::int64_t copies;  // rows of a span
-  std::int64_t spans;   // the last one perhaps in part
-  std::int64_t tiles;   // of a span
-  std::int64_t slices;  // of spans; a slice takes `turns` of as many spans as a block at once
-  int lanes;            // packs of a tile
-  int inverse_lanes;    // in 2^-20, rounded up
-  int at_once;          // spans
-  int turns;
+  std::int64_t packs;   // Whole packs.
+  std::int64_t rest;    // Elements after the whole packs.
+  std::int64_t span;    // Packs of a span.
+  std::int64_t copies;  // Rows of a span.
+  std::int64_t spans;   // The last span may be incomplete.
+  std::int64_t tiles;   // Tiles of a span.
+  std::int64_t slices;  // Slices of the spans; forward: of turns * at_once spans.
+  int lanes;            // Packs of a tile.
+  int inverse_lanes;    // 2^20 / lanes, rounded up.
+  int at_once;          // Spans that a block takes at once.
+  int turns;            // Forward: the packs of a thread.
 
-  // Tiles of so many packs.
+  // Cuts spans into tiles of `tile_packs` packs.
   constexpr void CutSpans(int tile_packs) {
     lanes = tile_packs;
     inverse_lanes = static_cast<int>(CeilDiv(1 << 20, lanes));
@@ -39,11 +39,11 @@ struct GeluCut {
     spans = CeilDiv(packs + (rest > 0), span);
   }
   constexpr int threads() const { return lanes * at_once; }
-  // Spans of so many times as many rows.
+  // Makes spans `times` times as long.
   constexpr void Repeat(std::int64_t times) { copies *= times, span *= times; }
   constexpr void EndWithLines() { Repeat(kLinePacks / std::gcd<std::int64_t>(span, kLinePacks)); }
-  // Of the tiles' places, those in a span; and of the threads of a block of kGeluThreads, those
-  // that have a pack.
+  // The part of the tiles' places that is within the span; and the part of a block's kGeluThreads
+  // threads that have a pack.
   constexpr double PartOfTiles() const {
     return static_cast<double>(span) / static_cast<double>(tiles * lanes);
   }
@@ -52,14 +52,14 @@ struct GeluCut {
   }
   // Whether a block adds up all rows of a span.
   constexpr bool folded() const { return tiles == 1; }
-  // Partial rows of dbias that a slice leaves, of a group of `rows`.
+  // Partial rows of dbias that a slice of a group of `rows` rows leaves.
   constexpr std::int64_t partial_rows(std::int64_t rows) const {
     return folded() ? 1 : std::min(copies, rows);
   }
 };
 
-// Of packs of `width`: the shortest spans of whole rows that end where a pack does, or several of
-// these if they are short.
+// Spans for packs of `width` elements: the fewest whole rows that end where a pack does. If these
+// are short, a span is several of them.
 inline GeluCut ShortestSpans(const RowShape& shape, int width, bool has_columns) {
   const std::int64_t elements = shape.rows * shape.features;
   GeluCut cut{};
@@ -73,9 +73,9 @@ inline GeluCut ShortestSpans(const RowShape& shape, int width, bool has_columns)
   return cut;
 }
 
-// Forward; a thread takes at most `most_turns` packs. Neighbouring tiles follow each other at once,
-// and all that blocks at work read at once should lie close together: so tiles of long spans are
-// wide. resident: blocks that the GPU has at once.
+// The cut for forward. A thread takes at most `most_turns` packs. The GPU runs `resident` blocks at
+// once. What they read should lie close together. Blocks of neighbouring tiles start one after the
+// other, so tiles of long spans are wide.
 inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns, int most_turns,
                           std::int64_t resident) {
   constexpr std::int64_t kLongSpan = 4096;
@@ -83,7 +83,7 @@ inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns, in
   if (has_columns && cut.packs >= resident * kGeluThreads) {
     GeluCut lines = cut;
     lines.EndWithLines();
-    if (lines.span <= cut.packs) cut = lines;  // else tiles were mostly beyond the array
+    if (lines.span <= cut.packs) cut = lines;  // else tiles lie mostly beyond the array
   }
   GeluCut best{};
   for (const int tile_packs : {256, 128, 64, kGeluLanes, 40, 24, 16, 8}) {
@@ -99,7 +99,7 @@ inline GeluCut CutForward(const RowShape& shape, int width, bool has_columns, in
   return best;
 }
 
-// Backward, where not much is read. Narrow rows are cut into whole spans where these fill a block.
+// A cut for backward of small arrays. If spans of narrow rows fill a block, tiles are whole spans.
 inline GeluCut CutShortestSpans(const RowShape& shape, int width, bool has_columns,
                                 std::int64_t resident) {
   GeluCut cut = ShortestSpans(shape, width, has_columns);
@@ -109,7 +109,7 @@ inline GeluCut CutShortestSpans(const RowShape& shape, int width, bool has_colum
     return cut;
   }
   cut.CutSpans(kGeluLanes);
-  // A span of several rows that is one tile stays one: its block adds the rows up.
+  // A span of several rows that is one tile stays one tile: its block adds the rows up.
   if (cut.copies > 1 && cut.folded()) return cut;
   for (int lanes = kGeluLanes / 2; lanes >= 8; lanes /= 2) {
     GeluCut narrow = cut;
@@ -119,18 +119,18 @@ inline GeluCut CutShortestSpans(const RowShape& shape, int width, bool has_colum
   return cut;
 }
 
-// Backward: the cut and the slices that take least time; 0 slices if there is no way to leave at
-// most so many partial rows of dbias (0: it is not wanted).
+// The cut for backward that takes the least time, with its slices. It has 0 slices if every cut
+// leaves more than `most_partial_rows` partial rows of dbias. most_partial_rows 0: no dbias.
 inline GeluCut CutBackward(const RowShape& shape, int width, int element_bytes, bool has_columns,
                            std::int64_t most_partial_rows, std::int64_t resident) {
   const bool sums = most_partial_rows > 0;
   const GeluCut shortest = CutShortestSpans(shape, width, has_columns, resident);
   GeluCut best = shortest;
   double least_cost = 0;
-  // In bytes that might be read instead. All threads of a wave of blocks take as long as the one
-  // with most turns, and fewer than kGeluThreads leave bandwidth unused; each wave starts and ends;
-  // lines that tiles share, which are at work at different times, cost more than their bytes;
-  // partial rows are written and read, by another kernel.
+  // The cost is a time, in bytes that could be read in it. All threads of a wave of blocks take as
+  // long as the thread with most turns, and fewer than kGeluThreads leave bandwidth unused. Each
+  // wave takes time to start and to end. Lines that two tiles share cost more than their bytes,
+  // because the tiles are read at different times. Another kernel adds up the partial rows.
   const auto consider = [&](GeluCut cut, std::int64_t slices) {
     constexpr double kPerWave = 0.05, kSharedLines = 1.3, kKernel = 8e6;
     const auto waves = static_cast<double>(CeilDiv(slices * cut.tiles * shape.groups, resident));
@@ -162,7 +162,7 @@ inline GeluCut CutBackward(const RowShape& shape, int width, int element_bytes, 
   for (int slices = 1; slices <= std::min<std::int64_t>(8, most); ++slices)
     consider(shortest, slices);
   if (!has_columns || shortest.packs < 8 * resident * kGeluThreads) return best;
-  // Where much is read: spans that end with lines, in tiles of all sizes.
+  // For large arrays: spans that end with cache lines, in tiles of all sizes.
   GeluCut cut = shortest;
   cut.EndWithLines();
   for (int lanes = 2 * kLinePacks; lanes <= kMostGeluThreads; lanes += kLinePacks) {

@@ -1,10 +1,10 @@
-// A line of a GPU's caches: what is read at once, and, if others write or read its rest, more
-// often.
+// A line of a GPU's caches: the unit in which memory is read. A line is read more than once if its
+// parts are used at different times, or if other threads write to it.
 #pragma once
 
 namespace gradops {
 
 inline constexpr int kLineBytes = 128;
-inline constexpr int kLinePacks = kLineBytes / 16;  // of 16 bytes
+inline constexpr int kLinePacks = kLineBytes / 16;  // vectors of 16 bytes
 
 }  // namespace gradops

@@ -1,4 +1,4 @@
-// The second half of every sum over rows: partial rows to results, in a fixed order.
+// The second half of every sum over rows: adds partial rows up to results, in a fixed order.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct ColumnSums {
   }
 };
 
-// The results of sums over no rows.
+// Stores the results of sums over no rows: zeros.
 inline cudaError_t ZeroColumnSums(cudaStream_t stream, const ColumnSums& sums, std::int64_t groups,
                                   std::int64_t features) {
   cudaError_t status = cudaSuccess;
@@ -31,7 +31,7 @@ inline cudaError_t ZeroColumnSums(cudaStream_t stream, const ColumnSums& sums, s
   return status;
 }
 
-// Rounds to the dtype of the array `data`.
+// Stores a value, rounded to the dtype of the array `data`.
 template <typename A>
 __device__ __forceinline__ void StoreAs(void* data, ffi::DataType dtype, std::int64_t index,
                                         A value) {
@@ -45,13 +45,13 @@ __device__ __forceinline__ void StoreAs(void* data, ffi::DataType dtype, std::in
 
 inline constexpr int kColumnLanes = 32;
 inline constexpr int kColumnSlices = 16;
-// Columns from which on a thread sums up 16 bytes of them, not one: fewer blocks then read as much.
+// From this many columns on, a thread sums up columns of 16 bytes, not one column. Fewer blocks
+// then read the same number of bytes.
 inline constexpr std::int64_t kWideSums = 512;
 
-// workspace: [groups, stride, sums.count, features], of which the first `partial_rows` of each
-// group are summed, each by the block of its (group, sum, tile of 32 * W columns); W columns, of
-// one thread, are all there or none is. Not __restrict__: while the block starts, the kernel before
-// still writes it.
+// Adds up the first `partial_rows` rows of each group of `workspace`, [groups, stride, sums.count,
+// features]. A block has one (group, sum, tile of 32 * W columns) at a time. A thread has W
+// columns; W divides `features`. Not __restrict__: the kernel before may still write `workspace`.
 template <typename A, int W>
 __global__ void __launch_bounds__(kColumnLanes* kColumnSlices)
     ColumnSumKernel(const A* workspace, ColumnSums sums, std::int64_t stride,
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kColumnLanes* kColumnSlices)
         StoreAs(result.data, result.dtype, group * features + column + j, total.v[j]);
       }
     }
-    __syncthreads();  // every slice is read before the next item's are written
+    __syncthreads();  // every slice is read before slices of the next item are written
   }
 }
 

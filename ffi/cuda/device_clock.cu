@@ -7,7 +7,7 @@
 namespace gradops {
 namespace {
 
-// Starts when all before it in the stream has ended. The timer ticks every 32 ns on an H200.
+// Runs after all work before it in the stream. The timer ticks every 32 ns on an H200.
 __global__ void ReadClockKernel(std::uint32_t* ns) {
   std::uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

@@ -17,7 +17,7 @@ FoundDevices FindDevices() {
       found.architectures.push_back(10 * major + minor);
     }
   }
-  cudaGetLastError();  // none of these errors is a launch's
+  cudaGetLastError();  // no later launch should report an error from here
   return found;
 }
 

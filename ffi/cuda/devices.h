@@ -1,4 +1,5 @@
-// The machine's GPUs, without a context on any: whether kernels can run there must be known before.
+// Finds the machine's GPUs without creating a context. Whether kernels can run on a GPU must be
+// known before there is a context.
 #pragma once
 
 #include <vector>
@@ -7,8 +8,8 @@ namespace gradops {
 
 struct FoundDevices {
   std::vector<int> architectures;  // of each GPU: 10 * major + minor
-  int driver;                      // the CUDA version that the driver knows; 0: there is no driver
-  int runtime;                     // the one that the kernels were built with
+  int driver;                      // the CUDA version that the driver supports; 0: no driver
+  int runtime;                     // the CUDA version that the kernels were built with
 };
 
 FoundDevices FindDevices();  // cuda/devices.cu

@@ -1,20 +1,20 @@
-// Sum of squares over many arrays, and their scaling in place, CUDA. How leaves are cut into chunks
-// and reach the kernels: cuda/global_norm_leaves.cuh.
+// Sum of squares over many arrays, and their scaling in place, CUDA. cuda/global_norm_leaves.cuh
+// explains how leaves are cut into chunks and reach the kernels.
 //
 // Sum of squares, two kernels:
-//   1. Partial sums: one double per block goes to the workspace, to which further launches add.
-//   2. Each group's partial sums are summed in a fixed order and split into ranges.
-// How the work is cut depends on the sizes and the device alone, so results are the same from run
-// to run. Memory traffic: one read of every leaf, and at most 16 KB of partial sums per group.
+//   1. Each block writes its partial sum, a double, to the workspace. Further launches add to it.
+//   2. Each group's partial sums are added up in a fixed order and split into ranges.
+// How the work is cut depends only on the sizes and the device, so every run gives equal results.
+// Memory traffic: one read of every leaf, and at most 16 KB of partial sums per group.
 //
-// The grid of the first is a whole number of waves, as many as kMaxPartialSums allows: several, so
-// that multiprocessors that run ahead take more; whole, because the few blocks of a last, partial
-// wave could not saturate memory. Five blocks per multiprocessor, each thread with four 16-byte
-// loads under way, have up to 80 KB of loads in flight; an H200 needs about 32 KB.
+// The first kernel's grid is a whole number of waves, up to kMaxPartialSums. There are several
+// waves so that multiprocessors that run ahead take more blocks. They are whole because the few
+// blocks of a partial wave could not saturate memory. A multiprocessor has five blocks, whose
+// threads have four 16-byte loads under way each: up to 80 KB. An H200 needs about 32 KB.
 //
-// Scaling, one kernel of many short blocks: one read and one write of every leaf. Where both
-// factors are 1, the blocks end at once, and nothing is read or written. The kernel goes from the
-// last chunk to the first, as what the norm has read last is still in the L2 cache.
+// Scaling is one kernel of many short blocks, with one read and one write of every leaf. If both
+// factors are 1, blocks end at once without a read or write. The kernel goes from the last chunk to
+// the first: the L2 cache still has what the norm has read last.
 #include <cub/block/block_reduce.cuh>
 
 #include <algorithm>
@@ -35,9 +35,9 @@ namespace {
 constexpr const char* kSum = "sum_of_squares";
 constexpr const char* kScale = "scale";
 constexpr int kBlocksPerMultiprocessor = 5;
-// Of a block that scales, if there are enough for all multiprocessors; and blocks that each holds.
-// Where nothing is clipped, what takes time is that the GPU starts 11 warps a nanosecond: so a
-// block takes two turns.
+// Threads and chunks of a block that scales, and such blocks per multiprocessor. If
+// chunks are few, a block has one. If nothing is clipped, only the start of warps takes time, 11 a
+// nanosecond. Two turns per block need fewer warps.
 constexpr int kScaleThreads = 512;
 constexpr int kScaleChunks = 8;
 constexpr int kScaleBlocks = 2;
@@ -85,7 +85,7 @@ __device__ __forceinline__ double ShareOf(const T* __restrict__ x, std::int64_t 
 
   const uint4* __restrict__ body = reinterpret_cast<const uint4*>(x + division.head);
   for (std::int64_t first = thread; first < division.packs; first += kLoads * kThreads) {
-    // All loads before the first use, so that they are under way together.
+    // All loads come before the first use, so that they are under way together.
     Pack<T, kVec<T>> packs[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ Pack<T, W> ScaledPack(const Pack<T, W>& pack, FactorP
   }
 }
 
-// This thread's share of x[0, count).
+// Scales this thread's share of x[0, count).
 template <typename T, typename A>
 __device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, FactorPair<A> factors) {
   constexpr int W = kVec<T>;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, FactorPair<
   if (thread < division.head) x[thread] = Scaled(x[thread], factors);
   if (division.tail() < count) x[division.tail()] = Scaled(x[division.tail()], factors);
 
-  constexpr int kAtOnce = 8;  // packs of a thread: half of a block's chunks
+  constexpr int kAtOnce = 8;  // packs of a thread in a turn: half of a block's chunks
   for (std::int64_t first = thread; first < division.packs; first += kAtOnce * kScaleThreads) {
     T* const p = x + division.head + first * W;
     const int last =
@@ -161,8 +161,7 @@ __device__ __forceinline__ void ScaleShare(T* x, std::int64_t count, FactorPair<
 
 // --- Kernels -------------------------------------------------------------------------------------
 
-// One block per (group, slot). partials: [groups, slots]; accumulate: add to them rather than write
-// them.
+// One block per (group, slot). partials: [groups, slots]. accumulate: add to the old partial sums.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     PartialSumKernel(const __grid_constant__ LeafTable<kCapacity> table,
@@ -179,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   if (threadIdx.x == 0) partials[item] = accumulate ? partials[item] + sum : sum;
 }
 
-// Results of each group from its partial sums, [groups, slots]: one block per group.
+// The results of each group from its partial sums, [groups, slots]. One block per group.
 template <typename A, int kFinalizeThreads>
 __global__ void __launch_bounds__(kFinalizeThreads)
     FinalizeKernel(const double* partials, std::int64_t groups, std::int32_t slots, A* huge,
@@ -216,15 +215,15 @@ __global__ void __launch_bounds__(kScaleThreads, sizeof(A) == 8 ? 1 : kScaleBloc
     const FactorPair<A> factors{__ldg(firsts + group), __ldg(seconds + group)};
     if (factors.Keeps()) continue;
     ForPieces(table, group, item % table.slots, [&]<typename T>(const T* x, std::int64_t count) {
-      ScaleShare(const_cast<T*>(x), count, factors);  // what a table for scaling has are results
+      ScaleShare(const_cast<T*>(x), count, factors);  // a table for scaling has results only
     });
   }
 }
 
 // --- Launchers -----------------------------------------------------------------------------------
 
-// Partial sums per group: as many as the largest table has chunks, within the workspace, and no
-// more than fill the device's waves with all groups together.
+// Partial sums per group: the least of three numbers. These are the chunks of the largest table,
+// the room in the workspace, and the blocks of full waves for all groups together.
 std::int64_t SlotsFor(const SumOfSquaresArgs& args, std::size_t capacity) {
   std::int64_t most_chunks = 0;
   for (std::size_t first = 0; first < args.leaves.size(); first += capacity) {
@@ -247,7 +246,7 @@ ffi::Error LaunchPartialSums(cudaStream_t stream, const SumOfSquaresArgs& args,
   return ForTables<kCapacity>(kSum, args.leaves, args.groups, launch);
 }
 
-// Calls have few leaves: jax_gradops/_ops/clip/kernels.py.
+// A call has few leaves: see _LEAVES_PER_CALL in jax_gradops/_ops/clip/kernels.py.
 template <typename A>
 ffi::Error LaunchScale(cudaStream_t stream, const ScaleArgs& args) {
   const std::int64_t resident = std::int64_t{kScaleBlocks} * MultiprocessorCount();
@@ -265,7 +264,7 @@ ffi::Error LaunchScale(cudaStream_t stream, const ScaleArgs& args) {
 
 template <typename A>
 cudaError_t LaunchFinalize(cudaStream_t stream, const SumOfSquaresArgs& args, std::int64_t slots) {
-  // A warp is enough for what many groups have each.
+  // With many groups, each group has few partial sums, and a warp is enough.
   const auto kernel = slots <= 64 ? FinalizeKernel<A, 32> : FinalizeKernel<A, kThreads>;
   cudaLaunchAttribute early{};
   cudaLaunchConfig_t config{};

@@ -1,9 +1,9 @@
 // How the leaves of a tree reach global norm's kernels.
 //
-// A table of leaves travels in a kernel's parameters (up to 32,764 bytes since CUDA 12.1); what
-// does not fit takes further launches. Leaves are cut into chunks of 16 KB, and each block works on
-// a contiguous run of chunks, over as many leaves as it spans: a large leaf is streamed by many
-// blocks, and one block works through many small leaves.
+// A table of leaves travels in a kernel's parameters (up to 32,764 bytes since CUDA 12.1). Leaves
+// that do not fit take further launches. Leaves are cut into chunks of 16 KB, and each block works
+// on a contiguous run of chunks, its slot. A large leaf is shared by many blocks, and one block
+// works through many small leaves.
 #pragma once
 
 #include <algorithm>
@@ -25,17 +25,17 @@ constexpr int kThreads = 256;
 constexpr int kLoads = 4;  // 16-byte loads that a thread has under way
 constexpr int kChunkBytes = kThreads * kLoads * kVecBytes;
 
-// Table sizes: most models fit into the small one, whose parameters cost no more than any kernel's;
-// the large one fills what CUDA allows.
+// Leaves of a table. Most models fit into the small table. Its size makes no launch slower: it is
+// within the 4 KB of any kernel's parameters. The large table fills what CUDA allows.
 constexpr int kSmallTable = 250;
 constexpr int kLargeTable = 2040;
 
 enum class ElementType : std::uint32_t { kFloat, kDouble, kHalf, kBFloat16 };
 
-// One leaf in 16 bytes: its number of elements follows from that of its chunks and the rest.
+// One leaf in 16 bytes. The number of elements follows from the number of chunks and `last`.
 struct TableEntry {
   const void* data;          // [groups, count]
-  std::uint32_t chunks_end;  // chunks of this leaf and all before it in the table
+  std::uint32_t chunks_end;  // chunks of this leaf and all leaves before it in the table
   std::uint32_t last : 30;   // elements in the last chunk, at least 1
   std::uint32_t type : 2;    // ElementType
 };
@@ -44,7 +44,7 @@ static_assert(sizeof(TableEntry) == 16);
 template <int kCapacity>
 struct LeafTable {
   std::int64_t groups;
-  std::int32_t slots;  // of each group: runs of chunks
+  std::int32_t slots;  // runs of chunks in each group
   std::int32_t leaves;
   TableEntry entries[kCapacity];
 };
@@ -52,8 +52,8 @@ constexpr int kOtherParameters = 24;
 static_assert(sizeof(LeafTable<kSmallTable>) + kOtherParameters <= 4096 &&
               sizeof(LeafTable<kLargeTable>) + kOtherParameters <= 32764);
 
-// Calls fn.operator()<T>(x, count) for each piece of a leaf's data, x[0, count), of which the
-// slot's run of chunks consists. The whole block calls it with the same arguments.
+// Calls fn.operator()<T>(x, count) for each piece of the slot's run of chunks. A piece is data of
+// one leaf, x[0, count). The whole block makes the call with equal arguments.
 template <int kCapacity, typename Fn>
 __device__ __forceinline__ void ForPieces(const LeafTable<kCapacity>& table, std::int64_t group,
                                           std::int64_t slot, const Fn& fn) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void ForPieces(const LeafTable<kCapacity>& table, std
       const std::int64_t stop = end == leaf_end ? count : (end - leaf_begin) * kChunk;
       fn(static_cast<const T*>(leaf.data) + group * count + first, stop - first);
     };
-    switch (static_cast<ElementType>(leaf.type)) {  // the same for the whole block
+    switch (static_cast<ElementType>(leaf.type)) {  // one case for the whole block
       case ElementType::kFloat: run.template operator()<float>(); break;
       case ElementType::kDouble: run.template operator()<double>(); break;
       case ElementType::kHalf: run.template operator()<Half>(); break;
@@ -92,8 +92,9 @@ __device__ __forceinline__ void ForPieces(const LeafTable<kCapacity>& table, std
   }
 }
 
-// x[0, count), which may start at any element: a body of whole packs from the first 16-byte
-// boundary on, and head and tail, shorter than a pack, of which each thread has up to one element.
+// Divides x[0, count), which may start at any element. The body is whole packs (16 bytes), from the
+// first 16-byte boundary on. Head and tail are shorter than a pack: a thread takes at most one
+// element of each.
 template <typename T>
 struct Division {
   std::int64_t head, packs;
@@ -103,7 +104,7 @@ struct Division {
     head = min(static_cast<std::int64_t>(misalignment == 0 ? 0 : kVec<T> - misalignment), count);
     packs = (count - head) / kVec<T>;
   }
-  // The calling thread's element of the tail, if that is less than count.
+  // The calling thread's element of the tail; if the result is not below count, there is none.
   __device__ std::int64_t tail() const { return head + packs * kVec<T> + threadIdx.x; }
 };
 
@@ -125,7 +126,7 @@ std::int64_t Chunks(const Leaf& leaf) {
   return CeilDiv(leaf.count, ChunkElements(leaf));
 }
 
-// Chunks of the leaves from `first` on that go into one table.
+// The number of chunks of a table whose first leaf is number `first`.
 std::int64_t ChunksOfTable(const std::vector<Leaf>& leaves, std::size_t first,
                            std::size_t capacity) {
   std::int64_t chunks = 0;
@@ -134,8 +135,8 @@ std::int64_t ChunksOfTable(const std::vector<Leaf>& leaves, std::size_t first,
   return chunks;
 }
 
-// Calls launch(table, chunks, first) for tables of all leaves, one after the other; `first` is the
-// first leaf's number. The caller fills in slots.
+// Puts all leaves into tables, and calls launch(table, chunks, first) for each table. `first` is
+// the number of the table's first leaf. launch fills in `slots`.
 template <int kCapacity, typename Fn>
 ffi::Error ForTables(const char* op, const std::vector<Leaf>& leaves, std::int64_t groups,
                      const Fn& launch) {

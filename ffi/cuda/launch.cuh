@@ -1,4 +1,4 @@
-// What every launcher needs: errors, grid sizes, the device's size.
+// Used by every launcher: errors, grid sizes, properties of the device.
 #pragma once
 
 #include <algorithm>
@@ -19,11 +19,11 @@ namespace ffi = ::xla::ffi;
 
 inline ffi::Error ToError(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
-  cudaGetLastError();  // else the next launch, anyone's, would be told of this one's error
+  cudaGetLastError();  // else the next launch, anyone's, would report this error
   return ffi::Error::Internal(std::string(op) + ": " + cudaGetErrorString(status));
 }
 
-// The error of the launches just made, so that it is reported by the call that caused it.
+// The error of the launches just made. Each call asks, so that it reports its own errors.
 inline ffi::Error LastError(const char* op) {
   return ToError(op, cudaGetLastError());
 }
@@ -33,13 +33,13 @@ __global__ void ArchitectureProbe() {}
 
 struct Device {
   int architecture =
-      0;  // 10 * major + minor: the GPU's, or what the code was compiled for if older
+      0;  // 10 * major + minor, of the GPU or of the compiled code, whichever is older
   int multiprocessors = 1;
-  int shared_bytes = 0;  // of a multiprocessor
+  int shared_bytes = 0;  // shared memory of a multiprocessor
   int l2_bytes = 0;
 };
 
-// The current device, which is the one of the stream that XLA gives.
+// The current device; XLA makes the stream's device current.
 inline Device CurrentDevice() {
   static std::array<Device, 64> devices;
   static std::array<std::once_flag, 64> asked;
@@ -50,7 +50,7 @@ inline Device CurrentDevice() {
       int value = 0;
       return cudaDeviceGetAttribute(&value, which, index) == cudaSuccess ? value : 0;
     };
-    // PTX for an older architecture, compiled by the driver, lacks what newer ones can do.
+    // The driver may have compiled PTX for an older architecture, without newer features.
     cudaFuncAttributes compiled{};
     if (cudaFuncGetAttributes(&compiled, ArchitectureProbe<0>) != cudaSuccess) return Device{};
     return Device{std::min(10 * attribute(cudaDevAttrComputeCapabilityMajor) +
@@ -70,8 +70,8 @@ inline int MultiprocessorCount() {
   return CurrentDevice().multiprocessors;
 }
 
-// What `ask` says of a kernel launched in this way on the current device, asked once: CUDA takes
-// microseconds to answer. An error, which is no answer, is asked again.
+// The answer of `ask` for a kernel launched in this way on the current device. It is asked only
+// once, because CUDA takes microseconds to answer. After an error, it is asked again.
 template <typename Ask>
 cudaError_t Remembered(const void* kernel, int threads, int shared_bytes, int cluster, int& answer,
                        const Ask& ask) {
@@ -90,8 +90,8 @@ cudaError_t Remembered(const void* kernel, int threads, int shared_bytes, int cl
   return status;
 }
 
-// Lets the next kernel start as soon as there is room, if it was launched so, which then waits (by
-// WaitForKernelBefore) until this one has ended: so its launch takes no time.
+// Lets the next kernel, if it was launched with StartEarly, start as soon as there is room. There,
+// WaitForKernelBefore waits until this kernel has ended. So the launch takes no time.
 __device__ __forceinline__ void LaunchNext() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
@@ -102,26 +102,28 @@ __device__ __forceinline__ void WaitForKernelBefore() {
   cudaGridDependencySynchronize();
 #endif
 }
-// How such a kernel is launched, where the GPU can; returns how many attributes that takes.
+// Sets the attribute to launch such a kernel. Returns 1 if the GPU can do that, otherwise 0.
 inline unsigned StartEarly(cudaLaunchAttribute& attribute) {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   return CurrentDevice().architecture >= 90 ? 1 : 0;
 }
 
-// And with as much shared memory as the kernel before has, as changing that takes time.
+// Sets the attribute for the largest shared memory, and returns 1. The kernel before should have it
+// too, because a change of size takes time.
 inline unsigned KeepShared(cudaLaunchAttribute& attribute) {
   attribute.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attribute.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   return 1;
 }
 
-// Blocks of a one-dimensional grid: one for each of `items`, but no more than CUDA allows and at
-// least the one that it demands. So kernels loop over items, from blockIdx.x in steps of gridDim.x.
+// Blocks of a one-dimensional grid: one for each of `items`, at least one, and no more than CUDA
+// allows. Kernels loop over items, from blockIdx.x in steps of gridDim.x.
 inline unsigned GridBlocks(std::int64_t items) {
   return static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, std::numeric_limits<int>::max()));
 }
-// A block for each of any number of items, at least one: ItemOfBlock() may be none of these.
+// A grid with a block for each of any number of items, and at least one. Blocks may be left over:
+// if ItemOfBlock() is not below `items`, the block has no item.
 inline dim3 BlockPerItem(std::int64_t items) {
   constexpr std::int64_t kMost = std::numeric_limits<int>::max();
   return {GridBlocks(items),

@@ -1,15 +1,16 @@
-// Layer norm and RMS norm backward, CUDA; formulas: common/math.h.
+// Layer norm and RMS norm backward, CUDA. Formulas: common/math.h.
 //
-// How rows are laid out on the chip: cuda/layer_norm_bwd_policy.h. Each unit of threads (a warp, or
-// the warps of a row) is persistent: it takes every so many-th row, or small rows by the warp
-// (layer_norm_bwd.cuh), and each of its threads has its part of the next ones on their way to
-// shared memory (layer_norm_ring.cuh). Each block has a slot in a group: a share of the group's
-// rows, and one partial row of column sums, which stay in registers (dx's: in shared memory) over
-// the rows, are added over units, and then over slots (column_sum.cuh), in a fixed order. Traffic:
-// dy and x (and dsum) read, dx written, and a partial row per block.
+// Row layout: cuda/layer_norm_bwd_policy.h. A unit of threads is a warp, or the warps of one row.
+// Each unit is persistent: it loops over rows (narrow rows: several per warp, layer_norm_bwd.cuh).
+// Each thread copies its part of the next rows to shared memory in advance (layer_norm_ring.cuh).
+// Each block has a slot in a group: a share of the group's rows, and one partial row of column
+// sums. Column sums stay in registers over the rows; sums of dx stay in shared memory. They are
+// added over units, then over slots (column_sum.cuh), in a fixed order. Traffic: dy, x and dsum (if
+// given) are read. dx is written, and a partial row per block.
 //
-// Rows that start anywhere: as forward (narrow ones: layer_norm_bwd_narrow.cuh). Few rows' column
-// sums are a kernel of their own, beside dx's, which reads dy and x once more (LaunchFewSums).
+// Unaligned rows are accessed as in the forward pass; narrow ones: layer_norm_bwd_narrow.cuh. For
+// few rows a separate kernel beside the dx kernel computes the column sums (LaunchFewSums). It
+// reads dy and x once more.
 #include "cuda/layer_norm_bwd.cuh"
 
 #include <algorithm>
@@ -24,7 +25,7 @@
 namespace gradops {
 namespace {
 
-// scratch: values that the workspace has.
+// scratch: how many values the workspace holds.
 template <typename T, int W>
 cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, bool sums,
                              std::int64_t scratch) {
@@ -42,7 +43,7 @@ cudaError_t BackwardStreamed(cudaStream_t stream, const LayerNormBwdArgs& args, 
   return cudaGetLastError();
 }
 
-// Where the column sums of `slots` blocks a group go; counts those that are to be added up after.
+// Returns where `slots` blocks a group store sums. Directly in the results: wanted.count becomes 0.
 template <typename A>
 SlotSums<A> SumsOf(const LayerNormBwdArgs& args, std::int64_t slots, ColumnSums& wanted) {
   const std::int64_t features = args.shape.features;
@@ -60,7 +61,7 @@ SlotSums<A> SumsOf(const LayerNormBwdArgs& args, std::int64_t slots, ColumnSums&
     sums.results[s] = at_once ? static_cast<A*>(result) : workspace + place++ * features;
   }
   if (at_once) {
-    wanted.count = 0;  // nothing is left to do
+    wanted.count = 0;  // no partial sums are left to add
   } else {
     sums.group_pitch = args.partial_rows * wanted.count * features;
     sums.slot_pitch = wanted.count * features;
@@ -68,8 +69,8 @@ SlotSums<A> SumsOf(const LayerNormBwdArgs& args, std::int64_t slots, ColumnSums&
   return sums;
 }
 
-// Few rows' column sums, from dy and x: by a kernel that starts beside the one before if that lets
-// it, as it needs nothing of dx's. Sums of partial sums would wait for these.
+// Column sums of few rows, from dy and x. They need no dx, so this kernel starts beside the kernel
+// before, if that allows it. Adding partial sums would have to wait for that kernel.
 template <typename T, int W>
 cudaError_t LaunchFewSums(cudaStream_t stream, const LayerNormBwdArgs& args) {
   cudaLaunchAttribute attributes[2]{};
@@ -83,8 +84,9 @@ cudaError_t LaunchFewSums(cudaStream_t stream, const LayerNormBwdArgs& args) {
                             static_cast<const Accum<T>*>(nullptr));
 }
 
-// Whether that is faster: while dy and x, read twice, are in the L2 cache, and x as often as blocks
-// read it if no row is usual (FewDeltas). Not where tests force what they look at.
+// Whether LaunchFewSums is faster: dy and x, read twice, must fit the L2 cache. If no row is usual,
+// each block also reads all of x (FewDeltas; limit: kFewReads). Tests that force a plan get its
+// kernel.
 inline constexpr std::int64_t kFewBytes = std::int64_t{4} << 20,
                               kFewReads = std::int64_t{128} << 20;
 bool FewRows(const LayerNormBwdArgs& args, int element_bytes, int width) {
@@ -148,7 +150,7 @@ cudaError_t Backward(cudaStream_t stream, LayerNormBwdArgs args) {
     return cudaLaunchKernelEx(&launch.config, kernel, args, narrow, deal, sums, inverse_features);
   };
   if (!plan.stream) {
-    // Here what it costs that rows may be uneven hardly shows.
+    // Even rows use the code for uneven rows too: here that costs hardly any time.
     constexpr int kMore = MorePacks(sizeof(T));
     const NarrowPlan narrow = plan.division == Division::kFramed
                                   ? ChooseNarrowPlan(task, NarrowBackwardExtra(task))

@@ -1,4 +1,4 @@
-// The backward kernel of layer_norm_bwd.cu, whose comment describes it.
+// The backward kernel that layer_norm_bwd.cu describes and launches.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 namespace gradops {
 namespace {
 
-// P: packs of a row that a thread holds.
+// P: packs (16-byte vectors) of a row that a thread holds.
 template <typename T, int P, Division kDivision, bool kCentered, bool kFromOutput>
 __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
     BackwardKernel(const __grid_constant__ LayerNormBwdArgs args,
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
       if constexpr (kFramed) {
         place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
-      // Where the turn's rows begin, as far as they are the block's.
+      // Here the block's share of the turn's first row begins (framed: of its frame).
       const std::int64_t first =
           turn_row * features + place.first_column - (kFramed ? place.skip() : 0);
       const std::int64_t step = turns.step * features;
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
       stats.Start(first_row, turns.step, turns.own);
       A scale[P][W];
       LoadParam(args.scale, group, place, A{1}, static_cast<A>(args.scale_offset), scale);
-      // Of packs that do not count dy and x are 0, but their products should be, too: also with
-      // an infinite scale, and what follows from a bias.
+      // In packs that do not count (Place::Counts), dy and x are 0. The scale must be 0 too: an
+      // infinite scale would give NaN, and a bias would give an x_hat other than 0.
 #pragma unroll
       for (int i = 0; i < P; ++i) {
 #pragma unroll
@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
       int turn = 0;
 #pragma unroll 1
       for (bool store = pass == 0; turn < turns.most; store = false) {
-        // The turns whose sums stay in registers. All of a block's units take as many, so that its
-        // barriers are met equally often; there may be no row in a unit's last one.
+        // Column sums stay in registers for these turns. All units of a block take equally many
+        // turns, so they meet its barriers equally often. A unit's last turn may have no row.
         const int end = kLimited ? min(turns.most, turn + kTurnsPerSum) : turns.most;
         A dscale[P][W] = {}, dbias[P][W] = {};
         if (sums_dx) dx_sums.Clear();
@@ -100,17 +100,17 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
           Pack<T, W> dy_packs[P], x_packs[P];
           ring.Take(dy_packs, x_packs);
 
-          // x - mean, x, or x_hat.
+          // Layer norm: x - mean. RMS norm: x. From the output: x_hat.
           const auto centered_of = [&](A value, int i, int j) {
             if constexpr (kFromOutput) {
-              // The reciprocal of a subnormal is infinite.
+              // The reciprocal of a subnormal scale is infinite.
               return abs(scale[i][j]) < std::numeric_limits<A>::min()
                          ? A{0}
                          : (value - bias[i][j]) * Reciprocal(scale[i][j]);
             }
             return kShift ? value - mean : value;
           };
-          A totals[kValues] = {};  // of wdy * centered, wdy and, not kUsual, centered
+          A totals[kValues] = {};  // sums of wdy * centered, wdy and, not kUsual, centered
           const auto add_up = [&]<bool kUsual>() {
             place.ForPacks([&]<bool kAll>(int i) {
               if (!kAll && place.Lacks(i)) return;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
               for (int j = 0; j < W; ++j) {
                 if (!kAll && !place.Has(i, j)) continue;
                 const A centered = centered_of(x[j], i, j), wdy = dy[j] * scale[i][j];
-                // Not added to 0, which would take an instruction, as -0 + 0 is 0.
+                // The first term is not added to 0. That would take an instruction: -0 + 0 is 0.
                 const bool alone = !kFramed && i == 0 && j == 0;
                 totals[0] = alone ? wdy * centered : totals[0] + wdy * centered;
                 if constexpr (kCentered) totals[1] = alone ? wdy : totals[1] + wdy;
@@ -136,12 +136,12 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
           }
           over_row(totals);
           if (plan.cluster > 1) ring.ReplaceLater();
-          // Not to keep dy widened, too: registers are short.
+          // dy is widened again below: registers do not suffice to keep it widened too.
 #pragma unroll
           for (int i = 0; i < P; ++i) KeepPacked(dy_packs[i]);
 
           const auto finish = [&]<bool kUsual>() {
-            // x_hat = centered * factor + shift; shift is of the saved mean's rounding.
+            // x_hat = centered * factor + shift. shift corrects the saved mean's rounding.
             const A factor = kFromOutput ? A{1} : rstd;
             A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
             if constexpr (kShift && !kUsual) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
             }
             if constexpr (kCentered) mean_wdy = totals[1] * inverse_n;
             mean_wdy_x_hat *= factor * inverse_n;
-            // kUsual: NormInputGrad multiplied out, for fewer instructions.
+            // kUsual: NormInputGrad is multiplied out, which takes fewer instructions.
             const A slope = -mean_wdy_x_hat * rstd * factor, offset = -mean_wdy * rstd;
             place.ForPacks([&]<bool kAll>(int i) {
               if (!kAll && place.Lacks(i)) return;
@@ -213,15 +213,15 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
         give(0, dscale, 0);
         if constexpr (kCentered) give(1, dbias, 1);
         if (sums_dx) {
-          // In the place of dscale's, which have been read, or of dbias's, which there are not.
+          // Where dscale's sums were, which have been read. RMS norm: where dbias's would be.
           dx_sums.Get(dscale);
           give(kCentered ? 0 : 1, dscale, 2);
         }
-        // All sums are read before the next are written; and written before another pass, in which
-        // columns change hands, adds to them.
+        // All sums are read before the next are written. Framed: all are written before the next
+        // pass, in which other threads add to them.
         if (plan.units > 1 || kFramed) __syncthreads();
       }
-      // Columns change hands: what one block stored, another one adds to.
+      // In the next pass a block adds to columns that another block of the cluster stored.
       if (kFramed && plan.cluster > 1 && pass + 1 < deal.passes) ClusterSync();
     }
   }

@@ -1,4 +1,4 @@
-// The kernel of layer_norm_bwd.cu for narrow rows that start anywhere: chunks of them in shared
+// The kernel of layer_norm_bwd.cu for narrow unaligned rows. Warps work on chunks of rows in shared
 // memory, where dx replaces dy (layer_norm_narrow.cuh).
 #pragma once
 
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
   const void* const arrays[] = {args.dy, args.x, args.dsum};
   const NarrowChunks<T, 3> chunks(plan, shared + warp * plan.warp_bytes,
                                   args.dsum != nullptr ? 3 : 2, groups * rows * row_bytes);
-  // Of each of the block's warps, a partial sum for each column; of each thread, sums of dx.
+  // partial: each warp's partial sums of all columns. dx_sums: each thread's sums of dx.
   A* const partial = reinterpret_cast<A*>(shared + plan.warps * plan.warp_bytes);
   A* const dx_sums = partial + plan.warps * features + threadIdx.x;
   const bool sums_dx = sums.results[2] != nullptr;
@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
                         : static_cast<std::uint32_t>(item) / static_cast<std::uint32_t>(deal.slots);
     const std::int64_t slot = item - group * deal.slots;
     const NarrowTurns turns(deal, plan, slot, warp);
-    // The turn's chunk, which begins with `row`, `first` bytes into the arrays; and its rows'
-    // statistics, a lane's each.
+    // order: starts the copies of a turn's chunk. The chunk begins with `row`, `first` bytes into
+    // the arrays. load_statistics: loads the statistics of its rows, one row per lane.
     const auto order = [&](int turn, std::int64_t row, std::int64_t first) {
       if (turn < turns.own) chunks.Order(turn & 1, arrays, first, rows_of(row) * row_bytes);
       CommitCopies();
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
     order(0, row, first);
     order(1, row + turns.step, first + step_bytes);
 
-    // 0 for columns that other lanes own: so these add nothing to a row's sums.
+    // The scale is 0 for columns that other lanes own, so they add nothing to a row's sums.
     A scale[K];
     [[maybe_unused]] A bias[K];
     LoadNarrowParam<T>(args.scale, group, place.begin, plan.columns, A{1},
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
     int turn = 0;
 #pragma unroll 1
     for (bool store = true; turn < turns.most; store = false) {
-      // The turns whose sums stay in registers.
+      // Column sums stay in registers for these turns.
       const int end = min(turns.most, turn + turns_per_sum);
       A dscale[K] = {}, dbias[K] = {};
       if (sums_dx) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
         if (turn >= turns.own) continue;
         const int stage = turn & 1, count = rows_of(row);
         const A means = next_mean, rstds = next_rstd;
-        // Bit by bit, those of the chunk's rows that are not as most are.
+        // Bit r is set if row r of the chunk is not usual (UsualRow).
         const unsigned unusual =
             !kShift
                 ? 0
@@ -106,10 +106,10 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
                                                  (epsilon < 0 || !UsualRow(means, rstds, epsilon)));
         load_statistics(turn + 1, row + turns.step);
         WaitForCopies<1>();
-        __syncwarp();  // all lanes' copies are there
+        __syncwarp();  // all lanes' copies have arrived
 #pragma unroll 1
         for (int step = 0; step < count; step += kWarp >> plan.log_lanes) {
-          // Lanes without a row do the last one's sums once more.
+          // Lanes without a row repeat the sums of the last row.
           const int of_chunk = min(step + place.row, count - 1);
           [[maybe_unused]] const A mean = __shfl_sync(0xffffffffu, means, of_chunk);
           const A rstd = __shfl_sync(0xffffffffu, rstds, of_chunk);
@@ -117,13 +117,13 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
               static_cast<std::uint32_t>(of_chunk * row_bytes + place.begin * kSize);
           const std::uint32_t dy_at = chunks.At(stage, 0, first) + in_slot;
           const std::uint32_t x_at = chunks.At(stage, 1, first) + in_slot;
-          A dy[K], x[K];           // x: less the saved mean; from the output, x_hat
-          A totals[kValues] = {};  // of wdy * x, wdy and x
+          A dy[K], x[K];           // x becomes x - mean; from the output: x_hat
+          A totals[kValues] = {};  // sums of wdy * x, wdy and x
           LoadColumns<T>(plan, dy_at, dy);
           LoadColumns<T>(plan, x_at, x);
           ForColumns<K>(plan.columns, [&](int k) {
             if constexpr (kFromOutput) {
-              // The reciprocal of a subnormal is infinite.
+              // The reciprocal of a subnormal scale is infinite.
               x[k] = abs(scale[k]) < std::numeric_limits<A>::min()
                          ? A{0}
                          : (x[k] - bias[k]) * Reciprocal(scale[k]);
@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
           } else {
             OverLanes(plan.lanes, reinterpret_cast<A(&)[kValues - kShift]>(totals));
           }
-          __syncwarp();  // what is overwritten is read, by all lanes that have it
+          __syncwarp();  // all lanes have read what is overwritten below
           if (step + place.row >= count) continue;
-          // x_hat = x * factor + shift; shift is of the saved mean's rounding.
+          // x_hat = x * factor + shift. shift corrects the saved mean's rounding.
           const A factor = kFromOutput ? A{1} : rstd;
           A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
           if constexpr (kShift) {
@@ -173,14 +173,14 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
             finish.template operator()<true>();
           }
         }
-        __syncwarp();  // all rows are in their places
+        __syncwarp();  // all results are in shared memory
         chunks.WriteBack(stage, 0, args.dx, first, count * row_bytes);
-        __syncwarp();  // all of the slots is read
+        __syncwarp();  // the slots are read before new copies overwrite them
         order(turn + 2, row + 2 * turns.step, first + 2 * step_bytes);
         row += turns.step, first += step_bytes;
       }
 
-      // Over the rows of each warp, over the block's warps, and to the slot.
+      // Adds sums over the rows of each warp, then over the block's warps, then to the slot.
       const std::int64_t sums_at = group * sums.group_pitch + slot * sums.slot_pitch;
       const auto give = [&](A(&values)[K], int s) {
         if (sums.results[s] == nullptr) return;
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
           for (int w = 1; w < plan.warps; ++w) total[0] += partial[w * features + column];
           StoreOrAdd(to + column, total, store);
         }
-        __syncthreads();  // all are read before the next are written
+        __syncthreads();  // all sums are read before the next ones are written
       };
       give(dscale, 0);
       if constexpr (kCentered) give(dbias, 1);

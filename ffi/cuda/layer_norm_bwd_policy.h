@@ -1,26 +1,26 @@
-// How layer norm's backward kernel has rows laid out on a GPU; see cuda/layer_norm_policy.h. Plain
-// C++, no CUDA.
+// Row layout of layer norm's backward kernel on a GPU; see cuda/layer_norm_policy.h. Plain C++, no
+// CUDA.
 //
-// Few blocks stay, as column sums do, in registers (dx's: in shared memory). Each unit of threads
-// takes row after row. Each thread has its part of the next ones on their way to its own part of a
-// ring in shared memory, and what it reads of one it orders of a later one: so a multiprocessor has
-// as much under way as it takes, all the time, and no thread waits for others but in a row's sums
-// (framed: and for its warp's).
+// The grid is small: a few blocks per multiprocessor loop over all rows. Each thread keeps its
+// column sums in registers for the whole loop. Sums of dx are in shared memory. Each unit of
+// threads takes row after row. Each thread copies its part of the next rows to its own part of a
+// ring in shared memory. When it has read a part, it orders that part of a later row (starts its
+// copy). So a multiprocessor has enough bytes under way all the time. A thread waits for other
+// threads only in a row's sums (framed: also for its warp).
 //
-//   bytes of a row          of a thread                       threads of a row
-//   up to 1 Ki              32                                1 to 32 lanes
-//   up to 16 Ki (with 48    32; or, of 16-bit elements and    64 to 512 (with 48 up to 384)
-//   bytes 18, with 64 32)   framed, 48 where that puts more
-//                           of them to work; 64, of wider
-//                           elements, where 32 would take
-//                           larger clusters, or cannot
-//   up to 16 times that     as above                          2 to 16 blocks of those, from sm_90
-//                                                             on; else streamed
+//   Bytes of a thread   Threads of a row                Bytes of a row
+//   32                  up to 512 of one block          up to 16 Ki
+//   48                  up to 384 of one block          up to 18 Ki
+//   64                  up to 512 of one block          up to 32 Ki
+//   32, 48 or 64        2 to 16 such blocks (sm_90 on)  up to 16 times as above; else streamed
 //
-// Framed rows have at least 32 lanes, and more than 480 elements (else layer_norm_narrow_policy.h).
-// Rows that one block holds get a cluster, too, of blocks of at least three warps, where one would
-// leave more than an eighth (of 48 bytes a tenth) of a multiprocessor's 512 (or 384) threads
-// without work.
+// 16-bit elements and framed rows: 48 bytes, unless 32 bytes put clearly more threads to work.
+// Wider elements: 32 bytes, unless these take larger clusters or cannot hold the row; then 64.
+// Framed rows have at least 32 lanes, and more than 480 elements (float64: 224); for narrower ones
+// see layer_norm_narrow_policy.h. A cluster also shares a row that one block could hold, if that
+// block left more than an eighth of a multiprocessor's threads idle. (Not framed, with 48 bytes: a
+// tenth.) A multiprocessor has 512 threads, with 48 bytes 384. The blocks of such a cluster have at
+// least three warps.
 #pragma once
 
 #include <algorithm>
@@ -31,57 +31,58 @@
 namespace gradops {
 
 struct BackwardPlan {
-  bool stream;  // none of what follows holds
+  bool stream;  // Rows are streamed: the other members mean nothing.
   Division division;
-  int packs;         // of 16 bytes, that a thread has of a row
-  int lanes;         // threads of a row in one block: a power of two up to 32, or full warps
-  int units;         // of a block, each of max(32, lanes) threads with rows of its own
-  int cluster;       // blocks that share a row
-  int share;         // columns of each of them
-  int stages;        // of the ring: rows that a thread has under way
-  int ring_bytes;    // of a block, first in its shared memory; then come its units' column sums
-  int dx_sum_bytes;  // of a block: where threads sum dx up; 0: they do not; last
-  int shared_bytes;  // of a block
-  int classes;       // every so many-th row's frame starts as many columns before it
+  int packs;         // Packs (16-byte vectors) of a row that a thread has.
+  int lanes;         // Threads of a row in one block: a power of two up to 32, or full warps.
+  int units;         // Units of a block: each has max(32, lanes) threads and rows of its own.
+  int cluster;       // Blocks that share a row.
+  int share;         // Columns of each block.
+  int stages;        // Stages of the ring: rows that a thread has under way.
+  int ring_bytes;    // A block's ring. It comes first in shared memory, then column sums.
+  int dx_sum_bytes;  // A block's sums of dx, last in shared memory. 0: there are none.
+  int shared_bytes;  // All shared memory of a block.
+  int classes;       // Rows this far apart start at an equal offset from a 16-byte boundary.
 
   constexpr int unit_threads() const { return std::max(32, lanes); }
   constexpr int threads() const { return units * unit_threads(); }
-  constexpr int unit_rows() const { return lanes < 32 ? 32 / lanes : 1; }  // of a turn
+  constexpr int unit_rows() const { return lanes < 32 ? 32 / lanes : 1; }  // Per turn.
 };
 
-// Whether all blocks end at about the same time that have so many turns, and some of them one more.
-// If not, what comes after, launched early, crowds on the multiprocessors that are done first:
-// [199, 8192] takes 17.6 us, not 16.4.
+// Whether all blocks end at about the same time, if each has `rounds` turns and `extra` units one
+// more. If not, the next kernel must not start early: it would crowd on the multiprocessors that
+// are done first. [199, 8192] then takes 17.6 us, not 16.4.
 constexpr bool EndTogether(std::int64_t rounds, std::int64_t extra) {
   return rounds == 0 || extra == 0 || rounds > 8;
 }
 
-// Threads of a block, at most, which have so many bytes of a row each.
+// The most threads of a block if each has `row_bytes` bytes of a row.
 constexpr int BackwardThreads(int row_bytes) {
   return row_bytes == 48 ? 384 : 512;
 }
 inline constexpr int kMaxStages = 2;
 
-// Packs of a row that one thread holds: few, or more; framed, whose code takes more registers.
+// Packs of a row that one thread holds: kFewPacks, or more. The code for framed rows takes more
+// registers, so their larger number is kFramedPacks, not MorePacks.
 inline constexpr int kFewPacks = 2;
 constexpr int MorePacks(int element_bytes) {
   return element_bytes == 2 ? 3 : 4;
 }
 inline constexpr int kFramedPacks = 3;
 
-// What a thread's pack takes of a ring: 16 bytes, and its part of the line by which a warp's packs
-// may start later.
+// Bytes of a ring for one pack of a thread: 16, and a lane's part of a line. The extra line lets a
+// warp's packs start at any offset of a line.
 inline constexpr int kRingPackBytes = 16 + kLineBytes / 32;
 
 namespace row_policy {
 
-// Of as many blocks on a multiprocessor: beside what they ask for, CUDA keeps 1 KB, and static
-// memory is less than 3.
+// Dynamic shared memory of a block if `blocks` of them share a multiprocessor. kSparedBytes covers
+// 1 KB that CUDA keeps, and static shared memory of less than 3 KB.
 constexpr std::int64_t SharedBudget(const RowTask& task, int blocks) {
   return task.shared_bytes / blocks - kSparedBytes;
 }
 
-// Of so many threads: a sum for each of their elements; and the ring.
+// SumBytes: for `threads` threads, a sum for each of their elements. RingBytes: their ring.
 constexpr int SumBytes(const RowTask& task, int packs, int threads) {
   return threads * packs * 16 / task.element_bytes * (task.element_bytes == 8 ? 8 : 4);
 }
@@ -89,8 +90,8 @@ constexpr int RingBytes(const RowTask& task, int packs, int threads, int stages)
   return stages * task.arrays * packs * kRingPackBytes * threads;
 }
 
-// Gives a block so many units and stages, and all shared memory they take. Where several units add
-// up column sums, it is two at a time.
+// Gives a block `units` units and `stages` stages, and computes its shared memory. Several units
+// add up their column sums two arrays at a time.
 inline void Divide(const RowTask& task, int units, int stages, BackwardPlan& plan) {
   plan.units = units;
   plan.stages = stages;
@@ -100,7 +101,7 @@ inline void Divide(const RowTask& task, int units, int stages, BackwardPlan& pla
   plan.shared_bytes = plan.ring_bytes + (units > 1 ? 2 * sums : 0) + plan.dx_sum_bytes;
 }
 
-// How many units a multiprocessor can run: of one block, or, of clusters, each a block.
+// How many units a multiprocessor can run. They are in one block; of a cluster, each is a block.
 inline int UnitsThatFit(const RowTask& task, BackwardPlan plan) {
   const auto fit = [&](int units) {
     Divide(task, plan.cluster > 1 ? 1 : units, 1, plan);
@@ -111,26 +112,26 @@ inline int UnitsThatFit(const RowTask& task, BackwardPlan plan) {
   return units;
 }
 
-// Which part of a multiprocessor's threads then has work.
+// The fraction of a multiprocessor's threads that then has work.
 inline double PartAtWork(const RowTask& task, const BackwardPlan& plan) {
   const int bytes = plan.unit_rows() * plan.share * task.element_bytes;
   return static_cast<double>(UnitsThatFit(task, plan) * bytes) /
          (BackwardThreads(16 * plan.packs) * 16 * plan.packs);
 }
 
-// Which part of a GPC's 16 multiprocessors has clusters of so many; of more than 8, whatever is
-// left.
+// The fraction of a GPC's 16 multiprocessors that clusters of `cluster` blocks can use. It counts
+// as 1 for more than 8 blocks, however many multiprocessors are left.
 constexpr double PartOfGpc(int cluster) {
   return cluster > 8 ? 1.0 : static_cast<double>(16 / cluster * cluster) / 16;
 }
 
-// Divides rows among threads of so many packs; false where no cluster can hold one.
+// Divides rows among threads of `packs` packs. Returns false if no cluster can hold a row.
 inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs,
                        BackwardPlan& plan) {
   const int elements = packs * 16 / task.element_bytes;
   plan.packs = packs;
   const bool framed = Framed(task, packs);
-  // What a block can hold: in registers, and in shared memory.
+  // What a block can hold in registers and in shared memory.
   const std::int64_t bytes =
       RingBytes(task, packs, 1, 1) + (task.sums_dx ? SumBytes(task, packs, 1) : 0);
   const int max_warps = BackwardThreads(16 * packs) / 32;
@@ -138,16 +139,16 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   const int threads = static_cast<int>(std::min<std::int64_t>(
       std::min(limit, 32 * max_warps), SharedBudget(task, 1) / bytes / 32 * 32));
   const std::int64_t held = std::int64_t{threads} * elements;
-  // Whole lines: else blocks share sectors of memory, which are then read twice. Unless too little
-  // were left for the last one.
+  // Shares are whole lines: otherwise two blocks read the sectors between them. Exception: the last
+  // block would get less than half of such a share.
   const auto share = [&](int cluster) {
     const std::int64_t least = Share(task, cluster, framed);
     const std::int64_t lines = RoundUp(least, kLineBytes / task.element_bytes);
     const std::int64_t rest = task.features - (cluster - 1) * lines;
     return !framed && cluster > 1 && 2 * rest >= lines ? lines : least;
   };
-  // The fewest blocks by which enough of a multiprocessor's threads have work. Those of less than
-  // three warps are slow: only where there are no others.
+  // The loop below takes the fewest blocks that give enough of a multiprocessor's threads work.
+  // Blocks of less than three warps are slow, so they are taken only if no others fit.
   const auto at_work = [&](int cluster) {
     const std::int64_t parts = CeilDiv(share(cluster), elements), warps = CeilDiv(parts, 32);
     if (share(cluster) > held) return 0.0;
@@ -155,7 +156,7 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
     return static_cast<double>(parts * (max_warps / warps)) / (32 * max_warps);
   };
   const double enough = packs == 3 && !framed ? 0.9 : 0.875;
-  // More than 8 blocks only where 8 cannot hold the row: not every GPU can run that many.
+  // More than 8 blocks only if 8 cannot hold the row: not every GPU can run such clusters.
   plan.cluster = 1;
   for (int cluster = 2; cluster <= MaxCluster(task, forced); ++cluster) {
     if (at_work(plan.cluster) >= (cluster <= 8 ? enough : 0.01)) break;
@@ -169,7 +170,7 @@ inline bool DivideRows(const RowTask& task, const RowOverride& forced, int packs
   return true;
 }
 
-// Chooses the packs of a thread, too.
+// Also chooses how many packs a thread has.
 inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
   const auto divide = [&](int packs) {
     BackwardPlan divided{};
@@ -197,9 +198,9 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
   const auto better = [&] {
     if (few.lanes == 0 || plan.lanes == 0) return few.lanes > 0;
     const double with_few = PartAtWork(task, few);
-    // More packs take fewer instructions an element, and, of wider elements, more registers than
-    // there are: float32 takes them where else clusters were large or left threads idle, float64
-    // where there were no such clusters on every GPU, or where they left multiprocessors idle.
+    // More packs take fewer instructions per element, but registers do not suffice for wider
+    // elements. So float32 takes more packs only if few packs need large clusters or leave threads
+    // idle. Float64: only if few packs need over 8 blocks or leave multiprocessors idle.
     if (task.element_bytes == 2) return 1.05 * PartAtWork(task, plan) < with_few;
     if (task.element_bytes == 8) return few.cluster <= 8 && PartOfGpc(few.cluster) > 0.8;
     return few.cluster <= 2 || (few.cluster <= 4 && with_few >= 0.9);
@@ -208,11 +209,11 @@ inline bool ChoosePacks(const RowTask& task, const RowOverride& forced, Backward
   return plan.lanes > 0;
 }
 
-// Few rows are spread over all multiprocessors before a block gets several units. How many rows a
-// thread has under way follows from how much a multiprocessor then has: with more than it needs,
-// some starve others. It needs more where few units wait long for a row's sums, and have no third
-// array under way: those of clusters and, of 16-bit elements, those that are alone or framed; and a
-// bit more where 16-bit rows have several warps.
+// Few rows are spread over all multiprocessors before a block gets several units. The number of
+// stages follows from the bytes that a multiprocessor then has under way. If these are more than
+// needed, some multiprocessors starve others. More are needed if few units wait long for a row's
+// sums and no third array is under way. This holds for clusters. It also holds for 16-bit elements
+// if a unit is alone or framed. 16-bit rows of several warps need a few more bytes.
 inline void SpreadRows(const RowTask& task, const RowOverride& forced, BackwardPlan& plan) {
   const std::int64_t turns = CeilDiv(task.rows, plan.unit_rows());
   const int fit = std::max(1, UnitsThatFit(task, plan));

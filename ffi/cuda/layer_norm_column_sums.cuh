@@ -1,4 +1,4 @@
-// Column sums of layer norm's backward kernel, as far as a block goes: over its threads.
+// Column sums of layer norm's backward kernel over the threads of a block.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,19 @@
 namespace gradops {
 namespace {
 
-// Where the column sums of (group, slot) go: into the workspace, or, if a group has one slot, into
-// the results. Null where not wanted.
+// Where the column sums of (group, slot) are stored: in the workspace or, if no partial sums are
+// left to add, in the results. Null: the sums are not wanted.
 template <typename A>
 struct SlotSums {
   A* results[3];  // dscale, dbias, dresidual_bias
   std::int64_t group_pitch, slot_pitch;
 };
 
-// For how many turns a thread adds to sums in registers before these are added to the slot's, so
-// that rounding errors hardly grow with the number of rows. Double needs no limit.
+// After this many turns a thread adds its sums in registers to the slot's sums. So rounding errors
+// hardly grow with the number of rows. Double needs no limit.
 constexpr int kTurnsPerSum = 128;
 
-// Stores sums, or adds them to those that are there; p is aligned to them.
+// Stores sums at p, or adds them to the sums there. p is aligned to 16 bytes, or to a single value.
 template <int N, typename A>
 __device__ __forceinline__ void StoreOrAdd(A* p, const A (&values)[N], bool store) {
   constexpr int kStep = N == 1 ? 1 : kVec<A>;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void StoreOrAdd(A* p, const A (&values)[N], bool stor
   }
 }
 
-// Adds up the column sums of a block's threads, and gives them to the slot.
+// Adds up the column sums of a block's threads, and stores or adds them in the slot.
 template <typename T, int P, Division kDivision>
 class BlockSums {
   using A = Accum<T>;
@@ -44,12 +44,12 @@ class BlockSums {
   static constexpr bool kFramed = kDivision == Division::kFramed;
 
  public:
-  // shared: 2 * P * W values per thread; none for one unit.
+  // shared: 2 * P * W values per thread; not used if the block has one unit.
   __device__ BlockSums(const BackwardPlan& plan, const Place<T, P, kDivision, false>& place,
                        unsigned char* shared)
       : plan_(plan), place_(place), shared_(reinterpret_cast<A*>(shared)) {}
 
-  // The s-th sum, of all the block's threads, which all call it. slot: the first column's.
+  // Gives sum s to the slot. All threads of the block call it. slot: its first column; or null.
   __device__ __forceinline__ void Give(int s, A (&sums)[P][W], A* slot, bool first) const {
     const int lanes = plan_.lanes;
     if (lanes < kWarp) {
@@ -83,7 +83,7 @@ class BlockSums {
       }
       return;
     }
-    // [sum][unit][column]; a block of several units has whole rows.
+    // Layout: [sum][unit][column]. A block of several units has whole rows.
     const int elements = P * W * lanes;
     A* const part = shared_ + s * plan_.units * elements;
     if (place_.row == 0) {
@@ -113,8 +113,8 @@ class BlockSums {
   A* const shared_;
 };
 
-// Each thread's sums of dx, which it alone reads and writes: in shared memory, as registers are
-// short, 16 bytes of each thread side by side.
+// Each thread's sums of dx. Only that thread reads and writes them. They are in shared memory as
+// registers are short. The 16-byte vectors of neighbouring threads lie side by side.
 template <typename T, int P>
 class DxSums {
   using A = Accum<T>;
@@ -129,7 +129,7 @@ class DxSums {
 #pragma unroll
     for (int at = 0; at < P * W / N; ++at) StorePack(Chunk(at), Pack<A, N>{});
   }
-  // To those of pack i.
+  // Adds dx to the sums of pack i.
   __device__ __forceinline__ void Add(int i, const A (&dx)[W]) const {
 #pragma unroll
     for (int j = 0; j < W; j += N) {

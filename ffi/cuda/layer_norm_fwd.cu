@@ -1,14 +1,14 @@
-// Layer norm and RMS norm forward, CUDA.
+// Layer norm and RMS norm forward, CUDA. Row layout: cuda/layer_norm_policy.h.
 //
-// How rows are laid out on the chip: cuda/layer_norm_policy.h. A block per row loads it into
-// registers (layer_norm_fwd.cuh); or blocks have rows one after the other, the next ones on their
-// way to shared memory (layer_norm_fwd_rows.cuh). Two passes over a row in each warp, whose means
-// and sums of squares are merged (layer_norm_moments.cuh). Traffic: x read, y written; with a
-// residual, x and residual read, sum and y written.
+// In one kernel, a block loads one row into registers (layer_norm_fwd.cuh). In another kernel,
+// blocks take rows one after the other, and copy the next rows to shared memory in advance
+// (layer_norm_fwd_rows.cuh). Each warp makes two passes over its part of a row. Then the warps'
+// means and sums of squares are merged (layer_norm_moments.cuh). Traffic: x is read, y written.
+// With a residual, x and residual are read, sum and y written.
 //
-// Rows that start anywhere are read and written by the 16 bytes too, from 16-byte boundary to
-// 16-byte boundary, so that only a row's first and last few elements need care: see Place. Narrow
-// ones by the chunk of neighbouring rows (layer_norm_fwd_narrow.cuh).
+// Unaligned rows may start at any element. They too are accessed by 16-byte vectors, and only their
+// first and last few elements need special care (Place). Narrow unaligned rows are copied in chunks
+// of neighbouring rows (layer_norm_fwd_narrow.cuh).
 #include "cuda/layer_norm_fwd.cuh"
 
 #include <algorithm>
@@ -29,8 +29,8 @@ RowOverride& ForcedRowPlan() {
 
 namespace {
 
-// Calls fn.operator()<ParamT>(): what a forward kernel takes scale and bias for; void: for
-// anything, or nothing. A residual's bias, too, is of that type, or there is none.
+// Calls fn.operator()<ParamT>(). ParamT is the type of scale, bias and the residual's bias (if
+// there is one). void: the types differ, have no kernel of their own, or a parameter is missing.
 template <typename T, Division kDivision, bool kCentered, typename Fn>
 cudaError_t DispatchParam(const LayerNormFwdArgs& args, const Fn& fn) {
   const auto all = [&](ffi::DataType dtype) {
@@ -46,10 +46,11 @@ cudaError_t DispatchParam(const LayerNormFwdArgs& args, const Fn& fn) {
 }
 
 constexpr std::int64_t kMaxGridY = 65535;
-// What a multiprocessor's blocks of more than a warp or two need; the GPU gives 16 KB.
+// What the blocks of a multiprocessor need if they have more than a warp or two. The GPU gives 16
+// KB.
 constexpr int kLeastSharedBytes = 10 * 1024;
 
-// A grid of so many blocks for each group.
+// A grid of `blocks` blocks for each group.
 cudaError_t GridOf(std::int64_t groups, std::int64_t blocks, dim3& grid) {
   const std::int64_t y = std::min(groups, kMaxGridY);
   const std::int64_t z = CeilDiv(groups, y);
@@ -63,8 +64,8 @@ cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
                           const ForwardPlan& plan) {
   auto* const kernel = &ForwardKernel<T, ParamT, P, kDivision, kCentered>;
   const auto ask = [&](int& answer) {
-    // What is under way from memory needs a place in the L1 cache, and parameters shall stay there:
-    // shared memory, of which blocks have little, gets no more than so much (in %).
+    // Loads under way need a place in the L1 cache, and parameters should stay there. Blocks need
+    // little shared memory, so it gets only this percentage.
     const int least = 100 * kLeastSharedBytes / std::max(1, CurrentDevice().shared_bytes) + 1;
     answer = 1;
     return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -81,7 +82,7 @@ cudaError_t LaunchForward(cudaStream_t stream, const LayerNormFwdArgs& args,
   return cudaLaunchKernelEx(&launch.config, kernel, args, plan, ForwardScalars<Accum<T>>(args));
 }
 
-// Rows one after the other; not done where the GPU has no such clusters.
+// Blocks take rows one after the other. done: false if the GPU cannot run such clusters.
 template <typename T, bool kCentered, bool kResidual>
 cudaError_t LaunchForwardRows(cudaStream_t stream, const LayerNormFwdArgs& args, ForwardPlan plan,
                               bool& done) {
@@ -92,8 +93,8 @@ cudaError_t LaunchForwardRows(cudaStream_t stream, const LayerNormFwdArgs& args,
   if (status != cudaSuccess) return status;
   done = resident > 0;
   if (!done) return cudaSuccess;
-  // Blocks that stay to the end do not all end at once; but each loads its parameters, which pays
-  // where these are few.
+  // Persistent blocks do not all end at once, and several waves of blocks even that out. But each
+  // block loads its parameters: several waves pay only if there are few parameters.
   const int waves = !kCentered && sizeof(T) > 2 && plan.cluster == 1 ? 8 : 1;
   const std::int64_t clusters = std::max<std::int64_t>(1, waves * resident / args.shape.groups);
   const std::int64_t row_bytes = args.shape.features * static_cast<std::int64_t>(sizeof(T));
@@ -134,7 +135,7 @@ cudaError_t Forward(cudaStream_t stream, LayerNormFwdArgs args) {
                               (args.shape.groups == 1 || features % kVec<T> == 0);
   RowTask task =
       TaskOf(args.shape, sizeof(T), args.residual == nullptr ? 1 : 2, aligned, aligned_params);
-  task.rows = args.shape.rows;  // a block's rows are those of one group
+  task.rows = args.shape.rows;  // a block takes rows of one group
   task.centered = kCentered;
   const ForwardPlan plan = ChooseForwardPlan(task, ForcedRowPlan());
   if (!plan.stream && plan.framed()) {

@@ -1,5 +1,5 @@
-// The kernel of layer_norm_fwd.cu for rows that a block, or less, holds: a block per row (some
-// rows, where they are narrow).
+// The kernel of layer_norm_fwd.cu for rows that fit in one block. A block has one row, or several
+// narrow rows.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 namespace gradops {
 namespace {
 
-// ParamT: what scale and bias are arrays of; void: of anything.
+// ParamT: the type of scale and bias; void: any type, or no parameter.
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     ForwardKernel(const __grid_constant__ LayerNormFwdArgs args,
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
                   const __grid_constant__ ForwardScalars<Accum<T>> scalars) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
-  // The plans with few packs have smaller blocks.
+  // Plans with few packs have smaller blocks.
   using Sum =
       RowSum<A, kCentered ? 3 : 1, (P == 8 ? kForwardThreads : kFewThreads) / kWarp, 1, true>;
   __shared__ typename Sum::Storage storage;
@@ -31,16 +31,16 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   std::int64_t group = 0;
   if (groups > 1) {
     group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
-    if (group >= groups) return;  // its last plane may not be full
+    if (group >= groups) return;  // the grid's last plane may not be full
   }
   const Place<T, P, kDivision, true> place(plan.lanes, 1, plan.share, features);
   const int team = plan.lanes <= kWarp ? place.in_unit >> plan.log_lanes : 0;
-  // A team without a row does the last row's work once more.
+  // A team without a row repeats the work of the last row.
   const std::int64_t row =
       group * rows + min(std::int64_t{blockIdx.x} * plan.teams + team, rows - 1);
   const std::int64_t start = row * features;
-  // Where the thread's packs of an array are; unknown to the compiler, so that it does not keep an
-  // address of each of them from one array to the next.
+  // The address of the thread's packs in an array. The asm hides its value from the compiler, which
+  // would otherwise keep an address of each pack from one array to the next.
   const auto packs_of = [&](const void* array) {
     auto p = reinterpret_cast<std::uintptr_t>(array) +
              (start + place.base) * static_cast<std::int64_t>(sizeof(T));
@@ -54,14 +54,14 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     for (int i = 0; i < P; ++i) AsWords(x[i]) = LoadWordsOnce(p + place.Begin(i));
   }
   Sum sum(plan.lanes, 1, storage);
-  // So many columns at a time that registers suffice for their parameters. Those of wide rows do
-  // not stay in the L1 cache: the next ones are always on their way.
+  // `kSteps`: a pack is done in steps, so that registers suffice for the parameters. `kAhead`:
+  // parameters of wide rows do not stay in the L1 cache, so the next ones are always under way.
   constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
   constexpr bool kAhead = P == 8 && sizeof(T) < 8 && !std::is_void_v<ParamT>;
   Parameters<T, ParamT, P, kDivision, kCentered, kSteps> parameters(args, group, place);
   const auto add_residual = [&]<bool kBias>() {
     T* const p = packs_of(args.sum);
-    // More would take too many registers.
+    // More packs at once would take too many registers.
     constexpr int kAtOnce = kBias && (P == 8 || std::is_void_v<ParamT>) ? 1 : P == 3 ? 3 : 4;
 #pragma unroll
     for (int first = 0; first < P; first += kAtOnce) {
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       StorePackOnce(y + place.Begin(i), out);
     }
   };
-  // A branch for all of it: one for each element costs more. Where there is no scale, nothing is
-  // left to add.
+  // One branch for the whole row costs less than a branch for each element. Without a scale, the
+  // offset is not added.
   if (!scalars.offset) {
     finish.template operator()<false>();
   } else {

@@ -1,5 +1,5 @@
-// The kernel of layer_norm_fwd.cu for narrow rows that start anywhere: chunks of them in shared
-// memory, where what they become replaces them (layer_norm_narrow.cuh).
+// The kernel of layer_norm_fwd.cu for narrow unaligned rows. Warps work on chunks of rows in shared
+// memory, where results replace operands (layer_norm_narrow.cuh).
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace gradops {
 namespace {
 
-// Replaces a variance where the sum of squares of x - delta has overflowed. All of a warp call it.
+// Replaces a variance if the sum of squares of x - delta has overflowed. All lanes call it.
 template <typename T, int K, typename A>
 __device__ __forceinline__ void ReplaceOverflowed(const NarrowPlan& plan, const A (&x)[K],
                                                   const A (&weights)[K], A delta,
@@ -26,8 +26,8 @@ __device__ __forceinline__ void ReplaceOverflowed(const NarrowPlan& plan, const 
   if (Overflowed(variance)) variance = large;
 }
 
-// Mean and deviation of a row, of which a lane has x, and then x - mean: two passes. weights: 1 for
-// its own columns.
+// Mean and 1 / deviation of a row, in two passes. x: the lane's columns; on return, x - mean.
+// weights: 1 for columns that the lane owns, else 0.
 template <typename T, int K, typename A>
 __device__ __forceinline__ Moments<A> NarrowMoments(const NarrowPlan& plan, A (&x)[K],
                                                     const A (&weights)[K], A features,
@@ -44,7 +44,7 @@ __device__ __forceinline__ Moments<A> NarrowMoments(const NarrowPlan& plan, A (&
   });
   OverLanes(plan.lanes, total);
   const A mean = Rule::Mean(first, total[0], features, scalars.inverse_features);
-  A sums[1 + Rule::kHasDelta] = {};  // of d^2 and d with d = x - mean
+  A sums[1 + Rule::kHasDelta] = {};  // sums of d^2 and d with d = x - mean
   ForColumns<K>(plan.columns, [&](int k) {
     x[k] -= mean;
     const A counted = x[k] * weights[k];
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
 
   const auto [groups, rows, features] = args.shape;
   const std::int64_t group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
-  if (group >= groups) return;  // its last plane may not be full
+  if (group >= groups) return;  // the grid's last plane may not be full
   const NarrowPlace<T> place(plan, features);
   const int warp = KeptOfWarp(static_cast<int>(threadIdx.x / kWarp));
   const int row_bytes = static_cast<int>(features) * kSize;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
   const auto rows_of = [&](std::int64_t row) {
     return static_cast<int>(min(std::int64_t{plan.chunk_rows}, rows - row));
   };
-  // The turn's chunk, which begins with `row`, `first` bytes into the arrays.
+  // Starts the copies of a turn's chunk, which begins with `row`, `first` bytes into the arrays.
   const auto order = [&](int turn, std::int64_t row, std::int64_t first) {
     const void* const arrays[] = {args.x, args.residual};
     if (turn < turns.own) chunks.Order(turn & 1, arrays, first, rows_of(row) * row_bytes);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
   }
 #pragma unroll
   for (int k = 0; k < K; ++k) weights[k] = place.Owns(k) ? A{1} : A{0};
-  // There are no registers for a residual's bias.
+  // A residual's bias is in shared memory: registers do not suffice for it.
   A* const residual_bias = reinterpret_cast<A*>(shared + plan.warps * plan.warp_bytes);
   const bool has_residual_bias = args.residual_bias.data != nullptr;
   if (has_residual_bias) {
@@ -117,17 +117,17 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
         residual_bias[c] = static_cast<A>(__ldg(data + c));
       }
     });
-    __syncthreads();  // all of it is there
+    __syncthreads();  // the whole bias is there
   }
 
 #pragma unroll 1
   for (int turn = 0; turn < turns.own; ++turn) {
     const int stage = turn & 1, count = rows_of(row);
     WaitForCopies<1>();
-    __syncwarp();  // all lanes' copies are there
+    __syncwarp();  // all lanes' copies have arrived
 #pragma unroll 1
     for (int step = 0; step < count; step += kWarp >> plan.log_lanes) {
-      // Lanes without a row do the last one's sums once more.
+      // Lanes without a row repeat the sums of the last row.
       const int of_chunk = min(step + place.row, count - 1);
       const bool has_row = step + place.row < count;
       const auto in_slot = static_cast<std::uint32_t>(of_chunk * row_bytes + place.begin * kSize);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
           if (has_residual_bias && k < plan.columns) other += residual_bias[place.begin + k];
           x[k] = static_cast<A>(static_cast<T>(x[k] + other));
         });
-        __syncwarp();  // what is overwritten is read, by all lanes that have it
+        __syncwarp();  // all lanes have read what is overwritten below
         ForColumns<K>(plan.columns, [&](int k) {
           if (has_row && place.Owns(k)) StoreElement<T>(residual_at + k * kSize, x[k]);
         });
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
         }
         moments.rstd = InverseDeviation(variance, scalars.epsilon);
       }
-      __syncwarp();  // what is overwritten is read, by all lanes that have it
+      __syncwarp();  // all lanes have read what is overwritten below
       if (!has_row) continue;
       if (place.lane == 0 && args.rstd != nullptr) {
         const std::int64_t of_all = group * rows + row + of_chunk;
@@ -178,10 +178,10 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
         if (place.Owns(k)) StoreElement<T>(at + k * kSize, y);
       });
     }
-    __syncwarp();  // all rows are in their places
+    __syncwarp();  // all results are in shared memory
     chunks.WriteBack(stage, 0, args.y, first, count * row_bytes);
     if (has_residual) chunks.WriteBack(stage, 1, args.sum, first, count * row_bytes);
-    __syncwarp();  // all of the slots is read
+    __syncwarp();  // the slots are read before new copies overwrite them
     order(turn + 2, row + 2 * turns.step, first + 2 * step_bytes);
     row += turns.step, first += step_bytes;
   }

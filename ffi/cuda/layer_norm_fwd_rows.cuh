@@ -1,7 +1,7 @@
-// Layer norm and RMS norm forward of rows that start anywhere, or that no block holds alone, one
-// after the other: a thread keeps its columns' scale and bias in registers for all of them, as
-// parameters of such rows would else cost more than the rows (single elements, or more bytes than
-// stay in the L1 cache). The next rows are on their way to shared memory meanwhile.
+// Layer norm and RMS norm forward of unaligned rows, and of rows that no block holds alone. Blocks
+// take the rows one after the other. A thread keeps its columns' scale and bias in registers for
+// all rows. Loading them for each row would cost more than the row: they are loaded as single
+// elements, or do not stay in the L1 cache. Meanwhile the next rows are copied to shared memory.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +16,17 @@
 namespace gradops {
 namespace {
 
-// A thread's packs of the rows that its team works on, of x and, if there is one, of the residual,
-// on their way to shared memory. Each thread copies, and reads, its own. A warp's packs start as
-// far into a line of 128 bytes as in memory (CopyAsync). What follows from the kernel's parameters
-// is taken from there, as registers are short.
+// A thread's packs of its team's rows, of x and of a residual if there is one, on their way to
+// shared memory. Each thread copies and reads its own packs. A warp's packs have an equal offset
+// from a 128-byte line in shared and in global memory (CopyAsync). The class refers to the kernel's
+// parameters and keeps no copies: registers are short.
 template <typename T, int P, bool kResidual>
 class ForwardRing {
   static constexpr int W = kVec<T>;
   using RowPlace = Place<T, P, Division::kFramed, true>;
 
  public:
-  // shared: the warp's.
+  // shared: the warp's part.
   __device__ ForwardRing(const LayerNormFwdArgs& args, const ForwardPlan& plan,
                          const RowPlace& place, const unsigned char* shared)
       : args_(args),
@@ -34,8 +34,8 @@ class ForwardRing {
         place_(place),
         own_(SharedAddress(shared) + threadIdx.x % kWarp * kVecBytes) {}
 
-  // Orders the row of round `round`, or one as many stages later, of which the thread's packs begin
-  // `at` bytes into the arrays.
+  // Orders a row (starts its copy) for round `round`, or for plan.stages rounds later. The thread's
+  // packs of the row begin `at` bytes into the arrays.
   __device__ __forceinline__ void Order(std::int64_t at, int round) const {
     const std::uint32_t slot = Slot(at, round);
     Copy(args_.x, at, slot);
@@ -49,7 +49,7 @@ class ForwardRing {
       WaitForCopies<1>();
     }
   }
-  // Puts something else in its place.
+  // Replaces pack i of x.
   __device__ __forceinline__ void Put(std::int64_t at, int round, int i,
                                       const Pack<T, W>& pack) const {
     const auto& words = reinterpret_cast<const uint4&>(pack);
@@ -57,7 +57,7 @@ class ForwardRing {
                  "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
                  : "memory");
   }
-  // Pack i of x, or of the residual.
+  // Pack i of x; pack i of the residual.
   __device__ __forceinline__ Pack<T, W> X(std::int64_t at, int round, int i) const {
     return Load(Slot(at, round) + i * kPackBytes);
   }
@@ -89,7 +89,7 @@ class ForwardRing {
       for (int i = 0; i < P; ++i) CopyAsync(to + i * kPackBytes, from + begin(i));
       return;
     }
-    // Beyond the array's end, nothing may be read.
+    // Nothing beyond the array's end may be read.
     const auto [groups, rows, features] = args_.shape;
     const std::int64_t left = groups * rows * features * static_cast<int>(sizeof(T)) - at;
     if (left >= begin(P)) {
@@ -107,7 +107,7 @@ class ForwardRing {
         CopyAsync(to + i * kPackBytes, from + begin(i));
         continue;
       }
-      // Not by cp.async of fewer bytes, which memcheck takes for one of 16.
+      // A cp.async of fewer bytes is not used: memcheck takes that for a copy of 16 bytes.
       auto* const slot = static_cast<T*>(__cvta_shared_to_generic(to + i * kPackBytes));
       const auto* const source = reinterpret_cast<const T*>(from + begin(i));
 #pragma unroll 1
@@ -121,7 +121,7 @@ class ForwardRing {
   const std::uint32_t own_;
 };
 
-// kResidual: there may be one.
+// kResidual: there may be a residual.
 template <typename T, bool kCentered, bool kResidual>
 __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
     ForwardRowsKernel(const __grid_constant__ LayerNormFwdArgs args,
@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
                       const __grid_constant__ ForwardScalars<Accum<T>> scalars) {
   using A = Accum<T>;
   constexpr int W = kVec<T>, P = kRowsPacks;
-  // Of 16-bit elements, whose parameters take most registers, layer norm keeps what it works on in
-  // the others until the row's mean and deviation are there, and then reads the row once more; else
-  // the row stays in registers, and the next one can be ordered in its place at once.
+  // Layer norm of 16-bit elements: the parameters take most registers. The others hold the widened
+  // row until its mean and deviation are known. Then the row is read from shared memory again.
+  // Otherwise the row stays in registers, and the next row can be ordered into its place at once.
   constexpr bool kReread = kCentered && sizeof(T) == 2;
   using Sum =
       RowSum<A, kCentered ? 3 : 1, RowsThreads(sizeof(T)) / kWarp, kMaxCluster, /*kNarrow=*/false>;
@@ -140,11 +140,11 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
 
   const auto [groups, rows, features] = args.shape;
   const std::int64_t group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
-  if (group >= groups) return;  // its last plane may not be full
+  if (group >= groups) return;  // the grid's last plane may not be full
   const int cluster = plan.cluster, lanes = plan.lanes;
   Place<T, P, Division::kFramed, true> place(lanes, cluster, plan.share, features);
 
-  // The team's rows: the first one, and so on every plan.apart.
+  // The team's rows: the first one, and then every plan.apart-th row.
   const int team = lanes <= kWarp ? static_cast<int>(threadIdx.x) >> plan.log_lanes : 0;
   const unsigned block = cluster > 1 ? ClusterId() : blockIdx.x;
   const std::int64_t first_row =
@@ -153,10 +153,10 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
   std::int64_t row = group * rows + first_row;
   const std::int64_t last = first_row + (plan.rounds - 1) * plan.apart;
   int own_rounds = first_row >= rows ? 0 : plan.rounds - (last >= rows);
-  own_rounds = KeptOfWarp(own_rounds);  // so that the compiler knows
+  own_rounds = KeptOfWarp(own_rounds);  // tells the compiler that the warp has one value
   place.SetSkip(
       static_cast<int>(static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(features) % W));
-  // Where the thread's packs of the row begin in each array, in bytes.
+  // The byte offset of the thread's packs of the row in each array.
   std::int64_t at = (row * features + (place.first_column - place.skip() + place.base)) *
                     static_cast<int>(sizeof(T));
 
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
 #pragma unroll
     for (int i = 0; i < P; ++i) staged.Get(i, bias[i]);
   }
-  // There are no registers for a residual's bias: it stays there.
+  // A residual's bias stays in shared memory: registers do not suffice for it.
   const bool has_residual_bias = kResidual && args.residual_bias.data != nullptr;
   if (has_residual_bias) staged.Load(args.residual_bias, group, place, features, A{0}, A{0});
   const RowCounts<A> counts(plan, place, sum, features);
@@ -194,9 +194,9 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
 #pragma unroll
     for (int i = 0; i < P; ++i) h.Hold(i, ring.X(at, round, i));
     const auto replace = [&] {
-      __syncwarp();  // a row's slots may overlap those of the row before of neighbouring lanes
+      __syncwarp();  // slots may overlap neighbouring lanes' slots of the row before
       if (round + plan.stages < own_rounds) {
-        ring.Order(at + plan.ahead, round);  // in the same place
+        ring.Order(at + plan.ahead, round);  // in the place of this row
       }
       CommitCopies();
     };
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(RowsThreads(sizeof(T)), 1)
         if (!place.Whole(i)) place.StoreSome(p + place.Begin(i), packs[i], i);
       }
     };
-    // In code of its own with a bias: a branch for each pack spills.
+    // A residual with a bias has code of its own: a branch for each pack would spill.
     const auto add_residual = [&]<bool kBias>() {
       Pack<T, W> packs[P];
 #pragma unroll

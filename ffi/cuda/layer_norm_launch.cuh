@@ -14,7 +14,7 @@
 namespace gradops {
 namespace {
 
-// A launch of `grid` blocks, in whole clusters; valid as long as it is not copied.
+// A launch of `grid` blocks, in whole clusters. Do not copy it: config points to attribute.
 struct Launch {
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
@@ -33,7 +33,7 @@ struct Launch {
   Launch& operator=(const Launch&) = delete;
 };
 
-// How many clusters run at a time; 0 if none can: a GPU, or a part of one, without such clusters.
+// How many clusters run at a time. 0: the GPU, or the part of it in use, cannot run such clusters.
 template <typename Kernel>
 int ResidentClusters(Kernel* kernel, int threads, int shared_bytes, int cluster) {
   int count = 0;
@@ -47,18 +47,18 @@ int ResidentClusters(Kernel* kernel, int threads, int shared_bytes, int cluster)
     status = cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config);
   }
   if (status == cudaSuccess) return count;
-  cudaGetLastError();  // none of these errors is a launch's
+  cudaGetLastError();  // clears the error: it is not from a launch
   return 0;
 }
 
-// How many blocks, or clusters, of a kernel run at a time that stay to the end; 0: clusters, but
-// none can.
+// How many blocks (or clusters) of a persistent kernel run at a time. 0: the GPU cannot run such
+// clusters.
 template <typename Kernel>
 cudaError_t CountResident(Kernel* kernel, int threads, int shared_bytes, int cluster,
                           std::int64_t& resident) {
   const auto ask = [&](int& count) {
-    // As much shared memory as any plan takes, and always the same split of it and the L1 cache, as
-    // another one makes multiprocessors idle between kernels.
+    // Allows the most shared memory that any plan takes. Always asks for one split with the L1
+    // cache: another split makes multiprocessors idle between kernels.
     cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               CurrentDevice().shared_bytes - kSparedBytes);
     if (status != cudaSuccess) return status;
@@ -95,7 +95,7 @@ RowTask TaskOf(const RowShape& shape, int element_bytes, int arrays, bool aligne
           .shared_bytes = device.shared_bytes};
 }
 
-// Calls fn.operator()<kVec<T>>() or fn.operator()<1>().
+// Calls fn.operator()<kVec<T>>() if all rows are aligned, else fn.operator()<1>().
 template <typename T, typename Fn>
 cudaError_t DispatchWidth(bool aligned, std::int64_t features, const Fn& fn) {
   return aligned && features % kVec<T> == 0 ? fn.template operator()<kVec<T>>()

@@ -1,4 +1,4 @@
-// The row that layer norm's forward kernel holds in registers, its mean and deviation.
+// The row that layer norm's forward kernel holds in registers, and its mean and deviation.
 #pragma once
 
 #include <algorithm>
@@ -14,25 +14,25 @@
 namespace gradops {
 namespace {
 
-// Means and sums of squares of what two or more parts of a row hold, merged as in Chan, Golub,
-// LeVeque, Algorithms for computing the sample variance (1983), but all at once, relative to a mean
-// that is near: in two passes over the parts, or to one part's. A part: n, mean, what `mean` is off
-// by, and the sum of squared differences from mean + delta. Differences are in a unit of at least
-// the root of the number of columns (ForwardScalars). So a sum of squares overflows where the
-// variance does, and not before.
+// The mean and the sum of squares of one part of a row. Parts are merged as in Chan, Golub,
+// LeVeque: Algorithms for computing the sample variance (1983), but all at once. The merge is
+// relative to a nearby mean: of all parts (two passes over the parts), or of one part. `n`: the
+// part's columns. `delta`: the error of `mean`. `squares`: the sum of squares of the differences
+// from mean + delta. Differences are in a unit of at least the root of the number of columns
+// (ForwardScalars). So a sum of squares overflows only if the variance does.
 template <typename A>
 struct Part {
-  A n, mean, delta, squares;  // the last two in that unit
+  A n, mean, delta, squares;  // delta and squares: in that unit
 
   __device__ static Part Of(A n, const A* values) { return {n, values[0], values[1], values[2]}; }
   __device__ void CopyTo(A* values) const {
     values[0] = mean, values[1] = delta, values[2] = squares;
   }
-  // What the part adds to n * (mean of all) relative to `pivot`. inverse_unit: 1 / the unit.
+  // What the part adds to the sum of x - pivot over the row, in units. inverse_unit: 1 / unit.
   __device__ A Offset(A pivot, A inverse_unit) const {
     return n * ((mean - pivot) * inverse_unit + delta);
   }
-  // The same, and what it adds to squares, relative to the mean of all. n = 0 adds 0.
+  // What the part adds to the sums of x - total_mean and of its square. n = 0 adds 0.
   __device__ void Moments(A total_mean, A inverse_unit, A& offset, A& total_squares) const {
     const A difference = (mean - total_mean) * inverse_unit + delta;
     offset = n * difference;
@@ -40,8 +40,8 @@ struct Part {
   }
 };
 
-// The part of a row that a thread of a forward kernel holds: kPacked, where registers are short, as
-// the elements that were loaded, else as what they are worked on as.
+// The part of a row that a thread of a forward kernel holds. kPacked, if registers are short: as
+// loaded elements. Otherwise: widened to the accumulation type.
 template <typename T, int P, bool kPacked>
 class HeldRow {
   using A = Accum<T>;
@@ -56,7 +56,7 @@ class HeldRow {
       if constexpr (sizeof(T) == 2) KeepWide(values_[i]);
     }
   }
-  // Pack i, for each pass over it anew.
+  // Pack i, widened. If packed, each pass over the row widens it again.
   __device__ __forceinline__ void Get(int i, A (&values)[W]) {
     if constexpr (kPacked) {
       KeepPacked(packed_[i]);
@@ -66,8 +66,8 @@ class HeldRow {
       for (int j = 0; j < W; ++j) values[j] = values_[i][j];
     }
   }
-  // Gives columns that the row does not have a value, so that sums need not ask; if packed, one
-  // that T has.
+  // Sets columns that the row does not have to `value`, so that sums need no check. If packed, the
+  // value is rounded to T.
   template <typename RowPlace>
   __device__ __forceinline__ void Fill(const RowPlace& place, A value) {
 #pragma unroll
@@ -96,8 +96,8 @@ class HeldRow {
   A values_[kPacked ? 1 : P][W];
 };
 
-// Calls fn(i, values, may_not_count) for each pack i; may_not_count, known to the compiler: whether
-// it is one that some of the threads that count must not count.
+// Calls fn(i, values, may_not_count) for each pack i. may_not_count is known to the compiler. It
+// says that some threads must not add this pack to sums although they add their other packs.
 template <typename T, int P, bool kPacked, Division kDivision, typename Fn>
 __device__ __forceinline__ void ForHeld(const Place<T, P, kDivision, true>&,
                                         HeldRow<T, P, kPacked>& h, const Fn& fn) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void ForHeld(const Place<T, P, kDivision, true>&,
   }
 }
 
-// Framed: gives what columns lack that the row does not have, so that sums need not ask.
+// Framed: sets columns that the row does not have to `value`, so that sums need no check.
 template <typename T, int P, bool kPacked, Division kDivision>
 __device__ __forceinline__ void FillHeld(const Place<T, P, kDivision, true>& place,
                                          HeldRow<T, P, kPacked>& h, Accum<T> value) {
@@ -118,13 +118,13 @@ __device__ __forceinline__ void FillHeld(const Place<T, P, kDivision, true>& pla
   }
 }
 
-// What the kernel's arithmetic needs, as what it is done in.
+// Scalars of the kernel's arithmetic, in its type.
 template <typename A>
 struct ForwardScalars {
   Epsilon<A> epsilon;
   A scale_offset;
   A inverse_features;  // 1 / features
-  // Of differences from the mean, as far as they are squared: a power of two.
+  // The unit of differences from the mean that are squared: a power of two.
   A unit = 1, inverse_unit = 1;
   bool offset;  // whether scale_offset is to be added
 
@@ -141,10 +141,10 @@ struct ForwardScalars {
 // How many columns parts of the caller's row have.
 template <typename A>
 struct RowCounts {
-  A warp, inverse_warp;  // the caller's warp's, at least 1
-  A of_lane;             // those of RowSum::WarpOfLane()
-  A inverse_block;       // of all of the block's
-  A of_block;            // those of RowSum::BlockOfLane(), where there are clusters
+  A warp, inverse_warp;  // Columns of the caller's warp, at least 1.
+  A of_lane;             // Columns of warp RowSum::WarpOfLane().
+  A inverse_block;       // 1 / columns of the block.
+  A of_block;            // Columns of block RowSum::BlockOfLane(), if there are clusters.
 
   template <typename RowPlace, typename Sum>
   __device__ RowCounts(const ForwardPlan& plan, const RowPlace& place, const Sum& sum,
@@ -171,37 +171,37 @@ struct RowCounts {
   }
 };
 
-// Mean and deviation of the row that the caller's team holds: two passes in each warp, whose
-// results are then merged, and those of a cluster's blocks likewise.
+// Mean and 1 / deviation of the row that the caller's team holds. Each warp makes two passes. Then
+// the results of the warps are merged, and then the results of a cluster's blocks.
 template <typename A>
 struct Moments {
-  A mean, delta;  // the mean is their sum: apart, they have more digits
+  A mean, delta;  // the row's mean is mean + delta: two numbers have more digits
   A rstd;
 };
 
-// How the mean of up to kMost elements comes from a sum over them: of differences from the first
-// one, so that the mean of equal elements is exact; sums of equal 16-bit elements are exact
-// themselves, and bfloat16's mean needs no more.
+// How the mean of up to kMost elements follows from a sum. The sum is of differences from the first
+// element, so that the mean of equal elements is exact. Sums of equal 16-bit elements are exact
+// without that. bfloat16's mean needs no delta.
 template <typename T, int kMost>
 struct MeanRule {
   using A = Accum<T>;
   static constexpr bool kExact = sizeof(T) == 2;
-  // Whether the mean of the differences from the mean, by which it is off, is to be looked at.
+  // Whether to compute delta, the mean of the differences from the mean: the mean's error.
   static constexpr bool kHasDelta = !std::is_same_v<T, BFloat16>;
-  // A sum of the largest bfloat16s would overflow.
+  // Without this factor, a sum of the largest bfloat16s would overflow.
   static constexpr A kFactor =
       std::is_same_v<T, BFloat16> ? A{1} / std::bit_ceil(static_cast<unsigned>(kMost)) : A{1};
 
-  // total: of n elements times kFactor, or less `first`.
+  // total: the sum of n elements times kFactor, or of n differences from `first`.
   __device__ __forceinline__ static A Mean(A first, A total, A n, A inverse_n) {
-    const A quotient = total * inverse_n;  // made exact where it can be
+    const A quotient = total * inverse_n;  // `rest` corrects its rounding
     const A rest = (total - quotient * n) * inverse_n;
     return first + (quotient + rest) / kFactor;
   }
 };
 
-// Whether the sum of a row's squares may have overflowed for a row of the caller's warp, all of
-// which calls it. Squares of float16s do not.
+// Whether the sum of squares of any row of the caller's warp may have overflowed. All lanes call
+// it. Squares of float16s do not overflow.
 template <typename T, typename A>
 __device__ __forceinline__ bool AnyOverflowed(A variance) {
   if constexpr (std::is_same_v<T, Half>) return false;
@@ -231,7 +231,7 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
     const int team = lanes < kWarp ? lane & ~(lanes - 1) : 0;
     first = __shfl_sync(0xffffffffu, place.Lacks(0) ? A{0} : first, team);
   }
-  // Sums of two halves, so that additions need not wait for each other.
+  // Two partial sums, so that additions need not wait for each other.
   A halves[2] = {};
   FillHeld(place, h, first);
   ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_count) {
@@ -256,7 +256,7 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
     A(&sums)[1 + kHasDelta] = may_not_count ? last : parts[i % 2];
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      const A difference = fma(values[j], inverse_unit, less);  // no more than h - mean takes
+      const A difference = fma(values[j], inverse_unit, less);  // one instruction, as h - mean
       sums[0] += difference * difference;
       if constexpr (kHasDelta) sums[kHasDelta] += difference;
     }
@@ -280,11 +280,11 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
   }
   Part<A> part{A{0}, warp_mean, delta, squares[0]};
 
-  // Of parts in lanes k, to the whole in every lane.
+  // Merges the parts in the lanes. Each lane gets the whole.
   const auto merge = [&](A inverse_n, const auto& sum_over) {
     A mean = __shfl_sync(0xffffffffu, part.mean, 0);
-    // Relative to the first part's mean alone, squares may lose as many units in the last place as
-    // there are parts: elements of 16 bits do not notice.
+    // Without this, means are relative to the first part's mean. Squares may then lose a unit in
+    // the last place for each part: 16-bit elements do not notice.
     if constexpr (sizeof(T) > 2) {
       A offset[1] = {part.Offset(mean, inverse_unit)};
       sum_over(offset);
@@ -309,7 +309,7 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
     }
     sum.NextWarps();
   } else {
-    __syncwarp();  // what was read from shared memory may be overwritten, as after RowSum's sums
+    __syncwarp();  // reads of shared memory end before later writes, as in RowSum
   }
   if constexpr (Sum::kClusters) {
     if (cluster > 1) {
@@ -326,8 +326,8 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
           InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
 }
 
-// Replaces the mean square of a row where the sum of squares has overflowed. All threads of a row
-// come here together: they have the same mean square, and the rows of a warp come with each other.
+// Replaces the mean square of a row if the sum of squares has overflowed. All threads of a row come
+// here together, as their mean squares are equal. So do all rows of a warp.
 template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
 __device__ __forceinline__ void ReplaceOverflowed(const Place<T, P, kDivision, true>& place,
                                                   HeldRow<T, P, kPacked>& h, Sum& sum,
@@ -351,7 +351,7 @@ __device__ __forceinline__ void ReplaceOverflowed(const Place<T, P, kDivision, t
   if (Overflowed(mean_square)) mean_square = large;
 }
 
-// RMS norm's factor for the row that the caller's team holds.
+// RMS norm's factor for the row that the caller's team holds: 1 / root mean square.
 template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
 __device__ __forceinline__ Accum<T> InverseRootMeanSquare(const Place<T, P, kDivision, true>& place,
                                                           HeldRow<T, P, kPacked>& h, Sum& sum,

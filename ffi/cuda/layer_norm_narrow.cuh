@@ -1,4 +1,4 @@
-// Chunks of narrow rows in shared memory: cuda/layer_norm_narrow_policy.h.
+// Chunks of narrow unaligned rows in shared memory: cuda/layer_norm_narrow_policy.h.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 namespace gradops {
 namespace {
 
-// Which columns of its rows a thread has, and which rows of each step of a chunk.
+// A thread's columns in its rows, and its row in each step of a chunk.
 template <typename T>
 struct NarrowPlace {
   static constexpr int K = NarrowColumns(sizeof(T));
 
-  int lane, row;   // of the row; of a step
-  int begin;       // the first column
-  unsigned owned;  // bit k: the thread owns column begin + k; other lanes, or none, have the others
+  int lane, row;   // lane of the row; row of the step
+  int begin;       // first column
+  unsigned owned;  // bit k: the thread owns column begin + k; otherwise another lane, or none
 
   __device__ NarrowPlace(const NarrowPlan& plan, std::int64_t features) {
     const int in_warp = static_cast<int>(threadIdx.x % kWarp);
@@ -34,7 +34,7 @@ struct NarrowPlace {
   __device__ __forceinline__ bool Owns(int k) const { return (owned & 1u << k) != 0; }
 };
 
-// Calls fn(k) for each of a thread's columns; and, of rows of one lane, for one or some beyond.
+// Calls fn(k) for each of a thread's columns; if rows have one lane, also for some beyond.
 template <int K, typename Fn>
 __device__ __forceinline__ void ForColumns(int columns, const Fn& fn) {
   constexpr int kSure = SureColumns(K);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void ForColumns(int columns, const Fn& fn) {
   }
 }
 
-// A thread's columns of a parameter, plus `added`; `absent` where there is none.
+// A thread's columns of a parameter, plus `added`; or `absent` if there is no parameter.
 template <typename T, typename A, int K>
 __device__ __forceinline__ void LoadNarrowParam(const Param& param, std::int64_t group, int begin,
                                                 int columns, A absent, A added, A (&values)[K]) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void LoadNarrowParam(const Param& param, std::int64_t
   });
 }
 
-// Sums over a row's lanes, which all get them.
+// Sums over the lanes of a row. Each lane gets the sums.
 template <int kValues, typename A>
 __device__ __forceinline__ void OverLanes(int lanes, A (&values)[kValues]) {
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ __forceinline__ Accum<T> LoadElement(std::uint32_t address) {
 template <typename T>
 __device__ __forceinline__ void StoreElement(std::uint32_t address, Accum<T> value) {
   if constexpr (sizeof(T) == 2) {
-    std::uint32_t word;  // its lower half
+    std::uint32_t word;  // its lower half is stored
     if constexpr (std::is_same_v<T, Half>) {
       const __half2 pair = __floats2half2_rn(value, 0.f);
       word = reinterpret_cast<const std::uint32_t&>(pair);
@@ -109,8 +109,8 @@ __device__ __forceinline__ void StoreElement(std::uint32_t address, Accum<T> val
   }
 }
 
-// A thread's columns of a row in a slot; 0 for those beyond that ForColumns gives, which are the
-// next row's, or nobody's.
+// A thread's columns of a row in a slot. Columns beyond the row that ForColumns visits are 0: the
+// next row has them, or no row.
 template <typename T, typename A, int K>
 __device__ __forceinline__ void LoadColumns(const NarrowPlan& plan, std::uint32_t at,
                                             A (&values)[K]) {
@@ -121,14 +121,14 @@ __device__ __forceinline__ void LoadColumns(const NarrowPlan& plan, std::uint32_
   }
 }
 
-// A warp's chunks: on their way to shared memory, and back. All of the warp call it.
+// Copies a warp's chunks to shared memory and back. All lanes of the warp call it.
 template <typename T, int kArrays>
 class NarrowChunks {
   static constexpr int kSize = sizeof(T), W = kVec<T>;
 
  public:
-  // shared: the warp's slots, `count` for each of the stages. array_bytes: of each of the arrays,
-  // of which no more may be read.
+  // shared: the warp's slots, `count` for each stage. array_bytes: the size of each array, beyond
+  // which nothing may be read.
   __device__ NarrowChunks(const NarrowPlan& plan, const unsigned char* shared, int count,
                           std::int64_t array_bytes)
       : plan_(plan),
@@ -136,13 +136,13 @@ class NarrowChunks {
         stage_bytes_(count * plan.slot_bytes),
         array_bytes_(array_bytes) {}
 
-  // Where in the slot of array a the chunk that begins `first` bytes into its array does.
+  // The shared address, in array a's slot, of a chunk that begins `first` bytes into its array.
   __device__ __forceinline__ std::uint32_t At(int stage, int a, std::int64_t first) const {
     return shared_ + static_cast<std::uint32_t>(stage * stage_bytes_ + a * plan_.slot_bytes) +
            (static_cast<std::uint32_t>(first) & (kLineBytes - 1));
   }
 
-  // Orders `bytes` from `first` on of those arrays that are not null. To be committed.
+  // Starts copies of `bytes` from `first` on, of each array that is not null. The caller commits.
   __device__ __forceinline__ void Order(int stage, const void* const (&arrays)[kArrays],
                                         std::int64_t first, int bytes) const {
     const int before = static_cast<int>(first) & (kVecBytes - 1), end = before + bytes;
@@ -162,7 +162,7 @@ class NarrowChunks {
     }
   }
 
-  // Stores what is in array a's slot, which all of the warp have written.
+  // Stores array a's slot, which all lanes of the warp have written, in the array.
   __device__ __forceinline__ void WriteBack(int stage, int a, void* array, std::int64_t first,
                                             int bytes) const {
     const int before = static_cast<int>(first) & (kVecBytes - 1), end = before + bytes;
@@ -181,7 +181,7 @@ class NarrowChunks {
                    : "memory");
     }
     if (((before | end) & (kVecBytes - 1)) == 0) return;
-    // Of a first and a last pack that are the chunk's in part, each lane stores an element.
+    // The first and the last pack may be the chunk's only in part. Each lane stores one element.
     const int tail = end & -kVecBytes, which = Lane() % W * kSize;
     const bool of_head = Lane() < W;
     const int at = of_head ? before + which : tail + which;
@@ -193,11 +193,11 @@ class NarrowChunks {
   }
 
  private:
-  static constexpr int kStep = kWarp * kVecBytes;  // of a warp's copies
+  static constexpr int kStep = kWarp * kVecBytes;  // bytes that a warp copies at once
   __device__ __forceinline__ static int Lane() { return static_cast<int>(threadIdx.x % kWarp); }
 
-  // At the arrays' end. The last pack's elements one by one, not by cp.async of fewer bytes, which
-  // memcheck takes for one of 16.
+  // Order at the arrays' end. The last pack's elements are copied one by one: memcheck takes a
+  // cp.async of fewer bytes for one of 16.
   __device__ void OrderLast(int stage, const void* const (&arrays)[kArrays], std::int64_t begin,
                             int end) const {
     const auto there = static_cast<int>(array_bytes_ - begin);
@@ -226,10 +226,10 @@ class NarrowChunks {
   const std::int64_t array_bytes_;
 };
 
-// A warp's turns.
+// The turns of a warp.
 struct NarrowTurns {
-  std::int64_t row, step;  // of the group: the first one, and from turn to turn
-  int most, own;           // turns of any of the block's warps, and of the warp
+  std::int64_t row, step;  // first row in the group; rows from turn to turn
+  int most, own;           // the most turns of a warp of the block; turns of this warp
 
   __device__ NarrowTurns(const NarrowDeal& deal, const NarrowPlan& plan, std::int64_t slot,
                          int warp) {

@@ -1,13 +1,13 @@
-// How layer norm's kernels have narrow rows laid out on a GPU that start anywhere: by the chunk of
-// neighbouring rows, which a warp copies to shared memory by whole packs of 16 bytes, works on
-// there element by element, and writes back by whole packs; the next one is under way meanwhile.
-// Both directions. Plain C++, no CUDA.
+// Layout of narrow unaligned rows in layer norm's kernels on a GPU, forward and backward. A warp
+// copies a chunk of neighbouring rows to shared memory by packs (16-byte vectors). It works there
+// element by element, and writes the chunk back by packs. Meanwhile the next chunk is under way.
+// Plain C++, no CUDA.
 //
-// A row belongs to some lanes of a warp, each with as many neighbouring columns: an odd number, so
-// that lanes find their elements in different banks. Where the last lanes would have columns that
-// the row lacks, they begin earlier, and own of what they have only what no lane before them has.
-// The fewest lanes that can have a row have more than half of the columns that a lane can have, if
-// they are two or more: so that code need not ask for these columns.
+// A row belongs to some lanes of a warp. Each lane has an equal, odd number of neighbouring
+// columns: odd, so that lanes find their elements in different banks. Last lanes that would have
+// columns beyond the row begin earlier. They own only columns that no lane before them has. A row
+// has the fewest lanes that can hold it. Two or more lanes each have more than half of the columns
+// that a lane can have. So code need not check for these columns.
 #pragma once
 
 #include <algorithm>
@@ -18,39 +18,39 @@
 
 namespace gradops {
 
-inline constexpr int kNarrowThreads = 256;  // of a block, at most
+inline constexpr int kNarrowThreads = 256;  // most threads of a block
 
-// What a chunk is filled up to, of each of so many arrays: as much as leaves a multiprocessor room
-// for as many blocks as it has registers for.
+// How many bytes of each array a chunk may have. This leaves a multiprocessor room for all the
+// blocks that its registers allow.
 constexpr int NarrowChunkBytes(int arrays) {
   return arrays == 1 ? 4096 : 6144 / arrays;
 }
 
-// Columns of a lane, at most: as many as there are registers for.
+// The most columns of a lane, limited by registers.
 constexpr int NarrowColumns(int element_bytes) {
   return element_bytes == 8 ? 7 : 15;
 }
-// Of these, which all lanes have, or, if rows have one lane, read beyond their row.
+// Of these, the columns that each lane has. If rows have one lane, it may read beyond its row.
 constexpr int SureColumns(int columns) {
   return (columns / 2 + 1) | 1;
 }
 
 struct NarrowPlan {
-  int lanes;         // of a row: a power of two up to 32; 0: rows are none of these
-  int log_lanes;     // log2 of it
-  int columns;       // of a lane
-  int steps;         // rows of a lane in a chunk
-  int chunk_rows;    // of a chunk: those of all lanes, at most 32
-  int slot_bytes;    // for a chunk of one array
-  int warps;         // of a block
-  int warp_bytes;    // of shared memory: a warp's slots
-  int shared_bytes;  // of a block: those, and what the kernel asks for beside them
+  int lanes;         // Lanes of a row: a power of two up to 32. 0: there is no such plan.
+  int log_lanes;     // log2 of lanes.
+  int columns;       // Columns of a lane.
+  int steps;         // Rows of a lane in a chunk.
+  int chunk_rows;    // Rows of a chunk, at most 32.
+  int slot_bytes;    // Shared memory for a chunk of one array.
+  int warps;         // Warps of a block.
+  int warp_bytes;    // Shared memory of a warp: its slots.
+  int shared_bytes;  // Shared memory of a block: all slots and NarrowExtra.
 
   constexpr int threads() const { return 32 * warps; }
 };
 
-// What a kernel needs of shared memory beside slots: for each of a block's warps, and once.
-// Forward, a residual's bias; backward, column sums, and dx's of each thread.
+// Shared memory that a kernel needs beside slots: per warp, and per block. Forward: a residual's
+// bias. Backward: column sums, and each thread's sums of dx.
 struct NarrowExtra {
   int of_warp, of_block;
 };
@@ -64,7 +64,7 @@ inline NarrowExtra NarrowBackwardExtra(const RowTask& task) {
   return {(static_cast<int>(task.features) + of_dx) * accum_bytes, 0};
 }
 
-// Of rows that are to be framed (Division::kFramed).
+// For rows that would otherwise be framed (Division::kFramed).
 inline NarrowPlan ChooseNarrowPlan(const RowTask& task, NarrowExtra beside) {
   NarrowPlan plan{};
   const int most = NarrowColumns(task.element_bytes);
@@ -79,7 +79,8 @@ inline NarrowPlan ChooseNarrowPlan(const RowTask& task, NarrowExtra beside) {
   const int most_steps = static_cast<int>(std::clamp<std::int64_t>(spread, 1, plan.lanes));
   plan.steps = std::clamp(NarrowChunkBytes(task.arrays) / (row_bytes * at_once), 1, most_steps);
   plan.chunk_rows = plan.steps * at_once;
-  // A chunk lies as far into a line as in memory; beyond it there is what is read, but not used.
+  // A chunk has an equal offset from a line in shared and in global memory. What lies beyond the
+  // chunk may be read, but is not used.
   const int bytes = plan.chunk_rows * row_bytes + SureColumns(most) * task.element_bytes;
   plan.slot_bytes = static_cast<int>(RoundUp(kLineBytes - 1 + bytes, kLineBytes));
   plan.warp_bytes = 2 * task.arrays * plan.slot_bytes;
@@ -91,13 +92,13 @@ inline NarrowPlan ChooseNarrowPlan(const RowTask& task, NarrowExtra beside) {
   }
 }
 
-// How a group's chunks are dealt out to `slots` blocks, turn by turn: a block's warps take
-// neighbouring ones.
+// How a group's chunks are dealt out to `slots` blocks, turn by turn. A block's warps take
+// neighbouring chunks.
 struct NarrowDeal {
-  std::int64_t slots, rounds, extra;  // turns of every warp; the first `extra` have one more
+  std::int64_t slots, rounds, extra;  // each warp has `rounds` turns; the first `extra` one more
 };
 
-// To about as many blocks as are resident, and no more than `most` for a group.
+// Deals to about `resident` blocks, and to at most `most` blocks for each group.
 inline NarrowDeal DealNarrow(const NarrowPlan& plan, const RowShape& shape, std::int64_t resident,
                              std::int64_t most) {
   const std::int64_t chunks = CeilDiv(shape.rows, plan.chunk_rows);

@@ -1,4 +1,4 @@
-// What tests force upon layer norm's choice of a plan, for the whole process.
+// What tests force upon layer norm's choice of a plan, in the whole process.
 #pragma once
 
 #include "cuda/layer_norm_policy.h"

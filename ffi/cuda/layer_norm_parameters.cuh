@@ -1,4 +1,4 @@
-// How layer norm's kernels get scale and bias.
+// How layer norm's kernels load scale and bias.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ __device__ __forceinline__ void WithType(const Param& param, std::int64_t group,
   }
 }
 
-// W values from global memory; p is aligned to them, up to 16 bytes.
+// W values from global memory, plus `added`. p is aligned to them, up to 16 bytes.
 template <int W, typename A, typename P>
 __device__ __forceinline__ void LoadWide(const P* p, A added, A (&values)[W]) {
   if constexpr (W * sizeof(P) % kVecBytes == 0) {
@@ -46,8 +46,8 @@ __device__ __forceinline__ void LoadWide(const P* p, A added, A (&values)[W]) {
   }
 }
 
-// W values of a parameter, plus `added`. P: what it is an array of; void: of anything, and there
-// may be none: then `absent`.
+// W values of a parameter, plus `added`. P: its type. void: any type, or no parameter; then the
+// values are `absent`.
 template <typename P, int W, typename A>
 __device__ __forceinline__ void LoadParamPack(const Param& param, std::int64_t group,
                                               std::int64_t column, A absent, A added,
@@ -63,7 +63,7 @@ __device__ __forceinline__ void LoadParamPack(const Param& param, std::int64_t g
   }
 }
 
-// A thread's columns of a parameter; `absent` where there is none.
+// A thread's columns of a parameter, plus `added`; or `absent` if there is no parameter.
 template <typename T, int P, Division kDivision, bool kOneUnit, typename A>
 __device__ __forceinline__ void LoadParam(const Param& param, std::int64_t group,
                                           const Place<T, P, kDivision, kOneUnit>& place, A absent,
@@ -105,7 +105,7 @@ __device__ __forceinline__ int WidthOf(ffi::DataType dtype) {
   }
 }
 
-// A parameter from one of a group's columns on, as if it were the first group's first.
+// A parameter from one of a group's columns on, as if that were the first group's first column.
 template <typename ParamT>
 __device__ __forceinline__ Param From(const Param& param, std::int64_t group, int column) {
   if (param.data == nullptr) return param;
@@ -132,8 +132,8 @@ __device__ __forceinline__ void AddResidualBias(const LayerNormFwdArgs& args, st
 
 // Scale and bias of a thread's columns, kVec<T> / kSteps at a time.
 //
-// Half a pack's at a time, some threads begin with the second half: if all read the first 16 of
-// each 32 bytes of float32, that would take the L1 cache twice as long as as many bytes in a row.
+// With half a pack at a time, some threads begin with the second half. If all threads read the
+// first 16 of each 32 bytes of float32, the L1 cache would take twice as long.
 template <typename T, typename ParamT, int P, Division kDivision, bool kCentered, int kSteps>
 class Parameters {
   using A = Accum<T>;
@@ -146,7 +146,7 @@ class Parameters {
         scale_(From<ParamT>(args.scale, group, place.base)),
         bias_(From<ParamT>(args.bias, group, place.base)) {}
 
-  // Whether the thread has a pack's second half first. Not of 8 packs, where it does not pay.
+  // Whether the thread has a pack's second half first. With 8 packs this does not pay.
   static constexpr bool kSwaps = kSteps == 2 && P <= 4;
   __device__ __forceinline__ static bool Swaps() { return kSwaps && (threadIdx.x & 4) != 0; }
 
@@ -169,8 +169,8 @@ class Parameters {
   A values_[1 + kCentered][2][N];
 };
 
-// A warp's columns of a parameter, of rows that start anywhere, on their way to registers: loaded
-// one next to the other, and read by each thread from `shared`, the warp's, of as many values.
+// A warp's columns of a parameter of unaligned rows, on their way to registers. Lanes load
+// neighbouring columns to `shared` (the warp's, as large). Each thread then reads its own columns.
 template <typename T, int P>
 class StagedParam {
   using A = Accum<T>;
@@ -179,19 +179,19 @@ class StagedParam {
  public:
   __device__ explicit StagedParam(unsigned char* shared) : shared_(reinterpret_cast<A*>(shared)) {}
 
-  // Those that the row does not have, and all where there is no parameter: `absent`.
+  // Columns that the row does not have are `absent`; all are if there is no parameter.
   __device__ __forceinline__ void Load(const Param& param, std::int64_t group,
                                        const Place<T, P, Division::kFramed, true>& place,
                                        std::int64_t features, A absent, A added) const {
     const int lane = static_cast<int>(threadIdx.x % kWarp);
     const int own_column = place.first_column - place.skip() + place.base;
-    __syncwarp();  // what was there before is read
+    __syncwarp();  // earlier values have been read
     if (param.data == nullptr) {
 #pragma unroll 4
       for (int k = 0; k < P * W; ++k) shared_[k * kWarp + lane] = absent;
     } else {
       WithType(param, group, [&](const auto* data) {
-      // All at once, so that they are under way together.
+      // All at once, so that all loads are under way together.
 #pragma unroll
         for (int k = 0; k < P * W; ++k) {
           const int column = own_column - lane * W + k * kWarp + lane;

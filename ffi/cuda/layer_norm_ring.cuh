@@ -1,5 +1,5 @@
-// How layer norm's backward kernel gets its rows: dealt out to units of threads, each of which has
-// its own part of the next ones on their way to shared memory.
+// How layer norm's backward kernel gets its rows. Rows are dealt out to units of threads. Each
+// thread copies its own part of the next rows to shared memory.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 namespace gradops {
 namespace {
 
-// How a group's rows are dealt out: to `slots` blocks (or clusters), turn by turn of as many rows
-// as a unit takes at a time. Framed: in `passes`, in each of which all of a unit's rows start as
-// many columns after their frames. Divisions are the host's: a device makes calls of them, which
-// cost spills.
+// How a group's rows are dealt out to `slots` blocks (or clusters), turn by turn. A turn is what a
+// unit takes at a time (unit_rows). Framed: there are `passes` passes. In a pass, all rows of a
+// unit have an equal offset from the start of their frames. The host does the divisions: on a
+// device they compile to calls, which cost spills.
 struct Deal {
   std::int64_t slots;
   int passes;
-  int rounds, extra;  // turns of every unit in a pass; in pass p, the first units up to
-                      // extra - p * units of the group's have one more
+  int rounds, extra;  // Each unit has `rounds` turns in a pass. In pass p, the group's first
+                      // extra - p * units units have one more.
 
   Deal(const BackwardPlan& plan, std::int64_t rows, std::int64_t slots) : slots(slots) {
     const std::int64_t turns = (rows + plan.unit_rows() - 1) / plan.unit_rows();
@@ -29,18 +29,18 @@ struct Deal {
     extra = static_cast<int>(turns % (slots * plan.units * passes));
   }
 
-  // Item `item` of groups * slots. If there are more items than blocks, there is one slot.
+  // The group of an item; there are groups * slots. With more items than blocks, slots is 1.
   __device__ std::int64_t Group(std::int64_t item) const {
     return slots == 1 ? item : static_cast<std::uint32_t>(item) / static_cast<std::uint32_t>(slots);
   }
 };
 
-// The rows of a group that a unit works on in a pass: those of a turn from `first` on, and so on
-// every `step`.
+// The rows of a group that a unit works on in a pass. Its first turn begins at row `first`, each
+// later turn `step` rows further.
 struct Turns {
   std::int64_t first, step;
-  int most;  // of any unit of the block
-  int own;   // of those, how many have a row for the thread
+  int most;  // The most turns of a unit of the block.
+  int own;   // Turns in which the thread has a row.
 
   __device__ Turns(const Deal& deal, const BackwardPlan& plan, std::int64_t slot, int unit, int row,
                    int pass, std::int64_t rows) {
@@ -54,13 +54,13 @@ struct Turns {
   }
 };
 
-// A thread's packs of the rows that its unit works on, turn by turn, of dy, x, and dsum or null: on
-// their way to shared memory from `stages` turns before. Each thread copies, and reads, its own: so
-// none waits for others (framed: for others than its warp's), and what is read is replaced, at once
-// or later. A warp's packs should start as far into a line of 128 bytes as in memory (CopyAsync):
-// framed, they do; else, as the unit's first rows do, which is right for all if a unit's rows are
-// whole lines apart: of 1000 elements 8 units times 132 blocks are, of 5000, by clusters, every
-// second or fourth.
+// A thread's packs of its unit's rows, turn by turn, of dy, x, and dsum or null. They are copied to
+// shared memory from `stages` turns before. Each thread copies and reads its own packs, so it waits
+// for no others (framed: for its warp). A row that has been read is replaced, at once or later.
+// A warp's packs should have an equal offset from a 128-byte line in shared and in global memory
+// (CopyAsync). Framed, they do. Otherwise the offset is right for the unit's first rows. It is
+// right for all rows if these are whole lines apart. With 1000 elements, 8 units and 132 blocks
+// they are. With 5000 elements and clusters, every second or fourth row has the right offset.
 template <typename T, int P, Division kDivision>
 class RowRing {
   static constexpr int W = kVec<T>;
@@ -68,7 +68,7 @@ class RowRing {
   using RowPlace = Place<T, P, kDivision, false>;
 
  public:
-  // shared: the block's. elements: of an array. first_turn: as in Start, of the first call.
+  // shared: the block's. elements: of an array. first_turn: `turn` of the first call of Start.
   __device__ RowRing(const BackwardPlan& plan, const RowPlace& place, unsigned char* shared,
                      const T* const (&arrays)[3], std::int64_t elements, std::int64_t first_turn)
       : place_(place),
@@ -79,7 +79,7 @@ class RowRing {
              threadIdx.x / kWarp * (plan.ring_bytes / plan.stages / (plan.threads() / kWarp)) +
              threadIdx.x % kWarp * kVecBytes + (kFramed ? 0 : InLine(first_turn))),
         elements_(elements) {
-    // What is never copied adds nothing to a row's sums.
+    // Packs that are never copied are 0, so that they add nothing to a row's sums.
     for (int s = 0; s < stages_; ++s) {
 #pragma unroll
       for (int i = 0; i < P; ++i) {
@@ -91,8 +91,8 @@ class RowRing {
     }
   }
 
-  // The first turn's rows start at element `turn`, the same for the warp, the next one's `step`
-  // further, and so on; of `own` turns one is the thread's. Orders the first ones.
+  // The first turn's rows start at element `turn` (equal for the warp), and each next turn's rows
+  // `step` further. The thread has rows in `own` turns. Orders the first ones.
   __device__ __forceinline__ void Start(std::int64_t turn, std::int64_t step, int own) {
 #pragma unroll
     for (int a = 0; a < 3; ++a) next_[a] = arrays_[a] + turn;
@@ -107,11 +107,11 @@ class RowRing {
     if constexpr (kFramed) taken_ = static_cast<unsigned>(turn);
   }
 
-  // The next row's packs of the first two arrays, in whose place, if rows have one stage, those of
-  // the next row are ordered at once: what comes from memory is written long after what a thread
-  // has asked for before is read.
+  // Reads the next row's packs of the first two arrays. With one stage, the row after is ordered
+  // into their place at once. That is safe: bytes from global memory are written long after the
+  // thread's earlier reads are done.
   __device__ __forceinline__ void Take(Pack<T, W> (&first)[P], Pack<T, W> (&second)[P]) {
-    // Two groups of copies a turn: all but the last ones of the turns under way.
+    // Each turn has two groups of copies. This waits for the first group of the oldest turn.
     if (stages_ == 1) {
       WaitForCopies<1>();
     } else {
@@ -124,36 +124,36 @@ class RowRing {
     }
     if (stages_ == 1) Replace();
   }
-  // If they have two, later, when the row's sums are there: with two whole rows under way all the
-  // time some multiprocessors starve others (ffi/cuda/TUNING.md).
+  // With two stages they are ordered later, when the row's sums are there. Two whole rows under way
+  // all the time would make some multiprocessors starve others (ffi/cuda/TUNING.md).
   __device__ __forceinline__ void ReplaceLater() {
     if (stages_ > 1) Replace();
   }
-  // Until the same row's packs of the third array are there.
+  // Waits for the row's packs of the third array.
   __device__ __forceinline__ void WaitForThird() const {
     if (stages_ == 1) {
-      WaitForCopies<1>();  // but for the next row's first two arrays
+      WaitForCopies<1>();  // the next row's first two arrays may be under way
     } else {
-      WaitForCopies<2>();  // but for all of the next row's, if ReplaceLater comes after this
+      WaitForCopies<2>();  // all of the next row may be, if ReplaceLater comes after this
     }
   }
-  // Pack i of them.
+  // Pack i of the third array.
   __device__ __forceinline__ Pack<T, W> Third(int i) const {
     return LoadPlain<W>(Slot(2, i, taken_));
   }
-  // When they are done with, or there are none: orders those of a later row.
+  // Ends a turn, when the third array's packs are read or absent. Orders a later row's.
   __device__ __forceinline__ void EndTurn(bool has_third) {
     if (has_third) {
       SyncSlots();
       OrderThird();
     }
-    CommitCopies();  // groups are counted
+    CommitCopies();  // even without copies: groups are counted
     if constexpr (kFramed) taken_ += static_cast<unsigned>(step_);
     stage_ = last_stage_ - stage_;
   }
 
  private:
-  // Framed, a row's slots may overlap those of the row before of neighbouring lanes.
+  // Framed: a row's slots may overlap neighbouring lanes' slots of the row before.
   __device__ __forceinline__ static void SyncSlots() {
     if constexpr (kFramed) __syncwarp();
   }
@@ -161,11 +161,11 @@ class RowRing {
     SyncSlots();
     Order();
   }
-  // Where in a line element `element` is.
+  // The offset of element `element` from its line, in bytes.
   __device__ __forceinline__ static unsigned InLine(std::int64_t element) {
     return static_cast<unsigned>(element) * sizeof(T) & (kLineBytes - kVecBytes);
   }
-  // A warp's slots are one behind the other, array by array.
+  // A warp's slots follow each other, array by array.
   __device__ __forceinline__ T* Slot(int array, int i, unsigned turn) const {
     return reinterpret_cast<T*>(own_ + stage_ + (kFramed ? InLine(turn) : 0) +
                                 (array * P + i) * (kWarp * kRingPackBytes));
@@ -195,7 +195,7 @@ class RowRing {
     if (!place_.Counts(i) || place_.Lacks(i)) return;
     const T* const from = place_.InRow(next_[a], i);
     T* const to = Slot(a, i, turn);
-    // Beyond an array's end, nothing may be read.
+    // Nothing beyond an array's end may be read.
     const T* const end = arrays_[a] + elements_;
     if (!kFramed || end - from >= W) {
       CopyAsync(to, from);
@@ -207,34 +207,34 @@ class RowRing {
 
   const RowPlace& place_;
   const T* const arrays_[3];
-  const int stages_, last_stage_;  // one or two; where the last one is
+  const int stages_, last_stage_;  // one or two; the byte offset of the last one
   unsigned char* const own_;
   const std::int64_t elements_;
-  const T* next_[3];  // where the next turn's rows start
+  const T* next_[3];  // Where the next turn's rows start.
   std::int64_t step_;
-  unsigned ordered_ = 0, taken_ = 0;  // framed: where turns' rows start; only the last bits matter
+  unsigned ordered_ = 0, taken_ = 0;  // Framed: where turns' rows start. Only the last bits matter.
   int left_, stage_ = 0;
 };
 
-// Whether a row is as most are. The saved mean is no more than a few times the deviation, so that
-// the mean's rounding does not matter. Epsilon is not nearly all of the deviation. Products of
-// rstd, its square and a dy of 2^-100 to 2^100 are far from where floats end. A usual row's mean is
-// taken as it is, whether it is the row's own or not.
+// Whether a row is usual, as most rows are. The saved mean is at most a few deviations, so that its
+// rounding does not matter. Epsilon is not nearly all of the squared deviation. Products of rstd,
+// its square and a dy of 2^-100 to 2^100 are far from the limits of floats. A usual row's mean is
+// taken as given, whether it is the row's own or not.
 template <typename A>
 __device__ __forceinline__ bool UsualRow(A mean, A rstd, A epsilon) {
-  // Of variance + epsilon, the variance; and the square of the mean.
+  // As fractions of variance + epsilon: part is the variance, ratio^2 the square of the mean.
   const A part = A{1} - epsilon * rstd * rstd, ratio = mean * rstd;
   return part >= A{0x1p-8} && ratio * ratio <= A{16} * part && rstd > A{0x1p-10} &&
          rstd < A{0x1p10};
 }
 
-// The statistics of a unit's rows: mean, if kMean, and 1 / deviation. The lanes of a row load those
-// of as many turns, that many turns ahead. If all loaded the next turn's, the compiler would await
-// that within this turn, to have in a uniform register what all have: 8 % of the time.
+// The statistics of a unit's rows: mean, if kMean, and 1 / deviation. The lanes of a row load them
+// for different turns. If all lanes loaded the next turn's, the compiler would move them to a
+// uniform register. It would wait for the loads within this turn: 8 % of the time.
 template <typename A, bool kMean>
 class RowStats {
  public:
-  // epsilon: in rstd; negative: not known. careful: no row is to be called usual.
+  // epsilon: in rstd; negative: not known. careful: no row counts as usual.
   __device__ RowStats(int lanes, const A* mean, const A* rstd, A epsilon, bool careful)
       : mask_(KeptOfWarp(min(lanes, kWarp) - 1)),
         first_(Kept(static_cast<int>(threadIdx.x % kWarp) & ~mask_)),
@@ -243,13 +243,13 @@ class RowStats {
         epsilon_(epsilon),
         careful_(careful || epsilon < 0) {}
 
-  // The thread's rows: `row`, and so on every `step`, `own` in all.
+  // The thread has `own` rows: `row`, row + step and so on.
   __device__ __forceinline__ void Start(std::int64_t row, std::int64_t step, int own) {
     const int lane = static_cast<int>(threadIdx.x) & mask_;
     row_ = row + lane * step, step_ = step * (mask_ + 1), left_ = own - lane;
     Load();
   }
-  // All of the warp call it, turn by turn from 0 on. Returns whether the row is as most are.
+  // All lanes call it, turn by turn from 0 on. Returns whether the row is usual.
   __device__ __forceinline__ bool Get(int turn, A& mean, A& rstd) {
     const int of = turn & mask_, from = first_ + of;
     if (of == 0) {
@@ -272,14 +272,14 @@ class RowStats {
     row_ += step_;
   }
 
-  const int mask_, first_;  // a row's lanes less one; the first of the thread's row
+  const int mask_, first_;  // a row's lanes minus 1; the first lane of the thread's row
   const A *const mean_, *const rstd_;
   const A epsilon_;
   const bool careful_;
   std::int64_t row_, step_;
   int left_;
   A now_[2] = {}, next_[2] = {};
-  unsigned usual_ = 0;  // lane by lane, of the rows of now_
+  unsigned usual_ = 0;  // bit by lane: whether the row in now_ is usual
 };
 
 }  // namespace

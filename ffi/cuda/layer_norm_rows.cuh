@@ -1,4 +1,4 @@
-// Where a thread of layer norm's kernels stands in its row.
+// A thread's place in its row, in layer norm's kernels.
 #pragma once
 
 #include <cstdint>
@@ -12,31 +12,31 @@
 namespace gradops {
 namespace {
 
-// A thread's place in its row, of which it owns P packs of 16 bytes (cuda/layer_norm_policy.h):
-// packs lane, lane + q, lane + 2 q ... of a row of at most P * q packs.
+// A thread's place in its row. It owns P packs of the row, 16-byte vectors
+// (cuda/layer_norm_policy.h). If q threads own packs, thread `lane` owns packs lane + k * q with k
+// < P. The row has at most P * q packs.
 //
-// Even: of exactly so many. Threads from q on own what the one before them owns, which must not be
-// added to sums. Uneven: some threads lack their last pack, and own the row's last one too,
-// likewise. Forward, they do the same once more, as a branch costs all of them more; backward, they
-// neither load nor store it: what they have of it is 0.
+// Even: the row has exactly P * q packs. Uneven: some threads lack their last pack, and have the
+// row's last pack instead. Threads from q on have the packs of thread q - 1. Packs that another
+// thread owns must not be added to sums. Forward, threads repeat the work on such packs, as a
+// branch costs all threads more. Backward, they neither load nor store them: their elements are 0.
 //
-// Framed: rows may start anywhere, and have any length. A row's frame then starts at the last
-// 16-byte boundary before it, and packs are those of the frame, of which the row may have all, some
-// columns, or none: a warp owns 32 * P neighbouring ones, a lane every 32nd of these. Rows whose
-// frames start as many columns before them are worked on by the same threads, so that a thread's
-// columns stay what they are.
-// kOneUnit: a block has one row, unless it is narrow: forward.
+// Framed: rows may start anywhere, and have any length. A row's frame starts at the last 16-byte
+// boundary before the row. Packs belong to the frame: the row may have all, some or none of a
+// pack's columns. A warp owns 32 * P neighbouring packs, and a lane every 32nd of them. Rows with
+// equal offsets from their frames go to the same threads, whose columns so do not change.
+// `kOneUnit`: a block has one row, or several narrow rows (forward).
 template <typename T, int P, Division kDivision, bool kOneUnit>
 class Place {
  public:
   static constexpr int W = kVec<T>, kPacks = P;
   static constexpr bool kFramed = kDivision == Division::kFramed;
 
-  int unit, in_unit;  // of the block; thread of the unit
-  int lane, row;      // thread of the row; row of the unit
-  int first_column;   // the frame's, where the block's share begins
-  int base;           // from there on: where the thread's packs begin
-  bool counts;        // in sums; and so does its last pack
+  int unit, in_unit;  // Unit of the block; thread of the unit.
+  int lane, row;      // Thread of the row; row of the unit.
+  int first_column;   // First column of the block's share, from the frame's start on.
+  int base;           // First column of the thread's packs, from first_column on.
+  bool counts;        // Whether the thread's packs are added to sums; and its last pack.
   bool counts_last;
 
   __device__ Place(int lanes, int cluster, int share, std::int64_t features)
@@ -47,8 +47,8 @@ class Place {
       in_unit = static_cast<int>(thread);
       lane = lanes <= kWarp ? in_unit & (lanes - 1) : in_unit;
     } else {
-      // The shuffle tells the compiler that all of a warp have the same: so loops over a unit's
-      // rows are uniform, their counters need no registers, and shuffles in them overlap.
+      // The shuffle tells the compiler that a warp has one value. So loops over a unit's rows are
+      // uniform, their counters need no registers, and shuffles in them overlap.
       unit =
           static_cast<int>(lanes <= kWarp ? thread / kWarp : thread / static_cast<unsigned>(lanes));
       unit = __shfl_sync(0xffffffffu, unit, 0);
@@ -67,7 +67,7 @@ class Place {
       SetSkip(0);
       const int packs = static_cast<int>(static_cast<unsigned>(high_) / W);
       owners_ = (packs + P - 1) / P;
-      // Backward, a thread's packs are whole lines of 128 bytes apart (CopyAsync), if that can be.
+      // Backward: a thread's packs are whole 128-byte lines apart (CopyAsync), if possible.
       const int in_lines = (owners_ + 7) & ~7;
       if (!kOneUnit && in_lines <= lanes && (P - 1) * in_lines <= packs) owners_ = in_lines;
       const int owned = min(lane, owners_ - 1), last = owned + (P - 1) * owners_;
@@ -79,7 +79,7 @@ class Place {
     }
   }
 
-  // How many columns before its rows the frame starts: less than W.
+  // skip: columns of the frame before its row starts, less than W.
   __device__ void SetSkip(int skip) {
     low_ = skip - first_column;
     high_ = static_cast<int>(min(std::int64_t{share_}, features_ + low_));
@@ -87,7 +87,7 @@ class Place {
     if constexpr (kFramed) Refresh();
   }
 
-  // Before each of several rows: so that the compiler does not keep what follows from it.
+  // Called before each row: the compiler then does not keep what follows from columns_.
   __device__ __forceinline__ void Forget() { asm volatile("" : "+r"(columns_)); }
 
   __device__ __forceinline__ int warp_of_row() const {
@@ -97,7 +97,7 @@ class Place {
   // The block's columns, from first_column on: [max(0, low), high).
   __device__ int low() const { return low_; }
   __device__ int high() const { return high_; }
-  // How many of them are a warp's, or the block's.
+  // How many columns a warp has, and how many the block has.
   __device__ int WarpColumns(int warp) const {
     if constexpr (kFramed) {
       constexpr int kColumns = kWarp * P * W;
@@ -111,14 +111,14 @@ class Place {
   }
   __device__ int Columns() const { return max(0, high_ - max(0, low_)); }
 
-  // Where pack i begins, from `base` on.
+  // The beginning of pack i, from `base` on.
   __device__ __forceinline__ int Begin(int i) const {
     if constexpr (kDivision == Division::kFramed) return i * kWarp * W;
     return kDivision == Division::kUneven && i == P - 1 ? last_ : i * stride_;
   }
 
-  // Pack i of the thread's row, from where the block's share of the first of a warp's rows begins:
-  // one address for the warp, and, so that it is one, the rest in 32 bits.
+  // Pack i of the thread's row. first: where the block's share of the warp's first row begins. The
+  // warp has one such address, and the rest is a 32-bit offset.
   template <typename U>
   __device__ __forceinline__ U* InRow(U* first, int i) const {
     using Byte = std::conditional_t<std::is_const_v<U>, const char, char>;
@@ -127,8 +127,8 @@ class Place {
                                 offset * static_cast<std::uint32_t>(sizeof(T)));
   }
 
-  // Calls fn.operator()<kAll>(i) for each pack i of which any of the warp's rows has anything; kAll
-  // says that all of them have all of it.
+  // Calls fn.operator()<kAll>(i) for each pack i that has columns of the warp's rows. kAll: all
+  // rows of the warp have the whole pack.
   template <typename Fn>
   __device__ __forceinline__ void ForPacks(const Fn& fn) const {
 #pragma unroll
@@ -140,16 +140,16 @@ class Place {
       }
     }
   }
-  // Whether all of the warp's rows have all of pack i; of all packs.
+  // Whether all rows of the warp have the whole pack i; AllWhole: all packs.
   __device__ __forceinline__ bool Whole(int i) const {
     return !kFramed || (whole_packs_ >> i & 1) != 0;
   }
-  // Whether any of the warp's rows has anything of pack i.
+  // Whether any row of the warp has columns of pack i.
   __device__ __forceinline__ bool Any(int i) const { return (any_packs_ >> i & 1) != 0; }
   __device__ __forceinline__ bool AllWhole() const {
     return !kFramed || whole_packs_ == (1u << P) - 1;
   }
-  // Whether pack i is added to sums; whether the row has nothing of it; all of it; its column j.
+  // Pack i is added to sums. Lacks: the row has none of it. HasAll: all of it. Has: its column j.
   __device__ __forceinline__ bool Counts(int i) const {
     return kFramed || (i == P - 1 ? counts_last : counts);
   }
@@ -169,7 +169,7 @@ class Place {
            (kBits ? (columns_ >> (i * W + j) & 1) != 0 : column >= low_ && column < high_);
   }
 
-  // Stores what the row has of pack i at `p`; or only if it does not have all of it.
+  // Stores the row's columns of pack i at `p`. StoreSome: only if the row lacks some of them.
   __device__ __forceinline__ void Store(T* p, const Pack<T, W>& pack, int i) const {
     if (HasAll(i)) StorePackOnce(p, pack);
     StoreSome(p, pack, i);
@@ -190,9 +190,8 @@ class Place {
   }
 
  private:
-  // Whether what the row has of the thread's columns is kept as bits: forward, where it is asked
-  // often. Backward these cost registers: spills, and bfloat16's layer norm of 4097 columns 332 us,
-  // not 228.
+  // Whether bits say which of the thread's columns the row has: forward, which asks often. Backward
+  // they cost registers, so code spills: bfloat16 layer norm of 4097 columns took 332 us, not 228.
   static constexpr bool kBits = kFramed && kOneUnit;
   static constexpr unsigned kAllOfPack = (1u << W) - 1;
   static_assert(!kBits || P * W <= 32);
@@ -202,7 +201,7 @@ class Place {
 #pragma unroll
     for (int i = 0; kBits && i < P; ++i) {
       const int begin = base + Begin(i);
-      // The pack's columns from low to high.
+      // Bits of the pack's columns from low to high.
       const unsigned before = (1u << min(W, max(0, low_ - begin))) - 1;
       const unsigned up_to = (1u << min(W, max(0, high_ - begin))) - 1;
       columns_ |= (up_to & ~before) << i * W;
@@ -218,7 +217,7 @@ class Place {
   const std::int64_t features_;
   int owners_ = 0, last_ = 0;  // not framed: q; where the last pack begins
   int stride_ = 0, low_, high_, skip_;
-  int row_offset_;                            // from the first of a warp's rows
+  int row_offset_;                            // columns from the warp's first row on
   unsigned whole_packs_ = 0, any_packs_ = 0;  // framed, bit i: pack i
   unsigned columns_ = 0;                      // kBits, bit i * W + j: column j of pack i
 };

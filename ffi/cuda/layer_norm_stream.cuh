@@ -1,6 +1,6 @@
-// For rows that no plan holds on chip (cuda/layer_norm_policy.h): a block per row, which reads it
-// twice, the second time mostly from L2; backward, a second kernel reads dy and x once more, down
-// the columns, for their sums, as it does for those of few rows.
+// For rows that no plan holds on chip (cuda/layer_norm_policy.h). One block reads a row twice, the
+// second time mostly from L2. Backward, a second kernel computes the column sums: it reads dy and x
+// once more, down the columns. It also computes column sums of few rows (LaunchFewSums).
 #pragma once
 
 #include <cstdint>
@@ -20,16 +20,16 @@ namespace {
 
 constexpr int kStreamThreads = 512;
 
-// Each thread keeps count, mean and centered sum of squares of what it has seen and merges it with
-// those of the next few packs, and at the end with the others' (Chan, Golub, LeVeque). Means are of
-// differences from the thread's own first element, so that an outlier among those costs accuracy in
-// one thread's share alone.
+// Each thread keeps count, mean and centered sum of squares of its elements so far. It merges them
+// with the values of the next few packs, and finally with the other threads' values (Chan, Golub,
+// LeVeque). Means are of differences from the thread's own first element. So an outlier among first
+// elements costs accuracy only in one thread's share.
 template <typename T, int W>
 __global__ void __launch_bounds__(kStreamThreads, 1)
     ForwardStreamKernel(const __grid_constant__ LayerNormFwdArgs args) {
   using A = Accum<T>;
   constexpr int kAtOnce = W == 1 ? 8 : W == 2 ? 2 : 4;
-  constexpr int kUnroll = W == 2 ? 1 : 2;  // of double, more would spill
+  constexpr int kUnroll = W == 2 ? 1 : 2;  // double: more would spill
   constexpr std::int64_t kStep = kStreamThreads * W;
   using Sum = TeamSum<A, kStreamThreads, kStreamThreads, 2>;
   __shared__ typename Sum::Storage storage;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   const std::int64_t features = args.shape.features, rows = args.shape.groups * args.shape.rows;
   const A inverse_n = A{1} / static_cast<A>(features);
   for (std::int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    // Normalised is h: x, or x + residual, which the thread stores before it reads it.
+    // h is normalised: x, or x + residual. The thread stores that sum before it reads it again.
     const T* const x_row = static_cast<const T*>(args.x) + row * features;
     const T* h_row = x_row;
     if (args.residual != nullptr) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     const A count = static_cast<A>(packs_seen * W);
     A mean = 0;
     if (args.centered) {
-      A row_shift = static_cast<A>(x_row[0]);  // h's first element, which another thread may store
+      A row_shift = static_cast<A>(x_row[0]);  // h's first element; another thread may store it
       if (args.residual != nullptr) {
         A bias[1];
         LoadParamPack<void>(args.residual_bias, row / args.shape.rows, 0, A{0}, A{0}, bias);
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     sum(sums);
     const A delta = args.centered ? sums[0] * inverse_n : A{0};
     A variance = VarianceOf(sums[1] * inverse_n, delta);
-    if (Overflowed(variance)) {  // for all threads; as the sum of squares may have been
+    if (Overflowed(variance)) {  // true for all threads; sums of squares may have overflowed
       A large[1] = {};
       for (std::int64_t c = threadIdx.x * W; c < features; c += kStep) {
         const auto h = LoadPackOnce<W>(h_row + c);
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
     const std::int64_t group = row / args.shape.rows;
     T* const y = static_cast<T*>(args.y) + row * features;
-    // Backwards: what was read last is still in the caches.
+    // From the end to the start: what was read last is still in the caches.
     const std::int64_t vectors = (features / W - 1 - threadIdx.x) / kStreamThreads;
 #pragma unroll kUnroll
     for (std::int64_t i = vectors; i >= 0; --i) {
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   }
 }
 
-// x_hat of W elements of a row. Centred rows: delta is the saved mean's rounding.
+// x_hat of W elements of a row. delta: the saved mean's rounding, if rows are centered.
 template <int W, typename T, typename A>
 __device__ __forceinline__ void NormalisedPack(const LayerNormBwdArgs& args, const Pack<T, W>& x,
                                                std::int64_t group, std::int64_t column,
@@ -174,7 +174,7 @@ __device__ __forceinline__ void NormalisedPack(const LayerNormBwdArgs& args, con
   for (int j = 0; j < W; ++j) {
     const A value = static_cast<A>(x.v[j]);
     if (args.from_output) {
-      // As in BackwardKernel, of subnormal ones, too.
+      // 0 for subnormal scales too, as in BackwardKernel.
       x_hat[j] =
           abs(scale[j]) < std::numeric_limits<A>::min() ? A{0} : (value - bias[j]) / scale[j];
     } else {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void NormalisedPack(const LayerNormBwdArgs& args, con
   }
 }
 
-// dx, and, for BackwardSumsKernel, the rounding of each saved mean (null: not wanted).
+// dx. deltas: each saved mean's rounding, for BackwardSumsKernel (null: not wanted).
 template <typename T, int W>
 __global__ void __launch_bounds__(kStreamThreads, 1)
     BackwardStreamKernel(const __grid_constant__ LayerNormBwdArgs args, Accum<T>* deltas) {
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     T* const dx_row = static_cast<T*>(args.dx) + row * features;
     const A mean = shift ? __ldg(static_cast<const A*>(args.mean) + row) : A{0};
     const A rstd = __ldg(static_cast<const A*>(args.rstd) + row);
-    A total[2] = {}, differences[1] = {};  // of wdy * x_hat, wdy; of x - mean
+    A total[2] = {}, differences[1] = {};  // sums of wdy * x_hat, wdy; of x - mean
     for (std::int64_t i = 0; i < turns; ++i) {
       const std::int64_t column = start + i * kStep;
       const auto x = LoadPack<W>(x_row + column);
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     const A mean_wdy = args.centered ? total[1] * inverse_n : A{0};
     const A mean_wdy_x_hat = (total[0] - delta * rstd * total[1]) * inverse_n;
     if (deltas != nullptr && threadIdx.x == 0) deltas[row] = delta;
-    // Backwards: what was read last is still in the caches.
+    // From the end to the start: what was read last is still in the caches.
     for (std::int64_t i = turns - 1; i >= 0; --i) {
       const std::int64_t column = start + i * kStep;
       const auto x = LoadPack<W>(x_row + column);
@@ -255,8 +255,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
 constexpr int kSumLanes = 8, kSumRows = 32;  // threads of a block along columns and along rows
 
-// The roundings of the saved means of up to kFewRows rows, of those for which they matter. All of
-// the block call it.
+// The roundings of the saved means of up to kFewRows rows; 0 for usual rows, where they do not
+// matter. All threads of the block call it.
 constexpr int kFewRows = kSumLanes * kSumRows;
 template <int W, typename T, typename A>
 __device__ __forceinline__ void FewDeltas(const LayerNormBwdArgs& args, std::int64_t group,
@@ -270,8 +270,8 @@ __device__ __forceinline__ void FewDeltas(const LayerNormBwdArgs& args, std::int
     usual = UsualRow(mean_of(thread), rstd, static_cast<A>(args.epsilon));
   }
   deltas[thread] = 0;
-  __syncwarp();  // before any is something else
-  // Of its rows, each warp looks at those that are not usual.
+  __syncwarp();  // All are 0 before some are set.
+  // Each warp looks at its own rows that are not usual.
   for (unsigned left = __ballot_sync(0xffffffffu, !usual); left != 0; left &= left - 1) {
     const int r = thread - lane + __ffs(static_cast<int>(left)) - 1;
     const A mean = mean_of(r);
@@ -284,11 +284,11 @@ __device__ __forceinline__ void FewDeltas(const LayerNormBwdArgs& args, std::int
     delta = WarpSum<kWarp>(delta) / static_cast<A>(features);
     if (lane == 0) deltas[r] = MeanRounding(delta, mean);
   }
-  __syncthreads();  // all are there
+  __syncthreads();  // all deltas are there
 }
 
-// Column sums: each block adds up all rows of a group in kSumLanes packs of columns. dx is there;
-// or, of few rows, whose deltas are null, it need not be: the kernel runs beside the one before.
+// Column sums: each block adds up all rows of a group in kSumLanes packs of columns. For few rows,
+// deltas is null, and this kernel runs beside the dx kernel. Otherwise dx is complete.
 template <typename T, int W>
 __global__ void __launch_bounds__(kSumLanes* kSumRows)
     BackwardSumsKernel(const __grid_constant__ LayerNormBwdArgs args, const Accum<T>* deltas) {
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
       A scale[W];
       LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
                           scale);
-      // Sums of 64 terms are added up, so that rounding errors hardly grow with the number of rows.
+      // Adds up sums of 64 terms, so that rounding errors hardly grow with the number of rows.
       for (std::int64_t first = threadIdx.y; first < rows; first += 64 * kSumRows) {
         A part_dscale[W] = {}, part_dbias[W] = {}, part_dresidual_bias[W] = {};
         const std::int64_t end = min(rows, first + 64 * kSumRows);
@@ -358,9 +358,9 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
       for (int r = 0; r < kSumRows; ++r) total += shared[s][r][c];
       StoreAs(result.data, result.dtype, group * features + to, total);
     }
-    __syncthreads();  // all are read before the next item's are written
+    __syncthreads();  // all sums are read before the next item's are written
   }
-  WaitForKernelBefore();  // what comes next counts on dx, too
+  WaitForKernelBefore();  // the next kernel needs dx too
 }
 
 }  // namespace

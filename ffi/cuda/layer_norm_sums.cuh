@@ -1,4 +1,4 @@
-// Sums of layer norm's forward kernel over a row: over lanes, a block's warps, a cluster's blocks.
+// Sums over a row in layer norm's forward kernel: over lanes, a block's warps, a cluster's blocks.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 namespace gradops {
 namespace {
 
-// For the sums of up to kMaxValues values: of a block's up to kWarps warps, and of up to kBlocks
-// blocks of a cluster (1: there are no clusters). No larger than it need be: what a
-// multiprocessor's blocks take of its shared memory is not cache.
+// Sums of up to kMaxValues values: of up to kWarps warps of a block, and of up to kBlocks blocks of
+// a cluster (1: no clusters). It is as small as possible: what blocks take of a multiprocessor's
+// shared memory is lost to the L1 cache.
 template <typename A, int kMaxValues, int kWarps, int kBlocks>
 struct SumStorage {
   alignas(kVecBytes) A warps[2][kMaxValues][kWarps];
@@ -25,10 +25,10 @@ struct SumStorage<A, kMaxValues, kWarps, 1> {
   alignas(kVecBytes) A warps[2][kMaxValues][kWarps];
 };
 
-// Sums and exchanges among the threads of a row, which has the block to itself unless it is narrow.
-// All of them call it, whose barrier it is: what was read before from shared memory may be
-// overwritten by any thread after.
-// kNarrow: a row may have less than a warp.
+// Sums and exchanges among the threads of a row. The row has the block to itself unless it is
+// narrow. All threads of the row call each sum, which is also a barrier: after it, any thread may
+// overwrite what was read from shared memory before.
+// `kNarrow`: a row may have less than a warp.
 template <typename A, int kMaxValues, int kWarps, int kBlocks, bool kNarrow>
 class RowSum {
  public:
@@ -48,7 +48,7 @@ class RowSum {
     }
   }
 
-  // Over the lanes of a warp that belong to the row.
+  // Sums over the lanes of a warp that belong to the row.
   template <int kValues>
   __device__ __forceinline__ void OverWarp(A (&values)[kValues]) const {
     if (!kNarrow || lanes_ >= kWarp) {
@@ -61,19 +61,19 @@ class RowSum {
     }
   }
 
-  // Whether the warp's sums over the block are wanted: of a cluster's blocks, the first one's,
-  // which sends them.
+  // Whether the warp needs the block's values. In a cluster only the first warp does: it sends the
+  // block's sums.
   __device__ __forceinline__ bool WantsBlock() const {
     return !kClusters || cluster_ == 1 || warp_ == 0;
   }
 
-  // Whose values OfWarps and OfBlocks give the calling lane.
+  // The warp (or block) whose values OfWarps (or OfBlocks) gives the calling lane.
   __device__ __forceinline__ int WarpOfLane() const { return PlaceOfLane(lanes_ >> 5); }
   __device__ __forceinline__ int BlockOfLane() const { return PlaceOfLane(cluster_); }
 
-  // Of the row's warps in this block: MeetWarps, of all of them; then OfWarps, of those that want
-  // their values, of which each aligned run of lanes gets those of all warps, lane by lane, 0 where
-  // there is none; then NextWarps.
+  // An exchange among the row's warps in this block. All warps call MeetWarps. Warps that want the
+  // values then call OfWarps: each aligned run of lanes gets the values of all warps, one warp per
+  // lane. Lanes without a warp get 0. All warps call NextWarps.
   template <int kValues>
   __device__ __forceinline__ void MeetWarps(const A (&values)[kValues]) {
     if (threadIdx.x % kWarp == 0) {
@@ -81,8 +81,8 @@ class RowSum {
       for (int i = 0; i < kValues; ++i) shared_.warps[buffer_][i][threadIdx.x / kWarp] = values[i];
     }
     // Every warp's values are written before they are read. No barrier is needed after the reads:
-    // the next call writes the other buffer, and before the call after that writes this one, all
-    // threads have passed the next call's barrier and so have finished these reads.
+    // the next call writes the other buffer. The call after that writes this buffer. By then all
+    // threads have passed the next call's barrier, so they have finished these reads.
     __syncthreads();
   }
   template <int kValues>
@@ -95,13 +95,13 @@ class RowSum {
   }
   __device__ __forceinline__ void NextWarps() { buffer_ ^= 1; }
 
-  // Over the lanes that OfWarps gave values.
+  // Sums over the lanes that OfWarps gave values.
   template <int kValues>
   __device__ __forceinline__ void OverWarps(A (&values)[kValues]) const {
     OverSpan(values, lanes_ >> 5);
   }
 
-  // The same for the cluster's blocks.
+  // Gives each lane the values of a block of the cluster, as OfWarps does for warps.
   template <int kValues>
   __device__ __forceinline__ void OfBlocks(A (&values)[kValues]) {
     static_assert(kClusters);
@@ -111,8 +111,8 @@ class RowSum {
     if (threadIdx.x == 0) {
       ExpectBytes(received, static_cast<std::uint32_t>(cluster_ * kValues * sizeof(A)));
     }
-    // No block can send twice more before all of this block's threads have read what is here: it
-    // waits for this block's next values, which are sent after a barrier.
+    // No block can send twice more before all threads of this block have read these values. The
+    // second send needs this block's next values, which are sent after a barrier.
     if (static_cast<int>(threadIdx.x) < cluster_) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -126,19 +126,18 @@ class RowSum {
     for (int i = 0; i < kValues; ++i) values[i] = from < cluster_ ? blocks[i][from] : A{0};
   }
 
-  // Over the lanes that OfBlocks gave values.
+  // Sums over the lanes that OfBlocks gave values.
   template <int kValues>
   __device__ __forceinline__ void OverBlocks(A (&values)[kValues]) const {
     OverSpan(values, cluster_);
   }
 
-  // Replaces each value by its sum over the row, whose order is the same for all of its threads.
+  // Replaces each value by its sum over the row. All threads of the row add in one order.
   template <int kValues>
   __device__ __forceinline__ void operator()(A (&values)[kValues]) {
     OverWarp(values);
     if (lanes_ <= kWarp) {
-      __syncwarp();  // what was read before may be overwritten: SumOfWarps has a barrier that says
-                     // so
+      __syncwarp();  // earlier reads end before later writes, as by SumOfWarps' barrier
     } else {
       SumOfWarps(values);
     }
@@ -151,8 +150,8 @@ class RowSum {
   }
 
  private:
-  // OfWarps and OverWarps, if none but the sum is wanted: lanes read 16 bytes of values each, so
-  // that there is less to exchange.
+  // OfWarps and OverWarps, if only the sum is wanted. Each lane reads 16 bytes of values, so that
+  // lanes exchange less.
   template <int kValues>
   __device__ __forceinline__ void SumOfWarps(A (&values)[kValues]) {
     constexpr int W = kVec<A>;
@@ -168,7 +167,7 @@ class RowSum {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) all[i][thread] = 0;
     }
-    __syncthreads();  // as in OfWarps
+    __syncthreads();  // as in MeetWarps
     const int from = static_cast<int>(threadIdx.x) & (packs - 1);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -203,7 +202,7 @@ class RowSum {
 
   const int lanes_, cluster_;
   Storage& shared_;
-  int warp_ = 0;  // where there are clusters
+  int warp_ = 0;  // set if there are clusters
   int buffer_ = 0;
   std::uint32_t exchange_ = 0;
 };

@@ -1,4 +1,4 @@
-// Sums of layer norm's backward kernel over a row, whose threads all get them.
+// Sums over a row in layer norm's backward kernel. All threads of the row get them.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 namespace gradops {
 namespace {
 
-// The threads of one of a block's units, of more than a warp, by a barrier of its own, meet.
+// A barrier for the threads of one of a block's units, which has more than a warp.
 __device__ __forceinline__ void UnitSync(int unit, int lanes) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + unit), "r"(lanes) : "memory");
 }
 
-// Of kValues values: those of each unit's warps, and of a cluster's blocks; behind them zeros, up
-// to the next PartsOf.
+// Sums of kValues values: of each unit's warps, and of a cluster's blocks. Zeros fill the places up
+// to PartsOf.
 template <typename A, int kValues>
 struct TotalStorage {
-  // As eight units of two warps have, 4 places each; or, of fewer values, three of five warps, 16.
+  // Room for eight units of two warps (4 places each); fewer values: three of five warps (16 each).
   static constexpr int kParts = kValues == 3 ? 32 : 48;
   A warps[2][kValues][kParts];
   A blocks[2][kValues][kMaxCluster];
@@ -33,13 +33,13 @@ class RowTotals {
   using Storage = TotalStorage<A, kValues>;
 
  public:
-  // All of the unit's threads; those of a cluster meet (ClusterSync) before the first sums.
+  // All threads of the unit call it. A cluster's threads meet (ClusterSync) before the first sums.
   __device__ RowTotals(const BackwardPlan& plan, int unit, int in_unit, Storage& shared)
       : lanes_(plan.lanes), cluster_(plan.cluster), unit_(unit), shared_(shared) {
     const int warps = lanes_ / kWarp, first = unit * PartsOf(warps);
     warp_ = __shfl_sync(0xffffffffu, static_cast<int>(static_cast<unsigned>(in_unit) / kWarp), 0);
     lane_ = Kept(static_cast<int>(threadIdx.x % kWarp));
-    // Lanes beyond the last value's have the middle one's sum, too.
+    // Lanes beyond the last value's lanes have the middle value's sum, too.
     value_ = lane_ / kLaneOfValue < kValues ? lane_ / kLaneOfValue : kValues / 2;
     const bool writes = lane_ == value_ * kLaneOfValue;
     write_ = Kept(writes ? SharedAddress(&shared.warps[0][value_][first + warp_]) : kNowhere);
@@ -78,12 +78,12 @@ class RowTotals {
     }
     A sum = OverWarp(values);
     if (lanes_ > kWarp) {
-      // One of the lanes that have the same. They would not always have the same NaN, where float64
-      // has more than one: of a turn without a row, for example, what shared memory held before.
+      // Only one of the lanes that have this sum writes it. Their NaNs may differ: float64 has
+      // several. A turn without a row, for example, may sum up what shared memory held before.
       if (write_ != kNowhere) StoreShared(write_ + buffer_, sum);
       // Every warp's sums are written before they are read. No barrier is needed after the reads:
-      // the next call writes the other buffer, and before the call after that writes this one, all
-      // threads have passed the next call's barrier and so have finished these reads.
+      // the next call writes the other buffer. The call after that writes this buffer. By then all
+      // threads have passed the next call's barrier, so they have finished these reads.
       UnitSync(unit_, lanes_);
       if (cluster_ == 1 || warp_ == 0) sum = OverParts(read_ + buffer_, lanes_ / kWarp);
       buffer_ = kBufferBytes - buffer_;
@@ -98,11 +98,11 @@ class RowTotals {
  private:
   static constexpr int kBufferBytes = kValues * Storage::kParts * sizeof(A);
   static constexpr std::uint32_t kNowhere = ~0u;  // no shared address
-  // Which lanes get the sums of value v: those from v * kLaneOfValue on.
+  // Lanes from v * kLaneOfValue on get the sums of value v.
   static constexpr int kLaneOfValue = kValues == 3 ? 8 : 16;
 
-  // Of so many parts of a sum, up to 16, how many places there are: some, all of which each thread
-  // reads; or one or two for each of a value's lanes.
+  // How many places up to 16 parts of a sum have. Each thread reads all of a few places. Of more
+  // places, each of a value's lanes reads one or two.
   static constexpr int kFewParts = 4;
   __device__ __forceinline__ static int PartsOf(int parts) {
     return parts <= kFewParts ? kFewParts : parts <= 8 && kLaneOfValue == 8 ? 8 : 16;
@@ -111,10 +111,10 @@ class RowTotals {
     return parts <= kFewParts ? 0 : lane_ % kLaneOfValue;
   }
 
-  // Over the lanes of a warp, in a butterfly, whose first steps also give each value lanes of its
-  // own, so that the others are sums of one value.
+  // Sums over the lanes of a warp, in a butterfly. The first steps also give each value lanes of
+  // its own, so that later steps add up only one value.
   __device__ __forceinline__ A OverWarp(const A (&values)[kValues]) const {
-    // What the lane keeps, and what it gives for the same from the lane it exchanges with.
+    // kept: what the lane keeps. given: what it gives the lane that it exchanges with.
     const auto exchange = [](A kept, A given, int distance) {
       return kept + __shfl_xor_sync(0xffffffffu, given, distance);
     };
@@ -138,8 +138,8 @@ class RowTotals {
     return exchange(sum, sum, 1);
   }
 
-  // The lane's value's parts, in a fixed order. address: the first part's or, of more than a few,
-  // the lane's.
+  // The sum of the parts of the lane's value, in a fixed order. address: of the first part or, with
+  // more than kFewParts, of the lane's part.
   __device__ __forceinline__ A OverParts(std::uint32_t address, int count) const {
     if (count <= kFewParts) {
       A few[kFewParts];
@@ -160,9 +160,9 @@ class RowTotals {
     return sum[0];
   }
 
-  // Over the cluster's blocks, of whose first warps each lane sends its value's sum to one or two.
-  // No block can send twice more before all of this block's threads have read what is there: for
-  // its next values it waits at a barrier, which they reach later.
+  // Sums over the cluster's blocks. Each lane of a block's first warp sends its value's sum to one
+  // or two blocks. No block can send twice more before this block's threads have read. The second
+  // send needs this block's next sums, sent after a barrier that these threads reach later.
   __device__ __forceinline__ A OverCluster(A sum) {
     const unsigned buffer = exchange_ & 1;
     std::uint64_t* const received = &shared_.received[buffer];

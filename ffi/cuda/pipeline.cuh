@@ -1,4 +1,4 @@
-// Asynchronous copies to shared memory and what tells that they have arrived.
+// Asynchronous copies to shared memory, and waiting for them; clusters.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ __device__ __forceinline__ std::uint32_t SharedAddress(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// One value, or several, at a shared address.
+// Store one value, or load one or four, at a shared address.
 template <typename A>
 __device__ __forceinline__ void StoreShared(std::uint32_t address, A value) {
   if constexpr (sizeof(A) == 8) {
@@ -44,18 +44,18 @@ __device__ __forceinline__ void LoadShared(std::uint32_t address, A (&values)[N]
 
 // --- cp.async, sm_80: per thread, in groups ------------------------------------------------------
 
-// 16 bytes. What a warp copies should start as far into a line of 128 bytes in shared memory as in
-// global memory: else it is written in three times as many steps, which costs 10 % of the
-// bandwidth.
+// Copies 16 bytes. A warp's copies should start as far into a line of 128 bytes in shared memory as
+// in global memory. Otherwise they are written in three times the number of steps, which costs 10 %
+// of the bandwidth.
 __device__ __forceinline__ void CopyAsync(std::uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 __device__ __forceinline__ void CopyAsync(void* shared, const void* global) {
   CopyAsync(SharedAddress(shared), global);
 }
-// If `passing`, of lines that the L2 cache shall give up before others. (A policy without such a
-// wish is not the same as none: with it, batch norm backward takes 4 % longer.) `shared` must not
-// be the sum of a thread's number and of one that the compiler knows to be the same for all
+// If `passing`, the L2 cache evicts the copied lines before others. There are two instructions
+// because a neutral policy is not free: with it, batch norm backward takes 4 % longer. `shared`
+// must not be a thread's own number plus a number that the compiler knows to be equal for all
 // threads: ptxas 13.0 makes an illegal instruction of that.
 __device__ __forceinline__ void CopyAsync(std::uint32_t shared, const void* global, bool passing) {
   std::uint64_t first;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void CopyAsync(std::uint32_t shared, const void* glob
       "l"(global), "r"(static_cast<int>(passing)), "l"(first)
       : "memory");
 }
-// If `wanted`, without a branch.
+// Copies 16 bytes if `wanted`, without a branch.
 __device__ __forceinline__ void CopyAsyncIf(bool wanted, std::uint32_t shared, const void* global) {
   asm volatile(
       "{\n"
@@ -85,7 +85,7 @@ __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Until at most `kPending` of this thread's groups are under way.
+// Waits until at most `kPending` of this thread's groups are under way.
 template <int kPending>
 __device__ __forceinline__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -112,7 +112,7 @@ __device__ __forceinline__ void PublishBarriers() {
   }
 }
 
-// The phase ends when `bytes` have arrived (and this call was made).
+// The barrier's phase ends when this call was made and `bytes` bytes have arrived.
 __device__ __forceinline__ void ExpectBytes(std::uint64_t* barrier, std::uint32_t bytes) {
   if constexpr (kHopper) {
     asm volatile(
@@ -122,9 +122,9 @@ __device__ __forceinline__ void ExpectBytes(std::uint64_t* barrier, std::uint32_
   }
 }
 
-// For what other blocks of the cluster write to this one's shared memory. An acquire of the block's
-// scope is enough, as that memory is nowhere else; of the cluster's, it would empty the L1 cache
-// (CCTL.IVALL), which takes 1 to 2 % of layer norm's time.
+// Waits for what other blocks of the cluster write to this block's shared memory. An acquire at
+// block scope is enough, because no cache holds shared memory. At cluster scope, it would empty the
+// L1 cache (CCTL.IVALL), which takes 1 to 2 % of layer norm's time.
 __device__ __forceinline__ void WaitForPhase(std::uint64_t* barrier, std::uint32_t parity) {
   if constexpr (kHopper) {
     asm volatile(
@@ -151,7 +151,7 @@ __device__ __forceinline__ int ClusterRank() {
   }
 }
 
-// Of the grid's clusters; where there are none, of its blocks.
+// The number of this block's cluster in the grid; without clusters, the block's number.
 __device__ __forceinline__ unsigned ClusterId() {
   if constexpr (kHopper) {
     unsigned id;
@@ -162,7 +162,7 @@ __device__ __forceinline__ unsigned ClusterId() {
   }
 }
 
-// All of the cluster's threads meet, in two steps, between which they may do something else.
+// A barrier of all threads of the cluster, in two steps. A thread may do other work between them.
 __device__ __forceinline__ void ClusterArrive() {
   if constexpr (kHopper) {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -175,7 +175,7 @@ __device__ __forceinline__ void ClusterWait() {
   }
 }
 
-// At once; and what they have written is seen by all.
+// The barrier in one step. After it, all threads see what the others have written before.
 __device__ __forceinline__ void ClusterSync() {
   if constexpr (kHopper) {
     asm volatile(
@@ -185,7 +185,7 @@ __device__ __forceinline__ void ClusterSync() {
   }
 }
 
-// Writes to where `shared` is in block `rank`, and counts the bytes on its `barrier`.
+// Writes `value` to `shared` in block `rank` of the cluster. Its `barrier` counts the bytes.
 template <typename A>
 __device__ __forceinline__ void SendTo(int rank, A* shared, A value, std::uint64_t* barrier) {
   if constexpr (kHopper) {

@@ -4,8 +4,8 @@
 namespace gradops {
 namespace {
 
-// Without the calls that a division compiles to: to an ulp, or, with a Newton step, and for normal
-// numbers with normal reciprocals, as good as exact.
+// These avoid the calls that a division compiles to. Reciprocal of a float is exact to one ulp. The
+// others have Newton steps, and are as good as exact if x and 1 / x are normal numbers.
 __device__ __forceinline__ float Reciprocal(float x) {
   float result;
   asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -7,9 +7,9 @@ namespace gradops {
 
 inline constexpr int kWarp = 32;
 
-// The value as it is; but the compiler, which would compute it anew in each turn of a loop, keeps
-// it in a register. The whole warp must call it. OfWarp: of a value that all of the warp have, of
-// which the compiler then knows that.
+// Returns `value`, and makes the compiler keep it in a register. Otherwise the compiler would
+// compute it again in each turn of a loop. The whole warp must make the call. KeptOfWarp is for
+// values that are equal in the whole warp; the compiler then knows that they are equal.
 template <typename I>
 __device__ __forceinline__ I Kept(I value) {
   return __shfl_sync(0xffffffffu, value, static_cast<int>(threadIdx.x % kWarp));
@@ -19,7 +19,7 @@ __device__ __forceinline__ int KeptOfWarp(int value) {
 }
 
 // Every thread of each aligned run of kWidth lanes gets the run's sum. The whole warp must call it.
-// The order of additions is fixed and all lanes get the same bits, as a + b == b + a.
+// The order of additions is fixed, and all lanes get equal bits because a + b == b + a.
 template <int kWidth, typename A>
 __device__ __forceinline__ A WarpSum(A value) {
 #pragma unroll
@@ -29,8 +29,8 @@ __device__ __forceinline__ A WarpSum(A value) {
   return value;
 }
 
-// The same for several values, step by step for all of them: one by one, each would wait for the
-// shuffles of those before it.
+// WarpSum for several values, one step for all values at a time. Value by value, each sum would
+// wait for the shuffles of the sums before.
 template <int kWidth, typename A, int kValues>
 __device__ __forceinline__ void WarpSums(A (&values)[kValues]) {
 #pragma unroll
@@ -46,10 +46,10 @@ __device__ __forceinline__ void WarpSums(A (&values)[kValues]) {
 }
 
 // Sums up to kMaxValues values at a time over teams of kTeam consecutive threads in a block of
-// kThreads; both are powers of two. All threads of a team must call it, and all of a warp.
+// kThreads; both are powers of two. All threads of a team and of a warp must call it.
 template <typename A, int kThreads, int kTeam, int kMaxValues>
 class TeamSum {
-  static constexpr int kWarps = kTeam / kWarp;  // of a team; 0 for a part of a warp
+  static constexpr int kWarps = kTeam / kWarp;  // warps of a team; 0 for a part of a warp
 
  public:
   struct Storage {
@@ -70,9 +70,9 @@ class TeamSum {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) shared_.values[buffer_][i][warp] = values[i];
       }
-      // Every warp's sum is written before it is read. No barrier is needed after the reads: the
-      // next call writes the other buffer, and before the call after that writes this one, all
-      // threads have passed the next call's barrier and so have finished these reads.
+      // Every warp's sum is written before it is read. No barrier is needed after the reads,
+      // because the next call writes the other buffer. Only the call after the next writes this
+      // buffer. By then, all threads have passed the next call's barrier, after these reads.
       Barrier();
       const int first_warp = warp / kWarps * kWarps;
 #pragma unroll
@@ -85,7 +85,7 @@ class TeamSum {
   }
 
  private:
-  // Of the team alone. Barrier 0 is __syncthreads.
+  // A barrier of the team only. Barrier 0 is __syncthreads.
   __device__ __forceinline__ static void Barrier() {
     if constexpr (kTeam == kThreads) {
       __syncthreads();

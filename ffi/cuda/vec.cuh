@@ -14,31 +14,31 @@ inline constexpr int kVecBytes = 16;
 template <typename T>
 inline constexpr int kVec = kVecBytes / static_cast<int>(sizeof(T));
 
-// Whether all are at 16-byte boundaries; null is.
+// Whether all pointers are at 16-byte boundaries; null counts as one.
 template <typename... Pointers>
 GRADOPS_HOST_DEVICE bool Aligned(const Pointers*... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) % kVecBytes == 0) && ...);
 }
 
-// How many elements before `p` the last 16-byte boundary lies: 0 if p is aligned.
+// The number of elements from the last 16-byte boundary to `p`: 0 if p is aligned.
 template <typename T>
 __device__ __forceinline__ int Misalignment(const T* p) {
   return static_cast<int>(reinterpret_cast<std::uintptr_t>(p) % kVecBytes / sizeof(T));
 }
 
-// An element's bits.
+// An unsigned integer type for an element's bits.
 template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 2, std::uint16_t,
                                 std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
 
-// What one access moves: 16 bytes or one element.
+// A pack: the elements of one memory access, which are a vector of 16 bytes or one element.
 template <typename T, int W>
 struct alignas(W * sizeof(T)) Pack {
   static_assert(W == 1 || W == kVec<T>);
   T v[W];
 };
 
-// Loads what no thread writes; p is aligned to the pack.
+// Loads a pack that no thread of the kernel writes; p is aligned to the pack.
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> LoadPack(const T* p) {
   Pack<T, W> pack;
@@ -50,9 +50,9 @@ __device__ __forceinline__ Pack<T, W> LoadPack(const T* p) {
   return pack;
 }
 
-// The same for what is read once: it shall not push parameters out of the L1 cache. Not by the
-// non-coherent path: that costs 4 % of the bandwidth (ffi/cuda/TUNING.md), and so the thread that
-// reads p may write there later (dx may be dy's buffer).
+// Loads 16 bytes that are read once, and should not push parameters out of the L1 cache. The load
+// does not take the non-coherent path, which costs 4 % of the bandwidth (ffi/cuda/TUNING.md). So
+// the thread that reads p may write there later: dx may be dy's buffer.
 __device__ __forceinline__ uint4 LoadWordsOnce(const void* p) {
   uint4 words;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -62,8 +62,8 @@ __device__ __forceinline__ uint4 LoadWordsOnce(const void* p) {
   return words;
 }
 
-// A pack as one access. Where packs are put together otherwise, by elements, the compiler takes all
-// of them apart.
+// A pack as the words of one access. If a pack is also put together from elements somewhere, the
+// compiler takes all packs apart.
 template <int W, typename T>
 __device__ __forceinline__ uint4& AsWords(Pack<T, W>& pack) {
   static_assert(sizeof(pack) == kVecBytes);
@@ -81,8 +81,8 @@ __device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
   return pack;
 }
 
-// The opposite: what other threads read, too. Loads and stores stay in order, so that what is
-// loaded does not take registers before it is needed.
+// Loads a pack that other threads read too, and that may stay in the L1 cache. Loads and stores
+// stay in order, so that a loaded pack does not take registers before it is needed.
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> LoadPackAgain(const T* p) {
   Pack<T, W> pack;
@@ -94,7 +94,7 @@ __device__ __forceinline__ Pack<T, W> LoadPackAgain(const T* p) {
   return pack;
 }
 
-// A pack of what threads may write: of shared memory, of a workspace.
+// Loads a pack that threads may write, in shared memory or in a workspace.
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> LoadPlain(const T* p) {
   Pack<T, W> pack;
@@ -106,8 +106,8 @@ __device__ __forceinline__ Pack<T, W> LoadPlain(const T* p) {
   return pack;
 }
 
-// A pack's elements, in which arithmetic is done. From a 32-bit word, a bfloat16 takes one
-// instruction; from where the compiler has taken the word apart, two.
+// Converts a pack's elements to the type of the arithmetic. A bfloat16 takes one instruction if it
+// comes from a 32-bit word, and two if the compiler has taken the word apart.
 template <int W, typename T, typename A>
 __device__ __forceinline__ void Widen(const Pack<T, W>& pack, A (&values)[W]) {
   if constexpr (std::is_same_v<T, BFloat16> && W > 1) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void Widen(const Pack<T, W>& pack, A (&values)[W]) {
   }
 }
 
-// A pack of values, rounded.
+// Rounds values to a pack.
 template <typename T, int W, typename A>
 __device__ __forceinline__ Pack<T, W> Narrow(const A (&values)[W]) {
   Pack<T, W> pack;
@@ -157,8 +157,8 @@ __device__ __forceinline__ void SwapHalves(A (&values)[W]) {
   }
 }
 
-// Makes the compiler convert 16-bit elements anew in every pass over them: converted ones would
-// take twice the registers.
+// Makes the compiler convert 16-bit elements again in every pass over them. Converted elements
+// would take twice the registers.
 template <typename T, int W>
 __device__ __forceinline__ void KeepPacked(Pack<T, W>& pack) {
   if constexpr (sizeof(T) == 2 && W > 1) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void KeepPacked(Pack<T, W>& pack) {
   }
 }
 
-// The opposite: makes the compiler keep converted elements in registers.
+// The opposite of KeepPacked: makes the compiler keep converted elements in registers.
 template <int W>
 __device__ __forceinline__ void KeepWide(float (&values)[W]) {
 #pragma unroll
@@ -183,7 +183,8 @@ __device__ __forceinline__ void StorePack(T* p, const Pack<T, W>& pack) {
   }
 }
 
-// The same for what is not read again soon; 16 bytes, if `wanted`, without a branch.
+// StorePackOnce is for data that is not read again soon. StorePackOnceIf stores 16 bytes if
+// `wanted`, without a branch.
 template <int W, typename T>
 __device__ __forceinline__ void StorePackOnceIf(bool wanted, T* p, const Pack<T, W>& pack) {
   const auto& words = *reinterpret_cast<const uint4*>(&pack);

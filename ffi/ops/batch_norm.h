@@ -1,7 +1,7 @@
 // Batch norm: arguments, launchers, checks and bindings shared by all backends.
 //
-// x is [groups, rows, channels, inner]; a channel's statistics are of the rows * inner elements
-// that it has in a group. Channels last: inner is 1.
+// x is [groups, rows, channels, inner]. A channel has rows * inner elements in a group. Its
+// statistics are computed from these elements. With channels last, inner is 1.
 #pragma once
 
 #include <cstdint>
@@ -11,56 +11,58 @@
 
 namespace gradops {
 
-// y = act(x_hat * scale + bias + residual) with x_hat = ((x - mean) - delta) * rstd, where act is
-// max(0, .), NaN staying NaN, or nothing. All in the accumulation dtype, y rounded once.
+// y = act(x_hat * scale + bias + residual) with x_hat = ((x - mean) - delta) * rstd. With relu, act
+// is max(0, .), and a NaN stays a NaN. Without relu, act does nothing. All of this is computed in
+// the accumulation dtype. Only y is rounded.
 //
-// mean is rounded to the accumulation dtype, and delta is what it is off by (mean + delta is the
-// mean): without it, x_hat of channels whose mean is much larger than their deviation would be off.
+// mean is rounded to the accumulation dtype. delta is the rounding error: mean + delta is the exact
+// mean. Without delta, x_hat would be wrong in channels whose mean is much larger than their
+// deviation.
 //
-// Statistics are the batch's own, or, where `mean` is given, those.
+// The statistics are the batch's own, unless `mean` is given.
 struct BatchNormFwdArgs {
   ChannelShape shape;
   ffi::DataType dtype;  // of x, residual and y
   bool relu;
   double epsilon;
   const void* x;         // [groups, rows, channels, inner]
-  const void* residual;  // likewise; null: none
+  const void* residual;  // [groups, rows, channels, inner]; null: none
   Param scale;           // [channels]
   Param bias;            // [channels]
-  // Given: [channels] in the accumulation dtype. mean and rstd are null together; delta may be
-  // null: 0.
+  // Given statistics: [channels] in the accumulation dtype. mean and rstd are null together. Null
+  // delta: 0.
   Param mean, rstd, delta;
   void* y;  // [groups, rows, channels, inner]; null: only the batch's statistics are wanted
-  // The batch's own: [groups, channels] in the accumulation dtype; all of them, or, where mean is
-  // given, none. The variance is the biased one; rstd is InverseDeviation (common/math.h) of it.
+  // The batch's own statistics: [groups, channels] in the accumulation dtype. All are null if mean
+  // is given, and only then. The variance is biased. rstd is its InverseDeviation (common/math.h).
   void *batch_mean, *batch_variance, *batch_rstd, *batch_delta;
-  // Scratch in the accumulation dtype, [groups, partial_rows, channels, 4]: partial_rows is an
-  // upper bound for the number of parts that have statistics of their own. 0 where mean is given.
+  // Scratch: [groups, partial_rows, 4, channels] in the accumulation dtype. partial_rows is an
+  // upper bound for the number of parts with statistics of their own. It is 0 if mean is given.
   void* workspace;
   std::int64_t partial_rows;
 };
 
-// With dz = dy, or, of relu, dy where act's argument was positive and 0 elsewhere, and means over
-// the rows * inner elements of a channel:
+// dz is dy. With relu, dz is 0 where act's argument was not positive. Means are over the elements
+// of a channel:
 //   dx = scale * rstd * (dz - mean(dz) - x_hat * mean(dz * x_hat)),
 //   dresidual = dz, dscale = sum(dz * x_hat), dbias = sum(dz).
-// relu's argument was positive where y is; without y, where x_hat * scale + bias is.
 //
-// The means are the batch's own, or, where `mean_dz` is given, those.
+// relu's argument was positive where y is positive. Without y: where x_hat * scale + bias is
+// positive. The means are the batch's own, unless `mean_dz` is given.
 struct BatchNormBwdArgs {
   ChannelShape shape;
   ffi::DataType dtype;  // of dy, x, y, dx and dresidual
   bool relu;
   const void* dy;                // [groups, rows, channels, inner]
-  const void* x;                 // likewise
-  const void* y;                 // likewise; null: see above
-  Param scale, bias;             // [channels]; bias is null unless relu and not y
-  Param mean, rstd, delta;       // [channels] in the accumulation dtype; delta null: 0
-  Param mean_dz, mean_dz_x_hat;  // likewise; null together: not given
-  void* dx;                      // as x; null: only sums are wanted
-  void* dresidual;               // as x; null: not wanted; null without dx
-  ParamGrad dscale, dbias;       // [groups, channels]; null where means are given
-  // Scratch in the accumulation dtype, [groups, partial_rows, channels, 2], as forward.
+  const void* x;                 // [groups, rows, channels, inner]
+  const void* y;                 // [groups, rows, channels, inner]; null: see above
+  Param scale, bias;             // [channels]; bias is null, except for relu without y
+  Param mean, rstd, delta;       // [channels] in the accumulation dtype; null delta: 0
+  Param mean_dz, mean_dz_x_hat;  // [channels] in the accumulation dtype; both null: not given
+  void* dx;                      // x's shape; null: only sums are wanted
+  void* dresidual;               // x's shape; null: not wanted; null without dx
+  ParamGrad dscale, dbias;       // [groups, channels]; null if means are given
+  // Scratch: [groups, partial_rows, 2, channels] in the accumulation dtype. See forward.
   void* workspace;
   std::int64_t partial_rows;
 };
@@ -70,7 +72,7 @@ ffi::Error BatchNormBwd(CpuContext, const BatchNormBwdArgs&);   // cpu/batch_nor
 ffi::Error BatchNormFwd(CudaContext, const BatchNormFwdArgs&);  // cuda/batch_norm_fwd.cu
 ffi::Error BatchNormBwd(CudaContext, const BatchNormBwdArgs&);  // cuda/batch_norm_bwd.cu
 
-// Handlers. Absent optional operands and results are [0], in the accumulation dtype.
+// The handlers. An absent optional operand or result has shape [0] and the accumulation dtype.
 template <class Context>
 struct BatchNorm {
   static ffi::Error Fwd(Context ctx, std::int64_t group_rank, std::int64_t inner_rank,

@@ -8,7 +8,7 @@ namespace gradops {
 
 struct BiasGeluFwdArgs {
   RowShape shape;
-  ffi::DataType dtype;  // of x and y; bias is in its accumulation dtype
+  ffi::DataType dtype;  // of x and y; bias is in the accumulation dtype
   bool approximate;     // tanh form
   const void* x;        // [groups, rows, features]
   Param bias;           // [features]
@@ -23,9 +23,9 @@ struct BiasGeluBwdArgs {
   const void* x;   // [groups, rows, features]
   Param bias;      // [features]
   void* dx;        // [groups, rows, features]; may be dy's buffer
-  void* dbias;     // [groups, features], null if not wanted
-  // Scratch in the accumulation dtype, [groups, partial_rows, 1, features].
-  // partial_rows is an upper bound: a launcher may use fewer. 0 if dbias is not wanted.
+  void* dbias;     // [groups, features]; null: not wanted
+  // Scratch: [groups, partial_rows, 1, features] in the accumulation dtype. partial_rows is an
+  // upper bound: a launcher may use fewer. It is 0 if dbias is not wanted.
   void* workspace;
   std::int64_t partial_rows;
 };

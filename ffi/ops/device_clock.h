@@ -1,5 +1,6 @@
-// When the device gets there: with it `python -m jax_gradops bench` times what is queued between
-// two calls, where the host would be told of their ends late, and unequally so.
+// Reads the time at which the device reaches this operation. `python -m jax_gradops bench` times
+// the work that is queued between two such operations. The host's clock would not do: the host
+// learns of the end of device work late, and not always equally late.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace gradops {
 
-// Nanoseconds since an unknown time: the low and the high half.
+// Stores the nanoseconds since an unknown time: first the low half, then the high half.
 ffi::Error ReadClock(CpuContext, std::uint32_t* ns);   // cpu/device_clock.cc
 ffi::Error ReadClock(CudaContext, std::uint32_t* ns);  // cuda/device_clock.cu
 

@@ -1,4 +1,4 @@
-// A plain copy, with which `python -m jax_gradops bench` compares what it times.
+// A plain copy. `python -m jax_gradops bench` compares the ops that it times with this copy.
 #pragma once
 
 #include <algorithm>

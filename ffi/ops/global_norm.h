@@ -1,5 +1,5 @@
-// Sum of squares over many arrays, and their scaling in place: arguments, launchers, checks and
-// bindings shared by all backends.
+// The sum of squares of many arrays, and the scaling of many arrays in place: arguments, launchers,
+// checks and bindings shared by all backends.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,16 @@
 
 namespace gradops {
 
-// The sum of squares of all leaves of one group, accumulated in double and stored as three numbers
-// of which exactly one is not zero (all are zero for a sum of zero). Squares of float32 reach from
-// 2^-298 to beyond 2^290; float32 alone does not, and float64 does not exist in JAX's default mode.
+// The sum of squares of all leaves of one group. It is accumulated in double and stored as three
+// numbers. Exactly one of them is not zero. For a sum of zero, all are zero. The reason: squares of
+// float32 reach from 2^-298 to beyond 2^290. float32 does not cover this range, and float64 does
+// not exist in JAX's default mode.
 //   huge   = sum * 2^-192  where sum >= 2^96
 //   normal = sum           where 2^-96 <= sum < 2^96, and where sum is NaN
 //   tiny   = sum * 2^192   where sum < 2^-96
-// Each is additive, so sums of parts (of shards, of batches of leaves) may be added component-wise.
-// In float64 results everything is `normal`: double's range is what there is.
+//
+// Each of the three is additive: sums of parts (shards, batches of leaves) may be added component
+// by component. A float64 result is always `normal`: no dtype has a wider range.
 template <typename A>
 struct RangedSum {
   A huge, normal, tiny;
@@ -35,7 +37,7 @@ GRADOPS_HOST_DEVICE inline RangedSum<A> Split(double sum) {
   return {0, static_cast<A>(sum), 0};
 }
 
-// One array: leaf.data is [groups, count] of `dtype`, and so is `result`, if the op has one.
+// One array. data is [groups, count] in `dtype`. So is `result`, if the op has a result.
 struct Leaf {
   const void* data;
   std::int64_t count;
@@ -43,8 +45,8 @@ struct Leaf {
   void* result = nullptr;
 };
 
-// The factors of a group, which are `A`. Their product may leave the range of A. So an element is
-// multiplied by one after the other.
+// The two factors of a group. Their product may leave the range of A. So an element is multiplied
+// by one factor after the other.
 template <typename A>
 struct FactorPair {
   A first, second;
@@ -52,34 +54,34 @@ struct FactorPair {
   GRADOPS_HOST_DEVICE bool Keeps() const { return first == 1 && second == 1; }
 };
 
-// Every element times its group's two factors. An element is multiplied in double if the element or
-// the factors are double, else in float, and rounded once to its dtype. Where both factors are 1,
-// no element of the group is written.
+// Multiplies every element by its group's two factors. The product is computed in double if the
+// element or the factors are double, else in float. It is rounded once, to the element's dtype. If
+// both factors are 1, elements that are scaled in place are not written.
 struct ScaleArgs {
   std::int64_t groups;
-  std::vector<Leaf> leaves;              // those with elements; a result may be the leaf's memory
+  std::vector<Leaf> leaves;              // leaves with elements; a result may be the leaf's memory
   ffi::DataType dtype;                   // of the factors: float32 or float64
   const void *factors, *second_factors;  // [groups]
 };
 
 struct SumOfSquaresArgs {
   std::int64_t groups;
-  std::vector<Leaf> leaves;    // those with elements; without any, the results are zeros
-  ffi::DataType dtype;         // of the results: float32, or float64 if any leaf is
+  std::vector<Leaf> leaves;    // leaves with elements; without any, the results are 0
+  ffi::DataType dtype;         // of the results: float32, or float64 if any leaf is float64
   void *huge, *normal, *tiny;  // [groups]
-  // Scratch for partial sums, at least one double for each group where there are leaves.
+  // Scratch for partial sums. If there are leaves, it holds at least one double per group.
   void* workspace;
   std::int64_t workspace_doubles;
 };
 
-// More partial sums than this gain nothing, of one group, or of all together where each has one.
-// The workspace that jax_gradops/_ops/clip/kernels.py declares holds as many.
+// More partial sums gain no speed, whether one group has them all or each of many groups has one.
+// The workspace that jax_gradops/_ops/clip/kernels.py declares has room for this number.
 inline constexpr std::int64_t kMaxPartialSums = 2048;
 
-// Squares of 16-bit floats are exact in float32. For a float32 result, a few of them may be summed
-// there before they are added to a double, which is several times faster where the double unit is
-// narrow: if the sum of the few lies in [kMinFloatSum, MaxFloatSum], none of them has left
-// float32's range to any effect.
+// Squares of 16-bit floats are exact in float32. For a float32 result, a few squares may be summed
+// in float32 before they are added to a double. This is several times faster where the double unit
+// is narrow. The sum of the few squares must lie in [kMinFloatSum, MaxFloatSum]. Then no square has
+// left float32's range in a way that matters.
 inline constexpr float kMinFloatSum = 0x1p-60f;
 inline float MaxFloatSum(ffi::DataType result) {
   return result == ffi::F64 ? -1.0f : 0x1p100f;
@@ -91,8 +93,8 @@ ffi::Error SumOfSquares(CudaContext, const SumOfSquaresArgs&);  // cuda/global_n
 ffi::Error Scale(CpuContext, const ScaleArgs&);
 ffi::Error Scale(CudaContext, const ScaleArgs&);
 
-// Adds `buffer`, which must be [groups..., elements...], to `leaves` if it has elements. Returns
-// what is wrong with it, or nothing.
+// Adds `buffer` to `leaves` if it has elements. The buffer must be [groups..., elements...].
+// Returns what is wrong with the buffer, or "".
 inline std::string AddLeaf(std::vector<Leaf>& leaves, std::int64_t groups,
                            ffi::Span<const std::int64_t> group_dims, const ffi::AnyBuffer& buffer,
                            void* result = nullptr) {
@@ -164,7 +166,7 @@ struct GlobalNorm {
     return gradops::SumOfSquares(ctx, args);
   }
 
-  // The last two arguments have the factors.
+  // The last two arguments are the factors.
   static ffi::Error Scale(Context ctx, std::int64_t group_rank, ffi::RemainingArgs arguments,
                           ffi::RemainingRets results) {
     const auto fail = [](const std::string& what) {

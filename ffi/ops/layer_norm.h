@@ -9,48 +9,48 @@
 
 namespace gradops {
 
-// y = x_hat * (scale + scale_offset) + bias with x_hat = (h - mean) * rstd, where h is x, or, with
-// a residual, x + (residual + residual_bias) rounded to x's dtype. RMS norm: not centered.
-// No result may lie in the memory of an operand.
+// y = x_hat * (scale + scale_offset) + bias with x_hat = (h - mean) * rstd. h is x. With a
+// residual, h is x + (residual + residual_bias), rounded to x's dtype. RMS norm is not centered:
+// mean is 0. No result may lie in the memory of an operand.
 struct LayerNormFwdArgs {
   RowShape shape;
   ffi::DataType dtype;  // of x, residual, y and sum
   bool centered;
   double epsilon, scale_offset;
   const void* x;         // [groups, rows, features]
-  const void* residual;  // [groups, rows, features], null: none
+  const void* residual;  // [groups, rows, features]; null: none
   Param residual_bias;   // [features]; null without residual
   Param scale;           // [features]
   Param bias;            // [features]
   void* y;               // [groups, rows, features]
-  void* sum;             // [groups, rows, features]: what is normalised; null without residual
-  // In the accumulation dtype. Null: no gradient needs them.
-  void* mean;  // [groups, rows]; null for RMS norm, too
+  void* sum;             // [groups, rows, features]: h; null without residual
+  // Statistics in the accumulation dtype. They are null if no gradient needs them.
+  void* mean;  // [groups, rows]; always null for RMS norm
   void* rstd;  // [groups, rows]: 1 / sqrt(var + epsilon)
 };
 
-// From the input: x_hat = (x - mean) * rstd. From the output: x is y and x_hat is
-// (y - bias) / (scale + scale_offset), or 0 where scale + scale_offset is 0.
+// From the input: x_hat = (x - mean) * rstd. From the output, `x` holds y: x_hat = (y - bias) /
+// (scale + scale_offset). x_hat is 0 where scale + scale_offset is 0.
 struct LayerNormBwdArgs {
   RowShape shape;
   ffi::DataType dtype;  // of dy, x, dsum and dx
   bool centered, from_output;
-  double epsilon;  // in rstd; negative: not known. Of layer norm from its input
+  double epsilon;  // rstd's epsilon, for layer norm from its input; negative: not known
   double scale_offset;
   const void* dy;           // [groups, rows, features]
   const void* x;            // [groups, rows, features]
-  const void* dsum;         // [groups, rows, features]: is added to dx; null: none
+  const void* dsum;         // [groups, rows, features]: added to dx; null: none
   Param scale;              // [features]
   Param bias;               // [features]; null unless from_output
-  const void* mean;         // [groups, rows]; null where not centered or from_output
+  const void* mean;         // [groups, rows]; null if not centered or from_output
   const void* rstd;         // [groups, rows]
   void* dx;                 // [groups, rows, features]
   ParamGrad dscale, dbias;  // [groups, features]
-  // The sum of dx: of values before their rounding, or, where rows are streamed, after it.
+  // The sum of dx over rows: of values before their rounding, or, if rows are streamed, after it.
   ParamGrad dresidual_bias;  // [groups, features]
-  // Scratch in the accumulation dtype, [groups, partial_rows, number of wanted sums, features].
-  // partial_rows is an upper bound: a launcher may use fewer, or the memory for a value for each
-  // row. 0 if no sum is wanted.
+  // Scratch: [groups, partial_rows, number of wanted sums, features] in the accumulation dtype.
+  // partial_rows is an upper bound: a launcher may use fewer. It is 0 if no sum is wanted. A
+  // launcher may also store one value per row there.
   void* workspace;
   std::int64_t partial_rows;
 };
@@ -60,7 +60,7 @@ ffi::Error LayerNormBwd(CpuContext, const LayerNormBwdArgs&);   // cpu/layer_nor
 ffi::Error LayerNormFwd(CudaContext, const LayerNormFwdArgs&);  // cuda/layer_norm_fwd.cu
 ffi::Error LayerNormBwd(CudaContext, const LayerNormBwdArgs&);  // cuda/layer_norm_bwd.cu
 
-// Handlers. Absent optional operands and results are [0], in the accumulation dtype.
+// The handlers. An absent optional operand or result has shape [0] and the accumulation dtype.
 template <class Context>
 struct LayerNorm {
   static ffi::Error Fwd(Context ctx, std::int64_t group_rank, double epsilon, double scale_offset,
@@ -134,7 +134,7 @@ struct LayerNorm {
   static auto BindRmsBwdFromOutput() { return Buffers<5, 4>(BwdAttributes()); }
 
  private:
-  // What a handler was given; null: it has no such operand or result.
+  // What a handler was given. A null pointer means: the handler has no such operand or result.
   struct FwdOperands {
     const In& x;
     const In& residual;

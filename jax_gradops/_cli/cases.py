@@ -1,6 +1,6 @@
-"""What `doctor` runs: each public op on small inputs, and float64 NumPy that says what is right.
+"""The cases that `doctor` runs: each public op on small inputs, with an oracle in float64 NumPy.
 
-For what the benchmark times too, that is the benchmark's.
+Ops that the benchmark times too share the benchmark's oracles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax_gradops._tools.bench import batch_norm_formulas, formulas
 
 Tree: TypeAlias = Any
 DTYPES = ("float32", "bfloat16")
-# Odd widths, so that rows start at odd addresses; several blocks and less than one vector.
+# 37 rows take several blocks. Rows of 33 are unaligned, with less than one vector per thread.
 SHAPES = ((37, 1000), (5, 33))
 MAX_NORM = 1.5
 
@@ -31,13 +31,13 @@ class Case:
     """One op.
 
     Attributes:
-      title: the op's name, and which form of it.
+      title: the op's name and its form.
       op: the name of the public function.
-      inputs: makes float64 arguments from a generator of random numbers; a list of them, as one
-        program runs the op on several shapes.
-      wide: which arguments stay float32 whatever the dtype of the others.
-      function: the results from the arguments, gradients included.
-      oracle: the same in float64 NumPy.
+      inputs: makes a list of float64 arguments from a random generator. One program runs the op on
+        all items of the list: several shapes.
+      wide: positions of the arguments that stay float32 in every dtype.
+      function: computes the results and the gradients from the arguments.
+      oracle: computes them in float64 NumPy.
       rounds: how often a value is rounded to the dtype on its way to a result.
       skips: kernels of the op that this form does not call.
     """
@@ -53,7 +53,7 @@ class Case:
 
 
 def with_gradients(op: Callable[..., Tree]) -> Callable[..., Tree]:
-    """`op`, followed by its gradients; takes the cotangent as its last argument."""
+    """A function that returns `op`'s result and gradients. Its last argument is the cotangent."""
 
     def function(*args: Tree) -> Tree:
         y, vjp = jax.vjp(op, *args[:-1])
@@ -67,7 +67,7 @@ def float64_oracle(
     vjp: Callable[..., formulas.Arrays],
     **options: Any,
 ) -> Callable[..., Tree]:
-    """An `Operation`'s oracles in both directions: what `with_gradients` gives."""
+    """One oracle for a result and its gradients, as `with_gradients` returns them."""
 
     def oracle(*args: np.ndarray) -> Tree:
         *operands, dy = args
@@ -80,7 +80,7 @@ def float64_oracle(
 
 
 def _norm_inputs(rng: np.random.Generator, parameters: int) -> list[tuple[Tree, ...]]:
-    """x, parameters, dy."""
+    """x, parameters and dy, for each shape."""
     return [
         (
             3 * rng.standard_normal(shape) + 2,
@@ -95,7 +95,7 @@ _norm_oracle = float64_oracle(formulas.norm_oracle, formulas.norm_vjp_oracle)
 
 
 def _add_norm_inputs(rng: np.random.Generator, parameters: int) -> list[tuple[Tree, ...]]:
-    """x, a residual (a multiple of it, so that the sum is exact), parameters, dy and dsum."""
+    """x, a residual, parameters, dy and dsum. The residual is -x/2: the sum is then exact."""
     return [
         (x, -0.5 * x, *rest, (dy, rng.standard_normal(x.shape)))
         for x, *rest, dy in _norm_inputs(rng, parameters)
@@ -113,7 +113,7 @@ def _add_norm_oracle(x: Tree, residual: Tree, *rest: Tree) -> Tree:
 
 
 def _batch_norm_inputs(rng: np.random.Generator) -> list[tuple[Tree, ...]]:
-    """Of channels last and first: x, scale, bias, a residual, dy."""
+    """x, scale, bias, a residual and dy: once with the last axis as channels, once with axis 1."""
     cases = []
     for shape, axis in (((37, 5, 33), -1), ((6, 21, 7, 5), 1)):
         arrays = [rng.standard_normal(shape) for _ in range(3)]
@@ -165,7 +165,7 @@ def _inference_oracle(x: Tree, mean: Tree, var: Tree) -> Tree:
 
 
 def _gelu_inputs(rng: np.random.Generator, bias: bool) -> list[tuple[Tree, ...]]:
-    """x, the bias if wanted, dy."""
+    """x, the bias if wanted, and dy."""
     return [
         (
             3 * rng.standard_normal(shape),
@@ -235,7 +235,7 @@ def _optax_clip_oracle(tree: Tree, dnorm: float) -> Tree:
 
 
 def all_cases() -> list[Case]:
-    """The cases of every public op; Optax's transformation only where Optax is installed."""
+    """The cases of every public op. The case for Optax exists only if Optax is installed."""
     partial = functools.partial
     cases: list[Case] = []
     for name, parameters in (("layer_norm", 2), ("rms_norm", 1)):

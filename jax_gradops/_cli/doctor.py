@@ -1,7 +1,7 @@
 """``python -m jax_gradops doctor``: runs every op on every device and checks the results.
 
-Forward and backward are compared with float64 NumPy, and where a kernel should be in use, the
-compiled program must call it. It never crashes: what raises becomes a failure with its message.
+Forward and backward results are compared with float64 NumPy. If a kernel should be in use, the
+compiled program must call it. The command never crashes: an exception becomes a failure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUILD_CUDA = (
     'JAX_GRADOPS_CUDA=ON pip install --force-reinstall --no-deps ".[cuda13]"'
 )
 
-#: What is in the message of an error, and what is then likely.
+#: Part of an error message, and the likely cause.
 CAUSES = {
     "no kernel image": "the CUDA kernels were built for another GPU architecture",
     "invalid device function": "the CUDA kernels were built for another GPU architecture",
@@ -44,10 +44,10 @@ class Check:
     """One op on one device in one dtype.
 
     Attributes:
-      error: the largest error of any result, as a fraction of that result's largest value; None if
-        there is none to give.
-      tolerance: the largest `error` that is right; of the result that is nearest to failing.
-      message: why it failed; empty if it did not.
+      error: the error of the result that is nearest to failing, as a fraction of that result's
+        largest value. None if it is not a number.
+      tolerance: the largest allowed `error` of that result.
+      message: why the check failed. Empty if it passed.
     """
 
     device: str
@@ -99,12 +99,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(case: cases.Case, dtype: str, device: info.Device) -> Check:
-    """Runs `case` on `device`; what goes wrong is in the result's `message`."""
+    """Runs `case` on `device`. The result's `message` says what went wrong."""
     result = Check(str(device), case.title, dtype, "unknown")
     try:
         result.implementation = implementation_in_use(case.op, device.platform).implementation
         _run(case, dtype, device, result)
-    except Exception as error:  # whatever it is, the other checks go on
+    except Exception as error:  # any error: the other checks go on
         result.message = f"{type(error).__name__}: {error}".strip()
     return result
 
@@ -116,7 +116,7 @@ def _run(case: cases.Case, dtype: str, device: info.Device, result: Check) -> No
     def program(inputs: list[tuple[Any, ...]]) -> list[Any]:
         return [case.function(*args) for args in inputs]
 
-    # A program has to be compiled to see what it calls, JAX_DISABLE_JIT or not.
+    # Compiled even with JAX_DISABLE_JIT: only a compiled program shows what it calls.
     with jax.default_device(device), jax.disable_jit(False):
         compiled = jax.jit(program).lower(jax.device_put(inputs, device)).compile()
         text = compiled.as_text() or ""
@@ -155,7 +155,7 @@ def _widened(x: np.ndarray) -> np.ndarray:
 def _errors(got: Any, want: Any, rounds: int) -> Iterator[tuple[float | None, float]]:
     """Error and tolerance of each result. Errors are fractions of the result's largest value."""
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # Sums of a few thousand terms in float32, and one rounding (half an epsilon) to the dtype.
+        # For float32 sums of a few thousand terms. A rounding to the dtype adds half an epsilon.
         tolerance = 32 * float(jnp.finfo(jnp.float32).eps)
         if g.dtype != jnp.float32:
             tolerance += rounds * float(jnp.finfo(g.dtype).eps) / 2
@@ -168,7 +168,7 @@ def _errors(got: Any, want: Any, rounds: int) -> Iterator[tuple[float | None, fl
 
 
 def failed_checks(checks: list[Check]) -> list[str]:
-    """What failed, each followed by its likely causes."""
+    """One text per failure, with its likely cause."""
     failures = []
     for message in dict.fromkeys(c.message for c in checks if c.message):
         where = [c for c in checks if c.message == message]
@@ -188,7 +188,7 @@ def _cause(message: str, where: list[Check]) -> str:
 
 
 def installation_failures(environment: dict[str, Any]) -> list[str]:
-    """Why nothing, or nothing native, can run."""
+    """Why nothing can run, or no native kernel."""
     failures = []
     if environment["error"]:
         failures.append(
@@ -204,7 +204,7 @@ def installation_failures(environment: dict[str, Any]) -> list[str]:
             )
         failures.append(text)
     reason = environment["kernels"]["cuda"]["reason"]
-    if reason and "built without" not in reason:  # there is a library, and it does not load
+    if reason and "built without" not in reason:  # the library exists, but does not load
         failures.append(f"there are no CUDA kernels: {reason}")
     return failures
 
@@ -243,7 +243,7 @@ def describe(row: list[Check]) -> str:
 
 
 def verdict(failures: list[str], warnings: list[str]) -> str:
-    """What the checks come to, in words."""
+    """The outcome of all checks, as text."""
     lines = [f"warning: {w}" for w in warnings] + [f"FAIL: {f}" for f in failures]
     if failures:
         lines.append(f"{len(failures)} problem{'s' if len(failures) > 1 else ''} found.")

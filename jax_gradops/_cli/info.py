@@ -16,7 +16,7 @@ import jax
 import jax_gradops
 from jax_gradops import _registry, _status
 
-Device: TypeAlias = Any  # jax.Device, which is no type to pyright
+Device: TypeAlias = Any  # jax.Device: pyright does not accept it as a type
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 
 
@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """What there is to know of the installation; made of what JSON can hold.
+    """Describes the installation, in values that JSON can hold.
 
-    Never raises: what JAX cannot say is under ``"error"``.
+    It never raises: if JAX finds no device, the reason is under ``"error"``.
     """
     devices, error = find_devices()
     return {
@@ -61,12 +61,12 @@ def collect() -> dict[str, Any]:
 
 
 def find_devices() -> tuple[list[Device], str | None]:
-    """All devices, the CPU beside an accelerator included, or why JAX finds none."""
+    """All devices of the process, with the CPU beside an accelerator; or why JAX finds none."""
     try:
         devices = jax.devices()
-    except Exception as error:  # plugins raise what they like
+    except Exception as error:  # a plugin may raise anything
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-        wanted = os.environ.get("JAX_PLATFORMS")  # which JAX 0.10 leaves out of its message
+        wanted = os.environ.get("JAX_PLATFORMS")  # JAX 0.10 leaves it out of its message
         return [], f"{reason} (JAX_PLATFORMS={wanted})" if wanted else reason
     if all(device.platform != "cpu" for device in devices):
         try:
@@ -84,7 +84,7 @@ def usable_cpus() -> int:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, or its architecture where that cannot be told."""
+    """The processor's name, or its architecture if the name is unknown."""
     try:
         found = re.search(r"^model name\s*:\s*(.*)", cpuinfo.read_text(), re.MULTILINE)
     except OSError:  # not Linux
@@ -93,7 +93,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def describe(environment: dict[str, Any]) -> str:
-    """What `collect` returned, as text."""
+    """The result of `collect`, as text."""
     versions = (f"{name} {v or 'not installed'}" for name, v in environment["versions"].items())
     lines = [
         ("versions", ", ".join(versions)),
@@ -124,7 +124,7 @@ def version(package: str) -> str | None:
 
 
 def _kernels(name: str) -> dict[str, str | None]:
-    """The build is the SIMD level in use, or the CUDA architectures."""
+    """``"build"`` is the SIMD level in use, or the CUDA architectures."""
     module = _registry.MODULES.get(name)
     return {
         "build": None if module is None else module.build_info.replace("-real", ""),

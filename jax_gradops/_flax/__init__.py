@@ -1,1 +1,1 @@
-"""What `jax_gradops.linen` and `jax_gradops.nnx` are made of."""
+"""The implementation of `jax_gradops.linen` and `jax_gradops.nnx`."""

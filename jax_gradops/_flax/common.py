@@ -1,7 +1,7 @@
-"""What the Flax modules of `jax_gradops.linen` and `jax_gradops.nnx` have in common.
+"""Code that the Flax modules of `jax_gradops.linen` and `jax_gradops.nnx` share.
 
-What Flax's module would compute, up to roundings, on this library's ops; and what they do not
-cover, which Flax's own code then has to compute.
+It computes the results of Flax's modules, up to rounding, with this library's ops. It also says
+which cases the ops do not cover: Flax's own code has to compute these.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from jax_gradops._ops.gelu.bias_gelu import bias_gelu, gelu
 from jax_gradops._ops.row_norm.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _FLOATS = tuple(map(jnp.dtype, _checks.FLOAT_DTYPES))
-#: As it was at import. A user may give JAX's name to this library's function.
+#: Saved at import: later, a user may set `jax.nn.gelu` to this library's function.
 JAX_GELU: Any = jax.nn.gelu
 
 
 class Sum(NamedTuple):
-    """An argument of a norm: to be added first, in the same pass. The result is a pair, with it.
+    """A norm's argument: the norm adds it up in the same pass, and returns its result and the sum.
 
-    `x` and `residual` have the same shape and dtype; `bias`, if any, is one of the last axis.
+    `x` and `residual` have equal shapes and dtypes. `bias`, if any, has the size of the last axis.
     """
 
     x: jax.Array
@@ -45,40 +45,40 @@ class Sum(NamedTuple):
     bias: jax.Array | None = None
 
     def plain(self) -> jax.Array:
-        """The sum by itself."""
+        """Computes the sum without a norm."""
         return _plain_sum(*self)
 
 
 def _plain_sum(x: Any, residual: Any, bias: Any) -> Any:
-    """As if a layer of residual's dtype had added its bias."""
+    """The sum x + (residual + bias). A layer of residual's dtype would add its bias like this."""
     if bias is not None:
         residual = _plus(residual, jnp.asarray(bias, jnp.result_type(residual)))
     return x + residual
 
 
 def _plus(y: Any, bias: Any) -> Any:
-    """A matrix product and its bias, as Flax adds it."""
+    """Adds the bias to a matrix product, as Flax does."""
     return y + jnp.reshape(bias, (1,) * (jnp.ndim(y) - 1) + (-1,))
 
 
 def check_callable(function: str, name: str, value: Any) -> None:
-    """Refuses what is not a module that exists, or a function."""
+    """Raises if `value` is neither a module (an instance) nor a function."""
     if isinstance(value, type) or not callable(value):
         raise _checks.wrong(function, name, "a module, or a function", value, TypeError)
 
 
 @dataclasses.dataclass
 class Offer:
-    """A sum that `add_norm` gives to a norm as an array, and what the array is the sum of.
+    """A sum that `add_norm` passes to a norm as an array, and the parts of this sum.
 
-    The norm takes the offer where it is called with that very array: it adds by itself, and says
-    in `total` what came out. Whatever stands between the two sees an array, and may replace it.
+    A norm that is called with this very array takes the offer: it adds the parts itself and stores
+    the sum in `total`. Code between `add_norm` and the norm sees an array, and may replace it.
     """
 
     total: Any
     parts: Sum
     array: Any = dataclasses.field(init=False)
-    # What is traced: a sum made in an inner function must not leave it.
+    # The current trace: a sum from an inner traced function must not leave that function.
     _trace: Any = dataclasses.field(default_factory=get_opaque_trace_state, init=False)
 
     def __post_init__(self) -> None:
@@ -101,29 +101,29 @@ def _offered(offer: Offer) -> Iterator[None]:
 
 
 def offer_of(x: Any) -> Offer | None:
-    """The offer that `x` belongs to, if any."""
+    """The offer whose array is `x`, if any."""
     offer = _offers.get()
     return offer if offer is not None and offer.is_for(x) else None
 
 
 def _has_interceptors() -> bool:
-    """Whether a call of a linen module is intercepted. Flax has no public name for that (0.10)."""
+    """Whether calls of linen modules are intercepted. Flax 0.10 has no public name for this."""
     return bool(getattr(linen_module, "_global_interceptor_stack", True))
 
 
 def add_norm(
     ours: tuple[type, ...], norm: Any, x: Any, residual: Any, bias: Any
 ) -> tuple[Any, Any]:
-    """The function of that name in both APIs; `ours` are the modules that take a `Sum`.
+    """Implements `add_norm` of both APIs. `ours` are the classes that accept a `Sum`.
 
-    A subclass that has a method of its own does not know of sums. One that Flax's transformations
-    made wraps ours. The module gets a `Sum` then, as an offer's array is another inside, unless an
-    interceptor would see the `Sum`. `vmap` maps all arrays of a `Sum`, and a bias has no axis for
-    it.
+    A subclass with its own `__call__` does not accept a `Sum`. A class from one of Flax's
+    transformations wraps our `__call__`, and inside it an offer's array is another array. Such a
+    class gets a `Sum` instead, unless an interceptor would see the `Sum`. With a bias it gets
+    neither: `vmap` maps all arrays of a `Sum`, and a bias has no axis to map.
     """
     given = {"x": x, "residual": residual} | ({} if bias is None else {"bias": bias})
     for name, value in given.items():
-        if not _checks.is_array(value):  # lists, say, have another addition
+        if not _checks.is_array(value):  # + has another meaning for lists, say
             raise TypeError(f"add_norm: {name} must be an array, got {type(value).__name__}")
     last = jnp.shape(residual)[-1:]
     if bias is not None and (jnp.shape(bias) != last or not last):
@@ -151,7 +151,7 @@ def add_norm(
     return y, offer.total
 
 
-# More than any array has: where the rank is not known, negative axes are told from others by it.
+# Stands for an unknown rank, and is larger than any: negative axes stay apart from others.
 _MANY_AXES = 1000
 
 
@@ -160,13 +160,13 @@ def _last(rank: int, count: int) -> tuple[int, ...]:
 
 
 def canonical_axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
-    """Positive, each once, in order."""
+    """The axes as positive numbers, sorted, without duplicates."""
     given = axes if isinstance(axes, Iterable) else (axes,)
     return tuple(sorted({rank + axis if axis < 0 else axis for axis in given}))
 
 
 def why_uncovered(module: Any) -> str:
-    """Why Flax's own code has to compute a norm, whatever its input; "" if an op may."""
+    """Why Flax's own code must compute a norm for every input; "" if an op may compute it."""
     for dtype in (module.param_dtype, module.dtype):
         if dtype is not None and jnp.dtype(dtype) not in _FLOATS:
             return f"no kernel for {jnp.dtype(dtype)}"
@@ -199,8 +199,8 @@ def _is_covered(module: Any, x: Any, mask: Any) -> bool:
 def _in_and_out(module: Any, x: jax.Array, scale: Any, bias: Any) -> tuple[jax.Array, Any]:
     """`x` as the op takes it, and the result's dtype.
 
-    Flax normalises in float32 or wider, and rounds once, to the dtype asked for or to that of x and
-    the parameters together.
+    Flax normalises in float32 or wider, and rounds once. The result's dtype is `module.dtype`, or
+    else the promoted dtype of x and the parameters.
     """
     given = (a for a in (x, scale, bias) if a is not None)
     result = jax.dtypes.canonicalize_dtype(canonicalize_dtype(*given, dtype=module.dtype))
@@ -211,7 +211,7 @@ def _in_and_out(module: Any, x: jax.Array, scale: Any, bias: Any) -> tuple[jax.A
 
 
 def normalized_shape(module: Any, x: Any, mask: Any) -> tuple[int, ...] | None:
-    """The trailing axes that a LayerNorm or RMSNorm normalises; None if Flax's own code has to."""
+    """The sizes of the trailing axes that are normalised; None if Flax's own code must do it."""
     x = x.x if isinstance(x, Sum) else x
     shape = np.shape(x)
     axes = canonical_axes(len(shape), module.reduction_axes)
@@ -222,7 +222,7 @@ def normalized_shape(module: Any, x: Any, mask: Any) -> tuple[int, ...] | None:
 def norm(
     module: Any, x: Any, shape: tuple[int, ...], scale: Any, bias: Any = None, *, centered: bool
 ) -> Any:
-    """A LayerNorm's result (`centered`) or an RMSNorm's; of a `Sum`, the result and the sum."""
+    """A LayerNorm's result (`centered`) or an RMSNorm's. For a `Sum`: the result and the sum."""
     parameters = [scale, bias] if centered else [scale]
     options: Any = {
         "begin_norm_axis": -len(shape),
@@ -245,7 +245,7 @@ def norm(
 
 
 def channel_axis(module: Any, x: Any, mask: Any) -> int | None:
-    """The axis of a BatchNorm's channels; None if Flax's own code has to normalise by the batch."""
+    """The channel axis of a BatchNorm; None if Flax's own code must compute it in training."""
     covered = _is_covered(module, x, mask) and 2 <= jnp.ndim(x) <= 5
     return canonical_axes(jnp.ndim(x), module.axis)[0] if covered else None
 
@@ -273,24 +273,24 @@ def running(module: Any, average: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def not_rounded(given: list[Any], promoted: list[Any]) -> list[Any]:
-    """Parameters as they were given where Flax's promotion has rounded them."""
+    """Each promoted parameter, or the given one if Flax's promotion rounded it."""
     pairs = zip(given, promoted, strict=True)
     return [p if p is None or jnp.can_cast(v.dtype, p.dtype) else v for v, p in pairs]
 
 
 def deferred(y: jax.Array, bias: Any, exact: Any) -> tuple[jax.Array, Any]:
-    """A matrix product, and what is to be added: its bias, not rounded; None if there is nothing.
+    """A matrix product, and the unrounded bias to add; None if nothing is left to add.
 
-    `bias` is what Flax would add.
+    `bias` is the bias that Flax would add.
     """
-    if bias is not None and jnp.result_type(y, bias) != y.dtype:  # the product was narrowed
+    if bias is not None and jnp.result_type(y, bias) != y.dtype:  # the product is narrower
         return _plus(y, bias), None
     return y, exact
 
 
 @dataclasses.dataclass(frozen=True)
 class _PlusBias(Operation):
-    """y + bias, with a backward pass of its own; the bias has this dtype."""
+    """y + bias, with its own backward pass. `dtype` is the dtype of the bias."""
 
     dtype: str
     linear = (0, 1)
@@ -314,54 +314,55 @@ class _PlusBias(Operation):
 
 
 def plus_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """A matrix product and its bias, which is rounded to y's dtype, and sharded as y's columns.
+    """Adds the bias to a matrix product. The bias is rounded to y's dtype.
 
-    What XLA makes of a sum's gradient reads a cotangent more often than it must: where this is a
-    concatenation (of those of queries, keys and values), each product and the sum of the bias's
-    gradient have one of their own; so here it exists before all three. And its sums over columns
-    take twice the time of reading, a product with ones as long as that (benchmarks/README.md).
+    The bias must be sharded as y's columns. XLA reads the cotangent of a plain sum too often. The
+    cotangent may be a concatenation (the gradients of queries, keys and values). XLA then makes it
+    again for each of two products and the bias's gradient. Here it is made once, before all three.
+    XLA's column sums take twice the time of reading the cotangent. A product with ones takes only
+    the time of reading (benchmarks/README.md).
     """
     return _PlusBias(bias.dtype.name)(y, bias)[0]
 
 
 def _column_sums(dy: jax.Array) -> jax.Array:
-    """Over all axes but the last, in float32 or wider."""
+    """Sums over all axes but the last, in float32 or wider."""
 
     def sums(dy: jax.Array) -> jax.Array:
         return jnp.sum(dy, tuple(range(dy.ndim - 1)), accum_dtype(dy.dtype))
 
-    # Wider ones would be rounded (TF32); on an Explicit mesh, sharded rows have no product.
+    # A product would round wider elements (TF32). It also fails for Explicitly sharded rows.
     if dy.dtype.itemsize > 2 or any(jax.typeof(dy).sharding.spec):
         return sums(dy)
     return lax.platform_dependent(dy, cuda=column_sums_by_product, default=sums)
 
 
 def column_sums_by_product(dy: jax.Array) -> jax.Array:
-    """Of 16-bit elements, in float32: products with one are exact."""
+    """Column sums of 16-bit elements, in float32. Products with one are exact."""
     rows = tuple(range(dy.ndim - 1))
-    # Eight rows of ones, as XLA makes a reduction of a single one.
+    # Eight rows of ones: XLA would turn a product with a single row into a reduction.
     ones = jnp.ones((8, *dy.shape[:-1]), dy.dtype)
     return lax.dot_general(
         ones,
         dy,
         ((tuple(axis + 1 for axis in rows), rows), ((), ())),
-        precision=lax.Precision.DEFAULT,  # and not what a user has set for other products
+        precision=lax.Precision.DEFAULT,  # not a user's setting for other products
         preferred_element_type=jnp.float32,
     )[0]
 
 
 def linear(y: jax.Array, bias: jax.Array, exact: jax.Array) -> jax.Array:
-    """A matrix product and its bias: `bias` is what Flax would add, and `exact` not rounded."""
+    """Adds a bias to a matrix product. `bias` is the bias in Flax, `exact` is not rounded."""
     plain = default_implementation() == "xla" or y.dtype not in _FLOATS or y.dtype != bias.dtype
     of_y, of_bias = (jax.typeof(a).sharding.spec for a in (y, exact))
-    if plain or of_y[-1] != of_bias[-1]:  # JAX shards the sum, and gives each its own gradient
+    if plain or of_y[-1] != of_bias[-1]:  # JAX shards the sum and both gradients
         return _plus(y, bias)
     matched: Any = match_vma(y, exact, sums=(None, accum_dtype(y.dtype)))
     return plus_bias(*matched)
 
 
 def gelu_of_sum(y: jax.Array, bias: jax.Array | None, approximate: bool) -> jax.Array:
-    """GELU of a matrix product and its bias."""
+    """GELU of the sum of a matrix product and its bias."""
     _checks.flag("DenseGelu", "approximate", approximate)
     if y.dtype not in _FLOATS or y.size == 0 or (bias is not None and bias.dtype != y.dtype):
         return JAX_GELU(y if bias is None else _plus(y, bias), approximate)

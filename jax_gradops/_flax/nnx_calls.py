@@ -1,4 +1,4 @@
-"""What the modules of `jax_gradops.nnx` compute, and what they leave to Flax's methods."""
+"""The calls of the modules of `jax_gradops.nnx`: ops of this library, or Flax's methods."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax_gradops._flax import common
 from jax_gradops._ops.gelu.bias_gelu import gelu
 
-# Flax's classes and methods, as they are at import. What watches calls, `nnx.tabulate` say, puts
-# other methods in their place for a while, and has seen the call already. And a user may give
-# Flax's names to this library's classes. So nothing here reads Flax's names at call time.
+# Flax's classes and methods, saved at import. Nothing here reads Flax's names at call time. Code
+# that watches calls, such as `nnx.tabulate`, replaces Flax's methods for a while. It has already
+# seen the call. And a user may set Flax's names to this library's classes.
 FLAX: Any = types.SimpleNamespace(
     **{
         name: getattr(nnx, name)
@@ -32,7 +32,7 @@ RMS_NORM: Any = nnx.RMSNorm.__call__
 BATCH_NORM: Any = nnx.BatchNorm.__call__
 _SEQUENTIAL: Any = nnx.Sequential.__call__
 _GELUS: tuple[Any, ...] = (common.JAX_GELU, nnx.gelu, gelu)
-#: By class, of Flax's and, once these exist, of ours that compute the same.
+#: Call methods by class: Flax's, and later also our classes that compute the same.
 LINEARS: dict[type, Any] = {nnx.Linear: nnx.Linear.__call__}
 SEQUENTIALS: dict[type, Any] = {nnx.Sequential: _SEQUENTIAL}
 
@@ -41,7 +41,7 @@ SEQUENTIALS: dict[type, Any] = {nnx.Sequential: _SEQUENTIAL}
 
 
 def norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
-    """A LayerNorm's or RMSNorm's result; `flax` is its method in Flax."""
+    """The result of a LayerNorm or RMSNorm. `flax` is the method in Flax."""
     offer = common.offer_of(x)
     if offer is not None:
         y, offer.total = _add_norm(module, flax, offer.parts, mask)
@@ -69,10 +69,10 @@ def _add_norm(module: Any, flax: Any, x: common.Sum, mask: Any) -> Any:
 
 
 def _promoted(module: Any, x: Any, shape: tuple[int, ...], *, centered: bool) -> list[Any]:
-    """`x`, scale and bias as Flax takes them, the parameters in `shape`.
+    """`x`, scale and bias after Flax's promotion; the parameters unrounded, reshaped to `shape`.
 
-    But for what Flax's own function does to parameters: where `dtype` is narrower, it rounds them,
-    and their gradients. The op computes in float32, so that this would only take time and digits.
+    If `dtype` is narrower, Flax's promotion rounds the parameters and their gradients. The op
+    computes in float32: rounding would only cost time and digits.
     """
     given = [value(module.scale)]
     if centered:
@@ -89,13 +89,13 @@ def _promoted(module: Any, x: Any, shape: tuple[int, ...], *, centered: bool) ->
 
 
 def not_rounded(module: Any, given: list[Any], promoted: list[Any]) -> list[Any]:
-    """Parameters as they were given where Flax's promotion has rounded them."""
+    """Each promoted parameter, or the given one if Flax's promotion rounded it."""
     own = module.promote_dtype is not promote_dtype
     return promoted if own else common.not_rounded(given, promoted)
 
 
 def value(variable: Any) -> Any:
-    """Of a parameter that may be None."""
+    """The value of a parameter; None if the parameter is None."""
     return None if variable is None else variable[...]
 
 
@@ -103,7 +103,7 @@ def value(variable: Any) -> Any:
 
 
 def _product(linear: Any, inputs: Any, out_sharding: Any = None) -> tuple[jax.Array, Any, Any]:
-    """What `linear` gives without its bias; the bias as Flax adds it, and not rounded."""
+    """The result of `linear` without its bias, the bias that Flax adds, and the unrounded bias."""
     given = value(linear.bias)
     values = (inputs, value(linear.kernel), given)
     inputs, kernel, bias = linear.promote_dtype(values, dtype=linear.dtype)
@@ -116,19 +116,19 @@ def _product(linear: Any, inputs: Any, out_sharding: Any = None) -> tuple[jax.Ar
 
 
 def linear(module: Any, inputs: Any, out_sharding: Any) -> jax.Array:
-    """What `module` gives, a Linear."""
+    """The result of `module`, a Linear."""
     y, bias, exact = _product(module, inputs, out_sharding)
     return y if bias is None else common.linear(y, bias, exact)
 
 
 def linear_gelu(approximate: bool, linear: Any, inputs: Any, out_sharding: Any = None) -> jax.Array:
-    """GELU of what `linear` gives, of whose bias the op takes care."""
+    """GELU of the result of `linear`. The op adds the bias."""
     y, bias, _ = _product(linear, inputs, out_sharding)
     return common.gelu_of_sum(y, bias, approximate)
 
 
 def _approximate(layer: Any) -> bool | None:
-    """Of a GELU, which form it is; None if `layer` is something else."""
+    """Whether a GELU has the tanh form; None if `layer` is not a GELU."""
     given: dict[str, Any] = {}
     if isinstance(layer, functools.partial) and not layer.args:
         layer, given = layer.func, layer.keywords
@@ -139,13 +139,13 @@ def _approximate(layer: Any) -> bool | None:
 
 
 def sequential(layers: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """What Flax's Sequential of these layers gives."""
+    """The result of Flax's Sequential with these layers."""
     module: Any = types.SimpleNamespace(layers=layers)
     return _SEQUENTIAL(module, *args, **kwargs)
 
 
 def with_pairs(module: nnx.Sequential) -> list[Any]:
-    """A Sequential's layers, each Linear in one with the GELU after it."""
+    """A Sequential's layers. Each Linear with a GELU after it becomes one function with it."""
     result: list[Any] = []
     for layer in module.layers:
         approximate = _approximate(layer)
@@ -157,9 +157,9 @@ def with_pairs(module: nnx.Sequential) -> list[Any]:
 
 
 def deferred_bias(layer: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """What `layer` gives without a bias that is added last, and this, or None.
+    """The result of `layer` without the bias that it adds last, and that bias or None.
 
-    What is neither Flax's own nor of this library may do anything.
+    A layer that is neither Flax's nor this library's may do anything: it keeps its bias.
     """
     call: Any = type(layer).__call__
     if call in LINEARS.values():

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax_gradops._flax import common, nnx_calls
 from jax_gradops._flax.nnx_calls import FLAX
 
-# As they are at import: see _nnx.py.
+# Saved at import: see nnx_calls.py.
 _LINEN_NORMS = (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
 _TO_NNX: Any = bridge.ToNNX
 
@@ -26,9 +26,9 @@ class FuseReport:
     """What `fuse` did to a model.
 
     Attributes:
-      changed: by path of the module in the model, what it is now.
-      left: by path, why a norm is as it was; or, of kinds that were asked for, a linear layer or a
-        subclass of `Sequential`.
+      changed: by the module's path in the model, what the module is now.
+      left: by path, why a norm is unchanged. If `fuse` was asked to change them, linear layers and
+        subclasses of `Sequential` are listed too.
     """
 
     changed: dict[str, str]
@@ -44,7 +44,7 @@ class FuseReport:
 def change(
     model: Any, ours: Mapping[type, type], gelu: bool, linear: bool, residuals: str | None
 ) -> FuseReport:
-    """Gives a model's modules the classes that `ours` has for Flax's, in place."""
+    """Replaces Flax's classes of a model's modules by their counterparts in `ours`, in place."""
     wanted = {FLAX.Sequential: gelu, FLAX.Linear: linear}
     ours = {flax: own for flax, own in ours.items() if wanted.get(flax, True)}
     norms = ours[FLAX.LayerNorm], ours[FLAX.RMSNorm]
@@ -71,7 +71,7 @@ def change(
 
 
 def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
-    """All modules of a model, each once, by path."""
+    """The path and the module for each module of a model, each once."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"{function}: model must be a flax.nnx.Module, got {type(model).__name__}")
     found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
@@ -80,7 +80,7 @@ def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _why_left(module: Any, ours: Mapping[type, type]) -> str:
-    """Why `fuse` does not change a module of a kind that is asked for; "" if nothing keeps it."""
+    """Why `fuse` leaves a module of a requested kind unchanged; "" if there is no reason."""
     kind = type(module)
     if kind in (FLAX.Sequential, FLAX.Linear) or kind.__module__ == "jax_gradops.nnx":
         return ""
@@ -99,7 +99,7 @@ def _why_left(module: Any, ours: Mapping[type, type]) -> str:
 
 
 def _has_zeros(variable: Any) -> bool:
-    """Of a parameter that has values; one of an abstract model has none."""
+    """Whether a parameter has zeros. A parameter of an abstract model has no values: False."""
     value = None if variable is None else variable.get_value()
     concrete = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, Tracer)
     return concrete and not bool(jnp.all(value != 0))

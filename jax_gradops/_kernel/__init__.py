@@ -1,1 +1,1 @@
-"""How a kernel is declared (`spec`) and run (`invoke`). It knows no op."""
+"""Declares kernels (`spec`) and runs them (`invoke`). Nothing here knows any op."""

@@ -1,4 +1,4 @@
-"""What the types of arrays say and take: the dtype of sums, and axes of meshes."""
+"""Helpers for array types: the dtype of sums, shardings, and the axes of meshes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MeshAxes: TypeAlias = tuple[str, ...]
 
 
 def accum_dtype(*dtypes: Any) -> jnp.dtype:
-    """The dtype of sums, statistics and parameters: float32, or float64 if one of `dtypes` is."""
+    """The dtype of sums, statistics and parameters: float64 if in `dtypes`, else float32."""
     return jnp.dtype(jnp.float64 if any(d == jnp.float64 for d in dtypes) else jnp.float32)
 
 
@@ -27,14 +27,14 @@ def axes_of(kind: AxisType, mesh: AbstractMesh) -> dict[str, int]:
 
 
 def mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh:
-    """The mesh in the types of arrays, which need not be set as the context's, or the context's."""
+    """The mesh in the types of arrays (it may differ from the context's), or the context's mesh."""
     meshes = (jax.typeof(a).sharding.mesh for a in arrays)
     return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
 
 
 def varying(x: jax.Array) -> frozenset[str]:
     """The mesh axes over which a value varies inside `shard_map`."""
-    # jax 0.10 to 0.12; with check_vma=False there are none.
+    # The attribute exists in jax 0.10 to 0.12. With check_vma=False the set is empty.
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
@@ -43,8 +43,8 @@ def match_vma(
 ) -> tuple[jax.Array | None, ...]:
     """Inside `shard_map`, makes all arrays vary over the same mesh axes.
 
-    The transpose is a sum over these axes: `sums` has for each array the dtype in which it is to be
-    summed, if it is narrower, or None for its own.
+    The transpose of this cast is a sum over the added axes. `sums` has the dtype of this sum for
+    each array: a narrower array is cast to it first. None keeps the array's own dtype.
     """
     axes = frozenset().union(*(varying(a) for a in arrays if a is not None))
 
@@ -60,7 +60,7 @@ def match_vma(
 
 
 def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
-    """The type of a result of the local computation: `like`'s but for shape and dtype."""
+    """The type of one device's result: the type of `like`, with this shape and dtype, unsharded."""
     type_ = jax.typeof(like)
     spec = PartitionSpec(*[None] * len(shape))
     return type_.update(
@@ -72,7 +72,7 @@ def result_type(like: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
 
 
 def for_each(a: jax.Array, size: int, like: jax.Array | None) -> jax.Array:
-    """`a` for each index of a new leading axis, which is sharded as that of `like`."""
+    """Repeats `a` along a new leading axis, sharded as the leading axis of `like`."""
     if like is None:
         return jnp.broadcast_to(a, (size, *a.shape))
     sharding = jax.typeof(like).sharding
@@ -81,7 +81,7 @@ def for_each(a: jax.Array, size: int, like: jax.Array | None) -> jax.Array:
 
 
 def gathered(x: jax.Array, begin: int) -> jax.Array:
-    """On an Explicit mesh, x with its axes from `begin` on whole: a reshape can merge them."""
+    """Gathers the axes of x from `begin` on (Explicit mesh). A reshape can then merge them."""
     sharding = jax.typeof(x).sharding
     if not any(sharding.spec[begin:]):
         return x
@@ -90,6 +90,6 @@ def gathered(x: jax.Array, begin: int) -> jax.Array:
 
 
 def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
-    """On an Explicit mesh, shards y as x is, which `Kernel.prepare` may have changed."""
+    """Shards y as x (Explicit mesh). `invoke.prepare` may have resharded what y is made of."""
     sharding = jax.typeof(x).sharding
     return jax.sharding.reshard(y, sharding) if axes_of(AxisType.Explicit, sharding.mesh) else y

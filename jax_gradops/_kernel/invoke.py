@@ -1,13 +1,13 @@
-"""How a kernel runs: platform choice, fallback, vmap, sharding, second order.
+"""Runs a kernel: platform choice, fallback, vmap, sharding, second derivatives.
 
-All of it follows from the kernel's declaration (`spec.py`). The layers, from the outside in::
+All of this follows from the kernel's declaration (`spec.py`). The layers, from the outside in::
 
     invoke
-      Invocation           a primitive (`primitive.py`): its derivatives are the reference's, and
-                           mapped axes become leading group axes, or further row axes
-        platform_dependent   the reference where a platform has no kernel
-          jit                  its name tells apart what differs in anything but arrays
-            sharding             by the mesh's axes: custom_partitioning, or a plain call
+      Invocation           A primitive (`primitive.py`): the reference gives its derivatives.
+                           A mapped axis becomes a leading group axis, or a further row axis.
+        platform_dependent   The reference on a platform without the kernel.
+          jit                  Its name differs if any static value differs.
+            sharding             By the mesh's axes: custom_partitioning, or a plain call.
               ffi_call
 """
 
@@ -52,14 +52,14 @@ def invoke(
 
     Args:
       kernel: what to run.
-      *operands: in the order of `kernel.operands`; None for one that is absent.
+      *operands: in the order of `kernel.operands`. None is an absent operand.
       implementation: as in the public functions, resolved.
-      skip: results that are not wanted; None is returned in their place.
-      dtypes: of results that are sums over rows, where these are not the accumulation dtype.
-        They are rounded once: after the sum over shards.
+      skip: names of unwanted results. None is returned in their place.
+      dtypes: by result name, the dtype of a sum over rows. The default is the accumulation dtype.
+        A sum is rounded once, after the sum over shards.
       inner: how many axes ``m`` stands for.
-      **attributes: static, each of one NumPy type (`numpy.float64`, `numpy.int64`, `bool`):
-        handlers are strict about types, and JAX caches lowerings by equality.
+      **attributes: static values. Each has one fixed type: `numpy.float64`, `numpy.int64` or
+        `bool`. Handlers check types strictly, and JAX's cache of lowerings compares by equality.
     """
     present = tuple(a is not None for a in operands)
     names = {name: jnp.dtype(dtype).name for name, dtype in (dtypes or {}).items()}
@@ -83,12 +83,12 @@ def invoke(
 
 
 def prepare(kernel: Kernel, *operands: jax.Array | None, inner: int = 0) -> Any:
-    """Gives operands the types that belong together; for the op to call before it runs.
+    """Gives operands types that fit together. An op calls this before `invoke`.
 
-    Inside `shard_map`, a parameter that is replicated over a mesh axis over which x varies
-    becomes varying, and as wide as sums are; on an Explicit mesh, parameters are sharded as x's
-    axes are, and axes that must be whole are. JAX transposes these casts: that gives the
-    parameters' gradients their `psum` and their sharding. Elsewhere nothing changes.
+    Inside `shard_map`, a replicated parameter becomes varying over the axes over which x varies.
+    It is cast to the accumulation dtype. On an Explicit mesh, parameters are sharded as the axes
+    of x, and the axes in `Kernel.whole` are gathered. JAX transposes these casts: the transposes
+    give the parameters' gradients their `psum` and their sharding. Elsewhere nothing changes.
     """
     if kernel.variadic:
         return match_vma(*operands)
@@ -102,9 +102,9 @@ def prepare(kernel: Kernel, *operands: jax.Array | None, inner: int = 0) -> Any:
 
 
 def formula(call: Call, *arrays: jax.Array) -> Arrays:
-    """The results by the reference, for any number of groups."""
+    """Computes the results with the reference, for any number of group axes."""
     function = call.reference
-    if call.groups:  # on an Explicit mesh, vmap wants all operands' groups spread alike
+    if call.groups:  # on an Explicit mesh, vmap needs equally sharded group axes
         arrays = tuple(sharding.reshard_operands(call, arrays)[0])
     pairs = zip(arrays, call.in_dims, strict=True)
     axes = tuple(None if call.is_shared(a, dims) else 0 for a, dims in pairs)
@@ -115,7 +115,7 @@ def formula(call: Call, *arrays: jax.Array) -> Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class Invocation(Operation):
-    """A call by the kernel, or by the reference where the platform has none.
+    """Calls the kernel, or the reference on a platform without the kernel.
 
     Attributes:
       insist: whether a platform without the kernel is an error.
@@ -128,7 +128,7 @@ class Invocation(Operation):
         return formula(self.call, *arrays)
 
     def compute(self, *arrays: jax.Array) -> Arrays:
-        """The results by the kernel, or by the reference where the platform has none."""
+        """Runs the kernel, or the reference on a platform without the kernel."""
         kernels = {p: self._on(p, mesh_of(arrays)) for p in _registry.platforms()}
         if not kernels:
             return self.formula(*arrays)
@@ -137,11 +137,11 @@ class Invocation(Operation):
         return lax.platform_dependent(*arrays, **kernels, default=elsewhere)
 
     def _on(self, platform: str, mesh: Any) -> Any:
-        """The kernel of a platform, as a function with a name of its own.
+        """The kernel of a platform, as a function with a unique name.
 
-        XLA is told how to spread a call by a Python function, of which the program's text has
-        nothing: the persistent compilation cache would take programs for equal that differ in an
-        attribute. The name has a digest of all that is static, and of the code.
+        A Python function tells XLA how to shard a call. The program's text does not show that
+        function: the persistent compilation cache would mix up programs that differ in an
+        attribute. So the name has a digest of all static values and of the code.
         """
         shape = (mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
         text = f"{self.call.text} {shape} {_registry.identity(platform)}"
@@ -176,7 +176,7 @@ class Invocation(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere(Operation):
-    """A call on a platform without the kernel: by the reference, or an error if it was insisted."""
+    """A call on a platform without the kernel: runs the reference, or raises if `insist` is set."""
 
     call: Call
     insist: bool
@@ -202,16 +202,16 @@ class Elsewhere(Operation):
 def _lifted(
     a: jax.Array, batched: bool, dims: str, lead: tuple[int, ...], variadic: bool, like: jax.Array
 ) -> jax.Array:
-    """An operand with a further group axis; `lead` are all of them, the new one first.
+    """Gives an operand the mapped axis. `lead` has all leading sizes, the mapped axis first.
 
-    `like` is an array that has the new axis.
+    `like` is an operand that has the mapped axis already.
     """
     shared = not variadic and "n" not in dims and a.ndim == batched + len(dims)
     if not batched:
         return a if shared else for_each(a, lead[0], like)
     if not shared:
         return a
-    # All groups shared it so far: now those of each index of the new axis do.
+    # All groups shared the operand so far. Now the groups of one mapped index share it.
     features = a.shape[1:]
     return jnp.broadcast_to(a.reshape(lead[0], *[1] * len(lead[1:]), *features), lead + features)
 
@@ -220,7 +220,7 @@ def _lifted(
 
 
 def _ffi_call(call: Call, *arrays: jax.Array) -> Arrays:
-    """The native call on one device's arrays."""
+    """Calls the native handler on one device's arrays."""
     kernel, groups = call.kernel, call.groups
     x = arrays[0]
     lead, axes = x.shape[:groups], call.axes(x.shape[groups:])
@@ -242,14 +242,14 @@ def _ffi_call(call: Call, *arrays: jax.Array) -> Arrays:
         sums = sum("n" not in r.dims for r in call.wanted)
         rows = math.prod((*axes["n"], *axes["m"]))
         shape = kernel.workspace(math.prod(lead), rows, math.prod(axes["d"]), sums)
-        # Not floats: jax_debug_nans would look for NaN in what nobody has written.
+        # Not floats: jax_debug_nans would look for NaN in memory that was never written.
         scratch = jnp.uint64 if accum == jnp.float64 else jnp.uint32
         types.append(result_type(x, shape, scratch))
 
-    # An absent operand is an array without elements, so that handlers have a fixed signature.
+    # Handlers have a fixed signature: an absent operand is an array without elements.
     operands: Sequence[jax.Array] = arrays
     if not all(call.present):
-        # It is made of x: `jax.ensure_compile_time_eval` would make a constant of `jnp.zeros`.
+        # Made from x: `jax.ensure_compile_time_eval` would turn `jnp.zeros` into a constant.
         nothing = lax.slice_in_dim(x, 0, 0).reshape(0).astype(accum)
         given = iter(arrays)
         operands = [next(given) if p else nothing for p in call.present]
@@ -262,5 +262,5 @@ def _ffi_call(call: Call, *arrays: jax.Array) -> Arrays:
     if call.elementwise and aliases:
         aliases = {i: i for i in range(call.arrays)}
     results = jax.ffi.ffi_call(target, types, input_output_aliases=aliases)(*operands, **attributes)
-    named = zip(call.named, results, strict=False)  # the workspace has no name, and is dropped
+    named = zip(call.named, results, strict=False)  # drops the workspace: it has no name
     return tuple(r for (name, _), r in named if name not in call.skip)

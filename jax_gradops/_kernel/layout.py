@@ -1,4 +1,4 @@
-"""Which shardings a kernel can work with."""
+"""Chooses the shardings that a kernel can work with."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jax_gradops._kernel.spec import Call
 
 
 class Layout(NamedTuple):
-    """How a call is laid out on a mesh."""
+    """The shardings of one call on a mesh."""
 
     operands: tuple[PartitionSpec, ...]
     results: tuple[PartitionSpec, ...]
-    # For each operand, the mesh axes over which its rows are spread.
+    # For each operand, the mesh axes over which its rows are sharded.
     row_axes: tuple[MeshAxes, ...]
 
 
@@ -40,13 +40,13 @@ def layout_of(
     *,
     rows_only: bool = False,
 ) -> Layout:
-    """The shardings that the kernel can work with, nearest to those its operands have."""
+    """The shardings that the kernel can work with and that are nearest to the operands' `specs`."""
     groups = call.groups
     padded = [_padded(s, n) for s, n in zip(specs, ndims, strict=True)]
     if rows_only:
         padded = [(*[None] * groups, *spec[groups:]) for spec in padded]
     if call.kernel.variadic:
-        # Every array stays as it is, but for the group axes, which are the same for all.
+        # Each array keeps its sharding, but all arrays get one common sharding of the group axes.
         lead = max((spec[:groups] for spec in padded), key=_count_axes)
         taken = {a for e in lead for a in _as_axes(e)}
         free = [
@@ -57,7 +57,7 @@ def layout_of(
         if call.elementwise:
             return Layout(operands, operands[: call.arrays], rows)
         return Layout(operands, tuple(PartitionSpec(*lead) for _ in call.wanted), rows)
-    # The activation that is spread the most decides: a cotangent may come replicated.
+    # The activation sharded over the most mesh axes decides: a cotangent may be replicated.
     kept = slice(None, -1) if "d" in call.kernel.whole else slice(None)
     first = max(
         (s for s, dims in zip(padded, call.in_dims, strict=True) if dims.startswith("nd")),
@@ -81,7 +81,7 @@ def layout_of(
 
 
 def even(spec: Any, shape: Sequence[int], sizes: Mapping[str, int]) -> Any:
-    """`spec` without the axes that cannot be spread in equal parts."""
+    """`spec` without the mesh axes that would give shards of unequal sizes."""
     entries = zip(_padded(spec, len(shape)), shape, strict=True)
     return PartitionSpec(
         *(None if n % math.prod(sizes[a] for a in _as_axes(e)) else e for e, n in entries)

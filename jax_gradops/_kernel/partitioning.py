@@ -1,7 +1,7 @@
 """One kernel call on arrays that XLA shards (Auto axes, or no mesh in the context).
 
-XLA says at compile time how operands are sharded; the kernel says which of these shardings it can
-work with, and each device then runs it on its own shards.
+XLA says at compile time how the operands are sharded. The kernel chooses the nearest shardings that
+it can work with. Each device then runs the kernel on its own shards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax_gradops._kernel.spec import Call
 
 #: Runs a call on one device's arrays: (call, *arrays) -> results.
 Compute: TypeAlias = Callable[..., Arrays]
-#: Sums over all shards: (partial sums of one device, mesh axes over which their rows are spread).
+#: (partial sums of one device, mesh axes over which their rows are sharded) -> sums of all shards.
 SumOver: TypeAlias = Callable[[list[jax.Array], MeshAxes], list[jax.Array]]
 
 # --- The call of one device ----------------------------------------------------------------------
@@ -42,7 +42,7 @@ def _psum(parts: list[jax.Array], axes: MeshAxes) -> list[jax.Array]:
 def _local(
     call: Call, compute: Compute, layout: Layout, over: _Partitions
 ) -> Callable[..., Arrays]:
-    """The computation of one device; sums over rows are completed by `over.total`."""
+    """The computation of one device. `over.total` adds up the partial sums of all devices."""
     if call.elementwise:
         return functools.partial(compute, call)
     if call.kernel.variadic:
@@ -65,7 +65,7 @@ def _local(
 def _local_in_stages(
     call: Call, compute: Compute, layout: Layout, over: _Partitions
 ) -> Callable[..., Arrays]:
-    """One shard's results without ``n`` first, then, with those of all, the others."""
+    """First computes the shard's results without ``n``. Their totals then give the others."""
     stages, spread = call.kernel.stages, layout.row_axes[0]
     assert stages is not None
 
@@ -96,7 +96,7 @@ def _local_in_stages(
 def _local_variadic(
     call: Call, compute: Compute, layout: Layout, total: SumOver
 ) -> Callable[..., Arrays]:
-    """Arrays that are spread over the same mesh axes are summed together; a replicated one once."""
+    """Sums up arrays with equal mesh axes in one kernel call. A replicated array counts once."""
 
     def local(*arrays: jax.Array) -> Arrays:
         dtype = accum_dtype(*(a.dtype for a in arrays))
@@ -115,21 +115,21 @@ def _local_variadic(
 
 
 class _Partitions(NamedTuple):
-    """What XLA spreads a call over."""
+    """The devices over which XLA spreads a call, as axes."""
 
-    # Parts of mesh axes, as a reshape may spread an array over a part: data=4 is 2 x 2.
+    # Prime factors of mesh axes: a reshape may shard over a part of data=4, which is 2 x 2 here.
     axes: dict[str, int]
-    # Of these axes, for shardings.
+    # The mesh with the axes above, for shardings.
     mesh: Mesh | AbstractMesh
-    # Whose axes `total` names.
+    # The mesh with the axes that `total` names.
     lowering_mesh: Mesh | AbstractMesh
     total: SumOver
-    # Whether nothing but rows may be spread where there are sums.
+    # Whether a call with sums may be sharded along its rows only.
     rows_only: bool
 
 
 def _of_whole_mesh(mesh: Mesh, sharding: Any) -> _Partitions:
-    """Without Manual axes: XLA numbers devices as they lie in the mesh."""
+    """For a mesh without Manual axes: XLA numbers the devices in the mesh's order."""
     axes = _factors(dict(mesh.shape) or {"devices": sharding.num_devices})
     devices = np.array(sharding._device_assignment).reshape(tuple(axes.values()))
     fine = Mesh(devices, tuple(axes))
@@ -139,9 +139,9 @@ def _of_whole_mesh(mesh: Mesh, sharding: Any) -> _Partitions:
 def _beside_manual(context: AbstractMesh) -> _Partitions:
     """Inside a shard_map over other axes: XLA partitions over the Auto axes only.
 
-    It numbers the devices of these axes in an order of its own, which it does not tell. So the
-    names that shardings get here need not be the true ones, and the only sum that is known to be
-    over the right devices is that over all of them, in which each partial sum has several copies.
+    XLA numbers the devices of the Auto axes in an unknown order. The axis names in the shardings
+    here may be wrong. Only a sum over all these devices is sure to be over the right ones. Each
+    partial sum occurs several times in that sum.
     """
     auto = axes_of(AxisType.Auto, context)
     axes = _factors(auto)
@@ -157,7 +157,7 @@ def _beside_manual(context: AbstractMesh) -> _Partitions:
 
 
 def _factors(axes: Mapping[str, int]) -> dict[str, int]:
-    """Each mesh axis as axes of prime sizes."""
+    """Splits each mesh axis into axes of prime sizes."""
     factors = {}
     for name, size in axes.items():
         prime = 2
@@ -176,7 +176,7 @@ class Partitioned(Operation):
     Attributes:
       compute_shard: runs a call on one device's arrays.
       context: the mesh around the call.
-      name: the program's for the call, with all that is static.
+      name: identifies the call with all its static values.
     """
 
     call: Call
@@ -208,7 +208,7 @@ class Partitioned(Operation):
         has_sums = any("n" not in r.dims for r in self.call.wanted)
         specs = [_decoded(o.sharding, over.axes, len(o.shape)) for o in operands]
         if has_sums:
-            # XLA fills up shards of unequal sizes, and sums must not have what is filled in.
+            # XLA pads shards of unequal sizes, and sums must not contain the padding.
             specs = [even(s, o.shape, over.axes) for s, o in zip(specs, operands, strict=True)]
         ndims = [len(o.shape) for o in operands]
         return layout_of(self.call, specs, ndims, rows_only=has_sums and over.rows_only), over
@@ -219,8 +219,8 @@ class Partitioned(Operation):
         local = _local(self.call, self.compute_shard, layout, over)
 
         def lowered(*arrays: jax.Array) -> Arrays:
-            # Without the caller's mesh: for its Explicit axes, JAX would annotate operations with
-            # shardings, which XLA no longer accepts here.
+            # Hides the caller's mesh: for its Explicit axes, JAX would annotate operations with
+            # shardings. XLA no longer accepts shardings here.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return local(*arrays)
 
@@ -228,13 +228,13 @@ class Partitioned(Operation):
         return over.lowering_mesh, lowered, shardings[1], shardings[0]
 
     def _infer(self, mesh: Any, operands: Any, results: Any) -> Any:
-        """What GSPMD asks, the partitioner that Shardy has replaced."""
+        """The results' shardings, for GSPMD: the partitioner before Shardy."""
         del results
         layout, over = self._layout(mesh, operands)
         return tuple(NamedSharding(over.mesh, s) for s in layout.results)
 
     def _sharding_rule(self, mesh: Any, operands: Any, results: Any) -> Any:
-        # Shardy's notation, as in "n0 n1 d, d, d -> n0 n1 d, n0 n1, n0 n1".
+        # Shardy's notation, for example `n0 n1 d, d, d -> n0 n1 d, n0 n1, n0 n1`.
         del mesh
         call = self.call
         group_factors = [f"g{i}" for i in range(call.groups)]
@@ -262,11 +262,11 @@ class Partitioned(Operation):
 def _name_partitioning(results: Sequence[Any], module: Any, name: str) -> None:
     """Gives a custom_partitioning call a name that is the same in each process.
 
-    JAX names the Python object that says how to partition by its address, which the key of the
-    persistent compilation cache then has: no other process finds the program, or, where addresses
-    are the same (after a fork), one finds another's. The name here tells of all that the object
-    depends on. JAX 0.10 to 0.12 keep these objects in a dictionary of a private module; where there
-    is none, the address stays.
+    A Python object says how to partition. JAX names this object by its address, and the name is
+    part of the key of the persistent compilation cache. No other process finds the program then. If
+    addresses are equal (after a fork), a process finds a wrong program. The name here identifies
+    everything that the object depends on. JAX 0.10 to 0.12 keep these objects in a dictionary of a
+    private module. Without this dictionary, the address stays.
     """
     private = sys.modules.get("jax._src.custom_partitioning")
     objects = getattr(private, "_sharding_callbacks", None)
@@ -286,7 +286,7 @@ def _name_partitioning(results: Sequence[Any], module: Any, name: str) -> None:
         [getattr(d, "id", None) for d in found.mesh.devices.flat],
         sorted(getattr(where, "manual_axes", ())),
         str(getattr(where, "abstract_mesh", None)),
-        found.infer_sharding_from_operands is None,  # of Shardy
+        found.infer_sharding_from_operands is None,  # with Shardy
         [str(v.type) for v in (*operation.operands, *results)],
     )
     digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:24]
@@ -295,16 +295,16 @@ def _name_partitioning(results: Sequence[Any], module: Any, name: str) -> None:
     if same is None or same.module_context.backend is not found.module_context.backend:
         objects[key.encode()] = found
     else:
-        module.add_keepalive(same)  # its own program may be gone before this one is compiled
+        module.add_keepalive(same)  # else it may be gone before this program is compiled
     attributes["backend_config"] = mlir.ir.StringAttr.get(key)
 
 
 def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> Any:
-    """XLA's own description of a sharding over a mesh with these axes, in their names.
+    """Turns XLA's description of a sharding over a mesh with these axes into axis names.
 
-    For what names cannot say (half of an axis, say): on every device.
+    What axis names cannot express (half of an axis, say) becomes replicated.
     """
-    if sharding is None:  # GSPMD knows of none
+    if sharding is None:  # GSPMD knows no sharding
         return PartitionSpec(*[None] * ndim)
     tiling = sharding._to_xla_hlo_sharding(ndim)
     if tiling.is_replicated():
@@ -313,7 +313,7 @@ def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> Any:
     devices = np.arange(tiles.size).reshape(tuple(axes.values()))
     position = np.empty((tiles.size, tiles.ndim), np.int64)
     position[tiles.ravel()] = np.stack(np.unravel_index(np.arange(tiles.size), tiles.shape), -1)
-    # How far from tile to tile, in each of the array's axes, is one step along a mesh axis?
+    # By how many tiles does one step along a mesh axis move, along each axis of the array?
     spec: list[list[tuple[int, str]]] = [[] for _ in range(tiles.ndim)]
     for i, (name, size) in enumerate(axes.items()):
         if size > 1:
@@ -326,5 +326,5 @@ def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> Any:
 
 
 def _letters(i: int) -> str:
-    """0, 1, … as a, b, …, z, ba, …: factor names in Shardy rules have digits at their end only."""
+    """The number in letters (26 is "ba"): Shardy's factor names have digits at their end only."""
     return ("" if i < 26 else _letters(i // 26)) + chr(ord("a") + i % 26)

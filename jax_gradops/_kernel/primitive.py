@@ -1,10 +1,10 @@
 """Operations whose derivatives JAX cannot lose: all are one primitive.
 
-JAX keeps a primitive's rules in every transformation. It drops those of `jax.custom_jvp` and
-`jax.custom_vjp` when it differentiates a loop: a second derivative through `jax.lax.scan` then
-differentiates what is inside them. An `Operation` says how it is computed, and may say how it is
-differentiated, transposed, vmapped and lowered. Operands and results are tuples of arrays; None
-stands for an absent one.
+JAX keeps a primitive's rules in every transformation. JAX drops the rules of `jax.custom_jvp` and
+`jax.custom_vjp` when it differentiates a loop. A second derivative through `jax.lax.scan` then
+differentiates the code inside them. An `Operation` says how it is computed. It may also say how it
+is differentiated, transposed, vmapped and lowered. Operands and results are tuples of arrays. None
+stands for an absent array.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec
 from jax_gradops._kernel.array_types import for_each, match_vma
 
 Array: TypeAlias = jax.Array
-#: Arrays, None for absent ones.
+#: Arrays. None stands for an absent array.
 Operands: TypeAlias = Sequence[Any]
 
-#: Stands for a linear operand whose value is not known, in `Operation.transpose`.
+#: In `Operation.transpose`, stands for a linear operand whose value is not known.
 Unknown = ad.UndefinedPrimal
 
 
@@ -39,36 +39,36 @@ class Axis(NamedTuple):
 
 
 class Operation:
-    """A computation with all that is static. Subclasses are hashable: frozen dataclasses."""
+    """A computation with its static values. Subclasses are hashable: frozen dataclasses."""
 
-    #: Positions of the operands in which the operation is linear, the others being constant.
+    #: Positions of the operands in which the operation is linear if the others are constant.
     linear: tuple[int, ...] = ()
     #: Names of mapped axes over which the operation sums.
     axis_names: tuple[Any, ...] = ()
-    #: The types of the results, where they are known: `compute` is then traced when it is lowered,
-    #: and for a platform that another operation serves, never.
+    #: The types of the results, if known. `compute` is then traced only when it is lowered. If
+    #: another operation serves the platform, `compute` is never traced.
     types: tuple[Any, ...] | None = None
-    #: Positions of the operands that need not vary over the mesh axes that others vary over.
+    #: Positions of operands that may vary over fewer mesh axes than the other operands.
     unmatched: tuple[int, ...] = ()
 
     def common(self, mapped: Sequence[bool]) -> tuple[int, ...]:
-        """Positions of the results that are the same for all indices of `axis_names`.
+        """Positions of the results that are equal for all indices of `axis_names`.
 
-        `mapped` says which operands have other values for each index.
+        `mapped` says which operands have a different value for each index.
         """
         del mapped
         return ()
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
-        """The results."""
+        """Computes the results."""
         raise NotImplementedError
 
     def formula(self, *operands: Any) -> tuple[Any, ...]:
-        """The results by operations that JAX can differentiate."""
+        """Computes the results with operations that JAX can differentiate."""
         return self.compute(*operands)
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
-        """The results and their tangents. None stands for a tangent that is zero."""
+        """The results and their tangents. None stands for a zero tangent."""
         present = [t is not None for t in tangents]
 
         def of_tangents(*some: Array) -> tuple[Any, ...]:
@@ -95,10 +95,10 @@ class Operation:
     def vmapped(
         self, axis: Axis, operands: Operands, mapped: Sequence[bool]
     ) -> tuple[Operation, Operands]:
-        """The operation, and its operands, that give all results with a leading mapped axis."""
+        """The operation and operands whose results have the mapped axis first."""
         operands, mapped = list(operands), list(mapped)
         must = {i for i in self.linear if operands[i] is not None}
-        if not any(mapped):  # each index has the same arrays, and knows of the others by a name
+        if not any(mapped):  # the axis is known by its name only
             must.add(next(i for i, o in enumerate(operands) if o is not None))
         like = next((o for o, m in zip(operands, mapped, strict=True) if m), None)
         for i in must:
@@ -108,19 +108,19 @@ class Operation:
         return Vmapped(self, tuple(mapped), axis), operands
 
     def lower(self, lowering: Callable[[], Sequence[Any]], context: Any) -> Sequence[Any]:
-        """Makes the MLIR values of the results; `lowering` makes them of `compute`."""
+        """Makes the MLIR values of the results. `lowering` makes them from `compute`."""
         del context
         return lowering()
 
     def _matched(self, operands: Operands) -> list[Array]:
-        """The operands that are present, varying over the same mesh axes."""
+        """The present operands. All but `unmatched` ones vary over the same mesh axes."""
         apart = [i in self.unmatched for i in range(len(operands))]
         pairs = [(o, u) for o, u in zip(operands, apart, strict=True) if o is not None]
         matched = match_vma(*(o for o, u in pairs if not u))
         return _merged([not u for _, u in pairs], matched, [o for o, _ in pairs])
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        """The results, by the primitive."""
+        """Computes the results with the primitive."""
         present = tuple(o is not None for o in operands)
         arrays = self._matched(operands)
         if self.types is not None:
@@ -136,17 +136,17 @@ class Operation:
 
 
 def _merged(which: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """`others`, with the next one of `some` wherever `which` says so."""
+    """`others`, with the next element of `some` at each place where `which` is true."""
     found = iter(some)
     return [next(found) if w else other for w, other in zip(which, others, strict=True)]
 
 
 def _spread(present: Sequence[bool], arrays: Sequence[Any]) -> list[Any]:
-    """Arrays in their places, None in those of absent ones."""
+    """The arrays at the places where `present` is true, and None at the other places."""
     return _merged(present, arrays, [None] * len(present))
 
 
-# JAX's caches go by the identity of functions: a new one in each call would be traced again.
+# JAX's caches compare functions by identity: a new function in each call is traced again.
 @functools.lru_cache(maxsize=4096)
 def _traced(op: Operation, present: tuple[bool, ...]) -> Any:
     return jax.jit(lambda *arrays: tuple(op.compute(*_spread(present, arrays))))
@@ -154,7 +154,7 @@ def _traced(op: Operation, present: tuple[bool, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Vmapped(Operation):
-    """An operation for each index of a mapped axis, the first of operands and results."""
+    """An operation for each index of a mapped axis: the first axis of operands and results."""
 
     op: Operation
     mapped: tuple[bool, ...]
@@ -176,7 +176,7 @@ class Vmapped(Operation):
         return self.op.common(mapped)
 
     def is_common(self, position: int) -> bool:
-        """Whether a result is the same for all indices, and so has no mapped axis."""
+        """Whether a result is equal for all indices and therefore has no mapped axis."""
         return self.axis.name in self.op.axis_names and position in self.op.common(self.mapped)
 
     def _split(self, results: Operands) -> tuple[list[Any], list[Any]]:
@@ -219,7 +219,7 @@ class Vmapped(Operation):
         unknown = [isinstance(o, Unknown) for o in operands]
         known = tuple(None if u else o for o, u in zip(operands, unknown, strict=True))
         mapped, common = self._split(cotangents)
-        # Each index sums up the cotangents of all indices.
+        # The transpose adds up the cotangents of all indices: each index gets an equal part.
         parts = [None if ct is None else ct / self.axis.size for ct in common]
 
         missing = [Unknown(_of_index(o.aval)) for o in operands if isinstance(o, Unknown)]
@@ -239,24 +239,24 @@ def _of_index(mapped: Any) -> Any:
 
 
 def _joined(some: Operands, others: Operands) -> tuple[Any, ...]:
-    """What `Vmapped._split` has split."""
+    """Undoes `Vmapped._split`."""
     return tuple(o if s is None else s for s, o in zip(some, others, strict=True))
 
 
 def unchanged(operands: Operands, result: Array, tangents: Operands, *static: Any) -> Array:
-    """The derivative of a `Function` that only rounds its operand: none of the rounding."""
+    """The derivative of a `Function` that only rounds its operand: the tangent, not rounded."""
     del operands, result, static
     return tangents[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Function(Operation):
-    """A function of one result with a derivative of its own.
+    """A function with one result and its own derivative.
 
     Attributes:
-      function: from operands and static arguments to an array.
-      derivative: from operands, the result, tangents (None for zero) and static arguments to the
-        tangent of the result.
+      function: takes the operands and the static arguments. Returns an array.
+      derivative: takes the operands, the result, the tangents (None for zero) and the static
+        arguments. Returns the tangent of the result.
       static: static arguments.
     """
 
@@ -287,7 +287,7 @@ def _types(*_: Any, op: Operation, jaxpr: Any, **static: Any) -> Sequence[Any]:
 @_operation.def_impl
 def _run(*arrays: Array, op: Operation, present: tuple[bool, ...], **static: Any) -> list[Array]:
     del static
-    with jax.disable_jit(False):  # a kernel is an operation of a compiled program
+    with jax.disable_jit(False):  # a kernel runs only inside a compiled program
         return jax.tree.leaves(_traced(op, present)(*arrays))
 
 

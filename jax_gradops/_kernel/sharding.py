@@ -1,10 +1,10 @@
-"""How one kernel call runs on sharded arrays, by the kind of mesh.
+"""Runs one kernel call on sharded arrays. The kinds of the mesh's axes decide how.
 
-- Explicit axes: shardings are part of types, so the operands are resharded, the results' shardings
-  declared, and within the call these axes are Auto;
-- Auto axes, or no mesh in the context: `custom_partitioning` with a Shardy rule
-  (`partitioning.py`);
-- Manual axes only (inside `shard_map`): a plain call, as arrays are one device's already.
+- Explicit axes: shardings are part of types. The operands are resharded, and the results'
+  shardings are declared. Inside the call these axes are Auto.
+- Auto axes, or no mesh in the context: `custom_partitioning` with a Shardy rule.
+  `partitioning.py` has this case.
+- Manual axes only (inside `shard_map`): a plain call, because the arrays are one device's.
 
 A mesh may have axes of all three kinds. A bare `ffi_call` would gather the whole batch to every
 device.
@@ -27,9 +27,9 @@ from jax_gradops._kernel.spec import Call
 
 
 def sharded(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:
-    """The kernel on arrays that may be sharded, by the kinds of the mesh's axes.
+    """The kernel as a function of arrays that may be sharded.
 
-    `name` is the program's for this call, with all that is static.
+    `name` identifies the call with all its static values.
     """
 
     def op(*arrays: jax.Array) -> Arrays:
@@ -40,17 +40,17 @@ def sharded(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:
 
 
 def _within_types(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:
-    """The kernel on arrays that are not spread by their types."""
+    """The kernel as a function of arrays whose types have no sharding."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(axes_of(AxisType.Auto, mesh).values()) > 1:
         return Partitioned(call, compute, mesh, name)
-    return functools.partial(compute, call)  # arrays are one device's already
+    return functools.partial(compute, call)  # the arrays are one device's
 
 
 def reshard_operands(
     call: Call, arrays: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], Layout | None]:
-    """On an Explicit mesh: operands sharded as the kernel can work with them, and the layout."""
+    """On an Explicit mesh: the operands, sharded as the kernel needs them, and the layout."""
     mesh = mesh_of(arrays)
     if not axes_of(AxisType.Explicit, mesh):
         return list(arrays), None

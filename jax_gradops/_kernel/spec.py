@@ -1,13 +1,13 @@
-"""What a kernel is: data, from which `invoke.py` makes everything else.
+"""The declaration of a kernel: data, from which `invoke.py` makes everything else.
 
-An op declares its kernels (`Kernel`) by the axes of their operands and results, in letters:
+An op declares its kernels (`Kernel`). Letters name the axes of operands and results:
 
-- ``n``: the row axes, any number of them;
-- ``d``: the feature axis;
-- ``m``: axes after it, which are row axes too: of ops whose features are channels.
+- ``n``: the row axes, any number of them.
+- ``d``: the feature axis.
+- ``m``: the axes after ``d``. These are row axes too, in ops whose features are channels.
 
-A result without ``n`` must be a plain sum over the rows, or the kernel must say how those of shards
-are put together (`Kernel.stages`).
+A result without ``n`` must be a plain sum over the rows. Otherwise the kernel must say how to
+combine the results of shards (`Kernel.stages`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jax_gradops._kernel.array_types import Arrays
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result's axes, and its dtype: that of the first operand, or the accumulation dtype.
+    """A result's axes, and its dtype: "x" is the first operand's, "accum" the accumulation dtype.
 
-    A call may want a sum over rows in another dtype: that of the parameter it is the gradient of.
+    A sum over rows may be the gradient of a parameter. A call may want it in the parameter's dtype.
     """
 
     dims: str
@@ -36,12 +36,12 @@ class Result:
 
 
 def along_features(parameter: jax.Array, x: jax.Array) -> jax.Array:
-    """`parameter` with x's rank: for references, as JAX can be told to refuse rank promotion."""
+    """`parameter` with x's rank. References need it: JAX can be set to refuse rank promotion."""
     return jnp.expand_dims(parameter, tuple(range(x.ndim - 1)))
 
 
 def along_channels(parameter: jax.Array, x: jax.Array, inner: int) -> jax.Array:
-    """The same where x has `inner` axes after that of the parameter."""
+    """Like `along_features`, for an x with `inner` axes after the parameter's axis."""
     axes = [i for i in range(x.ndim) if i != x.ndim - 1 - inner]
     return jnp.expand_dims(parameter, axes)
 
@@ -49,9 +49,9 @@ def along_channels(parameter: jax.Array, x: jax.Array, inner: int) -> jax.Array:
 def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tuple[int, ...]:
     """Shape of the scratch for partial column sums: [groups, partial rows, sums, features].
 
-    At most 512 partial rows (every multiprocessor of a large GPU gets a few), and at most 2^23
-    elements for one sum, so that wide rows do not take hundreds of megabytes; but, where rows are
-    wide, a value for each row: CUDA's kernels for those need that (ffi/cuda/layer_norm_stream.cuh).
+    There are at most 512 partial rows: a few for each multiprocessor of a large GPU. One sum has at
+    most 2^23 elements: else wide rows would take hundreds of megabytes. The exception is a minimum
+    for wide rows: CUDA's kernels need one value per row (ffi/cuda/layer_norm_stream.cuh).
     """
     if sums == 0:
         return (0,)
@@ -65,39 +65,39 @@ def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tu
     return (groups, partial_rows, sums, features)
 
 
-#: The sum over all shards of each of some arrays.
+#: Sums each array over all shards.
 Total: TypeAlias = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
-#: Arrays by the names of results, or of operands.
+#: Arrays by the name of a result or an operand.
 Named: TypeAlias = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """One native handler: what it takes, what it returns, and the reference that means the same.
+    """One native handler: its operands, its results, and a reference that computes the same.
 
     Attributes:
       name: the handler's name; the custom call's target is ``jax_gradops.<name>``.
-      operands: name and axes of each operand. The first one that has a letter decides how its axes
-        are sharded. None may be passed for any but the first.
+      operands: name and axes of each operand. The operand with ``nd`` axes that is sharded the most
+        decides the sharding of all (`layout.py`). All but the first may be absent (None).
       results: name, axes and dtype of each result.
-      reference: the same function in `jax.numpy`, for operands without group axes; takes the
-        operands (None where absent) and the attributes, and returns all results.
+      reference: computes all results in `jax.numpy`, without group axes. It takes the operands
+        (None where absent) and the attributes.
       whole: letters of axes that every device must hold whole.
-      variadic: any number of arrays may be passed for the first operand, each with axes of its own,
-        and every other operand must be there. A result without ``n`` is a sum over all of them; one
-        with ``n``, which must be the only one, has an array for each of them, of its dtype.
-      workspace: shape of an extra scratch result, whose elements are as wide as the accumulation
-        dtype's, from the number of groups, rows and features and the number of results that are
-        sums over rows.
-      stages: of a kernel whose results with ``n`` need those without (as batch norm's y needs the
-        statistics). Where rows are spread, it is called twice: for one shard's results without
-        ``n``; and for the others, with operands that make it take what they say for what it would
-        have found itself. What comes between is this function: from the former by name, the sum
-        over all shards, how many these are and a shard's number of rows, to the results for all
-        shards and to the operands, by name.
-      in_place: operands, by the name of a result of the same axes and dtype, whose memory it takes
-        over. Where the operand is needed later, or is an argument that is not donated, XLA copies
-        it first.
+      variadic: the first operand is any number of arrays, each with its own axes. All other
+        operands must be present. A result without ``n`` is a sum over all these arrays. A result
+        with ``n`` must be the only result. It has one array of equal dtype for each of them.
+      workspace: shape of an extra scratch result. It takes the number of groups, of rows, of
+        features, and of results that are sums over rows. The elements are as wide as the
+        accumulation dtype.
+      stages: for a kernel whose results with ``n`` need its results without ``n``. Batch norm's y
+        needs the statistics, for example. If rows are sharded, the kernel is called twice. The
+        first call computes one shard's results without ``n``. The function `stages` then takes
+        these by name, the sum over all shards, the number of shards, one shard's number of rows,
+        and the attributes. It returns the results for all shards and new operands, both by name.
+        The second call computes the other results. The new operands replace its own statistics.
+      in_place: result name to operand name. The result takes over the operand's memory. Both have
+        equal axes and dtypes. XLA first copies an operand that is needed later. XLA also copies an
+        argument that is not donated.
     """
 
     name: str
@@ -113,11 +113,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A kernel with all that is static: which operands are there, which results are wanted, how.
+    """A kernel with all static values: which operands are present, which results are wanted, how.
 
     Attributes:
-      groups: how many leading group axes arrays have. An operand without ``n`` may lack them: then
-        all groups share it. Not of a variadic kernel.
+      groups: how many leading group axes the arrays have (`jax.vmap` adds them). An operand without
+        ``n`` may lack them: all groups then share it. A variadic kernel has no shared operands.
     """
 
     kernel: Kernel
@@ -130,7 +130,7 @@ class Call:
 
     @functools.cached_property
     def in_dims(self) -> tuple[str, ...]:
-        """Axes of each of the operands that are there."""
+        """The axes of each operand that is present."""
         first, *rest = self.kernel.operands.values()
         if self.kernel.variadic:
             return (*(first,) * self.arrays, *rest)
@@ -138,17 +138,17 @@ class Call:
 
     @functools.cached_property
     def arrays(self) -> int:
-        """How many a variadic kernel has for its first operand."""
+        """How many arrays a variadic kernel has for its first operand."""
         return len(self.present) - len(self.kernel.operands) + 1
 
     @functools.cached_property
     def elementwise(self) -> bool:
-        """Whether the kernel is variadic, and has a result for each array."""
+        """Whether the kernel is variadic and has one result for each array."""
         return self.kernel.variadic and any("n" in r.dims for r in self.kernel.results.values())
 
     @functools.cached_property
     def named(self) -> tuple[tuple[str, Result], ...]:
-        """All results, also those that are not wanted; of an elementwise call, one for each."""
+        """All results, wanted or not. An elementwise call has one for each array."""
         return tuple(self.kernel.results.items()) * (self.arrays if self.elementwise else 1)
 
     @functools.cached_property
@@ -156,11 +156,11 @@ class Call:
         return tuple(r for name, r in self.named if name not in self.skip)
 
     def partial(self) -> Call:
-        """The same with sums in the accumulation dtype, as those of shards must be."""
+        """The call for one shard. Partial sums must be in the accumulation dtype."""
         return dataclasses.replace(self, dtypes=())
 
     def rounded(self, results: Sequence[jax.Array]) -> Arrays:
-        """What `partial` returned, summed over shards, in the dtypes of this call."""
+        """Casts the results of `partial`, summed over shards, to the dtypes of this call."""
         names = (name for name, _ in self.named if name not in self.skip)
         dtypes = dict(self.dtypes)
         return tuple(
@@ -168,13 +168,13 @@ class Call:
         )
 
     def axes(self, of_x: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-        """By letter, what belongs to its axes, from what belongs to x's without the groups'."""
+        """Splits `of_x` by letter. It has one item for each axis of x, without the group axes."""
         feature = len(of_x) - 1 - self.inner
         letters = {"n": of_x[:feature], "d": of_x[feature : feature + 1], "m": of_x[feature + 1 :]}
         return {letter: tuple(found) for letter, found in letters.items()}
 
     def stage(self, given: Sequence[str] | None) -> Call:
-        """The first stage, of all results without ``n``; or with these operands, of the others."""
+        """The call of the first stage; with `given` operands, the call of the second stage."""
         results = self.kernel.results
         if given is None:
             skip = frozenset(name for name, r in results.items() if "n" in r.dims)
@@ -185,14 +185,14 @@ class Call:
         return dataclasses.replace(self, present=present, skip=skip, dtypes=())
 
     def operands(self, arrays: Sequence[jax.Array], given: Named) -> list[jax.Array]:
-        """The operands that are there, in order, with further ones."""
+        """The present operands and the `given` ones, in the kernel's order."""
         found = iter(arrays)
         there = zip(self.kernel.operands, self.present, strict=True)
         named = {name: next(found) for name, p in there if p} | given
         return [named[name] for name in self.kernel.operands if name in named]
 
     def reference(self, *arrays: jax.Array) -> Arrays:
-        """The reference on the operands that are there, with the wanted results only."""
+        """Runs the reference on the present operands, and returns only the wanted results."""
         given = iter(arrays)
         operands = [next(given) if p else None for p in self.present]
         options = dict(self.attributes)
@@ -208,7 +208,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        """All that is static, in words that are the same in each process."""
+        """All static values as text. The text is equal in every process."""
         attributes = [(name, type(value).__name__, str(value)) for name, value in self.attributes]
         return repr((
             self.kernel.name, self.present, sorted(attributes), sorted(self.skip),

@@ -1,4 +1,4 @@
-"""How batch norm sees its arguments: the axis of the channels, and one number for each."""
+"""Checks the arguments of batch norm: the channel axis, and arrays of one number per channel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_gradops._kernel.array_types import accum_dtype
 
 
 def checked_x(op: str, value: Any, axis: Any, *, least: int = 2) -> tuple[jax.Array, int]:
-    """X, with at least so many axes, and the axis of its channels."""
+    """Returns x and its channel axis. x must have at least `least` axes."""
     x = _checks.array(op, "x", value)
     if x.ndim < least:
         raise ValueError(
@@ -22,7 +22,7 @@ def checked_x(op: str, value: Any, axis: Any, *, least: int = 2) -> tuple[jax.Ar
 
 
 def per_channel(op: str, name: str, value: Any, x: jax.Array, axis: int) -> Any:
-    """One number a channel, or None."""
+    """An array of one number per channel, or None."""
     if value is None:
         return None
     parameter = _checks.array(op, name, value)
@@ -36,6 +36,6 @@ def per_channel(op: str, name: str, value: Any, x: jax.Array, axis: int) -> Any:
 
 
 def statistic(op: str, name: str, value: Any, x: jax.Array, axis: int) -> jax.Array:
-    """One number a channel, in the accumulation dtype."""
+    """An array of one number per channel, in the accumulation dtype."""
     value = _checks.array(op, name, value)
     return per_channel(op, name, value, x, axis).astype(accum_dtype(x.dtype))

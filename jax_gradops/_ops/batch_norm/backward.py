@@ -1,4 +1,4 @@
-"""Batch norm without autodiff: `jax_gradops.backward`."""
+"""The batch norm functions of `jax_gradops.backward`."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def batch_norm_forward(
               \text{rstd} = \frac{1}{\sqrt{\text{var} + \text{epsilon}}}
 
     Args:
-      x: float16, bfloat16, float32 or float64, at least two axes.
-      scale: shape ``(x.shape[axis],)``; any of the four dtypes. None: no scale.
-      bias: as `scale`. None: no bias.
-      axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the variance; finite, at least 0.
+      x: the input, in float16, bfloat16, float32 or float64. It has at least two axes.
+      scale: of shape ``(x.shape[axis],)``, in any of the four dtypes. None means no scale.
+      bias: has the rules of `scale`. None means no bias.
+      axis: the channel axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance. It is finite and at least 0.
       implementation: as in `jax_gradops.batch_norm`.
 
     Returns:
-      ``(y, mean, rstd)``: y of x's shape and dtype; mean and 1/sqrt(var + epsilon) of shape
-      ``(x.shape[axis],)``, in float32 (float64 for float64).
+      ``(y, mean, rstd)``, with rstd = 1/sqrt(var + epsilon). y has x's shape and dtype. mean and
+      rstd have the shape ``(x.shape[axis],)``, in float32 (float64 for float64).
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
-        there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
     Numerics are as in `jax_gradops.batch_norm`.
 
@@ -123,34 +123,38 @@ def batch_norm_backward(
               - \hat x \cdot \overline{dz \cdot \hat x}\bigr), \qquad
               d\text{scale} = \sum dz \cdot \hat x, \quad d\text{bias} = \sum dz
 
-    with :math:`\hat x` = (x − mean) · rstd; sums and means are over all axes but `axis`. dz is dy,
-    or, with an activation, dy where its argument was positive and 0 elsewhere.
+    where :math:`\hat x` = (x − mean) · rstd. Sums and means are over all axes but `axis`. dz is dy.
+    With an activation, dz is dy where relu's argument is positive, and 0 elsewhere.
 
     Args:
-      dy: the cotangent of y, of x's shape and dtype.
-      x: the input of the forward pass: float16, bfloat16, float32 or float64, at least two axes.
-      scale: shape ``(x.shape[axis],)``, any of the four dtypes; None where there was none.
-      mean: the mean of each channel, shape ``(x.shape[axis],)``, any of the four dtypes.
-      rstd: 1/sqrt(var + epsilon) of each channel, likewise.
-      bias: as `scale`. The activation's argument is computed from it again; dbias has its dtype.
-      axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
-      activation: as in `jax_gradops.batch_norm`: ``"relu"``, or None.
-      y: the output of a forward pass that added a residual, of x's shape and dtype; None where
-        there was no residual. The activation's argument was positive where y is.
+      dy: the cotangent of y. It has x's shape and dtype.
+      x: the input of the forward pass, in float16, bfloat16, float32 or float64. It has at least
+        two axes.
+      scale: of shape ``(x.shape[axis],)``, in any of the four dtypes. None means no scale.
+      mean: the mean of each channel. The rules of `scale` apply, but it is required.
+      rstd: 1/sqrt(var + epsilon) of each channel. The rules of `mean` apply.
+      bias: has the rules of `scale`. The activation's argument is computed from it. It also sets
+        the dtype of dbias.
+      axis: the channel axis, in ``[-x.ndim, x.ndim)``.
+      activation: ``"relu"``, or None. See `jax_gradops.batch_norm`.
+      y: the output of a forward pass that added a residual. It has x's shape and dtype. None means
+        no residual. Where y is positive, the activation's argument was positive.
       implementation: as in `jax_gradops.batch_norm`.
 
     Returns:
-      ``(dx, dscale, dbias)``, and with `y` ``(dx, dscale, dbias, dresidual)``: dx of x's shape and
-      dtype; dscale of scale's, None without a scale; dbias of bias's (without one of scale's shape
-      and dtype, without both in float32, float64 for float64); dresidual is dz in x's dtype.
+      ``(dx, dscale, dbias)``. If `y` is given, dresidual follows. dx has x's shape and dtype.
+      If there is no scale, dscale is None, else it has scale's shape and dtype. dbias has bias's
+      dtype, or scale's dtype without a bias. Without both, it is in float32 (float64 for float64).
+      dresidual is dz in x's dtype.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
-        there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
-    The same kernels as the derivative of `jax_gradops.batch_norm`, which also has what rounding the
-    mean left. With the rounded mean alone, x − mean is off by up to 2^-24 of the mean (float32).
+    The derivative of `jax_gradops.batch_norm` runs these kernels too. That derivative also uses the
+    rounding error of the mean. This function has only the rounded mean: in float32, the error of
+    x − mean is up to 2^-24 of the mean.
 
     References:
       ONNX Runtime, BatchNormalizationGrad (its saved_mean and saved_inv_std): https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc

@@ -1,4 +1,4 @@
-"""Batch norm with fused backward passes, alone and with what follows it in residual networks."""
+"""Batch norm with fused backward passes, with optional residual addition and relu."""
 
 from __future__ import annotations
 
@@ -33,50 +33,50 @@ def batch_norm(
     .. math:: y = \text{activation}(\hat x \cdot \text{scale} + \text{bias} + \text{residual}),
               \qquad \hat x = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
 
-    Mean and (biased) variance are those of each channel, over all axes but `axis`.
+    Each channel has its own mean and (biased) variance, over all axes but `axis`.
 
     Args:
-      x: float16, bfloat16, float32 or float64, at least two axes; with an `axis_name` one is
-        enough.
-      scale: shape ``(x.shape[axis],)``; any of the four dtypes, independent of x's. None: no scale.
-      bias: as `scale`. None: no bias.
-      axis: the channels' axis, in ``[-x.ndim, x.ndim)``: -1 for channels last (NHWC), 1 for
+      x: the input, in float16, bfloat16, float32 or float64. It has at least two axes. With an
+        `axis_name`, one axis is enough.
+      scale: of shape ``(x.shape[axis],)``, in any of the four dtypes. The dtype is independent of
+        x's. None means no scale.
+      bias: has the rules of `scale`. None means no bias.
+      axis: the channel axis, in ``[-x.ndim, x.ndim)``. Use -1 for channels last (NHWC), and 1 for
         channels first (NCHW).
-      epsilon: added to the variance; finite, at least 0.
-      axis_name: inside `jax.shard_map`, `jax.pmap` or `jax.vmap`, the name of a mapped axis, or
-        several in a tuple: statistics, and what the gradient needs of them, are over these too.
-        Under `jax.jit` with a sharded batch they are the whole batch's without that.
-      activation: ``"relu"``, or None. In the same pass over memory, forward and backward.
-      residual: of x's shape and dtype; is added before the activation, in the same pass. Its
-        gradient comes out of the pass that makes x's.
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
-        where there is one.
+      epsilon: added to the variance. It is finite and at least 0.
+      axis_name: the name of a mapped axis of `jax.shard_map`, `jax.pmap` or `jax.vmap`, or a tuple
+        of names. Statistics, and the sums in the gradient, then cover these axes too. Under
+        `jax.jit` with a sharded batch, statistics cover the whole batch without an `axis_name`.
+      activation: ``"relu"``, or None. It takes no extra pass over memory, forward or backward.
+      residual: an array of x's shape and dtype. It is added before the activation, in the same
+        pass. One pass computes the gradients of x and `residual`.
+      implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
+        selects the kernel if one is available.
 
     Returns:
-      ``(y, mean, var)``: y of x's shape and dtype; mean and variance of the batch, shape
-      ``(x.shape[axis],)``, in float32 (float64 for float64), for running averages. Gradients flow
-      through y only: mean and var are constants to them, as after `jax.lax.stop_gradient`.
+      ``(y, mean, var)``. y has x's shape and dtype. mean and var are the batch's, for running
+      averages, of shape ``(x.shape[axis],)``, in float32 (float64 for float64). Gradients flow
+      through y only: mean and var are constants, as after `jax.lax.stop_gradient`.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range, or a `residual` of another shape or
-        dtype than x; for ``implementation="ffi"`` where there is no kernel.
-      NameError: for an `axis_name` that is not bound, as from `jax.lax.psum`. It is a ValueError,
-        too.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number, or a `residual` without x's shape and dtype.
+        Also for ``implementation="ffi"`` if no kernel is available.
+      NameError: for an `axis_name` that is not bound, as from `jax.lax.psum`. The error is also a
+        ValueError.
 
-    All arithmetic is in float32 (float64 for float64), with one rounding at the end. Statistics are
-    those of differences from a number of the channel, by parts, put together by Chan's formula:
-    never E[x²] − E[x]², which loses all digits where the mean is large beside the deviation.
-    A constant channel gives exactly `bias`, for every epsilon, as in `jax_gradops.layer_norm`.
-    Results are bitwise the same from run to run. NaN or infinity makes its channel NaN, and no
-    other. An empty batch has mean 0 and variance 0.
+    All arithmetic is in float32 (float64 for float64), with one rounding at the end. A channel is
+    split into parts. The statistics of a part use differences from one number per channel, and
+    Chan's formula combines the parts. E[x²] − E[x]² is never used: it loses all digits if the mean
+    is large relative to the deviation. A constant channel gives exactly `bias`, for every epsilon,
+    as in `jax_gradops.layer_norm`. Results are bitwise reproducible from run to run. A NaN or an
+    infinity makes only its own channel NaN. An empty batch has mean 0 and variance 0.
 
-    The derivative with respect to x, scale, bias and residual is one fused operation; `jax.hessian`
-    and other derivatives of it work too, and so does forward mode (`jax.jvp`).
-    Without a residual, relu's derivative is computed from x again; with one, from y: no mask is
-    saved. What the derivative needs of statistics is named "batch_norm_mean", "batch_norm_rstd" and
-    "batch_norm_delta" (what the mean's rounding has left) for
-    `jax.checkpoint_policies.save_only_these_names`.
+    The derivative with respect to x, scale, bias and residual is one fused operation. It can be
+    differentiated again, for example by `jax.hessian`. Forward mode (`jax.jvp`) works too. relu's
+    derivative is computed from x, or from y if there is a residual. No mask is saved. The saved
+    statistics are named "batch_norm_mean", "batch_norm_rstd" and "batch_norm_delta" (the rounding
+    error of the mean) for `jax.checkpoint_policies.save_only_these_names`.
 
     References:
       Ioffe, Szegedy, Batch Normalization, https://arxiv.org/abs/1502.03167
@@ -110,14 +110,14 @@ def batch_norm(
 
 
 def _checked_axis_name(op: str, value: Any) -> tuple[Any, int]:
-    """The names in a tuple, or None for no name, and the product of the axes' sizes."""
+    """Returns a tuple of names (None for no name), and the product of the axes' sizes."""
     if value is None or (isinstance(value, tuple | list) and not value):
         return None, 1
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
     try:
         repeated = len(set(names)) < len(names)
     except TypeError:
-        repeated = None  # what cannot be hashed is no name
+        repeated = None  # a value that cannot be hashed is not a name
     if repeated is None or any(isinstance(name, int | tuple | list) for name in names):
         expected = "the name of a mapped axis, or several"
         raise _checks.wrong(op, "axis_name", expected, value, TypeError)
@@ -150,28 +150,29 @@ def batch_norm_inference(
               + \text{bias}
 
     Args:
-      x: float16, bfloat16, float32 or float64, at least two axes.
-      mean: shape ``(x.shape[axis],)``; any of the four dtypes, used in float32 (float64 for
-        float64).
-      var: as `mean`.
-      scale: as `mean`, or None: no scale.
-      bias: as `mean`, or None: no bias.
-      axis: the channels' axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the variance; finite, at least 0.
-      implementation: ``"ffi"`` for the native kernel; ``"xla"``, and None, for `jax.numpy`. This is
-        one multiplication and one addition an element, which XLA fuses with what comes before and
-        after it; a kernel of its own would read and write x once more.
+      x: the input, in float16, bfloat16, float32 or float64. It has at least two axes.
+      mean: of shape ``(x.shape[axis],)``, in any of the four dtypes. It is converted to float32
+        (float64 for float64).
+      var: the variances. The rules of `mean` apply.
+      scale: has the rules of `mean`. None means no scale.
+      bias: has the rules of `mean`. None means no bias.
+      axis: the channel axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance. It is finite and at least 0.
+      implementation: ``"ffi"`` selects the native kernel. ``"xla"`` and None select `jax.numpy`:
+        XLA fuses the multiplication and the addition per element with neighbouring operations. A
+        separate kernel would read and write x once more.
 
     Returns:
       An array of x's shape and dtype.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
-        there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
-    All arithmetic is in float32 (float64 for float64), with one rounding at the end. Differentiable
-    in all arrays, in forward mode too, also with the kernel: JAX differentiates the formula.
+    All arithmetic is in float32 (float64 for float64), with one rounding at the end. The result is
+    differentiable in all arrays, also in forward mode and with the kernel: JAX differentiates the
+    formula.
 
     References:
       Ioffe, Szegedy, Batch Normalization, https://arxiv.org/abs/1502.03167

@@ -1,4 +1,4 @@
-"""The kernels of batch norm, what they mean in `jax.numpy`, and their differentiation."""
+"""The kernels of batch norm, their references in `jax.numpy`, and their differentiation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Array = jax.Array
 
 
 def _count(x: Array, inner: int) -> Any:
-    """How many elements a channel has; 1 instead of 0."""
+    """The number of elements of a channel, at least 1."""
     sizes = [n for i, n in enumerate(x.shape) if i != x.ndim - 1 - inner]
     count = math.prod(sizes)
     if not isinstance(count, int):  # symbolic dimensions of jax.export
@@ -47,7 +47,7 @@ def _channel_sum(x: Array, inner: int) -> Array:
 
 
 def _normalized(x: Array, mean: Array, delta: Array | None, rstd: Array, inner: int) -> Array:
-    """x_hat; x is wide."""
+    """Returns x_hat. x has the accumulation dtype."""
     centered = x - along_channels(mean, x, inner)
     if delta is not None:
         centered = centered - along_channels(delta, x, inner)
@@ -57,7 +57,7 @@ def _normalized(x: Array, mean: Array, delta: Array | None, rstd: Array, inner: 
 def _argument(
     x_hat: Array, scale: Array | None, bias: Array | None, residual: Array | None, inner: int
 ) -> Array:
-    """What the activation is applied to."""
+    """The argument of the activation."""
     z = x_hat
     if scale is not None:
         z = z * along_channels(scale.astype(z.dtype), z, inner)
@@ -82,8 +82,8 @@ def _forward(
     wide = x.astype(accum_dtype(x.dtype))
     if mean is None or rstd is None:
         n = _count(wide, inner)
-        # Rounded, the mean is off by delta. y does not depend on what is taken off first, so
-        # neither does its gradient.
+        # The mean's rounding error is delta. The number that is subtracted first does not change y
+        # or y's gradient, so it comes from stop_gradient.
         first = _as_rounded(_channel_sum(lax.stop_gradient(wide), inner) / n)
         shifted = wide - along_channels(first, wide, inner)
         offset = _channel_sum(shifted, inner) / n
@@ -107,16 +107,16 @@ def _through_integers(x: Array) -> Array:
 
 
 def _as_rounded(x: Array) -> Array:
-    """x, and the same number to all that use it.
+    """Returns x, and makes all users of x see one rounded number.
 
-    XLA computes it again for some of them, as a part of what they do, and then with fewer roundings
-    (x * y + z has one). Not through integers; barriers do not last that long on the CPU.
+    XLA may compute x again inside a fused user, with fewer roundings (x * y + z has one rounding).
+    A bitcast to integers and back prevents this. A barrier does not: XLA's CPU compiler drops it.
     """
     return Function(_through_integers, unchanged)(x)[0]
 
 
 def _split(first: Array, offset: Array) -> tuple[Array, Array]:
-    """First + offset, rounded, and what that is off by; the derivative is that of the former."""
+    """Returns the rounded first + offset, and the rounding error, which has no derivative."""
     first, offset = _as_rounded(first), _as_rounded(offset)
     mean = _as_rounded(first + offset)
     return mean, lax.stop_gradient((first - mean) + offset)
@@ -140,7 +140,10 @@ def tangents(
     total: Total,
     shards: int,
 ) -> Arrays:
-    """The tangents of y, mean and variance: linear in dx to dbias, of which None is zero."""
+    """Returns the tangents of y, mean, variance and rstd.
+
+    They are linear in dx to dbias. None stands for zero.
+    """
     x_hat = _normalized(x.astype(mean.dtype), mean, delta, rstd, inner)
     wide = jnp.zeros_like(x_hat) if dx is None else dx.astype(x_hat.dtype)
     n = shards * _count(wide, inner)
@@ -192,10 +195,10 @@ def _backward(
 def merge_statistics(
     partial: Named, total: Total, shards: int, rows: Any, *, epsilon: float, relu: bool
 ) -> tuple[Named, Named]:
-    """Statistics of all shards, which have as many rows each.
+    """Combines the statistics of shards that all have an equal number of rows.
 
-    Chan, Golub, LeVeque, Algorithms for computing the sample variance (1983), with the distances of
-    the shards' means from their mean.
+    Source: Chan, Golub, LeVeque, Algorithms for computing the sample variance (1983). The formula
+    uses the distance of each shard's mean from the mean of all shards.
     """
     del rows, relu
 
@@ -204,9 +207,9 @@ def merge_statistics(
 
     first = _as_rounded(means(partial["batch_mean"])[0])
     offset = (partial["batch_mean"] - first) + partial["batch_delta"]
-    unit = root_of_count(shards) ** 2  # the sum over shards may overflow, their mean does not
+    unit = root_of_count(shards) ** 2  # the sum over shards may overflow; their mean does not
     spread, variance = means(offset, (partial["batch_variance"] + jnp.square(offset)) / unit)
-    # spread is what rounding has left: next to nothing
+    # spread is a rounding error, and almost 0
     variance = variance * unit - jnp.square(spread)
     mean, delta = _split(first, spread)
     rstd = inverse_deviation(variance, epsilon)
@@ -217,7 +220,7 @@ def merge_statistics(
 def merge_sums(
     partial: Named, total: Total, shards: int, rows: Any, *, relu: bool
 ) -> tuple[Named, Named]:
-    """Sums of all shards, and the means over their rows."""
+    """Returns the sums over all shards, and the means over the rows of all shards."""
     del relu
     if not isinstance(rows, int):
         rows = jnp.asarray(rows).astype(partial["dbias"].dtype)
@@ -230,7 +233,7 @@ def merge_sums(
 
 
 def _workspace(values: int, groups: int, rows: int, features: int, sums: int) -> tuple[int, ...]:
-    """Partial results of `values` numbers a channel, where the kernel computes any itself."""
+    """Scratch shape: partial results of `values` numbers per channel. Empty if `sums` is 0."""
     return column_sum_workspace(groups, rows, features, values if sums else 0)
 
 
@@ -244,7 +247,7 @@ FWD = Kernel(
     operands={"x": "ndm", "residual": "ndm", **_PARAMETERS, **_GIVEN},
     results={"y": Result("ndm", "x"), **{name: Result("d") for name in _STATISTICS}},
     reference=_forward,
-    # Of each part: its mean, squared deviations from it, and how many elements it has.
+    # For each part: its origin (an element), its mean, squared deviations, number of elements.
     workspace=functools.partial(_workspace, 4),
     stages=merge_statistics,
 )
@@ -269,12 +272,12 @@ BWD = Kernel(
 
 @dataclasses.dataclass(frozen=True)
 class BatchNorm:
-    """A batch norm with all that is static."""
+    """The static parameters of a batch norm."""
 
-    inner: int  # axes after that of the channels
+    inner: int  # number of axes after the channel axis
     epsilon: float = 0.0
     axis_name: Any = None
-    shards: int = 1  # how many there are along axis_name
+    shards: int = 1  # number of shards along axis_name
     relu: bool = False
     implementation: Implementation = None
 
@@ -282,7 +285,7 @@ class BatchNorm:
         return {"inner": self.inner, "relu": self.relu, "implementation": self.implementation}
 
     def forward(self, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, ...]:
-        """y, mean, variance, rstd, delta."""
+        """Returns y, mean, variance, rstd and delta."""
         options = {**self._options(), "epsilon": np.float64(self.epsilon)}
         if self.axis_name is None:
             return invoke(FWD, x, residual, scale, bias, None, None, None, **options)
@@ -302,7 +305,7 @@ class BatchNorm:
     def apply(
         self, x: Any, residual: Any, scale: Any, bias: Any, mean: Any, rstd: Any, delta: Any
     ) -> Array:
-        """Y with these statistics."""
+        """Returns y, computed with given statistics."""
         operands = match_vma(x, residual, scale, bias, mean, rstd, delta)
         epsilon = np.float64(self.epsilon)
         return invoke(FWD, *operands, skip=_STATISTICS, epsilon=epsilon, **self._options())[0]
@@ -319,7 +322,10 @@ class BatchNorm:
         *,
         residual: bool = False,
     ) -> tuple[Any, ...]:
-        """dx, dresidual, dscale, dbias; of the last two those that have an entry in `dtypes`."""
+        """Returns dx, dresidual, dscale and dbias.
+
+        dscale and dbias are None without an entry in `dtypes`.
+        """
         rest = [] if residual and self.relu else ["dresidual"]
         operands = (dy, x, y, scale, bias, *statistics)
         if self.axis_name is None:
@@ -327,8 +333,8 @@ class BatchNorm:
                 BWD, *operands, None, None, skip=rest, dtypes=dtypes, **self._options()
             )
         else:
-            # What the parameters' gradients are is up to the caller's transformation: the sums over
-            # the device's own rows. What x's needs are those of all.
+            # The parameters' gradients are sums over the device's own rows: the caller's
+            # transformation adds them up. The gradient of x needs the sums over all rows.
             sums = invoke(BWD, *operands, None, None, skip=["dx", "dresidual"], **self._options())[
                 2:
             ]
@@ -350,7 +356,7 @@ class BatchNorm:
 
 @dataclasses.dataclass(frozen=True)
 class _Normalize(Operation):
-    """y, mean, variance, rstd and delta of x, residual, scale and bias."""
+    """`BatchNorm.forward` with a derivative, for the operands x, residual, scale and bias."""
 
     norm: BatchNorm
 
@@ -370,7 +376,7 @@ class _Normalize(Operation):
         y, mean, variance, *rest = results = self(*operands)
         names = [f"batch_norm_{name}" for name in ("mean", "rstd", "delta")]
         statistics = tuple(map(checkpoint_name, (mean, *rest), names))
-        # Where relu's argument was positive, x tells, or, with a residual, y.
+        # relu's derivative needs the sign of relu's argument: from x or, with a residual, from y.
         saved_y, saved_bias = (y, None) if residual is not None else (None, bias)
         if not self.norm.relu:
             saved_y = saved_bias = None
@@ -383,16 +389,16 @@ class _Normalize(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class _Tangents(Operation):
-    """Tangents of `_Normalize`'s results but delta, whose transpose is the backward pass.
+    """The tangents of all results of `_Normalize` but delta. The transpose is the backward pass.
 
-    Operands are x, y, scale, bias, mean, rstd and delta, as `BatchNorm.backward` takes them, and
-    the tangents of `_Normalize`'s operands.
+    First come the operands of `BatchNorm.backward`: x, y, scale, bias, mean, rstd and delta. Then
+    come the tangents of `_Normalize`'s operands.
     """
 
     norm: BatchNorm
     dtypes: tuple[tuple[str, str], ...]
     linear = (7, 8, 9, 10)
-    # Statistics of all devices are the same on each, and so are their tangents.
+    # Statistics over all devices are equal on each device, and so are their tangents.
     unmatched = (4, 5, 6)
 
     @property
@@ -400,8 +406,8 @@ class _Tangents(Operation):
         return self.norm.axis_name or ()
 
     def common(self, mapped: Any) -> tuple[int, ...]:
-        # The tangents of variance and rstd are multiples of rstd's powers. A saved rstd is mapped
-        # where, say, it went through `lax.cond` with a mapped predicate.
+        # The tangents of variance and rstd are multiples of powers of rstd. A saved rstd can be
+        # mapped, for example after a `lax.cond` with a mapped predicate.
         return (1,) if mapped[5] else (1, 2, 3)
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
@@ -430,7 +436,7 @@ class _Tangents(Operation):
 
 @functools.partial(jax.jit, static_argnames="norm")
 def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
-    """y, mean and variance of the batch; y is differentiable."""
+    """Returns y, and the mean and variance of the batch. Only y is differentiable."""
     nothing = (None, None, None)
     operands = prepare(FWD, x, residual, scale, bias, *nothing, inner=norm.inner)[:4]
     if norm.implementation == "xla":  # differentiated by JAX itself
@@ -443,7 +449,7 @@ def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) 
 
 @functools.partial(jax.jit, static_argnames="norm")
 def forward(x: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
-    """y, mean, rstd."""
+    """Returns y, mean and rstd."""
     operands = prepare(FWD, x, None, scale, bias, None, None, None, inner=norm.inner)[:4]
     by = norm.forward if norm.implementation == "xla" else _Normalize(norm)
     y, mean, _, rstd, _ = by(*operands)
@@ -452,7 +458,7 @@ def forward(x: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
 
 @functools.partial(jax.jit, static_argnames="norm")
 def apply(x: Any, mean: Any, variance: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
-    """Y with these statistics."""
+    """Returns y, computed with given statistics."""
     rstd = inverse_deviation(variance, norm.epsilon)
     operands = prepare(FWD, x, None, scale, bias, mean, rstd, None, inner=norm.inner)
     return reshard_like(norm.apply(*operands), x)
@@ -471,9 +477,9 @@ def differentiate(
     norm: BatchNorm,
     dtypes: tuple[tuple[str, Any], ...],
 ) -> Any:
-    """dx, dscale, dbias and, where there is y, dresidual."""
+    """Returns dx, dscale and dbias, and also dresidual if y is given."""
     residual = y is not None
-    # Relu's derivative alone takes them: y, or, where there is none, the bias.
+    # Only relu's derivative uses y or the bias. It uses the bias if y is not given.
     y, bias = (y, None if residual else bias) if norm.relu else (None, None)
     dy, x, y, scale, bias, mean, rstd = match_vma(dy, x, y, scale, bias, mean, rstd)
     dx, dresidual, dscale, dbias = norm.backward(

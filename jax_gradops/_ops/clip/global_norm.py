@@ -41,7 +41,7 @@ def _is_complex(leaf: jax.Array) -> bool:
 
 
 def _parts(leaves: Iterable[jax.Array]) -> list[jax.Array]:
-    """The leaves, with real and imaginary part of each complex one in its place."""
+    """The leaves. The real and the imaginary part replace each complex leaf."""
     return [
         part
         for leaf in leaves
@@ -50,7 +50,7 @@ def _parts(leaves: Iterable[jax.Array]) -> list[jax.Array]:
 
 
 def _rejoined(leaves: Iterable[jax.Array], parts: Iterable[jax.Array]) -> list[jax.Array]:
-    """The inverse of `_parts`, of other values."""
+    """The inverse of `_parts`. `leaves` tells where complex leaves are, not their values."""
     rest = iter(parts)
     return [lax.complex(next(rest), next(rest)) if _is_complex(x) else next(rest) for x in leaves]
 
@@ -70,21 +70,20 @@ def global_norm(tree: Any) -> jax.Array:
     .. math:: \sqrt{\textstyle\sum_i \sum_j x_{ij}^2}
 
     Args:
-      tree: any pytree of float16, bfloat16, float32, float64, complex64 or complex128 arrays, in
-        any mixture. None and empty leaves are passed over. Of a complex element, the modulus
-        counts.
+      tree: a pytree of arrays in float16, bfloat16, float32, float64, complex64 or complex128.
+        Their dtypes may differ. None and empty leaves are skipped. A complex element counts by its
+        modulus.
 
     Returns:
-      A float32 scalar (float64 if any leaf with elements is float64 or complex128); 0 for a tree
-      without any.
+      A float32 scalar (float64 if any leaf with elements is float64 or complex128). For a tree
+      without elements, it is 0.
 
     Raises:
-      TypeError: for a leaf of another dtype; the message names its place in the tree.
+      TypeError: for a leaf of another dtype. The message names the leaf's place in the tree.
 
-    The whole dynamic range of float32 is respected: leaves of 1e20 or of 1e-25 give the right norm.
-    A norm above 3.4e38 is infinite.
-    The kernel accumulates in float64 in a fixed order: results are bitwise the same from run to
-    run. The gradient at norm 0 is 0.
+    The whole dynamic range of float32 is supported: leaves of 1e20 or of 1e-25 give the right norm.
+    A norm above 3.4e38 is infinite. The kernel accumulates in float64 in a fixed order: results are
+    bitwise reproducible from run to run. The gradient at norm 0 is 0.
 
     References:
       Blue, A Portable Fortran Program to Find the Euclidean Norm of a Vector, ACM Transactions on
@@ -99,11 +98,11 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def _check_max_norm(op: str, max_norm: Any) -> ArrayLike:
-    """A number that is known now is checked now; a traced one is checked for its kind only."""
+    """Checks a number. For a JAX array, type and shape are checked, not the value."""
     if isinstance(max_norm, jax.Array | np.ndarray) and max_norm.size == 1:
         max_norm = max_norm.reshape(())  # Optax takes the shape (1,), too
     if isinstance(max_norm, jax.Array) and max_norm.shape == () and _checks.is_real(max_norm):
-        return max_norm  # a look at a device array's value would wait for the device
+        return max_norm  # reading the value would wait for the device
     if isinstance(max_norm, jax.Array):
         got = _checks.described(max_norm)
         raise TypeError(f"{op}: max_norm must be a number, got {got}")
@@ -131,33 +130,33 @@ def clip_tree_by_global_norm(
     .. math:: g \cdot \frac{\text{max\_norm}}{\text{norm}} \quad\text{where norm}
               \ge \text{max\_norm}, \text{ else } g
 
-    The norm is one native operation over the whole tree; the scaling is left to XLA, which fuses it
-    with what follows, such as an optimizer's update.
+    The norm is one native operation over the whole tree. The scaling is left to XLA. XLA fuses it
+    with the operations that follow, such as an optimizer's update.
 
     Args:
-      tree: any pytree of float16, bfloat16, float32, float64, complex64 or complex128 arrays, in
-        any mixture. None, `optax.MaskedNode` and empty leaves pass through.
-      max_norm: a number, or an array of one element, which may be traced; at least 0. An array is
-        not looked at: a negative one makes clipped leaves NaN, as NaN does.
-      nonfinite: what to do when a leaf has an infinite or NaN element. ``"propagate"``, as Optax: a
-        NaN makes all leaves NaN, infinity makes them ``g * 0`` (NaN if `max_norm` is infinite,
-        too). ``"zero"``: all leaves become 0.
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
-        where there is one.
+      tree: a pytree of arrays in float16, bfloat16, float32, float64, complex64 or complex128.
+        Their dtypes may differ. None, `optax.MaskedNode` and empty leaves pass through.
+      max_norm: a number that is at least 0, or an array of one element, which may be traced. The
+        value of a JAX array is not checked. If it is negative or NaN, clipped leaves are NaN.
+      nonfinite: what happens if a leaf has an infinite or NaN element. ``"propagate"`` is Optax's
+        behaviour: a NaN makes all leaves NaN. Infinity makes them ``g * 0`` (NaN if `max_norm` is
+        infinite, too). ``"zero"`` makes all leaves 0.
+      implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
+        selects the kernel if one is available.
 
     Returns:
-      The clipped tree, each leaf in its dtype, and the norm before clipping: a float32 scalar
-      (float64 if any leaf with elements is float64 or complex128).
+      The clipped tree, each leaf in its dtype, and the norm before clipping. The norm is a float32
+      scalar (float64 if any leaf with elements is float64 or complex128).
 
     Raises:
-      TypeError: for a leaf of another dtype, or a `max_norm` that is no number.
-      ValueError: for a `max_norm` that is negative or NaN, an unknown `nonfinite`, or
-        ``implementation="ffi"`` where there is no kernel.
+      TypeError: for a leaf of another dtype, or a `max_norm` that is not a number.
+      ValueError: for a `max_norm` that is negative or NaN, or an unknown `nonfinite`. Also for
+        ``implementation="ffi"`` if no kernel is available.
 
-    Where nothing is clipped (norm < max_norm, or norm == 0) leaves come back bitwise unchanged.
-    Otherwise each element is multiplied in the accumulation dtype and rounded once. Where
-    ``max_norm / norm`` is below 2^-100 in float32, the multiplication is in two steps, so that no
-    gradient is lost. A float32 norm above 3.4e38 is returned as infinity, and finite leaves are
+    If nothing is clipped (norm < max_norm, or norm == 0), leaves come back bitwise unchanged.
+    Otherwise each element is multiplied in the accumulation dtype and rounded once. If
+    ``max_norm / norm`` is below 2^-100 in float32, the multiplication takes two steps: so no
+    gradient is lost. A float32 norm above 3.4e38 is returned as infinity, but finite leaves are
     clipped by the true norm. The derivative at leaves that are not finite is NaN, also with
     ``nonfinite="zero"``.
 
@@ -195,37 +194,38 @@ def _clip(
 def inplace_clip_by_global_norm(
     tree: Any, max_norm: ArrayLike, *, implementation: Implementation = None
 ) -> tuple[Any, jax.Array]:
-    r"""Clips a tree by its global norm where it lies.
+    r"""Clips a tree by its global norm, in place.
 
     .. math:: g \cdot \frac{\text{max\_norm}}{\text{norm}} \quad\text{where norm}
               \ge \text{max\_norm}, \text{ else } g
 
-    ONNX Runtime's InplaceClipGradNorm: a sequence of gradients in, the same sequence out, in the
-    same memory. The norm and the scaling are native operations over the whole tree; where nothing
-    is clipped, the kernels write no leaf. `jax_gradops.clip_tree_by_global_norm` leaves the scaling
-    to XLA, which is faster where an optimizer's update follows.
+    This is ONNX Runtime's InplaceClipGradNorm. It takes a sequence of gradients, and returns the
+    clipped sequence in the same memory. The norm and the scaling are native operations over the
+    whole tree. If nothing is clipped, the kernels write no leaf.
+    `jax_gradops.clip_tree_by_global_norm` leaves the scaling to XLA. That is faster if an
+    optimizer's update follows.
 
     Args:
-      tree: any pytree (a list, say) of float16, bfloat16, float32, float64, complex64 or complex128
-        arrays, in any mixture. None and empty leaves pass through. The results take over the
-        leaves' memory where nobody needs these later: inside `jax.jit`, and where the tree is an
-        argument of that, if it is donated. Otherwise XLA copies it, and always complex leaves.
-      max_norm: a number, or an array of one element, which may be traced; at least 0.
+      tree: a pytree (a list, for example) of arrays in float16, bfloat16, float32, float64,
+        complex64 or complex128. Their dtypes may differ. None and empty leaves pass through. Inside
+        `jax.jit`, results take over the memory of leaves that are not needed later. If the tree is
+        an argument of the jitted function, it must be donated. Otherwise XLA copies the leaves.
+        Complex leaves are always copied.
+      max_norm: a number that is at least 0, or an array of one element, which may be traced.
       implementation: as in `jax_gradops.clip_tree_by_global_norm`.
 
     Returns:
-      The clipped tree, each leaf in its dtype, and the norm before clipping: a float32 scalar
-      (float64 if any leaf with elements is float64 or complex128).
+      The clipped tree, each leaf in its dtype, and the norm before clipping. The norm is a float32
+      scalar (float64 if any leaf with elements is float64 or complex128).
 
     Raises:
-      TypeError: for a leaf of another dtype, or a `max_norm` that is no number.
-      ValueError: for a `max_norm` that is negative or NaN; for ``implementation="ffi"`` where there
-        is no kernel.
+      TypeError: for a leaf of another dtype, or a `max_norm` that is not a number.
+      ValueError: for a `max_norm` that is negative or NaN. Also for ``implementation="ffi"`` if no
+        kernel is available.
 
-    Numerics are those of `jax_gradops.clip_tree_by_global_norm` with ``nonfinite="propagate"``:
-    leaves are bitwise unchanged, or each element is multiplied in the accumulation dtype and
-    rounded once. The original divides by ``max(norm, 1e-6)``; here a smaller norm is divided by
-    itself.
+    Numerics are as in `jax_gradops.clip_tree_by_global_norm` with ``nonfinite="propagate"``. Leaves
+    are bitwise unchanged, or each element is multiplied in the accumulation dtype and rounded once.
+    ONNX Runtime divides by ``max(norm, 1e-6)``. This function always divides by the norm.
 
     References:
       ONNX Runtime, InplaceClipGradNorm: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
@@ -257,15 +257,15 @@ class ClipByGlobalNormState(NamedTuple):
     """State of `clip_by_global_norm`.
 
     Attributes:
-      global_norm: the norm of the last updates before clipping, a float32 scalar (float64 if any
-        leaf with elements is float64 or complex128); 0 before the first.
+      global_norm: the norm of the last updates before clipping. It is a float32 scalar (float64 if
+        any leaf with elements is float64 or complex128). Before the first update, it is 0.
     """
 
     global_norm: jax.Array
 
 
 def _float_dtype(leaf: Any) -> Any:
-    """The dtype of a floating-point leaf, abstract ones too; None of a key, a counter, a name."""
+    """The dtype of a real or complex leaf (also abstract). None for a key, a counter, a name."""
     if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
         return None
     dtype = jnp.result_type(leaf) if isinstance(leaf, int | float | complex) else leaf.dtype
@@ -274,7 +274,7 @@ def _float_dtype(leaf: Any) -> Any:
 
 
 def _initial_norm(leaves: Sequence[Any]) -> jax.Array:
-    """0, of the type that the norm of such leaves has: in `shard_map`, it varies as they do."""
+    """0 in the type of the leaves' norm. In `shard_map`, it varies as the leaves do."""
     found = [(leaf, dtype) for leaf in leaves if (dtype := _float_dtype(leaf)) is not None]
     wide = any(dtype in (jnp.float64, jnp.complex128) for _, dtype in found)
     zero = jnp.zeros((), jnp.float64 if wide else jnp.float32)
@@ -284,9 +284,9 @@ def _initial_norm(leaves: Sequence[Any]) -> jax.Array:
 
 
 def _of_type(norm: jax.Array, before: Any) -> jax.Array:
-    """The norm in the type of the one before, which loops and conditions ask for.
+    """Converts the norm to the type of the previous norm. Loops and conditions require this type.
 
-    The one before may be a Python number, of a checkpoint: it asks for nothing.
+    The previous norm may be a Python number from a checkpoint. Then any type is fine.
     """
     if not hasattr(before, "dtype") or _float_dtype(before) is None:
         return norm
@@ -311,28 +311,28 @@ def clip_by_global_norm(
               \ge \text{max\_norm}, \text{ else } g
 
     Args:
-      max_norm: a number, or an array of one element, at least 0; may be traced
+      max_norm: a number that is at least 0, or an array of one element. It may be traced
         (`optax.inject_hyperparams`).
       nonfinite: as in `clip_tree_by_global_norm`.
       implementation: as in `clip_tree_by_global_norm`.
 
     Returns:
-      An `optax.GradientTransformation` whose state is a `ClipByGlobalNormState`: it holds the norm
-      of the last updates, so that a training loop can show it at no cost. In chains it is
-      ``optax.tree.get(state, "global_norm")``; of an `nnx.Optimizer`'s ``opt_state`` that is a
-      variable, which the next step changes: take its value, ``[...]``.
+      An `optax.GradientTransformation`. Its state is a `ClipByGlobalNormState`. The state holds the
+      norm of the last updates: a training loop can show it at no cost. In a chain, read it by
+      ``optax.tree.get(state, "global_norm")``. For the ``opt_state`` of an `nnx.Optimizer`, this
+      call returns a variable. The next step changes the variable: take its value by ``[...]``.
 
     Raises:
       ImportError: if Optax is not installed (``pip install optax``).
       TypeError, ValueError: as `clip_tree_by_global_norm`.
 
-    Updates are as `clip_tree_by_global_norm` takes them, and so are numerics.
+    The rules for updates and the numerics are as in `clip_tree_by_global_norm`.
 
-    ``init`` looks at nothing but dtypes, so that parameters may be abstract, and may have leaves
-    without a gradient: keys, counters, names. ``update`` also takes None, `optax.EmptyState` and a
-    norm that a checkpoint gave back as a number. The new norm has the type of the old one. Inside
-    `jax.shard_map`, where the updates vary over more mesh axes than the parameters did, the state
-    has the mean of the devices' norms.
+    ``init`` reads only dtypes. So parameters may be abstract, and may have leaves without a
+    gradient: keys, counters, names. As a state, ``update`` also takes None, `optax.EmptyState`, or
+    a norm that a checkpoint restored as a number. The new norm has the type of the old norm. Inside
+    `jax.shard_map`, updates may vary over more mesh axes than the parameters did. Then the state
+    holds the mean of the devices' norms.
 
     References:
       Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks,

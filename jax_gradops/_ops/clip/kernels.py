@@ -1,4 +1,4 @@
-"""Global norm: reference, kernels, differentiation; what the public functions trace."""
+"""Global norm and clipping: reference, kernels, differentiation and traced functions."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from jax_gradops._kernel.spec import Kernel, Result
 
 Nonfinite: TypeAlias = Literal["propagate", "zero"]
 
-# What is done for each leaf, but for the norm's derivative, is written in `lax`, which is traced in
-# a tenth of `jax.numpy`'s time: of thousands of leaves that is seconds.
+# Code that runs for each leaf uses `lax`, except in the norm's derivative. JAX traces `lax` in a
+# tenth of the time of `jax.numpy`. For thousands of leaves, this saves seconds.
 
 # --- Reference: the meaning of the kernel in jax.numpy -------------------------------------------
 
 
 def _like(x: jax.Array, scalar: jax.Array) -> jax.Array:
-    """An array of x's shape and sharding."""
+    """Broadcasts a scalar to x's shape and sharding."""
     return lax.broadcast(scalar, x.shape, out_sharding=jax.typeof(x).sharding)
 
 
 def _scalar_beside(x: jax.Array, value: Any) -> jax.Array:
-    """A constant whose type has x's mesh, which a batching rule asks for."""
+    """A constant whose type has x's mesh. One of JAX's batching rules requires this mesh."""
     sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
     return lax.full((), value, sharding=sharding)
 
 
 def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
-    """The sum of squares in three ranges, as ffi/ops/global_norm.h defines them.
+    """Returns the sum of squares as three numbers: huge, normal and tiny (ffi/ops/global_norm.h).
 
-    Squares of float32 reach from 2^-298 to 2^256. Where their sum leaves float32's range, the
-    leaves are scaled by a power of two before they are squared.
+    Squares of float32 reach from 2^-298 to 2^256. If their sum leaves float32's range, the leaves
+    are multiplied by a power of two before they are squared.
     """
     dtype = accum_dtype(*(leaf.dtype for leaf in leaves))
 
@@ -66,8 +66,8 @@ def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
         factor = jnp.where(is_huge, 2.0**-96, jnp.where(is_tiny, 2.0**96, factor))
         return factor.astype(dtype), total, is_huge | is_tiny
 
-    # One turn, or two. The leaves' reductions are in the program once, which halves the time to
-    # compile it. A `cond` would not do: its vmap would choose between leaves on a mesh.
+    # The loop runs once or twice. It puts the leaves' reductions into the program only once: this
+    # halves the compile time. `cond` fails under vmap: it would select between leaves on a mesh.
     scalars = (_scalar_beside(leaves[0], value) for value in (dtype.type(1), dtype.type(0), True))
     start: Any = match_vma(*leaves, *scalars)[len(leaves) :]
     factor, total, _ = lax.while_loop(lambda carry: carry[2], turn, start)
@@ -83,7 +83,7 @@ SUM_OF_SQUARES = Kernel(
     results={"huge": Result(""), "normal": Result(""), "tiny": Result("")},
     reference=_sum_of_squares_reference,
     variadic=True,
-    # 2,048 partial sums in double, a dtype that JAX may not know; at least one for each group.
+    # 2,048 partial sums in double, at least one per group. JAX may lack double: 2 floats make one.
     workspace=lambda groups, rows, features, sums: (
         groups,
         -(-2048 // max(1, groups)) if isinstance(groups, int) else 2048,
@@ -93,7 +93,7 @@ SUM_OF_SQUARES = Kernel(
 
 
 def _times(x: jax.Array, *factors: jax.Array) -> jax.Array:
-    """Multiplies x by scalars, one after the other, in the accumulation dtype of all."""
+    """Multiplies x by scalars one by one, in the accumulation dtype of x and the scalars."""
     dtype = accum_dtype(x.dtype, *(factor.dtype for factor in factors))
     wide = lax.convert_element_type(x, dtype)
     for factor in factors:
@@ -106,17 +106,17 @@ def _rounded_like(x: jax.Array, wide: jax.Array) -> jax.Array:
 
 
 def _scale_reference(*operands: jax.Array) -> Arrays:
-    """Leaves times the last two operands, rounded once; as they are where both are 1."""
+    """Leaves times the last two operands, rounded once. Unchanged if both operands are 1."""
     *leaves, a, b = operands
     keep = (a == 1) & (b == 1)
-    # A choice rather than a product with 1: that would flush subnormals where the hardware does.
+    # `select` keeps subnormals. A product with 1 flushes them to zero on some hardware.
     return tuple(lax.select(keep, x, _rounded_like(x, _times(x, a, b))) for x in leaves)
 
 
-# XLA compares all pairs of a call's results and operands: 10,000 in one call compile for minutes.
+# XLA compares all pairs of a call's results and operands: 10,000 leaves take minutes to compile.
 _LEAVES_PER_CALL = 250
 
-# Where both factors are 1, no leaf is written.
+# If both factors are 1, the kernel writes no leaf.
 SCALE = Kernel(
     name="scale",
     operands={"leaves": "n", "factor": "", "second_factor": ""},
@@ -131,9 +131,10 @@ SCALE = Kernel(
 
 
 class Norm(NamedTuple):
-    """A norm, which may leave float32's range, and its 2^-64th part, which never overflows.
+    """A norm as two numbers: `plain` is the norm, and `scaled` is the norm times 2^-64.
 
-    The second one is infinite only where a leaf is. Of small norms it is 0.
+    `plain` may leave float32's range. `scaled` never overflows: it is infinite only if a leaf is
+    infinite. For small norms, `scaled` is 0.
     """
 
     plain: jax.Array
@@ -144,7 +145,7 @@ _POWER = 2.0**-64
 
 
 def _root_of_sum(parts: Sequence[jax.Array]) -> jax.Array:
-    """The root of the sum of squares of three scalars; the squares may leave float32's range."""
+    """The root of the sum of squares of three scalars. The squares may leave float32's range."""
     largest = functools.reduce(jnp.maximum, parts)
     scalable = (largest > 0) & (largest < jnp.inf)
     divisor = jnp.where(scalable, largest, 1)
@@ -156,19 +157,19 @@ def _norm_of(leaves: Arrays, implementation: Implementation) -> Norm:
     huge, normal, tiny = map(
         jnp.sqrt, invoke(SUM_OF_SQUARES, *leaves, implementation=implementation)
     )
-    # Scalars only, so that XLA makes one small kernel.
+    # All operands are scalars: XLA makes one small kernel.
     plain = _root_of_sum([huge * 2.0**96, normal, tiny * 2.0**-96])
     scaled = _root_of_sum([huge * (2.0**96 * _POWER), normal * _POWER, tiny * 2.0**-96 * _POWER])
     return Norm(plain, scaled)
 
 
 def _is_big(norm: Norm) -> jax.Array:
-    """Whether computations take the scaled norm."""
+    """Whether the norm is above 2^100. Then computations use the scaled norm."""
     return norm.scaled > 2.0**100 * _POWER
 
 
 def _divisor(norm: Norm) -> tuple[jax.Array, jax.Array]:
-    """A power of two, and the norm times this power, which is in range; of norm 0, 1."""
+    """A power of two, and the norm times this power. The product is in range, or 1 for norm 0."""
     big = _is_big(norm)
     power = jnp.where(big, _POWER, 1).astype(norm.plain.dtype)
     return power, jnp.where(big, norm.scaled, jnp.where(norm.plain == 0, 1, norm.plain))
@@ -176,7 +177,10 @@ def _divisor(norm: Norm) -> tuple[jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Quotient(Operation):
-    """a / b, for a scalar b, whose derivative does not need b² (JAX's leaves float32's range)."""
+    """a / b for a scalar b, with a derivative that does not use b².
+
+    JAX's own derivative uses b², which may leave float32's range.
+    """
 
     linear = (0,)
 
@@ -208,7 +212,7 @@ def _unit(x: jax.Array, norm: Norm) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _GlobalNorm(Operation):
-    """The `Norm` of leaves, by any implementation: the rule does not differentiate it."""
+    """The `Norm` of leaves. The derivative rule is the same for every implementation."""
 
     implementation: Implementation
 
@@ -224,7 +228,7 @@ class _GlobalNorm(Operation):
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def traced_norm(leaves: Arrays, *, implementation: Implementation) -> Norm:
-    """The norm of one leaf or more; differentiable."""
+    """The norm of one leaf or more. It is differentiable."""
     return Norm(*_GlobalNorm(implementation)(*prepare(SUM_OF_SQUARES, *leaves)))
 
 
@@ -232,38 +236,38 @@ def traced_norm(leaves: Arrays, *, implementation: Implementation) -> Norm:
 
 
 def _factors(norm: Norm, max_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two numbers by which leaves are multiplied; 2 and 1 if they are kept as they are.
+    """The two factors of all leaves. Factors 2 and 1 mean that leaves are kept unchanged.
 
-    Their product is max_norm / norm, at most 1, and the second one is 1 in the usual case. A
+    The product of the factors is max_norm / norm, at most 1. Usually the second factor is 1. A
     quotient below 2^-100 may leave float32's range. Then the first factor is c / norm, and the
-    second one is max_norm / c, for a power of two c > max_norm. No element is larger than the norm,
-    so the product with the first factor is at most c. What becomes 0 in that product would be 0 in
-    the result.
+    second factor is max_norm / c, for a power of two c > max_norm. No element is larger than the
+    norm, so an element times the first factor is at most c. If this product rounds to 0, the
+    result would be 0 anyway.
     """
     power, divisor = _divisor(norm)
     limit = max_norm * power
     keep = (divisor < limit) | (norm.plain == 0)
-    # A norm of 2^100 and more times 2^-8 has a reciprocal in range, up to 2^134.
+    # For norms from 2^100 to 2^134, c / norm is in range with c = 2^8.
     c = jnp.where(_is_big(norm), 2.0**8, 1).astype(limit.dtype)
     small = limit / divisor < jnp.finfo(limit.dtype).tiny * 2.0**26
     small &= ~keep & (max_norm > 0) & (max_norm < c)
-    # Where it is not used it is constant, so that no derivative is infinite times 0. The choice is
-    # in the quotient because XLA computes what is cheaper than that again for each element.
+    # A quotient that is not used is constant: its derivative is not infinite times 0. The choice is
+    # an operand of the quotient: XLA would compute a cheaper last operation for each element again.
     dividend = jnp.where(keep, 2, jnp.where(small, c * power, limit))
     first = _quotient(dividend, jnp.where(keep, 1, divisor))
     return first, _quotient(jnp.where(small, max_norm, 1), jnp.where(small, c, 1))
 
 
 def _checked_limit(norm: Norm, max_norm: ArrayLike) -> jax.Array:
-    """max_norm in the norm's dtype; NaN if it is negative, as gradients would be turned round."""
+    """max_norm in the norm's dtype. A negative one becomes NaN: it would reverse gradients."""
     limit = jnp.asarray(max_norm, norm.plain.dtype)
-    # With a root, as a NaN written here would stop jax_debug_nans.
+    # The root of -1 makes the NaN. A NaN constant would always stop jax_debug_nans.
     return limit + jnp.sqrt(jnp.where(limit < 0, -1, 0).astype(limit.dtype))
 
 
 def _scaled_by_xla(leaves: Arrays, first: jax.Array, second: jax.Array) -> Arrays:
     keep = first > 1
-    # A choice rather than a factor of 1: that would flush subnormals where the hardware does.
+    # `select` keeps subnormals. A factor of 1 flushes them to zero on some hardware.
     return tuple(lax.select(keep, x, _rounded_like(x, _times(x, first, second))) for x in leaves)
 
 
@@ -281,10 +285,10 @@ def _scaled_in_place(
 
 @dataclasses.dataclass(frozen=True)
 class _Clipped(Operation):
-    """Clipped leaves, of leaves, both numbers of their `Norm` and the limit.
+    """Clips leaves. The operands are the leaves, both numbers of their `Norm`, and the limit.
 
-    The rule is for whatever scales. Products of a leaf with a factor's derivative, which JAX's
-    rules would make, leave float32's range.
+    The derivative rule serves both ways of scaling. JAX's own rule would multiply a leaf by a
+    factor's derivative. This product may leave float32's range.
     """
 
     in_place: bool = False
@@ -325,7 +329,7 @@ class _Clipped(Operation):
 def scale(
     leaves: Arrays, norm: Norm, max_norm: ArrayLike, *, nonfinite: Nonfinite
 ) -> tuple[jax.Array, ...]:
-    """Clipped leaves, by XLA."""
+    """Clips leaves by XLA's operations."""
     clipped = _Clipped()(*leaves, *norm, _checked_limit(norm, max_norm))
     if nonfinite == "propagate":
         return clipped
@@ -337,6 +341,6 @@ def scale(
 def scale_in_place(
     leaves: Arrays, norm: Norm, max_norm: ArrayLike, *, implementation: Implementation
 ) -> tuple[jax.Array, ...]:
-    """Clipped leaves, by the kernel, in the memory of these."""
+    """Clips leaves by the kernel, in the leaves' memory."""
     limit = _checked_limit(norm, max_norm)
     return _Clipped(in_place=True, implementation=implementation)(*leaves, *norm, limit)

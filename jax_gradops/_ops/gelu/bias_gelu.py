@@ -29,7 +29,7 @@ def _tanh_argument(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _gelu_value(x: jax.Array, approximate: bool) -> jax.Array:
-    # x Phi(x) and x sigmoid(2u): the forms with 1 + erf and 1 + tanh cancel for negative x.
+    # x Phi(x) and x sigmoid(2u): the forms with 1 + erf and 1 + tanh lose digits for negative x.
     if approximate:
         weight = jax.nn.sigmoid(_tanh_argument(x)[0])
     else:
@@ -38,7 +38,7 @@ def _gelu_value(x: jax.Array, approximate: bool) -> jax.Array:
 
 
 def _gelu_derivative(x: jax.Array, approximate: bool) -> jax.Array:
-    # Beyond |x| = 40 the derivative is 1 or 0 even in float64; the clip keeps inf * 0 out.
+    # Beyond |x| = 40, the derivative is 1 or 0 even in float64. The clip prevents inf * 0.
     x = jnp.clip(x, -40, 40)
     if approximate:
         argument, slope = _tanh_argument(x)
@@ -97,7 +97,7 @@ BWD = Kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _BiasGelu(Operation):
-    """gelu(x + bias) of x and bias."""
+    """gelu(x + bias), for the operands x and bias."""
 
     approximate: bool
     implementation: Implementation
@@ -114,9 +114,9 @@ class _BiasGelu(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class _Tangent(Operation):
-    """The tangent of `_BiasGelu`'s result, whose transpose is the backward pass.
+    """The tangent of `_BiasGelu`'s result. The transpose is the backward pass.
 
-    Operands are those of `_BiasGelu`, and their tangents.
+    The operands are `_BiasGelu`'s operands and their tangents.
     """
 
     op: _BiasGelu
@@ -194,30 +194,40 @@ def _checked_bias(op: str, x: jax.Array, value: ArrayLike) -> jax.Array:
 def gelu(
     x: ArrayLike, approximate: bool = True, *, implementation: Implementation = None
 ) -> jax.Array:
-    r"""Gaussian error linear unit, as `jax.nn.gelu`, with a fused backward pass.
+    r"""Gaussian error linear unit, like `jax.nn.gelu`, with a fused backward pass.
 
     .. math:: y = x \Phi(x) \qquad\text{or}\qquad
               y = x \, \sigma(2u), \; u = \sqrt{2/\pi}\,(x + 0.044715 x^3)
 
-    with the normal distribution's function Φ and the logistic function σ.
+    where Φ is the distribution function of the normal distribution, and σ is the logistic function.
 
     Args:
-      x: float16, bfloat16, float32 or float64, any shape.
-      approximate: True for the tanh form (the second), False for the exact one.
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
-        where there is one.
+      x: the input, in float16, bfloat16, float32 or float64. It may have any shape.
+      approximate: True selects the tanh form (the second formula). False selects the exact form.
+      implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
+        selects the kernel if one is available.
 
     Returns:
       An array of x's shape and dtype.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or `approximate` that is no bool.
-      ValueError: for ``implementation="ffi"`` where there is no kernel.
+      TypeError: for an unsupported dtype, or if `approximate` is not a bool.
+      ValueError: for ``implementation="ffi"`` if no kernel is available.
 
-    All arithmetic is in float32 (float64 for float64), with one rounding at the end: float16 and
-    bfloat16 results are within one unit in the last place. In float32, results are within 8 (tanh
-    form: 16) units in the last place for x > -3, and have a relative error of at most 1e-6 (tanh
-    form: 2e-5) below, where ``1 + erf`` and ``1 + tanh`` cancel; in float64, of 4e-15 (6e-13). They
+    All arithmetic is in float32 (float64 for float64), with one rounding at the end. The largest
+    errors are, in units in the last place (ulp) or relative to the result:
+
+    =================  ==========  =========
+    dtype, range       exact form  tanh form
+    =================  ==========  =========
+    float16, bfloat16  1 ulp       1 ulp
+    float32, x > -3    8 ulp       16 ulp
+    float32, x <= -3   1e-6        2e-5
+    float64            4e-15       6e-13
+    =================  ==========  =========
+
+    The column of the exact form is for the native kernel. With ``"xla"``, the exact form has the
+    limits of the tanh form. For x <= -3, ``1 + erf`` and ``1 + tanh`` would lose digits. Results
     are finite everywhere: ``gelu(-inf) == 0``, and the derivative at ±1e38 is 1 or 0.
 
     References:
@@ -244,26 +254,26 @@ def bias_gelu(
     *,
     implementation: Implementation = None,
 ) -> jax.Array:
-    r"""``gelu(x + bias)`` in one pass, with a backward pass that gives both gradients in one.
+    r"""``gelu(x + bias)`` in one pass. The backward pass computes both gradients in one pass.
 
     .. math:: y = z \Phi(z) \qquad\text{or}\qquad y = z \, \sigma(2u), \;
               u = \sqrt{2/\pi}\,(z + 0.044715 z^3), \qquad z = x + \text{bias}
 
     Args:
-      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      bias: shape ``(x.shape[-1],)``; any of the four dtypes, independent of x's.
-      approximate: True for the tanh form, False for the exact one.
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
-        where there is one.
+      x: the input. Its dtype is float16, bfloat16, float32 or float64. It has at least one axis.
+      bias: of shape ``(x.shape[-1],)``, in any of the four dtypes. The dtype is independent of x's.
+      approximate: True selects the tanh form. False selects the exact form.
+      implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
+        selects the kernel if one is available.
 
     Returns:
       An array of x's shape and dtype.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or `approximate` that is no bool.
-      ValueError: for a wrong shape; for ``implementation="ffi"`` where there is no kernel.
+      TypeError: for an unsupported dtype, or if `approximate` is not a bool.
+      ValueError: for a wrong shape. Also for ``implementation="ffi"`` if no kernel is available.
 
-    Numerics are as in `gelu`; the sum ``x + bias`` is not rounded. The gradient of `bias` is summed
+    Numerics are as in `gelu`. The sum ``x + bias`` is not rounded. The gradient of `bias` is summed
     in float32 (float64 for float64) in a fixed order.
 
     References:
@@ -295,23 +305,24 @@ def gelu_backward(
 
     .. math:: dx = dy \cdot \mathrm{gelu}'(x)
 
-    ONNX Runtime's GeluGrad (``approximate=False``) and FastGeluGrad (``approximate=True``), and
-    oneDNN's eltwise_gelu_erf and eltwise_gelu_tanh, backward.
+    With ``approximate=False``, this is ONNX Runtime's GeluGrad and oneDNN's backward
+    eltwise_gelu_erf. With ``approximate=True``, it is FastGeluGrad and eltwise_gelu_tanh.
 
     Args:
-      dy: the cotangent of y, of x's shape and dtype. dx takes over its memory as in
+      dy: the cotangent of y. It has x's shape and dtype. dx takes over the memory of dy, as in
         `bias_gelu_backward`.
-      x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape.
-      approximate: True for the tanh form, False for the exact one.
+      x: the input of the forward operator, in float16, bfloat16, float32 or float64. It may have
+        any shape.
+      approximate: True selects the tanh form. False selects the exact form.
       implementation: as in `jax_gradops.gelu`.
 
     Returns:
-      dx, of x's shape and dtype.
+      dx. It has x's shape and dtype.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or `approximate` that is no bool.
-      ValueError: if dy's shape or dtype is not x's; for ``implementation="ffi"`` where there is no
-        kernel.
+      TypeError: for an unsupported dtype, or if `approximate` is not a bool.
+      ValueError: if dy's shape or dtype is not x's. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
     Numerics are as in `jax_gradops.gelu`.
 
@@ -348,28 +359,28 @@ def bias_gelu_backward(
     .. math:: dx = dy \cdot \mathrm{gelu}'(x + \text{bias}), \qquad
               dbias = \sum_{\text{all axes but the last}} dx
 
-    ONNX Runtime's BiasGeluGrad_dX (``approximate=False``) and BiasFastGeluGrad_dX
-    (``approximate=True``), and the gradient of the bias, which these leave to another operator.
+    dx is ONNX Runtime's BiasGeluGrad_dX (``approximate=False``) or BiasFastGeluGrad_dX
+    (``approximate=True``). ONNX Runtime computes the gradient of the bias by another operator.
 
     Args:
-      dy: the cotangent of y, of x's shape and dtype. dx takes over its memory where nobody needs
-        it later: inside `jax.jit`, and where it is an argument of that, if it is donated. Otherwise
-        XLA copies it.
-      x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape with at
+      dy: the cotangent of y. It has x's shape and dtype. Inside `jax.jit`, dx takes over the memory
+        of dy, unless dy is needed later. If dy is an argument of the jitted function, it must be
+        donated. Otherwise XLA copies dy.
+      x: the input of the forward operator, in float16, bfloat16, float32 or float64. It has at
         least one axis.
-      bias: shape ``(x.shape[-1],)``; any of the four dtypes, independent of x's.
-      approximate: True for the tanh form, False for the exact one.
+      bias: of shape ``(x.shape[-1],)``, in any of the four dtypes. The dtype is independent of x's.
+      approximate: True selects the tanh form. False selects the exact form.
       implementation: as in `jax_gradops.bias_gelu`.
 
     Returns:
-      ``(dx, dbias)``: dx of x's shape and dtype; dbias of bias's, summed before dx is rounded, in
-      float32 (float64 for float64), of terms that for float16 and bfloat16 are within
-      ``1e-5 * abs(dy)``.
+      ``(dx, dbias)``. dx has x's shape and dtype, and dbias has bias's. dbias is summed in float32
+      (float64 for float64), before dx is rounded. For float16 and bfloat16, the error of each
+      summand is at most ``1e-5 * abs(dy)``.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or `approximate` that is no bool.
-      ValueError: for a wrong shape; if dy's dtype is not x's; for ``implementation="ffi"`` where
-        there is no kernel.
+      TypeError: for an unsupported dtype, or if `approximate` is not a bool.
+      ValueError: for a wrong shape, or if dy's dtype is not x's. Also for
+        ``implementation="ffi"`` if no kernel is available.
 
     Numerics are as in `jax_gradops.gelu`.
 

@@ -1,4 +1,4 @@
-"""How norms see their arguments: rows of one normalised axis, and flat parameters."""
+"""Checks and reshapes the arguments of norms: one normalised axis, and flat parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_gradops._kernel.array_types import accum_dtype, gathered, reshard_like
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call of `op`, by the shape of `x`, which is called `name` there."""
+    """Checks the arguments of one call of `op` against its main array x. `op` calls x `name`."""
 
     op: str
     name: str
@@ -25,7 +25,7 @@ class Arguments:
 
     @classmethod
     def of(cls, op: str, name: str, value: Any, begin_norm_axis: Any) -> Arguments:
-        """Checks x and the axis."""
+        """Checks x and the first normalised axis."""
         x = _checks.array(op, name, value)
         if x.ndim == 0:
             raise ValueError(f"{op}: {name} must have at least one axis, got a scalar")
@@ -40,22 +40,22 @@ class Arguments:
         return accum_dtype(self.x.dtype)
 
     def flat(self, x: jax.Array) -> jax.Array:
-        """An array of x's shape as [..., all normalised axes]."""
+        """Merges the normalised axes of an array of x's shape into one axis."""
         if self.begin == x.ndim - 1:
             return x
         shape = (*x.shape[: self.begin], math.prod(self.normalized_shape))
         return gathered(x, self.begin).reshape(shape)
 
     def whole(self, y: jax.Array) -> jax.Array:
-        """A result of `flat`'s shape in x's."""
+        """The inverse of `flat`: gives a result x's shape."""
         return y if y.shape == self.x.shape else reshard_like(y.reshape(self.x.shape), self.x)
 
     def like_x(self, name: str, value: Any) -> jax.Array:
-        """An array of x's shape and dtype, flat."""
+        """Checks an array of x's shape and dtype, and makes it flat."""
         return self.flat(_checks.like(self.op, name, value, self.name, self.x))
 
     def with_cotangent(self, value: Any) -> tuple[Arguments, jax.Array]:
-        """Arguments and a flat dy of one dtype that holds the values of x and dy."""
+        """Arguments and a flat dy, both in one dtype that can hold the values of x and dy."""
         dy = _checks.like(self.op, "dy", value, self.name, self.x, any_dtype=True)
         dtype = max(self.x.dtype, dy.dtype, key=lambda dtype: dtype.itemsize)
         if self.x.dtype.itemsize == dy.dtype.itemsize and self.x.dtype != dy.dtype:
@@ -64,7 +64,7 @@ class Arguments:
         return wide, self.flat(dy.astype(dtype))
 
     def parameter(self, name: str, value: ArrayLike | None) -> jax.Array | None:
-        """A parameter of the normalised axes, or of the last one alone, flat."""
+        """A flat parameter. It is given for all normalised axes, or for the last axis alone."""
         if value is None:
             return None
         parameter = gathered(_checks.array(self.op, name, value), 0)
@@ -75,17 +75,17 @@ class Arguments:
                 expected += f" or ({self.name}.shape[-1],) = {per_channel}"
             raise ValueError(f"{self.op}: {name} must have shape {expected}, got {parameter.shape}")
         if parameter.shape != shape and parameter.dtype.itemsize < self.accum_dtype.itemsize:
-            # Its gradient is a sum over the other normalised axes too, and is rounded after it.
+            # The gradient is also summed over the other normalised axes, and then rounded once.
             parameter = parameter.astype(self.accum_dtype)
         return jnp.broadcast_to(parameter, shape).reshape(-1)
 
     def gradient(self, flat: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """The gradient of a parameter of this shape and dtype, from that of a flat one."""
+        """The gradient of a parameter of this shape and dtype, from the flat gradient."""
         whole = flat.reshape(self.normalized_shape)
         return jnp.sum(whole, tuple(range(whole.ndim - len(shape)))).astype(dtype)
 
     def statistic(self, name: str, value: ArrayLike) -> jax.Array:
-        """One number a row, also with trailing axes of size 1, in the accumulation dtype."""
+        """One number per row, in the accumulation dtype. Trailing axes of size 1 are dropped."""
         statistic = _checks.array(self.op, name, value)
         rows = self.x.shape[: self.begin]
         kept = (*rows, *[1] * len(self.normalized_shape))

@@ -1,4 +1,4 @@
-"""Layer norm without autodiff, and what RMS norm has in common with it: `jax_gradops.backward`."""
+"""The layer norm functions of `jax_gradops.backward`, and code that RMS norm shares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_forward(
     scale_offset: float,
     implementation: Implementation,
 ) -> tuple[Any, ...]:
-    """y, mean or None, rstd."""
+    """Returns y, mean (None for RMS norm) and rstd."""
     arguments = Arguments.of(op, "x", x, begin_norm_axis)
     y, mean, rstd = _forward(
         arguments.flat(arguments.x),
@@ -55,14 +55,14 @@ def run_backward(
     scale_offset: float,
     implementation: Implementation,
 ) -> tuple[Any, Any, Any]:
-    """dx, dscale, dbias.
+    """Returns dx, dscale and dbias.
 
-    `statistics` gives mean and rstd in the accumulation dtype. `wanted` has the parameter's shape
-    and dtype for dscale and dbias.
+    `statistics` returns mean and rstd in the accumulation dtype. `wanted` maps "dscale" and "dbias"
+    to the parameter's shape and dtype. A gradient that is not in `wanted` is None.
     """
     wide, dy = arguments.with_cotangent(dy)
     several = len(wide.normalized_shape) > 1
-    # A gradient that is summed further, over normalised axes, is rounded after that.
+    # A gradient may be summed over normalised axes too. Such a gradient is rounded after that sum.
     dtypes = tuple(
         (name, (wide.accum_dtype if several else dtype).name) for name, (_, dtype) in wanted.items()
     )
@@ -86,12 +86,12 @@ def run_backward(
 
 
 def only_rstd(rstd: ArrayLike) -> Callable[[Arguments], tuple[None, jax.Array]]:
-    """The statistics of `run_backward` where there is no mean."""
+    """The argument `statistics` of `run_backward` for an op that takes no mean."""
     return lambda wide: (None, wide.statistic("rstd", rstd))
 
 
 def wanted_gradients(op: str, **parameters: ArrayLike | None) -> dict[str, tuple[Any, Any]]:
-    """Shape and dtype of the gradient of each parameter that is there."""
+    """The gradients of the parameters that are not None: shape and dtype by name."""
     given = {name: _checks.array(op, name, p) for name, p in parameters.items() if p is not None}
     return {f"d{name}": (array.shape, array.dtype) for name, array in given.items()}
 
@@ -117,33 +117,33 @@ def layer_norm_forward(
               + \text{bias}, \qquad \text{rstd} = 1 / \sqrt{\text{var} + \text{epsilon}}
 
     Args:
-      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
-      bias: as `scale`. None: no bias.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the variance; finite, at least 0.
+      x: the input. Its dtype is float16, bfloat16, float32 or float64. It has at least one axis.
+      scale: of shape ``x.shape[begin_norm_axis:]``, or ``(x.shape[-1],)``, in any of the four
+        dtypes. None means no scale.
+      bias: has the rules of `scale`. None means no bias.
+      begin_norm_axis: the first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance. It is finite and at least 0.
       scale_offset: a number added to `scale`, if there is one.
-      mean: None, or given means in place of each row's own: in shape ``x.shape[:begin_norm_axis]``,
-        or with an axis of size 1 for each normalised one; any of the four dtypes. Not without
-        `variance`.
-      variance: as `mean`: given variances.
-      implementation: as in `jax_gradops.layer_norm`. Given statistics have no kernel.
+      mean: given means, or None to compute each row's mean. The shape is
+        ``x.shape[:begin_norm_axis]``, and the dtype is any of the four. Normalised axes may be
+        kept, with size 1. A `mean` must come with a `variance`.
+      variance: given variances, with the rules of `mean`. A `variance` must come with a `mean`.
+      implementation: as in `jax_gradops.layer_norm`. No kernel takes given statistics.
 
     Returns:
-      ``(y, mean, rstd)``: y of x's shape and dtype; mean and 1/sqrt(var + epsilon) of shape
-      ``x.shape[:begin_norm_axis]``, in float32 (float64 for float64).
+      ``(y, mean, rstd)``, with rstd = 1/sqrt(var + epsilon). y has x's shape and dtype. mean and
+      rstd have the shape ``x.shape[:begin_norm_axis]``, in float32 (float64 for float64).
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a wrong shape, axis or number; if one of `mean` and `variance` is given
-        without the other; for ``implementation="ffi"`` without a kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number, or if only one of `mean` and `variance` is
+        given. Also for ``implementation="ffi"`` if no kernel is available.
 
     Numerics are as in `jax_gradops.layer_norm`.
 
-    With given statistics, this is oneDNN's layer normalization with ``use_global_stats``: y by
-    these numbers, in `jax.numpy`, as XLA fuses such an operation with its neighbours. JAX
-    differentiates it in x, the parameters and the statistics.
+    Given statistics make this oneDNN's layer normalization with ``use_global_stats``. It runs in
+    `jax.numpy`, because XLA fuses such an operation with its neighbours. JAX differentiates y in x,
+    the parameters and the statistics.
 
     References:
       oneDNN, Layer Normalization: https://oneapi-src.github.io/oneDNN/dev_guide_layer_normalization.html
@@ -202,47 +202,47 @@ def layer_norm_backward(
     .. math:: \hat x = (x - \text{mean})\,\text{rstd}, \qquad d = dy \cdot \gamma, \qquad
               dx = \bigl(d - \overline{d} - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
 
-    with γ = scale + scale_offset and means over the normalised axes; dscale and dbias are the sums
-    of dy·x̂ and of dy over all other axes. ONNX Runtime's LayerNormalizationGrad (with its saved
-    ``inv_std_dev`` as `rstd`) and oneDNN Graph's LayerNormBackward (with `variance` and `epsilon`;
-    ``use_affine=False`` is ``scale=None, has_bias=False``).
+    where γ = scale + scale_offset, and means are over the normalised axes. dscale is the sum of
+    dy·x̂ over all other axes, and dbias is the sum of dy. This is LayerNormalizationGrad of ONNX
+    Runtime, whose ``inv_std_dev`` is `rstd`. With `variance` and `epsilon`, it is LayerNormBackward
+    of oneDNN Graph. Pass ``scale=None, has_bias=False`` for its ``use_affine=False``.
 
     Args:
-      dy: the cotangent of y, of x's shape; any of the four dtypes (see below).
-      x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape with at
-        least one axis.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
-      mean: of each row, in shape ``x.shape[:begin_norm_axis]``, or with an axis of size 1 for each
-        normalised one; any of the four dtypes. It is used as given, also where it is not the row's.
-      rstd: 1/sqrt(variance + epsilon) of each row, as `mean`.
-      variance: the biased variance of each row, as `mean`: in place of `rstd`.
-      epsilon: added to `variance`; finite, at least 0. Not used with `rstd`.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      has_bias: whether dbias is wanted.
-      scale_offset: the number that the forward operator added to `scale`.
+      dy: the cotangent of y. It has x's shape and any of the four dtypes (see below).
+      x: the input of the forward operator. Its dtype is float16, bfloat16, float32 or float64. It
+        has at least one axis.
+      scale: of shape ``x.shape[begin_norm_axis:]``, or ``(x.shape[-1],)``, in any of the four
+        dtypes. None means no scale.
+      mean: the mean of each row, of shape ``x.shape[:begin_norm_axis]``, in any of the four dtypes.
+        Normalised axes may be kept, with size 1. Means that are not the rows' own are allowed.
+      rstd: 1/sqrt(variance + epsilon) of each row. The rules of `mean` apply.
+      variance: the biased variance of each row, in place of `rstd`. The rules of `mean` apply.
+      epsilon: added to `variance`. It is finite and at least 0. It is not used with `rstd`.
+      begin_norm_axis: the first normalised axis, in ``[-x.ndim, x.ndim)``.
+      has_bias: whether dbias is computed.
+      scale_offset: the number that the forward operator added to `scale`. The default is 0.
       implementation: as in `jax_gradops.layer_norm`.
 
     Returns:
-      ``(dx, dscale, dbias)``: dx of x's shape and dtype; dscale of scale's, None if that is None;
-      dbias of scale's shape and dtype too (without a scale: of shape
-      ``x.shape[begin_norm_axis:]`` and x's dtype), None without `has_bias`.
+      ``(dx, dscale, dbias)``. dx has x's shape and dtype. dscale and dbias have scale's shape and
+      dtype. Without a scale, dscale is None, and dbias has the shape ``x.shape[begin_norm_axis:]``
+      and x's dtype. Without `has_bias`, dbias is None.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range; unless exactly one of `rstd` and
-        `variance` is given; for ``implementation="ffi"`` where there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number, or unless exactly one of `rstd` and `variance`
+        is given. Also for ``implementation="ffi"`` if no kernel is available.
 
-    All arithmetic is in float32 (float64 for float64), each result is rounded once, and sums over
+    All arithmetic is in float32 (float64 for float64), and each result is rounded once. Sums over
     rows have a fixed order.
 
-    A saved mean has been rounded to float32 (float64 for float64). Where the mean of x − mean is
-    within that rounding, a few units in the last place of `mean`, it is taken off, too: rows whose
-    mean is large beside their deviation stay exact. A larger difference is no rounding. Statistics
-    that are not the row's own are used as they are.
+    A saved mean has been rounded to float32 (float64 for float64). Let δ be the mean of x − mean.
+    If δ is within a few units in the last place of `mean`, δ is this rounding error, and is
+    subtracted too. So rows stay exact if their mean is large relative to their deviation. A larger
+    δ is not a rounding error: statistics that are not the row's own are used as given.
 
-    Where dy and x differ in dtype (ONNX Runtime's types V and T), both are converted to the wider
-    one first, which is a pass over memory. dx is rounded to x's dtype at the end.
+    If dy and x differ in dtype (ONNX Runtime's types V and T), both are first converted to a dtype
+    that holds both. The conversion is one more pass over memory. dx is rounded to x's dtype.
 
     References:
       ONNX Runtime, LayerNormalizationGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
@@ -297,30 +297,31 @@ def layer_norm_backward_from_output(
     .. math:: \hat x = (y - \text{bias}) / \gamma, \qquad d = dy \cdot \gamma, \qquad
               dx = \bigl(d - \overline{d} - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
 
-    with γ = scale + scale_offset. ONNX Runtime's InvertibleLayerNormalizationGrad:
-    `layer_norm_backward` with another x̂, which is 0 where γ is 0. That makes dscale 0 there; other
-    columns are not touched. How exact it is: ``residuals="output"`` in `jax_gradops.layer_norm`.
+    where γ = scale + scale_offset. This is InvertibleLayerNormalizationGrad of ONNX Runtime. It
+    differs from `layer_norm_backward` in x̂. Where γ is 0, x̂ and dscale are 0; other columns are
+    not affected. See ``residuals="output"`` in `jax_gradops.layer_norm` for the errors.
 
     Args:
-      dy: the cotangent of y, of y's shape; any of the four dtypes.
-      y: the output of the forward operator: float16, bfloat16, float32 or float64, any shape with
-        at least one axis.
-      scale: shape ``y.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(y.shape[-1],)``; any of the four dtypes. None: no scale.
-      bias: as `scale`. None: no bias.
-      rstd: 1/sqrt(variance + epsilon) of each row, in shape ``y.shape[:begin_norm_axis]``, or with
-        an axis of size 1 for each normalised one; any of the four dtypes.
-      begin_norm_axis: first normalised axis, in ``[-y.ndim, y.ndim)``.
-      scale_offset: the number that the forward operator added to `scale`.
+      dy: the cotangent of y. It has y's shape and any of the four dtypes.
+      y: the output of the forward operator. Its dtype is float16, bfloat16, float32 or float64. It
+        has at least one axis.
+      scale: of shape ``y.shape[begin_norm_axis:]``, or ``(y.shape[-1],)``, in any of the four
+        dtypes. None means no scale.
+      bias: has the rules of `scale`. None means no bias.
+      rstd: 1/sqrt(variance + epsilon) of each row, of shape ``y.shape[:begin_norm_axis]``, in any
+        of the four dtypes. Normalised axes may be kept, with size 1.
+      begin_norm_axis: the first normalised axis, in ``[-y.ndim, y.ndim)``.
+      scale_offset: the number that the forward operator added to `scale`. The default is 0.
       implementation: as in `jax_gradops.layer_norm`.
 
     Returns:
-      ``(dx, dscale, dbias)``: dx of y's shape and dtype, dscale of scale's and dbias of bias's;
-      None for a parameter that is None.
+      ``(dx, dscale, dbias)``. dx has y's shape and dtype. dscale and dbias have the shape and dtype
+      of their parameter. The gradient of an absent parameter is None.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a wrong shape or axis; for ``implementation="ffi"`` where there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
     References:
       ONNX Runtime, InvertibleLayerNormalizationGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc

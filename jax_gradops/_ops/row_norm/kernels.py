@@ -18,7 +18,7 @@ from jax_gradops._kernel.primitive import Operands, Operation, Unknown
 from jax_gradops._kernel.spec import Kernel, Result, column_sum_workspace
 from jax_gradops._ops.row_norm import reference as reference
 
-#: What the backward pass is given: the op's input and statistics, or its output and 1/deviation.
+#: What is saved for the backward pass: the op's input and statistics, or its output and rstd.
 Residuals: TypeAlias = Literal["input", "output"]
 
 LAYER_NORM_FWD = Kernel(
@@ -86,10 +86,10 @@ RMS_NORM_BWD_FROM_OUTPUT = Kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm with all that is static."""
+    """Which norm to compute, and its static parameters."""
 
     centered: bool  # layer norm, else RMS norm
-    epsilon: float = -1.0  # of a gradient from saved statistics, not known
+    epsilon: float = -1.0  # negative: not known (a gradient from saved statistics)
     scale_offset: float = 0.0
     residuals: Residuals = "input"
     implementation: Implementation = None
@@ -102,7 +102,7 @@ class Norm:
         scale: jax.Array | None,
         bias: jax.Array | None,
     ) -> tuple[Any, ...]:
-        """The operands of `forward`, with types that belong together."""
+        """The operands of `forward`, with matching shardings and `shard_map` types."""
         if self.centered:
             return prepare(LAYER_NORM_FWD, x, residual, residual_bias, scale, bias)
         return *prepare(RMS_NORM_FWD, x, residual, residual_bias, scale), None
@@ -116,7 +116,10 @@ class Norm:
         bias: jax.Array | None,
         statistics: bool = True,
     ) -> tuple[Any, ...]:
-        """y, the sum or None, mean or None, rstd; without `statistics`, None for the last two."""
+        """Returns y, the sum (None without a residual), mean (None for RMS norm) and rstd.
+
+        Without `statistics`, mean and rstd are None.
+        """
         options = {
             "epsilon": np.float64(self.epsilon),
             "scale_offset": np.float64(self.scale_offset),
@@ -142,9 +145,10 @@ class Norm:
         rstd: jax.Array,
         dtypes: Mapping[str, Any],
     ) -> tuple[Any, ...]:
-        """dx, dscale, dbias, dresidual_bias; None for those of parameters without one in `dtypes`.
+        """Returns dx, dscale, dbias and dresidual_bias.
 
-        `saved` is what was normalised, or y.
+        The gradient of a parameter is None if `dtypes` has no entry for it. `saved` is the array
+        that was normalised, or y.
         """
         sums = ["dscale", *(["dbias"] if self.centered else []), "dresidual_bias"]
         options = {
@@ -168,10 +172,10 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True)
 class _Normalize(Operation):
-    """y, the sum or None, mean or None, rstd of `Norm.forward`'s operands.
+    """`Norm.forward` with a derivative: from its operands to y, the sum, mean and rstd.
 
-    Without `statistics`, the last two are None. The derivative needs them, y by itself does not: of
-    short rows they are as many bytes as y.
+    Without `statistics`, mean and rstd are None. Only the derivative needs them. Writing them costs
+    time: for short rows, they are as large as y.
     """
 
     norm: Norm
@@ -206,9 +210,9 @@ class _Normalize(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class _Tangents(Operation):
-    """Tangents of `_Normalize`'s results, whose transpose is the backward pass.
+    """The tangents of `_Normalize`'s results. The transpose is the backward pass.
 
-    Operands are what was saved (as in `Norm.backward`), and the tangents of `_Normalize`'s
+    The operands are the saved arrays (as in `Norm.backward`), then the tangents of `_Normalize`'s
     operands.
     """
 
@@ -254,7 +258,7 @@ def normalize(
     *,
     norm: Norm,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """y, and the sum where there is a residual; differentiable."""
+    """Returns y and the sum (None without a residual). Both are differentiable."""
     operands = norm.prepare(x, residual, residual_bias, scale, bias)
     results: Any
     if norm.implementation == "xla":  # differentiated by JAX itself
@@ -269,7 +273,7 @@ def normalize(
 def forward(
     x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, *, norm: Norm
 ) -> tuple[Any, ...]:
-    """y, mean or None, rstd."""
+    """Returns y, mean (None for RMS norm) and rstd."""
     operands = norm.prepare(x, None, None, scale, bias)
     by = norm.forward if norm.implementation == "xla" else _Normalize(norm, statistics=True)
     y, _, mean, rstd = by(*operands)
@@ -286,7 +290,7 @@ def forward_by_statistics(
     *,
     norm: Norm,
 ) -> jax.Array:
-    """Layer norm by these statistics."""
+    """Layer norm with given statistics."""
     spread, _, _, scale, bias = norm.prepare(x, None, None, scale, bias)
     y = reference.layer_norm_by_statistics(
         spread, scale, bias, mean, rstd, scale_offset=norm.scale_offset
@@ -306,7 +310,7 @@ def differentiate(
     norm: Norm,
     dtypes: tuple[tuple[str, Any], ...],
 ) -> tuple[Any, ...]:
-    """dx, dscale, dbias as `Norm.backward`."""
+    """Returns dx, dscale and dbias of `Norm.backward`."""
     operands: list[Any] = list(match_vma(dy, saved, scale, bias, mean, rstd))
     dx, dscale, dbias, _ = norm.backward(operands[0], None, *operands[1:], dtypes=dict(dtypes))
     return reshard_like(dx, saved), dscale, dbias

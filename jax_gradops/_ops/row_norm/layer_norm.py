@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm with fused backward passes, alone and after a residual's addition."""
+"""Layer norm and RMS norm with fused backward passes, with or without a residual addition."""
 
 from __future__ import annotations
 
@@ -61,57 +61,68 @@ def layer_norm(
     .. math:: y = \hat x (\text{scale} + \text{scale\_offset}) + \text{bias}, \qquad
               \hat x = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
 
-    Mean and (biased) variance are taken over the axes from `begin_norm_axis` on.
+    The mean and the (biased) variance are taken over the axes from `begin_norm_axis` on.
 
     Args:
-      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
-      bias: as `scale`. None: no bias.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the variance; finite, at least 0.
-      scale_offset: a number added to `scale`, if there is one (1.0 for parameters stored as
-        ``scale - 1``).
-      residuals: what is kept of each row for the derivative: ``"input"``, x; or ``"output"``, y,
-        from which :math:`\hat x` is computed again. That saves memory where y is kept anyway, by
-        the product that follows, and x by nothing else. It is less exact: see below.
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
-        where there is one. With ``"xla"`` JAX differentiates the formula, and `residuals` has no
-        effect.
+      x: the input. Its dtype is float16, bfloat16, float32 or float64. It has at least one axis.
+      scale: of shape ``x.shape[begin_norm_axis:]``, or ``(x.shape[-1],)``, in any of the four
+        dtypes. The dtype is independent of x's. None means no scale.
+      bias: has the rules of `scale`. None means no bias.
+      begin_norm_axis: the first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance. It is finite and at least 0.
+      scale_offset: a number added to `scale`, if there is one. Pass 1.0 for parameters that are
+        stored as ``scale - 1``.
+      residuals: the array saved for the derivative. ``"input"`` saves x. ``"output"`` saves y, and
+        the derivative computes :math:`\hat x` from y. Use ``"output"`` to save memory if the next
+        operation keeps y anyway and nothing else keeps x. It is less exact: see below.
+      implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
+        selects the kernel if one is available. With ``"xla"``, JAX differentiates the formula, and
+        `residuals` has no effect.
 
     Returns:
       An array of x's shape and dtype.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
-        there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
     All arithmetic is in float32 (float64 for float64), with one rounding at the end. The variance
     is computed in two passes over data held on chip, never as E[x²] − E[x]². A constant row gives
-    exactly `bias`, for every epsilon: what is added to the variance is at least the smallest normal
-    number of float32 (float64 for float64). No float32 variance above 1e-31 notices that.
+    exactly `bias`, for every epsilon. For this, the smallest normal number of float32 (float64 for
+    float64) replaces a smaller epsilon. This does not change a float32 variance above 4e-31.
 
-    Results are bitwise the same from run to run, and a row's result does not depend on the other
-    rows. NaN, infinity, or a variance that overflows makes all of that row NaN (in y and in the
-    gradient), and no other. On a GPU, the last bits of rows that are no multiple of 16 bytes long
-    depend on their place in the array, modulo up to 8 rows.
+    Results are bitwise reproducible from run to run. A row's result does not depend on the other
+    rows. A NaN, an infinity or an overflowing variance makes its whole row NaN, in y and in the
+    gradient. Other rows are not affected. On a GPU, if a row's size is not a multiple of 16 bytes,
+    its last bits depend on the row's index modulo 8, 4 or 2.
 
-    The derivative with respect to x, scale and bias is one fused operation; `jax.hessian` and other
-    derivatives of it work too, and so does forward mode (`jax.jvp`). The mean and
-    1/sqrt(var + epsilon) of each row, which the derivative needs, are named "layer_norm_mean" and
-    "layer_norm_rstd" for `jax.checkpoint_policies.save_only_these_names`.
+    The derivative with respect to x, scale and bias is one fused operation. It can be
+    differentiated again, for example by `jax.hessian`. Forward mode (`jax.jvp`) works too. The
+    derivative needs the mean and 1/sqrt(var + epsilon) of each row. They are named
+    "layer_norm_mean" and "layer_norm_rstd" for `jax.checkpoint_policies.save_only_these_names`.
 
-    With ``residuals="output"``, the derivative sees :math:`\hat x` = (y − bias) / (scale +
-    scale_offset) of the rounded y: off by half a unit in the last place of y, over the scale.
-    Measured in bfloat16, as the relative error (in the L2 norm, 2048 rows of 1024) of dx and of
-    dscale: 0.0017 and 0.0023 for scales of 0.5 to 2 and a bias of size 1, where ``"input"`` has
-    0.0017 (the rounding of dx) and 1e-7. What counts is bias over scale: it is 0.0018 and 0.018 for
-    a scale of 0.1, 0.008 and 0.17 for 0.01, and useless for 0.001; without a bias it does not
-    matter. float16 is eight times as exact, float32 65,000 times.
-    Where scale + scale_offset is 0, :math:`\hat x` is lost and taken for 0: that makes the gradient
-    of this element of `scale` 0, and that of x lacks its term with :math:`\hat x` in this column;
-    other columns are not touched.
+    For ``residuals="output"``, the derivative computes :math:`\hat x` = (y − bias) / (scale +
+    scale_offset) from the rounded y. The error of :math:`\hat x` is half a unit in the last place
+    of y, divided by the scale. It grows with the ratio of bias to scale. Without a bias, the scale
+    does not matter. Measured relative errors (L2 norm) in bfloat16, 2048 rows of 1024, bias of 1:
+
+    ============  ========  =======  =======
+    `residuals`   scale     dx       dscale
+    ============  ========  =======  =======
+    ``"input"``   0.5 to 2  0.0017   1e-7
+    ``"output"``  0.5 to 2  0.0017   0.0023
+    ``"output"``  0.1       0.0018   0.018
+    ``"output"``  0.01      0.008    0.17
+    ``"output"``  0.001     useless  useless
+    ============  ========  =======  =======
+
+    The error of dx in the first line is the rounding of dx. All errors are 8 times smaller in
+    float16 and 65,000 times smaller in float32.
+
+    In a column where scale + scale_offset is 0, y does not contain :math:`\hat x`, and the
+    derivative uses 0 instead. There, the gradient of `scale` is 0, and the gradient of x lacks the
+    term with :math:`\hat x`. Other columns are not affected.
 
     References:
       Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
@@ -142,27 +153,27 @@ def rms_norm(
               (\text{scale} + \text{scale\_offset})
 
     Args:
-      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the mean square; finite, at least 0.
-      scale_offset: a number added to `scale`, if there is one (Gemma stores ``scale - 1``: pass
-        1.0).
-      residuals: what is kept of each row for the derivative, as in `layer_norm`.
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
-        where there is one.
+      x: the input. Its dtype is float16, bfloat16, float32 or float64. It has at least one axis.
+      scale: of shape ``x.shape[begin_norm_axis:]``, or ``(x.shape[-1],)``, in any of the four
+        dtypes. The dtype is independent of x's. None means no scale.
+      begin_norm_axis: the first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the mean square. It is finite and at least 0.
+      scale_offset: a number added to `scale`, if there is one. Pass 1.0 for Gemma, which stores
+        ``scale - 1``.
+      residuals: the array saved for the derivative, as in `layer_norm`.
+      implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
+        selects the kernel if one is available.
 
     Returns:
       An array of x's shape and dtype.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range; for ``implementation="ffi"`` where
-        there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
-    Numerics, determinism and differentiation are as in `layer_norm`. For checkpoint policies, the
-    only saved statistic, 1/sqrt(mean(x²) + epsilon) of each row, is named "rms_norm_rstd".
+    Numerics, determinism and differentiation are as in `layer_norm`. The only saved statistic is
+    1/sqrt(mean(x²) + epsilon) of each row. Its name for checkpoint policies is "rms_norm_rstd".
 
     References:
       Zhang, Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467
@@ -194,40 +205,42 @@ def add_layer_norm(
               y = \frac{s - \text{mean}(s)}{\sqrt{\text{var}(s) + \text{epsilon}}}
               (\text{scale} + \text{scale\_offset}) + \text{bias}
 
-    As in a transformer's residual stream: the sum goes on, and its norm into the next layer. In the
-    backward pass, the cotangent of the sum is added to the norm's in the same pass.
+    This is the pattern of a transformer's residual stream: s is passed on, and y is the input of
+    the next layer. The backward pass adds the cotangent of s in its single pass over memory.
 
-    Where the residual is a matrix product with a bias, this is the place for that bias: by itself,
-    its addition and its gradient are a pass more each.
+    If the residual is a matrix product with a bias, pass this bias as `residual_bias`. Elsewhere,
+    its addition and its gradient would each take another pass over memory.
 
     Args:
-      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      residual: of x's shape and dtype.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
-      bias: as `scale`. None: no bias.
-      residual_bias: as `scale`; added to each row of `residual`. None: nothing is.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the variance; finite, at least 0.
+      x: the input. Its dtype is float16, bfloat16, float32 or float64. It has at least one axis.
+      residual: the array added to x. It has x's shape and dtype.
+      scale: of shape ``x.shape[begin_norm_axis:]``, or ``(x.shape[-1],)``, in any of the four
+        dtypes. The dtype is independent of x's. None means no scale.
+      bias: has the rules of `scale`. None means no bias.
+      residual_bias: has the rules of `scale`. It is added to each row of `residual`. None means no
+        residual bias.
+      begin_norm_axis: the first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the variance. It is finite and at least 0.
       scale_offset: a number added to `scale`, if there is one.
-      residuals: what is kept of each row for the derivative, as in `layer_norm`: ``"input"`` is
-        the sum here. (Not to be confused with `residual`.)
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
-        where there is one.
+      residuals: the array saved for the derivative, as in `layer_norm`. ``"input"`` saves the sum.
+        Do not confuse it with `residual`.
+      implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
+        selects the kernel if one is available.
 
     Returns:
-      ``(y, s)``, both of x's shape and dtype. What is normalised is the sum that is returned, after
-      its rounding to x's dtype, which is the only one.
+      ``(y, s)``, both of x's shape and dtype. The sum s is rounded only once, to x's dtype. The
+      rounded sum is returned and normalised.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range, or a `residual` of another shape or
-        dtype than x; for ``implementation="ffi"`` where there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number, or a `residual` without x's shape and dtype.
+        Also for ``implementation="ffi"`` if no kernel is available.
 
-    Numerics, determinism and differentiation are as in `layer_norm`; the gradient with respect to x
-    and residual is rounded once, after the addition of both cotangents. That of residual_bias is
-    its sum over the rows, of what it was before that rounding, or, on a GPU, where rows are too
-    wide for its multiprocessors or arrays do not start at 16-byte boundaries, after it.
+    Numerics, determinism and differentiation are as in `layer_norm`. The gradient with respect to x
+    and residual is rounded once, after both cotangents are added. The gradient of residual_bias is
+    the sum of this gradient over the rows. The sum is taken before the rounding. A GPU takes it
+    after the rounding if rows are too wide for a multiprocessor, or if an array does not start at a
+    16-byte boundary.
 
     References:
       Ba, Kiros, Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450
@@ -263,27 +276,28 @@ def add_rms_norm(
               (\text{scale} + \text{scale\_offset})
 
     Args:
-      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      residual: of x's shape and dtype.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes, independent of x's. None: no scale.
-      residual_bias: as `scale`; added to each row of `residual`. None: nothing is.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the mean square; finite, at least 0.
+      x: the input. Its dtype is float16, bfloat16, float32 or float64. It has at least one axis.
+      residual: the array added to x. It has x's shape and dtype.
+      scale: of shape ``x.shape[begin_norm_axis:]``, or ``(x.shape[-1],)``, in any of the four
+        dtypes. The dtype is independent of x's. None means no scale.
+      residual_bias: has the rules of `scale`. It is added to each row of `residual`. None means no
+        residual bias.
+      begin_norm_axis: the first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the mean square. It is finite and at least 0.
       scale_offset: a number added to `scale`, if there is one.
-      residuals: what is kept of each row for the derivative, as in `layer_norm`: ``"input"`` is
-        the sum here. (Not to be confused with `residual`.)
-      implementation: ``"ffi"`` for the native kernel, ``"xla"`` for `jax.numpy`; None: the kernel
-        where there is one.
+      residuals: the array saved for the derivative, as in `layer_norm`. ``"input"`` saves the sum.
+        Do not confuse it with `residual`.
+      implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
+        selects the kernel if one is available.
 
     Returns:
-      ``(y, s)``, both of x's shape and dtype. What is normalised is the sum that is returned, after
-      its rounding to x's dtype, which is the only one.
+      ``(y, s)``, both of x's shape and dtype. The sum s is rounded only once, to x's dtype. The
+      rounded sum is returned and normalised.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a shape, an axis or a number out of range, or a `residual` of another shape or
-        dtype than x; for ``implementation="ffi"`` where there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number, or a `residual` without x's shape and dtype.
+        Also for ``implementation="ffi"`` if no kernel is available.
 
     Numerics, determinism and differentiation are as in `add_layer_norm`.
 

@@ -1,4 +1,4 @@
-"""What the kernels of layer norm and RMS norm mean, in `jax.numpy`."""
+"""Reference implementations of the layer norm and RMS norm kernels, in `jax.numpy`."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ def _affine(x_hat: Array, scale: Array | None, bias: Array | None) -> Array:
 
 
 def inverse_deviation(variance: Array, epsilon: float) -> Array:
-    """1/sqrt(variance + epsilon), 0 where epsilon is infinite in the variance's dtype.
+    """1/sqrt(variance + epsilon). It is 0 if epsilon is infinite in the variance's dtype.
 
-    NaN where the variance is infinite: 0 would turn such a row into zeros nobody notices.
+    It is NaN where the variance is infinite. The value 0 would silently turn such a row into zeros.
     """
     kind = jnp.finfo(variance.dtype)
     largest = float(kind.max)
-    # Beside so large an epsilon, a quarter of both is added up: their sum may overflow.
+    # With a huge epsilon, variance + epsilon may overflow. A quarter of the sum does not.
     half = 0.5 if epsilon > largest * float(kind.eps) / 8 else 1.0
     added = math.inf if epsilon > largest else float(epsilon)
     square = variance * half**2 + added * half**2
-    # Not lax.rsqrt: JAX's derivative of that has the third power, which is out of range earlier.
+    # Not `lax.rsqrt`: its derivative has the third power, which leaves the range earlier.
     return half / jnp.sqrt(jnp.where(jnp.isfinite(variance), square, -1))
 
 
 def root_of_count(n: Any) -> float:
-    """A power of two, at least the root of n: squares of n elements over it do not overflow in sum.
+    """A power of two that is at least sqrt(n): the divisor of x before n squares are summed.
 
-    But where their mean does. Elements lose digits where the mean is below n times 1e-38.
+    The sum then overflows only if the mean of x² does. Digits are lost if that mean is below
+    n times 1e-38.
     """
-    return 2.0 ** ((n.bit_length() + 1) // 2 if isinstance(n, int) else 10)  # or it is symbolic
+    return 2.0 ** ((n.bit_length() + 1) // 2 if isinstance(n, int) else 10)  # 2^10 if n is symbolic
 
 
 def _mean_square(x: Array) -> Array:
@@ -66,17 +67,17 @@ def _mean_square(x: Array) -> Array:
 
 
 def _through_dtype(x: Array, dtype: str) -> Array:
-    # XLA takes two casts out and goes on with what is more precise; not across a barrier.
+    # XLA removes a pair of casts and keeps the more precise value. The barrier prevents this.
     return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
 def _rounded(x: Array, dtype: jnp.dtype) -> Array:
-    """Rounds x to `dtype` and gives it back in its own; differentiated without a rounding."""
+    """Rounds x to `dtype` and casts the result to x's dtype. The derivative does not round."""
     return Function(_through_dtype, unchanged, (jnp.dtype(dtype).name,))(x)[0]
 
 
 def _to_normalize(x: Array, residual: Array | None, residual_bias: Array | None) -> Array:
-    """x, or its sum with the residual rounded to x's dtype, in the accumulation dtype."""
+    """x, or x + residual rounded to x's dtype. The result has the accumulation dtype."""
     wide = x.astype(accum_dtype(x.dtype))
     if residual is None:
         return wide
@@ -98,8 +99,9 @@ def layer_norm_fwd(
     scale_offset: float,
 ) -> Arrays:
     wide = _to_normalize(x, residual, residual_bias)
-    # The mean from differences to the row's first element, exact for a constant row; rounded, it is
-    # off by delta. y does not depend on what is taken off before, so neither does the gradient.
+    # The mean is computed from differences to the row's first element: exact for a constant row.
+    # The mean's rounding error is delta. The number that is subtracted first does not change y.
+    # This number does not change the gradient either, so it comes from stop_gradient.
     fixed = lax.stop_gradient(wide)
     shift = jnp.sum(fixed[..., :1], -1, keepdims=True)
     mean = shift + _row_mean(fixed - shift)
@@ -120,7 +122,7 @@ def layer_norm_by_statistics(
     *,
     scale_offset: float,
 ) -> Array:
-    """Layer norm by given statistics; no kernel computes it, as XLA fuses it."""
+    """Layer norm with given statistics. It has no kernel, because XLA fuses it."""
     x_hat = (x.astype(mean.dtype) - mean[..., None]) * rstd[..., None]
     y = _affine(x_hat, _along(scale, x_hat, scale_offset), _along(bias, x_hat))
     return y.astype(x.dtype)
@@ -153,7 +155,7 @@ def layer_norm_bwd(
     rstd: Array,
     *,
     scale_offset: float,
-    epsilon: float,  # what kernels decide by
+    epsilon: float,  # not used here: kernels choose an algorithm by it
 ) -> Arrays:
     x_hat = _x_hat(x, mean, rstd)
     return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=True)
@@ -162,8 +164,8 @@ def layer_norm_bwd(
 def _x_hat(x: Array, mean: Array, rstd: Array) -> Array:
     given = mean[..., None]
     shifted = x.astype(given.dtype) - given
-    # The rounding of a saved mean is large beside a small deviation. A larger difference is none:
-    # the mean was given, and is not the row's own.
+    # A saved mean has a rounding error. The error is large relative to a small deviation, so it is
+    # removed. A larger difference is not rounding: the caller gave a mean that is not the row's.
     delta = lax.stop_gradient(_row_mean(shifted))
     rounding = jnp.abs(delta) < 2 * float(jnp.finfo(given.dtype).eps) * jnp.abs(given)
     return (shifted - jnp.where(rounding, delta, 0)) * rstd[..., None]
@@ -212,7 +214,7 @@ def rms_norm_bwd_from_output(
 
 
 def _x_hat_of(y: Array, gamma: Array | None, beta: Array | None) -> Array:
-    """The inverse of `_affine`; 0 where gamma is, with finite derivatives there."""
+    """The inverse of `_affine`. Where gamma is 0, it is 0 and has finite derivatives."""
     centered = y if beta is None else y - beta
     return centered if gamma is None else centered / jnp.where(gamma == 0, jnp.inf, gamma)
 
@@ -258,7 +260,7 @@ def tangents(
     centered: bool,
     from_output: bool,
 ) -> tuple[Array, ...]:
-    """Linear in dx to dbias, of which None is zero; `saved` is x, or the output."""
+    """The tangents are linear in dx to dbias, where None stands for 0. `saved` is x or y."""
     wide = saved.astype(rstd.dtype)
     gamma = _along(scale, wide, scale_offset)
     if from_output:

@@ -1,4 +1,4 @@
-"""RMS norm without autodiff: `jax_gradops.backward`."""
+"""The RMS norm functions of `jax_gradops.backward`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ def rms_norm_forward(
               \text{rstd} = 1 / \sqrt{\text{mean}(x^2) + \text{epsilon}}
 
     Args:
-      x: float16, bfloat16, float32 or float64, any shape with at least one axis.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      epsilon: added to the mean square; finite, at least 0.
+      x: the input. Its dtype is float16, bfloat16, float32 or float64. It has at least one axis.
+      scale: of shape ``x.shape[begin_norm_axis:]``, or ``(x.shape[-1],)``, in any of the four
+        dtypes. None means no scale.
+      begin_norm_axis: the first normalised axis, in ``[-x.ndim, x.ndim)``.
+      epsilon: added to the mean square. It is finite and at least 0.
       scale_offset: a number added to `scale`, if there is one.
       implementation: as in `jax_gradops.rms_norm`.
 
     Returns:
-      ``(y, rstd)``: y of x's shape and dtype; 1/sqrt(mean(x²) + epsilon) of shape
-      ``x.shape[:begin_norm_axis]``, in float32 (float64 for float64).
+      ``(y, rstd)``, with rstd = 1/sqrt(mean(x²) + epsilon). y has x's shape and dtype. rstd has the
+      shape ``x.shape[:begin_norm_axis]``, in float32 (float64 for float64).
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a wrong shape, axis or number; for ``implementation="ffi"`` without a kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
     Numerics are as in `jax_gradops.layer_norm`.
 
@@ -77,27 +78,28 @@ def rms_norm_backward(
     .. math:: \hat x = x\,\text{rstd}, \qquad d = dy \cdot \gamma, \qquad
               dx = \bigl(d - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
 
-    with γ = scale + scale_offset and means over the normalised axes; dscale is the sum of dy·x̂ over
-    all other axes.
+    where γ = scale + scale_offset, and means are over the normalised axes. dscale is the sum of
+    dy·x̂ over all other axes.
 
     Args:
-      dy: the cotangent of y, of x's shape; any of the four dtypes.
-      x: the input of the forward operator: float16, bfloat16, float32 or float64, any shape with at
-        least one axis.
-      scale: shape ``x.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(x.shape[-1],)``; any of the four dtypes. None: no scale.
-      rstd: 1/sqrt(mean(x²) + epsilon) of each row, in shape ``x.shape[:begin_norm_axis]``, or with
-        an axis of size 1 for each normalised one; any of the four dtypes.
-      begin_norm_axis: first normalised axis, in ``[-x.ndim, x.ndim)``.
-      scale_offset: the number that the forward operator added to `scale`.
+      dy: the cotangent of y. It has x's shape and any of the four dtypes.
+      x: the input of the forward operator. Its dtype is float16, bfloat16, float32 or float64. It
+        has at least one axis.
+      scale: of shape ``x.shape[begin_norm_axis:]``, or ``(x.shape[-1],)``, in any of the four
+        dtypes. None means no scale.
+      rstd: 1/sqrt(mean(x²) + epsilon) of each row, of shape ``x.shape[:begin_norm_axis]``, in any
+        of the four dtypes. Normalised axes may be kept, with size 1.
+      begin_norm_axis: the first normalised axis, in ``[-x.ndim, x.ndim)``.
+      scale_offset: the number that the forward operator added to `scale`. The default is 0.
       implementation: as in `jax_gradops.rms_norm`.
 
     Returns:
-      ``(dx, dscale)``: dx of x's shape and dtype, dscale of scale's; None if that is None.
+      ``(dx, dscale)``. dx has x's shape and dtype. dscale has scale's, or is None without a scale.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a wrong shape or axis; for ``implementation="ffi"`` where there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
     Numerics are as in `layer_norm_backward`.
 
@@ -133,27 +135,28 @@ def rms_norm_backward_from_output(
     .. math:: \hat x = y / \gamma, \qquad d = dy \cdot \gamma, \qquad
               dx = \bigl(d - \hat x\,\overline{d \hat x}\bigr)\,\text{rstd}
 
-    `rms_norm_backward` with γ = scale + scale_offset and another x̂, which is 0 where γ is 0. That
-    makes dscale 0 there; other columns are not touched.
+    where γ = scale + scale_offset. This differs from `rms_norm_backward` in x̂. Where γ is 0, x̂ and
+    dscale are 0; other columns are not affected.
 
     Args:
-      dy: the cotangent of y, of y's shape; any of the four dtypes.
-      y: the output of the forward operator: float16, bfloat16, float32 or float64, any shape with
-        at least one axis.
-      scale: shape ``y.shape[begin_norm_axis:]``, or, when several axes are normalised, also
-        ``(y.shape[-1],)``; any of the four dtypes. None: no scale.
-      rstd: 1/sqrt(mean(x²) + epsilon) of each row, in shape ``y.shape[:begin_norm_axis]``, or with
-        an axis of size 1 for each normalised one; any of the four dtypes.
-      begin_norm_axis: first normalised axis, in ``[-y.ndim, y.ndim)``.
-      scale_offset: the number that the forward operator added to `scale`.
+      dy: the cotangent of y. It has y's shape and any of the four dtypes.
+      y: the output of the forward operator. Its dtype is float16, bfloat16, float32 or float64. It
+        has at least one axis.
+      scale: of shape ``y.shape[begin_norm_axis:]``, or ``(y.shape[-1],)``, in any of the four
+        dtypes. None means no scale.
+      rstd: 1/sqrt(mean(x²) + epsilon) of each row, of shape ``y.shape[:begin_norm_axis]``, in any
+        of the four dtypes. Normalised axes may be kept, with size 1.
+      begin_norm_axis: the first normalised axis, in ``[-y.ndim, y.ndim)``.
+      scale_offset: the number that the forward operator added to `scale`. The default is 0.
       implementation: as in `jax_gradops.rms_norm`.
 
     Returns:
-      ``(dx, dscale)``: dx of y's shape and dtype, dscale of scale's; None if that is None.
+      ``(dx, dscale)``. dx has y's shape and dtype. dscale has scale's, or is None without a scale.
 
     Raises:
-      TypeError: for a dtype that is none of the four, or an argument of a wrong kind.
-      ValueError: for a wrong shape or axis; for ``implementation="ffi"`` where there is no kernel.
+      TypeError: for an unsupported dtype, or an argument of a wrong kind.
+      ValueError: for a wrong shape, axis or number. Also for ``implementation="ffi"`` if no kernel
+        is available.
 
     Numerics are as in `layer_norm_backward_from_output`.
 
