@@ -1,12 +1,12 @@
 """Programs that differ in one static argument, for `test_compilation_cache.py`.
 
-- ``python cached_programs.py texts STEP`` prints two digests of each program's text: as it is, and
-  as JAX takes it for a key of the persistent compilation cache that has no addresses. It does so
-  for every STEP-th program.
-- ``python cached_programs.py cache FOLDER WORD...`` runs the programs whose names have all the
+- ``python cached_programs.py texts STEP`` prints two digests for every STEP-th program. The first
+  is of its text. The second is of the text that JAX uses as the key of its persistent compilation
+  cache, if addresses are removed.
+- ``python cached_programs.py cache FOLDER WORD...`` runs the programs whose names contain all the
   words. It prints whether each was in the cache, and a digest of its results.
-- ``python cached_programs.py forked FOLDER WORD...`` does the second in one process forked after
-  the other: each takes every other program.
+- ``python cached_programs.py forked FOLDER WORD...`` runs these programs in two forked processes,
+  one after the other. Each process runs every second program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 import jax_gradops
 from jax_gradops import backward
 
-#: The static arguments of each op, and two values of each. x is the only operand that is spread.
+#: The static arguments of each op, with two values. Only the operand x is sharded.
 ATTRIBUTES: dict[str, dict[str, tuple[Any, Any]]] = {
     "layer_norm": {
         "epsilon": (1e-6, 1.0), "scale_offset": (0.0, 1.0), "residuals": ("input", "output"),
@@ -56,7 +56,7 @@ ROWS, FEATURES = 8, 16
 
 
 def called(op: str, arguments: dict[str, Any], x: jax.Array) -> Any:
-    """The op's result, of operands that all follow from x."""
+    """The op's result. All operands are made from x."""
     vector = jnp.linspace(0.5, 2, FEATURES, dtype=x.dtype)
     row = jnp.ones(x.shape[:1], x.dtype)
     arguments = {"implementation": "ffi", **arguments}
@@ -79,7 +79,7 @@ def called(op: str, arguments: dict[str, Any], x: jax.Array) -> Any:
 
 
 def program(op: str, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """The op, and its gradient where it is not one itself."""
+    """A program of the op and its gradient. A backward op stands alone."""
 
     def run(x: jax.Array) -> Any:
         if op.endswith("backward"):
@@ -110,7 +110,7 @@ def on(kind: str, run: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
 
 
 def variants() -> Iterator[tuple[str, str, Callable[..., Any], Any]]:
-    """Name, mesh, program and argument."""
+    """Yields name, mesh, program and argument."""
     for kind in MESHES:
         jax.config.update("jax_use_shardy_partitioner", kind != "gspmd")
         for op, attributes in ATTRIBUTES.items():
@@ -124,7 +124,7 @@ def texts(step: int) -> None:
     found = {}
     for name, kind, run, x in itertools.islice(variants(), 0, None, step):
         text = jax.jit(run).lower(x).as_text()
-        # What JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY leaves.
+        # The text that JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY leaves.
         shorn = re.sub(r'(@CustomSPMDPartitioning\(.*?backend_config = )"[^"]*"', r"\1", text)
         found[f"{name} | {kind}"] = [hashlib.sha256(t.encode()).hexdigest() for t in (text, shorn)]
     print(json.dumps(found))

@@ -1,12 +1,12 @@
-"""Bugs that other projects had, in code that does what ours does; each is a test here.
+"""Bugs of other projects in code like ours. Each bug is tested here.
 
-A test says which ones with marks of these names, so that `pytest -m N1` runs the tests against the
-first, `pytest --markers` lists all, and `test_catalogue.py` finds what is missing.
+A test has marks with the names of its bugs. `pytest -m N1` runs the tests against bug N1. `pytest
+--markers` lists all bugs. `test_catalogue.py` finds bugs without a test.
 """
 
 from __future__ import annotations
 
-#: What happened, and the threads (of GitHub: owner/repository#number).
+#: The bug, and its reports on GitHub: owner/repository#number.
 ROWS: dict[str, tuple[str, str]] = {
     # --- Numerics
     "N1": ("variance as E[x²] − E[x]²: 48425 for randn + 2000", "pytorch/pytorch#51102"),
@@ -148,7 +148,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "T2": ("a mapped axis's name is unbound, or a type has it too often", "jax-ml/jax#27903"),
 }
 
-#: Those that no test of pytest's can find, and what does.
+#: Bugs that pytest cannot find, and the tools that find them.
 ELSEWHERE: dict[str, str] = {
     "M3": "GCC's -Wconversion, nvcc's warnings; offsets are int64_t in ffi/; sizes of M1 and M2",
     "M7": "compute-sanitizer's memcheck: tests/gpu/run.sh, steps sanitize and check",

@@ -1,4 +1,4 @@
-"""Arrays for batch norm, wherever their channels are."""
+"""Arrays for batch norm, with channels on any axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 from comparing import assert_matches, widen
 
-EPSILON = 0.25  # three rows have small variances, of which second derivatives are large
+EPSILON = 0.25  # large, because three rows can have a small variance, with large second derivatives
 
 
 def ordinary(shape: tuple[int, ...], axis: int, dtype: Any, rng: np.random.Generator) -> Any:

@@ -1,4 +1,4 @@
-"""How far a result may be from its float64 reference: the one place that sets a tolerance."""
+"""The allowed difference of a result from its float64 reference: all tolerances are set here."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import oracles
 from jax import lax
 from oracles import Reference
 
-# Rounding errors of the accumulation dtype that a result may show, each relative to the magnitude
-# of the terms it is made of, however many these are.
+# The allowed number of rounding errors in the accumulation dtype. Each is relative to the magnitude
+# of the result's terms. The limit does not depend on the number of terms.
 ROUNDINGS = 8.0
 
-# Of `jax.jit`, for tests of values that XLA's own operations compute: as users' programs are
-# compiled, which conftest.py turns off.
+# A `jax.jit` option for tests of values that XLA's own operations compute. Users' programs are
+# compiled with optimisations. conftest.py turns them off for all other programs.
 OPTIMIZED: dict[str, Any] = {"xla_backend_optimization_level": 3}
 if jaxlib.__version__.startswith("0.10."):
     OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
@@ -31,9 +31,9 @@ def accum(dtype: Any) -> Any:
 
 
 def allowed_error(reference: Reference, dtype: Any, accum: Any) -> np.ndarray:
-    """The rounding of the result to `dtype`, and those of the sums in `accum` that led to it.
+    """The allowed rounding of the result to `dtype`, and of its sums in `accum`.
 
-    Numbers under the smallest normal one may be flushed to zero.
+    Numbers below the smallest normal number may be flushed to zero.
     """
     final = 0.5 * float(jnp.finfo(dtype).eps) * np.abs(reference.value)
     sums = ROUNDINGS * float(jnp.finfo(accum).eps) * reference.magnitude
@@ -44,7 +44,7 @@ def allowed_error(reference: Reference, dtype: Any, accum: Any) -> np.ndarray:
 
 
 def assert_matches(actual: Any, reference: Reference, dtype: Any, accum: Any, what: str) -> None:
-    """Compares shape, dtype, which elements are infinite or NaN, and the rest within tolerance."""
+    """Compares shape, dtype, the positions of infinities and NaN, and all other values."""
     assert actual.dtype == dtype, f"{what}: dtype {actual.dtype}, expected {jnp.dtype(dtype)}"
     assert actual.shape == reference.value.shape, (
         f"{what}: shape {actual.shape}, expected {reference.value.shape}"
@@ -69,7 +69,7 @@ def assert_matches(actual: Any, reference: Reference, dtype: Any, accum: Any, wh
 
 
 def assert_all_match(results: Any, references: Any, x: np.ndarray, what: str) -> None:
-    """As `assert_matches`; a float64 oracle's own sums over many rows are not exact either."""
+    """As `assert_matches`, but a float64 oracle's own sums over many rows may have errors too."""
     rows = x.size // x.shape[-1]
     for i, (a, reference) in enumerate(zip(results, references, strict=True)):
         if x.dtype == np.float64 and np.ndim(a) < x.ndim:
@@ -79,7 +79,7 @@ def assert_all_match(results: Any, references: Any, x: np.ndarray, what: str) ->
 
 
 def close(actual: Any, expected: Any, magnitude: Any, what: str, roundings: float = 16) -> None:
-    """Up to some roundings of numbers of this magnitude, in a result's dtype and the sums'."""
+    """Checks that the error is at most some roundings of numbers of this magnitude."""
     kind = jnp.finfo(np.asarray(actual).dtype)
     error = np.abs(widen(actual) - widen(expected))
     bound = roundings * float(kind.eps) * np.broadcast_to(magnitude, error.shape) + float(kind.tiny)
@@ -87,25 +87,25 @@ def close(actual: Any, expected: Any, magnitude: Any, what: str, roundings: floa
 
 
 def small_integers(shape: tuple[int, int]) -> jax.Array:
-    """Rows of float32 -1 to 3, of which sums have no rounding errors; made on the device."""
+    """Float32 integers from -1 to 3, made on the device. Their sums have no rounding errors."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return ((row + 2 * column) % 5 - 1).astype(jnp.float32)
 
 
 def sums_of_small_integers(shape: tuple[int, int]) -> np.ndarray:
-    """The sums over the rows of `small_integers`, which repeat after 5."""
+    """The sums over the rows of `small_integers`. The rows repeat with period 5."""
     rows, features = shape
     period = (np.arange(5)[:, None] + 2 * np.arange(features)) % 5 - 1
     return (rows // 5 + (np.arange(5) < rows % 5)) @ period
 
 
 def widen(x: Any) -> np.ndarray:
-    """As float64; without loss."""
+    """Converts to float64 without loss."""
     return np.asarray(x).astype(np.float64)
 
 
 def assert_bitwise_equal(actual: Any, expected: Any, what: str = "") -> None:
-    """The same bits, which NaN and -0 have too."""
+    """Compares bits. So NaN equals NaN, and -0 differs from 0."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
     same = np.frombuffer(actual.tobytes(), np.uint8) == np.frombuffer(expected.tobytes(), np.uint8)
@@ -113,7 +113,10 @@ def assert_bitwise_equal(actual: Any, expected: Any, what: str = "") -> None:
 
 
 def assert_a_thousand_runs_equal(run: Callable[[Any], Sequence[Any]], x: Any) -> None:
-    """Bitwise, run(x), in one loop of one program."""
+    """Runs `run(x)` a thousand times in a loop of one program.
+
+    All results must be bitwise equal.
+    """
     bits = {2: jnp.uint16, 4: jnp.uint32}
 
     def bits_of(x: Any) -> list[Any]:
@@ -124,7 +127,7 @@ def assert_a_thousand_runs_equal(run: Callable[[Any], Sequence[Any]], x: Any) ->
         first = bits_of(x)
 
         def step(i: Any, count: Any) -> Any:
-            # The barrier: else XLA could take the runs out of the loop.
+            # Without the barrier, XLA could move the run out of the loop.
             again = bits_of(lax.optimization_barrier((x, i))[0])
             return count + sum(jnp.sum(a != b) for a, b in zip(first, again, strict=True))
 
@@ -134,7 +137,7 @@ def assert_a_thousand_runs_equal(run: Callable[[Any], Sequence[Any]], x: Any) ->
 
 
 def assert_global_norm(norm: Any, *leaves: Any) -> None:
-    """Compares a norm with that of the leaves in float64."""
+    """Compares a norm with the norm of the leaves in float64."""
     float64 = any(leaf.dtype == np.float64 for leaf in leaves)
     dtype = np.dtype("float64" if float64 else "float32")
     assert_matches(norm, oracles.global_norm(*map(widen, leaves)), dtype, dtype, "norm")

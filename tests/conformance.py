@@ -1,6 +1,6 @@
-"""The suite that every op goes through: test files subclass `OpTests` and say what the op is.
+"""The test suite of every op. Test files subclass `OpTests` and describe the op.
 
-Marks such as G3 are rows of a catalogue of bugs that other projects had: `catalogue.py`.
+Marks such as G3 are rows of `catalogue.py`. It lists bugs of other projects.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from meshes import MeshTests, RowMeshTests
 from oracles import Reference
 from transformations import TransformationTests, vjp_of
 
-# Around the vector widths (2 to 16 elements), a warp, and the blocks of the kernels.
+# Near the vector widths (2 to 16 elements), a warp, and the sizes of the kernels' blocks.
 FEATURES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 127, 128, 129, 1000, 1023, 1024, 1025, 4097)
 ROWS = (1, 2, 3, 5, 37)
 RANKS = ((7,), (3, 7), (2, 3, 7), (2, 1, 3, 7), (1, 2, 1, 3, 7))
 WIDE = (3, 70_000)
 MODELS = ((2, 1536), (2, 1600), (2, 3584), (2, 5120))  # G1, G12, M6
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# The kernels in each dtype; XLA's operations, which are one formula for all, in one.
+# The kernels in each dtype. XLA's operations in one dtype: their formula is the same for all.
 IMPLEMENTATIONS_AND_DTYPES = [
     *(pytest.param("ffi", jnp.dtype(d), id=f"ffi-{d}") for d in DTYPES),
     pytest.param("xla", jnp.dtype("float32"), id="xla-float32"),
@@ -39,12 +39,12 @@ Arrays = Sequence[Any]
 
 
 class OpTests(TransformationTests, MeshTests):
-    """What every op must do. Its operands are x and parameters of x's last axis, all arrays."""
+    """The tests of every op. The operands are x and parameters of x's last axis, all arrays."""
 
-    kernels: tuple[str, ...]  # names of the handlers, forward first
-    forward_kernels: int = 1  # how many of them
-    parameters: int = 0  # how many operands follow x
-    # Whether it is another op with an option: on the CPU, conftest.py leaves some combinations out.
+    kernels: tuple[str, ...]  # names of the handlers, the forward ones first
+    forward_kernels: int = 1  # the number of forward handlers
+    parameters: int = 0  # the number of operands after x
+    # Whether the op is another op with an option. On the CPU, conftest.py drops some of its tests.
     variant: bool = False
 
     # --- What an op says of itself ---
@@ -59,9 +59,9 @@ class OpTests(TransformationTests, MeshTests):
         raise NotImplementedError
 
     def sizes(self, implementation: str, dtype: Any) -> list[tuple[int, ...]]:
-        """Shapes of x. Each dtype meets each number of features, with other numbers of rows.
+        """Shapes of x. A number of features meets another number of rows in each dtype.
 
-        XLA's operations do not depend on them: another one for each dtype.
+        The formulas of XLA's operations do not depend on the shape: each dtype has one more shape.
         """
         first = DTYPES.index(dtype.name)
         if implementation == "xla":
@@ -79,7 +79,7 @@ class OpTests(TransformationTests, MeshTests):
         return jnp.float64 if operands[0].dtype == jnp.float64 else jnp.float32
 
     def gradient_accum_dtype(self, *operands: Any) -> Any:
-        """In which the terms of gradients are added up."""
+        """The dtype in which the terms of gradients are added."""
         return self.accum_dtype(*operands)
 
     # --- Tools ---
@@ -87,7 +87,7 @@ class OpTests(TransformationTests, MeshTests):
     def example(
         self, rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, *parameter_dtypes: Any
     ) -> list[np.ndarray]:
-        """dy, x and the parameters; none has mean 0 or equal columns (G3, G7)."""
+        """dy, x and the parameters. None has mean 0 or equal columns (G3, G7)."""
         dtypes = parameter_dtypes or (dtype,) * self.parameters
         parameters = [1 + 0.5 * rng.standard_normal(shape[-1:]) for _ in range(self.parameters)]
         x = 0.5 + 1.5 * rng.standard_normal(shape)
@@ -99,7 +99,7 @@ class OpTests(TransformationTests, MeshTests):
         return [np.asarray(dy).astype(self.output_dtype(*operands)), *operands]
 
     def value_and_vjp(self, implementation: str | None) -> Callable[..., tuple[Any, ...]]:
-        """(dy, *operands) -> (y, *gradients)."""
+        """Maps (dy, *operands) to (y, *gradients)."""
         return vjp_of(functools.partial(self.op, implementation=implementation))
 
     def expected(self, dy: Any, *operands: Any) -> list[Reference]:
@@ -120,7 +120,7 @@ class OpTests(TransformationTests, MeshTests):
             assert_matches(actual, reference, dtype, accum, f"{what}, {name}")
 
     def check_all(self, examples: Sequence[Arrays], implementation: str | None) -> None:
-        """Runs all examples in one program, which compiles faster than one for each."""
+        """Runs all examples in one program. This compiles faster than one program per example."""
         f = self.value_and_vjp(implementation)
         options = OPTIMIZED if implementation == "xla" else None
         run = jax.jit(lambda examples: [f(*e) for e in examples], compiler_options=options)
@@ -140,8 +140,8 @@ class OpTests(TransformationTests, MeshTests):
     @pytest.mark.M6
     def test_sizes(self, platform, implementation, dtype, rng):
         shapes = self.sizes(implementation, dtype)
-        # On the CPU, float16 is computed as bfloat16 is, and float64 as float32: half of the
-        # shapes for each, and not the same.
+        # On the CPU, float16 kernels work as bfloat16 kernels, and float64 kernels as float32
+        # kernels. So float16 and float64 have half of the shapes each, and not the same half.
         halves = {"float16": 0, "float64": 1}
         if platform == "cpu" and implementation == "ffi" and dtype.name in halves:
             shapes = shapes[halves[dtype.name] :: 2]
@@ -165,7 +165,7 @@ class OpTests(TransformationTests, MeshTests):
     @pytest.mark.R2
     @pytest.mark.parametrize("dtype", ["float16", "float64"])
     def test_runs_are_bitwise_equal(self, platform, dtype, rng):
-        """Of the same program, with another call between; others: `a_thousand_runs`."""
+        """Runs one program twice, with another call between. `a_thousand_runs` tests more runs."""
         dtype = jnp.dtype(dtype)
         f = jax.jit(self.value_and_vjp("ffi"))
         examples = [self.example(rng, (300, 129), dtype) for _ in range(2)]
@@ -180,7 +180,7 @@ class OpTests(TransformationTests, MeshTests):
     # --- Transformations ---
 
     def test_vmap(self, platform, implementation, rng):
-        """vmap of the op and of its gradient = a loop, for every mixture of mapped operands."""
+        """vmap of the op and of its gradient equals a loop, for all mixtures of mapped operands."""
         p = self.parameters
         n, none = 2 + p, (None,) * p
         last = 0 if self.output_shape((4, 9)) == () else -1
@@ -191,7 +191,7 @@ class OpTests(TransformationTests, MeshTests):
             ((0, None, *none),),
             ((last, 1, *(1,) * p),),
             ((last, -1, *(0,) * p),),
-            # nested, from the outside in
+            # nested: the outer vmap first
             ((0,) * n, (0,) * n),
             ((0, 0, *none), (0,) * n),
             ((0,) * n, (0, 0, *none)),
@@ -205,7 +205,7 @@ class OpTests(TransformationTests, MeshTests):
                 ((None, None, *(0,) * p), (0, 1, *none)),
                 ((0, 0, *none), (0, 0, *none), (None, 0, *(0,) * p)),
             ]
-        if implementation == "xla":  # JAX's own rules, mostly
+        if implementation == "xla":  # these are mostly JAX's own rules
             levels = levels[4::5]
         examples = [self._mapped_example(rng, level) for level in levels]
 
@@ -218,7 +218,8 @@ class OpTests(TransformationTests, MeshTests):
                 results.append(g(*example))
             return results
 
-        outcomes = jax.tree.map(np.asarray, jax.jit(f)(examples))  # JAX would compile the slicing
+        # NumPy slices them: JAX would compile the slicing
+        outcomes = jax.tree.map(np.asarray, jax.jit(f)(examples))
         for level, example, results in zip(levels, examples, outcomes, strict=True):
             for index in itertools.product(range(3), repeat=len(level)):
                 slices = list(example)
@@ -232,7 +233,7 @@ class OpTests(TransformationTests, MeshTests):
     @pytest.mark.G12
     @pytest.mark.parametrize(("groups", "shape"), [(3, (300, 129)), (600, (40, 33))], ids=str)
     def test_vmap_of_many_rows(self, platform, groups, shape, rng):
-        """Each group's sums have partial sums of their own, in one workspace."""
+        """Each group has its own partial sums. All are in one workspace."""
         examples = [self.example(rng, shape, jnp.float32) for _ in range(groups)]
         mapped = list(map(np.stack, zip(*examples, strict=True)))
         shared = mapped[:2] + examples[0][2:]
@@ -258,7 +259,7 @@ class OpTests(TransformationTests, MeshTests):
 
     @pytest.mark.G12
     def test_scan_with_shared_parameters(self, platform, implementation, rng):
-        """Their gradients are summed over the steps."""
+        """The parameters' gradients are summed over the steps."""
         steps = [self.example(rng, (5, 33), jnp.float32) for _ in range(3)]
         parameters = steps[0][2:]
         dys, xs = (np.stack([s[i] for s in steps]) for i in range(2))
@@ -287,7 +288,7 @@ class OpTests(TransformationTests, MeshTests):
     @pytest.mark.P4
     @pytest.mark.parametrize("requested", [None, "ffi", "xla"])
     def test_custom_call(self, platform, requested, rng):
-        """The kernels are in the compiled program, or they are not: forward, and backward."""
+        """Checks whether the compiled forward and backward programs contain the kernels."""
         example = self.example(rng, (5, 33), jnp.float32)
         op = functools.partial(self.op, implementation=requested)
         forward = jax.jit(op).lower(*example[1:]).compile().as_text()
@@ -305,10 +306,10 @@ class OpTests(TransformationTests, MeshTests):
 
 
 class RowOpTests(RowMeshTests, OpTests):
-    """What holds for ops whose rows have nothing to do with each other."""
+    """Tests of ops whose rows are independent."""
 
     def test_eager_is_jitted(self, platform, rng):
-        """Bitwise, as all the work is in the kernels."""
+        """Bitwise equal, because the kernels do all the work."""
         example = list(map(jnp.asarray, self.example(rng, (300, 129), jnp.float32)))
         f = self.value_and_vjp("ffi")
         for eager, jitted in zip(f(*example), jax.jit(f)(*example), strict=True):
@@ -318,10 +319,10 @@ class RowOpTests(RowMeshTests, OpTests):
     @pytest.mark.M6
     @pytest.mark.parametrize("features", [128, 129])
     def test_rows_are_independent(self, platform, features, dtype, rng):
-        """Bitwise: a row's y and dx depend neither on the number of rows nor on their order.
+        """A row's y and dx do not depend on the number or order of rows, bitwise.
 
-        But on a GPU rows that do not all start at 16-byte boundaries may depend on how far from
-        one they start.
+        There is an exception on GPUs. If not all rows start at 16-byte boundaries, a row's result
+        may depend on its offset from such a boundary.
         """
         dy, x, *parameters = self.example(rng, (300, features), dtype)
         order = rng.permutation(300)
@@ -339,7 +340,7 @@ class RowOpTests(RowMeshTests, OpTests):
     @pytest.mark.N9
     @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
     def test_nonfinite(self, platform, implementation, dtype, rng):
-        """NaN or infinity spoils its row and, through the sums, columns; nothing else."""
+        """NaN or infinity changes only its row and, through sums, columns."""
         clean = self.example(rng, (37, 129), dtype)
         examples = []
         for value, where in itertools.product((np.nan, np.inf, -np.inf), (0, 1)):

@@ -10,17 +10,18 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Before JAX is imported: several CPU devices, for meshes, and the CPU beside any other platform.
+# Set before JAX is imported: several CPU devices for meshes, and the CPU beside other platforms.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-# Most of the tests' time goes into compiling what surrounds the kernels: a third less without
-# LLVM's optimisations, and again a third less in one piece and by the older of jaxlib 0.10's two
-# emitters. Values that are XLA's own are computed as users' are (`comparing.OPTIMIZED`), and so is
-# all on a GPU host, where options would change GPU programs too.
+# Most of the tests' time is compilation of the code around the kernels. Without LLVM's
+# optimisations it takes a third less. One module per program and the older of jaxlib 0.10's two
+# emitters save a further third. Programs whose values XLA computes are compiled as users' programs
+# are (`comparing.OPTIMIZED`). On a GPU host nothing is changed, because the options would change
+# GPU programs too.
 if not shutil.which("nvidia-smi"):
     faster = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no such option
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # jaxlib 0.11 has no such option
         faster += "--xla_cpu_use_fusion_emitters=false "
     os.environ["XLA_FLAGS"] = faster + os.environ["XLA_FLAGS"]
 if os.environ.get("JAX_PLATFORMS") and "cpu" not in os.environ["JAX_PLATFORMS"].split(","):
@@ -53,9 +54,10 @@ hypothesis.settings.register_profile(
     deadline=None,
     max_examples=12,
     database=None,
-    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # each example is compiled
+    # No shrinking: each example must be compiled.
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
-# Other examples each time, as many as there is time for: `make fuzz`.
+# `make fuzz`: other examples in each run. The environment variable sets their number.
 hypothesis.settings.register_profile(
     "fuzz",
     deadline=None,
@@ -66,7 +68,7 @@ hypothesis.settings.load_profile("jax_gradops")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A suite that runs without the kernels would pass, and say nothing about them."""
+    """Refuses to run without the kernels: the suite would pass without testing them."""
     for row, (what, threads) in catalogue.ROWS.items():
         config.addinivalue_line("markers", f"{row}: {what} ({threads})")
     if "cpu" not in _registry.MODULES:
@@ -77,11 +79,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out, on the CPU, what variants of ops would only prove once more.
+    """On the CPU, leaves out tests of variants that would prove nothing new.
 
-    Transformations and meshes are the business of `jax_gradops/_kernel`, which all ops share. So
-    ops meet all combinations of them with dtypes and options; their variants meet each
-    transformation, mesh, dtype and option, with the kernels.
+    Transformations and meshes are handled by `jax_gradops/_kernel`, which all ops share. The ops
+    are tested with each transformation and mesh in all combinations with dtypes and options.
+    Variants are tested with each transformation, mesh, dtype and option, with the kernels.
     """
     groups: dict[Any, list[Any]] = {}
     for item in items:
@@ -98,15 +100,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _covering(items: list[Any]) -> list[Any]:
-    """Some of a test's items, with every value of each parameter, as evenly as possible."""
+    """A subset of a test's items that has every value of each parameter, as evenly as possible."""
     values = {
         item: [(name, repr(value)) for name, value in item.callspec.params.items()]
         for item in items
         if item.callspec.params.get("implementation") != "xla"
     }
-    if not values:  # asked for by name
+    if not values:  # the test was asked for by name
         return items
-    turn = len(items[0].cls.__name__) % len(values)  # variants of an op combine them differently
+    turn = len(items[0].cls.__name__) % len(values)  # different variants get different combinations
     left = [*values][turn:] + [*values][:turn]
     uses = dict.fromkeys((v for of_item in values.values() for v in of_item), 0)
     chosen = []
@@ -121,7 +123,7 @@ def _covering(items: list[Any]) -> list[Any]:
 
 
 def pytest_collection_finish() -> None:
-    """What there is by now stays: the garbage collector need not go through it again and again."""
+    """Freezes all present objects, so that the garbage collector does not visit them again."""
     gc.freeze()
 
 
@@ -140,7 +142,7 @@ def _present(platform: str) -> bool:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def platform(request: pytest.FixtureRequest):
-    """Every platform in turn; the test's arrays are made and used there."""
+    """Yields every platform in turn. The test's arrays are made and used on this platform."""
     if request.param == "cuda" and not _present("gpu"):
         pytest.skip("no CUDA device")
     with jax.default_device(jax.devices("gpu" if request.param == "cuda" else "cpu")[0]):
@@ -173,13 +175,16 @@ def clip(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Seeded by the test's name, so that tests do not depend on their order."""
+    """A generator seeded by the test's name, so that tests do not depend on their order."""
     return np.random.default_rng(list(request.node.nodeid.rpartition("::")[2].encode()))
 
 
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
-    """As Optax's AdamW needs it; in all threads, as programs are compiled in several."""
+    """Sets the dtype promotion that Optax's AdamW needs.
+
+    Several threads compile: it is set in all.
+    """
     before = jax.config.jax_numpy_dtype_promotion
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     yield
@@ -188,6 +193,6 @@ def standard_promotion() -> Iterator[None]:
 
 @pytest.fixture
 def flax_settings(standard_promotion: None) -> Iterator[None]:
-    """As Flax's own code has to have it; and no TensorFloat-32."""
+    """Sets the rank promotion that Flax's code needs, and turns TensorFloat-32 off."""
     with jax.numpy_rank_promotion("allow"), jax.default_matmul_precision("highest"):
         yield

@@ -1,4 +1,4 @@
-"""What the tests of the demo's tasks share."""
+"""Helpers of the tests of all demo tasks."""
 
 import argparse
 import contextlib
@@ -15,14 +15,14 @@ from jax_gradops._tools.demo import command
 
 @contextlib.contextmanager
 def as_users_have_it() -> Iterator[None]:
-    """JAX's defaults instead of conftest's strictness, which Flax and Optax do not stand."""
+    """Sets JAX's defaults. Flax and Optax do not work with the strict settings of conftest.py."""
     ours = {
         "jax_enable_x64": False,
         "jax_numpy_dtype_promotion": "standard",
         "jax_numpy_rank_promotion": "allow",
-        # Bitwise comparisons: XLA's scatter on GPUs adds in any order.
+        # Results are compared bitwise, but XLA's scatter on GPUs adds in any order.
         "jax_default_device": jax.devices("cpu")[0],
-        "jax_disable_most_optimizations": True,  # most of the time would be compilation
+        "jax_disable_most_optimizations": True,  # else most of the time would be compilation
     }
     before = {name: jax.config.values[name] for name in ours}
     for name, value in ours.items():
@@ -53,7 +53,7 @@ def one_error(capsys: pytest.CaptureFixture) -> str:
 def interrupt_after(
     monkeypatch: pytest.MonkeyPatch, program: type, steps: int, times: int = 1
 ) -> None:
-    """A Ctrl-C in the middle of a step."""
+    """Sends a Ctrl-C in the middle of a step."""
     train_step, done = program.train_step, []
 
     def interrupted(self: object, state: object) -> object:

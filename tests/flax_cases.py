@@ -1,4 +1,4 @@
-"""The Flax modules, constructor arguments and inputs on which ours have to do what Flax's do."""
+"""Flax modules, constructor arguments and inputs. Our modules must do what Flax's do."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from flax import linen, nnx
 import jax_gradops.linen
 import jax_gradops.nnx
 
-#: By name: Flax's module, and ours.
+#: Flax's module and our module, by API name.
 APIS = {"linen": (linen, jax_gradops.linen), "nnx": (nnx, jax_gradops.nnx)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One module, called once.
+    """One call of one module.
 
     Attributes:
-      options: of the constructor.
+      options: arguments of the constructor.
       call: arguments of the call.
-      kernel: whether this library's kernel has to compute it, or Flax's own code.
-      only: the API that has it, if only one has.
+      kernel: whether this library's kernel must compute the result. Else Flax's own code must.
+      only: the only API that supports the case, if there is one.
     """
 
     module: str
@@ -46,7 +46,7 @@ class Case:
         return "-".join([self.module, *named, shape, self.dtype])
 
     def features(self) -> int:
-        """What NNX's constructors are told."""
+        """The number of features for NNX constructors."""
         axis = self.options.get("axis", self.options.get("feature_axes", -1))
         axes = axis if isinstance(axis, tuple) else (axis,)
         return int(np.prod([self.shape[a] for a in axes]))
@@ -157,7 +157,7 @@ def _loss(y: jax.Array) -> jax.Array:
 
 
 def _linen(modules: Any, case: Case) -> Any:
-    """The initial variables, a function of them and x, and its arguments."""
+    """The initial variables, a function of these and x, and the arguments of this function."""
     module = getattr(modules, case.module)(**case.options)
     x = case.x()
     variables = module.init(jax.random.key(1), x, **case.call)
@@ -170,7 +170,7 @@ def _linen(modules: Any, case: Case) -> Any:
 
 
 def _nnx(modules: Any, case: Case) -> Any:
-    """As `_linen`."""
+    """As `_linen`, for NNX."""
     cls = getattr(modules, case.module)
     graph, variables = nnx.split(cls(case.features(), **case.options, rngs=nnx.Rngs(1)))
 

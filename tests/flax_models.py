@@ -1,4 +1,4 @@
-"""Models of Flax's modules, or of ours, that tests compare; and how."""
+"""Models made of Flax's modules or of this library's, and their comparison in tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ def x_of(*shape: int) -> jax.Array:
 
 
 def assert_close(expected: Any, actual: Any, dtype: Any = jnp.float32) -> None:
-    """Equal but for roundings; each model has several layers, which multiply them: what Flax makes
-    of a bias before its batch norm, whose gradient is 0, was 2.6e-4 where others were 14."""
+    """Equal except for rounding errors.
+
+    Each model has several layers, and they multiply rounding errors. The gradient of a bias before
+    batch norm is 0 in theory. Flax's result was 2.6e-4, while other gradients were 14.
+    """
     assert jax.tree.structure(expected) == jax.tree.structure(actual)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         a, b = (np.asarray(v, np.float64) for v in (a, b))
@@ -33,7 +36,7 @@ def assert_close(expected: Any, actual: Any, dtype: Any = jnp.float32) -> None:
 
 
 def kernels(function: Callable[..., Any], *arguments: Any) -> set[str]:
-    """Those that the lowered program calls."""
+    """The kernels that the lowered program calls."""
     text = jax.jit(function).lower(*arguments).as_text()
     return set(re.findall(r"custom_call @jax_gradops[.\w]*?\.(\w+)", text))
 
@@ -42,7 +45,7 @@ def kernels(function: Callable[..., Any], *arguments: Any) -> set[str]:
 
 
 class Block(linen.Module):
-    """One of everything; `modules` are Flax's or ours."""
+    """One module of each kind; `modules` is Flax's API or ours."""
 
     modules: Any
 
@@ -63,7 +66,7 @@ class Plain(linen.Module):
 
 
 class Scanned(linen.Module):
-    """Layers under `linen.scan`, each rematerialised."""
+    """Layers under `linen.scan`. Each one is rematerialised."""
 
     modules: Any
 
@@ -76,7 +79,7 @@ class Scanned(linen.Module):
 
 
 class Vmapped(linen.Module):
-    """A module for each of the batch; the last one's variables are shared."""
+    """A vmapped module. The instances share the variables of the last layer."""
 
     modules: Any
 
@@ -108,7 +111,7 @@ class Synchronised(linen.Module):
 
 
 class Partitioned(linen.Module):
-    """Parameters with names of mesh axes."""
+    """Parameters that are annotated with names of mesh axes."""
 
     modules: Any
 
@@ -122,7 +125,7 @@ class Partitioned(linen.Module):
 
 
 class Model(nnx.Module):
-    """One of everything that `fuse` knows, with norms of a module given."""
+    """One module of each kind that `fuse` replaces. `modules` provides the norms."""
 
     def __init__(self, rngs: nnx.Rngs, modules: Any = nnx) -> None:
         self.layer = modules.LayerNorm(WIDTH, rngs=rngs)

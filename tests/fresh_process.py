@@ -1,4 +1,4 @@
-"""Code that needs a process of its own."""
+"""Runs code that needs a new process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def run_python(code: str, tmp_path: Any, timeout: float = 120, **environment: str) -> Any:
-    """Runs code in a fresh process, far from the source folder; returns the JSON that it prints."""
+    """Runs code in a new process, outside the source folder; returns the JSON that it prints."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     done = subprocess.run(
         [sys.executable, "-c", code],

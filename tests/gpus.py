@@ -1,8 +1,8 @@
-"""GPUs for which tests ask what the kernels' tables choose; none of them needs to be there."""
+"""GPUs for tests of the tables that choose kernels. No test needs these GPUs."""
 
 from __future__ import annotations
 
-#: Architecture, multiprocessors, shared bytes of a multiprocessor, bytes of the L2 cache.
+#: Architecture, multiprocessors, bytes of shared memory per multiprocessor, bytes of L2 cache.
 GPUS = {
     "A100": (80, 108, 167_936, 40 << 20),
     "RTX 4090": (89, 128, 102_400, 72 << 20),

@@ -1,4 +1,4 @@
-"""Ops on arrays that are spread over several devices: a part of the suite in conformance.py."""
+"""Tests of ops on arrays that are sharded over several devices: a part of conformance.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mesh(
     kind_of_model: AxisType | None = None,
     shape: tuple[int, int] | None = None,
 ) -> Any:
-    """Of the axes "data" and "model" over all devices of the platform, up to eight."""
+    """A mesh with the axes "data" and "model" over all devices of the platform, at most eight."""
     devices = jax.devices("gpu" if platform == "cuda" else "cpu")
     if len(devices) < 2:
         pytest.skip(f"only one {platform} device")
@@ -38,30 +38,30 @@ def mesh(
 
 
 def collectives(compiled: str) -> dict[str, int]:
-    """How often each collective operation stands in a compiled program."""
+    """The number of calls of each collective operation in a compiled program."""
     names = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
     counts = {n: len(re.findall(rf" {n}(?:-start)?\(", compiled)) for n in names}
     return {name: count for name, count in counts.items() if count}
 
 
 def largest_gather(compiled: str) -> int:
-    """Elements of the largest result of an all-gather."""
+    """The number of elements of the largest result of an all-gather."""
     types = "".join(re.findall(r"= (.*?) all-gather(?:-start)?\(", compiled))
     shapes = re.findall(r"\w\[([\d,]*)\]", types)
     return max((int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes), default=0)
 
 
 class MeshTests:
-    """Mixed into `OpTests`. With XLA's operations only where JAX's types of arrays matter."""
+    """Mixed into `OpTests`. XLA's operations are tested only where JAX's types of arrays matter."""
 
-    # The shape of x in these tests: divisible by every mesh, rows and features.
+    # The shape of x in these tests. Rows and features are divisible by every mesh axis.
     mesh_shape: tuple[int, ...] = (8, 4, 32)
-    # How many all-reduces there may be, in forward and backward together, when only rows are
-    # spread: one, for all gradients of parameters. There is no other collective.
+    # The allowed numbers of all-reduces in forward and backward together, if only rows are sharded.
+    # One all-reduce serves all gradients of parameters. No other collective is allowed.
     all_reduces: tuple[int, ...] = (1,)
 
     def placed(self, mesh: Any, spec: Any, example: Any) -> list[Any]:
-        """dy and x laid out by `spec`, parameters on every device."""
+        """Puts dy and x on the mesh with `spec`, and parameters on every device."""
         specs = [spec if np.ndim(a) == len(self.mesh_shape) else P() for a in example]
         return [
             jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(example, specs, strict=True)
@@ -74,7 +74,7 @@ class MeshTests:
         ids=str,
     )
     def test_rows_spread(self, platform, spec, rng):
-        """Equal to the unsharded result, and with the kernels only partial sums travel."""
+        """Equals the unsharded result. With the kernels, only partial sums are sent."""
         devices = mesh(platform, AxisType.Auto)
         example = self.example(rng, self.mesh_shape, jnp.float32)
         arrays = self.placed(devices, spec, example)
@@ -95,7 +95,7 @@ class MeshTests:
         ids=str,
     )
     def test_features_spread(self, platform, spec, rng):
-        """Also where x and dy are spread in different ways."""
+        """Features are sharded. In some cases the shardings of x and dy differ."""
         devices = mesh(platform, AxisType.Auto)
         example = self.example(rng, self.mesh_shape, jnp.float32)
         arrays = self.placed(devices, spec, example)
@@ -115,7 +115,7 @@ class MeshTests:
         ids=["five of eight", "one more", "the second axis", "both axes"],
     )
     def test_rows_spread_unequally(self, platform, spec, cut, rng):
-        """XLA fills up the last shards; sums must not have what is filled in."""
+        """XLA pads the last shards. Sums must not contain the padding."""
         devices = mesh(platform, AxisType.Auto)
         example = self.example(rng, self.mesh_shape, jnp.float32)
         f = self.value_and_vjp("ffi")
@@ -151,7 +151,7 @@ class MeshTests:
         assert largest_gather(compiled.as_text()) <= example[1].shape[-1]
 
     def test_half_an_axis(self, platform, rng):
-        """Rows that a reshape spreads over a part of a mesh axis."""
+        """A reshape shards the rows over a part of a mesh axis."""
         devices = mesh(platform, AxisType.Auto)
         example = self.example(rng, (2, 16, 32), jnp.float32)
         flat = [a.reshape(32, -1) if np.ndim(a) == 3 else a for a in example]
@@ -179,7 +179,7 @@ class MeshTests:
     )
     @pytest.mark.parametrize("implementation", [None, "xla"])
     def test_vmap_spread(self, platform, implementation, kind, options, rng):
-        """vmap over an axis that is spread, parameters not mapped."""
+        """vmap over a sharded axis. Parameters are not mapped."""
         devices = mesh(platform, *(kind if isinstance(kind, tuple) else (kind,)))
         examples = [self.example(rng, (4, 32), jnp.float32) for _ in range(8)]
         parameters = examples[0][2:]
@@ -203,7 +203,7 @@ class MeshTests:
     )
     @pytest.mark.parametrize("model", [AxisType.Explicit, AxisType.Auto], ids=str)
     def test_explicit_mesh(self, platform, spec, model, rng):
-        """Of Explicit axes, also beside an Auto one."""
+        """All axes are Explicit, or one of them is Auto."""
         devices = mesh(platform, AxisType.Explicit, model)
         example = self.example(rng, self.mesh_shape, jnp.float32)
         with jax.set_mesh(devices):
@@ -226,7 +226,7 @@ class MeshTests:
 
     @pytest.mark.parametrize("implementation", [None, "xla"])
     def test_explicit_mesh_that_is_not_set(self, platform, implementation, rng):
-        """`jax.make_mesh` gives Explicit axes, and nothing says that the mesh must be set."""
+        """`jax.make_mesh` makes Explicit axes. JAX does not require that the mesh is set."""
         devices = mesh(platform, AxisType.Explicit)
         example = self.example(rng, self.mesh_shape, jnp.float32)
         arrays = self.placed(devices, P("data", None, "model"), example)
@@ -236,7 +236,7 @@ class MeshTests:
 
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
     def test_second_order_spread(self, platform, kind, rng):
-        """A Hessian-vector product on a mesh is that of one device."""
+        """A Hessian-vector product on a mesh equals the product on one device."""
         devices = mesh(platform, kind)
         example = self.example(rng, self.mesh_shape, jnp.float64)
         direction = self.example(rng, self.mesh_shape, jnp.float64)
@@ -253,12 +253,12 @@ class MeshTests:
 
 
 class RowMeshTests:
-    """Mixed into `RowOpTests`: inside shard_map, each device has rows of its own."""
+    """Mixed into `RowOpTests`: inside shard_map, each device has its own rows."""
 
     @pytest.mark.parametrize("check_vma", [True, False])
     @pytest.mark.parametrize("implementation", [None, "xla"])
     def test_shard_map(self, platform, implementation, check_vma, rng):
-        """The gradient of a shard_map: of rows spread, parameters replicated."""
+        """The gradient of a shard_map. Rows are sharded, parameters are replicated."""
         devices = mesh(platform, AxisType.Auto)
         example = self.example(rng, self.mesh_shape, jnp.float32)
         spec = P("data", "model")
@@ -302,7 +302,7 @@ class RowMeshTests:
     @pytest.mark.parametrize("manual", ["data", "model", "pipe"])
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
     def test_three_axes(self, platform, kind, manual, rng):
-        """One Manual, two Auto or Explicit ones, of which one or the other spreads rows."""
+        """One axis is Manual. Two axes are Auto or Explicit, and one of them shards rows."""
         names = ("data", "model", "pipe")
         devices = jax.devices("gpu" if platform == "cuda" else "cpu")[:8]
         if len(devices) < 8:
@@ -319,7 +319,7 @@ class RowMeshTests:
         specs = []
         for other in (n for n in names if n != manual):
             specs += [P(manual, other), P((manual, other))]
-            if kind == AxisType.Auto:  # where dy need not be spread as y is
+            if kind == AxisType.Auto:  # then dy need not be sharded as y is
                 specs.append(P(other, manual))
         with jax.set_mesh(cube):
             layouts = [self.placed(cube, spec, example) for spec in specs]
@@ -328,7 +328,7 @@ class RowMeshTests:
             self.check(result, example, f"{manual} {spec}")
 
     def test_partial_manual_beside_one_device(self, platform, rng):
-        """The axis that is not manual has size 1: there is nothing to partition."""
+        """The axis that is not Manual has size 1. Nothing must be partitioned."""
         devices = mesh(platform, AxisType.Auto, shape=(2, 1))
         example = self.example(rng, self.mesh_shape, jnp.float32)
         mapped = jax.shard_map(
@@ -344,7 +344,7 @@ class RowMeshTests:
     @pytest.mark.parametrize("check_vma", [True, False])
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
     def test_partial_manual(self, platform, kind, check_vma, inside, rng):
-        """shard_map over one axis of the mesh, rows spread over the other one too."""
+        """shard_map over one axis of the mesh. The other axis shards rows too."""
         devices = mesh(platform, kind)
         example = self.example(rng, self.mesh_shape, jnp.float32)
         f = self.value_and_vjp("ffi")
@@ -370,7 +370,7 @@ class RowMeshTests:
             compiled = jax.jit(mapped).lower(*arrays).compile()
             self.check(compiled(*arrays), example, "partial manual")
         assert 'custom_call_target="jax_gradops.' in compiled.as_text()
-        if kind == AxisType.Auto:  # on an Explicit mesh jax 0.10's shard_map gathers by itself
+        if kind == AxisType.Auto:  # on an Explicit mesh, jax 0.10's shard_map gathers arrays itself
             assert set(collectives(compiled.as_text())) <= {"all-reduce"}
 
     def test_pmap(self, platform, rng):

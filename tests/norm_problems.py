@@ -19,7 +19,7 @@ class Problem(NamedTuple):
     """One call of an op and of its gradient."""
 
     op: str
-    dy: Any  # of a sum, a pair
+    dy: Any  # a pair, if the op returns a sum too
     parameters: dict[str, Any]
     options: dict[str, Any]
 
@@ -61,7 +61,8 @@ def check(*problems: Problem) -> None:
         x = p.parameters["x"]
         for name, reference in references(p).items():
             like = p.parameters.get(name, x)
-            extra = tuple(range(reference.value.ndim - like.ndim))  # a parameter of the last axis
+            # For a parameter of the last axis only.
+            extra = tuple(range(reference.value.ndim - like.ndim))
             value, magnitude = reference.value.sum(extra), reference.magnitude.sum(extra)
             reference = oracles.Reference(value, magnitude)
             what = f"{p.op}, {x.dtype}{list(x.shape)}, {p.options}: {name}"
@@ -116,7 +117,7 @@ def normal(rng: Any, *shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 
 def exact_sum(x: Any, residual: Any, bias: Any = None) -> np.ndarray:
-    """In the order of the formula, rounded once."""
+    """The sum x + (residual + bias) in the order of the formula, rounded once."""
     wide = accum(x.dtype)
     update = residual.astype(wide) + np.asarray(0 if bias is None else bias).astype(wide)
     return (x.astype(wide) + update).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Executes the notebooks: for tests, and as a program, to refresh the committed outputs."""
+"""Executes the notebooks: in tests, and as a program to refresh the committed outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib.font_manager  # noqa: F401  (where it has no font cache, it makes one, and says so)
+import matplotlib.font_manager  # noqa: F401  (makes a missing font cache, with a message)
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -20,9 +20,9 @@ CELL_SECONDS = 300
 
 
 def execute(path: Path, environment: Mapping[str, str]) -> nbformat.NotebookNode:
-    """The notebook with new outputs; raises what one of its cells raises. The file stays as it is.
+    """The notebook with new outputs. Raises the error of a cell. The file does not change.
 
-    Its kernel runs on this interpreter, in an empty folder beside the committed measurements.
+    The kernel runs on this interpreter, in an empty folder beside the committed measurements.
     """
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as parent:
@@ -31,9 +31,9 @@ def execute(path: Path, environment: Mapping[str, str]) -> nbformat.NotebookNode
         folder.mkdir()
         manager = AsyncKernelManager(
             kernel_name="python3",
-            # Installed kernels, of which one may be another interpreter's, are in folders.
+            # Kernels that are installed in folders are not used: they may run another interpreter.
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
-            transport="ipc",  # no ports that several workers could take at once
+            transport="ipc",  # with TCP, several workers could choose one port
             connection_file=f"{folder}/kernel.json",
         )
         NotebookClient(
@@ -44,12 +44,12 @@ def execute(path: Path, environment: Mapping[str, str]) -> nbformat.NotebookNode
             coalesce_streams=True,
             resources={"metadata": {"path": str(folder)}},
         ).execute(env=dict(environment), cleanup_kc=True)
-    # What is left out would differ with each interpreter that refreshes it.
+    # The other entries would differ between interpreters.
     notebook.metadata["language_info"] = {"name": "python"}
     return notebook
 
 
-if __name__ == "__main__":  # all of them, or those that are named
+if __name__ == "__main__":  # all notebooks, or the named ones
     for notebook_path in map(Path, sys.argv[1:]) if sys.argv[1:] else NOTEBOOKS:
         nbformat.write(execute(notebook_path, os.environ), notebook_path)
         print(f"{notebook_path.name}: executed, {notebook_path.stat().st_size / 1e3:.0f} kB")

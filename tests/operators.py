@@ -1,6 +1,6 @@
-"""The gradient operators of ONNX Runtime and oneDNN Graph, as published: in float64 NumPy.
+"""The gradient operators of ONNX Runtime and oneDNN Graph, in float64 NumPy, as published.
 
-Arrays are [rows, features], statistics [rows, 1].
+Arrays are [rows, features], statistics are [rows, 1].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def columns(terms: np.ndarray, magnitudes: np.ndarray) -> Reference:
 def gradients(
     dy: np.ndarray, x_hat: np.ndarray, size: np.ndarray, scale: Any, rstd: np.ndarray, mean: bool
 ) -> list[Reference]:
-    """dx, dscale, dbias from the normalised input; `size` is what its rounding errors go with."""
+    """dx, dscale, dbias from x_hat. Its rounding errors are proportional to `size`."""
     n = dy.shape[1]
     d = dy if scale is None else dy * scale
     dx = n * d - x_hat * (d * x_hat).sum(1, keepdims=True)
@@ -52,6 +52,6 @@ def invertible_layer_normalization_grad(dy, y, scale, bias, inv_std_dev, mean=Tr
 
 
 def layer_norm_backward(diff_dst, src, gamma, mean, variance, epsilon):  # noqa: ANN001, ANN201
-    """oneDNN Graph's."""
+    """The operator of oneDNN Graph."""
     inv_sqrt = 1 / np.sqrt(variance + epsilon)
     return layer_normalization_grad(diff_dst, src, gamma, mean, inv_sqrt)

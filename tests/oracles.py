@@ -1,7 +1,7 @@
-"""What the ops mean, in float64 NumPy: independent of the library, no JAX in here.
+"""The meaning of the ops in float64 NumPy. The module does not use the library or JAX.
 
-An oracle takes float64 arrays (the rounded inputs, widened) and returns a `Reference` for each
-result: the value, and what the tolerance of a test has to know about how it came about.
+An oracle takes float64 arrays: the rounded inputs, widened. It returns a `Reference` for each
+result: the value, and the facts that a test's tolerance needs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import scipy.special
 
 
 class Reference(NamedTuple):
-    """A float64 result; `magnitude` is the sum of the absolute values of the terms it is made of.
+    """A float64 result. `magnitude` is the sum of the absolute values of its terms.
 
-    One rounding error of the computation is eps * magnitude; `error` is by how much the result may
-    be off in any case, as what it was computed from had been rounded.
+    One rounding error of the computation is eps * magnitude. `error` is an additional allowed
+    error: the op may have computed the result from rounded values.
     """
 
     value: np.ndarray
@@ -54,9 +54,9 @@ def _columns(terms: np.ndarray, magnitudes: np.ndarray) -> Reference:
 def _x_hat(x: np.ndarray, epsilon: float, centered: bool) -> tuple[np.ndarray, np.ndarray]:
     if centered:
         x = x - _mean(x)
-        x = x - _mean(x)  # what the rounding of the first mean left
+        x = x - _mean(x)  # removes the rest that rounding of the first mean left
     square = _mean(x * x) + epsilon
-    rstd = 1 / np.sqrt(np.where(np.isinf(square), np.nan, square))  # not zeros for such a row
+    rstd = 1 / np.sqrt(np.where(np.isinf(square), np.nan, square))  # infinity: NaN, not 0
     return x * rstd, rstd
 
 
@@ -73,7 +73,7 @@ def norm(
     x_hat, _ = _x_hat(x, epsilon, centered)
     gamma = 1.0 if scale is None else scale + scale_offset
     beta = 0.0 if bias is None else bias
-    spread = np.sqrt(_mean(x_hat * x_hat)) if centered else 0.0  # an error of the mean
+    spread = np.sqrt(_mean(x_hat * x_hat)) if centered else 0.0  # for an error of the mean
     magnitude = np.abs(gamma) * (np.abs(x_hat) + spread) + np.abs(beta)
     return Reference(x_hat * gamma + beta, magnitude)
 
@@ -106,7 +106,7 @@ def norm_vjp(
 
 
 def add_norm(total: np.ndarray, *parameters: Any, **options: Any) -> Reference:
-    """The norm of a sum and, beside it along the last axis, the sum itself, which is exact."""
+    """The norm of a sum, and the exact sum after it, along the last axis."""
     y = norm(total, *parameters, **options)
     values = [y.value, total], [y.magnitude, np.abs(total)]
     return Reference(*(np.concatenate(v, -1) for v in values))
@@ -115,7 +115,7 @@ def add_norm(total: np.ndarray, *parameters: Any, **options: Any) -> Reference:
 def add_norm_vjp(
     dy: np.ndarray, dsum: np.ndarray, x: np.ndarray, *parameters: Any, **options: Any
 ) -> tuple[Reference, Reference, Reference, Reference]:
-    """Gradients of a norm and the sum `x`: with respect to it, scale, bias and a bias of it."""
+    """Gradients of a norm and of the sum `x`, with respect to x, scale, bias and a bias of x."""
     dx, dscale, dbias = norm_vjp(dy, x, *parameters, **options)
     dx = total([dx, Reference(dsum, np.abs(dsum))])
     return dx, dscale, dbias, over_rows(dx)
@@ -131,16 +131,16 @@ def norm_vjp_of_rounded(
     smallest: float,
     **options: Any,
 ) -> tuple[Reference, Reference, Reference]:
-    """As `norm_vjp`, for a computation that sees the output, rounded, instead of x.
+    """As `norm_vjp`, for an op that computes gradients from the rounded output instead of x.
 
-    `unit` is half of the relative distance between the numbers of its dtype, `smallest` the
-    distance near 0. No element of scale + scale_offset may be 0.
+    `unit` is half of the relative distance between neighbours in the output's dtype. `smallest` is
+    their distance near 0. No element of scale + scale_offset may be 0.
     """
     y = norm(x, scale, bias, **options).value
     gamma = scale + options.get("scale_offset", 0.0)
     x_hat, rstd = _x_hat(x, options["epsilon"], options["centered"])
     wdy = np.abs(dy * gamma)
-    # By how much x_hat is off; a little more, as y may be rounded to the wrong side.
+    # The error of x_hat. 1.01: y itself may be rounded to the wrong side.
     off = (1.01 * unit * np.abs(y) + smallest) / np.abs(gamma)
     size = np.abs(x_hat)
     dx, dscale, dbias = norm_vjp(dy, x, scale, **options)
@@ -154,9 +154,9 @@ def norm_vjp_of_rounded(
 
 class _BatchNorm(NamedTuple):
     x_hat: np.ndarray
-    size: np.ndarray  # of what x_hat is made of
+    size: np.ndarray  # the magnitude of x_hat's terms
     rstd: np.ndarray
-    z: Reference  # what the activation is applied to
+    z: Reference  # the argument of the activation
 
 
 def _rows_mean(x: np.ndarray) -> np.ndarray:
@@ -172,7 +172,7 @@ def _batch_norm(
     epsilon: float,
 ) -> _BatchNorm:
     x = x - _rows_mean(x)
-    x = x - _rows_mean(x)  # what the rounding of the first mean left
+    x = x - _rows_mean(x)  # removes the rest that rounding of the first mean left
     square = _rows_mean(x * x) + epsilon
     rstd = 1 / np.sqrt(np.where(np.isinf(square), np.nan, square))
     x_hat = x * rstd
@@ -193,7 +193,7 @@ def batch_norm(
     relu: bool = False,
     residual: np.ndarray | None = None,
 ) -> Reference:
-    """Over all axes but the last; then relu of the sum with the residual."""
+    """Batch norm over all axes but the last, then the residual's addition, then relu."""
     z = _batch_norm(x, scale, bias, residual, epsilon).z
     return z._replace(value=np.maximum(z.value, 0)) if relu else z
 
@@ -211,8 +211,8 @@ def batch_norm_vjp(
 ) -> tuple[Reference, Reference, Reference, Reference]:
     """Gradients with respect to x, scale, bias and the residual.
 
-    `unit` is the relative error with which relu's argument is known: where it may be 0, so may
-    what goes through relu.
+    `unit` is the relative error of relu's argument. If the argument may be 0, the gradient through
+    relu may be 0.
     """
     x_hat, size, rstd, z = _batch_norm(x, scale, bias, residual, epsilon)
     doubtful = np.zeros_like(dy)
@@ -250,7 +250,7 @@ def gelu_value(z: np.ndarray, approximate: bool) -> np.ndarray:
 
 def gelu_derivative(z: np.ndarray, approximate: bool) -> np.ndarray:
     """The derivative of `gelu_value`."""
-    z = np.clip(z, -60, 60)  # beyond, it is 0 or 1 to the last bit
+    z = np.clip(z, -60, 60)  # beyond, the derivative is exactly 0 or 1
     with np.errstate(under="ignore"):
         if approximate:
             argument, slope = _tanh_argument(z)
@@ -261,7 +261,10 @@ def gelu_derivative(z: np.ndarray, approximate: bool) -> np.ndarray:
 
 
 def _gaussian(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Phi(z) and its derivative; z^2 in two parts, as rounding hundreds costs as many ulp."""
+    """Phi(z) and its derivative.
+
+    z^2 is in two parts: rounding z^2 of hundreds costs hundreds of ulp.
+    """
     z = np.clip(z, -60, 60)
     upper = z.astype(np.float32).astype(np.float64)
     bell = np.exp(-0.5 * upper * upper) * np.exp(-0.5 * (z - upper) * (z + upper))
@@ -291,14 +294,15 @@ def bias_gelu_vjp(
 
 
 def global_norm(*leaves: np.ndarray) -> Reference:
-    """The L2 norm over all elements; scaled, so that no square overflows or vanishes."""
+    """The L2 norm over all elements. They are scaled so that no square overflows or vanishes."""
     largest = max((float(np.max(np.abs(leaf))) for leaf in leaves if leaf.size), default=0.0)
     if not 0 < largest < np.inf:
         value = np.asarray(np.nan if any(np.isnan(leaf).any() for leaf in leaves) else largest)
     else:
         total = sum(float(np.sum((leaf / largest) ** 2)) for leaf in leaves)
         value = np.asarray(largest * np.sqrt(total))
-    # Float64 is summed in float64: errors of a long sum grow as the square root of its length.
+    # For float64 leaves, sums of the op and the oracle have equal precision. Errors of a long sum
+    # grow as the square root of its length.
     growth = 1 + np.sqrt(sum(leaf.size for leaf in leaves)) / 16
     return Reference(value, value * growth)
 
@@ -311,7 +315,7 @@ def global_norm_vjp(dnorm: np.ndarray, *leaves: np.ndarray) -> tuple[Reference, 
 
 
 def clip(max_norm: float, *leaves: np.ndarray) -> tuple[Reference, ...]:
-    """leaf * max_norm / norm where norm >= max_norm > 0."""
+    """leaf * max_norm / norm if norm >= max_norm > 0, else leaf."""
     norm_ = float(global_norm(*leaves).value)
     factor = 1.0 if norm_ < max_norm or norm_ == 0 else max_norm / norm_
     return tuple(Reference(leaf * factor, np.abs(leaf * factor)) for leaf in leaves)

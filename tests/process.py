@@ -1,7 +1,7 @@
-"""One of the processes that test_processes.py starts: python process.py PORT PROCESSES ID DEVICES.
+"""One of the processes of test_processes.py: python process.py PORT PROCESSES ID DEVICES.
 
-All processes run this program in step, each with some devices of one mesh. It needs no GPU, and no
-other host: the processes talk over the loopback interface.
+All processes run this program in step. Each has some devices of one mesh. The program needs no GPU
+and no other host: processes use the loopback interface.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SPECS = P("data"), P(("data", "model")), P("data", "model"), P("data", None, "mo
 
 
 def whole(arrays: Any) -> Any:
-    """As NumPy arrays with the parts of all processes."""
+    """NumPy arrays that hold the parts of all processes."""
     return multihost_utils.process_allgather(arrays, tiled=True)
 
 
 def check(tests: OpTests, kind: AxisType, spec: P) -> None:
-    """An op and its gradient on arrays of which each process has a part."""
+    """Checks an op and its gradient on arrays that are spread over all processes."""
     mesh = jax.make_mesh((DEVICES, PROCESSES), ("data", "model"), axis_types=(kind,) * 2)
     example = tests.example(np.random.default_rng(0), tests.mesh_shape, jnp.float32)
     with jax.set_mesh(mesh):
@@ -57,7 +57,7 @@ def check(tests: OpTests, kind: AxisType, spec: P) -> None:
 
 
 def check_shard_map(tests: OpTests) -> None:
-    """Each device has rows of its own; one axis of the mesh stays automatic."""
+    """Each device has its own rows. In some cases one axis of the mesh stays automatic."""
     mesh = jax.make_mesh((DEVICES, PROCESSES), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     example = tests.example(np.random.default_rng(0), tests.mesh_shape, jnp.float32)
     for axes in ({"data", "model"}, {"data"}, {"model"}):
@@ -76,7 +76,7 @@ def check_shard_map(tests: OpTests) -> None:
 
 
 def check_training() -> None:
-    """Five steps of the demo's program, data parallel and FSDP, are those of one device."""
+    """Five steps of the demo, data parallel or FSDP, equal the steps on one device."""
     from jax_gradops._tools.demo import meshes, settings, text
     from jax_gradops._tools.demo.program import Program
 

@@ -1,7 +1,8 @@
-"""The gradient operators, each against a plain transcription of its published definition.
+"""The gradient operators, each compared with a direct transcription of its published definition.
 
-ONNX Runtime's contrib operators for training, and oneDNN Graph's LayerNormBackward. Those of other
-ops are in test_batch_norm.py, test_bias_gelu.py and test_global_norm_in_place.py.
+The operators are ONNX Runtime's contrib operators for training, and oneDNN Graph's
+LayerNormBackward. Gradient operators of other ops are tested in test_batch_norm.py,
+test_bias_gelu.py and test_global_norm_in_place.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jax_gradops import backward
 
 # --- Every combination of dtypes that the originals register --------------------------------------
 
-# x, statistics, scale: of ONNX Runtime, and of oneDNN where it has others.
+# Dtypes of x, statistics and scale. They are ONNX Runtime's, and oneDNN's where oneDNN has others.
 DTYPES = [
     ("float32", "float32", "float32"),
     ("float64", "float64", "float64"),
@@ -53,13 +54,13 @@ def dtypes(request: pytest.FixtureRequest) -> list[Any]:
 
 
 class Problem:
-    """Random arguments for one axis; `flat` has them as the definitions want them."""
+    """Random arguments for one axis. `flat` returns them in the shapes of the definitions."""
 
     def __init__(self, rng: Any, begin: int, dtypes: Any, *, affine: bool, zeros: bool = False):
         x_dtype, stats_dtype, scale_dtype = dtypes
         self.begin, self.inner = begin, SHAPE[begin:]
         rows, features = math.prod(SHAPE[:begin]), math.prod(self.inner)
-        # Multiples of 1/8 with a mean of 1/2: a mean of 16 bits is not off then.
+        # Multiples of 1/8 with a mean of 1/2. A 16-bit dtype holds this mean exactly.
         x = np.round(8 * rng.standard_normal((rows, features))) / 8
         x = np.concatenate([x[:, : features // 2], -x[:, : features // 2]], 1)
         x = np.pad(x, ((0, 0), (0, features % 2))) + 0.5
@@ -77,12 +78,12 @@ class Problem:
         self.rstd = (1 / np.sqrt(widen(self.variance) + EPSILON)).astype(stats_dtype)
 
     def flat(self, *names: str) -> list[Any]:
-        """In float64, [rows, features]."""
+        """Arrays in float64, [rows, features]."""
         arrays = [getattr(self, name) for name in names]
         return [None if a is None else widen(a) for a in arrays]
 
     def shaped(self, *names: str, kept: bool = False) -> list[Any]:
-        """As users pass them; statistics with trailing axes if `kept`."""
+        """Arrays in the users' shapes. Statistics have trailing axes if `kept`."""
         rows = SHAPE[: self.begin]
         shapes = {n: SHAPE for n in ("dy", "x", "y")} | {n: self.inner for n in ("scale", "bias")}
         statistic = (*rows, *[1] * len(self.inner)) if kept else rows
@@ -93,7 +94,7 @@ class Problem:
 
 
 def check(actual: Any, references: list[Reference], dtypes: list[Any], what: str) -> None:
-    """Each result that is wanted, in its dtype; None for those that are not."""
+    """Checks each wanted result and its dtype. An unwanted result (dtype None) must be None."""
     accum = np.float64 if dtypes[0] == np.float64 else np.float32
     for i, (result, reference, dtype) in enumerate(zip(actual, references, dtypes, strict=True)):
         name = f"{what}: {('dx', 'dscale', 'dbias')[i]}"
@@ -111,7 +112,7 @@ def check(actual: Any, references: list[Reference], dtypes: list[Any], what: str
 @pytest.mark.G6
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 def test_operators(platform, implementation, dtypes, affine, rng):
-    """At every axis, and with zeros in scale; for XLA's operations, at two."""
+    """Tests every axis, also with zeros in scale. XLA's operations are tested at two axes."""
     problems = [
         Problem(rng, begin, dtypes, affine=affine, zeros=affine and begin % 3 == 1)
         for begin in (range(len(SHAPE)) if implementation == "ffi" else (1, 2))
@@ -152,7 +153,7 @@ def test_operators(platform, implementation, dtypes, affine, rng):
             invertible(*from_output),
             invertible(*without_bias, mean=False)[:2],
         ]
-        # Without a scale, dbias has x's dtype; without a bias there is none.
+        # Without a scale, dbias has x's dtype. Without a bias there is no dbias.
         of_bias = [scale_dtype if affine else x_dtype, of_scale, None, of_scale, None]
         for i, (actual, references, dbias) in enumerate(
             zip(results, expected, of_bias, strict=True)
@@ -162,7 +163,7 @@ def test_operators(platform, implementation, dtypes, affine, rng):
 
 
 def test_forward(platform, implementation, dtypes, rng):
-    """Statistics in the accumulation dtype, and of the rows' shape."""
+    """Statistics have the accumulation dtype and the shape of the rows."""
     p = Problem(rng, 2, dtypes, affine=True)
     x, scale, bias = p.shaped("x", "scale", "bias")
     options = {"begin_norm_axis": 2, "epsilon": EPSILON, "implementation": implementation}
@@ -188,7 +189,7 @@ def test_forward(platform, implementation, dtypes, rng):
 
 
 def test_per_channel(platform, implementation, rng):
-    """oneDNN's gamma of the last axis alone: its gradient is summed further, and rounded after."""
+    """oneDNN's gamma may have only the last axis. Its gradient is summed further, then rounded."""
     dtypes = list(map(jnp.dtype, ("float32", "float32", "bfloat16")))
     p = Problem(rng, 2, dtypes, affine=True)
     scale, bias = (np.tile(a[:5], 4) for a in (p.scale, p.bias))
@@ -218,10 +219,10 @@ def test_per_channel(platform, implementation, rng):
 
 
 def calls(dtype: Any, shape: tuple[int, int], rng: Any) -> dict[str, Any]:
-    """Each backward operator, as a function of dy, with other operands of small integers."""
+    """Each backward operator as a function of dy. Its other operands are small integers."""
     rows, features = shape
     x = rng.integers(-3, 4, (rows, features // 2))
-    x = np.concatenate([x, -x], 1).astype(dtype)  # of mean 0, exactly
+    x = np.concatenate([x, -x], 1).astype(dtype)  # the mean is exactly 0
     ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
     scale, bias = np.ones(features, np.float32), np.zeros(features, np.float32)
     partial = functools.partial
@@ -258,7 +259,7 @@ def test_exact_sums(platform, shape, dtype, rng):
 @pytest.mark.R2
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_thousand_runs(platform, dtype, rng):
-    """Bitwise equal, in one loop: norms, GELU, clipping."""
+    """Norms, GELU and clipping: all runs in a loop are bitwise equal."""
     dtype = jnp.dtype(dtype)
     operators = calls(dtype, (300, 130), rng)
     dy = rng.standard_normal((300, 130)).astype(dtype)
@@ -278,7 +279,7 @@ def test_a_thousand_runs(platform, dtype, rng):
 
 @pytest.mark.newest_jax
 def test_derivatives(platform, rng):
-    """Of the operators themselves, in both modes: those of the reference."""
+    """The operators' own derivatives, in both modes, equal the derivatives of the reference."""
     p = Problem(rng, 3, [jnp.dtype("float64")] * 3, affine=True, zeros=True)
     dy, x, scale, bias, mean, rstd = p.shaped("dy", "x", "scale", "bias", "mean", "rstd")
 
@@ -309,7 +310,7 @@ def test_derivatives(platform, rng):
 @pytest.mark.newest_jax
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_spread(platform, kind, rng):
-    """On a mesh, and, per device, inside shard_map."""
+    """On a mesh, and on each device inside shard_map."""
     devices = mesh(platform, kind)
     x, dy = (rng.standard_normal((16, 32)).astype(np.float32) for _ in range(2))
     scale = rng.standard_normal(32).astype(jnp.bfloat16)
@@ -340,7 +341,7 @@ def test_spread(platform, kind, rng):
 
 @pytest.mark.newest_jax
 def test_vmap(platform, rng):
-    """Statistics and dy mapped, scale not: as a loop."""
+    """Statistics and dy are mapped, scale is not. The result equals a loop."""
     x, dy = (rng.standard_normal((3, 5, 8)).astype(np.float32) for _ in range(2))
     scale = rng.standard_normal(8).astype(np.float32)
     rstd = np.abs(rng.standard_normal((3, 5))).astype(np.float32)

@@ -20,16 +20,17 @@ from jax_gradops import backward
 
 
 class BatchNormTests(OpTests):
-    """With scale and bias; x is [..., channels], whatever the layout that the op is given."""
+    """With scale and bias. Here x is [..., channels]; the op may get another layout."""
 
     kernels = ("batch_norm_fwd", "batch_norm_bwd")
     parameters = 2
-    # Forward the mean, then squared distances from it; backward both sums.
+    # Forward: one for means, then one for squared distances from means. Backward: one for both
+    # sums.
     all_reduces = (3,)
     relu = False
 
     def op(self, x, scale, bias, *, implementation=None):
-        if x.ndim == 1:  # as one row
+        if x.ndim == 1:  # x is one row
             return self.op(x[None], scale, bias, implementation=implementation)[0]
         options = {"activation": "relu", "residual": self.residual(jnp, x)} if self.relu else {}
         return self.batch_norm(x, scale, bias, implementation=implementation, **options)
@@ -38,7 +39,7 @@ class BatchNormTests(OpTests):
         return jax_gradops.batch_norm(x, *parameters, epsilon=EPSILON, **options)[0]
 
     def residual(self, numpy: Any, x: Any) -> Any:
-        """Of x, with a derivative of 0."""
+        """A residual that depends on x. Its derivative is 0."""
         return numpy.where(x > 0.5, 0.75, -1.25).astype(x.dtype) if self.relu else None
 
     def options(self, x: np.ndarray) -> dict[str, Any]:
@@ -72,12 +73,12 @@ class TestChannelsFirst(BatchNormTests):
 
 
 class TestWithResidual(BatchNormTests):
-    """relu(bn(x) + residual), channels last; `test_layouts` has all combinations."""
+    """relu(bn(x) + residual) with channels last. `test_layouts` has all combinations."""
 
     relu = True
 
     def example(self, rng, shape, dtype, *parameter_dtypes):
-        """Few numbers are drawn so that none is near to where the result has no derivative."""
+        """Redraws small examples until no value is near a point without a derivative."""
         while True:
             dy, x, scale, bias = super().example(rng, shape, dtype, *parameter_dtypes)
             z = oracles.batch_norm(
@@ -108,11 +109,11 @@ class TestWithResidual(BatchNormTests):
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "residual"])
 def test_layouts(platform, implementation, shape, axis, activation, adds, rng):
-    """y, statistics and all gradients, the residual's too."""
+    """Checks y, statistics and all gradients, including the residual's."""
     dtypes = (np.float16, np.float32) if adds else (jnp.bfloat16, np.float32)
     if implementation == "xla":
         if shape not in ((2, 3, 4, 5), (3, 70, 33, 33)):
-            return  # the same formula
+            return  # XLA uses one formula for all shapes
         dtypes = dtypes[:1] if axis == 1 else dtypes[1:]
     for dtype in dtypes:
         dy, x, residual, scale, bias = ordinary(shape, axis, dtype, rng)
@@ -153,7 +154,7 @@ def test_layouts(platform, implementation, shape, axis, activation, adds, rng):
 
 
 def test_statistics_are_constants(platform, implementation, rng):
-    """Gradients flow through y alone."""
+    """Gradients flow only through y."""
     _, x, _, scale, bias = ordinary((4, 5, 6), -1, np.float32, rng)
 
     def loss(x: Any) -> Any:
@@ -165,7 +166,7 @@ def test_statistics_are_constants(platform, implementation, rng):
 
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_inference(platform, implementation, axis, dtype, rng):
-    """Against float64, differentiable in all arrays, in forward mode too."""
+    """Compares with float64. The op is differentiable in all arrays, in forward mode too."""
     dy, x, _, scale, bias = ordinary((4, 6, 5, 3), axis, dtype, rng)
     mean = rng.standard_normal(scale.shape).astype(np.float32)
     var = rng.uniform(0.5, 2, scale.shape).astype(np.float32)
@@ -212,7 +213,7 @@ def test_inference_is_xlas_unless_asked_for(platform):
 
 
 def transcription(dy: Any, x: Any, scale: Any, mean: Any, rstd: Any) -> tuple[Any, Any, Any]:
-    """The operator's published definition in float64; channels are the second axis."""
+    """The operator's published definition in float64. Channels are the second axis."""
     dy, x, scale, mean, rstd = map(widen, (dy, x, scale, mean, rstd))
     axes = (0, *range(2, x.ndim))
     along = (-1, *[1] * (x.ndim - 2))
@@ -230,9 +231,9 @@ def transcription(dy: Any, x: Any, scale: Any, mean: Any, rstd: Any) -> tuple[An
      ("float16", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")],
 )  # fmt: skip
 def test_gradient_operator(platform, implementation, shape, x_dtype, scale_dtype, rng):
-    """With statistics in float32, or float64 for float64."""
+    """Statistics are float32, or float64 for float64."""
     if implementation == "xla" and len(shape) != 4:
-        return  # the same formula
+        return  # XLA uses one formula for all shapes
     dtype, parameter = jnp.dtype(x_dtype), jnp.dtype(scale_dtype)
     dy, x = ((2 * rng.standard_normal(shape) + 0.5).astype(dtype) for _ in range(2))
     scale = rng.uniform(0.5, 2, 5).astype(parameter)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.newest_jax
 @pytest.mark.parametrize("how", ["shard_map", "shard_map without check_vma", "vmap", "pmap"])
 @pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "relu and residual"])
 def test_axis_name(platform, implementation, how, axis, with_residual, rng):
-    """Statistics over mapped axes are the whole batch's, and so are gradients."""
+    """Statistics over mapped axes, and gradients, are equal to the whole batch's."""
     shape = (8, 4, 3, 5)
     dy, x, residual, scale, bias = ordinary(shape, axis, np.float32, rng)
     operands = [x, residual] if with_residual else [x]
@@ -84,7 +84,7 @@ def test_axis_name(platform, implementation, how, axis, with_residual, rng):
 
 
 def test_without_axis_name_statistics_are_the_devices_own(platform, rng):
-    """As Flax's, inside shard_map."""
+    """Each device has its own statistics inside shard_map, as in Flax."""
     devices = mesh(platform, AxisType.Auto)
     _, x, _, scale, bias = ordinary((16, 5), -1, np.float32, rng)
     rows = P(("data", "model"))
@@ -113,7 +113,7 @@ def test_axis_name_of_large_variances(platform, implementation, rng):
 @pytest.mark.T1
 @pytest.mark.parametrize("vmapped", [False, True], ids=["plain", "vmapped"])
 def test_second_derivatives_inside_shard_map(platform, implementation, vmapped, rng):
-    """By each mixture of modes they are those of the whole batch."""
+    """Every mixture of modes gives the second derivatives of the whole batch."""
     devices = mesh(platform, AxisType.Auto)
     axes = ("data", "model")
     shape = (2, 8, 3) if vmapped else (8, 3)
@@ -164,7 +164,7 @@ def test_second_derivatives_inside_shard_map(platform, implementation, vmapped, 
 
 
 def test_linearized_where_an_index_may_take_another_branch(platform, implementation, rng):
-    """The saved statistics differ between indices then, as do tangents of them."""
+    """The saved statistics, and their tangents, then differ between indices."""
     x, weights = (rng.standard_normal((2, 4, 3)).astype(np.float32) for _ in range(2))
 
     def derivative(x: Any, takes_norm: Any, weights: Any) -> Any:
@@ -188,9 +188,9 @@ def test_linearized_where_an_index_may_take_another_branch(platform, implementat
 @pytest.mark.R5
 @pytest.mark.parametrize("spec", [P("data"), P(None, None, "data"), P("data", "model")], ids=str)
 def test_images_spread(platform, spec, rng):
-    """NCHW, spread over the batch, over the height, and over batch and channels: large means too.
+    """NCHW images, sharded over the batch, the height, or batch and channels. Means are large.
 
-    Only numbers per channel travel.
+    Devices send only values per channel.
     """
     devices = mesh(platform, AxisType.Auto)
     dy, x, _, scale, bias = ordinary((8, 4, 8, 6), 1, np.float32, rng)
@@ -208,7 +208,7 @@ def test_images_spread(platform, spec, rng):
     if spec != P("data", "model"):
         assert found.pop("all-reduce") == 3
         assert not found
-    else:  # parameters are put where channels are, their gradients gathered
+    else:  # parameters are sharded as channels are, and their gradients are gathered
         assert "all-to-all" not in found and "collective-permute" not in found
     wide, parameters = [channels_last(a, 1) for a in (dy, x)], (widen(scale), widen(bias))
     assert_last(y, oracles.batch_norm(wide[1], *parameters, epsilon=EPSILON), 1, np.float32, "y")

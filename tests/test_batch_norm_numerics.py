@@ -1,4 +1,4 @@
-"""Batch norm of values that are hard on the numerics. Marks such as N3: `catalogue.py`."""
+"""Batch norm of values that are numerically hard. `catalogue.py` explains marks such as N3."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def normalized(x: Any, axis: int, implementation: str) -> np.ndarray:
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
 def test_large_means(platform, implementation, axis, offset, rng):
-    """float32 channels with |mean| up to 1e4 deviations are right to a few units in the last place
-    of the largest |y|, forward and backward."""
+    """float32 channels with |mean| up to 1e4 deviations. Forward and backward must be accurate.
+
+    The limit is a few units in the last place of the largest |y|.
+    """
     shape = (64, 9, 16, 16) if axis == 1 else (64, 16, 16, 9)
     x = (offset + rng.standard_normal(shape)).astype(np.float32)
     wide = channels_last(x, axis)
@@ -73,7 +75,7 @@ def test_constant_channels(platform, axis, dtype):
     ids=["large mean", "large", "saturated", "subnormal"],
 )
 def test_hard_halves(platform, implementation, axis, mean, deviation, dtype, rng):
-    """16-bit data near the ends of its type's range: statistics are float32's, dx is finite."""
+    """16-bit data near the ends of the dtype's range: statistics are float32, dx is finite."""
     shape = (32, 8, 8, 5) if axis == -1 else (32, 5, 8, 8)
     x, dy = mean + deviation * rng.standard_normal(shape), rng.standard_normal(shape)
     largest = float(jnp.finfo(dtype).max)
@@ -99,7 +101,7 @@ def test_hard_halves(platform, implementation, axis, mean, deviation, dtype, rng
 
 @pytest.mark.parametrize("epsilon", [0, 1e-45, 1e-39, 1e-12, 1.0, 2e38, 1e39, 1e300])
 def test_constant_channel_of_every_epsilon(platform, implementation, epsilon):
-    """Exactly the bias, by the batch's statistics and by given ones."""
+    """The result is exactly the bias, with the batch's statistics and with given ones."""
     x, bias = np.full((6, 3), 3, np.float32), np.float32([-1, 0, 2])
     options = {"epsilon": epsilon, "implementation": implementation}
     y, mean, var = jax_gradops.batch_norm(x, None, bias, **options)
@@ -110,7 +112,7 @@ def test_constant_channel_of_every_epsilon(platform, implementation, epsilon):
 
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_range_of_the_variance(platform, implementation, axis, rng):
-    """Right up to 1e34; NaN in y where it overflows."""
+    """The variance is right up to 1e34. If it overflows, y is NaN."""
     shape = (64, 33, 5) if axis == -1 else (64, 5, 33)
     sizes = np.float32([1, 1e10, 1e15, 1e17, 1e20]).reshape((5,) if axis == -1 else (5, 1))
     x = rng.standard_normal(shape).astype(np.float32) * sizes
@@ -124,7 +126,7 @@ def test_range_of_the_variance(platform, implementation, axis, rng):
 
 @pytest.mark.N9
 @pytest.mark.N10
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # float64 is the oracle's
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # float64 is the oracle's dtype
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [
@@ -141,7 +143,8 @@ def test_range_of_the_variance(platform, implementation, axis, rng):
 def test_variance_far_above_the_root_of_overflow(platform, implementation, shape, axis, dtype, rng):
     """The results are right although sums of squares, or squares, overflow.
 
-    The channels beside are right too. dy is of usual size: its products with x do not overflow.
+    Neighbouring channels are right too. dy has ordinary values: its products with x do not
+    overflow.
     """
     dtype = jnp.dtype(dtype)
     channels = shape[axis]
@@ -164,7 +167,7 @@ def test_variance_far_above_the_root_of_overflow(platform, implementation, shape
     np.testing.assert_allclose(mean, wide.mean(summed), atol=2e-6 * deviations.max())
     np.testing.assert_allclose(var, wide.var(summed), rtol=2e-6)
     assert_last(y, oracles.batch_norm(wide, epsilon=0.0), axis, dtype, "y")
-    if implementation == "ffi":  # JAX's derivative of a root has its square, which is out of range
+    if implementation == "ffi":  # JAX's derivative of a root needs the square, which overflows
         expected = oracles.batch_norm_vjp(wide_dy, wide, epsilon=0.0)[0]
         assert_last(dx, expected, axis, dtype, "dx")
 
@@ -172,7 +175,7 @@ def test_variance_far_above_the_root_of_overflow(platform, implementation, shape
 @pytest.mark.R2
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_thousand_runs(platform, dtype, rng):
-    """Bitwise equal, in one loop, in both layouts."""
+    """Runs in a loop are bitwise equal, in both layouts."""
     dtype = jnp.dtype(dtype)
     dy, x, residual, scale, bias = ordinary((20, 6, 7, 40), -1, dtype, rng)
 
@@ -199,8 +202,10 @@ def test_a_thousand_runs(platform, dtype, rng):
     ("shape", "axis", "every"), [((65_536, 256), -1, 128), ((1, 16, 16_384), 1, 1024)], ids=str
 )
 def test_guess_of_the_mean_that_is_far_off(shape, axis, every, others, rng):
-    """The elements that the CPU's kernel looks at first, to guess means, are unlike the others,
-    whose squares all round in the same direction if they are 1 or -1."""
+    """The CPU's kernel guesses means from its first elements. Here these are unlike all others.
+
+    If the others are 1 or -1, all their squares are rounded in one direction.
+    """
     values = rng.standard_normal(max(shape)).astype(np.float32)
     if others == "signs":
         values = np.sign(values)
@@ -208,14 +213,14 @@ def test_guess_of_the_mean_that_is_far_off(shape, axis, every, others, rng):
     x = np.broadcast_to(values[:, None] if axis == -1 else values, shape)
     with jax.default_device(jax.devices("cpu")[0]):
         _, mean, var = jax_gradops.batch_norm(x, axis=axis, implementation="ffi")
-    # Of numbers of which some are 128 times as large.
+    # Some values are at least 128 times as large as the mean.
     np.testing.assert_allclose(mean, np.mean(values, dtype=np.float64), rtol=1e-6)
     np.testing.assert_allclose(var, np.var(values.astype(np.float64)), rtol=3e-7)
 
 
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_outlier_at_the_beginning(platform, implementation, axis, rng):
-    """What is taken off first is no good guess of the mean."""
+    """The first elements, which the kernel subtracts, are a bad guess of the mean."""
     x = rng.standard_normal((2, 2048, 3)).astype(np.float32)
     x[0, 0] = 1e6
     want = oracles.batch_norm(widen(x), epsilon=0.0).value
@@ -229,7 +234,7 @@ def test_outlier_at_the_beginning(platform, implementation, axis, rng):
     ids=str,
 )
 def test_large_results(platform, shape, axis, rng):
-    """Of several blocks and tasks; images differ in their means."""
+    """The results need several blocks and tasks. Images have different means."""
     dy, x, residual, scale, bias = ordinary(shape, axis, np.float32, rng)
     x += np.linspace(-9, 9, shape[0], dtype=np.float32).reshape(-1, 1, 1, 1)
 
@@ -251,7 +256,7 @@ def test_large_results(platform, shape, axis, rng):
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
 def test_nonfinite(platform, implementation, axis, dtype, rng):
-    """NaN or infinity spoils its channel and no other."""
+    """NaN or infinity changes only its channel."""
     shape = (8, 5, 6)
     dy, clean, _, scale, bias = ordinary(shape, axis, dtype, rng)
 
@@ -274,7 +279,7 @@ def test_nonfinite(platform, implementation, axis, dtype, rng):
 
 @pytest.mark.parametrize("adds", [False, True], ids=["x", "x and residual"])
 def test_relu_at_zero(platform, implementation, adds):
-    """Its derivative is 0 there, as that of `jax.nn.relu`: of channels that are constant."""
+    """The derivative of relu at 0 is 0, as in `jax.nn.relu`. Constant channels test this."""
     x, zeros = jnp.full((6, 5), 3.0, jnp.float32), jnp.zeros(5, jnp.float32)
 
     def op(x: Any, bias: Any) -> Any:
@@ -296,7 +301,7 @@ def test_relu_keeps_nan(platform, implementation):
 @pytest.mark.B1
 @pytest.mark.B2
 def test_batch_of_one(platform, implementation):
-    """The biased variance of one element is 0: y is the bias, and x has no gradient."""
+    """The biased variance of one element is 0: y is the bias, and the gradient of x is 0."""
     x, bias = np.full((1, 3), 7, np.float32), np.arange(3).astype(np.float32)
     y, mean, var = jax_gradops.batch_norm(x, None, bias, implementation=implementation)
     assert (y[0] == bias).all() and (mean == 7).all() and not np.asarray(var).any()

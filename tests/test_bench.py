@@ -1,4 +1,4 @@
-"""`python -m jax_gradops bench`, on tiny shapes: what it runs, finds wrong, writes and refuses."""
+"""`python -m jax_gradops bench` on tiny shapes: its cases, its checks, its output, its errors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_wrong_competitor_is_not_timed(
 def test_a_small_part_of_a_gradient_is_missed(
     form: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of batch norm's dx, what keeps the variance: it has to show beside roundings to bfloat16."""
+    """Batch norm's dx without its variance term must be found, beside roundings to bfloat16."""
     operation = cases.OPERATIONS["batch_norm", form, layout]
     right = operation.xla["bwd"]
 
@@ -127,7 +127,7 @@ def test_being_wrong_is_an_error(
 
 
 def test_calls_in_one_program_have_inputs_of_their_own() -> None:
-    """What is cold is calls enough for several times the cache, in one program, all returned."""
+    """A cold program has calls for several times the cache, and returns all their results."""
     device = jax.devices("cpu")[0]
     case = cases.Case("rms_norm", "", "bwd", "float32", (3, 8))
     plan = peers.Plan("cpu", device, 5, 0)
@@ -150,7 +150,8 @@ def test_a_plan_goes_through_the_cache_several_times(monkeypatch: pytest.MonkeyP
     def plan(rows: int) -> peers.Plan:
         return peers.plan_for(cases.Case("clip", "", "fwd", "float32", (rows, 1024)), device)
 
-    assert (plan(1).calls, plan(1).figures) == (0, ("warm",))  # 64 of 12 KB are less than 3 MB
+    # 64 calls of 12 KB are less than 3 MB
+    assert (plan(1).calls, plan(1).figures) == (0, ("warm",))
     assert (plan(8).calls, plan(8).figures) == (32, ("cold", "warm"))
     assert (plan(1024).calls, plan(1024).figures) == (1, ("cold",))
 
@@ -321,7 +322,7 @@ def test_a_wrong_clip_is_an_error(
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_step_keeps_its_clip_in_the_loop() -> None:
-    """Its gradients are the same in each turn: nothing may take their norm out of the loop."""
+    """A step's gradients are equal in each turn. The norm must not be moved out of the loop."""
     device = jax.devices("cpu")[0]
     group = clips.Group("3x40", "step", "float32")
     with clip_loops.scope(group, device):
@@ -370,7 +371,7 @@ def test_against_torch(tmp_path: Path) -> None:
 
 
 def test_many_roundings_are_no_mistake():
-    """Of bfloat16 leaves that are clipped again and again; a leaf that is not clipped is one."""
+    """Repeated rounding of clipped bfloat16 leaves is accepted. An unclipped leaf is a mistake."""
     with jax.enable_x64(False):
         pristine = jnp.linspace(-2, 3, 33).astype(jnp.bfloat16)
         got = pristine
@@ -380,5 +381,5 @@ def test_many_roundings_are_no_mistake():
         assert clip_gate.mistakes([got], [pristine], factor, 128, 1.0)[0] == ""
         assert "leaf 0 is off" in clip_gate.mistakes([pristine], [pristine], factor, 128, 1.0)[0]
         wide = pristine.astype(jnp.float32)
-        once = wide * jnp.float32(factor / 0.99)  # one turn too few
+        once = wide * jnp.float32(factor / 0.99)  # one turn is missing
         assert "leaf 0 is off" in clip_gate.mistakes([once], [wide], factor, 128, 1.0)[0]

@@ -1,4 +1,4 @@
-"""What `python -m jax_gradops bench` leaves: its files, how it goes on from them, tables, plots."""
+"""The files of `python -m jax_gradops bench`: resuming from them, tables and plots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the cases that were measured, as they come."""
+    """The names of the measured cases, in order."""
     names: list[str] = []
     run_case = measuring.run_case
 
@@ -76,15 +76,16 @@ def test_goes_on_where_it_was_interrupted(
     assert [r["case"] for r in content["results"]] == CASES and content["left_out"] == []
     assert content["results"][0] == first["results"][0]
     assert content["commands"] == first["commands"]
-    assert content["commands"][0].endswith("--against xla --json bench.json")  # no folder
+    # The folder is left out.
+    assert content["commands"][0].endswith("--against xla --json bench.json")
 
-    # Nothing is left; and other cases than those that were asked for then stay.
+    # Nothing is left to run. Cases that were not asked for stay in the file.
     assert main(["bench", *run, "--resume", "--shape", "5x33,2x7"]) == 0
     assert measured == [*CASES, "rms_norm fwd f32 2x7"]
     content = json.loads(path.read_text())
     assert [r["case"] for r in content["results"]] == measured and len(content["commands"]) == 2
 
-    # Without --resume, it begins anew.
+    # Without --resume, the file is replaced.
     assert main(["bench", *run, "--shape", "2x7"]) == 0
     assert len(json.loads(path.read_text())["results"]) == 1
 
@@ -144,7 +145,7 @@ COMMITTED = sorted((Path(__file__).parent.parent / "benchmarks").glob("*/*.json"
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_measurements(path: Path) -> None:
-    """They are of a GPU, right, and have nothing of the folders of the machine."""
+    """Committed measurements are of a GPU, have no errors, and name no folders of the machine."""
     pytest.importorskip("matplotlib")
     content = record.read(path)
     assert content["platform"] == "gpu" and content["copy"] == "device_copy"
@@ -260,7 +261,7 @@ def test_shows_a_file(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert drawn.startswith("<?xml") and "</svg>" in drawn
     first = plot.read_bytes()
     assert main(["bench", "--from", str(path), "--plot", str(plot)]) == 0
-    assert plot.read_bytes() == first  # else a commit of it would say that figures have changed
+    assert plot.read_bytes() == first  # otherwise git would show a changed figure
 
 
 def test_narrows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -277,7 +278,8 @@ def test_narrows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     capsys.readouterr()
     assert {r["peer"] for r in rows("--against", "torch")} == {"ours", "copy", "torch"}
     assert "best" in (printed := capsys.readouterr().out) and " xla" not in printed
-    assert printed.count(" torch ") == len(SUITES["ops"]) + 1  # as the best one that is shown
+    # torch is also shown once as the best competitor
+    assert printed.count(" torch ") == len(SUITES["ops"]) + 1
     for args, message in (
         (("--op", "clip"), f"{path} has no results of op clip"),
         (("--shape", "all"), "--from: name shapes by their numbers"),
@@ -298,7 +300,7 @@ def test_a_plot_has_a_line_for_each_peer_and_the_copy(tmp_path: Path) -> None:
         lines = {line.get_label(): line for line in axes.lines}
         assert lines.keys() == {"a copy", "jax_gradops", "XLA", "PyTorch"}
         assert lines["a copy"].get_ydata() == [1.0, 1.0]
-        ours = lines["jax_gradops"]  # of each width the largest shape: not that of one row
+        ours = lines["jax_gradops"]  # the largest shape of each width, not the shape of one row
         assert list(ours.get_xdata()) == [256, 512, 1024]
         assert list(ours.get_ydata()) == pytest.approx([10 / 11, 10 / 22, 10 / 44])
         assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 1
@@ -313,7 +315,7 @@ def test_plots_need_matplotlib(
     hidden = lambda name, *others: None if name == "matplotlib" else find_spec(name, *others)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     path = tmp_path / "out.png"
-    assert main(["bench", *SWEEP, "--plot", str(path)]) == 2  # before anything is measured
+    assert main(["bench", *SWEEP, "--plot", str(path)]) == 2  # refused before any measurement
     captured = capsys.readouterr()
     assert "--plot needs Matplotlib: pip install matplotlib" in captured.err and not captured.out
 

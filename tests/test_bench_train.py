@@ -48,10 +48,11 @@ def test_resnet(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert 0 < variant["ms"]["p20"] <= variant["ms"]["median"] <= variant["ms"]["p80"]
         assert variant["examples_per_s"] == pytest.approx(4e3 / variant["ms"]["median"], rel=1e-4)
         assert variant["over_stock"]["median"] > 0 and variant["memory_bytes"] > 1e6
-        norms = 4 if name != "stock" else 0  # of a block with a shortcut; not the stem's
+        # The norms of a block with a shortcut; the stem's norm is stock.
+        norms = 4 if name != "stock" else 0
         kernels = dict.fromkeys(("batch_norm_bwd", "batch_norm_fwd"), norms) if norms else {}
         assert variant["kernel_calls"] == kernels
-        assert variant["losses_off_by"] < 1e-4  # in float32
+        assert variant["losses_off_by"] < 1e-4  # float32 losses
         first, second = variant["losses"]
         assert 5 < first < 10 and first != second
     assert len(result["noise"]) == 2
@@ -146,7 +147,7 @@ def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.usefixtures("standard_promotion", "small_gpt2")
 @pytest.mark.parametrize(("model", "function"), [("gpt2", "tanh"), ("gpt2-exact", "erf")])
 def test_gpt2_steps(model: str, function: str) -> None:
-    """Each has a batch of its own, and GELU is the model's."""
+    """Each step has its own batch, and the model has its form of GELU."""
     with jax.enable_x64(False):
         setup = train.TrainCase(model, "float32", "cpu", (2, 16), ("stock",)).setup()
         parameters, number = jax.jit(setup.init)(jax.random.key(0))
@@ -161,7 +162,7 @@ def test_gpt2_steps(model: str, function: str) -> None:
 @pytest.mark.usefixtures("standard_promotion", "small_gpt2")
 @pytest.mark.parametrize(("variant", "additions"), [("unfused", 5), ("jax_gradops", 1)])
 def test_gpt2_additions(variant: str, additions: int) -> None:
-    """Of the embeddings; of two biases and two updates, which else are the kernels'."""
+    """XLA adds embeddings. If "unfused", XLA also adds two biases and two updates."""
     with jax.enable_x64(False):
         setup = train.TrainCase("gpt2", "bfloat16", "cpu", (2, 16), (variant,)).setup()
         arguments = jax.eval_shape(setup.init, jax.random.key(0))
@@ -204,7 +205,7 @@ def test_groups_of_kernels(name: str, group: str, short: str | None) -> None:
 
 
 def test_profile_of_a_gpu(tmp_path: Path) -> None:
-    """What ran on its streams, and nothing else of the trace."""
+    """A profile has only the events of the GPU's streams."""
 
     def named(kind: str, pid: int, name: str, **thread: int) -> dict[str, Any]:
         return {"ph": "M", "pid": pid, "name": kind, "args": {"name": name}, **thread}

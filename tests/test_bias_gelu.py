@@ -1,6 +1,6 @@
-"""GELU and bias + GELU: accuracy on all values of the small dtypes, and dense ones of float32.
+"""GELU and bias + GELU: accuracy on all values of the small dtypes, and many of float32.
 
-The gradient operator, too.
+The gradient operator is tested too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jax_gradops import backward
 
 @pytest.mark.newest_jax
 class TestBiasGelu(RowOpTests):
-    """With a bias, in the tanh form."""
+    """bias + GELU in the tanh form."""
 
     kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
     parameters = 1
@@ -49,7 +49,7 @@ class TestBiasGelu(RowOpTests):
 
 
 class TestGelu(RowOpTests):
-    """Without a bias, in the exact form."""
+    """GELU in the exact form."""
 
     variant = True
 
@@ -75,7 +75,7 @@ def approximate(request: pytest.FixtureRequest) -> bool:
 
 
 def value_and_derivative(x: Any, approximate: bool, implementation: str) -> tuple[Any, Any]:
-    """Of one program, as float64."""
+    """GELU and its derivative as float64, from one program."""
 
     @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def f(x: Any) -> tuple[Any, Any]:
@@ -90,14 +90,14 @@ def value_and_derivative(x: Any, approximate: bool, implementation: str) -> tupl
 
 
 def spacing(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """One unit in the last place of the normal number next to x."""
+    """One unit in the last place of the nearest normal number."""
     info = jnp.finfo(dtype)
     _, exponent = np.frexp(np.maximum(np.abs(x), float(info.tiny)))
     return np.ldexp(float(info.eps), exponent - 1)
 
 
 def flushed(implementation: str) -> float:
-    """What underflow may cost: that the result, or with XLA a factor of x, becomes 0."""
+    """The error from underflow: the result becomes 0. With XLA, a factor of x may become 0."""
     return float(jnp.finfo(np.float32).tiny) * (1 if implementation == "ffi" else 16)
 
 
@@ -105,7 +105,8 @@ def float32_sweep() -> np.ndarray:
     rng = np.random.default_rng(0)
     dense = np.linspace(-15, 15, 300_001)
     powers = 2.0 ** rng.uniform(-126, 127, 50_000)
-    small = np.linspace(2.0**-126, 2.0**-123, 1001)  # results may be subnormal, factors not
+    # Results may be subnormal, their factors are not.
+    small = np.linspace(2.0**-126, 2.0**-123, 1001)
     return np.concatenate([dense, powers, -powers, small, -small]).astype(np.float32)
 
 
@@ -116,7 +117,7 @@ def test_float32_value(platform, implementation, approximate):
     error = np.maximum(0, np.abs(y - expected) - flushed(implementation))
     near = x > -3
     ulps = (error / spacing(expected, np.float32))[near]
-    # XLA's erfc is the less accurate one: 13 units at -2.86.
+    # XLA's erfc is less accurate: 13 units at -2.86.
     limit = 8 if implementation == "ffi" and not approximate else 16
     assert ulps.max() <= limit, f"{ulps.max()} ulp at {x[near][ulps.argmax()]}"
     tail = ~near
@@ -137,7 +138,8 @@ def test_float64(platform, implementation, approximate):
     x = np.concatenate([np.linspace(-37, 37, 20_001), np.logspace(-300, 300, 1000)])
     y, dx = value_and_derivative(x, approximate, implementation)
     expected = oracles.gelu_value(x, approximate), oracles.gelu_derivative(x, approximate)
-    exact = implementation == "ffi" and not approximate  # else an exponent's rounding counts
+    # Otherwise the exponent's rounding adds to the error.
+    exact = implementation == "ffi" and not approximate
     np.testing.assert_allclose(y, expected[0], rtol=4e-15 if exact else 6e-13, atol=1e-300)
     np.testing.assert_allclose(dx, expected[1], rtol=0, atol=2e-15)
     tail = x < -4
@@ -148,7 +150,7 @@ def test_float64(platform, implementation, approximate):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_small_float(platform, implementation, approximate, dtype):
-    """All 2^16 of them, NaN and infinities too: within one unit in the last place."""
+    """All 2^16 values, NaN and infinities too: the error is at most one unit in the last place."""
     dtype = jnp.dtype(dtype)
     x = np.arange(2**16, dtype=np.uint16).view(dtype)
     y, dx = value_and_derivative(x, approximate, implementation)
@@ -169,7 +171,7 @@ def test_every_small_float(platform, implementation, approximate, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_special_values(platform, implementation, approximate, dtype):
-    """Where `jax.nn.gelu` gives NaN: 0 and x, derivatives 0 and 1."""
+    """`jax.nn.gelu` gives NaN here. The right values are 0 and x, with derivatives 0 and 1."""
     x = np.array([-np.inf, -1e38, -1e20, -100, 100, 1e20, 1e38, np.inf], dtype)
     y, dx = value_and_derivative(x, approximate, implementation)
     np.testing.assert_array_equal(y, np.where(x < 0, 0, x))
@@ -188,7 +190,7 @@ WIDTHS = (1, 3, 5, 8, 17, 24, 40, 100, 129, 200, 257, 1000, 4097)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("groups", [0, 3])
 def test_widths(platform, groups, dtype):
-    """Rows that start anywhere, end in the middle of a vector, or are few; groups likewise."""
+    """Rows start anywhere, end in the middle of a vector, or are few. So do groups of rows."""
     rng = np.random.default_rng(0)
     dtype = jnp.dtype(dtype)
     accum = np.float64 if dtype == np.float64 else np.float32
@@ -209,7 +211,7 @@ def test_widths(platform, groups, dtype):
         for rows, features in shapes
     ]
     results = jax.jit(lambda all_: [gradients(*one) for one in all_])(arguments)
-    results = jax.tree.map(np.asarray, results)  # JAX would compile the slicing
+    results = jax.tree.map(np.asarray, results)  # NumPy slices them: JAX would compile the slicing
     for shape, one, result in zip(shapes, arguments, results, strict=True):
         for group in range(groups) if groups else [()]:
             wide = [widen(a[group]) for a in one]
@@ -233,7 +235,7 @@ def gradients_of_groups(dy: Any, x: Any, bias: Any) -> Any:
 
 @pytest.mark.parametrize("shape", [(300, 3, 11), (100, 16, 129)], ids=str)
 def test_many_groups(platform, shape, rng):
-    """More than there are partial rows for, or than there are for each row of a span."""
+    """There are more groups than partial rows, or more than partial rows per row of a span."""
     dy, x = (rng.standard_normal(shape).astype(jnp.bfloat16) for _ in range(2))
     bias = rng.standard_normal(shape[::2]).astype(jnp.bfloat16)
     dx, dbias = gradients_of_groups(dy, x, bias)
@@ -246,7 +248,7 @@ def test_many_groups(platform, shape, rng):
 
 
 def test_more_groups_than_blocks(platform, rng):
-    """A grid has at most 65,535 blocks in that direction: a block works on several groups."""
+    """A grid has at most 65,535 blocks in this direction: a block works on several groups."""
     groups, rows, features = 70_000, 32, 8
     dy, x = (rng.standard_normal((groups, rows, features), np.float32) for _ in range(2))
     bias = rng.standard_normal((groups, features), np.float32)
@@ -262,7 +264,7 @@ def test_more_groups_than_blocks(platform, rng):
     "shape", [(200_003, 33), (6_601, 1_001), (7_801, 840), (1_951, 3_336)], ids=str
 )
 def test_many_rows(platform, shape, dtype, rng):
-    """Where CUDA's blocks take whole spans of rows, or spans that end with a line of the cache."""
+    """CUDA's blocks take complete spans of rows, or spans that end at a cache line."""
     dtype = jnp.dtype(dtype)
     accum = np.float64 if dtype == np.float64 else np.float32
     dy, x = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
@@ -271,7 +273,7 @@ def test_many_rows(platform, shape, dtype, rng):
     @jax.jit
     def gradients(dy: Any, x: Any, bias: Any) -> Any:
         y, pull = jax.vjp(functools.partial(jax_gradops.bias_gelu, implementation="ffi"), x, bias)
-        return (y, *pull(2 * dy))  # whose buffer dx takes over
+        return (y, *pull(2 * dy))  # dx takes over the buffer of 2 * dy
 
     wide = [widen(a) for a in (2 * dy, x, bias)]
     references = [
@@ -295,14 +297,14 @@ def test_long_sums(platform):
 
 @pytest.mark.parametrize("shape", [(1_000_000, 17), (400_000, 256)], ids=str)
 def test_exact_sums(platform, shape):
-    """Of small integers; on a GPU, a thread has more rows than it adds up at a time."""
+    """Sums of small integers. On a GPU, a thread has more rows than it adds up at a time."""
     rows, features = shape
     shape = (min(rows, 20_000_000 // features) if platform == "cpu" else rows, features)
 
     @jax.jit
     def dbias() -> Any:
         dy = small_integers(shape)
-        x = jnp.full_like(dy, 20)  # where the slope is 1
+        x = jnp.full_like(dy, 20)  # the slope is 1
         f = functools.partial(jax_gradops.bias_gelu, x, implementation="ffi")
         return jax.vjp(f, jnp.zeros(features, jnp.float32))[1](dy)[0]
 
@@ -310,7 +312,7 @@ def test_exact_sums(platform, shape):
 
 
 def test_scalar_and_defaults(platform):
-    """A scalar is an array too; the default is the tanh form, as in `jax.nn.gelu`."""
+    """A scalar is an array too. The default is the tanh form, as in `jax.nn.gelu`."""
     x = jnp.float32(0.7)
     assert jax_gradops.gelu(x).shape == ()
     assert (
@@ -326,7 +328,7 @@ def test_scalar_and_defaults(platform):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("approximate", [False, True])
 def test_bias_gelu(platform, implementation, dtype, approximate, rng):
-    """With each dtype of the bias, in shapes of all kinds."""
+    """Each dtype of the bias, in shapes of all kinds."""
     dtype = jnp.dtype(dtype)
     examples = []
     for shape in (2, 3, 5), (64,), (9, 256):
@@ -352,7 +354,7 @@ def test_bias_gelu(platform, implementation, dtype, approximate, rng):
 
 
 def test_bias_gelu_is_the_derivative(platform, rng):
-    """The bits of `jax.vjp`'s; on a mesh's devices, and inside vmap, the same numbers."""
+    """The results are bitwise `jax.vjp`'s. On a mesh and inside vmap they are equal numbers."""
     dy, x = (rng.standard_normal((16, 40)).astype(np.float32) for _ in range(2))
     bias = rng.standard_normal(40).astype(np.float32)
 
@@ -372,7 +374,7 @@ def test_bias_gelu_is_the_derivative(platform, rng):
 
 
 def test_bias_gelu_in_place(platform, rng):
-    """dx has dy's memory: no other of its size is there, and no copy of it, where dy is donated."""
+    """If dy is donated, dx takes its memory. There is no copy and no further array of this size."""
     shape = (4096, 256)
     dy, x = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
     bias = jnp.zeros(shape[1], jnp.float32)
@@ -387,7 +389,7 @@ def test_bias_gelu_in_place(platform, rng):
     assert "output_to_operand_aliasing={{0}: (0, {})}" in call
     assert "copy" not in donating.as_text()
 
-    # An intermediate result likewise; an argument that the caller keeps is copied.
+    # An intermediate result gives its memory too. An argument that the caller keeps is copied.
     weight = jnp.ones((shape[1], shape[1]), jnp.float32)
     inner = jax.jit(lambda w, dy, *rest: f(dy @ w, *rest)).lower(weight, dy, x, bias).compile()
     assert "copy" not in inner.as_text()

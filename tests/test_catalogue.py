@@ -1,4 +1,4 @@
-"""The catalogue's rows all have tests; here are those that are no single op's."""
+"""Every row of the catalogue has a test. Tests here are about more than one op."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jax_gradops._ops.gelu import bias_gelu
 
 
 def test_every_row_has_a_test():
-    """A row without one, or with both a test and an excuse, is a mistake."""
+    """A row without a test is a mistake. So is a row with a test and an entry in ELSEWHERE."""
     marked = set()
     for path in Path(__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -46,7 +46,7 @@ def test_every_row_has_a_test():
 
 # --- Every function, in one table ----------------------------------------------------------------
 
-#: Each takes arrays (`operands`) and an implementation; x is [..., rows, features].
+#: Each function takes arrays (`operands`) and an implementation; x is [..., rows, features].
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "layer_norm": lambda a, i: jax_gradops.layer_norm(a.x, a.scale, a.bias, implementation=i),
     "rms_norm": lambda a, i: jax_gradops.rms_norm(a.x, a.scale, implementation=i),
@@ -91,7 +91,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
         [a.x, a.scale], 1.0, implementation=i
     ),
 }
-#: The same for arrays with two axes or more.
+#: Functions for arrays with two or more axes.
 OF_CHANNELS: dict[str, Callable[[Any, Any], Any]] = {
     "batch_norm": lambda a, i: jax_gradops.batch_norm(
         a.x, a.scale, a.bias, residual=a.dy, activation="relu", implementation=i
@@ -125,7 +125,7 @@ def values_of(functions: Any, arrays: dict[str, Any], implementation: str) -> di
 
 @pytest.mark.G11
 def test_every_function_has_its_gradient(platform, rng):
-    """That of its formula, with respect to every array; that of x is never 0."""
+    """Each gradient equals the formula's, for every array. The gradient of x is never 0."""
     functions = FUNCTIONS | OF_CHANNELS
     assert {n for n in vars(backward) if n[0].islower()} <= functions.keys()
     arrays = operands(rng, (3, 2, 5), np.float64)
@@ -148,7 +148,7 @@ def test_every_function_has_its_gradient(platform, rng):
 
 @pytest.mark.M8
 def test_every_function_of_nothing(platform, rng):
-    """As the formula, whose sums over nothing are 0; the ops' gradients: OpTests.test_empty."""
+    """Sums over nothing are 0, as in the formula. OpTests.test_empty tests gradients of ops."""
     cases = []
     for shape in (*EMPTY, (0, 0, 0), (1, 0), (0, 1)):
         functions = FUNCTIONS | (OF_CHANNELS if len(shape) > 1 else {})
@@ -183,7 +183,7 @@ def test_every_function_of_nothing(platform, rng):
     ],
 )
 def test_wrong_results_are_found(op, rng):
-    """The suite's comparison is not of something with itself, nor too wide."""
+    """The suite finds wrong results: its reference is independent, and its tolerance is narrow."""
     suite = op()
     example = suite.example(rng, (5, 33), jnp.float32)
     results = list(map(np.asarray, jax.jit(suite.value_and_vjp("ffi"))(*example)))
@@ -244,12 +244,12 @@ def _register(name: str, prefix: str) -> None:
 def _forget_traces() -> None:
     primitive._traced.cache_clear()
     primitive._compiled.cache_clear()
-    jax.clear_caches()  # jax 0.11 keeps the lowered form of jitted functions within
+    jax.clear_caches()  # jax 0.11 caches the lowered form of inner jitted functions
 
 
 @pytest.mark.N6
 def test_every_level_of_the_cpu(levels, rng):
-    """The same bits, but for GELU, in which products and sums may be fused."""
+    """All levels give equal bits. GELU is an exception: it may fuse products and sums."""
     shapes = [(5, 3), (7, 129), (9, 1000), (3, 5000)]
     examples = []
     for dtype, mean in (("float32", 0), ("float32", 1e4), ("bfloat16", 0), ("float16", 0)):
@@ -293,7 +293,7 @@ def _batch_norm(x: Any, scale: Any, implementation: str) -> Any:
 
 @pytest.mark.M5
 def test_many_rows(platform, rng):
-    """Of GELU and batch norm; those of the norms: test_absent_parameters_and_many_rows."""
+    """GELU and batch norm. Norms: test_absent_parameters_and_many_rows."""
     examples = []
     for shape in ((65_535, 2), (65_536, 3), (131_072, 3), (1_000_000, 2)):
         dy, x = rng.standard_normal((2, *shape)).astype(np.float32)

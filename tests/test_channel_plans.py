@@ -1,7 +1,7 @@
-"""How CUDA's batch norm divides its elements among threads: the table, for which no GPU is needed.
+"""How CUDA's batch norm divides its elements among threads. These tests need no GPU.
 
-It is ffi/cuda/batch_norm_policy.h; the native module says what it chooses (`channel_plan`). What
-comes of it is for test_batch_norm.py, on a GPU.
+The table is ffi/cuda/batch_norm_policy.h. The native module returns its choice (`channel_plan`).
+test_batch_norm.py tests the results on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INNER = (1, 2, 7, 9, 49, 196, 784, 3136)
 
 
 def partial_rows(groups: int, rows: int, channels: int, backward: bool) -> int:
-    """Of the workspace that the op gives."""
+    """The number of partial rows in the op's workspace."""
     return invoke.column_sum_workspace(groups, rows, channels, 2 if backward else 4)[1]
 
 
@@ -64,7 +64,7 @@ def plan(
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
-    """One of them; and there is room for what a block keeps, and for what it leaves."""
+    """Each step has exactly one block. There is room for a block's kept values and its results."""
     _, multiprocessors, shared_bytes, _ = GPUS[gpu]
     for rows, channels, inner in itertools.product(ROWS, CHANNELS, INNER):
         if rows * channels * inner > 2**31:
@@ -87,11 +87,11 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
             assert 1 <= found["blocks"] <= multiprocessors, what
             assert found["shared_bytes"] <= shared_bytes - 2048, what
             assert found["most_parts"] <= partial_rows(groups, rows * inner, channels, backward)
-            if found["shared_rings"] > 0:  # each warp's counter has room after partial results
+            if found["shared_rings"] > 0:  # each warp's counter has room after the partial results
                 assert 2 <= found["given_rings"] <= found["shared_rings"] / found["stride"], what
                 room = partial_rows(groups, rows * inner, channels, backward)
                 assert found["stride"] + 16 <= room, what
-            if found["own_sums"]:  # what a block reads for it is little
+            if found["own_sums"]:  # a block reads few partial results for its own sums
                 assert found["stride"] <= 48, what
                 numbers = found["stride"] * found["tile_channels"] * (2 if backward else 4)
                 assert numbers * max(4, element_bytes) <= 96 << 10, what
@@ -99,7 +99,7 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
                 assert found["lanes"] * found["at_once"] <= 512, what
                 columns = found["tile_channels"] * inner * found["fold"]
                 assert columns <= found["lanes"] * found["width"], what
-                # Of a step's packs each has a place of its own, wherever a tile starts in its line.
+                # Each pack of a step has its own slot, at any start of a tile in its cache line.
                 row_slots = found["row_slots"]
                 if row_slots != found["lanes"]:
                     assert row_slots % 8 == 0 and row_slots >= found["lanes"], what
@@ -108,17 +108,23 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
 
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_tiles_of_wide_rows_start_where_memory_is_read(element_bytes: int) -> None:
-    """At every 128 bytes: tiles of 63 packs once made 8,192 channels a fifth slower."""
+    """Tiles start at multiples of 128 bytes.
+
+    With tiles of 63 packs, 8,192 channels took a fifth longer.
+    """
     for channels in (2048, 3072, 4096, 5120, 8192, 12_288, 16_384, 24_576, 32_768):
         for rows, backward in itertools.product((1000, 4096, 8192), (False, True)):
             found = plan(rows, channels, element_bytes=element_bytes, backward=backward)
             assert found["tiles"] == 1 or found["lanes"] % 8 == 0, (channels, rows, found)
-            # Hardly a multiprocessor is without work.
+            # Almost all multiprocessors have work.
             assert found["blocks"] >= 0.9 * GPUS["H200"][1], (channels, rows, found)
 
 
 def test_blocks_put_partial_results_together_for_themselves() -> None:
-    """In one barrier less, where a tile has few blocks; tiles are as narrow as that takes."""
+    """Blocks add partial results themselves if a tile has few blocks. This saves a barrier.
+
+    Tiles are narrow enough for this.
+    """
     for backward in (False, True):
         for rows, channels, inner in (
             (256 * 49, 2048, 1), (256 * 49, 512, 1), (256 * 196, 1024, 1), (8192, 2048, 1),
@@ -126,12 +132,12 @@ def test_blocks_put_partial_results_together_for_themselves() -> None:
         ):  # fmt: skip
             found = plan(rows, channels, inner, backward=backward)
             assert found["own_sums"], (rows, channels, inner, found)
-        # All blocks have all channels: others' results would be much to read.
+        # All blocks have all channels. A block would have to read many results of other blocks.
         assert not plan(256 * 112 * 112, 64, backward=backward)["own_sums"]
 
 
 def test_a_block_has_whole_channels() -> None:
-    """Channels first, and one tile of them, where there are enough: no block waits for another."""
+    """If there are enough channels, a block has whole channels: it waits for no other block."""
     for backward in (False, True):
         for channels, inner, element_bytes in (
             (1024, 196, 2), (1024, 196, 4), (512, 784, 2), (256, 784, 4), (2048, 49, 2),
@@ -144,16 +150,16 @@ def test_a_block_has_whole_channels() -> None:
 
 
 def test_more_is_on_its_way_where_threads_have_no_pack() -> None:
-    """Of 392 threads' packs, of which four steps would be too little for the memory."""
+    """A step has the packs of 392 threads. Four steps in flight would leave bandwidth unused."""
     assert plan(256, 1024, 196)["lanes"] == 196
     assert plan(256, 1024, 196)["ring_steps"] == 6
     assert plan(256, 2048, 49)["ring_steps"] == 4  # 490 threads
     assert plan(256 * 196, 1024)["ring_steps"] == 4
-    assert plan(256, 1024, 196, gpu="RTX 5090")["ring_steps"] == 4  # for lack of room
+    assert plan(256, 1024, 196, gpu="RTX 5090")["ring_steps"] == 4  # there is no room for more
 
 
 def test_what_the_l2_cache_is_to_keep() -> None:
-    """Three fifths of it; of small arrays it keeps all, of large ones nothing that matters."""
+    """The cache keeps three fifths of its size, all of a small array, and little of a large one."""
     for gpu, rows, channels, inner in (
         ("H200", 256 * 196, 512, 1), ("A100", 256 * 196, 512, 1), ("A100", 64, 256, 3136),
         ("RTX 5090", 256, 512, 784),
@@ -161,7 +167,7 @@ def test_what_the_l2_cache_is_to_keep() -> None:
         for backward in (False, True):
             found = plan(rows, channels, inner, backward=backward, gpu=gpu)
             if found["cached_steps"] == 0:
-                continue  # two arrays that are too large
+                continue  # two arrays are too large
             step = (512 if found["plane"] else found["lanes"] * found["at_once"]) * 16
             steps = found["tiles"] * found["steps"] - found["passing_steps"]
             kept = steps * step * (2 if backward else 1)
@@ -173,13 +179,16 @@ def test_what_the_l2_cache_is_to_keep() -> None:
 
 
 def test_rows_of_a_step_lie_in_lines_as_in_memory() -> None:
-    """If that takes little room: packs are copied in a third of the steps."""
+    """Rows in shared memory keep their offset in a cache line, if this takes little room.
+
+    Copies of packs then take a third of the steps.
+    """
     assert plan(256, 2048, 49)["row_slots"] == 104
     assert plan(256, 2048, 49)["lanes"] == 98
 
 
 def test_last_rings_are_shared() -> None:
-    """Of large arrays, channels last; of small ones a block knows all of its steps before."""
+    """Large arrays with channels last share rings. For small ones, a block knows all its steps."""
     large, small = 256 * 56 * 56, 1000
     for backward in (False, True):
         assert plan(large, 256, backward=backward)["shared_rings"] > 0

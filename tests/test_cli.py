@@ -1,4 +1,4 @@
-"""`python -m jax_gradops info` and `doctor`, as commands."""
+"""The commands `python -m jax_gradops info` and `doctor`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU_LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.ite
 
 
 def run(*args: str, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
-    # CPU only: GPU hosts run the doctor on all devices in `make test-gpu`.
+    # CPU only: on GPU hosts, `make test-gpu` runs the doctor on all devices.
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-P", "-m", "jax_gradops", *args],
@@ -44,7 +44,7 @@ def test_info() -> None:
 
 
 def test_info_says_why_there_are_no_cuda_kernels() -> None:
-    """What the build said of it, which pip does not show."""
+    """The build recorded the reason. pip does not show it."""
     environment = info.collect()
     reason = environment["kernels"]["cuda"]["reason"]
     if "cuda" in _registry.MODULES:
@@ -57,7 +57,7 @@ def test_info_says_why_there_are_no_cuda_kernels() -> None:
 
 
 def test_doctor_warns_of_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the build's reason, and how to build them."""
+    """The warning has the build's reason, and says how to build the kernels."""
     monkeypatch.setitem(
         sys.modules, "jax_gradops._cpu", types.SimpleNamespace(cuda_skipped="no nvcc")
     )
@@ -74,13 +74,13 @@ def test_doctor_warns_of_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_cases_cover_every_op() -> None:
-    """An op that `doctor` does not run is one that it says is right."""
+    """Every op has a case. Otherwise `doctor` would accept an op without running it."""
     assert {c.op for c in cases.all_cases()} == _status.OPS.keys()
 
 
 @pytest.mark.parametrize("level", CPU_LEVELS or [""])
 def test_doctor_is_content_with_this_installation(level: str) -> None:
-    """Whichever of the processor's levels the CPU's kernels are built for."""
+    """The doctor accepts every CPU level that the processor supports."""
     result = run("doctor", **{_registry.CPU_LEVEL: level})
     assert result.returncode == 0, result.stdout + result.stderr
     assert "FAIL" not in result.stdout and "All ops give right results" in result.stdout
@@ -97,18 +97,18 @@ def test_unknown_cpu_level() -> None:
 def test_doctor_runs_the_kernels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Not XLA in their place: in each dtype, each case."""
+    """Kernels run in each dtype and each case. XLA does not replace them."""
     assert doctor_in_process(monkeypatch) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["failures"] == []
     assert len(report["checks"]) == len(cases.all_cases()) * len(cases.DTYPES)
     by_xla = {c["title"] for c in report["checks"] if c["implementation"] != "ffi"}
-    assert by_xla == {"batch_norm_inference"}  # where it is the faster one
+    assert by_xla == {"batch_norm_inference"}  # XLA is faster there
     assert all(c["error"] <= c["tolerance"] and not c["message"] for c in report["checks"])
 
 
 def test_doctor_without_jit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with JAX_DISABLE_JIT=1: nothing that is right is called wrong."""
+    """As with JAX_DISABLE_JIT=1: right results are not reported as wrong."""
     with jax.disable_jit():
         assert doctor_in_process(monkeypatch) == 0
 
@@ -131,7 +131,7 @@ def test_doctor_finds_a_wrong_result(
 
 
 def doctor_in_process(monkeypatch: pytest.MonkeyPatch) -> int:
-    """On one of the CPU devices, with JAX's own defaults; prints JSON."""
+    """Runs the doctor on one CPU device with JAX's default settings; prints JSON."""
     monkeypatch.setattr(info, "find_devices", lambda: (jax.devices("cpu")[:1], None))
     with jax.enable_x64(False):
         return main(["doctor", "--json"])
@@ -159,7 +159,10 @@ def test_resume_command(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """It runs as printed: with the Python that runs, and what is not in the checkpoint."""
+    """The command runs as printed, with this Python.
+
+    It has the options missing in the checkpoint.
+    """
     runs = pytest.importorskip("jax_gradops._tools.demo.runs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", python.format(here=tmp_path))
@@ -187,7 +190,7 @@ def test_mistakes_are_explained(args: list[str]) -> None:
 
 
 def test_no_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """JAX 0.10 raises a mere AssertionError where JAX_PLATFORMS names what is not there."""
+    """If JAX_PLATFORMS names a missing platform, JAX 0.10 raises an empty AssertionError."""
 
     def devices() -> list[jax.Device]:
         raise AssertionError
@@ -212,12 +215,12 @@ def test_no_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     ],
 )
 def test_reader_that_has_seen_enough(command: str, tmp_path: Path) -> None:
-    """`| head`: no traceback, and the status that a shell gives for it."""
+    """With `| head`: no traceback, and the exit status of a shell in this case."""
     if command.startswith("demo"):
         pytest.importorskip("jax_gradops._tools.demo.runs")
     reader, writer = os.pipe()
     os.close(reader)
-    # Without a buffer, argparse takes no notice.
+    # Output must be buffered. argparse ignores errors of unbuffered writes.
     result = run(*command.format(folder=tmp_path).split(), stdout=writer, PYTHONUNBUFFERED="")
     os.close(writer)
     assert (result.returncode, result.stderr) == (NO_READER, "")

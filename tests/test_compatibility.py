@@ -1,7 +1,7 @@
 """Native modules that cannot be loaded, or whose kernels cannot run here.
 
-They leave working JAX, the other kernels, and one message. The GPUs and drivers are made up: what
-is asked of `_cuda` is in its stub.
+JAX and the other kernels must still work, and one message must explain the reason. GPUs and drivers
+are simulated: a stub of `_cuda` returns their properties.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_ffi_version_guard(compiled, runtime, fits):
 
 
 def test_runtime_ffi_version():
-    """Read from the header that handlers are compiled against."""
+    """The version is read from the header that handlers are compiled with."""
     major, minor = _registry.runtime_ffi_version()
     assert major == 0 and minor >= 3
     for module in _registry.MODULES.values():
@@ -71,7 +71,7 @@ def test_runtime_ffi_version():
     ],
 )
 def test_cpu_level(levels, wanted, expected, monkeypatch):
-    """The best that the processor has, or the one asked for, if it has that."""
+    """Selects the best level that the processor supports, or the requested one if supported."""
     baseline: Any = types.SimpleNamespace(__name__="_cpu", cpu_levels=levels)
     monkeypatch.setattr(
         _registry.importlib, "import_module", lambda name: types.SimpleNamespace(__name__=name)
@@ -130,7 +130,7 @@ print(json.dumps({{
     ids=["too new", "missing", "not loadable"],
 )
 def test_unusable_native_module(failure, message, tmp_path):
-    """JAX stays usable: one warning, XLA's operations, and "ffi" says why it cannot be had."""
+    """JAX stays usable: one warning, XLA's operations, and the error of "ffi" has the reason."""
     result = run_python(BROKEN_MODULE.format(failure=failure), tmp_path)
     (warning,) = result["warnings"]
     assert re.search(message, warning), warning
@@ -142,7 +142,10 @@ def test_unusable_native_module(failure, message, tmp_path):
 
 
 def test_import_is_light_and_silent(tmp_path):
-    """Neither Flax nor Optax, no warning, no backend started: it would be one that is not there."""
+    """The import loads neither Flax nor Optax, and warns of nothing.
+
+    It starts no backend either: JAX_PLATFORMS names a missing one.
+    """
     code = """
 import json, sys, warnings
 import jax
@@ -168,7 +171,7 @@ FFI = _registry.runtime_ffi_version()
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Installs a CUDA module, of this build, for these GPUs; returns the warnings so far."""
+    """Installs a CUDA module of this build for the given GPUs; returns the warnings so far."""
     caught: list[str] = []
 
     def install(build: str, devices: Any, ffi_api_version: Any = FFI, chosen: Any = None) -> None:
@@ -204,7 +207,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def check_cpu() -> None:
-    """Values, and that they are the kernels'."""
+    """Checks the values, and that the kernels computed them."""
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     with jax.default_device(jax.devices("cpu")[0]):
         compiled = jax.jit(lambda x: jax.vjp(jax_gradops.layer_norm, x)[1](x)).lower(x).compile()
@@ -214,7 +217,7 @@ def check_cpu() -> None:
 
 
 def for_cuda() -> str:
-    """A program for GPUs, made here."""
+    """A program for GPUs that is compiled on this machine."""
     exported = export.export(
         jax.jit(jax_gradops.layer_norm),
         platforms=["cuda"],
@@ -251,7 +254,7 @@ def test_cuda_kernels_that_cannot_run(cuda, build, devices, ffi_api_version, mes
 
 
 def never() -> Any:
-    """CUDA is not to be started."""
+    """CUDA must not be started."""
     raise AssertionError
 
 
@@ -268,7 +271,7 @@ def never() -> Any:
     ids=["same", "several", "by PTX", "newer driver", "no driver", "only the CPU is asked for"],
 )
 def test_cuda_kernels_that_can_run(cuda, build, devices, chosen):
-    """Or could, where there is no GPU: programs for GPUs may be made there."""
+    """Kernels are used if they can run. Without a GPU, programs for GPUs may still be made."""
     install, caught = cuda
     install(build, devices, chosen=chosen)
     check_cpu()
@@ -298,7 +301,7 @@ def test_what_a_build_covers(build, architecture, covered):
 
 @pytest.mark.skipif("cuda" not in _registry.MODULES, reason="built without CUDA")
 def test_devices_of_the_cuda_module():
-    """As JAX sees them; on a machine without a driver there are none, and nothing fails."""
+    """The GPUs that JAX sees. A machine without a driver has none, and nothing fails."""
     architectures, driver, runtime = _registry.MODULES["cuda"].devices()
     assert runtime >= 12080
     try:

@@ -1,4 +1,4 @@
-"""Programs in JAX's persistent compilation cache: equal ones are found, others are not."""
+"""JAX's persistent compilation cache: equal programs are found, different ones are not."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def start(
 
 
 def said(process: Any) -> list[dict[str, list[str]]]:
-    """What a process printed: a table in each line."""
+    """The tables that a process printed: one per line."""
     output, errors = process.communicate(timeout=500)
     assert process.returncode == 0, errors[-3000:]
     return [json.loads(line) for line in output.splitlines()]
 
 
 def usual(program: str) -> str | None:
-    """The op and the mesh of a program whose static arguments are the usual ones."""
+    """The op and the mesh of a program, if its static argument has the usual value."""
     name, _, mesh = program.partition(" | ")
     op, argument = name.split(" ")
     attribute, value = argument.split("=")
@@ -59,7 +59,7 @@ def usual(program: str) -> str | None:
 
 @pytest.mark.P5
 def test_texts_tell_programs_apart():
-    """A program's text is the same in each process, and another's for each static argument."""
+    """A program's text is equal in all processes. Each static argument changes the text."""
     processes = [start("texts", step, PYTHONHASHSEED=str(step)) for step in (1, 3)]
     levels = [name for name, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable]
     if len(levels) > 1:
@@ -82,7 +82,7 @@ def test_texts_tell_programs_apart():
 @pytest.mark.P5
 @pytest.mark.parametrize("how", ["spawned", "without addresses", "same addresses", "forked"])
 def test_cache(tmp_path, how):
-    """What one process has compiled, the next one finds, and only that."""
+    """The next process finds exactly the programs that one process has compiled."""
     words = "epsilon=", "layer_norm", "| auto" if how == "spawned" else "| explicit"
     settings: dict[str, Any] = {}
     if how == "without addresses":
@@ -120,7 +120,10 @@ def test_cache_of_gpus(platform, mesh, tmp_path):
 
 
 def test_program_that_outlives_an_equal_one():
-    """XLA asks how to partition a program when it compiles it: by then an equal one may be gone."""
+    """XLA asks how to partition a program while it compiles.
+
+    An equal program may be gone by then.
+    """
     mesh = jax.make_mesh(
         (2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2]
     )

@@ -68,7 +68,7 @@ def test_implementation_in_use(platform):
 
 
 def test_platform_without_kernels():
-    """Compiles for a TPU, from here, without any custom call of ours; "ffi" is for kernels only."""
+    """Programs for a TPU compile here without our custom calls. "ffi" permits kernels only."""
 
     def f(x: Any) -> Any:
         y, pull = jax.vjp(jax_gradops.layer_norm, x)
@@ -81,7 +81,7 @@ def test_platform_without_kernels():
 
 @pytest.mark.parametrize("context", ["vmap", "auto", "explicit", "shard_map", "partly manual"])
 def test_lowers_for_a_platform_without_kernels(context):
-    """There, the reference is traced as late as here."""
+    """The reference is traced while JAX lowers for the TPU."""
 
     def loss(x: Any, scale: Any) -> Any:
         y, *_ = jax_gradops.batch_norm(jax_gradops.gelu(jax_gradops.layer_norm(x, scale)), scale)
@@ -108,7 +108,7 @@ def test_lowers_for_a_platform_without_kernels(context):
         scale = jax.device_put(scale, NamedSharding(devices, P()))
     with jax.set_mesh(devices):
         traced = jax.jit(gradient).trace(x, scale)
-    kernel = "jax_gradops_layer_norm_fwd_"  # with what tells apart, the name of a function
+    kernel = "jax_gradops_layer_norm_fwd_"  # the start of a function's name
     assert kernel not in traced.lower(lowering_platforms=("tpu",)).as_text()
     assert kernel in traced.lower(lowering_platforms=("cpu",)).as_text()
 
@@ -123,7 +123,7 @@ def model(x: Any, scale: Any) -> Any:
 
 @pytest.mark.parametrize("shape", ["3, 4", "b, 4", "b, d"])
 def test_export(shape):
-    """Serialised, read again, with its gradient; for any batch and feature size too."""
+    """Exports, serialises and reads a function and its gradient, with symbolic sizes too."""
     sizes = export.symbolic_shape(shape)
     types = [jax.ShapeDtypeStruct(sizes, X.dtype), jax.ShapeDtypeStruct(sizes[1:], X.dtype)]
     f = jax.jit(jax.value_and_grad(model, argnums=(0, 1)))
@@ -142,7 +142,7 @@ def test_export(shape):
 
 
 def test_statistics_have_names(capsys):
-    """`save_only_these_names` keeps them, and nothing else of an op."""
+    """`save_only_these_names` keeps the named statistics, and nothing else of an op."""
     names = "layer_norm_mean", "layer_norm_rstd", "rms_norm_rstd"
 
     def f(x: Any) -> Any:
@@ -162,7 +162,7 @@ def test_export_needs_the_disabled_checks():
 
 # --- CUDA graphs ---------------------------------------------------------------------------------
 
-# Every kernel, in one program, run several times with other operands.
+# Every kernel in one program, which runs several times with other operands.
 GRAPH = """
 import hashlib, json
 import jax, jax.numpy as jnp, numpy as np
@@ -187,7 +187,7 @@ print(json.dumps([digest.hexdigest(), calls]))
 @pytest.mark.P2
 @pytest.mark.gpu
 def test_cuda_graph(tmp_path):
-    """XLA captures every kernel into a CUDA graph, whose replays give what launches give."""
+    """XLA captures every kernel in a CUDA graph. Replays and launches give equal results."""
     if not any(d.platform == "gpu" for d in jax.devices()):
         pytest.skip("no CUDA device")
 
@@ -195,20 +195,20 @@ def test_cuda_graph(tmp_path):
         flags += f" --xla_dump_to={tmp_path / name}"
         result = run_python(GRAPH, tmp_path, JAX_PLATFORMS="cuda", XLA_FLAGS=flags)
         dumps = sorted((tmp_path / name).glob("*jit_f*thunk_sequence*"))
-        return result, dumps[-1].read_text()  # the last one is after XLA's passes over thunks
+        return result, dumps[-1].read_text()  # the last dump is from after XLA's passes over thunks
 
     (captured, calls), thunks = run("captured", "")
     (launched, _), plain = run("launched", "--xla_gpu_enable_command_buffer=")
     assert captured == launched
     assert "kCommandBuffer" not in plain
-    # What is inside the graph is indented.
+    # Calls inside the graph are indented.
     inside = re.findall(r"^ +\d+: kCustomCall", thunks, re.MULTILINE)
     assert "kCommandBuffer" in thunks and len(inside) == calls >= 7
 
 
 # --- Threads -------------------------------------------------------------------------------------
 
-# 64 branches that do not depend on each other: XLA runs their handlers on its own pool's threads.
+# 64 independent branches: XLA runs their handlers on the threads of its own pool.
 STRESS = """
 import hashlib, json, os
 if "ONE_CPU" in os.environ:
@@ -248,17 +248,17 @@ print(json.dumps([digest.hexdigest(), float(norm)]))
 @pytest.mark.R6
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 def test_threads_do_not_deadlock_and_do_not_matter(tmp_path):
-    """As many threads as there are, and one; results of all kernels are bitwise the same."""
-    # XLA's pool has a thread for each processor, or for each device if there are more of them.
+    """Runs with all threads and with one thread. Results of all kernels are bitwise equal."""
+    # XLA's pool has one thread per processor, or one per device if there are more devices.
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
     many = run_python(STRESS, tmp_path, timeout=240)
     one = run_python(STRESS, tmp_path, timeout=240, ONE_CPU="1", XLA_FLAGS=" ".join(flags))
     assert many[0] == one[0]
-    np.testing.assert_allclose(many[1], one[1], rtol=1e-5)  # with XLA's matmuls in between
+    np.testing.assert_allclose(many[1], one[1], rtol=1e-5)  # XLA's matmuls are between the kernels
 
 
 def test_python_threads(platform):
-    """Eight threads that call at the same time get what one gets."""
+    """Eight threads that call at the same time get the result of a single thread."""
     rng = np.random.default_rng(0)
     xs = [rng.standard_normal((999, 130)).astype(np.float32) for _ in range(8)]
 
@@ -283,7 +283,7 @@ def test_python_threads(platform):
 
 @pytest.mark.R4
 def test_every_device(platform):
-    """Kernels run where their operands are, on all devices at the same time."""
+    """Kernels run on their operands' device, on all devices at the same time."""
     x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
 
     @jax.jit
@@ -305,7 +305,7 @@ def test_every_device(platform):
 
 @pytest.mark.R4
 def test_every_device_from_its_own_thread(platform):
-    """A thread's current device is not that of the operands."""
+    """A thread's current device is not the device of the operands."""
     x = np.random.default_rng(0).standard_normal((333, 1031)).astype(np.float32)
     f = jax.jit(lambda x: (jax_gradops.rms_norm(x), jax_gradops.global_norm([x, x])))
     expected = f(x)
@@ -323,7 +323,7 @@ def test_every_device_from_its_own_thread(platform):
 
 
 def test_out_of_memory(platform):
-    """An error that says so; the next call works."""
+    """The error says that memory is missing. The next call works."""
     memory = jax.devices("gpu")[0].memory_stats() if platform == "cuda" else None
     rows = (memory or {"bytes_limit": 2**60})["bytes_limit"] // 2**12
 

@@ -1,4 +1,4 @@
-"""Rows of few columns, and groups of few elements, which the CPU's kernels lay side by side."""
+"""Rows of few columns, and groups of few elements. The CPU's kernels put several in a register."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from comparing import assert_bitwise_equal, widen
 import jax_gradops
 from jax_gradops import _registry
 
-# Below, at and above what a register holds, and the last one that lies side by side.
+# Below, at and above a register's width. The last one is the largest that shares registers.
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 33, 63, 64)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LEVELS = _registry.MODULES["cpu"].cpu_levels
@@ -32,14 +32,14 @@ def value_and_gradients(op: str, implementation: str, x: Any, dy: Any, *paramete
 
 
 def arrays(rng: Any, shape: tuple[int, ...], dtype: Any, parameters: tuple[int, ...]) -> Any:
-    # No row's elements are nearly equal: what is left of their differences would have few digits.
+    # Neighbouring elements are far apart, because small differences would have few correct digits.
     apart = 3 * (-1.0) ** np.arange(shape[-1])
     x, dy = (jnp.asarray(rng.uniform(-1, 1, shape) + 2 + apart, dtype) for _ in range(2))
     return x, dy, *(jnp.asarray(rng.standard_normal(parameters), jnp.float32) for _ in range(2))
 
 
 def assert_near_float64(op: str, given: Any, results: Any, what: str, in_axes: Any = None) -> None:
-    """Nearer than 16 roundings of the dtype, of the largest number of each result."""
+    """Checks that errors are below 16 roundings of each result's largest value."""
     wide = [jnp.asarray(widen(a)) for a in given]
     reference: Any = functools.partial(value_and_gradients, op, "xla")
     expected = (reference if in_axes is None else jax.vmap(reference, in_axes))(*wide)
@@ -56,14 +56,14 @@ def test_norms(op: str, dtype: str, rng: Any) -> None:
     for n in WIDTHS:
         given = arrays(rng, (37, n), dtype, (n,))[: 4 if op == "layer_norm" else 3]
         results = value_and_gradients(op, "ffi", *given)
-        if n == 1:  # its dx is what rounding leaves
+        if n == 1:  # with one column, dx holds only rounding errors
             results = results[:1]
         assert_near_float64(op, given, results, f"{op} of {n} columns")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 15, 16, 17])
 def test_norms_of_groups_with_their_own_parameters(rows: int, rng: Any) -> None:
-    """Rows side by side are of several groups, or not all lanes have a row."""
+    """Neighbouring rows belong to several groups, or some lanes have no row."""
     for n in (2, 5, 64):
         given = arrays(rng, (21, rows, n), jnp.float32, (21, n))
         f = functools.partial(value_and_gradients, "layer_norm", "ffi")
@@ -91,7 +91,7 @@ def test_a_row_does_not_depend_on_others(op: str, rng: Any) -> None:
 
 
 def test_hard_rows_side_by_side() -> None:
-    """Constant ones are exact, large means keep their digits, squares may leave float32's range."""
+    """Constant rows are exact, large means keep digits, squares may leave float32's range."""
     for n in WIDTHS:
         x = np.tile(np.linspace(-1, 1, n), (20, 1)).astype(np.float32)
         x[3] = 1e30
@@ -134,13 +134,14 @@ def test_batch_norm_of_groups(shape: Any, axis: int, dtype: str, rng: Any) -> No
     results = jax.vmap(functools.partial(run, "ffi"))(*given)
     expected = jax.vmap(functools.partial(run, "xla"))(*(jnp.asarray(widen(a)) for a in given))
     terms = np.prod(shape) // shape[axis]
-    flipped = np.asarray(expected[0] > 0) != np.asarray(results[0] > 0)  # relu at a rounding of 0
+    # Relu's argument may round to either side of 0.
+    flipped = np.asarray(expected[0] > 0) != np.asarray(results[0] > 0)
     assert flipped.mean() < 1e-3
     if flipped.any():
         return
     for i, (got, want) in enumerate(zip(results, expected, strict=True)):
         if terms <= 2 and i == 3:
-            continue  # dx is what rounding leaves
+            continue  # dx holds only rounding errors
         unit = max(float(jnp.finfo(got.dtype).eps), 1e-7 if dtype != "float64" else 0)
         limit = 64 * unit * (np.abs(np.asarray(want)).max() + 1)
         np.testing.assert_allclose(widen(got), np.asarray(want), rtol=0, atol=limit, err_msg=str(i))
@@ -160,7 +161,7 @@ def test_a_group_does_not_depend_on_others(rng: Any) -> None:
 
 
 def test_a_group_does_not_depend_on_its_neighbours(rng: Any) -> None:
-    """Neither on a NaN beside it, nor on how many there are, where epsilon is 0."""
+    """A NaN in a neighbour, or the number of neighbours, changes nothing, even if epsilon is 0."""
     x = rng.standard_normal((17, 9, 5)).astype(np.float32)
     poisoned = x.copy()
     poisoned[3] = np.nan
@@ -176,7 +177,7 @@ def test_a_group_does_not_depend_on_its_neighbours(rng: Any) -> None:
 
 @pytest.mark.parametrize("groups", [1, 8, 9])
 def test_small_deviations_without_epsilon(groups: int, rng: Any) -> None:
-    """Variances keep their digits beside a large mean. That of equal elements is 0."""
+    """Variances keep their digits beside a large mean. Equal elements have variance 0."""
     steps = np.round(2 * rng.standard_normal((groups, 9, 5)))
     for dtype, unit in ((np.float32, 2.0**-56), (np.float32, 1.0), (np.float64, 2.0**-23)):
         mean = 0 if unit < 1e-9 else 1e9 if dtype == np.float64 else 1e4
@@ -190,7 +191,7 @@ def test_small_deviations_without_epsilon(groups: int, rng: Any) -> None:
 @pytest.mark.parametrize("rows", [1, 15, 17])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_lanes_without_a_row_add_nothing(op: str, rows: int) -> None:
-    """Though the quotient of bias and scale, x_hat of an output of 0, has no finite value."""
+    """A lane without a row computes bias / scale, which is not finite. It must add nothing."""
     x = np.linspace(-1, 2, rows * 8, dtype=np.float32).reshape(rows, 8)
     parameters = [np.full(8, 1e-30, np.float32), np.full(8, 1e9, np.float32)]
     parameters = parameters[: 2 if op == "layer_norm" else 1]
@@ -200,7 +201,7 @@ def test_lanes_without_a_row_add_nothing(op: str, rows: int) -> None:
 
 
 def test_squares_whose_sum_leaves_the_range() -> None:
-    """The variance is a float32, and the sum that it is made of is none."""
+    """The variance is a finite float32, but the sum of squares overflows."""
     x = np.where(np.arange(250) % 2, 3e18, -3e18).astype(np.float32)[:, None]
     y, _, variance = jax_gradops.batch_norm(jnp.asarray(x))
     np.testing.assert_allclose(variance, 9e36, rtol=1e-6)
@@ -222,7 +223,7 @@ print(json.dumps([x.nbytes, grow("ffi")]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux: maxrss in KB")
 def test_memory_of_many_small_groups() -> None:
-    """The kernel has no scratch of its own for each group: it took 320 times x's memory."""
+    """The kernel has no scratch per group: such scratch took 320 times x's memory."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", _MANY_GROUPS],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -255,7 +256,7 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(sum(map(bool, LEVELS.values())) < 2, reason="one level of x86-64 alone")
 def test_levels_agree() -> None:
-    """The same bits with registers of 16, 32 and 64 bytes."""
+    """Registers of 16, 32 and 64 bytes give equal bits."""
     found = []
     for level in (level for level, usable in LEVELS.items() if usable):
         done = subprocess.run(

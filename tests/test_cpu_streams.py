@@ -1,7 +1,7 @@
-"""Large results of the CPU's kernels, which these store past its caches, and memory that is new.
+"""Large results, which the CPU's kernels stream past the caches, and new memory.
 
-Other tests' arrays are smaller (`kStreamedBytes` in ffi/cpu/stream.h), but `tests/native` builds
-kernels, with sanitizers, that also stream small ones.
+Arrays of other tests are too small (`kStreamedBytes` in ffi/cpu/stream.h). But `tests/native`
+builds kernels with sanitizers that stream small arrays too.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def array(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def in_used_memory(f: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
-    """f(x, *others), stored where another array as large as x has been."""
-    spare = x + 1  # its memory has been written
+    """Computes f(x, *others) into the memory of another array of x's size."""
+    spare = x + 1  # the memory has been written
     place = spare.unsafe_buffer_pointer()
     reusing = jax.jit(lambda _, *a: f(*a), donate_argnums=0, keep_unused=True)
     result = reusing(spare, x, *others)
@@ -55,7 +55,7 @@ def in_used_memory(f: Callable[..., jax.Array], x: jax.Array, *others: Any) -> j
 def assert_same_in_pieces(
     f: Callable[..., jax.Array], pieces: int, *by_row: jax.Array, rest: tuple[Any, ...] = ()
 ) -> None:
-    """Of f, whose rows depend on no other rows: large, and in pieces too small to be streamed."""
+    """Computes f, whose rows are independent, at once and in pieces too small for streaming."""
     large = in_used_memory(f, *by_row, *rest)
     parts = []
     for part in zip(*(np.array_split(np.asarray(a), pieces) for a in by_row), strict=True):
@@ -64,7 +64,7 @@ def assert_same_in_pieces(
     assert_bitwise_equal(large, jnp.concatenate(parts))
 
 
-# Rows that begin with a line of the cache, at its multiples of 8 bytes, and anywhere.
+# Rows begin at a cache line, at multiples of 8 bytes, or anywhere.
 @pytest.mark.parametrize("features", [2048, 1002, 333])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_norms(dtype, features):
@@ -104,18 +104,19 @@ def test_gelu(dtype, features):
                 return jax_gradops.gelu(x, approximate=approximate)
 
             def gradient(x: jax.Array, dy: jax.Array, *bias: jax.Array, f: Any = forward) -> Any:
-                return jax.vjp(f, x, *bias)[1](dy)[0]  # the bias's gradient is summed, too
+                # The bias's gradient is left out: it is a sum over all rows.
+                return jax.vjp(f, x, *bias)[1](dy)[0]
 
             assert_same_in_pieces(forward, 3, x, rest=rest)
             assert_same_in_pieces(gradient, 3, x, dy, rest=rest)
 
 
-# Rows that begin anywhere in a line of the cache, and with one.
+# Rows begin anywhere in a cache line, or at its start.
 @pytest.mark.parametrize("channels", [99, 128])
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batch_norm(dtype, axis, channels):
-    """By given statistics image by image; forward with a residual, and backward, against XLA."""
+    """Inference image by image. Forward with a residual, and backward, are compared with XLA."""
     shape = (45, 46, 47, channels) if axis == -1 else (45, channels, 46, 47)
     x, other = (array(seed, shape, dtype) for seed in (1, 2))
     mean, scale, bias = (array(seed, (channels,), "float32") for seed in (4, 5, 6))
@@ -157,7 +158,7 @@ def test_batch_norm(dtype, axis, channels):
     not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="no huge pages"
 )
 def test_new_memory(tmp_path):
-    """Large results ask for huge pages, small ones leave memory as it is."""
+    """Large results request huge pages. Small ones do not change the memory's settings."""
     found = run_python(
         """
 import json, pathlib, re
@@ -205,7 +206,7 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("level", [level for level, usable in LEVELS.items() if usable][:-1])
 def test_other_levels(level):
-    """Those that this process does not use: their stores have other sizes."""
+    """Levels that this process does not use: their stores have other sizes."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = os.environ | {_registry.CPU_LEVEL: level}
     some = "(test_norms or test_gelu) and 1002 or test_batch_norm and float32--1-128"

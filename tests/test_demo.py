@@ -1,4 +1,4 @@
-"""`python -m jax_gradops demo`, task text: its results, what it leaves behind, and its errors."""
+"""`python -m jax_gradops demo`, task text: its results, its files, and its errors."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def as_users_have_it():
 def program(
     given: settings.TextSettings, digest: str, implementation: str | None, mesh: Any = None
 ) -> Program:
-    """Compiled once for all tests."""
+    """The program, compiled once for all tests."""
     corpus = text.load_corpus(given.text, given.context)
     assert corpus.digest == digest
     return Program(given, corpus, implementation, mesh=mesh)
@@ -93,7 +93,7 @@ def test_trains_and_writes_its_files(straight: Path):
 
 @pytest.mark.newest_jax
 def test_mesh(corpus: Path, straight: Path, tmp_path: Path):
-    """On many devices the run is that of one, up to rounding; a checkpoint fits both."""
+    """A run on many devices equals a run on one, up to rounding. A checkpoint fits both."""
     assert run(*options(corpus, tmp_path, mesh="data=2,fsdp=4")) == 0
     for actual, expected in zip(
         table(tmp_path / "metrics.csv"), table(straight / "metrics.csv"), strict=True
@@ -105,7 +105,7 @@ def test_mesh(corpus: Path, straight: Path, tmp_path: Path):
 
 @pytest.mark.newest_jax
 def test_mesh_spreads_the_state(corpus: Path):
-    """Over the fsdp axis, as far as sizes allow; kernels get no more rows than are a device's."""
+    """The state is sharded over fsdp where sizes allow. Kernels get only the device's rows."""
     given = settings.new_run({"text": str(corpus)} | SMALL | {"steps": STEPS}, "cpu")
     devices = meshes.make_mesh({"data": 2, "fsdp": 4}, given.batch, "cpu")
     spread = program(given, text.load_corpus(given.text, given.context).digest, None, devices)
@@ -113,7 +113,7 @@ def test_mesh_spreads_the_state(corpus: Path):
     assert matrices and all(a.addressable_shards[0].data.size * 4 == a.size for a in matrices)
     rows = re.findall(r"= \(?f32\[(\d+),.*jax_gradops\.layer_norm_fwd", spread.train_step_hlo())
     assert set(rows) == {"1"}
-    # The clip's norm is of shards of gradients.
+    # The clip computes its norm from shards of gradients.
     norms = [x for x in spread.train_step_hlo().splitlines() if "jax_gradops.sum_of_squares" in x]
     shapes = re.findall(r"f32\[([\d,]+)\]", " ".join(norms))
     assert max(np.prod([int(n) for n in s.split(",")]) for s in shapes if s != "2048,2") == (
@@ -305,7 +305,7 @@ def test_resume_of_a_damaged_checkpoint(
     ids=str,
 )
 def test_resume_of_another_kind_of_checkpoint(change: dict[str, Any]):
-    """JSON that says something else is a mistake like any other."""
+    """Valid JSON with wrong content gives an ordinary error."""
     good = settings.new_run({}, "cpu")
     saved = {"settings": dataclasses.asdict(good), "history": {"losses": []}, "task": "text"}
     assert settings.resumed_run({}, saved, Path("here"), "text") == good
@@ -317,7 +317,7 @@ def test_resume_of_another_kind_of_checkpoint(change: dict[str, Any]):
 
 
 def test_write_follows_no_link(tmp_path: Path):
-    """Not even where a link has the file's name; and permissions are the user's usual ones."""
+    """A link that has the file's name is replaced. The permissions are the user's usual ones."""
     from jax_gradops._tools.demo import files
 
     (tmp_path / "elsewhere").write_text("mine")
@@ -340,7 +340,7 @@ def test_failed_write_leaves_nothing(tmp_path: Path):
 
 
 def test_bigram_entropy():
-    # After 0 comes 0 or 1, each half of the time; after 1 always 0: (2/3) ln 2 + (1/3) 0.
+    # After 0, 0 and 1 are equally likely. After 1, 0 always follows: (2/3) ln 2 + (1/3) 0.
     tokens = np.array([0, 0, 1] * 4000 + [0], np.uint8)
     assert text.bigram_entropy(tokens) == pytest.approx(2 / 3 * np.log(2), abs=1e-9)
 

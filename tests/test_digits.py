@@ -1,4 +1,4 @@
-"""`python -m jax_gradops demo --task digits`: its results, and what it refuses."""
+"""`python -m jax_gradops demo --task digits`: its results, and its errors."""
 
 import collections
 import functools
@@ -36,7 +36,7 @@ def as_users_have_it():
 
 @functools.cache
 def program(given: settings.DigitsSettings, implementation: str | None, mesh: Any) -> Program:
-    """Compiled once for all tests."""
+    """The program, compiled once for all tests."""
     return Program(given, data.load(given.seed, given.batch), implementation, mesh=mesh)
 
 
@@ -105,7 +105,7 @@ def test_interrupted_and_resumed_equals_straight(
 
 
 def test_mesh(straight: Path, tmp_path: Path):
-    """On many devices the statistics are the whole batch's: the run is that of one device."""
+    """On many devices, statistics are of the whole batch: the run equals a run on one device."""
     assert run(*options(tmp_path, mesh="data=2,fsdp=2")) == 0
     for actual, expected in zip(
         table(tmp_path / "metrics.csv"), table(straight / "metrics.csv"), strict=True
@@ -129,7 +129,7 @@ def test_kernels_are_in_the_compiled_train_step():
     given = settings.new_run({"steps": STEPS} | SMALL, "cpu", "digits")
     hlo = program(given, None, None).train_step_hlo()
     calls = re.findall(r'custom_call_target="jax_gradops\.(\w+)"', hlo)
-    # Of the stem one, of each block two, of each shortcut one.
+    # The stem has one batch norm, each block two, each shortcut one.
     expected = {"batch_norm_fwd": 9, "batch_norm_bwd": 9, "sum_of_squares": 1}
     assert collections.Counter(calls) == expected
 
@@ -195,7 +195,7 @@ def test_missing_scikit_learn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_split():
-    """Nothing is in both parts, and each digit has the same share in both."""
+    """The two parts have no common image, and each digit's share is equal in both."""
     digits = data.load(0, 1)
     train, test = digits.train_images, digits.test_images
     assert (len(train), len(test)) == (1347, 450)
@@ -229,7 +229,7 @@ def test_confusion_matrix():
 
 
 def test_learns_to_read(tmp_path: Path):
-    """As a command, with XLA's optimisations, on a third of the default's images."""
+    """Runs the command with XLA's optimisations, on a third of the default number of images."""
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-P", "-m", "jax_gradops", "demo", "--task", "digits"]
     result = subprocess.run(

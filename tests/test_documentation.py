@@ -1,4 +1,4 @@
-"""What README.md and its like say, held in step with the code, the figures and the messages."""
+"""README.md and other pages must agree with the code, the measurements and the messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
 
 
 def section(title: str) -> str:
-    """The text below a heading, to the next one of its level."""
+    """The text below a heading, up to the next heading of its level."""
     (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
     return found
 
@@ -45,7 +45,7 @@ OPS = {
 
 
 def test_speeds_are_those_of_the_committed_figures():
-    """The first table: over XLA, least and most of all widths."""
+    """The first table: the smallest and largest speed over XLA of all widths."""
     speeds = defaultdict(list)
     for path in (ROOT / "benchmarks" / "h200").glob("*.json"):
         for result in json.loads(path.read_text())["results"]:
@@ -75,7 +75,7 @@ def is_there(name: str) -> bool:
 
 
 def test_names():
-    """What is mentioned exists: also of Flax and Optax, for those who come from there."""
+    """All names in the text exist, including names of Flax and Optax."""
     names = set(
         re.findall(r'(?<![\w."])((?:jax_gradops|jax|flax|optax)\.[a-zA-Z][\w.]*\w)', README)
     )
@@ -84,7 +84,7 @@ def test_names():
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
@@ -100,7 +100,7 @@ def test_links():
 
 
 def commands() -> Iterator[str]:
-    """All lines of shells' blocks, and code spans."""
+    """All lines of shell blocks, and all code spans."""
     for page in PAGES:
         text = page.read_text()
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
@@ -108,7 +108,7 @@ def commands() -> Iterator[str]:
         yield from (" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text))
 
 
-# What follows `python -m jax_gradops`, and in code spans `bench` by itself with an option's value.
+# The text after `python -m jax_gradops`. In code spans also `bench` with an option's value.
 COMMAND = re.compile(
     rf"(?:.*python (?:-P )?-m jax_gradops (?={'|'.join(COMMANDS)})|(?=bench \S+ [^-]))([^|…]+)"
 )
@@ -117,7 +117,7 @@ COMMAND_LINES = sorted({found[1] for c in commands() if (found := COMMAND.fullma
 
 @pytest.mark.parametrize("line", COMMAND_LINES)
 def test_commands(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Options exist and go together; nothing is run."""
+    """Options exist and can be combined. Nothing is run."""
     args = shlex.split(line, comments=True)
     module: Any = carrier(args[0])
     parsed: list[Any] = []
@@ -133,7 +133,7 @@ def test_commands(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 # --- Messages ------------------------------------------------------------------------------------
 
 MESSAGES = re.findall(r"^\| `(.*?)` \| .* \|$", section("Troubleshooting"), re.MULTILINE)
-OF_OTHERS = {  # pip, CMake, Python
+OF_OTHERS = {  # messages of pip, CMake and Python
     "error: externally-managed-environment",
     "No CMAKE_CXX_COMPILER could be found.",
     "No module named 'flax'",
@@ -148,7 +148,7 @@ def said(function: Any, *args: Any, **options: Any) -> str:
 
 
 def warned(monkeypatch: pytest.MonkeyPatch, platform: str, import_module: Any) -> str:
-    """What is said when that is what comes of the import of a native module."""
+    """The warning after an import of a native module with this result."""
     with monkeypatch.context() as patch, pytest.warns(UserWarning) as warnings:
         namespace = types.SimpleNamespace(import_module=import_module)
         patch.setattr(_registry, "importlib", namespace)
@@ -168,7 +168,7 @@ def of_importing(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield warned(monkeypatch, "cuda", raising(ImportError("GLIBC_2.38 not found")))
     too_new = types.SimpleNamespace(ffi_api_version=(9, 9))
     yield warned(monkeypatch, "cuda", lambda name: too_new)
-    for driver in (12000, 13000):  # as _why_gpus_cannot has it
+    for driver in (12000, 13000):  # as in _why_gpus_cannot
         yield f"jax_gradops: {_registry.gpu_mismatch('80-real', [90], driver, 13000)}"
     processor = types.SimpleNamespace(cpu_levels={"v2": True, "v3": False, "v4": False})
     for level in ("avx2", "v4"):
@@ -214,7 +214,7 @@ def of_running(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -
 
 
 def test_troubleshooting(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    """Each message is one that comes, to the letter."""
+    """Each message in the text is a real message, character by character."""
     texts = [
         (ROOT / "Makefile").read_text(),
         (ROOT / "CMakeLists.txt").read_text(),

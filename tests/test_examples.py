@@ -1,4 +1,4 @@
-"""Runs what the documentation shows: Python blocks of README.md, and examples in docstrings."""
+"""Runs the examples of the documentation: Python blocks of README.md, and docstrings."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ DOCUMENTED = {
         f"{api}.{name}": getattr(module, name)
         for api, module in MODULES.items()
         for name in module.__all__
-        if name != "FuseReport"  # a result
+        if name != "FuseReport"  # FuseReport is only a result
     },
 }
 
 
 @pytest.fixture(autouse=True)
 def as_users_have_it():
-    """JAX's own defaults, not this suite's stricter ones."""
+    """JAX's default settings, not the strict ones of this suite."""
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
@@ -55,11 +55,11 @@ def test_readme_has_examples():
 
 @pytest.mark.parametrize(("line", "code"), BLOCKS, ids=[f"line {line}" for line, _ in BLOCKS])
 def test_readme(line, code):
-    """Each block stands alone."""
+    """Each block works alone."""
     if ">>> " in code:
         run_doctest(doctest.DocTestParser().get_doctest(code, {}, f"README:{line}", None, line))
     else:
-        # The line numbers of a traceback are then those of the file.
+        # A traceback then has the line numbers of the file.
         exec(compile("\n" * (line - 1) + code, README, "exec"), {"__name__": "readme"})
 
 

@@ -1,4 +1,4 @@
-"""Flax's modules and ours, side by side: constructors, variables, results, gradients."""
+"""Compares Flax's modules with ours: constructors, variables, results, gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("flax_settings")
 
 
 def assert_same(expected: Any, actual: Any, dtypes: tuple[Any, ...] = ()) -> None:
-    """The same tree of arrays, up to some roundings of the narrowest of `dtypes` and its own."""
+    """Equal trees, up to some roundings in the narrowest of `dtypes` and the array's own dtype."""
     one, two = jax.tree.structure(expected), jax.tree.structure(actual)
     assert one == two, f"{two}, expected {one}"
     for (path, a), b in zip(
@@ -35,7 +35,10 @@ def assert_same(expected: Any, actual: Any, dtypes: tuple[Any, ...] = ()) -> Non
 
 
 def rounding(dtype: Any) -> float:
-    """As a fraction of the largest value. Flax's E[x²] - E[x]² loses some digits of float32."""
+    """The allowed error as a fraction of the largest value.
+
+    Flax's E[x²] - E[x]² loses some digits of float32.
+    """
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0
     return float(jnp.finfo(dtype).eps) * (3 if jnp.dtype(dtype).itemsize == 2 else 64)
@@ -49,16 +52,16 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("api", "case"), list(cases()))
-# Flax's own running averages of float64, where parameters are float32.
+# Flax updates float64 running averages if parameters are float32. JAX warns of this.
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 def test_as_flax(api: str, case: Case, platform: str) -> None:
     (flax, _), (ours, program) = (results(api, modules, case) for modules in APIS[api])
     jax.tree.map(np.testing.assert_array_equal, flax["initial"], ours.pop("initial"))
     initial = flax.pop("initial")
-    # NNX rounds x to `dtype` first, which XLA leaves out on GPUs, but not before our kernel.
+    # NNX rounds x to `dtype` first. On GPUs, XLA omits this rounding, but not before our kernel.
     rounded = case.options.get("dtype") if (api, platform) == ("nnx", "cuda") else None
     assert_same(flax.pop("after"), ours.pop("after"), () if rounded is None else (rounded,))
-    # Where an output is rounded, its cotangent differs by as much; so do all gradients.
+    # If an output is rounded, its cotangent differs by the rounding error, and so do all gradients.
     dtypes = {jnp.dtype(case.dtype), *(v.dtype for v in jax.tree.leaves((initial, flax)))}
     assert_same(flax, ours, tuple(dtypes))
     assert ("jax_gradops" in program) == case.kernel

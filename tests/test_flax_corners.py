@@ -1,4 +1,4 @@
-"""What users meet beside plain calls of our Flax modules: tools that watch, odd arguments."""
+"""Our Flax modules beyond plain calls: interceptors and other tools, unusual arguments."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_lists_in_nnx() -> None:
 
 
 class Doubled(jax_gradops.nnx.LayerNorm):
-    """A user's."""
+    """A subclass with its own call, as a user may write it."""
 
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
         return 2 * super().__call__(x.astype(jnp.float32), mask=mask)
@@ -181,7 +181,7 @@ def test_add_norm_of_others() -> None:
 
 @pytest.mark.parametrize("batch", [3, WIDTH])
 def test_a_transformed_norm_of_a_sum_with_a_bias(batch: int) -> None:
-    """A bias has no axis for `vmap` to map, of whatever length the others' are."""
+    """A bias has no axis for `vmap` to map, for any length of the other arrays' axes."""
     x, residual, bias = x_of(batch, 2, WIDTH), x_of(batch, 2, WIDTH)[::-1], x_of(WIDTH)
 
     class Model(linen.Module):
@@ -219,7 +219,7 @@ def test_a_dense_checkpoint_loads() -> None:
 
 
 def norm_of_a_sum(api: Any) -> tuple[Any, Any, Any]:
-    """A function of x and residual by `add_norm`, and both arrays."""
+    """A function of x and residual that calls `add_norm`, and both arrays."""
     x = x_of()
     residual = jnp.full_like(x, 1 / 3)
     if api is jax_gradops.nnx:
@@ -249,7 +249,7 @@ def test_interceptors_see_arrays_of_a_sum(transformed: bool) -> None:
 
     def double(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if not isinstance(context.module, linen.LayerNorm) or context.method_name != "__call__":
-            return call(*args, **kwargs)  # Flax's transformations call functions of their own
+            return call(*args, **kwargs)  # Flax's transformations call their own functions
         seen.extend(args)
         assert args[0].dtype == jnp.float32 and args[0].shape == x.shape
         return 2 * call(*args, **kwargs)
@@ -281,7 +281,7 @@ def test_a_cast_of_a_norms_argument_leaves_the_sum() -> None:
 
 @pytest.mark.parametrize("inner", [jax.jit, jax.checkpoint])
 def test_a_norm_that_an_interceptor_traces_alone(inner: Any) -> None:
-    """The sum is made outside of the inner function: nothing of that may leave it."""
+    """The sum is made outside the inner function. No tracer of this function may leak."""
 
     def alone(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if not isinstance(context.module, linen.LayerNorm):

@@ -1,4 +1,4 @@
-"""`nnx.deferred_bias`, and `add_norm` of what it gives: what Flax's own layers and norms give."""
+"""`nnx.deferred_bias` with `add_norm` must give the results of Flax's layers and norms."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def linear(inputs: int = WIDTH, outputs: int = WIDTH, kind: Any = nnx.Linear, **
 
 
 class Doubled(nnx.Linear):
-    """A user's."""
+    """A subclass with its own call, as a user may write it."""
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         return 2 * super().__call__(inputs, out_sharding)
 
 
 class Named(nnx.Linear):
-    """A user's, with nothing of its own in its call."""
+    """A subclass without its own call, as a user may write it."""
 
 
 def mlp(*last: Any) -> nnx.Sequential:
@@ -48,7 +48,7 @@ def named(x: jax.Array) -> Any:
 
 
 BF16 = jnp.bfloat16
-# Layers, and whether the bias comes by itself.
+# Layers, and whether the bias is returned separately.
 LAYERS: dict[str, tuple[Callable[[], Any], bool]] = {
     "plain": (linear, True),
     "without a bias": (lambda: linear(use_bias=False), False),
@@ -122,7 +122,7 @@ def test_the_bias_is_not_rounded() -> None:
 
 
 def test_nothing_is_added_beside_the_kernel() -> None:
-    """Of no dtype; and where there is no kernel, as a layer with this bias would."""
+    """The program has no addition in any dtype. Without a kernel, it adds as a Linear does."""
     bias = jnp.asarray(x_of(WIDTH))
     for norm in (jax_gradops.nnx.LayerNorm, jax_gradops.nnx.RMSNorm):
         for x_dtype, bias_dtype in (("float32", "bfloat16"), ("float32", "float64")):

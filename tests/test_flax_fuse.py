@@ -1,4 +1,4 @@
-"""`fuse` and `unfuse`: what they change, leave, say and refuse."""
+"""`fuse` and `unfuse`: their changes, messages and errors, and what they leave unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_fuse_and_unfuse() -> None:
 
 
 class Own(nnx.LayerNorm):
-    """A user's."""
+    """A user's subclass."""
 
 
 def test_fuse_says_what_it_leaves() -> None:
@@ -139,7 +139,10 @@ def test_saving_the_output_takes_less_memory() -> None:
     layers = 6
 
     def memory(residuals: Any) -> int:
-        """Of a program with norms that matrices follow: they keep the input, or the result."""
+        """The memory of a program in which matrices follow norms.
+
+        Norms save the input or the result.
+        """
         norm = fuse(nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0)), residuals=residuals)
 
         def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -150,7 +153,7 @@ def test_saving_the_output_takes_less_memory() -> None:
         compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, weight).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    with jax.default_device(jax.devices("cpu")[0]):  # GPUs have workspaces that are larger
+    with jax.default_device(jax.devices("cpu")[0]):  # workspaces on GPUs are larger
         assert memory("output") <= memory("input") - (layers - 2) * x.nbytes
 
 

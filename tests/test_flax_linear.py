@@ -1,4 +1,4 @@
-"""`nnx.Linear`: Flax's results, and a bias's gradient that is summed up by itself."""
+"""`nnx.Linear`: Flax's results, and a separate sum for the bias's gradient."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def bias_gradient(dy: jax.Array, dtype: Any = F32) -> jax.Array:
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
 @pytest.mark.parametrize("parameter", [F16, BF16, F32, F64])
 def test_the_sum_is_not_rounded_on_its_way(dtype: Any, parameter: Any, platform: str) -> None:
-    """2^14 rows that nearly cancel; where the cotangent is narrow, float32 sums, rounded once."""
+    """2^14 rows that nearly cancel. For narrow cotangents, sums are float32 and rounded once."""
     dy = jnp.asarray(np.random.default_rng(1).standard_normal((64, 256, 3)), dtype)
     exact = np.asarray(dy, np.float64)
     total, terms = exact.sum((0, 1)), np.abs(exact).sum((0, 1))
@@ -92,7 +92,7 @@ def test_the_sum_is_not_rounded_on_its_way(dtype: Any, parameter: Any, platform:
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (3, 4, 5), (2, 0, 5)])
 def test_products_with_ones(dtype: Any, shape: tuple[int, ...], platform: str) -> None:
-    """What a GPU takes, on any platform; sums of small integers are exact in any order."""
+    """The GPU's method, on any platform. Sums of small integers are exact in any order."""
     dy = jnp.asarray(np.random.default_rng(2).integers(-9, 10, shape), dtype)
     found = jax.jit(common.column_sums_by_product)(dy)
     assert found.dtype == F32
@@ -101,7 +101,7 @@ def test_products_with_ones(dtype: Any, shape: tuple[int, ...], platform: str) -
 
 @pytest.mark.parametrize("precision", ["BF16_BF16_F32", "F16_F16_F16", "highest"])
 def test_products_with_ones_are_exact(precision: str, platform: str) -> None:
-    """Whatever a user has set for other products; 1001 is no bfloat16, 4004 + 1 no float16."""
+    """For any precision that a user sets. bfloat16 cannot hold 1001, float16 cannot hold 4005."""
     with jax.default_matmul_precision(precision):
         found = jax.jit(common.column_sums_by_product)(jnp.full((4, 3), 1001, F16).at[0, 0].add(1))
     np.testing.assert_array_equal(found, [4005, 4004, 4004])
@@ -109,14 +109,17 @@ def test_products_with_ones_are_exact(precision: str, platform: str) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_gradients_that_are_not_finite(value: float, platform: str) -> None:
-    """Only in their own columns."""
+    """NaN or infinity changes only its own column."""
     dy = jnp.ones((40, 3), BF16).at[7, 1].set(value)
     np.testing.assert_array_equal(bias_gradient(dy), [40, value, 40])
 
 
 @pytest.mark.newest_jax
 def test_the_gradient_exists_once() -> None:
-    """Before the products and the sum that take it; forward, nothing keeps XLA from fusing."""
+    """A barrier keeps one copy of the gradient for the products and the sum.
+
+    Forward, there is no barrier, so that XLA can fuse.
+    """
     ours, x = layer(dtype=BF16), x_of()
     forward = nnx.jit(lambda m, x: m(x)).lower(ours, x).as_text()
     backward = nnx.jit(nnx.grad(loss_of)).lower(ours, x).as_text()
@@ -187,7 +190,7 @@ def test_forward_mode() -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_meshes(dtype: Any, kind: Any, spec: P, platform: str) -> None:
-    """Equal to the unsharded result, with nothing gathered."""
+    """The result equals the unsharded one, and nothing is gathered."""
     devices = mesh(platform, kind)
     if any(n is not None and a % devices.shape[n] for a, n in zip((8, 4, 6), spec, strict=False)):
         pytest.skip("the axes are no multiples of the mesh's")
@@ -209,7 +212,7 @@ def test_meshes(dtype: Any, kind: Any, spec: P, platform: str) -> None:
 @pytest.mark.parametrize("with_kernel", [P(), P("data"), P(None, "model"), P("model")], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_explicit_meshes_as_flax(dtype: Any, with_kernel: P, with_bias: P, platform: str) -> None:
-    """Where kernel and bias are sharded otherwise than x: what Flax accepts, with its gradients."""
+    """Kernel and bias are sharded differently from x. We accept what Flax accepts."""
     devices = mesh(platform, AxisType.Explicit)
 
     def run(kind: Any, out: Any) -> Any:
@@ -279,7 +282,7 @@ def test_shard_map(check: bool, platform: str) -> None:
 
 
 class Doubled(nnx.Linear):
-    """A user's."""
+    """A subclass with its own call, as a user may write it."""
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         return 2 * super().__call__(inputs, out_sharding)
@@ -330,7 +333,7 @@ def test_fuse() -> None:
 
 
 def test_tables() -> None:
-    """The paths of modules are Flax's, but for a Linear that is computed with the GELU after it."""
+    """The paths of modules are Flax's, except for a Linear that is computed with its GELU."""
 
     def paths(model: Any) -> list[str]:
         lines = nnx.tabulate(model, x_of()).splitlines()

@@ -139,7 +139,8 @@ def test_linen_add_norm(dtype: Any, use_bias: bool, platform: str) -> None:
 
         gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
         (_, values), gradients = gradient(variables, x, r)
-        return values, gradients if dtype == jnp.float32 else ()  # rounded three times a layer
+        # 16-bit gradients are rounded three times per layer
+        return values, gradients if dtype == jnp.float32 else ()
 
     assert_close(run(flax), run(ours), dtype)
     assert kernels(ours.apply, variables, x, r) == {"layer_norm_fwd", "rms_norm_fwd"}
@@ -150,7 +151,7 @@ def test_linen_add_norm(dtype: Any, use_bias: bool, platform: str) -> None:
 
 
 def stacked(modules: Any) -> Any:
-    """Three models in one, as NNX's users stack layers."""
+    """Three models in one: NNX's users stack layers in this way."""
 
     @nnx.split_rngs(splits=3)
     @nnx.vmap

@@ -1,8 +1,8 @@
-"""What must hold of any arrays: relations between results, which need no oracle, and the oracle.
+"""Properties of any arrays: relations between results, and comparison with the oracle.
 
-A few examples of each in every run; `make fuzz` (or pytest --hypothesis-profile=fuzz) tries others
-for as long as it is let. An example is compiled, so its relations share a program, and in short
-runs shapes come from small pools.
+Every run has a few examples of each test. `make fuzz` (or pytest --hypothesis-profile=fuzz) tries
+others until its limit. Each example is compiled. Its relations therefore share a program, and short
+runs take shapes from small pools.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jax_gradops
 
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cpu() -> Iterator[None]:
-    """Where a row's bits do not depend on its place."""
+    """On the CPU, a row's bits do not depend on its place."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 
@@ -41,7 +41,7 @@ _examples = itertools.count(1)
 
 
 def forget_now_and_then() -> None:
-    """Else JAX keeps the programs of all examples."""
+    """Clears JAX's caches from time to time. Else JAX keeps the programs of all examples."""
     if next(_examples) % 100 == 0:
         jax.clear_caches()
 
@@ -57,7 +57,7 @@ def shapes(draw: Any) -> tuple[int, int]:
 
 @st.composite
 def arrays(draw: Any, count: int, spread: float = 3.0) -> tuple[list[np.ndarray], Any]:
-    """`count` arrays of one shape, and the generator of further ones, of ordinary numbers."""
+    """`count` arrays of ordinary numbers with one shape, and a generator for further arrays."""
     shape, dtype = draw(shapes()), draw(DTYPES)
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     mean = draw(st.sampled_from([0.0, 0.5, -3.0, 20.0]))
@@ -76,7 +76,7 @@ def norm_of(op: str, **options: Any) -> Any:
 
 @hypothesis.given(op=_NORMS, given=arrays(2), residuals=st.sampled_from(["input", "output"]))
 def test_norm_of_rows(op, given, residuals):
-    """A row by itself, rows in another order, the other sign, twice dy: the same bits."""
+    """Bitwise equal: a row alone, rows in another order, the opposite sign, twice dy."""
     (dy, x), rng = given
     rows, features = x.shape
     scale = rng.uniform(0.5, 2, features).astype(np.float32)
@@ -112,7 +112,7 @@ def test_norm_of_rows(op, given, residuals):
 
 @hypothesis.given(op=_NORMS, given=arrays(2), power=st.integers(-6, 6))
 def test_norm_of_scaled_rows(op, given, power):
-    """Without epsilon, a power of two changes no bit of y, and scales dx."""
+    """Without epsilon, x times a power of two has a bitwise equal y, and a scaled dx."""
     (dy, x), _ = given
     dtype = accum(x.dtype)
     dy, x = dy.astype(dtype), x.astype(dtype)
@@ -126,7 +126,7 @@ def test_norm_of_scaled_rows(op, given, power):
 
 @hypothesis.given(given=arrays(2), shift=st.integers(-(2**15), 2**15))
 def test_shifted_rows(given, shift):
-    """By an integer, of integers, so that nothing is lost: as exact as without."""
+    """Integers shifted by an integer lose nothing. The result is as exact as without a shift."""
     (dy, x), rng = given
     dtype = accum(x.dtype)
     x = rng.integers(-(2**8), 2**8, x.shape).astype(dtype)
@@ -147,7 +147,7 @@ def test_shifted_rows(given, shift):
     biased=st.booleans(),
 )
 def test_norm_and_its_variants(op, given, parameters, offset, biased):
-    """Against float64; with a residual, the norm of the sum; with more axes, of the flat array."""
+    """Compares with float64. A residual gives the norm of the sum. More axes are flattened."""
     (dy, x, residual), rng = given
     features = x.shape[1]
     inner = max(n for n in (1, 2, 3, 5, 7) if features % n == 0)
@@ -203,7 +203,7 @@ SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 3e38, -3e38, 1e30, 1e-30]
     into=st.sampled_from(["x", "dy"]),
 )
 def test_special_values(op, given, specials, into):
-    """NaN where XLA's formula has NaN or infinity, and numbers where it has numbers."""
+    """The result is NaN where XLA's formula gives NaN or infinity, and finite elsewhere."""
     (dy, x), rng = given
     target = x if into == "x" else dy
     with np.errstate(over="ignore"):
@@ -224,7 +224,7 @@ def test_special_values(op, given, specials, into):
         if op == "gelu" or not np.isin(specials, [3e38, -3e38, 1e30]).any():
             wrong = np.isfinite(a) != np.isfinite(b)
             assert not wrong.any(), (a[wrong], b[wrong])
-    # Rows without specials know nothing of the others'.
+    # Rows without special values do not depend on other rows.
     if op.endswith("norm") and op != "batch_norm":
         clean = np.isfinite(widen(x)).all(1) & np.isfinite(widen(dy)).all(1)
         small = (np.abs(widen(x)) < 1e15).all(1) & (np.abs(widen(dy)) < 1e15).all(1)
@@ -242,7 +242,7 @@ def test_special_values(op, given, specials, into):
     power=st.integers(-6, 6),
 )
 def test_batch_norm(given, axis, relu, adds, power):
-    """Against float64, in both layouts; batches in another order; scaled and negative ones."""
+    """Compares with float64 in both layouts, with permuted, scaled and negative batches."""
     (dy, x, residual), rng = given
     rows, channels = x.shape
     scale, bias = (rng.uniform(0.5, 2, channels).astype(np.float32) for _ in range(2))
@@ -251,7 +251,7 @@ def test_batch_norm(given, axis, relu, adds, power):
     wide_x = accum(x.dtype)
 
     def op(x: Any, *parameters: Any, **options: Any) -> Any:
-        def laid_out(a: Any) -> Any:  # channels first: [rows, channels, 1]
+        def laid_out(a: Any) -> Any:  # if channels are first: [rows, channels, 1]
             return a if axis == -1 else a[:, :, None]
 
         if "residual" in options:
@@ -302,7 +302,10 @@ def test_batch_norm(given, axis, relu, adds, power):
 
 @hypothesis.given(given=arrays(2, spread=4.0), approximate=st.booleans())
 def test_gelu(given, approximate):
-    """gelu(x) - gelu(-x) = x, between 0 and x but for a little; elements know nothing of others."""
+    """gelu(x) - gelu(-x) = x, and gelu(x) is between 0 and x, up to rounding.
+
+    An element does not depend on other elements.
+    """
     (dy, x), rng = given
     bias = rng.standard_normal(x.shape[1]).astype(x.dtype)
     order = rng.permutation(x.shape[0])
@@ -331,7 +334,7 @@ def test_gelu(given, approximate):
         assert_bitwise_equal(a, b, "a bias of 0")
     np.testing.assert_array_equal(-negative, dx)
     wide = [widen(a) for a in (x, bias)]
-    # Far in the tail, a factor of x may be flushed to 0.
+    # In the far tail, a factor of x may be flushed to 0.
     flushed = 64 * float(jnp.finfo(x.dtype).tiny)
     references = [oracles.bias_gelu(*wide, approximate=approximate)._replace(error=flushed)]
     references += oracles.bias_gelu_vjp(widen(dy), *wide, approximate=approximate)
@@ -350,7 +353,7 @@ def test_gelu(given, approximate):
     seed=st.integers(0, 2**32),
 )
 def test_clip(sizes, dtypes, logs, share, in_place, seed):
-    """Direction, bound, what stays as it was; the norm, however the elements are spread."""
+    """Direction, bound and unchanged leaves. The norm is independent of the elements' leaves."""
     rng = np.random.default_rng(seed)
     if LONG:
         forget_now_and_then()

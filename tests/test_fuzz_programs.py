@@ -1,7 +1,7 @@
-"""Random programs around the ops: nested transformations, and arrays spread over devices.
+"""Random programs around the ops: nested transformations, and arrays sharded over devices.
 
-What the kernels give must be what XLA's operations give, in float64, also for derivatives of any
-order. A program is compiled for each example, so a run has few; `make fuzz` tries others.
+Results of the kernels must equal results of XLA's operations in float64. This includes derivatives
+of any order. Each example is compiled, so a run has few. `make fuzz` tries others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Op = Callable[[jax.Array], jax.Array]
 
 
 def op_of(name: str) -> Op:
-    """An op from [rows, FEATURES] to an array of that shape."""
+    """An op from [rows, FEATURES] to an array of this shape."""
     vector = jnp.linspace(0.5, 2, FEATURES)
     g = jax_gradops
     ops: dict[str, Op] = {
@@ -52,7 +52,7 @@ OPS = (
 
 
 def mapped(f: Op, axis: int) -> Op:
-    """f of three stacked arrays; the first two results."""
+    """Applies f to three stacked arrays and returns the sum of the results."""
 
     def g(x: jax.Array) -> jax.Array:
         stacked = jnp.stack([x, 2 * x, jnp.sin(x)], axis)
@@ -62,7 +62,7 @@ def mapped(f: Op, axis: int) -> Op:
 
 
 def of_batch_axis(f: Op) -> Op:
-    """Rows as a mapped axis with a name."""
+    """Maps rows as an axis with a name."""
     del f
     one = lambda x: jax_gradops.batch_norm(x[None], axis_name="row")[0][0]  # noqa: E731
     return jax.vmap(one, axis_name="row")
@@ -160,9 +160,9 @@ SPECS = (P(), P("a"), P("b"), P(("a", "b")), P(None, "a"), P("a", "b"), P("b", "
 )
 @pytest.mark.P6
 def test_spread_arrays(ops, kinds, specs, derivative, shardy, seed):
-    """A program on a mesh of axes of any kinds, and the same on one device."""
+    """A program on a mesh with axes of any kinds equals the program on one device."""
     forget_now_and_then()
-    shardy = shardy or "auto" != kinds[0] or "auto" != kinds[1]  # GSPMD has Auto axes only
+    shardy = shardy or "auto" != kinds[0] or "auto" != kinds[1]  # GSPMD supports only Auto axes
     of_kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto}
     mesh = jax.make_mesh(
         (2, 2), ("a", "b"), axis_types=tuple(of_kind[k] for k in kinds),
@@ -180,7 +180,7 @@ def test_spread_arrays(ops, kinds, specs, derivative, shardy, seed):
         return x
 
     def of_manual(f: Op) -> Op:
-        """On each device's rows; what is spread over other axes stays so."""
+        """Runs f on each device's rows. Other axes keep their sharding."""
         if not manual:
             return f
         rows = P(tuple(sorted(manual)))

@@ -1,7 +1,7 @@
-"""How CUDA's bias + GELU cuts arrays: the table, for which no GPU is needed.
+"""How CUDA's bias + GELU cuts arrays into spans and tiles. These tests need no GPU.
 
-It is ffi/cuda/bias_gelu_policy.h; the native module says what it chooses (`gelu_forward_cut`, and
-backward `gelu_cut`). What comes of it is for test_bias_gelu.py, on a GPU.
+The table is ffi/cuda/bias_gelu_policy.h. The native module returns its choice (`gelu_forward_cut`,
+and backward `gelu_cut`). test_bias_gelu.py tests the results on a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jax_gradops._kernel import invoke
 CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
-FORWARD_THREADS = 256  # of a block
-THREADS = 320  # backward, at most
-FORWARD_RESIDENT = 528  # blocks on an H200
-RESIDENT = 264  # backward
-TURNS = 6  # forward, at most
+FORWARD_THREADS = 256  # threads of a forward block
+THREADS = 320  # maximum for a backward block
+FORWARD_RESIDENT = 528  # resident forward blocks on an H200
+RESIDENT = 264  # resident backward blocks on an H200
+TURNS = 6  # the maximum, forward
 
 GROUPS = (1, 3, 600)
 ROWS = (1, 2, 37, 300, 1101, 40_003, 2**20, 2**33)
@@ -75,7 +75,7 @@ def forward_cut(rows: int, features: int, width: int, *, groups: int = 1) -> dic
 
 
 def check(found: dict[str, int], rows: int, features: int, width: int, threads: int) -> None:
-    """Every pack of a span has one thread, and every pack a span."""
+    """Every pack of a span has exactly one thread, and every pack has a span."""
     lanes = found["lanes"]
     what = f"{[rows, features]} in packs of {width}: {found}"
     assert 1 <= lanes * found["at_once"] <= threads, what
@@ -94,7 +94,7 @@ def test_every_pack_has_a_thread_forward(width: int) -> None:
         found = forward_cut(rows, features, width, groups=groups)
         check(found, rows, features, width, FORWARD_THREADS)
         assert 1 <= found["turns"] <= TURNS, found
-        spans = found["at_once"] * found["turns"]  # of a slice
+        spans = found["at_once"] * found["turns"]  # spans of a slice
         assert (found["slices"] - 1) * spans < found["spans"] <= found["slices"] * spans, found
 
 
@@ -103,13 +103,13 @@ def test_every_pack_has_a_thread_forward(width: int) -> None:
     "features", [33, 100, 129, 333, 768, 1000, 1001, 4096, 4097, 5001, 7777, 10_007, 65_537]
 )
 def test_large_arrays_forward(features: int, width: int) -> None:
-    """Tiles end with lines of 128 bytes, and nearly all threads have work."""
+    """Tiles end at lines of 128 bytes, and nearly all threads have work."""
     found = forward_cut(2**27 // features, features, width)
     assert found["turns"] == TURNS
     assert found["span"] % 8 == found["lanes"] % 8 == 0
     assert found["span"] * found["at_once"] >= 0.93 * FORWARD_THREADS * found["tiles"], found
     assert found["lanes"] == (256 if found["span"] >= 4096 else min(found["lanes"], 40)), found
-    # Of few wide rows, no more than a few times as many tiles as have anything.
+    # For few wide rows, the spans hold at most 8 times the packs that exist.
     wide = forward_cut(3, 2**22 + 1, width)
     assert wide["span"] * wide["spans"] <= 8 * 3 * 2**22 // width
     few = forward_cut(3, features, width)
@@ -119,13 +119,13 @@ def test_large_arrays_forward(features: int, width: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_every_pack_has_a_thread(width: int) -> None:
-    """One of them; rows of sums are no more than there is room for."""
+    """Every pack has exactly one thread. There is room for all rows of sums."""
     for groups, rows, features in itertools.product(GROUPS, ROWS, FEATURES):
         for partial_rows in (None, 0, 1, 7, 64):
             found = cut(rows, features, width, groups=groups, partial_rows=partial_rows)
             what = f"{[groups, rows, features]} in packs of {width}, {partial_rows}: {found}"
             check(found, rows, features, width, THREADS)
-            if partial_rows == 0:  # not wanted
+            if partial_rows == 0:  # no sums are wanted
                 assert found["slices"] >= 1, what
                 continue
             room = partial_rows or invoke.column_sum_workspace(groups, rows, features, 1)[1]
@@ -138,7 +138,7 @@ def test_every_pack_has_a_thread(width: int) -> None:
 @pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize("features", [1000, 1001, 1100, 3001, 4097, 5001])
 def test_spans_end_with_lines(features: int, width: int) -> None:
-    """Of 128 bytes, where rows are many; few rows have the shortest spans."""
+    """Spans of many rows end at lines of 128 bytes. Few rows have the shortest spans."""
     assert cut(60_000, features, width)["span"] * 16 % 128 == 0
     few = cut(37, features, width)
     assert few["copies"] <= width
@@ -147,7 +147,7 @@ def test_spans_end_with_lines(features: int, width: int) -> None:
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_whole_spans(width: int) -> None:
-    """A tile is one, of narrow rows; others are cut into tiles of 8 to 32 packs."""
+    """A tile of narrow rows is one span. Other spans are cut into tiles of 8 to 32 packs."""
     many = cut(2_000_000, 33, width)
     assert many["lanes"] == many["span"] == 264
     assert many["slices"] == RESIDENT

@@ -1,7 +1,7 @@
-"""Operators on statistics, and with arguments, that are not those of the derivative of an op.
+"""Gradient operators with arguments that do not occur in the derivative of an op.
 
-As ONNX Runtime and oneDNN register them: statistics of something else than the row, a cotangent of
-another dtype, an offset of the scale, relu and a residual.
+ONNX Runtime and oneDNN register such operators. Examples are statistics that are not the row's, a
+cotangent of another dtype, a scale offset, relu and a residual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from operators import layer_normalization_grad
 import jax_gradops
 from jax_gradops import backward
 
-# On GPUs: narrow rows, even ones, ones that start anywhere, streamed ones.
+# On GPUs these are narrow rows, even ones, ones that start anywhere, and streamed ones.
 SHAPES = [(3, 7), (40, 64), (300, 33), (5, 1000), (37, 4096), (300, 1001), (3, 20_000)]
 NAMES = ("dx", "dscale", "dbias")
 
@@ -31,7 +31,7 @@ def check(results: Any, references: Any, like: Any, what: str) -> None:
 
 
 def test_a_mean_that_is_not_the_rows(platform, implementation):
-    """A case of oneDNN's benchdnn, made small."""
+    """A small version of a case of oneDNN's benchdnn."""
     x, dy = np.float32([[0, 2, 0]]), np.float32([[1, 2, 4]])
     mean, variance = np.float32([1]), np.float32([0.9375])
     options = {"variance": variance, "epsilon": 0.0625, "implementation": implementation}
@@ -44,7 +44,7 @@ def test_a_mean_that_is_not_the_rows(platform, implementation):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_statistics_as_given(platform, implementation, shape, dtype, rng):
-    """Each row has a mean far off, one that is some units in the last place off, and its own."""
+    """The given mean is far off, or off by a few units in the last place, or the row's own."""
     dtype = jnp.dtype(dtype)
     dy, x = (a.astype(dtype) for a in (0.3 + rng.standard_normal(shape), rng.normal(2, 1, shape)))
     scale = rng.uniform(0.5, 2, shape[1]).astype(accum(dtype))
@@ -57,7 +57,8 @@ def test_statistics_as_given(platform, implementation, shape, dtype, rng):
     f = jax.jit(functools.partial(backward.layer_norm_backward, implementation=implementation))
     results = f(dy, x, scale, mean[:, 0], rstd[:, 0])
     expected = layer_normalization_grad(*map(widen, (dy, x, scale, mean, rstd)))
-    # A mean of 2 that is 2,000 units off is seen: rounding errors are those of x - mean.
+    # The test would see a mean of 2 that is 2,000 units off: the limit is the rounding error of x -
+    # mean.
     size = (np.abs(widen(x) - widen(mean)) + 1) * widen(rstd)
     tight = oracles_of(widen(dy), size, widen(scale), widen(rstd))
     expected = [e._replace(magnitude=m) for e, m in zip(expected, tight, strict=True)]
@@ -77,7 +78,7 @@ def oracles_of(dy: Any, size: Any, scale: Any, rstd: Any) -> list[Any]:
 @pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_rounded_mean_of_the_row(platform, implementation, shape, ratio, rng):
-    """What its rounding has left does not count, however large it is beside the deviation."""
+    """A mean's rounding error has no influence, even if it is large compared to the deviation."""
     dy, x, scale = (
         rng.standard_normal(shape),
         rng.standard_normal(shape),
@@ -93,7 +94,7 @@ def test_a_rounded_mean_of_the_row(platform, implementation, shape, ratio, rng):
 
 
 def test_derivative_in_the_mean(platform, implementation, rng):
-    """That of the formula: the mean is an argument like others."""
+    """The derivative of the formula with respect to the mean, which is an ordinary argument."""
     x, dy = rng.standard_normal((2, 3, 8))
     scale, mean, rstd = rng.standard_normal(8), x.mean(1), 1 + rng.random(3)
     f = functools.partial(backward.layer_norm_backward, dy, x, scale, implementation=implementation)
@@ -120,7 +121,7 @@ def calls(x: Any, scale: Any, bias: Any, **options: Any) -> dict[str, Any]:
 
 
 def test_scale_offset(platform, implementation, rng):
-    """As with the sum for a scale, and the forward operator's offset: the kernels to the bit."""
+    """Equals a call with scale + offset, and the forward operator's offset. Kernels: bitwise."""
     dy, x = (rng.standard_normal((6, 33)).astype(np.float32) for _ in range(2))
     scale = (rng.integers(-8, 9, 33) / 8).astype(np.float32)
     bias = rng.standard_normal(33).astype(np.float32)
@@ -145,7 +146,7 @@ def test_scale_offset(platform, implementation, rng):
     ],
 )
 def test_cotangent_of_another_dtype(platform, implementation, of_dy, of_x, wide, rng):
-    """As with both in the wider dtype; dx is rounded to x's dtype after that."""
+    """Equals a call with both in the wider dtype. dx is then rounded to x's dtype."""
     dy, x = (rng.standard_normal((6, 33)).astype(jnp.dtype(d)) for d in (of_dy, of_x))
     scale, bias = (rng.standard_normal(33).astype(jnp.dtype(of_dy)) for _ in range(2))
     ours = calls(x, scale, bias, implementation=implementation)
@@ -161,7 +162,7 @@ def test_cotangent_of_another_dtype(platform, implementation, of_dy, of_x, wide,
 
 @pytest.mark.parametrize("begin", [-1, 1])
 def test_forward_by_given_statistics(platform, dtype, begin, rng):
-    """What is given is used and returned; differentiable in all arrays, forward mode too."""
+    """Given statistics are used and returned. All arrays have derivatives, in forward mode too."""
     wide = accum(dtype)
     x = rng.standard_normal((2, 3, 8)).astype(dtype)
     rows, inner = x.shape[:begin], x.shape[begin:]
@@ -218,7 +219,7 @@ def test_gelu_backward(platform, implementation, dtype, approximate, shape, rng)
 @pytest.mark.parametrize("activation", ["relu", None])
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_batch_norm_backward(platform, implementation, axis, activation, rng):
-    """The derivative of the op: relu's from x and the bias, or, with a residual, from y."""
+    """The derivative of the op. relu's comes from x and the bias, or, with a residual, from y."""
     x, dy, residual = rng.standard_normal((3, 6, 5, 4)).astype(np.float32)
     scale = rng.uniform(0.5, 1, x.shape[axis]).astype(np.float32)
     bias = rng.standard_normal(scale.shape).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Global norm and clip-by-global-norm. Marks such as C1: `catalogue.py`."""
+"""Global norm and clip-by-global-norm. `catalogue.py` explains marks such as C1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT = 0.5
 
 
 class TestGlobalNorm(OpTests):
-    """Of a tree of two leaves."""
+    """The global norm of a tree of two leaves."""
 
     variant = True  # of the clip
     kernels = ("sum_of_squares",)
@@ -53,10 +53,10 @@ class TestGlobalNorm(OpTests):
 
 @pytest.mark.newest_jax
 class TestClip(TestGlobalNorm):
-    """The first leaf after clipping; the second one takes part through the norm."""
+    """The first leaf after clipping. The second leaf changes the norm."""
 
     variant = False
-    # One for the norm; one, or one for each mesh axis, for the inner product of dy and x.
+    # One all-reduce for the norm. The inner product of dy and x needs one, or one per mesh axis.
     all_reduces = (2, 3)
 
     def op(self, x, p, *, implementation=None):
@@ -76,12 +76,12 @@ class TestClip(TestGlobalNorm):
         return operands[0].dtype
 
     def gradient_accum_dtype(self, *operands):
-        # By way of the norm and past it: JAX adds up the two in the leaf's dtype.
+        # JAX adds the gradient through the norm to the other gradient, in the leaf's dtype.
         return operands[0].dtype
 
 
 class TestInplaceClip(TestClip):
-    """The same by the native scaling."""
+    """The clip with native scaling."""
 
     variant = True
     kernels = ("sum_of_squares", "scale")
@@ -105,7 +105,7 @@ class TestInplaceClip(TestClip):
      (1e150, "float64")],
 )  # fmt: skip
 def test_range(platform, clip, value, dtype):
-    """Squares that the leaves' dtype, or float32, cannot hold."""
+    """Squares exceed the range of the leaves' dtype, or of float32."""
     leaf = np.full((300, 100), value).astype(jnp.dtype(dtype))
     (clipped,), norm = clip([leaf], 1.0)
     assert_global_norm(norm, leaf)
@@ -114,7 +114,7 @@ def test_range(platform, clip, value, dtype):
 
 @pytest.mark.C3
 def test_gradient_of_a_norm_beyond_float16(platform, implementation):
-    """The norm is float32's, 300 · 100 elements of 300; its gradient is not 0."""
+    """The norm of 300 * 100 elements of 300 is float32. Its gradient is not 0."""
     leaf = np.full((300, 100), 300, np.float16)
     with jax_gradops.use_implementation(implementation):
         norm, gradient = jax.value_and_grad(lambda x: jax_gradops.global_norm([x]))(leaf)
@@ -124,7 +124,7 @@ def test_gradient_of_a_norm_beyond_float16(platform, implementation):
 
 @pytest.mark.C2
 def test_range_in_one_tree(platform, clip):
-    """Leaves of all magnitudes; each may be the one that counts."""
+    """Leaves of all magnitudes. Each may determine the norm."""
     sizes = [1e-36, 1e-20, 1.0, 1e20, 1e35]
     for n in range(1, len(sizes) + 1):
         leaves = [np.full(7, s, np.float32) for s in sizes[:n]]
@@ -133,7 +133,7 @@ def test_range_in_one_tree(platform, clip):
 
 @pytest.mark.C4
 def test_grouping(platform, clip, rng):
-    """The norm does not depend on how elements are spread over leaves."""
+    """The norm does not depend on the distribution of elements over leaves."""
     x = rng.standard_normal(30_000).astype(jnp.bfloat16)
     norms = [float(clip(np.split(x, n), 1.0)[1]) for n in (1, 10, 60)]
     np.testing.assert_allclose(norms, norms[0], rtol=1e-6)
@@ -143,7 +143,7 @@ def test_exact(platform, implementation):
     with jax_gradops.use_implementation(implementation):
         for dtype in ("float16", "bfloat16", "float32", "float64"):
             tree = {"a": jnp.full((3, 3), 2, dtype), "b": jnp.full(7, -4, dtype), "c": 1}
-            tree["c"] = jnp.array(-4.0, dtype)  # 36 + 112 + 16 = 164
+            tree["c"] = jnp.array(-4.0, dtype)  # sum of squares: 36 + 112 + 16 = 164
             norm = jax_gradops.global_norm(tree | {"d": jnp.full(5, 1, dtype)})
             assert norm == 13 and norm.dtype == ("float64" if dtype == "float64" else "float32")
 
@@ -157,7 +157,7 @@ def test_python_scalars(platform):
 @pytest.mark.C7
 @pytest.mark.C8
 def test_many_leaves(platform):
-    """3,000 in one call: of all dtypes and sizes, some without elements."""
+    """3,000 leaves in one call: of all dtypes and sizes, some without elements."""
     dtypes = [jnp.dtype(d) for d in ("float32", "bfloat16", "float16")]
     norm = jax.jit(lambda leaves: jax_gradops.global_norm(leaves))
     for sizes in ((1, 2, 3), (1e15, 1e18, 6e4)):
@@ -166,7 +166,7 @@ def test_many_leaves(platform):
 
 
 def test_large_leaves(platform, clip, rng):
-    """Larger than what one thread or block takes; odd sizes."""
+    """Leaves larger than the part of one thread or block, with odd sizes."""
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         leaves = [
             rng.standard_normal(s).astype(jnp.dtype(dtype)) for s in (300_007, (1001, 999), 3)
@@ -175,7 +175,7 @@ def test_large_leaves(platform, clip, rng):
 
 
 def test_float64_norm_of_16_bit_leaves(platform, clip, rng):
-    """A few squares may be added up in float32 only where the norm is float32 itself."""
+    """A few squares may be added in float32 only if the norm is float32."""
     leaves = [rng.standard_normal(4097).astype(jnp.dtype(d)) for d in ("float16", "bfloat16")]
     assert_global_norm(clip([*leaves, np.ones(1)], 1.0)[1], *leaves, np.ones(1))
 
@@ -185,7 +185,7 @@ def test_float64_norm_of_16_bit_leaves(platform, clip, rng):
 
 @pytest.mark.C7
 def test_mixed_dtypes(platform, clip, rng):
-    """Each leaf comes back in its dtype, and the norm is float64 if one of them is."""
+    """Each leaf keeps its dtype. The norm is float64 if one leaf is."""
     names = ("float16", "bfloat16", "float32")
     for dtypes in (names, (*names, "float64")):
         leaves = [rng.standard_normal((5, 7)).astype(jnp.dtype(d)) for d in dtypes]
@@ -225,7 +225,7 @@ def test_empty_tree(platform, clip, tree):
 
 
 def test_not_clipped_is_bitwise_unchanged(platform, clip, dtype):
-    """Subnormals and -0 too."""
+    """Includes subnormal numbers and -0."""
     tiny = jnp.finfo(dtype).smallest_subnormal
     leaf = np.array([0.25, -0.0, 0.0, tiny, -tiny, 1 / 3], dtype)
     clipped, norm = clip({"w": leaf}, 1.0)
@@ -236,7 +236,7 @@ def test_not_clipped_is_bitwise_unchanged(platform, clip, dtype):
 
 @pytest.mark.C1
 def test_zero_norm(platform, clip):
-    """Never 0/0."""
+    """No division 0/0."""
     leaf = np.array([0.0, -0.0], np.float32)
     for max_norm in (0.0, 1.0):
         (clipped,), norm = clip([leaf], max_norm)
@@ -245,7 +245,7 @@ def test_zero_norm(platform, clip):
 
 
 def test_limits(platform, clip, rng):
-    """max_norm 0 makes everything 0; tiny norms are clipped with the true quotient."""
+    """max_norm 0 makes everything 0. Tiny norms are clipped with the exact quotient."""
     leaf = rng.standard_normal(100).astype(np.float32)
     assert not clip([leaf], 0.0)[0][0].any()
     norm = np.linalg.norm(widen(leaf))
@@ -260,7 +260,7 @@ def test_limits(platform, clip, rng):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_nonfinite(platform, clip, value, dtype):
-    """As Optax, or all leaves 0."""
+    """The result is Optax's, or all leaves are 0."""
     tree = {"a": np.array([1, value, -2]), "b": np.array([[3.0, 0.0]])}
     tree = {k: v.astype(jnp.dtype(dtype)) for k, v in tree.items()}
     clipped, norm = clip(tree, 1.0)
@@ -288,7 +288,7 @@ def test_as_optax(platform, clip, rng):
 
 
 def test_rounded_once(platform):
-    """16-bit leaves beside a float64 one: no number of the dtype is nearer to the product."""
+    """16-bit leaves beside a float64 leaf: each result is the number closest to the product."""
     bits = np.arange(2**11, 2**14, dtype=np.uint16)  # normal numbers
     for dtype in ("float16", "bfloat16"):
         x = bits.view(jnp.dtype(dtype))
@@ -306,9 +306,9 @@ def test_rounded_once(platform):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rounded_once_beside_a_tie(platform, dtype):
-    """A product so near to the middle of two numbers that float32 has no number between."""
+    """The product is close to the middle of two numbers. float32 cannot tell them apart."""
     eps = float(jnp.finfo(dtype).eps)
-    leaves = [np.ones(3, jnp.dtype(dtype)), np.ones(1)]  # of norm 2
+    leaves = [np.ones(3, jnp.dtype(dtype)), np.ones(1)]  # the norm is 2
     for factor in (0.5 + eps / 4 + 2.0**-40, 0.5 + 3 * eps / 4 - 2.0**-40):
         (clipped, _), norm = inplace_clip_by_global_norm(leaves, 2 * factor, implementation="ffi")
         assert norm == 2
@@ -318,7 +318,7 @@ def test_rounded_once_beside_a_tie(platform, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_ties_go_to_even(platform, dtype):
     eps = float(jnp.finfo(dtype).eps)
-    leaf = np.ones(4, jnp.dtype(dtype))  # of norm 2
+    leaf = np.ones(4, jnp.dtype(dtype))  # the norm is 2
     for factor, even in ((0.5 + eps / 4, 0.5), (0.5 + 3 * eps / 4, 0.5 + eps)):
         (clipped,), _ = inplace_clip_by_global_norm([leaf], 2 * factor, implementation="ffi")
         np.testing.assert_array_equal(widen(clipped), even)

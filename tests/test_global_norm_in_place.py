@@ -1,4 +1,4 @@
-"""Clipping in place: the leaves' memory, InplaceClipGradNorm, more leaves than a call takes."""
+"""In-place clipping: the leaves' memory, InplaceClipGradNorm, and trees of very many leaves."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.newest_jax
 
 
 def tree_of(*sizes: int) -> list[jax.Array]:
-    """Leaves that own their memory, of norm sqrt(sum of sizes)."""
+    """Leaves that own their memory. Their norm is sqrt(sum of sizes)."""
     return [jnp.ones(size, jnp.float32) + 0 for size in sizes]
 
 
 def test_in_place(platform):
-    """A donated tree is clipped where it lies, and so is an intermediate one: no copies."""
+    """Donated trees and intermediate trees are clipped in their memory, without copies."""
     f = functools.partial(inplace_clip_by_global_norm, implementation="ffi")
     tree = tree_of(30_000, 7, 100_000)
     size = sum(leaf.nbytes for leaf in tree)
@@ -53,7 +53,7 @@ def test_in_place(platform):
 
 
 def test_what_is_kept_is_not_changed(platform, rng):
-    """A tree that is not donated, eagerly and under jit, or is needed later, is as it was."""
+    """A tree does not change if it is not donated, eagerly or under jit, or is needed later."""
     tree = [jnp.asarray(rng.standard_normal(n), jnp.float32) for n in (1000, 3)]
     before = [np.array(leaf) for leaf in tree]
     f = functools.partial(inplace_clip_by_global_norm, implementation="ffi")
@@ -93,7 +93,7 @@ print("nothing was written")
 
 @pytest.mark.parametrize("limit", [2000.0, 1.0])
 def test_nothing_is_written(limit):
-    """Where nothing is clipped, not even the same values: the memory is write-protected."""
+    """If nothing is clipped, not even equal values are written. The memory is protected."""
     process = subprocess.run(
         [sys.executable, "-P", "-c", WRITE_PROTECTED, str(limit)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -102,7 +102,7 @@ def test_nothing_is_written(limit):
         check=False,
         timeout=120,
     )
-    if limit == 1.0:  # the test can tell
+    if limit == 1.0:  # shows that the test detects a write
         assert process.returncode == -signal.SIGSEGV, process.stderr
     else:
         assert "nothing was written" in process.stdout, process.stderr
@@ -110,7 +110,7 @@ def test_nothing_is_written(limit):
 
 @pytest.mark.C7
 def test_operator(platform, rng):
-    """InplaceClipGradNorm: a sequence in, the same sequence out, all its dtypes in one call."""
+    """InplaceClipGradNorm: maps a sequence to a sequence, with all dtypes in one call."""
     names = ("float16", "bfloat16", "float32", "float64")
     sizes = (1, 17, 4096, 65_537, 0)
     gradients = [
@@ -126,13 +126,13 @@ def test_operator(platform, rng):
         for g, c, x in zip(gradients, clipped, wide, strict=True):
             assert (c.dtype, c.shape) == (g.dtype, g.shape)
             info = jnp.finfo(g.dtype)
-            rtol = max(float(info.eps), 1e-15)  # of float64: the norm has an error too
+            rtol = max(float(info.eps), 1e-15)  # for float64, the norm has an error too
             atol = float(info.smallest_subnormal)
             np.testing.assert_allclose(widen(c), x * factor, rtol=rtol, atol=atol)
 
 
 def test_in_place_many_leaves(platform):
-    """More than one native call takes, of all dtypes and sizes."""
+    """More leaves than one native call takes, of all dtypes and sizes."""
     dtypes = [jnp.dtype(d) for d in ("float32", "bfloat16", "float16")]
     leaves = [np.full(i % 71, 1 + i % 3).astype(dtypes[i % 3]) for i in range(800)]
     clip = jax.jit(inplace_clip_by_global_norm)
@@ -144,7 +144,7 @@ def test_in_place_many_leaves(platform):
 
 
 def test_in_place_groups(platform, rng):
-    """Under vmap, each example by its own factor: those that are not clipped are kept."""
+    """Under vmap, each example has its own factor. Unclipped examples do not change."""
     x = rng.standard_normal((300, 7, 33)).astype(np.float32)
     y = rng.standard_normal((300, 5)).astype(jnp.bfloat16)
     limits = np.where(np.arange(300) % 2, 1.0, np.inf).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Leaves of global norm and clipping that are complex, big-endian, or no gradients."""
+"""Global norm and clipping of leaves that are complex, big-endian, or no gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tree_of(rng: np.random.Generator, dtype: str) -> dict[str, np.ndarray]:
 @pytest.mark.newest_jax
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex(platform, clip, dtype, rng):
-    """The norm is that of the moduli; each leaf comes back in its dtype."""
+    """The norm is the norm of the absolute values. Each leaf keeps its dtype."""
     tree = tree_of(rng, dtype)
     clipped, norm = clip(tree, 0.5)
     assert_global_norm(norm, tree["z"].real, tree["z"].imag, tree["x"])
@@ -35,7 +35,7 @@ def test_complex(platform, clip, dtype, rng):
 
 
 def test_range_of_complex(platform, clip):
-    """Squares that float32 cannot hold, and a norm that it cannot hold."""
+    """Squares, or the norm, exceed float32's range."""
     for value, limit in ((1e30, 1.0), (3e38, 1.0), (1e-30, 1e-31)):
         (clipped,), _ = clip([np.full(2, value * (1 + 1j), np.complex64)], limit)
         np.testing.assert_allclose(clipped, limit * (1 + 1j) / 2, rtol=1e-6)
@@ -43,7 +43,7 @@ def test_range_of_complex(platform, clip):
 
 @pytest.mark.newest_jax
 def test_gradient_of_complex(platform, clip, rng):
-    """JAX's convention, as the gradient of Optax's clip and norm in complex128."""
+    """Gradients follow JAX's convention. They equal gradients of Optax in complex128."""
     tree = tree_of(rng, "complex64")
     weights = tree_of(rng, "complex64")
 
@@ -61,7 +61,7 @@ def test_gradient_of_complex(platform, clip, rng):
 
 
 def test_big_endian(platform, clip):
-    """NumPy arrays with their bytes the other way round, which JAX refuses."""
+    """NumPy arrays with the opposite byte order, which JAX refuses."""
     for dtype in (">f4", ">f2", ">f8", ">c8"):
         leaf = np.array([3, 4]).astype(dtype)
         (clipped,), norm = clip([leaf], 2.5)
@@ -73,7 +73,7 @@ def test_big_endian(platform, clip):
 @pytest.mark.newest_jax
 @pytest.mark.C11
 def test_float0(platform):
-    """Gradients by integers; the message says what to do, and that works."""
+    """Gradients of integers (float0). The advice in the error message works."""
     grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2), allow_int=True)(
         {"w": np.array([1.5, 2.0]), "i": np.arange(2)}
     )
@@ -84,7 +84,7 @@ def test_float0(platform):
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 def test_max_norm_of_one_element(platform, clip, shape):
-    """As Optax takes it: known, on the device, traced; its gradient has its shape."""
+    """max_norm may be an array, as in Optax: known, on the device, or traced. Gradients fit it."""
     x = np.array([3, 4], np.float32)
     limit = np.full(shape, 2.5, np.float32)
     f = jax.jit(lambda limit: clip([x], limit)[0][0])

@@ -1,4 +1,4 @@
-"""Clipping where max_norm / norm, or the norm itself, leaves float32's range."""
+"""Clipping where max_norm / norm, or the norm itself, exceeds float32's range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax_gradops
 from jax_gradops import clip_tree_by_global_norm
 from jax_gradops.backward import inplace_clip_by_global_norm
 
-#: The derivative of x / norm by x at [3, 4], times the norm.
+#: The derivative of x / norm with respect to x at [3, 4], times the norm.
 PROJECTION = np.array([[0.64, -0.48], [-0.48, 0.36]])
 
 
@@ -24,7 +24,7 @@ PROJECTION = np.array([[0.64, -0.48], [-0.48, 0.36]])
     [(1e38, 1.0), (1e37, 0.1), (1e10, 1e-30), (1e38, 1e-35), (3e38, 1.0), (3e38, 3e38)],
 )
 def test_small_factors(platform, clip, value, max_norm, dtype):
-    """Four leaves: of 3e38, the norm is 1.2e39. The factor may be 1e-73; no element becomes 0."""
+    """Four leaves: of 3e38, the norm is 1.2e39. The factor may be 1e-73. No element becomes 0."""
     leaves = [np.full(4, value).astype(jnp.dtype(dtype))] * 4
     clipped, norm = clip(leaves, max_norm)
     if 4 * value < 3.4e38:
@@ -43,7 +43,7 @@ def test_small_factors_float64(platform, clip):
 
 
 def test_norm_beyond_float32(platform, clip):
-    """Elements that are small beside such a norm keep their size."""
+    """Elements that are small beside such a norm keep their relative size."""
     leaves = [np.full(4, 3e38, np.float32), np.array([1.0, 1e-30, -0.0], np.float32)]
     (large, small), norm = clip(leaves, 3e38)  # half the norm
     assert norm == np.inf
@@ -54,7 +54,7 @@ def test_norm_beyond_float32(platform, clip):
 
 
 def test_nonfinite_asks_for_the_leaves(platform, implementation):
-    """A norm that overflows while all leaves are finite is a number to clip by."""
+    """A norm may overflow while all leaves are finite. Clipping then uses the true norm."""
     leaves = [np.full(4, 3e38, np.float32)]
     clipped, _ = clip_tree_by_global_norm(
         leaves, 1.0, nonfinite="zero", implementation=implementation
@@ -63,7 +63,7 @@ def test_nonfinite_asks_for_the_leaves(platform, implementation):
 
 
 def test_derivatives_of_small_factors(platform, clip):
-    """In forward and reverse mode; 5 · 8e37 is beyond float32."""
+    """In forward and reverse mode. 5 * 8e37 exceeds float32's range."""
 
     @jax.jit
     def derivatives(x: Any, limit: Any) -> Any:
@@ -88,7 +88,7 @@ def test_derivative_of_a_norm_beyond_float32(platform, implementation):
 
 
 def test_groups_of_all_ranges(platform, clip):
-    """Under vmap, each example by its own factors."""
+    """Under vmap, each example has its own factors."""
     sizes = np.array([8e37, 1e38 / 5, 1e10, 1.0, 1e-30, 1.0], np.float32)
     limits = np.array([1e-3, 1.0, 1e-30, 2.5, 1e-32, 10.0], np.float32)
     x = sizes[:, None] * np.array([3, 4], np.float32)
@@ -99,7 +99,7 @@ def test_groups_of_all_ranges(platform, clip):
 
 
 def test_first_factor_of_one(platform):
-    """A norm of 1: the first factor is 1, and the leaves are scaled all the same."""
+    """With a norm of 1, the first of two factors is 1. The leaves must be scaled all the same."""
     (clipped,), norm = inplace_clip_by_global_norm(
         [np.full(4, 0.5, np.float32)], 1e-32, implementation="ffi"
     )

@@ -1,4 +1,4 @@
-"""Global norm and clipping differentiated, mapped and spread, also by a traced `max_norm`."""
+"""Derivatives, vmap and sharding of global norm and clipping, also for a traced `max_norm`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.newest_jax
 
 @pytest.mark.C6
 def test_gradients_at_the_edges(platform, clip):
-    """Finite at 0 (where the derivative of the norm is taken as 0) and at norm == max_norm."""
+    """Gradients are finite at norm 0, where the derivative is 0, and at norm == max_norm."""
     weights = np.array([1, 2, 3], np.float32)
 
     def loss(x: Any, limit: Any) -> Any:
@@ -47,9 +47,9 @@ def test_gradients_at_the_edges(platform, clip):
 @pytest.mark.C3
 @pytest.mark.parametrize("size", [1e30, 1e-25])
 def test_derivatives_far_from_one(platform, clip, size):
-    """Squares of the norm are not in float32's range; first and second derivatives are."""
+    """Squares of the norm exceed float32's range. First and second derivatives do not."""
     x = np.array([3, 4], np.float32) * np.float32(size)
-    projection = np.array([[0.64, -0.48], [-0.48, 0.36]])  # on what is orthogonal to x
+    projection = np.array([[0.64, -0.48], [-0.48, 0.36]])  # onto the orthogonal complement of x
     jacobian = jax.jacrev(lambda x: clip([x], size)[0][0])(x)
     np.testing.assert_allclose(jacobian, projection / 5, rtol=1e-5)
     hessian = jax.hessian(lambda x: jax_gradops.global_norm([x]))(x)
@@ -88,7 +88,7 @@ def test_traced_max_norm(platform, clip):
 
 
 def test_per_example(platform, clip, rng):
-    """vmap clips each example by its own norm; one leaf is shared by all."""
+    """vmap clips each example by its own norm. All examples share one leaf."""
     tree = {"x": rng.standard_normal((5, 3, 4)), "y": rng.standard_normal((2, 5))}
     tree = {k: v.astype(np.float32) for k, v in tree.items()}
     shared = rng.standard_normal(3).astype(np.float32)
@@ -116,7 +116,7 @@ SPECS = {
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_tree(platform, clip, kind, rng):
-    """Leaves laid out in different ways; a replicated one counts once. Only scalars travel."""
+    """Leaves are sharded differently. A replicated leaf counts once. Devices send only scalars."""
     devices = mesh(platform, kind)
     tree = {k: rng.standard_normal((16, 8)).astype(np.float32) for k in SPECS}
     with jax.set_mesh(devices):
@@ -131,13 +131,13 @@ def test_sharded_tree(platform, clip, kind, rng):
         text = compiled.as_text()
         assert set(collectives(text)) <= {"all-reduce"}
         reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
-        # On GPUs, XLA makes arrays of the three sums.
+        # On GPUs, XLA puts the three sums in arrays.
         assert reduced and all(set(re.findall(r"\[(.*?)\]", r)) <= {"", "3"} for r in reduced)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(platform, clip, check_vma, rng):
-    """There, an op sees one device's part of the tree and clips that."""
+    """Inside shard_map, an op gets one device's part of the tree and clips this part."""
     devices = mesh(platform, AxisType.Auto)
     n = devices.shape["data"]
     x = rng.standard_normal((8, 4)).astype(np.float32)

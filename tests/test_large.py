@@ -1,7 +1,7 @@
-"""Arrays of more than 2^31 elements on GPUs; on the CPU, the same with fewer rows.
+"""Arrays of more than 2^31 elements on GPUs. On the CPU there are fewer rows.
 
-Rows repeat, so that the expected results are those of a few rows; a row's result does not depend on
-where it is.
+Rows repeat, because a row's result does not depend on its place. So the expected results need only
+a few rows.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from comparing import assert_matches, widen
 import jax_gradops
 from jax_gradops.backward import inplace_clip_by_global_norm
 
-# Each takes most of a GPU's memory: there, by themselves (`make test-gpu`).
+# Each test takes most of a GPU's memory. There, `make test-gpu` runs them alone.
 pytestmark = pytest.mark.large
 
 FEATURES = 1024
-DISTINCT = 257  # no power of two: a wrapped offset leads to another row
+DISTINCT = 257  # not a power of two, so that a wrapped offset gives another row
 
 
-# Elements: a row less than 2^31, as many, a row more; more than 2^32.
+# Elements: one row less than 2^31, exactly 2^31, one row more, and more than 2^32.
 ROWS = [2**21 - 1, 2**21, 2**21 + 1, 2**22 + 3]
 
 
@@ -49,7 +49,7 @@ def distinct(rng):
 
 
 def repeated_sum(terms: np.ndarray, rows: int) -> oracles.Reference:
-    """The column sums over `rows` rows of which `terms` are the distinct ones."""
+    """Column sums over `rows` rows. `terms` holds the distinct rows."""
     counts = rows // DISTINCT + (np.arange(DISTINCT) < rows % DISTINCT)
     total, magnitude = (np.sum(counts[:, None] * t, 0) for t in (terms, np.abs(terms)))
     return oracles.Reference(total, magnitude)
@@ -65,7 +65,7 @@ def test_rows(platform, rows, distinct, op):
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "bias_gelu"])
 def test_float32_rows(platform, distinct, op):
-    """So many that on GPUs, threads add up their sums in parts."""
+    """On GPUs there are enough rows that threads add their sums in parts."""
     rows = 2**11 + 3 if platform == "cpu" else 2**17 + 3
     check_rows(op, rows, distinct.astype(np.float32))
 
@@ -112,7 +112,7 @@ def check_rows(op: str, rows: int, distinct: np.ndarray) -> None:
 @pytest.mark.M2
 @pytest.mark.parametrize(("axis", "channels"), [(-1, FEATURES), (1, 4), (1, 64)])
 def test_batch_norm(platform, rows, distinct, axis, channels):
-    """Statistics, every element of y and dx, and the parameters' gradients."""
+    """Checks statistics, every element of y and dx, and the parameters' gradients."""
     shape = (FEATURES,) if axis == -1 else (channels, FEATURES // channels)
     distinct = distinct.reshape(2, DISTINCT, *shape)
     scale, bias = np.linspace(0.5, 2, shape[0]), np.linspace(-1, 1, shape[0])
@@ -133,7 +133,7 @@ def test_batch_norm(platform, rows, distinct, axis, channels):
 
     wrong, of_channels, few = f(distinct)
     assert wrong == [0, 0]
-    # In float64, each distinct row as often as it occurs; channels last.
+    # The float64 results. Each distinct row is weighted with its count. Channels are last.
     counts = rows // DISTINCT + (np.arange(DISTINCT) < rows % DISTINCT)
     dy, x = (np.moveaxis(widen(a).reshape(DISTINCT, *shape), axis, -1) for a in distinct)
     weights = np.broadcast_to(counts.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
@@ -147,7 +147,7 @@ def test_batch_norm(platform, rows, distinct, axis, channels):
     terms = weights.sum() / weights.shape[-1]
     dscale, dbias = mean_of(dy * x_hat) * terms, mean_of(dy) * terms
     dx = scale / np.sqrt(var + 1e-5) * (dy - dbias / terms - x_hat * dscale / terms)
-    size = np.sqrt(terms)  # of the sums' terms
+    size = np.sqrt(terms)  # grows as the sums' rounding errors do
     for actual, expected, atol in zip(
         of_channels, (mean, var, dscale, dbias), (1e-6, 1e-6, 1e-3 * size, 1e-3 * size), strict=True
     ):
@@ -163,7 +163,7 @@ def test_batch_norm(platform, rows, distinct, axis, channels):
 def test_norm(platform, rows, distinct):
     """One leaf of more than 2^31 elements."""
     x = distinct[1]
-    # Clipped in place: the norm of what it leaves, and its last rows.
+    # Checks the norm of the leaf clipped in place, and its last rows.
     clip = functools.partial(inplace_clip_by_global_norm, max_norm=1.0)
 
     @jax.jit
@@ -182,7 +182,7 @@ def test_norm(platform, rows, distinct):
 
 @pytest.mark.M1
 def test_norms_of_many(platform):
-    """More trees at once than a grid has blocks in one direction."""
+    """There are more trees than a grid has blocks in one direction."""
     trees = 1000 if platform == "cpu" else 2**31 + 8
     memory = 0 if platform == "cpu" else (jax.devices("gpu")[0].memory_stats() or {})["bytes_limit"]
     if platform != "cpu" and memory < (needed := 32 * trees):

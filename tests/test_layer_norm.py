@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm. Marks and comments such as N3: `catalogue.py`."""
+"""Layer norm and RMS norm. `catalogue.py` explains marks and comments such as N3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from norm_problems import check, example, problem
 
 import jax_gradops
 
-# Not the default: then where it is added makes a difference (N14).
+# Large, so that the place where it is added makes a difference (N14).
 EPSILON = 1e-2
 
 
@@ -62,7 +62,7 @@ class TestRmsNorm(RowOpTests):
 @pytest.mark.G6
 @pytest.mark.M5
 def test_absent_parameters_and_many_rows(platform, op, implementation, rng):
-    """More rows than a grid may have blocks in y; each parameter absent."""
+    """More rows than the y dimension of a grid has blocks. Each parameter may be absent."""
     problems = []
     shapes = [(5, 33), (65_535, 2), (65_536, 3), (70_001, 4)]
     for shape, has in itertools.product(
@@ -81,7 +81,7 @@ def test_absent_parameters_and_many_rows(platform, op, implementation, rng):
 @pytest.mark.G4
 @pytest.mark.G5
 def test_begin_norm_axis(platform, op, implementation, rng):
-    """Parameters of all normalised axes, and of the last one alone."""
+    """Parameters of all normalised axes, and of the last axis only."""
     shape = (2, 3, 4, 5)
     options = {"epsilon": EPSILON, "implementation": implementation}
     check(
@@ -96,7 +96,7 @@ def test_begin_norm_axis(platform, op, implementation, rng):
 @pytest.mark.N14
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_epsilon(platform, op, implementation, dtype, rng):
-    """Added to the variance, under the root; also where it is far larger than that."""
+    """epsilon is added to the variance, under the root. It may be far larger than the variance."""
     dy_x_and_parameters = example(rng, (5, 33), dtype)
     check(
         *(
@@ -108,7 +108,10 @@ def test_epsilon(platform, op, implementation, dtype, rng):
 
 @pytest.mark.G8
 def test_scale_offset(platform, op, implementation, rng):
-    """Also in the backward pass; nothing where there is no scale. Widths of several kernels."""
+    """The offset also affects the backward pass. Without a scale it has no effect.
+
+    Widths are of several kernels.
+    """
     problems = []
     for shape, offset in itertools.product([(5, 33), (5, 64), (3, 20_000)], (1.0, -0.5)):
         dy, x, scale, bias = example(rng, shape)
@@ -124,7 +127,7 @@ X = np.ones((2, 3, 4), np.float32)
 
 
 def test_numbers_of_any_type_are_the_same_option(platform, op):
-    """They reach the handler, which is strict, as one NumPy type."""
+    """Numbers of any type reach the handler as one NumPy type, the only one that it accepts."""
     f = functools.partial(getattr(jax_gradops, op), X + np.arange(4, dtype=np.float32))
     expected = f(epsilon=1.0)
     for one in (1, np.float64(1), np.float32(1), np.int64(1), jnp.float32(1), np.array(1.0)):
@@ -135,7 +138,7 @@ def test_numbers_of_any_type_are_the_same_option(platform, op):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("data", None, "model"), P("data", "model")], ids=str)
 def test_normalised_axes_spread(platform, op, implementation, kind, spec, rng):
-    """They are gathered, and y is spread as x is."""
+    """Normalised axes are gathered, and y is sharded as x is."""
     devices = mesh(platform, kind)
     dy, x, scale, _ = example(rng, (8, 4, 32), inner=(4, 32))
     options = {"begin_norm_axis": 1, "implementation": implementation}

@@ -1,4 +1,4 @@
-"""Every mistake that a user may make gets an answer: the messages are in mistakes.txt."""
+"""Every mistake of a user has a clear error message. The messages are in mistakes.txt."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NAMES: dict[str, Any] = {
 
 
 def mistakes() -> list[tuple[str, str]]:
-    """Calls and what is said of them."""
+    """Calls and their error messages."""
     lines = [line for line in TABLE.read_text().splitlines() if line and line[0] != "#"]
     return list(zip(lines[::2], map(str.strip, lines[1::2]), strict=True))
 
@@ -60,7 +60,7 @@ def said(code: str, **arrays: Any) -> str:
 @pytest.mark.M11
 @pytest.mark.parametrize(("code", "message"), [pytest.param(*m, id=m[0]) for m in mistakes()])
 def test_mistakes(code, message):
-    """To the letter; of traced arrays too."""
+    """The message is exact, for traced arrays too."""
     assert said(code, **ARRAYS) == message
     if "an array of shape" not in message:
         traced = []
@@ -69,13 +69,13 @@ def test_mistakes(code, message):
 
 
 def test_every_function_is_in_the_table():
-    """With each of its arguments that can be wrong."""
+    """Every function is tested with each argument that can be wrong."""
     calls = "\n".join(code for code, _ in mistakes())
     public = [n for n, v in vars(jax_gradops).items() if callable(v) and n[0].islower()]
     operators = [n for n in vars(jax_gradops.backward) if n[0].islower()]
     modules = jax_gradops.nnx.__all__
     unmentioned = [n for n in (*public, *operators, *modules) if f"{n}(" not in calls]
-    # A result; layers whose arguments are Flax's.
+    # FuseReport is a result. The layers' arguments are Flax's.
     assert unmentioned == ["FuseReport", "Linear", "Sequential"]
 
 
@@ -85,7 +85,7 @@ def test_options_have_names(op):
         getattr(jax_gradops, op)(*[ARRAYS["x"]] * 5)
 
 
-# What Flax refuses, ours refuse with the same kind of exception: theirs comes.
+# Flax and our modules refuse these with the same exception, because Flax raises it.
 OF_FLAX = [
     "nnx.LayerNorm(4, rngs=rngs())(None)",
     "nnx.LayerNorm(4, rngs=rngs())('x')",
@@ -116,7 +116,10 @@ def test_mistakes_of_flax(code, flax_settings):
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan")])
 def test_wrong_max_norm_that_is_not_looked_at(wrong):
-    """A traced one, or a device's: NaN, not gradients that were turned round."""
+    """A traced max_norm, or one on a device, is not checked.
+
+    It gives NaN, not reversed gradients.
+    """
     leaf = np.ones(3, np.float32)
     clip = jax_gradops.clip_tree_by_global_norm
     for limit, f in ((jnp.float32(wrong), clip), (wrong, jax.jit(clip))):

@@ -1,4 +1,4 @@
-"""That the faults of tests/mutation can be put into the sources; `make mutate` does so."""
+"""The faults of tests/mutation can be put into the sources. `make mutate` runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import faults  # noqa: E402
 
 @pytest.mark.parametrize("fault", faults.CPU + faults.CUDA, ids=lambda f: f"{f.path}: {f.name}")
 def test_fault_can_be_applied(fault):
-    """What it replaces is there, once, and the tests that have to find it are."""
+    """The text that a fault replaces occurs once. The tests that must find the fault exist."""
     assert fault.applied((ROOT / fault.path).read_text())
     assert (fault in faults.CUDA) == fault.path.startswith("ffi/cuda/")
     *files, option, _ = shlex.split(fault.tests)

@@ -1,7 +1,7 @@
 """The native handlers without JAX: `tests/native` calls them with call frames made by hand.
 
-There, too: malformed calls, memory that ends at a page that cannot be read, sanitizers, a stress of
-the thread pool. What it takes to run them longer is in CONTRIBUTING.md.
+It also tests malformed calls, memory next to an unreadable page, sanitizers, and stress of the
+thread pool. CONTRIBUTING.md says how to run these tests longer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(
     reason="call frames are made as jaxlib 0.10 declares them, which the library is built with",
 )
 LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable] or [""]
-SECONDS = 300  # for any of the programs; they take a tenth of it
-# Most of the time goes into compiling kernels with sanitizers: half as much without optimisation
-# and without checks of each pointer, both of which `make native` has.
+SECONDS = 300  # the limit for each program; they take a tenth of it
+# Most of the time is compilation of kernels with sanitizers. Without optimisation and without
+# checks of each pointer it takes half the time. `make native` has both.
 OPTIONS = "-O0 -fno-sanitize=null,alignment,object-size,vptr"
 
 
@@ -49,7 +49,7 @@ def run(command: list[str], **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def build() -> Path:
-    """The folder that drivers are built in."""
+    """The folder in which drivers are built."""
     folder = NATIVE.parents[1] / "build" / "native"
     folder.mkdir(parents=True, exist_ok=True)
     if not shutil.which("make"):
@@ -58,7 +58,7 @@ def build() -> Path:
 
 
 def make(build: Path, target: str) -> None:
-    """Builds a driver. Workers of pytest-xdist build what drivers share one after the other."""
+    """Builds a driver. A lock keeps pytest-xdist's workers from building shared parts at once."""
     folders = [f"BUILD={build}", f"JAXLIB={Path(jaxlib.__file__).parent}"]
     with open(build / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -74,7 +74,7 @@ def module_of(level: str) -> str:
 
 
 def test_built_modules(build):
-    """Of every level that this processor has; all give the same bits, but for GELU's."""
+    """Modules of every level that this processor has. Results are bitwise equal, except GELU's."""
     make(build, "library")
     results = {}
     for level in LEVELS:
@@ -94,6 +94,6 @@ def test_built_modules(build):
     [("asan", ["malformed", "memory-short", "allocations"]), ("tsan", ["threads-short"])],
 )
 def test_sanitizers(build, sanitizer, checks):
-    """Address and undefined behaviour; data races."""
+    """Address and undefined-behaviour sanitizers, and the thread sanitizer for data races."""
     make(build, sanitizer)
     assert "\n0 failures" in run([str(build / sanitizer / "driver"), *checks])

@@ -1,7 +1,7 @@
-"""What Python does not let through, the handlers refuse as well, with the name of the operand.
+"""Handlers refuse calls that Python would refuse, and name the operand.
 
-Here, through JAX and so on GPUs too, how operands go together; each operand's own shape, dtype and
-memory are the business of `test_native.py`.
+These tests call handlers through JAX, so also on GPUs, with operands that do not fit together.
+`test_native.py` tests each operand's shape, dtype and memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def scratch(*shape: int) -> np.ndarray:
 ROWS, PARAMETER, STAT, NOTHING = full(3, 4), full(4), full(3), full(0)
 HALF = full(4, dtype=np.float16)
 GROUPS = {"group_rank": np.int64(0)}
-# Channels first: 2 images of 4 channels and 3 points.
+# Channels first: 2 images with 4 channels and 3 points.
 IMAGES = full(2, 4, 3)
 BATCH_NORM = GROUPS | {"inner_rank": np.int64(1), "relu": False}
 OFFSET, EPSILON = {"scale_offset": np.float64(1)}, {"epsilon": np.float64(1e-6)}
 
-# A good call of each handler: its operands, its results (of which only the types count), and its
+# A valid call of each handler: its operands, its results (only their types are used), and its
 # attributes.
 GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "layer_norm_fwd": (
@@ -146,7 +146,7 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"huge": full(), "normal": full(), "tiny": full(), "workspace": scratch(2048, 2)},
         GROUPS,
     ),
-    # Whose results need not take over its operands.
+    # The results of "scale" need not take over its operands.
     "scale": (
         {
             "leaf 0": full(3),
@@ -161,7 +161,7 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def call(target: str, **changes: Any) -> Any:
-    """Runs a handler; an operand, result or attribute that is named is replaced."""
+    """Runs a handler. Named operands, results and attributes are replaced."""
     operands, results, attributes = (
         {name: changes.pop(name.replace(" ", "_"), value) for name, value in values.items()}
         for values in GOOD[target]
@@ -180,7 +180,7 @@ def test_every_handler_is_called(platform):
 @pytest.mark.P3
 @pytest.mark.parametrize("target", GOOD)
 def test_good(platform, target):
-    """Else the errors below would say nothing."""
+    """The valid calls work. Otherwise the errors below would prove nothing."""
     call(target)
 
 
@@ -250,14 +250,14 @@ def test_good(platform, target):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_malformed(platform, target, changes, message):
-    """An error, and no crash; the process goes on."""
+    """A malformed call gives an error, not a crash. The process continues."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{target}.*{message}"):
         call(target, **changes)
     call(target)
 
 
 def test_scale_out_of_place(platform):
-    """Also where the factor is 1, and results have memory of their own."""
+    """Results have their own memory. A factor may be 1."""
     for first, second in ((0.5, 1.0), (1.0, 1.0), (1.0, 0.25), (0.5, 2.0)):
         factors = {"factor": first, "second_factor": second}
         results = call("scale", **{k: np.float32(v).reshape(()) for k, v in factors.items()})
@@ -266,7 +266,7 @@ def test_scale_out_of_place(platform):
 
 
 def test_scale_without_enough_results(platform):
-    """The handler counts them."""
+    """The handler checks the number of results."""
     types = [jax.ShapeDtypeStruct((3,), np.float32)]
     function = jax.ffi.ffi_call(_registry.TARGET_PREFIX + "scale", types)
     with pytest.raises(jax.errors.JaxRuntimeError, match="scale: must have a result for each"):
@@ -274,6 +274,6 @@ def test_scale_without_enough_results(platform):
 
 
 def test_wrong_attribute_type(platform):
-    """XLA decodes strictly: that is why ops normalise what they pass."""
+    """XLA decodes attributes strictly. Ops therefore convert the numbers that they pass."""
     with pytest.raises(jax.errors.JaxRuntimeError, match="(?s)layer_norm_fwd.*F64 but got F32"):
         call("layer_norm_fwd", epsilon=np.float32(1e-6))

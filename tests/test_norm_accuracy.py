@@ -1,7 +1,7 @@
-"""How far norms are from float64, in units in the last place: what the documentation promises.
+"""Errors of the norms against float64, in units in the last place, as the documentation promises.
 
-The suite's tolerance (`comparing.py`) is a bound on rounding errors; these are about what a user
-sees.
+The suite's tolerance (`comparing.py`) bounds rounding errors. These tests bound the errors that a
+user sees.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from comparing import ROUNDINGS, widen
 
 import jax_gradops
 
-# Rows in one block of the CPU's kernels and in several; odd ones; on GPUs, every kind of kernel.
+# Rows in one or several blocks of the CPU's kernels, odd rows, and every kind of GPU kernel.
 SHAPES = ((64, 64), (64, 129), (64, 1000), (64, 4096), (8, 20_000), (4, 65_536))
 ULPS = 4
 
 
 def ulp(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """The distance of numbers of `dtype` at |x|."""
+    """The distance between numbers of `dtype` at |x|."""
     kind = jnp.finfo(dtype)
     exponent = np.frexp(np.maximum(np.abs(x), float(kind.smallest_normal)))[1] - 1
     return np.ldexp(float(kind.eps), exponent)
@@ -39,7 +39,7 @@ def example(rng: Any, op: str, shape: Any, dtype: Any, mean: float = 0.5) -> lis
 
 
 def size_of_y(op: str, x: Any, scale: Any, *bias: Any) -> tuple[np.ndarray, np.ndarray]:
-    """y in float64, and the largest of |y|, its terms, and what is usual in its row."""
+    """y in float64, and the largest of |y|, its terms, and the row's root mean square."""
     settings = {"epsilon": 1e-6, "centered": op == "layer_norm"}
     y = oracles.norm(*map(widen, (x, scale, *bias)), **settings).value
     shift = widen(bias[0]) if bias else np.zeros(y.shape[1])
@@ -52,7 +52,7 @@ def size_of_y(op: str, x: Any, scale: Any, *bias: Any) -> tuple[np.ndarray, np.n
 @pytest.mark.N13
 @pytest.mark.parametrize("mean", [0.0, 100.0, 1e4])
 def test_float32(platform, op, mean, rng):
-    """Forward, also where the mean is large beside the deviation."""
+    """Forward, also if the mean is large compared to the deviation."""
     examples = [example(rng, op, shape, np.float32, mean)[1:] for shape in SHAPES]
     plain = [e[:1] for e in examples]
     f = functools.partial(getattr(jax_gradops, op), implementation="ffi")
@@ -67,7 +67,7 @@ def test_float32(platform, op, mean, rng):
 @pytest.mark.N16
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bits(platform, op, dtype, rng):
-    """y and dx are within one unit of their dtype, but for what float32 cannot hold either."""
+    """y and dx are within one unit of their dtype, apart from errors that float32 has too."""
     dtype = jnp.dtype(dtype)
     examples = [example(rng, op, shape, dtype) for shape in SHAPES]
 
@@ -89,7 +89,7 @@ def test_16_bits(platform, op, dtype, rng):
 
 
 def test_from_output_in_bfloat16(platform, op, rng):
-    """The figures of the docstring: dx as exact as bfloat16 is, dscale to three digits."""
+    """The figures of the docstring: dx is as exact as bfloat16, dscale has three digits."""
     dtype = jnp.dtype("bfloat16")
     dy, x, *parameters = example(rng, op, (2048, 1024), dtype)
     scale = rng.uniform(0.5, 2, 1024).astype(np.float32)

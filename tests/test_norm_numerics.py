@@ -1,4 +1,4 @@
-"""Layer and RMS norm of values that are hard on the numerics. Marks such as N3: `catalogue.py`."""
+"""Layer and RMS norm of numerically hard values. `catalogue.py` explains marks such as N3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from norm_problems import check, example, problem, references, run
 import jax_gradops
 from jax_gradops import backward
 
-# On GPUs: a team of threads per row; a block per row, in registers; a block per row, streamed.
+# On GPUs: several threads per row; a block per row, in registers; a block per row, streamed.
 WIDTHS = (129, 4096, 20_000)
 
 
@@ -29,7 +29,7 @@ WIDTHS = (129, 4096, 20_000)
 @pytest.mark.N5
 @pytest.mark.N8
 def test_large_mean(platform, implementation, rng):
-    """Forward and backward as accurate as for mean 0, to the tolerance of every other test."""
+    """Forward and backward are as accurate as with mean 0, within every other test's tolerance."""
     problems = []
     for mean, std, shape, dtype in [
         (1e4, 1, (64, 1024), "float32"),
@@ -40,7 +40,7 @@ def test_large_mean(platform, implementation, rng):
         (1449, 0.5, (64, 768), "float32"),  # N5
         (5, 0.1, (64, 768), "bfloat16"),  # N8
         (1e8, 1, (64, 1024), "float64"),
-        # On GPUs, sums over so many rows are made of partial ones.
+        # On GPUs, sums over these rows are made of partial sums.
         (1e4, 1, (300, 129), "float32"),
         (1e4, 1, (300, 768), "float32"),
         (5, 0.1, (300, 33), "bfloat16"),
@@ -57,9 +57,10 @@ def test_large_mean(platform, implementation, rng):
 @pytest.mark.parametrize("features", WIDTHS)
 @pytest.mark.parametrize("where", [0, 1, -1])
 def test_outlier(platform, implementation, features, where, rng):
-    """Wherever it is, the other elements are as accurate as float32 allows beside it.
+    """The other elements are as accurate as float32 allows, wherever the outlier is.
 
-    Each of them, relative to their own size: differences from the outlier are rounded to its ulp.
+    The error is relative to an element's own size. Differences from the outlier are rounded to the
+    outlier's ulp.
     """
     x = rng.standard_normal((8, features)).astype(np.float32)
     x[:, where] = [1e4, -1e4, 1e5, 3e3, 1e6, -1e3, 1e4, 1e4]
@@ -68,7 +69,7 @@ def test_outlier(platform, implementation, features, where, rng):
     others = np.delete(np.arange(features), where)
     size = np.sqrt(np.mean(expected[:, others] ** 2, 1, keepdims=True))
     error = np.max(np.abs(widen(y) - expected)[:, others] / size, 1)
-    # That of both sums, in which the outlier leaves little of the others.
+    # The error of both sums: they hold the outlier, and little of the other elements.
     assert (error <= 24 * float(np.finfo(np.float32).eps)).all(), error
 
 
@@ -76,7 +77,7 @@ def test_outlier(platform, implementation, features, where, rng):
 @pytest.mark.N7
 @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
 def test_constant_rows(platform, implementation, dtype, rng):
-    """Exactly the bias, at any magnitude and width; and gradients without NaN."""
+    """Constant rows give exactly the bias, at any magnitude and width. Gradients have no NaN."""
     kind = jnp.finfo(dtype)
     exponents = np.linspace(*np.log2([float(kind.smallest_subnormal), float(kind.max) / 2]), 40)
     powers = np.exp2(exponents) * np.resize([1, -1], 40)
@@ -98,19 +99,19 @@ def test_constant_rows(platform, implementation, dtype, rng):
 @pytest.mark.N11
 @pytest.mark.N12
 def test_large_half_precision(platform, op, implementation, rng):
-    """Sums of squares of float16 that float16 cannot hold."""
+    """Sums of squares of float16 exceed float16's range."""
     problems = []
     for size in (7e3, 6e4):
         dy, _, scale, bias = example(rng, (8, 1024), np.float16)
         x = np.where(rng.random((8, 1024)) < 0.4, -size, size).astype(np.float16)
-        dy = (dy.astype(np.float32) * 1000).astype(np.float16)  # dx is a tiny fraction of it
+        dy = (dy.astype(np.float32) * 1000).astype(np.float16)  # dx is a tiny fraction of dy
         problems.append(problem(op, dy, x, scale, bias, implementation=implementation))
     check(*problems)
 
 
 @pytest.mark.N15
 def test_tiny_rows(platform, op, implementation, rng):
-    """Under a large epsilon they are just scaled."""
+    """With a large epsilon, tiny rows are only scaled."""
     problems = []
     for size in (1e-4, 1e-10, 1e-20, 1e-30):
         dy, x, scale, bias = example(rng, (8, 129))
@@ -121,14 +122,18 @@ def test_tiny_rows(platform, op, implementation, rng):
 
 @pytest.mark.N15
 def test_subnormal_rows(platform, op, implementation, rng):
-    """Right but for what flushing them to 0 costs: no infinity, no NaN."""
+    """Subnormal numbers may be flushed to 0.
+
+    Results have no infinity, no NaN and no other error.
+    """
     problems, sizes = [], []
     for dtype in map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")):
         tiny = float(jnp.finfo(dtype).tiny)
         x = rng.uniform(-4, 4, (8, 129)) * tiny * 0.25 ** np.arange(8)[:, None]
         dy, _, scale, _ = example(rng, x.shape, dtype)
         problems.append(problem(op, dy, x.astype(dtype), scale, implementation=implementation))
-        sizes.append(0 if dtype == jnp.float16 else 2 * tiny)  # of float16, they are in float32
+        # Subnormal float16 numbers are normal in float32, so none is flushed.
+        sizes.append(0 if dtype == jnp.float16 else 2 * tiny)
     for p, flushed, results in zip(problems, sizes, run(problems), strict=True):
         for name, reference in references(p).items():
             actual = widen(results[name])
@@ -140,7 +145,7 @@ def test_subnormal_rows(platform, op, implementation, rng):
 @pytest.mark.N9
 @pytest.mark.N10
 def test_far_from_one(platform, op, implementation, rng):
-    """Without epsilon, over the range in which squares are representable.
+    """Without epsilon, over the range in which squares can be represented.
 
     XLA's derivative of 1/sqrt is -1/2 rstd^3, which overflows or vanishes sooner.
     """
@@ -154,7 +159,7 @@ def test_far_from_one(platform, op, implementation, rng):
 
 
 def test_deviation_far_below_epsilon(platform, implementation, rng):
-    """The mean's rounding counts as much as without epsilon, though rstd does not tell."""
+    """The mean's rounding error matters as without epsilon, though rstd does not show this."""
     problems = []
     for deviation, features in itertools.product((1e-3, 1e-5, 1e-8), (64, 1000, 4097)):
         dy, x, scale, bias = example(rng, (16, features))
@@ -171,8 +176,11 @@ def test_deviation_far_below_epsilon(platform, implementation, rng):
     "shape", [(48, 40), (48, 64), (48, 129), (48, 1000), (300, 129), (300, 1000)], ids=str
 )
 def test_rows_of_several_kinds(platform, op, shape, rng):
-    """Large means, tiny and huge rows: right beside each other, and the same to the bit beside
-    others, though kernels take other code for some of them."""
+    """Rows with large means, tiny rows and huge rows are right beside each other.
+
+    Each row is bitwise equal beside other neighbours, though kernels have special code for some
+    rows.
+    """
     dy, x, scale, bias = example(rng, shape)
     kind = np.arange(shape[0])[:, None] % 4
     sizes, means = np.float32([1, 1, 1e-9, 1e9])[kind], np.float32([0, 30, 0, 0])[kind]
@@ -191,7 +199,7 @@ def test_rows_of_several_kinds(platform, op, shape, rng):
 @pytest.mark.parametrize("features", WIDTHS)
 @pytest.mark.parametrize("large", [1e30, np.inf])
 def test_overflowing_variance(platform, op, implementation, features, large, rng):
-    """Where squares overflow, all of the row is NaN in y and dx, never 0; no other row is."""
+    """If squares overflow, y and dx of the whole row are NaN, never 0. Other rows are not NaN."""
     dy, x, scale, bias = example(rng, (4, features))
     if large == np.inf:
         x[2, features // 2] = large  # a single element
@@ -207,11 +215,12 @@ def test_overflowing_variance(platform, op, implementation, features, large, rng
 @pytest.mark.N9
 @pytest.mark.N10
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("features", [132, 4100])  # on GPUs, others depend on their place
+# On GPUs, the results of other widths depend on the row's place.
+@pytest.mark.parametrize("features", [132, 4100])
 def test_every_power_of_two(platform, op, dtype, features, rng):
-    """Of a row, y is the same up to where its variance overflows; then all of it is NaN.
+    """A row times a power of two has the same y until its variance overflows. Then y is NaN.
 
-    To the bit, where sums of squares do not overflow.
+    Equality is bitwise while sums of squares do not overflow.
     """
     half = jnp.finfo(dtype).maxexp // 2
     powers = np.arange(half - 44, half + 63)
@@ -226,7 +235,7 @@ def test_every_power_of_two(platform, op, dtype, features, rng):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("features", [6, 10, 12, 14, 33, 100, 257, 769])
 def test_neighbours_of_nan(platform, op, dtype, features, rng):
-    """A NaN in any column of x or dy stays in its row: others are the same to the bit."""
+    """A NaN in any column of x or dy stays in its row. Other rows are bitwise equal."""
     dy, x, scale, bias = example(rng, (37, features))
     arrays = [a.astype(jnp.dtype(dtype)) for a in (dy, x)]
     nan = [a.copy() for a in arrays]
@@ -240,7 +249,7 @@ def test_neighbours_of_nan(platform, op, dtype, features, rng):
 
 
 def test_infinity_in_rms_norm(platform, implementation):
-    """NaN in all of its row, where 1/sqrt(inf) would give zeros; other rows do not change."""
+    """An infinity gives NaN in the whole row, where 1/sqrt(inf) would give 0. Other rows stay."""
     x = np.array([[3, 4, 0], [1, np.inf, 2], [3, 4, 0]], np.float32)
     y = jax_gradops.rms_norm(x, epsilon=0, implementation=implementation)
     assert np.isnan(y[1]).all()
@@ -253,9 +262,9 @@ def test_infinity_in_rms_norm(platform, implementation):
     ids=str,
 )
 def test_exact_sums(platform, shape):
-    """The gradient of the bias is a plain sum: of small integers, it is exact.
+    """The gradient of the bias is a plain sum. For small integers, the sum is exact.
 
-    Also where, on a GPU, a thread's share of the rows is more than it adds up at a time.
+    On a GPU, some shapes give a thread more rows than it adds up at a time.
     """
     rows, features = shape
     shape = (min(rows, 20_000_000 // features) if platform == "cpu" else rows, features)
@@ -270,7 +279,7 @@ def test_exact_sums(platform, shape):
 
 
 def test_gradient_summed_over_axes_is_rounded_once(platform, implementation, rng):
-    """A bias for each channel, of several normalised axes: the terms, 259, are no bfloat16s."""
+    """One bias per channel, several normalised axes: bfloat16 cannot hold the terms, 259."""
     x = rng.standard_normal((7, 48, 4)).astype(np.float32)
     scale, bias = jnp.ones(4, jnp.bfloat16), jnp.zeros(4, jnp.bfloat16)
     options = {"begin_norm_axis": 1, "implementation": implementation}
@@ -281,7 +290,7 @@ def test_gradient_summed_over_axes_is_rounded_once(platform, implementation, rng
 
 
 def test_float16_overflows_to_infinity(platform, implementation):
-    """From the middle of the largest number and 2^16 on."""
+    """Numbers from 65,520 on overflow: the middle between the largest number and 2^16."""
     scale = np.array([65_504, 65_519, 65_520, 65_536, 7e4, 131_071, 131_072, 1e30], np.float32)
     x = np.ones((2, len(scale)), np.float16)
     y = jax_gradops.rms_norm(x, scale, epsilon=0.0, implementation=implementation)
@@ -289,9 +298,10 @@ def test_float16_overflows_to_infinity(platform, implementation):
 
 
 def test_bfloat16_is_rounded_to_even(platform, implementation):
-    """NaN stay NaN, also where their bits overflow if they are rounded."""
+    """NaN stays NaN, even if its bits would overflow in rounding."""
     nan = [0x7FFFFFFF, 0xFFFFFFFF, 0x7FFF8000, 0xFFFF8001, 0x7FC00000, 0xFF800001, 0x7F800001]
-    scale = 1 + np.arange(64, dtype=np.float32) / 512  # of bfloat16s, each second one is even
+    # A quarter are ties between two bfloat16 numbers; one of these two is even.
+    scale = 1 + np.arange(64, dtype=np.float32) / 512
     scale = np.concatenate([scale, np.array(nan, np.uint32).view(np.float32), -scale])
     x = np.ones((2, len(scale)), jnp.bfloat16)
     y = jax_gradops.rms_norm(x, scale, epsilon=0.0, implementation=implementation)
@@ -301,7 +311,7 @@ def test_bfloat16_is_rounded_to_even(platform, implementation):
 
 
 def test_partial_sums_on_the_cpu():
-    """The sums of slices of rows are added up in double: in float32, ones would be lost."""
+    """Sums of slices of rows are added in double. In float32, the ones would be lost."""
     dy = np.zeros((3200, 129), np.float32)  # in 64 slices
     dy[0], dy[100::50] = 2**24, 1
     x, bias = np.ones_like(dy), np.zeros(129, np.float32)
@@ -326,7 +336,7 @@ def test_long_sums(platform, op):
 @pytest.mark.newest_jax
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_what_debuggers_see_of_a_nan(implementation: str) -> None:
-    """What README says of checkify and jax_debug_nans."""
+    """README's statements about checkify and jax_debug_nans."""
     x = jnp.array([[jnp.inf, 1, 2, 3]])
 
     def found(function: Any) -> str:
@@ -346,7 +356,7 @@ def test_what_debuggers_see_of_a_nan(implementation: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("features", [1, 2, 7, 33, 64, 100, 1000, 4097, 70_000])
 def test_forward_without_statistics(platform, op, dtype, features, rng):
-    """Nothing is stored for a gradient that nobody wants, and y has the same bits."""
+    """Without a gradient, no statistics are stored, and y is bitwise equal."""
     x = rng.standard_normal((70 if features < 5000 else 3, features)).astype(jnp.dtype(dtype))
     alone = jax.jit(functools.partial(getattr(jax_gradops, op), implementation="ffi"))
     forward = functools.partial(getattr(backward, f"{op}_forward"), implementation="ffi")

@@ -1,4 +1,4 @@
-"""Layer and RMS norm where epsilon or the variance is near the ends of the dtype's range."""
+"""Layer and RMS norm with epsilon or the variance near the ends of the dtype's range."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from comparing import assert_bitwise_equal, assert_matches
 from norm_problems import check, example, problem, references, run
 
-# As float32, these are 0, subnormal, usual, and infinite.
+# In float32, these are 0, subnormal, ordinary, or infinite.
 EPSILONS = (0, 1e-45, 1e-39, 1e-30, 1e-12, 1.0, 1e30, 2e38, 1e39, 1e300)
 
 
 @pytest.mark.parametrize("epsilon", EPSILONS)
 def test_constant_rows_of_every_epsilon(platform, op, implementation, epsilon, rng):
-    """Layer norm gives exactly the bias, RMS norm of zeros 0; gradients are finite."""
+    """Layer norm gives exactly the bias. RMS norm of zeros gives 0. Gradients are finite."""
     problems = []
     for features in (4, 129):
         dy, _, scale, bias = example(rng, (2, features))
@@ -31,7 +31,7 @@ def test_constant_rows_of_every_epsilon(platform, op, implementation, epsilon, r
 
 @pytest.mark.parametrize("epsilon", [0, 1e39])
 def test_epsilon_hides_no_overflow(platform, op, implementation, epsilon, rng):
-    """NaN in rows with an infinity, a NaN or an infinite variance, and in no other."""
+    """NaN in rows with an infinity, a NaN or an infinite variance, and in no other row."""
     dy, x, scale, bias = example(rng, (5, 129))
     x[1, 5], x[2, 6], x[3] = np.inf, np.nan, x[3] * np.float32(1e20)
     options = {"epsilon": epsilon, "implementation": implementation}
@@ -42,9 +42,9 @@ def test_epsilon_hides_no_overflow(platform, op, implementation, epsilon, rng):
 
 
 def test_large_epsilon(platform, op, implementation, rng):
-    """Also where its sum with the variance is no number.
+    """The sum of epsilon and the variance may exceed the dtype's range.
 
-    JAX's derivative of a root has its square, which is out of range for these.
+    JAX's derivative of a root needs the square. The square is out of range for these values.
     """
     problems = []
     for size, epsilon in itertools.product((1, 1e15, 7e18), (1e30, 1.1e31, 2e38, 3.4e38)):
@@ -59,18 +59,18 @@ def test_large_epsilon(platform, op, implementation, rng):
 
 @pytest.mark.N9
 @pytest.mark.N10
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # float64 is the oracle's
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # float64 is the oracle's dtype
 @pytest.mark.parametrize("features", [7, 64, 1000, 4096, 4097, 20_000])
 def test_variance_far_above_the_root_of_overflow(
     platform, op, implementation, dtype, features, rng
 ):
-    """Right up to where the variance itself overflows, though sums of squares do before.
+    """Results are right until the variance itself overflows. Sums of squares overflow before.
 
-    Rows beside them are the same to the bit as without them.
+    Neighbouring rows are bitwise equal to their results without such rows.
     """
     dtype = jnp.dtype(dtype)
     largest = float(jnp.finfo(dtype).max) ** 0.5
-    # JAX's derivative of a root has its square, which is out of range for the last one.
+    # JAX's derivative of a root needs the square. The square is out of range for the last size.
     sizes = np.array([0.9, 1e-2, 1e-4, 0.3, 1 / largest]) * largest / 2.5
     dy, x, scale, bias = example(rng, (5, features), np.float64)
     arrays = [a.astype(dtype) for a in (dy, x * sizes[:, None], scale, bias)]

@@ -1,4 +1,4 @@
-"""Norms of sums with a residual and its bias: roundings, vmap, options. Suites: norm_variants."""
+"""Norms of sums with a residual and its bias: rounding, vmap, options. See test_norm_variants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPSILON = 1e-2
 
 
 def sum_of(op: str, **options: Any) -> Any:
-    """(x, residual, residual_bias, scale) to the norm and the sum."""
+    """Maps (x, residual, residual_bias, scale) to the norm and the sum."""
     add_norm = functools.partial(getattr(jax_gradops, f"add_{op}"), **options)
     return lambda x, residual, bias, scale: add_norm(x, residual, scale, residual_bias=bias)
 
@@ -38,7 +38,7 @@ OF_BIAS = {"float16": "bfloat16", "bfloat16": "float32", "float32": "float64", "
 
 @pytest.mark.parametrize("residuals", ["input", "output"])
 def test_sum_is_rounded(platform, op, implementation, dtype, residuals, rng):
-    """What is normalised is the sum that is returned; with gradients through both results."""
+    """The returned sum is the one that is normalised. Gradients flow through both results."""
     shape = (5, 129)
     x, residual, dy, dsum = (normal(rng, *shape, dtype=dtype) for _ in range(4))
     scale, bias = np.abs(normal(rng, 129)) + 0.5, normal(rng, 129, dtype=OF_BIAS[dtype.name])
@@ -69,14 +69,14 @@ def test_sum_is_rounded(platform, op, implementation, dtype, residuals, rng):
 
 @pytest.mark.parametrize("mapped", [0, 1, 2], ids=["x", "residual", "residual_bias"])
 def test_vmap_of_one_operand(platform, op, implementation, mapped, rng):
-    """The gradients of the other ones are those of each slice."""
+    """The gradients of unmapped operands equal the gradients of each slice."""
     operands = [normal(rng, 5, 33), normal(rng, 5, 33), normal(rng, 33), normal(rng, 33)]
     operands[mapped] = np.stack([operands[mapped], *normal(rng, 2, *operands[mapped].shape)])
     dy, dsum = normal(rng, 3, 5, 33), normal(rng, 3, 5, 33)
     f = vjp_of(sum_of(op, implementation=implementation))
     in_axes = (0, *(0 if i == mapped else None for i in range(4)))
     results = jax.jit(jax.vmap(f, in_axes=in_axes))((dy, dsum), *operands)
-    results = jax.tree.map(np.asarray, results)  # JAX would compile the slicing
+    results = jax.tree.map(np.asarray, results)  # NumPy slices them: JAX would compile the slicing
     settings = {"epsilon": 1e-6, "centered": op == "layer_norm"}
     for i in range(3):
         *summed, scale = (a[i] if k == mapped else a for k, a in enumerate(operands))
@@ -95,7 +95,7 @@ def test_vmap_of_one_operand(platform, op, implementation, mapped, rng):
 @pytest.mark.newest_jax
 @pytest.mark.parametrize("begin", [-1, 2, 0])
 def test_options_of_a_sum(platform, op, implementation, begin, rng):
-    """Parameters of all normalised axes, and of the last one alone; each absent."""
+    """Parameters of all normalised axes, and of the last axis only. Each may be absent."""
     shape = (2, 3, 4, 5)
     options = {"begin_norm_axis": begin, "epsilon": EPSILON, "implementation": implementation}
     problems = []
@@ -111,9 +111,9 @@ def test_options_of_a_sum(platform, op, implementation, begin, rng):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", [(4099, 129), (2_500_000, 40), (220_000, 768), (40_000, 4096)])
 def test_exact_sums_of_dx(platform, op, shape, dtype):
-    """The gradient of residual_bias is a plain sum of the sum's cotangent, where y has none.
+    """The gradient of residual_bias is a plain sum of the sum's cotangent, if y has no cotangent.
 
-    Also where, on a GPU, a thread's share of the rows is more than it adds up at a time.
+    On a GPU, some shapes give a thread more rows than it adds up at a time.
     """
     rows, features = shape
     shape = (min(rows, 5_000_000 // features) if platform == "cpu" else rows, features)

@@ -28,14 +28,14 @@ OFFSET = 0.25
 
 
 class AddNormTests(RowOpTests):
-    """The residual is x itself: then x's gradient is twice the sum's, exactly.
+    """The residual is x itself. The gradient of x is then exactly twice the sum's gradient.
 
-    The result is y and the sum, side by side. Different operands: `check_all`, and below.
+    The result is y with the sum beside it. `check_all` and the tests below have different operands.
     """
 
     variant = True
     centered: bool
-    residual_bias = True  # the last parameter
+    residual_bias = True  # whether the last parameter is a bias of the residual
 
     def both(self, x, residual, *parameters, implementation=None):
         name = "add_layer_norm" if self.centered else "add_rms_norm"
@@ -53,15 +53,17 @@ class AddNormTests(RowOpTests):
         return jnp.concatenate(self.both(x, x, *parameters, implementation=implementation), -1)
 
     def example(self, rng, shape, dtype, *parameter_dtypes):
-        """Of multiples of 1/8 under 16, whose sums are exact in every dtype."""
+        """Multiples of 1/8 below 16: their sums are exact in every dtype."""
         dy, x, *affine, bias = super().example(rng, shape, dtype, *parameter_dtypes)
         x, bias = ((np.round(8 * widen(a)) / 8).astype(a.dtype) for a in (x, bias))
         return [dy, x, *affine, bias]
 
     def check_all(self, examples, implementation):
-        """With two operands, of the same sum, and two results; and once more without the bias.
+        """Two operands with the given sum, and two results.
 
-        To make one result of two, and one gradient, takes XLA longer to compile than all the rest.
+        Each example also runs without the bias.
+
+        The results and gradients stay separate: XLA takes longest to compile their combination.
         """
         without = copy.copy(self)
         without.residual_bias, without.parameters = False, self.parameters - 1
@@ -85,7 +87,7 @@ class AddNormTests(RowOpTests):
         return (*shape[:-1], 2 * shape[-1])
 
     def sum_and_affine(self, x, *parameters):
-        """What is normalised, and the norm's own parameters."""
+        """The array that is normalised, and the norm's own parameters."""
         *affine, bias = parameters if self.residual_bias else (*parameters, 0.0)
         return x + (x + bias), *affine
 
@@ -121,11 +123,11 @@ class FromOutputTests(RowOpTests):
 
     @pytest.fixture(autouse=True)
     def not_the_reference(self, request):
-        """It has no backward pass from the output: with it, this is TestLayerNorm once more."""
+        """XLA's formula has no backward pass from the output. It is tested in TestLayerNorm."""
         if request.node.callspec.params.get("implementation") == "xla":
             pytest.skip('with "xla", `residuals` has no effect')
 
-    test_transformation_of_reference: Any = None  # as there
+    test_transformation_of_reference: Any = None  # not here, for the reason above
 
     def op(self, x, *parameters, implementation=None):
         return getattr(jax_gradops, "layer_norm" if self.centered else "rms_norm")(
@@ -142,7 +144,7 @@ class FromOutputTests(RowOpTests):
         return {"epsilon": EPSILON, "centered": self.centered, "scale_offset": OFFSET}
 
     def example(self, rng, shape, dtype, *parameter_dtypes):
-        """No small scale, which makes the rounding of y large."""
+        """Avoids small scales, because they make the rounding error of y large."""
         dy, x, scale, *bias = super().example(rng, shape, dtype, *parameter_dtypes)
         wide = widen(scale) + OFFSET
         scale = (wide + np.copysign(0.5, wide) - OFFSET).astype(scale.dtype)
@@ -184,7 +186,7 @@ class TestRmsNormFromOutput(FromOutputTests):
 
 @pytest.mark.parametrize("implementation", ["ffi", None])
 def test_zero_scale(platform, op, implementation, rng):
-    """x_hat is 0 there, and so is the gradient of scale; the other columns do not change."""
+    """If scale is 0, x_hat and the gradient of scale are 0. Other columns do not change."""
     dy, x, scale = normal(rng, 7, 33), normal(rng, 7, 33), np.abs(normal(rng, 33)) + 0.5
     scale[[3, 20]] = 0, -0.0
 
@@ -208,7 +210,7 @@ def test_zero_scale(platform, op, implementation, rng):
 
 
 def test_what_is_saved(op, capsys):
-    """The output, and one number a row; not the input."""
+    """Saves the output and one number per row, but not the input."""
     x, scale = jnp.ones((3, 8), jnp.bfloat16), jnp.ones(8, jnp.float32)
 
     def saved(residuals: str, name: str, *operands: Any) -> list[str]:
@@ -226,8 +228,8 @@ def test_what_is_saved(op, capsys):
 
 
 def test_memory(op):
-    """Of each layer of a chain, one array is kept in place of two."""
-    layers, shape = 8, (8192, 512)  # large beside what XLA takes for itself
+    """In a chain of layers, each layer keeps one array instead of two."""
+    layers, shape = 8, (8192, 512)  # large compared to XLA's own memory
 
     def loss(residuals: str, x: Any, weights: Any, scale: Any) -> Any:
         for w in weights:
@@ -235,7 +237,7 @@ def test_memory(op):
         return jnp.sum(jnp.square(x))
 
     def size(residuals: str) -> float:
-        """In arrays of x's size."""
+        """Memory in units of x's size."""
         weights = [jnp.ones((shape[-1], shape[-1]))] * layers
         arguments = jnp.ones(shape), weights, jnp.ones(shape[-1])
         gradient = jax.jit(jax.grad(functools.partial(loss, residuals), argnums=(0, 1, 2)))
@@ -252,7 +254,7 @@ NORMS = pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm
 
 
 def norm(op: str, x: Any, *parameters: Any, **options: Any) -> Any:
-    """y, and the sum or None; a bias of the sum is the last parameter."""
+    """y, and the sum or None. With a sum, the last parameter is a bias."""
     f = functools.partial(getattr(jax_gradops, op), scale_offset=1.0, **options)
     if not op.startswith("add_"):
         return f(x, *parameters), None
@@ -273,7 +275,7 @@ def operands_of(op: str, rng: Any, shape: Any = (64, 32)) -> list[Any]:
 
 @NORMS
 def test_nothing_is_converted(platform, op, rng):
-    """scale_offset and dtypes are the kernels' business: there is no operation beside them."""
+    """Kernels handle scale_offset and dtypes. The program has no other operation for them."""
     f = jax.jit(functools.partial(gradients_of_parameters, op))
     text = f.lower(*operands_of(op, rng)).compile().as_text()
     assert "convert(" not in text and " add(" not in text
@@ -282,7 +284,7 @@ def test_nothing_is_converted(platform, op, rng):
 @NORMS
 @pytest.mark.parametrize("inside", [False, True], ids=["jit", "shard_map"])
 def test_sums_over_shards_are_wide(platform, op, inside, rng):
-    """Rounded once, after the sum: it is the sum in float32 that travels."""
+    """Sums are sent between devices in float32, and rounded once after the last addition."""
     devices = mesh(platform, AxisType.Auto)
     operands = operands_of(op, rng)
     expected = jax.jit(functools.partial(gradients_of_parameters, op))(*operands)

@@ -1,4 +1,4 @@
-"""The notebooks run, without a warning, and what is committed of them is fit to be read."""
+"""The notebooks run without a warning. The committed outputs are readable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_there_are_notebooks():
 
 @every_notebook
 def test_runs(path):
-    # With JAX as users have it, not as conftest sets it for the tests of this process.
+    # With JAX's default settings, not the settings of conftest.py.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = notebooks.execute(path, environment | {"JAX_PLATFORMS": "cpu"})
     assert not [o.text for o in outputs(done) if o.get("name") == "stderr"]
@@ -36,7 +36,7 @@ def test_runs(path):
 
 @every_notebook
 def test_what_is_committed(path):
-    """Outputs of one run from top to bottom, small, with nothing of the machine that made them."""
+    """Outputs are of one complete run. They are small, and contain nothing about the machine."""
     assert path.stat().st_size < MAX_BYTES
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

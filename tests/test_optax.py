@@ -1,4 +1,4 @@
-"""`clip_by_global_norm` in Optax's chains and wrappers and Flax's train states: as Optax's own."""
+"""`clip_by_global_norm` acts as Optax's in Optax's chains and wrappers and Flax's train states."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def data(rng: np.random.Generator) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def _promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):  # which Optax needs
+    with jax.numpy_dtype_promotion("standard"):  # Optax needs this
         yield
 
 
@@ -93,13 +93,13 @@ def test_wrappers(platform, name, data):
     expected, _ = train(make(optax.clip_by_global_norm), data)
     for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6)
-    # How Optax reads a number from a state, wherever it is.
+    # Optax finds a value anywhere in a state by its name.
     norm = optax.tree.get(state, "global_norm")
     assert norm.shape == () and norm.dtype == jnp.float32 and norm > 0
 
 
 def test_norm_in_the_state(platform, data):
-    """It is the one before clipping, of the last update."""
+    """The state has the norm of the last update, before clipping."""
     optimizer = OPTIMIZERS["chain"](jax_gradops.clip_by_global_norm)
     history, state = train(optimizer, data)
     last = jax.grad(loss)(history[-2], data[-1])
@@ -110,7 +110,7 @@ def test_norm_in_the_state(platform, data):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_apply_if_finite(platform, value):
-    """A gradient that is not finite leaves parameters and state as they were, but for the count."""
+    """A gradient that is not finite changes only the count, not parameters or other state."""
     optimizer = OPTIMIZERS["apply_if_finite"](jax_gradops.clip_by_global_norm)
     params = jax.tree.map(jnp.asarray, PARAMS)
     state = optimizer.init(params)
@@ -121,7 +121,7 @@ def test_apply_if_finite(platform, value):
 
 
 def test_nonfinite_zero(platform):
-    """The other way: the clip itself makes such an update zeros."""
+    """With nonfinite="zero", the clip itself turns such an update into zeros."""
     optimizer = optax.chain(jax_gradops.clip_by_global_norm(1.0, nonfinite="zero"), optax.sgd(0.1))
     bad = {**PARAMS, "b": np.array([1, np.nan, 2], np.float32)}
     updates, _ = jax.jit(optimizer.update)(bad, optimizer.init(PARAMS))
@@ -129,7 +129,7 @@ def test_nonfinite_zero(platform):
 
 
 def test_accumulated_gradients_are_clipped_once(platform, data):
-    """`MultiSteps` clips the mean of its gradients, not each of them."""
+    """`MultiSteps` clips the mean of its gradients, not each gradient."""
     optimizer = OPTIMIZERS["MultiSteps"](jax_gradops.clip_by_global_norm)
     history, state = train(optimizer, data[:2])
     start = jax.tree.map(jnp.asarray, PARAMS)
@@ -193,8 +193,11 @@ def test_linen_train_state(platform, data):
 
 
 def test_bits_of_optax(platform, rng):
-    """The bits of Optax's, which divides first, where no rounding depends on that: nothing to clip,
-    or a norm that is a power of two. Else both round twice, after norms that may round apart."""
+    """Equals Optax bitwise if nothing is clipped, or the norm is a power of two.
+
+    Optax divides first. In other cases, both round twice, and their norms may be rounded
+    differently.
+    """
     state, empty = jax_gradops.clip_by_global_norm(2.0).init(PARAMS), optax.EmptyState()
 
     def both(tree: Any) -> Any:
@@ -223,7 +226,7 @@ def test_bits_of_optax(platform, rng):
     ids=["0/0", "float16 overflows", "huge", "tiny", "bfloat16 norm"],
 )
 def test_where_optax_is_wrong(platform, leaf, max_norm, of_optax):
-    """README's list: right here, and what Optax makes of it; should that change, so must README."""
+    """README's list of Optax's errors: our results are right. If Optax changes, README must too."""
     tree = [leaf]
     (clipped,), norm = jax_gradops.clip_tree_by_global_norm(tree, max_norm)
     wide = leaf.astype(np.float64)
@@ -247,7 +250,7 @@ def test_where_optax_is_wrong(platform, leaf, max_norm, of_optax):
 
 
 def test_chain(platform, implementation, rng):
-    """The same training as with Optax's own; the state holds the norm before clipping."""
+    """Training equals training with Optax's clip. The state holds the norm before clipping."""
 
     def train(clip: Any) -> Any:
         optimizer = optax.chain(clip, optax.adam(1e-2))
@@ -277,7 +280,7 @@ def test_chain(platform, implementation, rng):
 
 
 def test_inject_hyperparams(platform):
-    """max_norm as a value that changes from step to step."""
+    """max_norm may change from step to step."""
     schedule = optax.linear_schedule(1.0, 0.5, 1)
     clip = optax.inject_hyperparams(jax_gradops.clip_by_global_norm)(max_norm=schedule)
     grads = {"w": jnp.array([3.0, 4.0], jnp.float32)}

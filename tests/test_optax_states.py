@@ -1,4 +1,4 @@
-"""`clip_by_global_norm` with states, parameters and loops as Optax's own clip takes them."""
+"""`clip_by_global_norm` with the states, parameters and loops that Optax's clip accepts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ UPDATES = {"w": np.array([3.0, 4.0], np.float32), "other": None}
 
 @pytest.fixture(autouse=True)
 def _promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):  # which Optax needs
+    with jax.numpy_dtype_promotion("standard"):  # Optax needs this
         yield
 
 
 # --- What init is given ------------------------------------------------------------------------
 
-#: Parameters that have no gradient.
+#: Parameters without a gradient.
 OTHERS: dict[str, Callable[[], Any]] = {
     "counter": lambda: jnp.int32(3),
     "mask": lambda: np.array([True]),
@@ -83,7 +83,7 @@ def test_dtype_of_abstract_parameters(dtype):
     ids=str,
 )  # fmt: skip
 def test_states(platform, state, dtype):
-    """Optax's, none, and what a checkpoint may give back."""
+    """Optax's state, no state, and states that a checkpoint may restore."""
     for update in (
         jax_gradops.clip_by_global_norm(1.0).update,
         optax.clip_by_global_norm(1.0).update,
@@ -95,7 +95,7 @@ def test_states(platform, state, dtype):
 
 
 def test_restored_from_text(platform):
-    """As JSON and back."""
+    """A state converted to JSON and back."""
     transform = jax_gradops.clip_by_global_norm(1.0)
     text = json.dumps({k: float(v) for k, v in transform.init(UPDATES)._asdict().items()})
     _, state = transform.update(UPDATES, ClipByGlobalNormState(**json.loads(text)))
@@ -115,7 +115,7 @@ LOOPS: dict[str, Callable[[Any], Any]] = {
 
 
 def run_loop(optimizer: Any, kind: str, w: Any, rows: Any) -> Any:
-    """Four steps from w on, each by a row."""
+    """Four steps from w. Each step uses one row."""
 
     def step(carry: Any, row: Any) -> Any:
         w, state = carry
@@ -132,7 +132,7 @@ def run_loop(optimizer: Any, kind: str, w: Any, rows: Any) -> Any:
 @pytest.mark.C9
 @pytest.mark.parametrize("kind", LOOPS)
 def test_loops_in_shard_map(platform, kind, rng):
-    """Each device has weights of its own: the state varies as they do from the start."""
+    """Each device has its own weights. From the start, the state varies as the weights do."""
     devices = mesh(platform, AxisType.Auto)
     n = devices.shape["data"]
     rows = rng.standard_normal((n, 4, 3)).astype(np.float32)
@@ -152,12 +152,12 @@ def test_loops_in_shard_map(platform, kind, rng):
 
     w, norms = loop(jax_gradops.clip_by_global_norm)
     np.testing.assert_allclose(w, loop(optax.clip_by_global_norm)[0], atol=1e-6)
-    assert len(np.unique(norms)) == n  # of each device its own
+    assert len(np.unique(norms)) == n  # each device has its own norm
 
 
 @pytest.mark.C9
 def test_updates_vary_more_than_the_state(platform, rng):
-    """Gradients of each device are clipped, then averaged: the state has the mean of the norms."""
+    """Each device's gradients are clipped, then averaged. The state has the mean of the norms."""
     devices = mesh(platform, AxisType.Auto)
     n = devices.shape["data"]
     gradients = rng.standard_normal((n, 4, 3)).astype(np.float32)
@@ -211,7 +211,7 @@ ALIASES = (
 
 @pytest.mark.parametrize("name", ALIASES)
 def test_aliases_with_complex_parameters(name, rng):
-    """After the clip, in a chain: two steps as with Optax's clip."""
+    """After the clip, in a chain: two steps equal two steps with Optax's clip."""
     z = (rng.standard_normal((4, 3)) + 1j * rng.standard_normal((4, 3))).astype(np.complex64)
     params = {"z": z, "x": rng.standard_normal(3).astype(np.float32)}
     gradients = jax.tree.map(lambda p: 30 * p, params)

@@ -1,4 +1,4 @@
-"""The package as a whole: names that must agree, docstrings, what is installed."""
+"""The package as a whole: names that must agree, docstrings, and installed files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.newest_jax
 
 PACKAGE = Path(jax_gradops.__file__).parent
 TESTS = Path(__file__).parent
-# Imported by those who have Flax, maybe in this process.
+# These modules are loaded only with Flax, and maybe in this process.
 FLAX = {"linen", "nnx"}
 PUBLIC = {n: v for n, v in vars(jax_gradops).items() if not n.startswith("_") and n not in FLAX}
 FUNCTIONS = {n: v for n, v in PUBLIC.items() if inspect.isfunction(v)}
@@ -36,7 +36,7 @@ DOCUMENTED = PUBLIC | {f"backward.{n}": v for n, v in BACKWARD.items()}
 
 
 def test_public_names():
-    """A name more or less is a decision."""
+    """Adding or removing a name is a decision."""
     modules = {n for n, v in PUBLIC.items() if inspect.ismodule(v)}
     assert modules == {"backward"}
     assert PUBLIC.keys() == {
@@ -75,7 +75,7 @@ def test_public_names():
 
 @pytest.mark.parametrize("name", sorted(n for n, v in DOCUMENTED.items() if callable(v)))
 def test_docstrings(name):
-    """Args, Returns and an example for each function; nothing is undocumented or unannotated."""
+    """Each function has Args, Returns, an example and annotations. Every name is documented."""
     value = DOCUMENTED[name]
     doc = inspect.getdoc(value)
     assert doc and doc.splitlines()[0].endswith((".", "pass.", ","))
@@ -98,7 +98,7 @@ def test_version_and_typing():
 
 
 def test_data_is_not_code():
-    """SECURITY.md: nothing that runs what a file holds, and no other processes."""
+    """SECURITY.md: the package never runs the content of a file, and starts no processes."""
     refused = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "subprocess", "yaml"}
     refused |= {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "np.load"}
     for path in PACKAGE.rglob("*.py"):
@@ -113,16 +113,17 @@ def test_data_is_not_code():
             assert not names & refused, f"{path}: {names}"
 
 
-#: Where something stands that may change without notice, and why.
+#: The files that use JAX's private modules, with the reason.
 PRIVATE = {
-    "partitioning.py": {"jax._src"},  # names what custom_partitioning names by an address
+    # Replaces an address in the name that custom_partitioning makes.
+    "partitioning.py": {"jax._src"},
 }
-#: JAX's own documentation has primitives' rules there ("How JAX primitives work").
+#: JAX's documentation uses jax.interpreters for rules ("How JAX primitives work").
 INTERPRETERS = {"partitioning.py", "primitive.py"}
 
 
 def test_no_private_jax():
-    """Nothing of `jax._src` or `jaxlib`, and of `jax.interpreters` only where rules are."""
+    """`jax._src` and `jaxlib` are in `PRIVATE` only, `jax.interpreters` is in files with rules."""
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         found = set(re.findall(r"jax\._src|jaxlib\.\w+", text))
@@ -132,7 +133,7 @@ def test_no_private_jax():
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
 def test_gpu_is_cuda_where_there_is_none(error, monkeypatch):
-    """An answer, not JAX's error; as on a machine with a GPU."""
+    """Without a GPU, there is an answer and not JAX's error, as on a machine with a GPU."""
 
     def devices(platform):
         raise error(f"Unknown backend {platform}")
@@ -154,7 +155,7 @@ def test_handlers_are_kernels(platform):
 
 
 def test_cpu_levels():
-    """A module for each level of x86-64, all with the same handlers, also in one process."""
+    """Each x86-64 level has a module with the same handlers. One process can load them all."""
     levels: dict[str, bool] = _registry.MODULES["cpu"].cpu_levels
     names = ["_cpu", *(f"_cpu_{level}" for level in list(levels)[1:])]
     assert all(importlib.util.find_spec(f"jax_gradops.{name}") for name in names)
@@ -167,7 +168,7 @@ def test_cpu_levels():
 
 @pytest.mark.parametrize("platform", _registry.MODULES)
 def test_stubs(platform):
-    """A native module has what its stub says, and nothing more."""
+    """A native module has exactly the names in its stub."""
     module = importlib.import_module(f"jax_gradops._{platform}")
     stub = ast.parse((PACKAGE / f"_{platform}.pyi").read_text())
     names = set()
@@ -186,8 +187,11 @@ def test_stubs(platform):
 
 
 def test_sizes_of_native_modules():
-    """A library that is twice as large has something in it twice. Optimised: 1.5 MB of GCC 12, up
-    to 2.9 of GCC 13; 29 of CUDA (10 of them the norms' backward, 8 forward, 9 batch norm)."""
+    """Limits the size of native modules. A library of double size contains something twice.
+
+    Optimised sizes in MB: 1.5 (GCC 12) to 2.9 (GCC 13) for CPU, 29 for CUDA. The norms take 10 MB
+    of CUDA for backward and 8 for forward. Batch norm takes 9.
+    """
     modules = [m for m in _registry.MODULES.values() if m.__file__]
     for path in [p for m in modules for p in Path(str(m.__file__)).parent.glob("_c*.so")]:
         cuda = path.name.startswith("_cuda")
@@ -196,8 +200,11 @@ def test_sizes_of_native_modules():
 
 
 def test_copies_to_shared_memory_are_legal():
-    """ptxas 13.0 makes of some with a hint what no GPU takes (ffi/cuda/pipeline.cuh): a number is
-    where the even one of two registers should be. Only an optimised build shows it."""
+    """For some copies with a cache hint, ptxas 13.0 emits code that no GPU can execute.
+
+    It puts a number where the even one of two registers should be (ffi/cuda/pipeline.cuh). Only an
+    optimised build shows this.
+    """
     tool = shutil.which("cuobjdump")
     if tool is None or "cuda" not in _registry.MODULES:
         pytest.skip("needs CUDA kernels, and the CUDA toolkit's cuobjdump on the PATH")
@@ -222,9 +229,9 @@ print(time.process_time() - start)
 
 
 def test_import_time(tmp_path):
-    """Processor time beyond JAX's own, with compiled bytecode: 40 ms. Slack for slow machines."""
+    """Processor time beyond JAX's import, with compiled bytecode: 40 ms. The limit has slack."""
     seconds = []
-    for _ in range(3):  # the first one compiles
+    for _ in range(3):  # the first run compiles bytecode
         command = [sys.executable, "-Pc", IMPORT, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         seconds.append(float(done.stdout))
@@ -247,7 +254,7 @@ def test_public_names_of_flax_modules():
 
 
 def test_every_kernel_belongs_to_an_op():
-    """Else `implementation_in_use` and EXPORT_DISABLED_CHECKS would not know of it."""
+    """`implementation_in_use` and EXPORT_DISABLED_CHECKS must know every kernel."""
     declared = {k for k in _all_kernels()}
     assert declared == {k for kernels in _status.OPS.values() for k in kernels}
     assert _status.OPS.keys() <= FUNCTIONS.keys() | BACKWARD.keys()
@@ -260,7 +267,7 @@ def _all_kernels() -> set[spec.Kernel]:
 
 
 def test_every_kernel_is_sanitized():
-    """By tests/gpu/sanitize.py, which needs a GPU to say so."""
+    """tests/gpu/sanitize.py runs every kernel. This test checks that without a GPU."""
     x = jnp.ones((5, 7))
     ops = runpy.run_path(str(TESTS / "gpu" / "sanitize.py"))["OPS"].values()
     with jax_gradops.use_implementation("ffi"):
@@ -270,13 +277,13 @@ def test_every_kernel_is_sanitized():
 
 
 def test_every_kernel_is_timed():
-    """But the scaling in place, which is another suite's."""
+    """Every kernel is timed by the suite "ops". Another suite times the in-place scaling."""
     timed = {k for operation in OPERATIONS.values() for k in _status.OPS[operation.public]}
     assert {k.name for k in _all_kernels() - timed} == {"scale"}
 
 
 def test_every_op_is_documented():
-    """README has an example, CHANGELOG a line."""
+    """README has an example of every op, and CHANGELOG has a line."""
     readme, changes = ((TESTS.parent / f).read_text() for f in ("README.md", "CHANGELOG.md"))
     examples = "".join(re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE))
     called = set(re.findall(r"(?:jax_gradops|backward)\.(\w+)\(", examples))
@@ -285,7 +292,7 @@ def test_every_op_is_documented():
 
 
 def test_column_sum_workspace():
-    """Never larger than its bound, never empty where there is something to sum."""
+    """The workspace is at most its bound. It is not empty if there is something to sum."""
     for groups in (1, 3, 600, 100_000):
         for rows in (1, 511, 10**6):
             for features in (1, 1000, 2**24):
@@ -298,7 +305,7 @@ def test_column_sum_workspace():
 
 
 def test_cpu_offsets_have_64_bits():
-    """M3: compilers warn of what is cut off without a word; here is no such word.
+    """M3: compilers warn if an offset is cut off, but not at a cast. No file has such casts.
 
     Arrays of more than 2^31 elements are tested on GPUs (test_large.py).
     """
@@ -308,12 +315,12 @@ def test_cpu_offsets_have_64_bits():
         assert not found, f"{path}: {found}"
 
 
-#: Longer than a page, and why.
+#: Functions that are longer than a page, with the reason.
 LONG = {"all_cases": "a table"}
 
 
 def test_functions_are_short():
-    """A function of Python fits on a page: 80 lines without its docstring."""
+    """Every Python function fits on a page: at most 80 lines without its docstring."""
     root = Path(__file__).parents[1]
     lengths = {}
     for path in [p for folder in ("jax_gradops", "tests") for p in (root / folder).rglob("*.py")]:
@@ -332,7 +339,7 @@ def test_functions_are_short():
 
 
 def imports() -> dict[str, set[str]]:
-    """By module of the package, the modules of the package that its file imports anywhere."""
+    """For each module of the package, the modules of the package that its file imports anywhere."""
     names = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
             ".__init__"
@@ -354,7 +361,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def test_the_library_imports_no_tool():
-    """Nor its command line, and the kernels' declaration imports no op."""
+    """The library does not import its tools or command line. The kernels' layer imports no op."""
     outside = ("jax_gradops._tools", "jax_gradops._cli", "jax_gradops.__main__")
     graph = imports()
     assert len(graph) > 60
@@ -366,9 +373,9 @@ def test_the_library_imports_no_tool():
 
 
 def test_no_files_import_each_other():
-    """Neither two nor more of them in a circle; `jax_gradops` itself is what users import."""
+    """Imports between files have no cycles. `jax_gradops` itself may be imported anywhere."""
     graph = {name: imported - {"jax_gradops"} for name, imported in imports().items()}
-    below: set[str] = set()  # whose imports lead back to none of the others
+    below: set[str] = set()  # modules whose imports lead to none of the others
     while free := {name for name, imported in graph.items() if imported <= below} - below:
         below |= free
     assert below == graph.keys(), sorted(graph.keys() - below)

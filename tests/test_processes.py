@@ -1,4 +1,4 @@
-"""Several processes: of one mesh, as on a cluster; forked and spawned, as data loaders are."""
+"""Several processes: in one mesh as on a cluster, or forked and spawned as data loaders do."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def free_port() -> int:
 
 
 def test_two_processes(tmp_path):
-    """The program of all of them is process.py, which says what is checked."""
+    """All processes run process.py, which lists the checks."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     flags = os.environ.get("XLA_FLAGS", "").split()
     environment["XLA_FLAGS"] = " ".join(f for f in flags if "device_count" not in f)
@@ -36,7 +36,7 @@ def test_two_processes(tmp_path):
                     )
                 )
         end = time.monotonic() + SECONDS
-        # When one has failed, the others would wait for it.
+        # If one process has failed, the others would wait for it.
         while time.monotonic() < end and not any(p.poll() for p in processes):
             if all(p.poll() == 0 for p in processes):
                 break
@@ -87,7 +87,7 @@ if __name__ == "__main__":
 
 
 def test_fork_and_spawn(tmp_path):
-    """Children get what their parent gets, and it goes on afterwards."""
+    """Children get their parent's results. The parent continues afterwards."""
     program = tmp_path / "program.py"
     program.write_text(FORK_AND_SPAWN)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

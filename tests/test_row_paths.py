@@ -1,6 +1,6 @@
-"""The CUDA norms' kernels by every plan that tests can force, against float64 and each other.
+"""The CUDA norms' kernels with every plan that tests can force, against float64 and each other.
 
-Which plan a row gets by itself: test_row_plans.py.
+test_row_plans.py tests which plan a row gets by default.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def forced(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @functools.cache
 def norm(op: str, residuals: str) -> Any:
-    """dy, x, residual and parameters to y and all gradients."""
+    """Maps dy, x, residual and parameters to y and all gradients."""
 
     @jax.jit
     def f(dy: Any, x: Any, *parameters: Any) -> Any:
@@ -74,7 +74,7 @@ def norm(op: str, residuals: str) -> Any:
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_paths(forced: str, op: str, dtype: str) -> None:
-    """Each forced path, at widths on both sides of every change of plan, against float64."""
+    """Each forced path against float64, at widths on both sides of every change of plan."""
     if not gpus():
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(3)
@@ -104,8 +104,7 @@ def test_paths(forced: str, op: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_variants(forced: str, dtype: str) -> None:
-    """Addition of a residual and its bias, backward from the output, parameters of other dtypes:
-    to XLA's."""
+    """Compares with XLA: a residual and its bias, backward from the output, other dtypes."""
     if not gpus():
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(4)
@@ -142,7 +141,7 @@ def test_variants(forced: str, dtype: str) -> None:
 
 
 def test_rings_do_not_change_results() -> None:
-    """Neither their depth nor the architecture, of rows that one block holds: bitwise, y and dx."""
+    """The rings' depth and the architecture change no bit of y and dx, if a block holds a row."""
     if not gpus():
         pytest.skip("needs a CUDA device")
     assert CUDA is not None
@@ -163,7 +162,7 @@ def test_rings_do_not_change_results() -> None:
 
 
 def test_few_rows_of_groups() -> None:
-    """A unit has several rows of one group after another's: as many leave each only one block."""
+    """A unit gets rows of one group after another. Each group gets only one block."""
     if not gpus():
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(5)
@@ -176,7 +175,8 @@ def test_few_rows_of_groups() -> None:
 
     with jax.default_device(gpus()[0]):
         dx, dscale, dbias = jax.vmap(gradients)(dy, x)
-        many = [np.concatenate([a.reshape(-1, features)] * 2) for a in (dy, x)]  # by more units
+        # More rows, so that more units work.
+        many = [np.concatenate([a.reshape(-1, features)] * 2) for a in (dy, x)]
         assert_bitwise_equal(dx, gradients(*many)[0][: groups * rows].reshape(shape))
         for group in range(0, groups, 33):
             wide = [widen(a) for a in (dy[group], x[group], scale)]

@@ -1,8 +1,7 @@
-"""How the CUDA norms lay out rows: the tables, for which no GPU is needed.
+"""How the CUDA norms lay out rows. These tests need no GPU.
 
-They are ffi/cuda/layer_norm{,_bwd,_narrow}_policy.h. The native module says what they choose
-(`row_plan`), and can be told what to choose (`force_row_plan`), for the whole process:
-test_row_paths.py.
+The tables are ffi/cuda/layer_norm{,_bwd,_narrow}_policy.h. The native module returns their choice
+(`row_plan`). `force_row_plan` overrides the choice for the whole process (test_row_paths.py).
 """
 
 from __future__ import annotations
@@ -79,9 +78,9 @@ def plan(
 
 
 def owned(p: dict[str, Any], features: int, element_bytes: int, *, lines: bool) -> None:
-    """Whether the threads of a row have all of it, and what they lack is what the plan says.
+    """Checks that the threads of a row have all its columns, and how many packs they lack.
 
-    lines: whether a thread's packs are whole lines of 128 bytes apart, if that can be.
+    lines: whether a thread's packs are whole lines of 128 bytes apart, if that is possible.
     """
     width = 16 // element_bytes
     framed = p["division"] == FRAMED
@@ -108,7 +107,7 @@ def owned(p: dict[str, Any], features: int, element_bytes: int, *, lines: bool) 
 
 
 def narrow(p: dict[str, Any], features: int, element_bytes: int) -> None:
-    """Which rows are worked on by the chunk, and whether their lanes have all of them."""
+    """Checks which rows are processed in chunks, and whether their lanes have all columns."""
     most = {2: 15, 4: 15, 8: 7}[element_bytes]
     assert ("narrow" in p) == (features <= 32 * most)
     if "narrow" not in p:
@@ -121,7 +120,7 @@ def narrow(p: dict[str, Any], features: int, element_bytes: int) -> None:
     assert n["chunk_rows"] * n["lanes"] == 32 * n["steps"] and 1 <= n["chunk_rows"] <= 32
     row_bytes = features * element_bytes
     assert n["steps"] == 1 or n["chunk_rows"] * row_bytes <= 4096
-    # Wherever in a line it starts, and with what the last row's last lane reads beyond it.
+    # For any start in a line, and for the last lane of the last row, which reads beyond the row.
     beyond = (most // 2 + 1 | 1) * element_bytes
     assert n["slot_bytes"] >= 127 + n["chunk_rows"] * row_bytes + beyond
 
@@ -146,9 +145,9 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
             assert p["packs"] in (3, 4, 8) and p["cluster"] == 1
             assert p["packs"] != 3 or p["division"] == EVEN
             continue
-        # Registers: 80 to 128.
+        # So that a thread needs 80 to 128 registers.
         assert p["packs"] == 4 and p["threads"] <= 512
-        # Teams of a step have one row each, and a team's next row starts as far after its frame.
+        # The teams of a step have one row each. A team's next row has the same offset in its frame.
         assert p["step"] % p["teams"] == 0 and p["step"] & (p["step"] - 1) == 0
         assert p["step"] * features * element_bytes % 16 == 0
         assert p["stages"] in (1, 2)
@@ -160,7 +159,7 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
-    """And fits in registers and shared memory, with a row under way."""
+    """Plans fit in registers and shared memory, with one row in flight."""
     cases = itertools.product(FEATURES + WIDE, (1, 37, 10**6), (2, 3), (False, True))
     for features, rows, arrays, sums_dx in cases:
         settings: dict[str, Any] = {"rows": rows, "element_bytes": element_bytes}
@@ -183,7 +182,7 @@ def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_decides_a_row_s_result(backward: bool) -> None:
-    """Not the number of rows; forward, not whether there is a residual."""
+    """The number of rows changes no result. Forward, a residual changes none either."""
     kept = ("stream", "division", "packs", "lanes", "cluster", "share")
     for arrays, sums_dx in ((2, False), (3, False), (3, True)) if backward else ((1, False),):
         for features, element_bytes in itertools.product(FEATURES + WIDE, (2, 4, 8)):
@@ -206,26 +205,26 @@ def test_what_decides_a_row_s_result(backward: bool) -> None:
 
 
 def test_the_forward_table() -> None:
-    """Some of its lines, as its comment has them."""
+    """Some lines of the table, as in the table's comment."""
     forward = functools.partial(plan, backward=False)
     assert forward(64)["lanes"] == 2 and forward(64)["teams"] == 32
     threads = {1024: (32, 4), 2048: (64, 4), 4096: (128, 4), 5120: (96, 8), 8192: (256, 4)}
     for features, expected in (threads | {16_384: (256, 8)}).items():
         assert (forward(features)["lanes"], forward(features)["packs"]) == expected
-    # Three packs a thread, where these are all of the row's, and four would leave some idle.
+    # Three packs per thread if they cover the row, and four packs would leave threads idle.
     assert [forward(n)["packs"] for n in (24, 384, 768, 1536, 3072, 640)] == [3, 3, 3, 3, 4, 4]
     floats = functools.partial(forward, element_bytes=4)
     rms_norm = functools.partial(forward, centered=False)
     assert floats(4096)["lanes"] == 256 and rms_norm(32_768, element_bytes=4)["lanes"] == 1024
     assert [floats(n)["packs"] for n in (8192, 16_384)] == [4, 8]
-    # Blocks share rows: wide ones, and those whose parameters would cost more than they do.
+    # Blocks share a row if it is wide, or if its parameters would cost more than sharing.
     assert [forward(n)["cluster"] for n in (6001, 8193, 12_289, 16_385)] == [1, 3, 1, 6]
     assert [forward(n)["cluster"] for n in (32_768, 65_536)] == [2, 4]
     assert [floats(n)["cluster"] for n in (8193, 32_768, 65_536)] == [2, 4, 8]
     assert forward(65_536, gpu="A100")["stream"]
     assert forward(8)["narrow"]["lanes"] == 1 and forward(4097)["division"] == FRAMED
     assert forward(1000)["division"] == UNEVEN and forward(1600)["division"] == EVEN
-    # Two rows under way, or one where the row that is worked on leaves its place at once.
+    # Two rows in flight, or one if the current row leaves its place at once.
     assert [p(4097)["stages"] for p in (forward, rms_norm, floats)] == [2, 1, 1]
     assert forward(4096, aligned_params=False)["division"] == FRAMED
     assert forward(4096, aligned=False)["stream"]
@@ -233,7 +232,7 @@ def test_the_forward_table() -> None:
 
 def test_the_backward_table() -> None:
     assert plan(64)["lanes"] == 4
-    # Narrow rows that start anywhere: few lanes, an odd number of columns for each.
+    # Narrow rows that start anywhere have few lanes, and an odd number of columns per lane.
     lanes = {7: (1, 7), 15: (1, 15), 33: (4, 9), 100: (8, 13), 257: (32, 9), 480: (32, 15)}
     for features, expected in lanes.items():
         n = plan(features, aligned_params=False)["narrow"]
@@ -254,7 +253,7 @@ def test_the_backward_table() -> None:
     assert plan(4097)["division"] == FRAMED and plan(4097)["classes"] == 8
     assert plan(4097)["packs"] == 3 and plan(4097)["lanes"] == 192 and plan(4097)["units"] == 2
     assert [plan(n)["packs"] for n in (497, 769, 1001, 2001, 9001)] == [2, 2, 2, 2, 3]
-    # 32 bytes a thread of wider types, if a small cluster then holds the row.
+    # 32 bytes per thread for wider types, if a small cluster then holds the row.
     floats = functools.partial(plan, element_bytes=4)
     assert floats(1024)["packs"] == 2 and floats(1024)["lanes"] == 128
     assert floats(1024)["units"] == 4
@@ -264,21 +263,21 @@ def test_the_backward_table() -> None:
     assert floats(8192, gpu="A100")["packs"] == 4
     assert floats(4097)["packs"] == 3 and floats(4097)["cluster"] == 1
     assert plan(4096, element_bytes=8)["packs"] == 2
-    # More elements a thread, where fewer would leave more of the threads without work.
+    # More elements per thread if fewer would leave more threads idle.
     assert plan(768)["packs"] == 3 and plan(768)["lanes"] == 32 and plan(768)["units"] == 12
     assert plan(1024)["packs"] == 2 and plan(640)["packs"] == 3 and plan(1600)["packs"] == 2
     assert plan(6144)["packs"] == 3 and plan(6144)["cluster"] == 2
     assert plan(12_288)["packs"] == 3 and plan(12_288)["cluster"] == 4
     assert plan(16_384)["packs"] == 2
     assert plan(768, arrays=3, sums_dx=True)["packs"] == 3
-    # A block's share is whole lines of memory.
+    # A block's share is a number of whole memory lines.
     assert plan(6656)["cluster"] == 3 and plan(6656)["share"] == 2240
-    # One row under way, or two where that is less than needed: more where units wait for sums.
+    # One row is in flight, or two if one is too little. More are needed if units wait for sums.
     assert plan(1024)["stages"] == 1 and plan(4096)["stages"] == 1 and plan(6144)["stages"] == 1
     assert plan(8192)["stages"] == 2 and plan(16_384)["stages"] == 2 and plan(4097)["stages"] == 2
     assert plan(200)["stages"] == 2 and plan(2560)["stages"] == 2
     assert plan(8192, arrays=3)["stages"] == 1
     assert floats(4096)["stages"] == 1 and floats(8192)["stages"] == 2
-    # Few rows are spread over the multiprocessors.
+    # Few rows are distributed over the multiprocessors.
     assert plan(1024, rows=37)["units"] == 1
     assert plan(1024, rows=10**6)["units"] == 8

@@ -1,6 +1,6 @@
-"""What a rule of `jax.custom_vjp`, `custom_vmap` or `custom_partitioning` would lose or refuse.
+"""Programs that rules of `jax.custom_vjp`, `custom_vmap` or `custom_partitioning` would break.
 
-Each test is a program that users write, after a public report or a fault that was found here.
+Each test is a program that users write. Its source is a public report, or a fault found here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _vector(x: Any) -> jax.Array:
     return jnp.linspace(0.5, 2, FEATURES).astype(x.dtype)
 
 
-#: Ops of [rows, FEATURES], whose results have that shape.
+#: Ops of [rows, FEATURES] with results of this shape.
 OPS: dict[str, Callable[..., Any]] = {
     "layer_norm": lambda x, **k: jax_gradops.layer_norm(x, _vector(x), _vector(x), **k),
     "rms_norm": lambda x, **k: jax_gradops.rms_norm(x, _vector(x), **k),
@@ -77,7 +77,7 @@ def test_second_derivatives_through_loops(platform, op, second, implementation, 
 @pytest.mark.T1
 @each_op
 def test_transposed_pullback(platform, op, implementation, rng):
-    """It is the derivative in forward mode."""
+    """The transposed pullback is the derivative in forward mode."""
     x, direction = rng.standard_normal((2, 3, FEATURES))
     f = functools.partial(OPS[op], implementation=implementation)
     y, pull = jax.vjp(f, x)
@@ -88,7 +88,7 @@ def test_transposed_pullback(platform, op, implementation, rng):
 
 @each_op
 def test_only_what_is_asked_for(op, rng):
-    """Where no parameter is differentiated, no kernel sums over rows for one."""
+    """If no parameter is differentiated, no kernel sums over rows for a parameter."""
     x = rng.standard_normal((3, FEATURES)).astype(np.float32)
     text = jax.jit(jax.grad(loss_of(OPS[op]))).lower(x).as_text()
     if op in ("layer_norm", "rms_norm", "from output", "bias_gelu"):
@@ -107,7 +107,7 @@ def test_compile_time_eval(op, rng):
 
 @each_op
 def test_checkify(op, rng):
-    """checkify sees NaN where XLA's operations make one, not within a kernel."""
+    """checkify finds a NaN of XLA's operations, but not a NaN inside a kernel."""
     x = rng.standard_normal((2, 3, FEATURES)).astype(np.float32)
     run = checkify.checkify(jax.jit(jax.vmap(OPS[op])), errors=checkify.all_checks)
     error, found = run(x)
@@ -117,7 +117,7 @@ def test_checkify(op, rng):
 
 @each_op
 def test_another_platform(op):
-    """A ValueError of this library, not MLIR's."""
+    """The error is this library's ValueError, not an error of MLIR."""
     x = jax.ShapeDtypeStruct((3, FEATURES), jnp.float32)
     traced = jax.jit(functools.partial(OPS[op], implementation="ffi")).trace(x)
     with pytest.raises(ValueError, match="jax_gradops: implementation='ffi' is not available.*tpu"):
@@ -129,7 +129,7 @@ def test_another_platform(op):
 @each_op
 @pytest.mark.parametrize("derivative", [False, True])
 def test_spmd_axis_name(op, derivative, rng):
-    """vmap over an Auto axis, around a shard_map over another: as with operations of jax.numpy."""
+    """vmap over an Auto axis, around a shard_map over another axis: works as in jax.numpy."""
     devices = mesh("cpu", AxisType.Auto)
     f = jax.grad(loss_of(OPS[op])) if derivative else OPS[op]
     x = rng.standard_normal((4, 8, FEATURES))
@@ -150,7 +150,7 @@ def test_spmd_axis_name(op, derivative, rng):
 
 @each_op
 def test_abstract_mesh(op):
-    """Only devices can say how a call is spread: JAX says so. XLA's operations need none."""
+    """Only devices determine how a call is sharded. JAX's error says so. XLA's operations work."""
     abstract = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(abstract, P("data"))
     x = jax.ShapeDtypeStruct((4, FEATURES), jnp.float32, sharding=sharding)
@@ -173,7 +173,7 @@ CONTEXTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("derivative", ["grad", "hessian", "jvp"])
 def test_named_axis_in_context(context, derivative, implementation, rng):
-    """Where a rule runs later than the axis is mapped, its name is no longer bound."""
+    """If a rule runs after the axis is mapped, the axis name is no longer bound."""
     x = rng.standard_normal((4, 3, FEATURES))[:, 0]
     normalized = functools.partial(jax_gradops.batch_norm, implementation=implementation)
     one = lambda x: normalized(x, _vector(x), axis_name="rows")[0]  # noqa: E731
@@ -184,12 +184,12 @@ def test_named_axis_in_context(context, derivative, implementation, rng):
         "hessian": lambda f: jax.hessian(loss_of(f)),
         "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1],
     }[derivative]
-    jax.clear_caches()  # another trace with the name bound would hide it
+    jax.clear_caches()  # an earlier trace with the name bound would hide the error
     np.testing.assert_allclose(of(mapped)(x), of(whole)(x), rtol=1e-9, atol=1e-11)
 
 
 def test_cotangent_of_common_result(rng):
-    """A cotangent of what all indices of a named axis share is that of one result."""
+    """All indices of a named axis share a result. The result's cotangent counts only once."""
     x = rng.standard_normal((4, FEATURES))
     operation = _Normalize(BatchNorm(inner=0, epsilon=1e-5, axis_name=("rows",), shards=4))
     mapped = jax.vmap(
@@ -208,7 +208,7 @@ def test_cotangent_of_common_result(rng):
 @each_op
 @pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, "model")], ids=str)
 def test_gspmd(platform, op, spec, rng):
-    """The partitioner that Shardy has replaced: the same numbers and collectives."""
+    """GSPMD, the partitioner before Shardy, gives equal numbers and collectives."""
     devices = mesh(platform, AxisType.Auto)
     x = rng.standard_normal((8, FEATURES))
     spread = jax.device_put(x, NamedSharding(devices, spec))

@@ -1,8 +1,7 @@
-"""Every op under every transformation, in every dtype: a part of the suite in conformance.py.
+"""Every op under every transformation, in every dtype: a part of conformance.py.
 
-A transformation takes an op and examples (dy, x, parameters), and computes y and the gradients of
-each in its own way; they must be what the oracle says. None of them is refused, but for forward
-mode with the kernels (`test_forward_mode`).
+A transformation takes an op and examples (dy, x, parameters). It computes y and the gradients of
+each example in its own way. The results must match the oracle. Every transformation must work.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Outcomes: TypeAlias = list[tuple[Any, ...]]
 
 
 def vjp_of(op: Op) -> Op:
-    """(dy, *operands) -> (y, *gradients)."""
+    """Maps an op to (dy, *operands) -> (y, *gradients)."""
 
     def f(dy: Any, *operands: Any) -> tuple[Any, ...]:
         y, pull = jax.vjp(op, *operands)
@@ -53,7 +52,8 @@ def _stacked(examples: Sequence[Example]) -> list[Any]:
 
 
 def _unstacked(results: Sequence[Any]) -> Outcomes:
-    return list(zip(*map(np.asarray, results), strict=True))  # JAX would compile the slicing
+    # NumPy slices them: JAX would compile the slicing
+    return list(zip(*map(np.asarray, results), strict=True))
 
 
 # --- The transformations -------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def cond(op: Op, examples: Sequence[Example]) -> Outcomes:
 
 
 def switch_under_vmap(op: Op, examples: Sequence[Example]) -> Outcomes:
-    """Becomes a choice between results, both of which are computed."""
+    """vmap turns the branch into a selection: both results are computed."""
 
     def choose(dy: Any, *operands: Any) -> Any:
         x = operands[0]
@@ -143,7 +143,7 @@ def _remat(policy: Any, op: Op, examples: Sequence[Example]) -> Outcomes:
 
 
 def remat_of_a_block(op: Op, examples: Sequence[Example]) -> Outcomes:
-    """The op amid others, whose results are not kept either."""
+    """The op between other operations. Their results are not kept either."""
 
     def block(x: Any, *parameters: Any) -> Any:
         y = op(jnp.swapaxes(jnp.swapaxes(x, 0, 1), 0, 1) * jnp.ones_like(x), *parameters)
@@ -172,7 +172,7 @@ def disable_jit(op: Op, examples: Sequence[Example]) -> Outcomes:
 
 
 def debug_nans(op: Op, examples: Sequence[Example]) -> Outcomes:
-    """No result is NaN, and none is taken for one: neither scratch nor what is left out."""
+    """No result is NaN. No scratch or unused memory is mistaken for a NaN result."""
     with jax.debug_nans(True):
         return jit(op, examples) + disable_jit(op, examples)
 
@@ -195,7 +195,7 @@ def eval_shape(op: Op, examples: Sequence[Example]) -> Outcomes:
 
 
 def _export(symbols: str, op: Op, examples: Sequence[Example]) -> Outcomes:
-    """Serialised and read again, for any number of rows too."""
+    """The exported program is serialised and read again, also with a symbolic number of rows."""
     pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
     rows = np.shape(examples[0][1])
 
@@ -245,7 +245,7 @@ TRANSFORMATIONS: dict[str, Callable[[Op, Sequence[Example]], Outcomes]] = {
 }  # fmt: skip
 
 
-# For XLA's operations, which are JAX's own: where they once went wrong.
+# XLA's operations are transformed by JAX itself. They once went wrong under these.
 OF_REFERENCE = ("vmap_of_grad", "grad_of_scan", "remat", "disable_jit", "export, symbolic rows")
 
 
@@ -285,7 +285,7 @@ class TransformationTests:
         ("implementation", "dtype"), [("ffi", "float32"), ("ffi", "float64"), ("xla", "float64")]
     )
     def test_hessian_vector_product(self, platform, implementation, dtype, order, rng):
-        """Against differences of the oracle's gradient."""
+        """Compares with finite differences of the oracle's gradient."""
         dtype = jnp.dtype(dtype)
         dy, *operands = self.example(rng, (3, 9), dtype)
         _, *direction = self.example(rng, (3, 9), dtype)
@@ -324,7 +324,7 @@ class TransformationTests:
             np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance * (1 + np.abs(e).max()))
 
     def test_hessian(self, platform, rng):
-        """`jax.hessian`, which is forward over reverse, and reverse over reverse are the same."""
+        """`jax.hessian` (forward over reverse) equals reverse over reverse."""
         dy, *operands = self.example(rng, (2, 5), jnp.float64)
         everything = tuple(range(len(operands)))
 
@@ -347,7 +347,7 @@ class TransformationTests:
         )
 
     def test_forward_mode(self, platform, rng):
-        """<dy, J v> = <J^T dy, v> with "xla", and the same tangent with the kernels."""
+        """With "xla": <dy, J v> = <J^T dy, v>. With the kernels, the tangent is equal."""
         dy, *operands = self.example(rng, (3, 9), jnp.float64)
         _, *direction = self.example(rng, (3, 9), jnp.float64)
         op = functools.partial(self.op, implementation="xla")
@@ -369,7 +369,7 @@ class TransformationTests:
             jax.jit(vjp_of(functools.partial(self.op, implementation="ffi")))(dy, x, *parameters)
 
     def test_weak_types_and_scalars(self, platform, implementation, rng):
-        """A weakly typed array is one of its dtype, and the result is not weakly typed."""
+        """A weakly typed array counts as an array of its dtype. The result is not weakly typed."""
         op = functools.partial(self.op, implementation=implementation)
         parameters = self.example(rng, (3, 4), jnp.float64)[2:]
         weak = jnp.broadcast_to(jnp.asarray(0.75), (3, 4))

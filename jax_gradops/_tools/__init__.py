@@ -1,1 +1,1 @@
-"""Programs around the library, which imports none of them: the benchmark and the demo."""
+"""The benchmark and the demo. The library itself does not import them."""

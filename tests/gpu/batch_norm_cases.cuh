@@ -1,4 +1,4 @@
-// What check_batch_norm.cu says of a case: sizes, options, arrays here and on the device.
+// A test case of check_batch_norm.cu: its sizes, options, and arrays on host and device.
 #pragma once
 
 #include <cmath>
@@ -22,19 +22,19 @@ struct Size {
 struct Options {
   bool relu = false;
   bool residual = false;
-  bool has_y = true;      // for the backward pass
+  bool has_y = true;      // the backward pass gets y
   bool in_place = false;  // dx is dy
-  bool shared = false;    // parameters, by all groups
-  bool scale = true;      // and bias; of another dtype than x
+  bool shared = false;    // all groups share parameters
+  bool scale = true;      // there are scale and bias; their dtype is not x's
   std::int64_t partial_rows = 512;
-  std::int64_t shift = 0;  // elements that arrays start after a 16-byte boundary
+  std::int64_t shift = 0;  // elements between a 16-byte boundary and the start of arrays
 };
 
 struct Case : Size, Options {
   std::int64_t terms() const { return rows * inner; }
   std::int64_t elements() const { return groups * rows * channels * inner; }
   std::int64_t parameters() const { return groups * channels; }
-  // Of a group's channel, element i.
+  // The index of element i of a channel of a group.
   std::int64_t at(std::int64_t group, std::int64_t channel, std::int64_t i) const {
     return ((group * rows + i / inner) * channels + channel) * inner + i % inner;
   }
@@ -46,7 +46,7 @@ struct Case : Size, Options {
   }
 };
 
-// From -1 to 1.
+// A number from -1 to 1.
 double Random() {
   static std::uint32_t state = 12345;
   state = state * 1664525u + 1013904223u;
@@ -55,7 +55,7 @@ double Random() {
   return static_cast<double>(h ^ (h >> 13)) / 2147483648.0 - 1;
 }
 
-// An array here and on the device.
+// An array on the host and on the device.
 template <typename T>
 class Array {
  public:

@@ -1,6 +1,6 @@
-// Of batch norm's driver: calls whose results are known without the formulas.
+// Tests of batch norm's driver with results that are known without the formulas.
 //
-// Included where the kernels are.
+// This file is included after the kernels.
 #pragma once
 
 #include <cmath>
@@ -17,8 +17,8 @@
 namespace gradops {
 namespace {
 
-// Channels that are hard: constant; of a large mean; whose first element is far from the others;
-// and two with NaN and infinity, which are not the others' business.
+// Channels that are numerically hard. One is constant, one has a large mean, and one has a first
+// element far from the others. Two have NaN or infinity, which must not change other channels.
 int RunHard(const Size& size) {
   const Case c{size, {}};
   Arrays arrays;
@@ -63,10 +63,10 @@ int RunHard(const Size& size) {
   return 1;
 }
 
-// A tile's blocks as a cluster, and met by way of the grid: the same bits.
+// A tile's blocks may be a cluster, or may synchronize through the grid. Results are bitwise equal.
 int RunMeetings() {
   const Case c{{1, 4096, 2048, 1}, {}};
-  most_multiprocessors = 64;  // so that there is room for all clusters, whatever is next to what
+  most_multiprocessors = 64;  // so that all clusters fit, however multiprocessors are grouped
   ChannelTask task = ChannelTaskOf<float>(kForwardNeeds, {{1, c.rows, c.channels}, c.inner});
   task.aligned = task.statistics = task.apply = true, task.partial_rows = 512;
   ChannelTask back = task;
@@ -121,7 +121,7 @@ int RunMeetings() {
   return 4;
 }
 
-// No elements: statistics of nothing, sums of nothing.
+// Without elements, the kernels must give the statistics and sums of nothing.
 template <typename T>
 int RunEmpty() {
   using A = Accum<T>;

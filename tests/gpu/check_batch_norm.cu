@@ -1,7 +1,8 @@
-// Batch norm's kernels without JAX: on small awkward shapes and exact cudaMalloc buffers, against
-// long expressions in double on the host; for compute-sanitizer's four tools, too.
+// Runs batch norm's kernels without JAX, on small awkward shapes and exact cudaMalloc buffers. The
+// expected results are long expressions in double on the host. compute-sanitizer's four tools run
+// the program too.
 //
-// Built and run by tests/gpu/run.sh check.
+// tests/gpu/run.sh check builds and runs it.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,12 +18,12 @@
 #include "cuda/batch_norm_fwd.cu"
 #include "driver.cuh"
 
-#include "batch_norm_known.cuh"  // uses what is above
+#include "batch_norm_known.cuh"  // must come last: uses the headers above
 
 namespace gradops {
 namespace {
 
-// S: of scale and bias and their gradients.
+// S is the dtype of scale, bias and their gradients.
 template <typename T, typename S>
 int Run(const Case& c) {
   using A = Accum<T>;
@@ -62,7 +63,7 @@ int Run(const Case& c) {
   fwd.batch_rstd = rstd.device, fwd.batch_delta = delta.device;
   fwd.workspace = workspace, fwd.partial_rows = c.partial_rows;
   Check(BatchNormFwd(CudaContext{nullptr}, fwd));
-  // Statistics alone, and then y of them, give the same.
+  // Statistics in one call, then y from these statistics, give equal results.
   Array<A> again[4] = {
       {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}};
   BatchNormFwdArgs statistics = fwd, applied = fwd;
@@ -123,14 +124,14 @@ int Run(const Case& c) {
   bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.relu = c.relu;
   T* const dy_device = dy.device;
   bwd.dy = dy_device, bwd.x = x.device;
-  const bool has_y = c.relu && (c.has_y || c.residual);  // a residual takes y
+  const bool has_y = c.relu && (c.has_y || c.residual);  // with a residual, relu's gradient needs y
   bwd.y = has_y ? y.device : nullptr;
   bwd.scale = fwd.scale;
   if (c.relu && !has_y) bwd.bias = fwd.bias;
   bwd.mean = applied.mean, bwd.rstd = applied.rstd, bwd.delta = applied.delta;
   bwd.workspace = workspace, bwd.partial_rows = c.partial_rows;
   bwd.dscale = {dscale.device, kDtype<S>}, bwd.dbias = {dbias.device, kDtype<S>};
-  // Sums alone.
+  // Sums without dx.
   BatchNormBwdArgs sums = bwd;
   Array<S> sums_alone[2] = {{params, 0, arrays}, {params, 0, arrays}};
   sums.dscale.data = sums_alone[0].device, sums.dbias.data = sums_alone[1].device;
@@ -196,7 +197,7 @@ int Run(const Case& c) {
     }
   }
   near_dx(dx_host);
-  // With given means.
+  // dx with given means.
   mean_dz.Upload(), mean_dz_x_hat.Upload(), dy.Upload();
   bwd.mean_dz = {mean_dz.device, c.channels, kDtype<A>},
   bwd.mean_dz_x_hat = {mean_dz_x_hat.device, c.channels, kDtype<A>};
@@ -215,7 +216,7 @@ int RunAll() {
   const auto run = [&](const Size& size, const Options& options) {
     calls += Run<T, S>({size, options});
   };
-  // Channels last: several rows of x in one of the matrix, one, tiles, single elements.
+  // Channels last: several rows of x in a row of the matrix, then one row, tiles, single elements.
   run({1, 1, 1, 1}, {});
   run({1, 67, 3, 1}, {.relu = true, .has_y = false});
   run({3, 40, 8, 1}, {.relu = true, .residual = true, .partial_rows = 13});
@@ -225,7 +226,7 @@ int RunAll() {
   run({1, 37, 1001, 1}, {.relu = true, .has_y = false, .partial_rows = 7});
   run({1, 300, 2056, 1}, {.partial_rows = 64, .shift = 1});
   run({300, 5, 12, 1}, {.relu = true, .shared = true, .partial_rows = 1});
-  // Channels first: planes of whole packs, framed ones, columns, single elements.
+  // Channels first: planes of whole packs, framed planes, columns, single elements.
   run({1, 9, 5, 1024}, {.relu = true, .in_place = true});
   run({2, 7, 3, 1089}, {.relu = true, .residual = true, .partial_rows = 40});
   run({2, 3, 6, 777},
@@ -236,18 +237,18 @@ int RunAll() {
   run({1, 2, 3, 300}, {.relu = true, .shift = 1});
   run({1, 700, 2560, 1}, {.relu = true, .residual = true});
   run({1, 70, 24, 1}, {.relu = true, .has_y = false});
-  // Also of a second pass of its own: packs of two channels, groups.
+  // A separate second pass: packs of two channels, groups.
   run({2, 64, 5, 20}, {.relu = true, .residual = true, .partial_rows = 20});
   run({3, 64, 9, 49}, {.relu = true, .has_y = false, .in_place = true});
-  // Planes of which a block has nothing but a step without elements, on 132 multiprocessors.
+  // On 132 multiprocessors, some block of a plane has only a step without elements.
   run({1, 3, 3, sizeof(T) == 2 ? 1356 : 3799}, {});
   run({1, 7, 5, 3799}, {});
-  // More than all blocks keep in shared memory.
+  // The arrays do not fit in the shared memory of all blocks.
   run({1, 40000, 256 / sizeof(T), 1}, {.relu = true, .residual = true});
   return calls;
 }
 
-// Rings of more steps, which are taken again and again: where many threads have no pack.
+// Rings with more steps, which are reused many times. Many threads have no pack.
 template <typename T, typename S>
 int RunLongRings() {
   most_multiprocessors = 2;
@@ -266,7 +267,7 @@ int RunLongRings() {
   return calls;
 }
 
-// Whether blocks share rings of the second pass, in both directions.
+// Whether blocks share rings of the second pass, forward and backward.
 template <typename T>
 bool SharesRings(const Size& size, const Options& options) {
   const ChannelShape shape{{size.groups, size.rows, size.channels}, size.inner};
@@ -279,7 +280,7 @@ bool SharesRings(const Size& size, const Options& options) {
   return forward && ChooseChannelPlan(task).shared_rings > 0;
 }
 
-// Arrays so large for the multiprocessors that blocks share rings.
+// Arrays are so large for the multiprocessors that blocks share rings.
 template <typename T, typename S>
 int RunShared() {
   int calls = 0;
@@ -299,7 +300,7 @@ int RunShared() {
 }  // namespace
 }  // namespace gradops
 
-// `shared`: arrays of which blocks share rings; without an argument, all others.
+// The argument `shared` runs arrays for which blocks share rings. Without it, all others run.
 int main(int argc, char** argv) {
   using namespace gradops;
   int calls = 0;
@@ -313,10 +314,10 @@ int main(int argc, char** argv) {
              RunAll<double, BFloat16>();
     };
     calls += run_all();
-    // And of an L2 cache that some arrays are larger than, but not by far.
+    // Some arrays are a little larger than this L2 cache.
     always_apart = true, most_l2_bytes = 100'000;
     calls += run_all();
-    // A GPU of little shared memory.
+    // A GPU with little shared memory.
     always_apart = false, most_l2_bytes = std::numeric_limits<int>::max();
     most_shared_bytes = 102'400;
     calls += run_all();

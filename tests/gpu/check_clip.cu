@@ -1,7 +1,7 @@
-// The kernels of global norm and clipping without JAX, on small awkward trees and exact cudaMalloc
-// buffers: for compute-sanitizer's four tools.
+// Runs the kernels of global norm and clipping without JAX. Trees are small and awkward, and have
+// exact cudaMalloc buffers. The program is for compute-sanitizer's four tools.
 //
-// Built and run by tests/gpu/run.sh check.
+// tests/gpu/run.sh check builds and runs it.
 #include <cstdio>
 #include <vector>
 
@@ -11,7 +11,7 @@
 namespace gradops {
 namespace {
 
-// Adds a leaf of [groups, count] numbers, and, if it is not to be scaled in place, its result.
+// Adds a leaf of [groups, count] numbers. If it is not scaled in place, also adds its result.
 template <typename T>
 void AddTo(std::vector<Leaf>& leaves, Arrays& arrays, std::int64_t groups, std::int64_t count,
            bool in_place) {
@@ -19,7 +19,7 @@ void AddTo(std::vector<Leaf>& leaves, Arrays& arrays, std::int64_t groups, std::
   leaves.push_back({data, count, kDtype<T>, in_place ? data : arrays.Empty<T>(groups * count)});
 }
 
-// One tree: leaves of these sizes, of all dtypes in turn or of float64 too.
+// Runs a tree of leaves with these sizes. Leaves have all dtypes in turn, float64 only if asked.
 int Run(const std::vector<std::int64_t>& sizes, std::int64_t groups, bool with_double) {
   for (const bool in_place : {true, false}) {
     Arrays arrays;
@@ -48,7 +48,7 @@ int Run(const std::vector<std::int64_t>& sizes, std::int64_t groups, bool with_d
                     .factors = sum.normal,
                     .second_factors = sum.huge};
     Check(Scale(CudaContext{nullptr}, scale));
-    // Of three groups, the first and the last one are kept.
+    // The first and the last of three groups are not scaled.
     scale.second_factors = sum.normal;
     const float narrow[] = {1, 0.5f, 1};
     const double wide[] = {1, 0.5, 1};
@@ -73,9 +73,9 @@ int RunAll() {
     for (const std::int64_t groups : {1, 3}) {
       calls += Run({4095, 4096, 4097, 8192, 16'385, 65'537, 100'003, 262'144}, groups, with_double);
     }
-    calls += Run(std::vector<std::int64_t>(300, 5), 1, with_double);   // two tables, a large one
-    calls += Run(std::vector<std::int64_t>(2100, 3), 1, with_double);  // two large ones
-    calls += Run({3'000'001, 2'000'000, 1'000'003}, 1, with_double);   // several chunks a block
+    calls += Run(std::vector<std::int64_t>(300, 5), 1, with_double);   // two tables, one is large
+    calls += Run(std::vector<std::int64_t>(2100, 3), 1, with_double);  // two large tables
+    calls += Run({3'000'001, 2'000'000, 1'000'003}, 1, with_double);   // several chunks per block
   }
   return calls;
 }

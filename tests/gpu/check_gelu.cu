@@ -1,8 +1,8 @@
-// GELU's kernels without JAX: on small awkward shapes and exact cudaMalloc buffers, for
-// compute-sanitizer's four tools; and, with the argument "sweep", the float formulas on all floats,
-// against long expressions in double on the GPU.
+// Runs GELU's kernels without JAX, on small awkward shapes and exact cudaMalloc buffers. This part
+// is for compute-sanitizer's four tools. The argument "sweep" instead compares the float formulas
+// on all floats with long expressions in double on the GPU.
 //
-// Built and run by tests/gpu/run.sh check and sweep.
+// tests/gpu/run.sh check and sweep build and run it.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -64,16 +64,16 @@ int RunAll() {
       }
     }
   }
-  // Whole spans to a block, and spans that end where lines of the cache do.
+  // Blocks have whole spans, or spans that end at cache lines.
   for (const bool approximate : {true, false}) {
     calls += Run<T>({1, 200003, 33}, true, true, approximate, false, 512);
     calls += Run<T>({1, 6601, 1001}, true, true, approximate, false, 512);
     calls += Run<T>({1, 7801, 840}, true, true, approximate, false, 512);
     calls += Run<T>({1, 1951, 3336}, true, true, approximate, false, 512);
   }
-  // More groups than there are partial rows for.
+  // More groups than partial rows.
   calls += Run<T>({100, 16, 129}, true, true, true) + Run<T>({300, 3, 11}, true, true, false);
-  // More groups than a launch takes.
+  // More groups than one launch takes.
   calls += Run<T>({70001, 1, 8}, true, true, true) + Run<T>({70001, 2, 3}, true, false, false);
   return calls;
 }
@@ -81,7 +81,8 @@ int RunAll() {
 // --- All floats ----------------------------------------------------------------------------------
 
 struct Errors {
-  // Of y where x > -3 and of y', in units in the last place; of y elsewhere, relative.
+  // value: of y for x > -3, and derivative: of y', in units in the last place. tail: of y for other
+  // x, relative.
   double value, derivative, tail;
 };
 
@@ -123,7 +124,7 @@ __global__ void Sweep(Errors* errors) {
       want_slope = weight + a * 0.39894228040143267794 * exp(-0.5 * a * a);
     }
     const double want = x < -40.f ? 0.0 : static_cast<double>(x) * weight;
-    const double tiny = 0x1p-126;  // underflow
+    const double tiny = 0x1p-126;  // an error by underflow is allowed
     const double error = isinf(want) && y == want ? 0.0 : fmax(0.0, fabs(y - want) - tiny);
     if (x > -3.f) {
       worst.value = fmax(worst.value, error / Spacing(isinf(want) ? 1.0 : want));

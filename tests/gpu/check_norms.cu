@@ -1,9 +1,9 @@
-// Runs the kernels of layer norm and RMS norm, in all dtypes and by plans that a GPU does not
-// choose by itself too, on small awkward shapes and exact cudaMalloc buffers: for
-// compute-sanitizer's four tools. Without JAX, so that no other kernels run, and initcheck knows
-// what has been written.
+// Runs the kernels of layer norm and RMS norm in all dtypes, also with plans that this GPU does not
+// choose. Shapes are small and awkward, and cudaMalloc buffers are exact. The program is for
+// compute-sanitizer's four tools. It runs without JAX: no other kernels run, and initcheck knows
+// all writes.
 //
-// Built and run by tests/gpu/run.sh check.
+// tests/gpu/run.sh check builds and runs it.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -18,7 +18,7 @@
 namespace gradops {
 namespace {
 
-// What else a call may be given.
+// The options of a call.
 struct Variant {
   bool centered = true, sum = false, from_output = false, parameters = true, narrow = false;
   bool offset = false, residual_bias = false;
@@ -70,7 +70,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
   Check(cudaDeviceSynchronize());
 }
 
-// What to run; -1 or empty: everything.
+// The cases to run; -1 or empty selects all.
 struct Filter {
   std::vector<std::string> dtypes;
   std::int64_t plan = -1, features = -1, rows = -1, variant = -1;
@@ -78,8 +78,9 @@ struct Filter {
 
 template <typename T>
 int RunAll(const char* dtype, const Filter& filter) {
-  // max_threads = 32 by itself has clusters of more than 8 blocks: of nine, synccheck (CUDA 13.0)
-  // says "missing wait", as of any program with such clusters (benchmarks/tuning/README.md).
+  // max_threads = 32 alone gives clusters of more than 8 blocks. For nine blocks, synccheck (CUDA
+  // 13.0) reports "missing wait". It does so for any program with such clusters
+  // (benchmarks/tuning/README.md).
   const RowOverride plans[] = {{},
                                {.architecture = 80},
                                {.max_cluster = 8, .max_threads = 32},
@@ -113,8 +114,8 @@ int RunAll(const char* dtype, const Filter& filter) {
     ForcedRowPlan() = plans[plan];
     for (const std::int64_t features : widths) {
       if ((plans[plan].max_threads != 0 || plans[plan].packs != 0) && features > 10000) continue;
-      // 300 rows: more than one for each multiprocessor; 1061: blocks that have several, one by
-      // one.
+      // 300 rows: more than one per multiprocessor. 1061 rows: blocks have several, one after
+      // another.
       for (const std::int64_t rows : {1, 5, 67, 300, 1061}) {
         if (rows == 300 && features > 1000) continue;
         if (rows == 1061 && features != 257 && features != 2049 && features != 2560) continue;

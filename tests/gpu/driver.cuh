@@ -1,4 +1,4 @@
-// What the drivers without JAX share: they end where something fails.
+// Shared parts of the drivers without JAX. A driver ends at the first error.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 namespace gradops {
 namespace {
 
-// What is being done, for messages.
+// The current action, for messages.
 inline std::string& Doing() {
   static std::string text;
   return text;
@@ -33,7 +33,7 @@ void Check(const ffi::Error& error) {
   std::exit(1);
 }
 
-// Numbers from 1/2 to 3/2.
+// Fills with numbers from 1/2 to 3/2.
 template <typename T>
 __global__ void FillSmall(T* p, std::int64_t n, std::uint32_t seed) {
   const auto threads = std::int64_t{gridDim.x} * blockDim.x;
@@ -43,7 +43,7 @@ __global__ void FillSmall(T* p, std::int64_t n, std::uint32_t seed) {
   }
 }
 
-// Arrays of exact sizes, freed together.
+// Arrays of exact sizes. The destructor frees all.
 class Arrays {
  public:
   ~Arrays() {

@@ -14,17 +14,17 @@ from jax_gradops import _registry, backward
 
 jax.config.update("jax_enable_x64", True)
 
-# Around the widths at which a kernel changes its configuration; odd ones start rows unaligned.
+# Near the widths at which a kernel changes its configuration. Odd widths make rows unaligned.
 WIDTHS = (1, 7, 64, 257, 1000, 2049, 4096, 8200, 16385, 40000)
 ROWS = (1, 5, 67)
 
 
 def from_output(op: Callable[..., Any], dy: Any, *operands: Any) -> Any:
-    """The gradients, from a saved y."""
+    """The gradients from a saved output y."""
     return jax.vjp(functools.partial(op, residuals="output"), *operands)[1](dy)
 
 
-# Each: (dy, x, scale, bias) -> results.
+# Each entry: (dy, x, scale, bias) -> results.
 OPS: dict[str, Callable[..., Any]] = {
     "layer_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.layer_norm, x, s, b)[1](dy),
     "rms_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.rms_norm, x, s)[1](dy),
@@ -63,7 +63,7 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Paths that this GPU would not choose by itself (ffi/cuda/layer_norm_policy.h), on fewer shapes.
+# Configurations that this GPU does not choose (ffi/cuda/layer_norm_policy.h), on fewer shapes.
 PLANS: dict[str, dict[str, Any]] = {
     "as chosen": {},
     "sm_80": {"architecture": 80},
@@ -75,7 +75,7 @@ FORCED_WIDTHS = (7, 64, 1000, 4097)
 
 
 def main(dtype: str) -> None:
-    """Every op, forward and backward, kernel only."""
+    """Runs every op forward and backward with the kernels."""
     cuda = _registry.MODULES["cuda"]
     with jax_gradops.use_implementation("ffi"):
         for plan, forced in PLANS.items():
@@ -89,7 +89,7 @@ def main(dtype: str) -> None:
                 for name, op in OPS.items():
                     if forced and "norm" not in name:
                         continue
-                    # Before: the tools may crash.
+                    # Printed before the run, because the tools may crash.
                     print(dtype, [rows, width], plan, name, flush=True)
                     jax.block_until_ready(op(dy, x, scale, bias))
     print("ran every kernel on", jax.devices()[0].device_kind)

@@ -1,7 +1,8 @@
 """Weak scaling of the demo's training step over one host's GPUs: python -P tests/gpu/scaling.py.
 
-The step of a GPT-2-small sized character model, data parallel, with the same number of windows on
-each device; and the first losses of one global batch on 1, 2, 4, … devices, which must agree.
+The model is a character model of the size of GPT-2 small, with data parallelism. The number of
+windows per device is fixed. The script also compares the first losses of one global batch on 1, 2,
+4, … devices. They must agree.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import jax
 from jax_gradops._tools.demo import meshes, settings, text
 from jax_gradops._tools.demo.program import Program
 
-WINDOWS = 16  # of 1,024 characters, on each device
+WINDOWS = 16  # per device, of 1,024 characters each
 MODEL: dict[str, Any] = {
     "width": 768, "layers": 12, "heads": 12, "context": 1024, "precision": "mixed",
 }  # fmt: skip
-# A model small enough for losses to be compared in float32.
+# A small model, so that losses can be compared in float32.
 SMALL: dict[str, Any] = {"width": 128, "layers": 2, "heads": 4, "context": 128, "batch": 16}
 
 
@@ -33,7 +34,7 @@ def program(given: dict[str, Any], corpus: text.Corpus, implementation: str, n: 
 
 
 def measure(program: Program, steps: int, repeats: int) -> list[float]:
-    """Milliseconds per step, of each repeat."""
+    """Milliseconds per step of each repeat."""
     state = program.initial_state()
     times = []
     for repeat in range(repeats + 1):

@@ -1,8 +1,10 @@
-// Times batch norm's CUDA launchers without JAX: for tuning, where a build of the package takes
-// longer than an idea. Each figure is the median of 9 replays of a CUDA graph of 6 calls over three
-// sets of buffers; "of copy" is the op's traffic without caches, 3 arrays forward (x twice, y) and
-// 5 backward (dy and x twice, dx), over its time, against cudaMemcpyAsync of an array of x's size.
-// Results are not compared: check_batch_norm.cu does that.
+// Times batch norm's CUDA launchers without JAX, for tuning. A build of the package would take too
+// long for this. Each figure is the median of 9 replays of a CUDA graph. The graph has 6 calls over
+// three sets of buffers.
+//
+// "of copy" compares the op's rate with cudaMemcpyAsync of an array of x's size. The op's traffic
+// is counted without caches. Forward it is 3 arrays (x twice, y). Backward it is 5 arrays (dy and x
+// twice, dx). check_batch_norm.cu compares results; this program does not.
 //
 //   nvcc -std=c++20 -arch=sm_90 -O3 --expt-relaxed-constexpr -Iffi -isystem JAXLIB/include
 //     tests/gpu/time_batch_norm.cu -o time_batch_norm    (JAXLIB: the folder of the Python package

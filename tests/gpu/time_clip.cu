@@ -1,6 +1,6 @@
-// Times global norm's CUDA launchers without JAX, as time_gelu.cu does GELU's: on GPT-2's leaves
-// (124M), the norm, and the norm and clipping in place, with a factor and with nothing to clip.
-// Between them stands one kernel that computes the factor, as XLA's does.
+// Times global norm's CUDA launchers without JAX, in the way of time_gelu.cu. The leaves are
+// GPT-2's (124M). It times the norm alone, and the norm with in-place clipping, with and without
+// something to clip. A kernel between them computes the factor, as in XLA's program.
 //
 //   nvcc -std=c++20 -arch=sm_90 -O3 --expt-relaxed-constexpr -Iffi -isystem JAXLIB/include
 //     tests/gpu/time_clip.cu -o time_clip    (JAXLIB: the folder of the Python package jaxlib)
@@ -67,12 +67,11 @@ void Run(const char* type) {
   const auto clip = [&](int k, float wanted) {
     norm(k);
     FactorKernel<<<1, 1, 0, Stream()>>>(static_cast<const float*>(sum.normal), factors, wanted);
-    Check(Scale(CudaContext{Stream()},
-                ScaleArgs{.groups = 1,
-                          .leaves = trees[k],
-                          .dtype = ffi::F32,
-                          .factors = factors,
-                          .second_factors = factors + 1}));
+    Check(Scale(CudaContext{Stream()}, ScaleArgs{.groups = 1,
+                                                 .leaves = trees[k],
+                                                 .dtype = ffi::F32,
+                                                 .factors = factors,
+                                                 .second_factors = factors + 1}));
   };
   const auto print = [&](const char* what, double reads, const Timing& time) {
     std::printf("%-4s %-14s %7.1f us (%.1f-%.1f)  %.3f of copy (%.1f us)\n", type, what,

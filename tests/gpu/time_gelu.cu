@@ -1,8 +1,9 @@
-// Times GELU's CUDA launchers without JAX: for tuning, where a build of the package takes longer
-// than an idea. Each figure is the median of 9 replays of a CUDA graph of calls (6; of small arrays
-// 60) over three sets of buffers; "of copy" is the op's minimum traffic over its time, against
-// cudaMemcpyAsync of an array of x's size. Backward writes over dy. Results are not compared: tests
-// do that.
+// Times GELU's CUDA launchers without JAX, for tuning. A build of the package would take too long
+// for this. Each figure is the median of 9 replays of a CUDA graph. The graph has 6 calls (60 if
+// arrays are small) over three sets of buffers.
+//
+// "of copy" compares the op's rate with cudaMemcpyAsync of an array of x's size. The op's traffic
+// is the least possible. Backward writes over dy. Tests compare results; this program does not.
 //
 //   nvcc -std=c++20 -arch=sm_90 -O3 --expt-relaxed-constexpr -Iffi -isystem JAXLIB/include
 //     tests/gpu/time_gelu.cu -o time_gelu    (JAXLIB: the folder of the Python package jaxlib)
@@ -37,14 +38,14 @@ void Run(const Options& options, const char* type, const RowShape& shape) {
   const Param bias{arrays.Filled<A>(shape.features), 0, kDtype<A>};
   BiasGeluBwdArgs bwd{};
   bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.bias = bias;
-  bwd.partial_rows = std::max<std::int64_t>(  // about as column_sum_workspace
+  bwd.partial_rows = std::max<std::int64_t>(  // about column_sum_workspace
       1, std::min<std::int64_t>({shape.rows, 512, (std::int64_t{1} << 23) / shape.features}));
   bwd.workspace = arrays.Empty<A>(bwd.partial_rows * shape.features);
   bwd.dbias = arrays.Empty<A>(shape.features);
   const auto bytes = static_cast<std::size_t>(shape.elements()) * sizeof(T);
   const int calls = bytes < (1 << 24) ? 60 : 6;
   Check(cudaDeviceSynchronize());
-  // Of numbers of bytes that are no multiple of 16, and of 512 MB, the driver copies 2.7 TB/s.
+  // The driver copies at only 2.7 TB/s if the bytes are no multiple of 16, or are 512 MB.
   const std::size_t copied =
       bytes < 4096 ? bytes : std::min<std::size_t>(bytes, 1 << 28) / 4096 * 4096;
   const float copy =

@@ -1,8 +1,10 @@
-// Times layer norm's CUDA launchers without JAX: for tuning, where a build of the package takes
-// longer than an idea. Each figure is the median of 9 replays of a CUDA graph of calls (6; of few
-// rows 60) over three sets of buffers, several times the L2 cache if rows are many; "of copy" is
-// the op's minimum traffic over its time, against cudaMemcpyAsync of an array of x's size. Results
-// are compared with float64 on 128 rows and in all column sums.
+// Times layer norm's CUDA launchers without JAX, for tuning. A build of the package would take too
+// long for this. Each figure is the median of 9 replays of a CUDA graph. The graph has 6 calls (60
+// if rows are few) over three sets of buffers. With many rows, the sets are several times the L2
+// cache.
+//
+// "of copy" compares the op's rate with cudaMemcpyAsync of an array of x's size. The op's traffic
+// is the least possible. Results are compared with float64 on 128 rows and in all column sums.
 //
 //   nvcc -std=c++20 -arch=sm_90 -O3 --expt-relaxed-constexpr -Iffi -isystem JAXLIB/include
 //     tests/gpu/time_norms.cu -o time_norms          (JAXLIB: the folder of the Python package
@@ -49,7 +51,7 @@ __global__ void Fill(T* p, std::int64_t n, std::uint32_t seed, float size, float
     auto h = static_cast<std::uint32_t>(i + seed * 77777777u) * 2654435761u;
     h = (h ^ (h >> 15)) * 2246822519u;
     h = (h ^ (h >> 13)) * 3266489917u;
-    const float sum = (h & 0xffff) / 65536.f + (h >> 16) / 65536.f - 1.f;  // of two uniform ones
+    const float sum = (h & 0xffff) / 65536.f + (h >> 16) / 65536.f - 1.f;  // of two uniform numbers
     p[i] = static_cast<T>(2.4f * sum * size + mean);
   }
 }
@@ -62,9 +64,9 @@ __device__ double Wide(T value) {
 __device__ double BlockSum(double value) {
   __shared__ double warps[32];
   value = WarpSum<kWarp>(value);
-  __syncthreads();  // the last call's values are read
+  __syncthreads();  // the values of the last call have been read
   if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = value;
-  __syncthreads();  // this call's are written
+  __syncthreads();  // the values of this call have been written
   double total = 0;
   for (unsigned w = 0; w < blockDim.x / kWarp; ++w) total += warps[w];
   return total;
@@ -75,7 +77,7 @@ __device__ void Worst(double* worst, double error) {
   atomicMax(reinterpret_cast<unsigned long long*>(worst), __double_as_longlong(error));
 }
 
-// The distance of y (dx null) or of dx from float64, relative to max(1, what is right).
+// The error of y (if dx is null) or of dx against float64, relative to max(1, |expected|).
 template <typename T>
 __global__ void CompareRows(const T* dy, const T* x, const float* scale, const float* bias,
                             const T* y, const T* dx, std::int64_t features, bool centered,
@@ -108,7 +110,7 @@ __global__ void CompareRows(const T* dy, const T* x, const float* scale, const f
   });
 }
 
-// The distance of dscale from float64, relative to the sum of its terms' sizes.
+// The error of dscale against float64, relative to the sum of its terms' absolute values.
 template <typename T, typename A>
 __global__ void CompareSums(const T* dy, const T* x, const A* mean, const A* rstd, const A* dscale,
                             std::int64_t rows, std::int64_t features, double* worst) {
@@ -212,7 +214,7 @@ void Run(const Options& options) {
         if (name.find(options.only) == std::string::npos) continue;
         double errors[2] = {};
         Check(cudaMemset(worst, 0, sizeof(errors)));
-        forward(0);  // also gives the backward pass its statistics
+        forward(0);  // also computes the statistics for the backward pass
         if (options.compare && options.added == 0) {
           T* const result = is_forward ? nullptr : dx[0];
           if (!is_forward) backward(0);

@@ -1,4 +1,4 @@
-// How the drivers that tune kernels take times.
+// Time measurement of the drivers that tune kernels.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace gradops {
 namespace {
 
-// Sets of buffers that calls take in turn.
+// The number of sets of buffers. Calls use the sets in turn.
 constexpr int kSets = 3;
 
 struct Timing {
@@ -27,8 +27,8 @@ cudaStream_t Stream() {
   return stream;
 }
 
-// The time of fn(0), fn(1), ..., of which a graph has `calls`, as XLA's command buffers are: of
-// small arrays, the host's launches would decide. Of 9 replays.
+// The time of one call of fn(0), fn(1), ..., from 9 replays of a CUDA graph. The graph has `calls`
+// calls, as XLA's command buffers do. Otherwise small arrays would measure the host's launches.
 template <typename Fn>
 Timing Time(const Fn& fn, int calls = 6) {
   cudaEvent_t start, stop;
@@ -60,7 +60,7 @@ Timing Time(const Fn& fn, int calls = 6) {
   return {samples[1], samples[4], samples[7]};
 }
 
-// run.operator()<T>() for the type of that name; the process's exit status.
+// Calls run.operator()<T>() for the type with this name. Returns the exit status of the process.
 template <typename Fn>
 int ForType(const std::string& type, const Fn& run) {
   if (type == "bf16") {

@@ -1,4 +1,4 @@
-"""The faults that `run.py` puts into the library, and for each the tests that have to find it."""
+"""The faults that `run.py` puts into the library. Each names the tests that must find it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Fault(NamedTuple):
-    """Replaces what occurs once in a file; `tests` are arguments of pytest."""
+    """Replaces a text that occurs once in a file. `tests` are arguments of pytest."""
 
     name: str
     path: str
@@ -1117,7 +1117,7 @@ CPU = [
 ]
 
 CUDA = [
-    # Each compiles one or two files again.
+    # Each of these faults recompiles one or two files.
     Fault(
         "GELU: sums are read before they are written",
         "ffi/cuda/bias_gelu.cu",

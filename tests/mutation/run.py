@@ -2,11 +2,11 @@
 
     python tests/mutation/run.py [--backend cpu|cuda] [--only TEXT ...] [--list]
 
-`faults.py` has the faults. They are applied in a copy of this repository (`--work`), whose native
-modules are built there once; a fault then compiles again only what it touches. The tests that a
-fault names have to pass without it, and one of them has to fail with it: a fault that survives is a
-hole in the tests. Needs what the `test` extra installs, CMake and nanobind (`make mutate`);
-``--backend cuda`` needs a GPU and nvcc.
+`faults.py` defines the faults. They are applied in a copy of this repository (`--work`). Its native
+modules are built once. A fault then recompiles only the files that it touches. The tests that a
+fault names must pass without the fault. With the fault, one of them must fail. A fault that
+survives shows a gap in the tests. The script needs the `test` extra, CMake and nanobind (`make
+mutate`). ``--backend cuda`` needs a GPU and nvcc.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from typing import Any
 from faults import CPU, CUDA, ROOT, Fault
 
 COPIED = ("CMakeLists.txt", "README.md", "pyproject.toml", "ffi", "jax_gradops", "tests")
-# Takes an editable installation of the repository out of the way, in every process of a test.
+# Hides an editable installation of the repository from every process of a test.
 SITE = """import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]
 """
-SECONDS = 300  # for a fault's tests: one that makes them hang is found, too
-HUNG, FAILED = "hung", 1  # the latter is pytest's exit status where tests ran, and some failed
+SECONDS = 300  # the limit for a fault's tests: a fault that makes them hang is found too
+HUNG, FAILED = "hung", 1  # FAILED is pytest's exit status if some tests failed
 
 
 class Workshop:
-    """A copy of the repository, with native modules of its own."""
+    """A copy of the repository with its own native modules."""
 
     def __init__(self, folder: Path, backend: str) -> None:
         self.source, self.build = folder / "source", folder / "build"
         self.pristine, self.backend = folder / "pristine", backend
 
     def prepare(self) -> None:
-        """Copies what has changed, and builds it."""
+        """Copies the changed files and builds the native modules."""
         self._copy_sources()
         (self.source / "sitecustomize.py").write_text(SITE)
-        if self.pristine.exists():  # a run that was killed may have left a fault in the other one
+        if self.pristine.exists():  # a killed run may have left a fault in the build folder
             self._restore_build()
         command = ["cmake", "-S", str(self.source), "-B", str(self.build)]
         command += ["-G", "Ninja"] if shutil.which("ninja") else []
         settings = {
-            # One level of the CPU's kernels, as quickly compiled as may be.
+            # Only one CPU level of kernels, without optimisation, so that compilation is fast.
             "CMAKE_BUILD_TYPE": "Release",
             "CMAKE_CXX_FLAGS_RELEASE": "-O0",
             "JAX_GRADOPS_CPU_LEVELS": "v2",
@@ -65,7 +65,7 @@ class Workshop:
             sys.exit(f"the tests would run with another jax_gradops: {loaded}")
 
     def test(self, tests: str) -> int | str:
-        """pytest's exit status, negative for a signal, or HUNG."""
+        """Returns pytest's exit status (negative for a signal), or HUNG."""
         options = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         try:
             return self._python(*options, *shlex.split(tests)).returncode
@@ -73,7 +73,7 @@ class Workshop:
             return HUNG
 
     def verdict(self, fault: Fault) -> str:
-        """What becomes of a fault: "killed" is as it should be."""
+        """The outcome of a fault. The expected outcome is "killed"."""
         path = self.source / fault.path
         text, times = path.read_text(), path.stat()
         native = fault.path.startswith("ffi/")
@@ -88,7 +88,7 @@ class Workshop:
             return "killed" if found else f"ERROR, pytest ends with {status}"
         finally:
             path.write_text(text)
-            if native:  # with its time, so that nothing is built again
+            if native:  # restores the file's time too, so that nothing is built again
                 os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
                 self._restore_build()
                 self._install()
@@ -110,7 +110,7 @@ class Workshop:
                 path.write_bytes(data)
 
     def _compile(self) -> str:
-        """Builds and installs beside the Python files; returns what the compiler has against it."""
+        """Builds, and installs beside the Python files; returns the compiler's error message."""
         done = self._run(
             ["cmake", "--build", str(self.build), "--parallel", str(os.cpu_count())], check=False
         )
@@ -127,7 +127,7 @@ class Workshop:
         shutil.copytree(self.pristine, self.build)
 
     def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        # Programs that XLA has compiled are taken again: kernels are not part of them.
+        # JAX's compilation cache is reused: compiled XLA programs do not contain the kernels.
         environment = os.environ | {
             "PYTHONPATH": str(self.source),
             "JAX_COMPILATION_CACHE_DIR": str(self.source.parent / "programs"),

@@ -1,4 +1,5 @@
-// Calls in which an allocation fails: an error, and no crash, as XLA is built without exceptions.
+// Calls in which an allocation fails. XLA is built without exceptions, so the handler must return
+// an error and not crash.
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -7,7 +8,7 @@
 
 namespace {
 
-std::atomic<std::int64_t> allocations_left = 0;  // until the one that fails; 0: none does
+std::atomic<std::int64_t> allocations_left = 0;  // 1: the next one fails; 0: none fails
 
 void* Allocate(std::size_t bytes) {
   using gradops::native::Outside;
@@ -34,7 +35,7 @@ void operator delete(void* memory, std::size_t) noexcept {
 namespace gradops::native {
 
 int CheckAllocations(Handlers handlers) {
-  // 16-bit elements need the most memory. The large ones are cut into several chunks.
+  // 16-bit elements need the most memory. The large calls are cut into several chunks.
   const Shape small{.groups = {2}, .rows = {3}, .features = 131, .inner = {5}};
   const Shape large{.groups = {}, .rows = {260}, .features = 131, .inner = {5}};
   int failures = 0, calls = 0;
@@ -42,13 +43,13 @@ int CheckAllocations(Handlers handlers) {
                          Pool& pool) {
     Call call = MakeCall(handler.name, XLA_FFI_DataType_BF16, shape, Random(seed));
     const Heap heap(call, Random(seed), 0);
-    Frame(call).Run(handler.call, pool);  // a handler is made at its first call
+    Frame(call).Run(handler.call, pool);  // the first call makes the handler
     for (std::int64_t n = 1, failed = 1; failed != 0; ++n, ++calls) {
       Frame frame(call);
       allocations_left = n;
       const auto error = frame.Run(handler.call, pool);
       failed = allocations_left.exchange(0) == 0;
-      // Helpers that cannot be had are no error.
+      // It is no error if helper threads cannot be started.
       if (error && (!failed || error->code != XLA_FFI_Error_Code_RESOURCE_EXHAUSTED ||
                     error->message != call.op + ": out of memory")) {
         failures +=
@@ -56,7 +57,7 @@ int CheckAllocations(Handlers handlers) {
       }
     }
   };
-  // No helpers that cannot be had: what XLA's header then does in destructors needs memory.
+  // The pools' helpers are always available: otherwise destructors in XLA's header need memory.
   Pool alone(Helpers::kNone, 1), threads(Helpers::kThreads, 2);
   for (const NamedHandler& handler : handlers) {
     for (std::uint64_t seed = 0; seed < 4; ++seed) check(handler, small, seed, alone);

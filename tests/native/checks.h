@@ -1,5 +1,5 @@
-// What the driver does with the handlers of a module. Each check returns how often they failed, and
-// prints what it did.
+// The driver's checks of a module's handlers. Each prints what it did, and returns the number of
+// failures.
 #pragma once
 
 #include <atomic>
@@ -17,14 +17,14 @@ using Handlers = std::span<const NamedHandler>;
 
 // Malformed calls: each gives an error that names op and operand, and the next call works.
 int CheckMalformed(Handlers handlers);
-// Good calls in memory that ends, or starts, at a page that cannot be read; results are poisoned.
+// Good calls in memory that ends or starts at an unreadable page. Results are poisoned before.
 int CheckMemory(Handlers handlers, int variants, bool large);
-// Calls on the pool's own threads, with helpers of every kind. Ends the process if it hangs.
+// Calls on the pool's threads, with helpers of every kind. Ends the process if a call hangs.
 int CheckThreads(Handlers handlers, int rounds);
 // Calls in which the n-th allocation fails, for each n.
 int CheckAllocations(Handlers handlers);
 
-// Memory for a call's arrays of exactly their sizes, from malloc; operands are filled.
+// Allocates a call's arrays with malloc, in exactly their sizes. Fills the operands.
 class Heap {
  public:
   Heap(Call& call, Random random, unsigned char poison);
@@ -35,7 +35,7 @@ class Heap {
   std::vector<void*> blocks_;
 };
 
-// Prints that a call failed, if not too many have. Returns 1.
+// Prints that a call failed, up to a limit of messages. Returns 1.
 [[gnu::format(printf, 2, 3)]] inline int Fail(const Call& call, const char* format, ...) {
   static std::atomic<int> failures = 0;
   if (++failures > 20) return 1;
@@ -48,7 +48,7 @@ class Heap {
   return 1;
 }
 
-// Whether results hold the same bits; which do not is printed. Scratch does not count.
+// Compares results bitwise and prints differences. Scratch is not compared.
 int CompareResults(const Call& call, const Call& expected, const char* what);
 
 }  // namespace gradops::native

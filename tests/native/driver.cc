@@ -1,10 +1,10 @@
-// The checks by name, for main.cc and, as a shared library, for tests/test_native.py.
+// Runs checks by name, for main.cc. As a shared library, for tests/test_native.py.
 #include <cstdio>
 #include <string_view>
 
 #include "checks.h"
 
-// The number of failures; -1 for a check that there is not.
+// Returns the number of failures, or -1 if no check has this name.
 extern "C" [[gnu::visibility("default")]] int RunCheck(
     const char* check, const gradops::native::NamedHandler* handlers, std::size_t count) {
   using namespace gradops::native;
@@ -13,7 +13,7 @@ extern "C" [[gnu::visibility("default")]] int RunCheck(
   const Handlers all(handlers, count);
   const std::string_view name = check;
   if (name == "malformed") return CheckMalformed(all);
-  // Variants of each call; rounds.
+  // The numbers are variants of each call, or rounds.
   if (name == "memory-short") return CheckMemory(all, 1, /*large=*/false);
   if (name == "memory") return CheckMemory(all, 3, /*large=*/false);
   if (name == "memory-long") return CheckMemory(all, 2, /*large=*/true);

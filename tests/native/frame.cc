@@ -47,7 +47,7 @@ XLA_FFI_Error* NumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
   return nullptr;
 }
 
-// No handler may use what is not here.
+// No handler may use functions of the API that are missing here.
 const XLA_FFI_Api kApi = [] {
   XLA_FFI_Api api{};
   api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
@@ -135,7 +135,7 @@ void DescribeCrashes() {
     std::signal(signal, [](int number) {
       std::signal(number, SIG_DFL);
       const Call* const call = last_call;
-      // Not safe in a signal handler; but what could it spoil?
+      // This is not safe in a signal handler, but the process ends anyway.
       std::printf("FAILED: signal %d in %s\n", number, call ? Describe(*call).c_str() : "no call");
       std::fflush(stdout);
       std::raise(number);

@@ -1,4 +1,4 @@
-// XLA's side of a call, by hand: the call frame, the API table behind it, and the thread pool.
+// XLA's side of a call, made by hand: the call frame, its API table, and the thread pool.
 #pragma once
 
 #include <condition_variable>
@@ -22,18 +22,19 @@ struct XLA_FFI_Error {
 
 namespace gradops::native {
 
-// How XLA's pool may behave.
+// The ways in which XLA's pool may behave.
 enum class Helpers {
-  kNone,     // no pool: one thread, and nothing can be scheduled
-  kThreads,  // as many as said
-  kLate,     // scheduled tasks run when the call is over, and its memory gone
-  kRefuse,   // there seem to be threads, but nothing can be scheduled: XLA's header then runs tasks
+  kNone,     // no pool: there is one thread, and nothing can be scheduled
+  kThreads,  // the given number of threads
+  kLate,     // scheduled tasks run only after the call, when its memory is gone
+  // The pool reports threads, but refuses every task. XLA's header then runs the tasks itself.
+  kRefuse,
 };
 
 class Pool {
  public:
   Pool(Helpers helpers, int threads);
-  ~Pool();  // runs what is still scheduled
+  ~Pool();  // runs all tasks that are left
   bool Schedule(std::function<void()> task);
   std::int64_t num_threads() const { return threads_; }
   Helpers helpers() const { return helpers_; }
@@ -47,7 +48,7 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;  // guarded by mutex_
-  bool over_ = false;                        // likewise
+  bool over_ = false;                        // guarded by mutex_
 };
 
 }  // namespace gradops::native
@@ -62,7 +63,7 @@ struct Array {
   std::string name;
   XLA_FFI_DataType dtype;
   std::vector<std::int64_t> dims;
-  bool scratch = false;  // what it holds afterwards says nothing
+  bool scratch = false;  // its content after a call is arbitrary
   void* data = nullptr;
 
   std::size_t width() const { return ffi::ByteWidth(static_cast<ffi::DataType>(dtype)); }
@@ -72,7 +73,7 @@ struct Array {
 struct Attribute {
   std::string name;
   XLA_FFI_DataType dtype;
-  std::int64_t bits;  // of the value
+  std::int64_t bits;  // the value's bits
 };
 
 struct Call {
@@ -90,21 +91,21 @@ struct Call {
 
 std::string Describe(const Call& call);
 
-// Prints the last call that was made when the process is about to end by a signal.
+// If a signal is about to end the process, prints the last call.
 void DescribeCrashes();
 
-// A call's frame, which a test may spoil before it runs it.
+// A call's frame. A test may spoil the frame before the run.
 class Frame {
  public:
   explicit Frame(const Call& call);
   Frame(const Frame&) = delete;
 
-  // What the handler says; nothing: it succeeded.
+  // The handler's error, or nothing if it succeeded.
   std::optional<XLA_FFI_Error> Run(XLA_FFI_Handler* handler, Pool& pool);
 
   XLA_FFI_CallFrame frame;
   std::vector<XLA_FFI_Buffer> buffers;  // operands, results
-  std::vector<void*> pointers;          // to them
+  std::vector<void*> pointers;          // pointers to the buffers
   std::vector<XLA_FFI_ArgType> operand_types;
   std::vector<XLA_FFI_RetType> result_types;
   std::vector<XLA_FFI_AttrType> attribute_types;
@@ -120,11 +121,11 @@ class Frame {
   std::vector<XLA_FFI_ByteSpan*> name_pointers_;
 };
 
-// Errors that were made and not destroyed; 0 after any call.
+// Errors that were created but not destroyed; 0 after any call.
 std::int64_t LeakedErrors();
 
-// While one lives, this thread is not in a handler, but in what XLA would do for it: allocations.cc
-// does not fail what is allocated then.
+// While an object lives, this thread does XLA's work, not a handler's. Allocations then never fail
+// in allocations.cc.
 class Outside {
  public:
   Outside() { ++depth; }

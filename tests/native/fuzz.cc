@@ -1,6 +1,6 @@
-// A fuzzer of call frames, for clang's libFuzzer: bytes become a good call, and then what is wrong
-// with it. Every array is allocated with exactly its size, so the handler must refuse the call, or
-// stay within them, and write all results.
+// A fuzzer of call frames for clang's libFuzzer. Bytes choose a good call, and then mistakes in
+// this call. Arrays have exactly their sizes. The handler must refuse the call, or stay within the
+// arrays and write all results.
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -65,7 +65,7 @@ class Bytes {
 
 constexpr std::int64_t kMostElements = 1 << 13;
 
-// Whether it can be allocated, and, if not, whether it is one of those with too many elements.
+// Whether an array can be allocated. If not, whether it has too many elements or is malformed.
 enum class Extent { kUsable, kLarge, kMalformed };
 Extent ExtentOf(const Array& array) {
   std::int64_t elements = 1;
@@ -78,7 +78,7 @@ Extent ExtentOf(const Array& array) {
   return empty || elements <= kMostElements ? Extent::kUsable : Extent::kLarge;
 }
 
-// XLA's header knows no width of others than it has names for.
+// XLA's header knows only the widths of dtypes that it names.
 bool HasWidth(const Array& array) {
   const auto dtype = static_cast<ffi::DataType>(array.dtype);
   return IsFloat(dtype) || dtype == ffi::U8 || dtype == ffi::U32 || dtype == ffi::U64;
@@ -92,7 +92,7 @@ class Memory {
     for (std::size_t i = 0; i < call.arrays(); ++i) {
       Array& array = call.array(i);
       const Extent extent = ExtentOf(array);
-      // There is no memory for a large one, and what is malformed must not be touched.
+      // Large arrays get no memory. A handler must not touch malformed arrays.
       const bool usable = extent == Extent::kUsable && HasWidth(array);
       array.data = without[i] || extent == Extent::kLarge
                        ? nullptr
@@ -115,7 +115,7 @@ class Memory {
   std::vector<void*> blocks_;
 };
 
-// What is not well-formed about the frame itself, and so is done to both runs of a call.
+// A malformation of the frame itself. Both runs of a call get it.
 struct Spoilt {
   int what = 0;
   std::size_t which = 0;
@@ -154,7 +154,7 @@ struct Spoilt {
   }
 };
 
-// Changes one thing of a call.
+// Changes one property of a call.
 void Change(Call& call, Bytes& bytes, Spoilt& spoilt, std::vector<std::size_t>& without) {
   const std::size_t what = bytes.Below(16);
   const std::size_t i = bytes.Below(call.arrays());
@@ -182,7 +182,7 @@ void Change(Call& call, Bytes& bytes, Spoilt& spoilt, std::vector<std::size_t>& 
     }
     case 3: call.array(i).dtype = static_cast<XLA_FFI_DataType>(bytes.Below(64)); break;
     case 4: without.push_back(i); break;
-    case 5: {  // absent
+    case 5: {  // an absent operand
       constexpr std::array kAbsent{XLA_FFI_DataType_F32, XLA_FFI_DataType_F64};
       call.array(i).dims = {0};
       call.array(i).dtype = kAbsent[bytes.Below(2)];

@@ -1,5 +1,6 @@
-// The checks with handlers that are compiled in: for sanitizers and valgrind.
-//   driver CHECK...   those of driver.cc, and allocations
+// Runs the checks with handlers that are compiled in, for sanitizers and valgrind.
+//
+//   driver CHECK...   the checks of driver.cc, and "allocations"
 #include <cstdio>
 #include <cstring>
 #include <string_view>

@@ -1,4 +1,4 @@
-// Calls that XLA would make of no program that Python lets through.
+// Malformed calls. XLA makes no such call from a program that Python accepts.
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ class Malformed {
   int Run();
 
  private:
-  // Spoils the frame of a good call; the message has to have the op's name and `expected`.
+  // Spoils the frame of a good call. The message must have the op's name and `expected`.
   void Refused(const char* what, const std::string& expected,
                const std::function<void(Frame&)>& spoil) {
     Frame frame(call_);
@@ -29,7 +29,7 @@ class Malformed {
     CheckRefused(what, expected, frame);
   }
   void CheckRefused(const char* what, const std::string& expected, Frame& frame);
-  // Another good call, of which some attribute, dtype or dimension is not.
+  // Runs a call with a wrong attribute, dtype or dimension.
   void RefusedCall(const char* what, const std::string& expected,
                    const std::function<void(Call&)>& spoil) {
     Call call = call_;
@@ -71,7 +71,7 @@ void Malformed::CheckGood() {
   }
 }
 
-// What a message calls an array: its name, or its number if it is no array at all.
+// Messages use an array's name, or its number if the array itself is missing.
 void Malformed::Arrays() {
   for (std::size_t i = 0; i < call_.arrays(); ++i) {
     const bool operand = i < call_.operands.size();
@@ -99,7 +99,7 @@ void Malformed::Arrays() {
         frame.result_types[i - call_.operands.size()] = static_cast<XLA_FFI_RetType>(0);
       }
     });
-    // An array that another one does not go with: either may be named.
+    // If two arrays do not fit together, the message may name either.
     const bool is_x = array.name == "x" || (array.name == "y" && operand);
     const bool ambiguous = is_x || call_.op == "scale" || call_.op == "sum_of_squares";
     const std::string name = ambiguous ? "" : array.name;
@@ -131,7 +131,7 @@ void Malformed::Dimensions(std::size_t i, const std::string& name) {
     for (const std::int64_t value : {kMost, kMost / 2 + 1, std::int64_t{1} << 49}) {
       dim("huge dimension", value, "2^48 elements");
     }
-    // Of which the product, modulo 2^64, is what it was, or 0, or there is a 0 among them.
+    // The product modulo 2^64 of these dimensions is the old product or 0, or one of them is 0.
     RefusedCall("overflow", "2^48 elements", [=](Call& call) {
       auto& dims = call.array(i).dims;
       dims.insert(dims.begin() + static_cast<std::ptrdiff_t>(d),
@@ -166,8 +166,8 @@ void Malformed::Counts() {
   const auto operands = static_cast<std::int64_t>(call_.operands.size());
   const auto results = static_cast<std::int64_t>(call_.results.size());
   for (const std::int64_t n : {std::int64_t{-1}, std::int64_t{0}, operands - 1}) {
-    if (operands == 0) break;  // XLA's decoder does not look at them then
-    // sum_of_squares of fewer leaves is a good call.
+    if (operands == 0) break;  // then XLA's decoder does not check the number
+    // sum_of_squares with fewer leaves is a good call.
     if (call_.op == "sum_of_squares" && n >= 0) continue;
     Refused("number of operands", variadic ? "" : "arguments",
             [=](Frame& frame) { frame.frame.args.size = n; });
@@ -197,7 +197,7 @@ void Malformed::Attributes() {
       }
     } else if (attribute.dtype == XLA_FFI_DataType_F64) {
       std::vector<double> wrong{std::nan(""), INFINITY, -INFINITY};
-      // Of layer_norm_bwd, a negative one says that it is not known.
+      // A negative epsilon of layer_norm_bwd means that epsilon is unknown.
       if (attribute.name == "epsilon" && call_.op != "layer_norm_bwd") {
         wrong.insert(wrong.end(), {-1, -1e-300});
       }
@@ -226,7 +226,7 @@ void Malformed::Attributes() {
       call.attributes.insert(call.attributes.begin() + static_cast<std::ptrdiff_t>(a), attribute);
     });
   }
-  if (call_.attributes.empty()) return;  // then XLA's decoder does not look at them
+  if (call_.attributes.empty()) return;  // then XLA's decoder does not check the number
   Refused("number of attributes", "attributes", [](Frame& frame) { frame.frame.attrs.size = 0; });
   Refused("number of attributes", "attributes", [](Frame& frame) { frame.frame.attrs.size = -1; });
 }
@@ -241,7 +241,7 @@ void Malformed::Frames() {
                            XLA_FFI_ExecutionStage_INITIALIZE}) {
     Refused("stage", "stage", [=](Frame& frame) { frame.frame.stage = stage; });
   }
-  // What registration asks.
+  // The call that XLA makes at registration.
   XLA_FFI_Metadata metadata{};
   metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
   XLA_FFI_Metadata_Extension extension{
@@ -262,7 +262,7 @@ void Malformed::Frames() {
 }
 
 int Malformed::Run() {
-  // In which no two sizes are equal. The call with the most operands that are there.
+  // No two sizes are equal. The call is the one with the most operands.
   const Shape shape{.groups = {2}, .rows = {3, 7}, .features = 5, .inner = {11}};
   for (std::uint64_t seed = 0; seed < 64; ++seed) {
     Call call = MakeCall(handler_.name, XLA_FFI_DataType_F32, shape, Random(seed));
@@ -294,8 +294,8 @@ int Malformed::Run() {
   return failures_;
 }
 
-// Of batch norm with given statistics y is all that there is to compute. XLA leaves out calls
-// without elements in their results, so only this driver makes one.
+// With given statistics, batch norm computes only y. A call without y must be refused. XLA removes
+// calls whose results have no elements, so only this driver makes such a call.
 int CheckNothingWanted(const NamedHandler& handler) {
   const Shape shape{.groups = {}, .rows = {3}, .features = 5, .inner = {}};
   Pool pool(Helpers::kNone, 1);
@@ -311,8 +311,8 @@ int CheckNothingWanted(const NamedHandler& handler) {
   }
 }
 
-// Good calls without elements, but with so many groups that a loop over them would not end. Those
-// of which some array is there that would not fit into memory are left out.
+// Good calls with 2^40 groups and no elements: a loop over the groups would not end in time. Calls
+// with an array that would not fit in memory are left out.
 int CheckManyEmptyGroups(const NamedHandler& handler) {
   const Shape shape{.groups = {std::int64_t{1} << 40}, .rows = {0}, .features = 5, .inner = {3}};
   int failures = 0, calls = 0;

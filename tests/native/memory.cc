@@ -1,5 +1,5 @@
-// Good calls in memory that shows every byte read or written beside an array, and every element of
-// a result that is not written.
+// Good calls in memory that detects every access outside an array, and every element of a result
+// that is not written.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -17,9 +17,9 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr unsigned char kCanary = 0xa7;
-constexpr std::size_t kCanaryBytes = 256;  // that are looked at on both sides
+constexpr std::size_t kCanaryBytes = 256;  // bytes that are checked on both sides of an array
 
-// Pages between two that cannot be touched.
+// Memory pages between two pages that cannot be accessed.
 class Guarded {
  public:
   explicit Guarded(std::size_t bytes)
@@ -41,13 +41,13 @@ class Guarded {
 };
 
 enum class Placement {
-  kEnd,         // ends at the page that cannot be touched
-  kStart,       // starts there
-  kMisaligned,  // at an odd multiple of its elements' size
+  kEnd,         // ends at the page that cannot be accessed
+  kStart,       // starts after such a page
+  kMisaligned,  // starts at an odd multiple of its element size
 };
 constexpr std::array kPlacements{Placement::kEnd, Placement::kStart, Placement::kMisaligned};
 
-// Places a call's arrays, one after the other in the same pages for each call.
+// Places the arrays of each call. All calls use these pages, one after another.
 class GuardedMemory {
  public:
   void Place(Call& call, Placement placement, Random random, unsigned char poison) {
@@ -74,7 +74,7 @@ class GuardedMemory {
     FillOperands(call, random);
   }
 
-  // How many arrays have something written beside them.
+  // The number of arrays next to which something was written.
   int Overrun(const Call& call) const {
     int failures = 0;
     for (std::size_t i = 0; i < call.arrays(); ++i) {
@@ -104,8 +104,8 @@ class GuardedMemory {
   std::vector<std::unique_ptr<Guarded>> pages_;
 };
 
-// Sizes around those at which kernels do something else: vectors of 4 to 16, blocks of 16 lanes,
-// 256, 512, 1024 and 2048 columns, 128 rows, 64 KB for a thread.
+// Sizes near changes in the kernels. These are vectors of 4 to 16 elements and blocks of 16 lanes.
+// Further changes are at 256, 512, 1024 and 2048 columns, 128 rows, and 64 KB per thread.
 std::vector<Shape> Shapes(bool large) {
   std::vector<Shape> shapes{
       {{}, {1}, 1, {}},
@@ -129,17 +129,17 @@ std::vector<Shape> Shapes(bool large) {
       {{}, {4}, 1, {1}},
       {{2}, {1}, 512, {}},
       {{}, {33}, 19, {33}},
-      // Rows and groups side by side: registers full or not, of several groups, the widest.
+      // Rows and groups that share registers: full or not, of several groups, of the largest width.
       {{}, {37}, 64, {}},
       {{}, {35}, 63, {}},
       {{19}, {1}, 6, {}},
       {{7}, {3}, 4, {}},
       {{3}, {16}, 8, {}},
       {{17}, {2}, 2, {2}},
-      // Batch norm's groups in a plain loop.
+      // Groups of batch norm that a plain loop handles.
       {{3}, {40}, 8, {}},
       {{}, {1301}, 3, {}},
-      // Without elements.
+      // Arrays without elements.
       {{}, {0}, 4, {}},
       {{}, {3}, 0, {}},
       {{0}, {2}, 3, {}},
@@ -148,7 +148,7 @@ std::vector<Shape> Shapes(bool large) {
       {{2}, {3}, 0, {2}},
   };
   if (large) {
-    // Large enough for several parts of a group, for many slices.
+    // Large enough for several parts per group, or many slices.
     shapes.insert(shapes.end(), {{{}, {1030}, 1031, {}},
                                  {{}, {5}, 7, {30011}},
                                  {{2}, {16}, 36, {1009}},
@@ -159,7 +159,7 @@ std::vector<Shape> Shapes(bool large) {
   return shapes;
 }
 
-// What the same call gives elsewhere is `expected`.
+// Checks a call in other memory. `expected` has its results.
 int CheckPlaced(const NamedHandler& handler, const Call& expected, Random random, Pool& pool,
                 GuardedMemory& memory) {
   int failures = 0;
@@ -247,7 +247,7 @@ int CheckMemory(Handlers handlers, int variants, bool large) {
     for (const auto dtype : {XLA_FFI_DataType_F32, XLA_FFI_DataType_F64, XLA_FFI_DataType_F16,
                              XLA_FFI_DataType_BF16}) {
       for (std::size_t s = 0; s < shapes.size(); ++s) {
-        // Options differ from call to call.
+        // The options differ between variants.
         for (int variant = 0; variant < variants; ++variant) {
           const Random random(static_cast<std::uint64_t>(variant) * 1000 + s * 4 +
                               static_cast<std::uint64_t>(dtype));

@@ -15,16 +15,16 @@ namespace gradops::native {
 namespace {
 
 enum class Kind {
-  kRows,         // x's shape and dtype
-  kStat,         // one number a row, in the accumulation dtype
+  kRows,         // has x's shape and dtype
+  kStat,         // has one number per row, in the accumulation dtype
   kParam,        // [features] or [groups..., features], of any float dtype
-  kAccumParam,   // the same in the accumulation dtype
+  kAccumParam,   // [features] or [groups..., features], in the accumulation dtype
   kGrad,         // [groups..., features], of any float dtype
-  kFeatureStat,  // the same in the accumulation dtype
+  kFeatureStat,  // [groups..., features], in the accumulation dtype
   kWorkspace,    // scratch for column sums
 };
 
-// There if these bits of a call's options are set, and those are not.
+// An array is present if the option bits `set` are set and the bits `unset` are not.
 struct When {
   unsigned set = 0, unset = 0;
 };
@@ -39,19 +39,19 @@ struct Op {
   const char* name;
   std::vector<Spec> operands, results;
   std::vector<std::pair<const char*, unsigned>> flags =
-      {};  // boolean attributes: a bit of the options
+      {};  // boolean attributes, each with its option bit
   bool scale_offset = false, epsilon = false;
   bool in_place = false;  // the first result may take over the first operand's memory
-  bool inner = false;     // x may have axes after its features'
-  int sums = 0;           // of the workspace; 0: one for each gradient
-  unsigned not_both = 0;  // options that do not go together: neither is meant
+  bool inner = false;     // x may have axes after the features
+  int sums = 0;           // sums in the workspace; 0: one for each gradient
+  unsigned not_both = 0;  // if all these options are set, none is used
 };
 
 constexpr unsigned Bit(int i) {
   return 1u << i;
 }
 
-// Of the norms of rows. Bits: 0 residual or dsum, 1 scale, 2 bias, 3 dscale, 4 dbias, 5
+// Option bits of the row norms: 0 residual or dsum, 1 scale, 2 bias, 3 dscale, 4 dbias, 5
 // residual_bias or its gradient.
 const When kSum{Bit(0)}, kScale{Bit(1)}, kBias{Bit(2)}, kDscale{Bit(3)}, kDbias{Bit(4)},
     kResidualBias{Bit(0) | Bit(5)}, kDresidualBias{Bit(5)};
@@ -134,7 +134,7 @@ const std::vector<Op>& Ops() {
        .results = {{"dx", kRows}, {"dbias", kFeatureStat, kDbias}, {"workspace", kWorkspace}},
        .flags = {{"approximate", Bit(0)}},
        .in_place = true},
-      // Bit 5: statistics, or means, are given.
+      // Bit 5: statistics or means are given.
       {.name = "batch_norm_fwd",
        .operands = {{"x", kRows},
                     {"residual", kRows, kSum},
@@ -177,7 +177,7 @@ const std::vector<Op>& Ops() {
   return ops;
 }
 
-// Null for those that have no table: trees of arrays, and the copy.
+// Returns null for ops without a table: trees of arrays, and the copy.
 const Op* Find(std::string_view name) {
   const auto found = std::ranges::find(Ops(), name, &Op::name);
   return found == Ops().end() ? nullptr : &*found;
@@ -265,7 +265,7 @@ Call MakeRowCall(const Op& op, XLA_FFI_DataType dtype, const Shape& shape, Rando
   return call;
 }
 
-// Of sum_of_squares and scale: 0 to 4 leaves, of which one may be empty.
+// A call of sum_of_squares or scale with 0 to 4 leaves. One leaf may be empty.
 Call MakeTreeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, Random& random) {
   const bool scale = op == "scale";
   Call call{.op = std::string(op)};
@@ -325,7 +325,7 @@ void FillOperand(const Array& array, Random random) {
   }
 }
 
-// NaN here and there, in some of whose bits there may be anything.
+// Writes some NaNs. Some of their bits are arbitrary.
 void AddNaNs(const Array& array, Random random) {
   for (std::size_t i = 0; i < array.bytes() / 8; i += 1 + random.Below(50)) {
     if (array.dtype == XLA_FFI_DataType_F32) {
@@ -362,7 +362,7 @@ Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, R
 
 void FillOperands(const Call& call, Random random) {
   for (const Array& operand : call.operands) FillOperand(operand, Random(random()));
-  // Sums of several may be any of them.
+  // Only bias_gelu_fwd, which sums nothing, gets NaNs. A sum of several NaNs may be any of them.
   if (call.op == "bias_gelu_fwd") AddNaNs(call.operands[0], random);
 }
 

@@ -1,4 +1,4 @@
-// What a good call of each op looks like.
+// Makes good calls of each op.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct NamedHandler {
   XLA_FFI_Handler* call;
 };
 
-// Numbers that are the same at each run.
+// Random numbers that are equal in each run.
 class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed) {}
@@ -35,21 +35,21 @@ class Random {
 struct Shape {
   std::vector<std::int64_t> groups, rows;
   std::int64_t features;
-  std::vector<std::int64_t> inner;  // for ops that have such axes
+  std::vector<std::int64_t> inner;  // for ops with such axes
 };
 
-// A good call of these sizes, whose options, parameters' dtypes and presence of operands are chosen
-// by `random`. Its arrays have no data.
+// A good call with these sizes. `random` chooses the options, the parameters' dtypes and which
+// operands are present. Arrays have no data.
 Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, Random random);
 
-// Writes finite numbers to the operands.
+// Writes finite numbers to the operands. Only bias_gelu_fwd's first operand may also get NaNs.
 void FillOperands(const Call& call, Random random);
 
-// Whether a smaller, or larger, array of that name would do as well, if there were as much memory.
+// Whether the array may be smaller or larger, if there is enough memory.
 bool HasFreeShape(std::string_view op, std::string_view name);
-// Whether it may have any of the four float dtypes.
+// Whether the array may have any of the four float dtypes.
 bool HasFreeDtype(std::string_view op, std::string_view name);
-// Whether its first results may take over its first operands' memory.
+// Whether the first results may take over the first operands' memory.
 bool MayBeInPlace(std::string_view op);
 
 }  // namespace gradops::native

@@ -1,4 +1,4 @@
-// Calls as XLA makes them: on the threads of its pool, several at a time, all of which may wait.
+// Calls as XLA makes them: several at a time, on the threads of its pool. All calls may wait.
 #include <unistd.h>
 
 #include <atomic>
@@ -11,7 +11,7 @@
 namespace gradops::native {
 namespace {
 
-// A call, and what it gives without helpers.
+// A call and its results without helpers.
 struct Case {
   NamedHandler handler;
   Random random;
@@ -20,7 +20,7 @@ struct Case {
 };
 
 std::vector<Case> Cases(Handlers handlers) {
-  // Of several chunks each.
+  // The calls have several chunks each.
   const Shape shape{.groups = {2}, .rows = {400}, .features = 67, .inner = {5}};
   std::vector<Case> cases;
   Pool alone(Helpers::kNone, 1);
@@ -55,7 +55,7 @@ int CheckThreads(Handlers handlers, int rounds) {
     ++calls;
   };
   for (int round = 0; round < rounds; ++round) {
-    alarm(120);  // as good as a deadlock
+    alarm(120);  // treats a long run as a deadlock
     for (const Case& c : cases) {
       {
         Pool late(Helpers::kLate, 4);
@@ -64,8 +64,8 @@ int CheckThreads(Handlers handlers, int rounds) {
       Pool refusing(Helpers::kRefuse, 4);
       run(c, refusing, "helpers that cannot be had");
     }
-    // All of the pool's threads are in handlers, and so wait for each other's helpers; so are two
-    // threads that are not the pool's.
+    // All threads of the pool are in handlers, and wait for each other's helpers. Two threads that
+    // are not the pool's do so too.
     Pool pool(Helpers::kThreads, 3);
     const std::size_t tasks = 2 * cases.size();
     std::atomic<std::size_t> left = tasks;

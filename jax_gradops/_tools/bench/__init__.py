@@ -1,10 +1,14 @@
 """The parts of ``python -m jax_gradops bench``.
 
-`options` reads the command line. `formulas`, `batch_norm_formulas` and `cases` say what is run,
-`peers`, `jax_functions` and `torch_peers` who runs it, `timing` how it is timed, `gate` whether it
-is right, `measuring` takes one case through all of these. `results` makes JSON of what came of it,
-`record` is the file with that, and all that follows is made from it: `report` (the table, with
-`live`), `sheet` (CSV), `plots`. For the suite "clip": `trees`, `clips`, `clip_loops`, `torch_clip`,
-`clip_gate` and `clip_measuring`, in the same order. For the suite "train": `train` (cases), the
-models (`train_resnet`), `train_measuring` and `train_report`.
+- `options` reads the command line.
+- `formulas`, `batch_norm_formulas` and `cases` define the work.
+- `peers`, `jax_functions` and `torch_peers` are the competitors that do the work.
+- `timing` times programs. `gate` checks their results. `measuring` takes one case through all
+  steps.
+- `results` converts results to JSON. `record` is the file of these results.
+- `report` (the table, with `live`), `sheet` (CSV) and `plots` are made from the file.
+
+The suite "clip" has its own modules: `trees`, `clips`, `clip_loops`, `torch_clip`, `clip_gate` and
+`clip_measuring`. They do the work of the modules above in this order. The suite "train" has `train`
+(cases), models such as `train_resnet`, `train_measuring` and `train_report`.
 """

@@ -1,6 +1,6 @@
-"""Training batch norm as Flax's users have it, and in float64, as in `formulas`.
+"""Training batch norm as in Flax, and its float64 oracle. The module is like `formulas`.
 
-Both take x, with a form that adds one a residual, scale and bias.
+Both take x, a residual if the form adds one, scale and bias.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jax_gradops._tools.bench.formulas import EPSILON, Arrays, wide_dtype
 
-# So near to 0, as a fraction of the terms, relu's argument may be rounded to its other side: added
-# up in 16 bits, as PyTorch adds a residual.
+# The argument of relu is undecided if its absolute value is below this fraction of its terms.
+# Rounding may change its sign, because PyTorch adds a residual in 16 bits.
 _UNDECIDED = 2**-7
 
 
@@ -22,7 +22,7 @@ def _others(x: Any, axis: int) -> tuple[int, ...]:
 
 
 def _along(values: Any, x: Any, axis: int) -> Any:
-    """Numbers of channels, with as many axes as x."""
+    """Reshapes one value per channel so that it broadcasts over x."""
     return values.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
 
 
@@ -30,7 +30,7 @@ def _along(values: Any, x: Any, axis: int) -> Any:
 
 
 def statistics(x: jax.Array, axis: int) -> Arrays:
-    """Mean and variance of each channel, in one pass: E[x²] - E[x]², Flax's default."""
+    """Mean and variance of each channel, in one pass: E[x²] - E[x]², the default of Flax."""
     x = x.astype(wide_dtype(x.dtype))
     mean, mean_square = (jnp.mean(v, _others(x, axis)) for v in (x, jnp.square(x)))
     return [mean, jnp.maximum(0, mean_square - jnp.square(mean))]
@@ -40,7 +40,7 @@ def _normalize(
     x: jax.Array, mean: Any, var: Any, scale: Any, bias: Any, *residual: Any,
     axis: int, relu: bool, dtype: Any,
 ) -> jax.Array:  # fmt: skip
-    """Batch norm by these statistics, of x in its accumulation dtype."""
+    """Applies batch norm with given statistics. x has its accumulation dtype."""
     factor = jax.lax.rsqrt(var + EPSILON) * scale
     y = (x - _along(mean, x, axis)) * _along(factor, x, axis) + _along(bias, x, axis)
     y = y.astype(dtype)
@@ -61,9 +61,10 @@ def batch_norm(x: jax.Array, *others: jax.Array, axis: int, relu: bool) -> Array
 def batch_norm_vjp(
     dy: jax.Array, x: jax.Array, *others: jax.Array, axis: int, relu: bool
 ) -> Arrays:
-    """Its gradients by JAX's autodiff, from saved statistics.
+    """The gradients of batch norm by JAX's autodiff, from saved statistics.
 
-    The derivative of `statistics` is written out: autodiff would compute them again.
+    The derivative of `statistics` is written out, because autodiff would compute the statistics
+    again.
     """
     *residual, scale, bias, mean, var = others
     wide = x.astype(mean.dtype)
@@ -98,7 +99,7 @@ def oracle(xp: Any, x: Any, *others: Any, axis: int, relu: bool) -> Arrays:
 
 
 def vjp_oracle(xp: Any, dy: Any, x: Any, *others: Any, axis: int, relu: bool) -> Arrays:
-    """Its gradients."""
+    """The gradients of batch norm."""
     *residual, scale, bias = others
     x_hat, rstd = _normalized(xp, x, axis)
     wide_scale = _along(scale, x, axis)

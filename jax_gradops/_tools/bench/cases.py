@@ -1,4 +1,4 @@
-"""What can be timed: ops, forms, directions, dtypes and shapes."""
+"""The cases of the suite "ops": ops, forms, directions, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Direction = Literal["fwd", "bwd"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
 SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 DTYPES = tuple(SHORT_DTYPES)
-#: Of shapes of four axes; those of two are rows of features.
+#: Layouts of four-dimensional shapes. Two-dimensional shapes are rows of features.
 LAYOUTS = ("nhwc", "nchw")
 Shape = tuple[int, ...]
-#: The name of an op, its form, and its layout: one of `LAYOUTS`, or none.
+#: The name of an op, its form, and its layout: one of `LAYOUTS`, or "".
 Key = tuple[str, str, str]
 
 
@@ -31,18 +31,19 @@ class Operation:
 
     Attributes:
       public: the name of the public function.
-      ours: that function, with its options.
-      parameters: how many arrays [features] (or [channels]) it takes.
-      traffic: by direction, how many tensors of x's size have to be read or written at least.
-      xla: by direction, the formula that XLA is timed with; backward it takes dy, what forward
-        takes, and `saved`.
-      oracle: by direction, the same in float64; NaN where rounding decides what is right.
-      saved: what a backward pass has saved, from x.
-      arrays: how many arrays of x's shape and dtype it takes, x among them.
-      axis: x's axis of features, or channels.
-      apart: x's axis along which each slice of the first result depends on that slice of x alone
-        (rows, channels); None where there is none.
-      in_place: whether dx may take over dy's memory, which JAX's programs are then given.
+      ours: this function, with its options.
+      parameters: the number of parameter arrays [features] or [channels].
+      traffic: by direction, the least number of tensors of x's size to read or write.
+      xla: by direction, the formula that XLA is timed with. Backward it takes dy, the forward
+        arguments, and `saved`.
+      oracle: by direction, the formula in float64. It returns NaN where rounding decides the
+        result.
+      saved: computes the values that a backward pass has saved, from x.
+      arrays: the number of arrays of x's shape and dtype, including x.
+      axis: x's axis of features or channels.
+      apart: x's axis (rows, channels) whose slices are independent in the first result. None if
+        there is no such axis.
+      in_place: whether dx may take over dy's memory. JAX's programs then donate dy.
     """
 
     public: str
@@ -107,8 +108,10 @@ def _gelus() -> dict[Key, Operation]:
 
 
 def _batch_norms() -> dict[Key, Operation]:
-    # Statistics first, then y; sums first, then dx, x and dy read again. With "add", dz, which is
-    # the residual's gradient, may stand in for dy and y in the second pass.
+    # Forward, the first pass reads x for statistics. The second one reads x and writes y. Backward,
+    # the first pass reads x and dy for sums. The second one reads both again and writes dx. With
+    # "add", the first pass may write dz, the residual's gradient. The second pass then reads dz
+    # instead of dy and y.
     plain: dict[Direction, int] = {"fwd": 3, "bwd": 5}
     forms: dict[str, tuple[int, dict[Direction, int]]] = {
         "": (1, plain),
@@ -151,7 +154,7 @@ def _batch_norm(x: Any, *others: Any, axis: int, relu: bool) -> Any:
     )[0]  # fmt: skip
 
 
-#: A tree of one leaf stands for all trees.
+#: For the norm and the clip, a tree of one leaf stands for all trees.
 OPERATIONS: dict[Key, Operation] = {
     **_norms(),
     **_batch_norms(),
@@ -176,28 +179,28 @@ OPERATIONS: dict[Key, Operation] = {
     ),
 }
 OPS = tuple(dict.fromkeys(name for name, *_ in OPERATIONS))
-PLAIN = "plain"  # what the form is called that has no name
+PLAIN = "plain"  # the name of the form "" on the command line
 FORMS = tuple(dict.fromkeys(form or PLAIN for _, form, _ in OPERATIONS))
-#: Names that stand for several shapes.
+#: Names of sets of shapes.
 SHAPE_SETS = ("default", "widths", "all")
 
 
 class Timed(Protocol):
-    """Anything that one line of the table is about."""
+    """A case of any suite: one line of the table."""
 
     @property
     def bytes(self) -> int:
-        """The least that has to be read and written."""
+        """The least number of bytes to read and write."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What sets it apart, for JSON."""
+        """The values that identify the case, for JSON."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op in one form, one direction, one dtype, and one shape and layout."""
+    """An op in one form, one direction, one dtype, one shape and one layout."""
 
     op: str
     form: str
@@ -208,17 +211,17 @@ class Case:
 
     @property
     def operation(self) -> Operation:
-        """What this is a case of."""
+        """The case's entry in `OPERATIONS`."""
         return OPERATIONS[self.op, self.form, self.layout]
 
     @property
     def bytes(self) -> int:
-        """The least that has to be read and written."""
+        """The least number of bytes to read and write."""
         size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         return size * self.operation.traffic[self.direction]
 
     def describe(self) -> dict[str, Any]:
-        """For JSON."""
+        """The values that identify the case, for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -229,13 +232,13 @@ class Case:
 
 # --- Shapes --------------------------------------------------------------------------------------
 
-# Widths from a sub-warp's to a cluster's, two odd ones and one that is no power of two among them.
+# Widths from a part of a warp to a cluster. Two are odd, and some are not powers of two.
 WIDTHS = (64, 128, 256, 512, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 12288, 16384, 32768, 65536)
-# Of them, what a plot of rates over widths has.
+# The widths in a plot of rates over widths.
 POWERS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 FEW_ROWS = tuple(itertools.product((1, 37, 199), (4096, 65536)))
 _NORM_ROWS = ((131072, 1024), (32768, 4096), (8192, 16384))
-#: By device and op; "" is all others.
+#: Shapes by device and op. The entry "" is for all other ops.
 DEFAULT_SHAPES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "gpu": {
         "layer_norm": _NORM_ROWS,
@@ -253,13 +256,13 @@ DEFAULT_SHAPES: dict[str, dict[str, tuple[Shape, ...]]] = {
 
 
 def shape_text(shape: Shape) -> str:
-    """A shape, for people."""
+    """A shape as text."""
     return "x".join(map(str, shape))
 
 
 def _rows(dtype: str, device: str, widths: Sequence[int] = WIDTHS) -> Iterator[Shape]:
-    """Rows of as many bytes in all, of each width."""
-    # float64 as float32 with half the elements, which has as many bytes.
+    """For each width, the shape of rows with a fixed total number of bytes."""
+    # float64 has half the elements of float32, and so an equal number of bytes.
     elements = {2: 2**27, 4: 2**26, 8: 2**25}[jnp.dtype(dtype).itemsize]
     if device == "cpu":
         elements //= 8
@@ -267,9 +270,9 @@ def _rows(dtype: str, device: str, widths: Sequence[int] = WIDTHS) -> Iterator[S
 
 
 def shapes_of(key: Key, dtype: str, device: str, wanted: Sequence[Shape | str]) -> Iterator[Shape]:
-    """The shapes that `wanted` means: some given, ``"default"``, ``"widths"``, ``"all"``.
+    """The shapes in `wanted`: given ones, and the sets ``"default"``, ``"widths"``, ``"all"``.
 
-    Those of four axes are asked for with channels last; they are returned as the layout has them.
+    Four-dimensional shapes are given with channels last. They are returned in the key's layout.
     """
     op, _, layout = key
     defaults = DEFAULT_SHAPES[device].get(op, DEFAULT_SHAPES[device][""])
@@ -296,7 +299,7 @@ def select(
     layouts: Sequence[str],
     device: str,
 ) -> list[Case]:
-    """All cases of these, each once."""
+    """All cases with these ops, forms, directions, dtypes and shapes, without duplicates."""
     found = {}
     for key, operation in OPERATIONS.items():
         op, form, layout = key

@@ -1,8 +1,8 @@
-"""Whether clipped trees are right: all elements, in float64 on the device, leaf by leaf.
+"""Checks clipped trees: all elements, in float64 on the device, leaf by leaf.
 
-What is checked is what a timed program has left after its first run: alone, the gradients, which
-all turns have clipped; in a step, the first moment of AdamW, a weighted sum of what the turns have
-made of the gradients.
+The check reads the state that a timed program has left after its first run. If the program only
+clips, the state has the gradients that all turns have clipped. A step's state has the first moment
+of AdamW: a weighted sum of each turn's clipped gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_gradops._tools.bench import formulas
 
 @functools.cache
 def _programs() -> tuple[Any, Any]:
-    # Leaf by leaf: one program for all of a tree would take XLA minutes to compile.
+    # One program per leaf: XLA would take minutes to compile one program for the whole tree.
     def sum_of_squares(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(x.astype(jnp.float64)))
 
@@ -32,7 +32,7 @@ def _programs() -> tuple[Any, Any]:
 
 
 def norm(leaves: Sequence[jax.Array]) -> float:
-    """Of all leaves."""
+    """The L2 norm of all leaves together."""
     with jax.enable_x64(True):
         sums = [_programs()[0](leaf) for leaf in leaves]
     return math.sqrt(math.fsum(map(float, jax.device_get(sums))))
@@ -45,11 +45,11 @@ def mistakes(
     roundings: int,
     slack: float,
 ) -> tuple[str, float]:
-    """What is wrong with leaves that should be `factor` times the pristine, and the largest error.
+    """The mistake in leaves that should be `factor` times the pristine ones; the largest error.
 
-    An error is the norm of the difference over that of the leaf. `roundings` says how often, one
-    after the other, each element has been rounded to its dtype; by way of the norm, a turn's
-    roundings in some leaves are in the next turn's factor for all.
+    An error is the norm of the difference divided by the leaf's norm. `roundings` is the number of
+    times that each element has been rounded to its dtype, one after another. A turn's roundings in
+    one leaf change the norm, and so the next turn's factor of all leaves.
     """
     if [(g.shape, g.dtype) for g in got] != [(p.shape, p.dtype) for p in pristine]:
         return "leaves have other shapes or dtypes", float("nan")
@@ -60,9 +60,9 @@ def mistakes(
     for i, (error, want) in enumerate(jax.device_get(found)):
         relative = math.sqrt(error) / max(math.sqrt(want), 1e-30)
         sums = 1024 * float(jnp.finfo(formulas.wide_dtype(got[i].dtype)).eps)
-        # Many in a row are not like steps to either side: of bfloat16 numbers that shrink by 1 % a
-        # time, 128 roundings leave 8 % too much, in large leaves too.
-        if not relative <= (2 + 0.25 * roundings) * eps + slack * sums:  # NaN as well
+        # Errors of repeated rounding need not cancel. Example: bfloat16 numbers that shrink by 1 %
+        # a turn. After 128 roundings they are 8 % too large, in large leaves too.
+        if not relative <= (2 + 0.25 * roundings) * eps + slack * sums:  # NaN fails too
             return f"leaf {i} is off by {relative:.1e} of its norm", relative
         worst = max(worst, relative)
     return "", worst

@@ -1,17 +1,17 @@
-"""Clips as JAX's programs: many turns in one program, so that little host time is in the figures.
+"""Clips in JAX programs. Each program loops over many turns, so that host time is negligible.
 
-A program of one turn would take the host longer to launch, with thousands of arrays, than the
-device to run. A loop's turns are one after the other, and each has to do all of its work:
+With thousands of arrays, the host takes longer to launch a program than the device takes to run one
+turn. The turns of a loop run one after another. Each turn must do all of its work:
 
-- What is carried from turn to turn has one buffer, as donated arguments have: alone, the gradients
-  that a turn has clipped are those that the next one clips. XLA fuses nothing over the end of a
-  turn and, as it knows the number of turns, the host takes no part in them.
-- In a step the clipped gradients are not kept (but in "inplace_step"), as they would have to be
-  written, which a training step need not. The same gradients serve all turns. A barrier ties them
-  to the number of the turn: else their norm would be taken out of the loop. It is there without a
-  clip too.
-- `max_norm` is an argument, and falls a little in each turn where the turn before has clipped
-  already, so that each turn clips.
+- A loop carries its state in one buffer, as donated arguments do. If a program only clips, each
+  turn clips the gradients that the turn before has clipped. XLA does not fuse operations of two
+  turns. XLA knows the number of turns, so the host takes no part in the loop.
+- A step keeps only the original gradients, because a training step need not write the clipped ones.
+  The form "inplace_step" is the exception. All turns read these gradients. A barrier makes them
+  depend on the turn's number. Else XLA would move the computation of the norm out of the loop. The
+  step without a clip has the barrier too.
+- `max_norm` is an argument. If turns clip clipped gradients, `max_norm` falls a little in each
+  turn. So each turn has something to clip.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from jax_gradops._tools.bench import clip_gate, peers, timing
 from jax_gradops._tools.bench.clips import Clip, ClipCase, Group
 
 LEARNING_RATE = 1e-3
-DECAY_OF_MOMENT = 0.9  # AdamW's b1
-DECAY = 0.99  # a turn's limit over that of the one before; hundreds stay in float16's range
-CLIPPED, UNCLIPPED = 0.5, 10.0  # the first limit, of the norm
-_BYTES = 1 << 38  # that a program is to go through: some 60 ms on a large GPU
+DECAY_OF_MOMENT = 0.9  # b1 of AdamW
+DECAY = 0.99  # max_norm of a turn over max_norm of the turn before; float16 bears hundreds of turns
+CLIPPED, UNCLIPPED = 0.5, 10.0  # the first max_norm, as a fraction of the norm
+_BYTES = 1 << 38  # bytes that a program should move: about 60 ms on a large GPU
 _TURNS = (4, 64)
-_TURNS_OF_MANY = 128  # where launching takes the host long
+_TURNS_OF_MANY = 128  # for trees of many leaves, which take the host long to launch
 _MANY = 1000
 
 
 def turns(group: Group, platform: str) -> int:
-    """How many turns a program has; one on the CPU, where dispatch takes next to no time.
+    """The number of turns of a program.
 
-    (There XLA removes barriers early, too.)
+    On the CPU the number is 1: dispatch takes almost no time, and XLA removes barriers early.
     """
     if platform == "cpu":
         return 1
@@ -53,12 +53,12 @@ def turns(group: Group, platform: str) -> int:
 
 
 class State(NamedTuple):
-    """What a turn starts from, and leaves; donated.
+    """The input of a turn, and its output. The program's argument is donated.
 
     Attributes:
       max_norm: the turn's limit.
-      decay: the next turn's limit over this one's.
-      optimizer: of a step.
+      decay: the next turn's limit over this turn's limit.
+      optimizer: the optimizer's state, if the form is a step.
     """
 
     gradients: list[Any]
@@ -69,27 +69,27 @@ class State(NamedTuple):
 
 
 def adamw() -> Any:
-    """What a step does with the gradients."""
+    """The optimizer of a step."""
     import optax
 
     return optax.adamw(LEARNING_RATE, b1=DECAY_OF_MOMENT)
 
 
 def xla_clip(tree: Any, max_norm: Any) -> Any:
-    """Optax's."""
+    """Clips with Optax."""
     import optax
 
     return optax.clip_by_global_norm(max_norm).update(tree, optax.EmptyState())[0]
 
 
 def no_clip(tree: Any, max_norm: Any) -> Any:
-    """What steps are compared with."""
+    """Does not clip. Steps with a clip are compared with a step that has this function."""
     del max_norm
     return tree
 
 
 def program(group: Group, clip: Clip, count: int) -> Callable[[State], Any]:
-    """`count` turns; returns the state, and an array that the next run does not take over."""
+    """A program of `count` turns; returns the state, and an array to wait for."""
     form = group.form
 
     def turn(number: Any, state: State) -> State:
@@ -98,7 +98,7 @@ def program(group: Group, clip: Clip, count: int) -> Callable[[State], Any]:
             gradients, _ = jax.lax.optimization_barrier((gradients, number))
         clipped = clip(gradients, state.max_norm)
         parameters, optimizer = state.parameters, state.optimizer
-        if form.in_step:  # as `optax.chain(clip, adamw)` and `optax.apply_updates` have it
+        if form.in_step:  # as in `optax.chain(clip, adamw)` and `optax.apply_updates`
             updates, optimizer = adamw().update(clipped, optimizer, parameters)
             parameters = [p + u for p, u in zip(parameters, updates, strict=True)]
         kept = clipped if form.in_place else state.gradients
@@ -112,7 +112,7 @@ def program(group: Group, clip: Clip, count: int) -> Callable[[State], Any]:
 
 
 class Memory:
-    """The one state that all programs of a group are run on in turn: a large one fits only once."""
+    """The only state of a group. All its programs run on this state: large ones fit only once."""
 
     def __init__(self, group: Group, plan: peers.Plan) -> None:
         self.group = group
@@ -125,19 +125,19 @@ class Memory:
         self._first = (0.0, 1.0)
 
     def limit(self, case: ClipCase) -> tuple[float, float]:
-        """The first turn's limit, and each turn's over the one before's."""
+        """The limit of the first turn, and the ratio of each turn's limit to the limit before."""
         decays = case.clipping and case.group.form.in_place
         factor = CLIPPED if case.clipping else UNCLIPPED
         return factor * self.norm, DECAY if decays else 1.0
 
     def begin(self, case: ClipCase) -> None:
-        """Makes a new state for a case: of pristine gradients, parameters and an optimizer's."""
-        self.state = None  # before there is another
+        """Makes a new state for a case: copies of the pristine gradients, and a fresh optimizer."""
+        self.state = None  # frees the old state before the new one is made
         self._first = self.limit(case)
         self.state = _new_state(self.group, self.pristine, *self._first)
 
     def what_is_left(self, case: ClipCase, count: int, *, clips: bool) -> tuple[list[Any], float]:
-        """After `count` turns of a new state, leaves, and what they are of the pristine ones."""
+        """The leaves after `count` turns of a new state, and their expected factor."""
         assert self.state is not None
         limit, decay = self.limit(case)
         factors = [
@@ -151,22 +151,26 @@ class Memory:
         return self.state.optimizer[0].mu, moment
 
     def restart(self) -> None:
-        """Gives the state pristine gradients and the first limit; the rest stays as it is."""
+        """Resets the gradients, if turns change them, and the limit.
+
+        Keeps the rest of the state.
+        """
         assert self.state is not None
         max_norm, decay = map(jnp.asarray, self._first)
         self.state = self.state._replace(max_norm=max_norm, decay=decay)
         if self.group.form.in_place:
-            self.state = self.state._replace(gradients=[])  # their memory is free for the copies
+            # Frees the gradients' memory for the copies.
+            self.state = self.state._replace(gradients=[])
             self.state = self.state._replace(gradients=list(map(jnp.copy, self.pristine)))
 
 
 def state_types(group: Group) -> State:
-    """What programs are compiled for."""
+    """The types that programs are compiled for."""
     return jax.eval_shape(functools.partial(_new_state, group), group.leaves, 1.0, 1.0)
 
 
 def _new_state(group: Group, pristine: list[Any], max_norm: float, decay: float) -> State:
-    # Limits are weakly typed, as Python's numbers are: Optax's clip takes no others with 16 bits.
+    # Limits are weakly typed, like Python numbers. For 16-bit leaves, Optax's clip needs this.
     gradients = list(map(jnp.copy, pristine))
     parameters = list(map(jnp.copy, pristine)) if group.form.in_step else []
     optimizer = adamw().init(parameters) if group.form.in_step else ()
@@ -174,27 +178,27 @@ def _new_state(group: Group, pristine: list[Any], max_norm: float, decay: float)
 
 
 class Carried(timing.InPlace):
-    """A program that is run on the memory's state, and leaves it there."""
+    """A program that runs on the memory's state and stores the new state there."""
 
     def __init__(self, compiled: Any, memory: Memory) -> None:
         self._compiled, self._memory = compiled, memory
 
     def restart(self) -> None:
-        """Else the gradients would be ever smaller."""
+        """Resets the gradients. Otherwise they would become smaller and smaller."""
         self._memory.restart()
 
     def __call__(self, *_: Any) -> Any:
-        """Runs on what the last run left; returns something to wait for, not the results."""
+        """Runs on the state of the last run. Returns an array to wait for, not the results."""
         self._memory.state, mark = self._compiled(self._memory.state)
         return [[mark]]
 
 
 @dataclasses.dataclass
 class LoopPeer:
-    """A clip of JAX's on a group.
+    """One JAX clip on one group.
 
     Attributes:
-      target: what the compiled program must hold.
+      target: a text that the compiled program must contain.
     """
 
     group: Group
@@ -203,7 +207,7 @@ class LoopPeer:
     target: str = ""
 
     def compile(self, types: State) -> None:
-        """Does what needs no device, in any thread."""
+        """Compiles. This needs no device, and may run in any thread."""
         with scope(self.group, self.plan.device):
             self._count = turns(self.group, self.plan.platform)
             run = program(self.group, self.clip, self._count)
@@ -212,7 +216,7 @@ class LoopPeer:
             raise peers.PeerError(f"the compiled program does not call {self.target}…")
 
     def start(self, memory: Memory) -> timing.Runner:
-        """What is ready to be timed, on a state that all of the group share."""
+        """Makes a runner on the state that all programs of the group share."""
         carried = Carried(self._compiled, memory)
         if self.plan.platform == "cpu":
             return BlockingLoop(carried, self._count)
@@ -220,7 +224,7 @@ class LoopPeer:
 
 
 class BlockingLoop:
-    """On the CPU: run by run, from a new start in each sample."""
+    """On the CPU: waits for each run. Each sample starts from a reset state."""
 
     def __init__(self, carried: Carried, calls: int) -> None:
         self.calls = calls
@@ -237,21 +241,21 @@ class BlockingLoop:
 
 @contextlib.contextmanager
 def scope(group: Group, device: Any) -> Iterator[None]:
-    """As `peers.scope`, but without float64 where no leaf has it, as it is by default."""
+    """As `peers.scope`, but float64 is enabled only if a leaf has it: the default of JAX."""
     with jax.enable_x64(group.dtype == "float64"), jax.default_device(device):
         yield
 
 
 def ours(group: Group, plan: peers.Plan) -> LoopPeer:
-    """The clip of this library."""
+    """The library's clip as a peer."""
     return LoopPeer(group, plan, group.form.clip, _registry.TARGET_PREFIX)
 
 
 def xla(group: Group, plan: peers.Plan) -> LoopPeer:
-    """Optax's clip."""
+    """Optax's clip as a peer."""
     return LoopPeer(group, plan, xla_clip)
 
 
 def without(group: Group, plan: peers.Plan) -> LoopPeer:
-    """The step without a clip."""
+    """The step without a clip as a peer."""
     return LoopPeer(group, plan, no_clip)

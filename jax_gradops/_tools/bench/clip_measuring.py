@@ -1,4 +1,4 @@
-"""Takes cases of the clip from what was asked for to figures."""
+"""Measures the cases of the suite "clip"."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jax_gradops._tools.bench.clips import ClipCase, Group
 from jax_gradops._tools.bench.measuring import Result, fail
 from jax_gradops._tools.bench.peers import Plan
 
-#: Who can be named as a competitor.
+#: The possible competitors.
 COMPETITORS = ("xla", "torch")
-WITHOUT = "without"  # the step without a clip
-_TORCH_CALLS = 16  # more would be a large graph, of thousands of leaves
+WITHOUT = "without"  # the peer that is the step without a clip
+_TORCH_CALLS = 16  # a graph of more calls would be too large, with thousands of leaves
 
 
 def plan_for(group: Group, device: Any) -> Plan:
-    """Cold where one turn goes through the cache several times; else it cannot but be warm."""
+    """Cold if one turn moves several times the cache's size; else warm is the only possibility."""
     platform = "cpu" if device.platform == "cpu" else "gpu"
     count = clip_loops.turns(group, platform)
     cold = group.footprint >= peers.CACHES * timing.cache_bytes(device)
@@ -28,10 +28,10 @@ def plan_for(group: Group, device: Any) -> Plan:
 
 
 class Copy:
-    """The copy of as many bytes as a case has to move, cold or warm like the clip."""
+    """A copy of the case's minimum of bytes, cold or warm as the clip is."""
 
     def __init__(self, case: ClipCase, plan: Plan) -> None:
-        # A case of the same bytes; nothing else of it matters to a copy.
+        # Only the number of bytes of this case matters to the copy.
         self._case = cases.Case("global_norm", "", "fwd", "float32", (1, max(1, case.bytes // 4)))
         calls = max(1, peers.plan_for(self._case, plan.device).calls)
         warm = peers.WARM_CALLS[plan.platform]
@@ -39,11 +39,11 @@ class Copy:
         self._peer = peers.copy(self._case, self._plan)
 
     def compile(self) -> None:
-        """Does what needs no device, in any thread."""
+        """Compiles. This needs no device, and may run in any thread."""
         self._peer.compile()
 
     def start(self) -> timing.Runner:
-        """What is ready to be timed."""
+        """Makes the runner."""
         inputs = peers.Inputs(self._case, [()] * max(1, self._plan.calls), ())
         return self._peer.start(inputs)[self._plan.figures[0]]
 
@@ -55,7 +55,7 @@ def run_all(
     rounds: int,
     expired: Callable[[], bool],
 ) -> Iterator[Result]:
-    """Results, case by case, until `expired`."""
+    """Yields a result for each case, until `expired` returns True."""
     for group, group_cases in itertools.groupby(chosen, lambda case: case.group):
         if expired():
             return
@@ -65,11 +65,11 @@ def run_all(
                 if expired():
                     return
                 yield measured.run(case, rounds)
-            del measured  # before the next group's arrays are made
+            del measured  # frees its arrays before the next group's arrays are made
 
 
 class _Measured:
-    """A group: its programs, which are compiled once, and its memory."""
+    """The programs of a group, which are compiled once, and the group's memory."""
 
     def __init__(self, group: Group, device: Any, competitors: Sequence[str]) -> None:
         self._group, self._competitors = group, competitors
@@ -87,7 +87,7 @@ class _Measured:
         self._memory = clip_loops.Memory(group, self._plan)
 
     def run(self, case: ClipCase, rounds: int) -> Result:
-        """Checks what the programs leave, and times them."""
+        """Checks the state that each program leaves, and times the programs."""
         result = Result(case, self._plan)
         runners: dict[str, timing.Runner] = {}
         for name, peer in self._made.items():
@@ -95,12 +95,12 @@ class _Measured:
                 if error := self._errors.get(name):
                     raise error
                 runners[name] = self._checked(case, result, name, peer)
-            except Exception as error:  # XLA may raise what it likes
+            except Exception as error:  # XLA may raise any exception
                 fail(result, name, error)
         if "torch" in self._competitors and not self._group.form.in_step:
             try:
                 runners["torch"] = self._checked_torch(case, result)
-            except Exception as error:  # PyTorch too
+            except Exception as error:  # PyTorch may, too
                 fail(result, "torch", error)
         if not result.problem:
             self._time(case, result, runners, rounds)
@@ -127,9 +127,10 @@ class _Measured:
         return clip.runner(min(_TORCH_CALLS, self._plan.calls or self._plan.warm_calls))
 
     def _check(self, result: Result, name: str, got: Any, factor: float, turns: int) -> None:
-        """Others that are wrong are timed all the same: nothing is faster for what numbers it has.
+        """Records a mistake. Wrong competitors are timed too: speed does not depend on the numbers.
 
-        (Optax adds up 16-bit leaves' squares in 16 bits, which goes wrong with many leaves.)
+        Example: Optax adds the squares of 16-bit leaves in 16 bits. With many leaves the sum is
+        wrong.
         """
         slack = 1.0 if name == "ours" else gate.SLACK_OF_OTHERS
         mistake, result.errors[name] = clip_gate.mistakes(

@@ -1,4 +1,4 @@
-"""What of clip-by-global-norm can be timed: trees, forms, dtypes, something to clip or nothing."""
+"""The cases of the suite "clip": trees, forms, dtypes, with or without something to clip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_gradops._ops.clip.global_norm import clip_tree_by_global_norm, inplace_
 from jax_gradops._tools.bench import trees
 from jax_gradops._tools.bench.cases import SHORT_DTYPES
 
-#: From a tree and `max_norm` to the clipped tree.
+#: Maps a tree and `max_norm` to the clipped tree.
 Clip: TypeAlias = Callable[[Any, jax.Array], Any]
 
 
@@ -23,11 +23,12 @@ class Form:
     """A way to clip.
 
     Attributes:
-      clip: this library's.
-      in_step: whether it is followed by AdamW in the same program; then what counts is how much
-        longer that takes than AdamW alone.
-      in_place: whether the clipped gradients take over the memory of the gradients.
-      passes: over the gradients' bytes at least, by whether there is something to clip.
+      clip: this library's function.
+      in_step: whether AdamW follows in the program. The figure is then the additional time over
+        AdamW alone.
+      in_place: whether the clipped gradients take over the gradients' memory.
+      passes: the least number of passes over the gradients. The key says if there is something to
+        clip.
     """
 
     clip: Clip
@@ -44,9 +45,9 @@ def _inplace(tree: Any, max_norm: jax.Array) -> Any:
     return inplace_clip_by_global_norm(tree, max_norm)[0]
 
 
-# The norm reads. Alone, the transform's scaling reads and writes, with a factor of 1 too; in a step
-# it belongs to the update, which reads the gradients anyhow. In place, nothing is written where
-# there is nothing to clip.
+# The norm reads the gradients. The transform's scaling reads and writes them, with a factor of 1
+# too. In a step, this scaling is a part of the update, which reads the gradients anyway. The
+# in-place clip writes nothing if there is nothing to clip.
 FORMS = {
     "transform": Form(_transform, False, True, {True: 3, False: 3}),
     "step": Form(_transform, True, False, {True: 1, False: 1}),
@@ -57,7 +58,7 @@ FORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What the same programs serve: a tree, in one form and one dtype."""
+    """A tree in one form and one dtype. All cases of a group use the same programs."""
 
     tree: str
     form_name: str
@@ -65,17 +66,17 @@ class Group:
 
     @property
     def form(self) -> Form:
-        """How it is clipped."""
+        """The form of the clip."""
         return FORMS[self.form_name]
 
     @functools.cached_property
     def leaves(self) -> trees.Leaves:
-        """The gradients' types."""
+        """The types of the gradients."""
         return trees.leaves(self.tree, self.dtype)
 
     @property
     def footprint(self) -> int:
-        """Bytes that one turn goes through: gradients; parameters and two moments too in a step."""
+        """Bytes that a turn moves: the gradients; in a step also the parameters and two moments."""
         return (4 if self.form.in_step else 1) * trees.size_in_bytes(self.leaves)
 
 
@@ -88,11 +89,11 @@ class ClipCase:
 
     @property
     def bytes(self) -> int:
-        """The least that has to be read and written."""
+        """The least number of bytes to read and write."""
         return trees.size_in_bytes(self.group.leaves) * self.group.form.passes[self.clipping]
 
     def describe(self) -> dict[str, Any]:
-        """For JSON."""
+        """The values that identify the case, for JSON."""
         group = self.group
         return {
             "op": "clip",
@@ -111,7 +112,7 @@ class ClipCase:
 
 
 def select(names: Sequence[str], forms: Sequence[str], dtypes: Sequence[str]) -> list[ClipCase]:
-    """All cases of these, those of a group one after the other; a mixed tree has its own dtypes."""
+    """All cases, ordered by group. A mixed tree has its own dtypes."""
     cases = []
     for tree, form in itertools.product(names, forms):
         for dtype in [trees.MIXED] if trees.is_mixed(tree) else dtypes:

@@ -1,4 +1,4 @@
-"""``python -m jax_gradops bench``: times the ops against XLA, PyTorch and others, and a copy."""
+"""``python -m jax_gradops bench``: times the ops against XLA, PyTorch, other libraries, a copy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jax_gradops._tools.bench import (
 from jax_gradops._tools.bench.errors import BenchError
 
 add_arguments = options.add_arguments
-#: What runs a suite, what makes JSON of its results, and what shows that.
+#: By suite: the function that runs it, the JSON of its results, the class that shows these.
 SUITES: dict[str, Any] = {
     "ops": (measuring.run_all, results.as_json, report.Report),
     "clip": (clip_measuring.run_all, results.as_json, report.Report),
@@ -41,11 +41,12 @@ SUITES: dict[str, Any] = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Times what was asked for, or shows what a file has.
+    """Runs the requested cases, or shows the results in a file.
 
-    Returns 0; 1 if a result is wrong, 2 if it cannot be done, `INTERRUPTED` if it was stopped.
+    Returns 0 after success, 1 if a result is wrong, 2 if the work cannot be done. Returns
+    `INTERRUPTED` if the run was stopped.
     """
-    # PyTorch needs memory beside JAX.
+    # PyTorch needs GPU memory beside JAX.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         options.check(args)
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    """What another run has written."""
+    """Shows the results of an earlier run."""
     content = options.narrow(args, record.read(args.file))
     print(record.describe(content))
     *_, Report = SUITES[content["suite"]]
@@ -92,7 +93,7 @@ def _device(wanted: str | None) -> Any:
 
 
 def _competitors(args: argparse.Namespace, platform: str) -> list[str]:
-    """Those asked for, or those that are installed."""
+    """The requested competitors, or all installed ones."""
     known = options.COMPETITORS[args.suite]
     wanted: Sequence[str] | None = args.against
     reasons = {c: measuring.why_not_installed(c, platform) for c in known}
@@ -158,7 +159,7 @@ def _run(args: argparse.Namespace, device: Any) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """What was typed, but for the folders of this machine: files of figures are for others, too."""
+    """The typed command without the folders of this machine: other people read result files."""
     words = [word for word in args.command_line if word != "--resume"]
     for path in filter(None, (args.json, args.csv, args.plot, args.profile)):
         words = [word.replace(str(path), path.name) for word in words]
@@ -172,7 +173,7 @@ def _measure(
     left: list[Any],
     shown: Any,
 ) -> bool:
-    """Takes from `left` what it measures; returns whether it was interrupted."""
+    """Runs the cases in `left`, removes each finished one; returns whether it was interrupted."""
     run_all, as_json, _ = SUITES[args.suite]
     competitors = recorded.content["competitors"]
     started = time.perf_counter()

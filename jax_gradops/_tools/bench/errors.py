@@ -1,4 +1,4 @@
-"""What a user's mistake raises."""
+"""Errors for mistakes of the user."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 class BenchError(Exception):
-    """What the user asked for cannot be done; the message says why."""
+    """The requested work cannot be done. The message says why."""
 
 
 def unwritable(path: Path, error: OSError) -> BenchError:
-    """Says that a file cannot be written."""
+    """Makes the error for a file that cannot be written."""
     return BenchError(f"cannot write to {path}: {error.strerror or error}")

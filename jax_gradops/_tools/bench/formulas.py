@@ -1,8 +1,8 @@
-"""What JAX users write, in `jax.numpy`, and the same in float64 as the standard for all results.
+"""The ops in `jax.numpy`, as JAX users write them, and in float64 as the oracle of all results.
 
-The first half is what XLA is timed with: the textbook formulas, the variance in two passes, the
-backward passes from saved statistics. The second half takes float64 arrays of NumPy or JAX, as `xp`
-says, and returns a list of results.
+XLA is timed with the first half. Its formulas are the textbook's: two passes for the variance, and
+backward passes from saved statistics. The oracles in the second half take float64 arrays of NumPy
+or JAX (`xp` is the module), and return a list of results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_NORM = 1.0
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
-    """What sums and parameters are in."""
+    """The dtype of sums and parameters."""
     return np.dtype("float64" if jnp.dtype(dtype) == jnp.float64 else "float32")
 
 
@@ -36,7 +36,7 @@ def _mean(x: jax.Array) -> jax.Array:
 
 
 def statistics(x: jax.Array, centered: bool) -> Arrays:
-    """What a backward pass saves: the mean of each row, if `centered`, and 1 / its deviation."""
+    """The values that a backward pass saves: each row's 1 / deviation, and mean if `centered`."""
     wide = _wide(x)
     mean = [_mean(wide)] if centered else []
     rstd = jax.lax.rsqrt(_mean(jnp.square(wide - mean[0] if centered else wide)) + EPSILON)
@@ -58,7 +58,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> Arrays:
 def layer_norm_vjp(
     dy: jax.Array, x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, rstd: jax.Array
 ) -> Arrays:
-    """Layer norm's gradients."""
+    """The gradients of layer norm."""
     del bias
     wide, x_hat = _wide(dy), (_wide(x) - mean) * rstd
     wdy = wide * scale[None]
@@ -67,7 +67,7 @@ def layer_norm_vjp(
 
 
 def rms_norm_vjp(dy: jax.Array, x: jax.Array, scale: jax.Array, rstd: jax.Array) -> Arrays:
-    """RMS norm's gradients."""
+    """The gradients of RMS norm."""
     wide, x_hat = _wide(dy), _wide(x) * rstd
     wdy = wide * scale[None]
     dx = (wdy - x_hat * _mean(wdy * x_hat)) * rstd
@@ -75,25 +75,25 @@ def rms_norm_vjp(dy: jax.Array, x: jax.Array, scale: jax.Array, rstd: jax.Array)
 
 
 def gelu(x: jax.Array, *bias: jax.Array, approximate: bool) -> Arrays:
-    """GELU, of x + bias if there is one."""
+    """GELU of x + bias, or of x if there is no bias."""
     z = _wide(x) + bias[0][None] if bias else _wide(x)
     return [jax.nn.gelu(z, approximate).astype(x.dtype)]
 
 
 def gelu_vjp(dy: jax.Array, x: jax.Array, *bias: jax.Array, approximate: bool) -> Arrays:
-    """GELU's gradients; the sum that is the bias's is taken before dx is rounded."""
+    """The gradients of GELU. The bias's gradient is summed before dx is rounded."""
     z = _wide(x) + bias[0][None] if bias else _wide(x)
     (dz,) = jax.vjp(lambda z: jax.nn.gelu(z, approximate), z)[1](_wide(dy))
     return [dz.astype(x.dtype), *([jnp.sum(dz, 0)] if bias else [])]
 
 
 def global_norm(x: jax.Array) -> Arrays:
-    """The L2 norm."""
+    """The L2 norm of x."""
     return [jnp.sqrt(jnp.sum(jnp.square(_wide(x))))]
 
 
 def clip(x: jax.Array) -> Arrays:
-    """x, scaled down to norm `MAX_NORM`."""
+    """x, scaled down so that its norm is at most `MAX_NORM`."""
     (norm,) = global_norm(x)
     factor = jnp.where(norm < MAX_NORM, 1, MAX_NORM / norm)
     return [(_wide(x) * factor.astype(_wide(x).dtype)).astype(x.dtype)]
@@ -110,13 +110,13 @@ def _normalized(xp: Any, x: Any, centered: bool) -> tuple[Any, Any]:
 
 
 def norm_oracle(xp: Any, x: Any, scale: Any, *bias: Any) -> Arrays:
-    """Layer norm, or without a bias RMS norm."""
+    """Layer norm, or RMS norm if there is no bias."""
     y = _normalized(xp, x, bool(bias))[0] * scale[None]
     return [y + bias[0][None] if bias else y]
 
 
 def norm_vjp_oracle(xp: Any, dy: Any, x: Any, scale: Any, *bias: Any) -> Arrays:
-    """Its gradients."""
+    """The gradients of layer norm or RMS norm."""
     x_hat, rstd = _normalized(xp, x, bool(bias))
     wdy = dy * scale[None]
     dx = wdy - x_hat * xp.mean(wdy * x_hat, -1, keepdims=True)
@@ -130,7 +130,7 @@ def _erfc(xp: Any, z: Any) -> Any:
 
 
 def _gelu_parts(xp: Any, z: Any, approximate: bool) -> tuple[Any, Any]:
-    """The weight w of gelu(z) = z w(z), and the derivative of gelu."""
+    """The weight w in gelu(z) = z w(z), and the derivative of gelu."""
     if approximate:
         c = 2 * math.sqrt(2 / math.pi)
         weight = 1 / (1 + xp.exp(-c * (z + 0.044715 * z**3)))
@@ -140,23 +140,23 @@ def _gelu_parts(xp: Any, z: Any, approximate: bool) -> tuple[Any, Any]:
 
 
 def gelu_oracle(xp: Any, x: Any, *bias: Any, approximate: bool) -> Arrays:
-    """GELU, of x + bias if there is one."""
+    """GELU of x + bias, or of x if there is no bias."""
     z = x + bias[0][None] if bias else x
     return [z * _gelu_parts(xp, z, approximate)[0]]
 
 
 def gelu_vjp_oracle(xp: Any, dy: Any, x: Any, *bias: Any, approximate: bool) -> Arrays:
-    """Its gradients."""
+    """The gradients of GELU."""
     dx = dy * _gelu_parts(xp, x + bias[0][None] if bias else x, approximate)[1]
     return [dx, *([xp.sum(dx, 0)] if bias else [])]
 
 
 def global_norm_oracle(xp: Any, x: Any) -> Arrays:
-    """The L2 norm."""
+    """The L2 norm of x."""
     return [xp.sqrt(xp.sum(x * x))]
 
 
 def clip_oracle(xp: Any, x: Any) -> Arrays:
-    """x, scaled down to norm `MAX_NORM`."""
+    """x, scaled down so that its norm is at most `MAX_NORM`."""
     (norm,) = global_norm_oracle(xp, x)
     return [x * xp.where(norm < MAX_NORM, 1.0, MAX_NORM / norm)]

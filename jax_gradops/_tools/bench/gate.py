@@ -1,4 +1,4 @@
-"""Whether results are right: all against float64 on the device, some of the first against NumPy."""
+"""Checks results: all against float64 on the device, and slices of the first against NumPy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from jax_gradops._tools.bench import formulas, peers
 from jax_gradops._tools.bench.cases import Case
 from jax_gradops._tools.bench.peers import Inputs
 
-# Of the first result, rows or channels; fewer where these are large.
+# The number of rows or channels of the first result to check. Large ones: fewer are checked.
 NUMPY_SLICES = 8
 NUMPY_ELEMENTS = 2**22
-# How much less exact than ours the sums of others may be; still right, as far as a user can tell.
+# The sums of other peers may have errors this number of times larger than ours. A user would still
+# call them right.
 SLACK_OF_OTHERS = 16.0
 
 
 @functools.cache
 def program(case: Case, device: Any) -> Any:
-    """From results and arguments, for each result the largest error and the largest value.
+    """A program that maps results and arguments to the largest error and value of each result.
 
-    In float64; followed by some slices of the first result, and of the arguments.
+    The program computes in float64. It also returns some slices of the first result and of the
+    arguments.
     """
     oracle = case.operation.oracle[case.direction]
 
@@ -46,13 +48,13 @@ def program(case: Case, device: Any) -> Any:
 
 
 def _error(xp: Any, got: Any, want: Any) -> tuple[Any, Any]:
-    """The largest error, and the largest value; where that is NaN, any number is right."""
+    """The largest error, and the largest value. Where `want` is NaN, any finite number is right."""
     difference = xp.where(xp.isnan(want), xp.where(xp.isfinite(got), 0, xp.nan), got - want)
     return xp.max(abs(difference)), xp.nanmax(abs(want))
 
 
 def _slices(case: Case, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """A few slices of each along the axis that they are independent along, if there is one."""
+    """A few slices along the axis whose slices are independent. Empty without such an axis."""
     operation = case.operation
     if operation.apart is None:
         return []
@@ -70,9 +72,9 @@ def _slices(case: Case, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _tolerance(case: Case, result: jax.Array, is_ours: bool) -> float:
-    """Roundings to the result's dtype, in it or on the way, and a sum in the accumulation dtype.
+    """The allowed error: roundings to the result's dtype, and a sum in the accumulation dtype.
 
-    Others may round to x's dtype on the way to any result.
+    Other peers may round any result to x's dtype on the way.
     """
     accum = formulas.wide_dtype(case.dtype)
     sums = (64 if result.ndim > 1 else 1024) * float(jnp.finfo(accum).eps)
@@ -83,7 +85,7 @@ def _tolerance(case: Case, result: jax.Array, is_ours: bool) -> float:
 def mistakes(
     case: Case, device: Any, inputs: Inputs, results: Sequence[jax.Array], is_ours: bool
 ) -> tuple[str, float]:
-    """What is wrong with the first call's results, if anything, and the largest error.
+    """The mistake in the first call's results, if there is any, and the largest error.
 
     An error is a fraction of the result's largest value.
     """
@@ -96,8 +98,9 @@ def mistakes(
         return f"results have shapes {', '.join(str(r.shape) for r in results)}", float("nan")
     if results[0].dtype != types[0].dtype:
         return f"{names[0]} has dtype {results[0].dtype}", float("nan")
-    # Others may give parameters' gradients in x's dtype. Copied, as XLA's command buffers copy no
-    # memory that PyTorch has allocated (jax 0.11: CUDA_ERROR_INVALID_VALUE).
+    # Other peers may return gradients of parameters in x's dtype. Results are copied, because XLA's
+    # command buffers cannot copy memory that PyTorch has allocated (jax 0.11:
+    # CUDA_ERROR_INVALID_VALUE).
     cast = [jnp.copy(r).astype(t.dtype) for r, t in zip(results, types, strict=True)]
     found, got, arguments = jax.device_get(checked(cast, [*inputs.calls[0], *inputs.parameters]))
     errors = [(n, r, f) for n, r, f in zip(names, results, found, strict=False)]
@@ -108,7 +111,7 @@ def mistakes(
     worst = 0.0
     for name, result, (error, largest) in errors:
         relative = float(error) / max(float(largest), 1e-30)
-        if not relative <= _tolerance(case, result, is_ours):  # NaN as well
+        if not relative <= _tolerance(case, result, is_ours):  # NaN fails too
             return f"{name} is off by {relative:.1e} of its largest value", relative
         worst = max(worst, relative)
     return "", worst

@@ -1,6 +1,6 @@
-"""The ops as Flax and Optax have them, with their defaults, where they are not the formula of XLA.
+"""The ops as functions of Flax and Optax with their default options.
 
-Batch norm and GELU are: that formula is Flax's.
+Batch norm and GELU are not here: the formulas that XLA is timed with are Flax's already.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _optax_global_norm(case: Case) -> Callable[..., Any]:
     optax = importlib.import_module("optax")
     norm = getattr(
         getattr(optax, "tree", None), "norm", None
-    )  # the name since the other is deprecated
+    )  # the new name: optax.global_norm is deprecated
     return lambda x: (norm or optax.global_norm)([x])
 
 
@@ -40,7 +40,7 @@ def _optax_clip(case: Case) -> Callable[..., Any]:
     return lambda x: clip.update([x], clip.init([x]))[0][0]
 
 
-#: By competitor, which is also the name of its package, and op.
+#: Makers by competitor and op. A competitor's name is also the name of its package.
 MAKERS: dict[str, dict[str, Callable[[Case], Callable[..., Any]]]] = {
     "flax": {"layer_norm": _flax, "rms_norm": _flax},
     "optax": {"global_norm": _optax_global_norm, "clip": _optax_clip},

@@ -1,4 +1,4 @@
-"""What is seen while it runs: lines as they come; on a terminal, how far it is and how long yet."""
+"""The output during a run: lines of results. On a terminal, also the progress and the time left."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class Display:
-    """Lines and progress; with Rich, on a terminal, below what `above` makes.
+    """Prints lines and the progress. With Rich, on a terminal, `above` makes a table over these.
 
-    Nothing is redrawn while something is timed: it would be in the figures.
+    Nothing is redrawn during a measurement, because this work would change the times.
     """
 
     def __init__(self, names: Sequence[str], above: Callable[[int], Any] | None = None) -> None:
-        """Takes the names of all cases to come, and what makes a table of so many lines."""
+        """Takes all names, and a function that makes a table of at most a number of lines."""
         self._names, self._above = names, above
         self._done, self._live = 0, None
         if sys.stdout.isatty() and importlib.util.find_spec("rich"):
@@ -27,7 +27,7 @@ class Display:
 
     @property
     def console(self) -> Any:
-        """Rich's, if it is in use."""
+        """Rich's console, or None if Rich is not in use."""
         return self._live and self._live.console
 
     def __enter__(self) -> Display:
@@ -45,7 +45,7 @@ class Display:
         self._clear()
 
     def print(self, text: str) -> None:
-        """A line above the progress."""
+        """Prints a line above the progress."""
         if self._live:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
@@ -53,12 +53,12 @@ class Display:
             print(text, flush=True)
 
     def done(self) -> None:
-        """One more case is."""
+        """Counts one more finished case."""
         self._done += 1
         self._show()
 
     def status(self) -> str:
-        """How far it is."""
+        """A text that says how many cases are finished, and the time left."""
         done, total = self._done, len(self._names)
         if done == total:
             return f"{done}/{total}"
@@ -88,6 +88,6 @@ class Display:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, for people."""
+    """Seconds as a text."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02} min" if minutes else f"{rest} s"

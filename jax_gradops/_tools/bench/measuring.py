@@ -1,4 +1,4 @@
-"""Takes cases from what was asked for to figures."""
+"""Measures the cases of the suite "ops"."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from jax_gradops._tools.bench import (
 from jax_gradops._tools.bench.cases import Case, Timed
 from jax_gradops._tools.bench.peers import Figure, Inputs, Peer, PeerError, Plan
 
-#: Who can be named as a competitor, in the order of the table.
+#: The possible competitors, in the order of the table.
 COMPETITORS = ("xla", *jax_functions.MAKERS, *torch_functions.REQUIREMENTS)
 
 
 @dataclasses.dataclass
 class Result:
-    """One case.
+    """The measurements of one case.
 
     Attributes:
       timings: by figure, and then by peer: ``"ours"``, ``"copy"``, competitors.
-      errors: by peer, the largest error that the gate saw, as a fraction of a result's largest
+      errors: by peer, the largest error that the gate found, as a fraction of a result's largest
         value.
-      wrong: by peer, what the gate found; such a peer is not timed.
-      failed: by peer, why it did not run.
-      steps: where timings are what a step takes longer than without the op, by peer, how long the
-        step takes.
+      wrong: by peer, the mistake that the gate found. A wrong peer is not timed.
+      failed: by peer, the reason why it did not run.
+      steps: by peer, the time of the whole step. Then `timings` hold only the additional time of
+        the op.
     """
 
     case: Timed
@@ -48,7 +48,7 @@ class Result:
 
     @property
     def problem(self) -> str:
-        """Why this library has no figures here; empty if it has."""
+        """Why this library has no figures here; empty if it has figures."""
         for what, found in (("wrong", self.wrong), ("failed", self.failed)):
             if "ours" in found:
                 return f"{self.case}: ours is {what}: {found['ours']}"
@@ -67,7 +67,7 @@ def why_not_installed(competitor: str, platform: str) -> str:
 
 
 def has_any(competitor: str, cases: Sequence[Case]) -> bool:
-    """Whether a competitor has any of these."""
+    """Whether a competitor supports any of the cases."""
     return any(_covers(competitor, case) for case in cases)
 
 
@@ -78,7 +78,7 @@ def _covers(competitor: str, case: Case) -> bool:
 
 
 def make_peers(case: Case, plan: Plan, competitors: Sequence[str]) -> dict[str, Peer]:
-    """All that are timed on a case."""
+    """Makes all peers that are timed on a case."""
     made: dict[str, Peer] = {"ours": peers.ours(case, plan), "copy": peers.copy(case, plan)}
     for name in competitors:
         if not _covers(name, case):
@@ -100,9 +100,9 @@ def run_all(
     rounds: int,
     expired: Callable[[], bool],
 ) -> Iterator[Result]:
-    """Results, case by case, until `expired`.
+    """Yields a result for each case, until `expired` returns True.
 
-    Programs are compiled some cases ahead in threads, none of which works while something is timed.
+    Threads compile the programs of some cases in advance. No thread works during a measurement.
     """
     ahead = min(8, info.usable_cpus())
     with concurrent.futures.ThreadPoolExecutor(ahead) as pool:
@@ -137,14 +137,14 @@ def run_all(
 
 
 def fail(result: Result, name: str, error: BaseException) -> None:
-    """Writes down why a peer has no figures."""
+    """Records why a peer has no figures."""
     text = str(error).strip().splitlines() or [""]
     known = isinstance(error, PeerError)
     result.failed[name] = text[0] if known else f"{type(error).__name__}: {text[0]}"[:200]
 
 
 def run_case(case: Case, result: Result, made: dict[str, Peer], rounds: int) -> None:
-    """Starts the peers, checks their results, and times those that are right."""
+    """Starts the peers, checks their results, and times the correct ones."""
     inputs = Inputs.make(case, result.plan)
     runners: dict[str, dict[Figure, timing.Runner]] = {}
     for name, peer in made.items():
@@ -159,7 +159,7 @@ def run_case(case: Case, result: Result, made: dict[str, Peer], rounds: int) -> 
                     result.wrong[name] = mistake
                     continue
             runners[name] = started
-        except Exception as error:  # a competitor may raise what it likes
+        except Exception as error:  # a competitor may raise any exception
             fail(result, name, error)
     if result.problem:
         return

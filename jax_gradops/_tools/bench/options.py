@@ -23,20 +23,20 @@ from jax_gradops._tools.bench import (
 from jax_gradops._tools.bench.errors import BenchError, unwritable
 from jax_gradops._tools.bench.report import FIGURES
 
-#: By suite, the options that not all have.
+#: The options that only some suites have, by suite.
 OPTIONS = {
     "ops": ("op", "direction", "shape", "layout", "form"),
     "clip": ("form", "tree"),
     "train": train.OPTIONS,
 }
-#: Options of a run, which say nothing where figures are read from a file.
+#: Options that only matter for a run. They are refused with a file of results.
 _OF_RUNS = (
     "suite", "device", "rounds", "time_limit", "json", "resume", "layout", "batch", "image_size",
     "context", "steps", "stages", "profile",
 )  # fmt: skip
-#: By suite, the forms of ops, or ways to clip.
+#: The forms of ops, or of the clip, by suite.
 FORMS = {"ops": cases.FORMS, "clip": tuple(clips.FORMS)}
-#: By suite, who can be named as a competitor.
+#: The possible competitors, by suite.
 COMPETITORS = {
     "ops": measuring.COMPETITORS,
     "clip": clip_measuring.COMPETITORS,
@@ -194,7 +194,7 @@ def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses what does not go together, and what could not be done in the end."""
+    """Refuses options that contradict each other, and files that cannot be written."""
     for path in (args.json, args.csv, args.plot):
         if path is not None:
             record.check_writable(path)
@@ -221,7 +221,7 @@ def _refuse(args: argparse.Namespace, options: Sequence[str], what: str) -> None
 
 
 def _check_suite(args: argparse.Namespace) -> None:
-    """Refuses options of other suites, what a suite cannot do without, or cannot compare with."""
+    """Refuses options of other suites, missing modules, and competitors that cannot be compared."""
     for suite, options in OPTIONS.items():
         others = [o for o in options if o not in OPTIONS[args.suite]]
         _refuse(args, others, f"for --suite {suite} only")
@@ -250,7 +250,7 @@ def _check_suite(args: argparse.Namespace) -> None:
 
 
 def narrow(args: argparse.Namespace, content: dict[str, Any]) -> dict[str, Any]:
-    """What is wanted of a file's content; raises BenchError if that is nothing."""
+    """The wanted part of a file's content; raises BenchError if this part is empty."""
     names = ("op", "direction", "dtype", "tree", "model")
     wanted = {name: found for name in names if (found := getattr(args, name)) is not None}
     if args.form:
@@ -270,7 +270,7 @@ def narrow(args: argparse.Namespace, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _against(args: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
-    """Without the others, if some were named."""
+    """The result with only the named variants and competitors, if any were named."""
     changed = dict(result)
     if args.variant is not None:
         variants = result.get("variants", {}).items()

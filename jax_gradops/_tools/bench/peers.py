@@ -1,6 +1,6 @@
-"""Who is timed: this library, XLA, a copy, and what `torch_peers` finds.
+"""The peers that are timed: this library, XLA, a copy, and the peers of `torch_peers`.
 
-A peer is made for a case, compiled (in any thread, from shapes alone), and started on inputs.
+A peer is made for a case, compiled from shapes alone (in any thread), and started on inputs.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from jax_gradops._tools.bench import formulas, timing
 from jax_gradops._tools.bench.cases import Case
 
 Figure = Literal["cold", "warm", "latency"]
-# XLA makes a graph of five calls or more, as in a model; of fewer, each starts a microsecond after
-# the one before. One on the CPU, where dispatch takes next to no time.
+# The fewest calls of a program. On a GPU, XLA makes a graph of five or more calls, as in a model.
+# With fewer calls, each starts a microsecond after the one before. On the CPU one call is enough:
+# dispatch takes almost no time.
 MIN_CALLS = {"gpu": 8, "cpu": 1}
 MAX_CALLS = 64
-# One on the CPU: XLA removes barriers early there, and would merge calls on the same inputs.
+# One on the CPU: XLA removes barriers early there, and would merge calls on equal inputs.
 WARM_CALLS = {"gpu": 64, "cpu": 1}
 _SHARED_SEED = 2**31
-CACHES = 3  # how many times the cache's size cold programs go through
+CACHES = 3  # a cold program's data are at least this number of times the cache's size
 
 
 class PeerError(Exception):
-    """A peer cannot run a case; the message says why."""
+    """A peer cannot run a case. The message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a case is timed.
+    """The sizes of the programs that time a case.
 
     Attributes:
       platform: ``"gpu"`` or ``"cpu"``.
-      calls: of a cold program; 0 where that many do not go through the cache several times.
-      warm_calls: of a warm program; 0 where not even one call fits in the cache.
+      calls: of a cold program. 0 if even the largest program is less than `CACHES` times the cache.
+      warm_calls: of a warm program. 0 if one call's data do not fit in the cache.
     """
 
     platform: Literal["gpu", "cpu"]
@@ -52,7 +53,10 @@ class Plan:
 
     @property
     def figures(self) -> tuple[Figure, ...]:
-        """What is measured; latency where the device's time is short, and not that of "warm"."""
+        """The figures to measure.
+
+        Latency is measured on a GPU if the case is small enough for "warm".
+        """
         cold: tuple[Figure, ...] = ("cold",) if self.calls else ()
         if not self.warm_calls:
             return cold
@@ -60,12 +64,12 @@ class Plan:
 
 
 def plan_for(case: Case, device: Any) -> Plan:
-    """The plan that fits the device's cache and memory."""
+    """The plan for the device's cache and memory."""
     platform = "cpu" if device.platform == "cpu" else "gpu"
     cache, memory = timing.cache_bytes(device), timing.memory_bytes(device)
     size = max(1, case.bytes)
     calls = max(MIN_CALLS[platform], math.ceil(CACHES * cache / size))
-    # Every peer has results of its own, and some have copies of the inputs.
+    # Every peer has its own results, and some peers have copies of the inputs.
     calls = min(calls, MAX_CALLS, max(1, memory // 16 // size))
     warm_calls = WARM_CALLS[platform] if size <= cache // 2 else 0
     if calls * size < CACHES * cache and warm_calls:
@@ -75,7 +79,7 @@ def plan_for(case: Case, device: Any) -> Plan:
 
 @contextlib.contextmanager
 def scope(device: Any) -> Iterator[None]:
-    """float64, and arrays on `device`; in each thread anew."""
+    """Enables float64 and puts arrays on `device`. Each thread must enter this scope itself."""
     with jax.enable_x64(True), jax.default_device(device):
         yield
 
@@ -87,8 +91,9 @@ def scope(device: Any) -> Iterator[None]:
 def random(shape: tuple[int, ...], dtype: str, result: str, device: Any) -> Callable[[int], Any]:
     """Makes normal numbers around 1/2 from a seed: numbers of `dtype`, in an array of `result`.
 
-    Those of two seeds are correlated. Else the mean of dy * x, which gradients of norms need, would
-    next to vanish in long sums, and a gradient without it look right.
+    Numbers of two seeds are correlated, because the gradients of norms need the mean of dy * x.
+    Without correlation, this mean almost vanishes in long sums. Then a gradient that lacks the mean
+    would look right.
     """
 
     def numbers(seed: jax.Array) -> jax.Array:
@@ -102,7 +107,7 @@ def random(shape: tuple[int, ...], dtype: str, result: str, device: Any) -> Call
 
 
 def input_types(case: Case) -> tuple[list[Any], list[Any]]:
-    """Types of one call's arrays (backward dy, then x and others like it) and of the parameters."""
+    """The types of one call's arrays (backward: dy, then x and similar ones) and parameters."""
     wide = formulas.wide_dtype(case.dtype)
     x = jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
     operation = case.operation
@@ -113,10 +118,10 @@ def input_types(case: Case) -> tuple[list[Any], list[Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a case's calls take: arrays of each, in the order of `input_types`; parameters, shared.
+    """The inputs of a case: the arrays of each call, in the order of `input_types`, and parameters.
 
-    Parameters are float32 (float64 for float64), and numbers of x's dtype, so that peers may take
-    them in that.
+    All calls share the parameters. Parameters are float32, or float64 for float64 cases. Their
+    values are exact in x's dtype too, because some peers convert them to x's dtype.
     """
 
     case: Case
@@ -125,7 +130,7 @@ class Inputs:
 
     @classmethod
     def make(cls, case: Case, plan: Plan) -> Inputs:
-        """Inputs of all calls of the plan's cold program."""
+        """Makes the inputs of all calls of the plan's cold program."""
         array, parameter = _generators(case, plan)
         each, count = len(input_types(case)[0]), max(1, plan.calls)
         arrays = [array(seed) for seed in range(each * count)]
@@ -135,12 +140,12 @@ class Inputs:
 
     @staticmethod
     def compile(case: Case, plan: Plan) -> None:
-        """Does what `make` needs no device for, in any thread."""
+        """Compiles the programs of `make`. This needs no device, and may run in any thread."""
         _generators(case, plan)
 
 
 def _generators(case: Case, plan: Plan) -> list[Callable[[int], Any]]:
-    """Of x and dy, and of parameters."""
+    """The generators of x and dy, and of parameters."""
     arrays, parameters = input_types(case)
     return [
         random(t.shape, case.dtype, t.dtype.name, plan.device)
@@ -155,11 +160,11 @@ class Peer(Protocol):
     """One competitor on one case."""
 
     def compile(self) -> None:
-        """Does what needs no device, in any thread."""
+        """Compiles. This needs no device, and may run in any thread."""
         ...
 
     def start(self, inputs: Inputs) -> dict[Figure, timing.Runner]:
-        """What is ready to be timed; raises PeerError."""
+        """Makes the runners of the figures; raises PeerError."""
         ...
 
 
@@ -168,10 +173,10 @@ class JaxPeer:
     """A function that JAX compiles.
 
     Attributes:
-      call: takes one call's arguments, returns a list of results.
-      case: says what these arguments are: forward, arrays and parameters; backward, dy and what
-        `save` returns for the other arrays and the parameters.
-      target: what the compiled program must hold.
+      call: takes one call's arguments, and returns a list of results.
+      case: determines the arguments. Forward: arrays and parameters. Backward: dy, and the results
+        of `save` for the other arrays and the parameters.
+      target: a text that the compiled program must contain.
     """
 
     plan: Plan
@@ -181,7 +186,7 @@ class JaxPeer:
     target: str = ""
 
     def types(self) -> list[Any]:
-        """Of one call's arguments."""
+        """The types of one call's arguments."""
         arrays, parameters = input_types(self.case)
         if self.save is None:
             return [*arrays, *parameters]
@@ -189,13 +194,13 @@ class JaxPeer:
         return [arrays[0], *jax.tree.leaves(self._save.out_info)]
 
     def arguments(self, inputs: Inputs) -> list[tuple[Any, ...]]:
-        """Of each call."""
+        """The arguments of each call."""
         if self.save is None:
             return [(*a, *inputs.parameters) for a in inputs.calls]
         return [(dy, *self._save(*a, *inputs.parameters)) for dy, *a in inputs.calls]
 
     def compile(self) -> None:
-        """Does what needs no device, in any thread."""
+        """Compiles. This needs no device, and may run in any thread."""
         plan = self.plan
         self._compiled: dict[Figure, Any] = {}
         with scope(plan.device):
@@ -227,7 +232,7 @@ class JaxPeer:
         return compiled
 
     def start(self, inputs: Inputs) -> dict[Figure, timing.Runner]:
-        """What is ready to be timed."""
+        """Makes the runners of the figures."""
         all_arguments = self.arguments(inputs)
         return {figure: self._runner(figure, all_arguments) for figure in self.plan.figures}
 
@@ -251,12 +256,15 @@ class JaxPeer:
 
 
 def ours(case: Case, plan: Plan) -> JaxPeer:
-    """The op of this library."""
+    """The library's op as a peer."""
     return differentiable(case, plan, case.operation.ours, _registry.TARGET_PREFIX)
 
 
 def differentiable(case: Case, plan: Plan, public: Callable[..., Any], target: str = "") -> JaxPeer:
-    """A public function; backward, `jax.vjp`'s pullback: its forward part is not timed."""
+    """A public function as a peer.
+
+    Backward is the pullback of `jax.vjp`, without the forward pass.
+    """
     if case.direction == "fwd":
         return JaxPeer(plan, case, lambda *a: [public(*a)], target=target)
     structure: list[Any] = []
@@ -273,7 +281,7 @@ def differentiable(case: Case, plan: Plan, public: Callable[..., Any], target: s
 
 
 def xla(case: Case, plan: Plan) -> JaxPeer:
-    """The textbook formula; backward from saved statistics."""
+    """The textbook formula as a peer. Backward starts from saved statistics."""
     formula, saved = case.operation.xla[case.direction], case.operation.saved
     if case.direction == "fwd":
         return JaxPeer(plan, case, formula)
@@ -285,15 +293,15 @@ def xla(case: Case, plan: Plan) -> JaxPeer:
 
 
 def has_device_copy(platform: str) -> bool:
-    """Whether the copy is the native one; else it is `jax.numpy`'s, which may be slower."""
+    """Whether the copy is the native one. Else it is `jax.numpy`'s copy, which may be slower."""
     module = _registry.MODULES.get(_registry.canonical_platform(platform))
     return module is not None and "device_copy" in module.registrations()
 
 
 class CopyPeer(JaxPeer):
-    """A copy that reads and writes as many bytes as the case has to, up to 8 fewer, or 0.1 %.
+    """A copy that reads and writes the case's number of bytes, or up to 8 bytes or 0.1 % fewer.
 
-    CUDA's driver copies some numbers of bytes that are no multiples of 4096 at two thirds of its
+    The CUDA driver copies some sizes that are not multiples of 4096 bytes at two thirds of its
     rate.
     """
 
@@ -310,7 +318,7 @@ class CopyPeer(JaxPeer):
 
 
 def copy(case: Case, plan: Plan) -> JaxPeer:
-    """The copy that all others are compared with."""
+    """The copy that all peers are compared with."""
 
     def call(x: jax.Array) -> list[jax.Array]:
         if not has_device_copy(plan.platform):

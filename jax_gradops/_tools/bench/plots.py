@@ -1,4 +1,4 @@
-"""Plots of what is in a run's file. A peer has its colour and its marker in all of them."""
+"""Plots of a run's results. A peer has one colour and one marker in all plots."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 class Style(NamedTuple):
-    """How a peer is drawn."""
+    """The label, colour and marker of a peer."""
 
     label: str
     color: str
     marker: str
 
 
-# Okabe's and Ito's colours, which can be told apart without red or green, and greys.
+# The palette of Okabe and Ito, and greys: colour-blind readers can tell the colours apart.
 STYLES = {
     "ours": Style("jax_gradops", "#E69F00", "o"),
     "xla": Style("XLA", "#56B4E9", "s"),
@@ -36,7 +36,7 @@ STYLES = {
     "triton": Style("Triton", "#009E73", "X"),
     "liger": Style("Liger", "#CC79A7", "<"),
     "quack": Style("QuACK", "#666666", ">"),
-    # Of training steps.
+    # Variants of training steps.
     "stock": Style("Flax and Optax", "#0072B2", "^"),
     "jax_gradops": Style("jax_gradops", "#E69F00", "o"),
     "unfused": Style("jax_gradops, not fused", "#009E73", "s"),
@@ -44,13 +44,13 @@ STYLES = {
 }
 _SHOWN = ("jax_gradops", "jax", "flax", "optax", "torch", "triton", "liger_kernel", "quack_kernels")
 _COPY = {"color": "0.35", "linestyle": (0, (5, 3)), "linewidth": 1.0, "zorder": 1}
-_INCHES = 9.2  # as wide as a README is shown, in letters of about its size
+_INCHES = 9.2  # the width of a README on GitHub; letters have about its size
 _SMALL: Any = {"font.size": 8.5, "axes.titlesize": 9, "axes.labelsize": 8.5, "axes.linewidth": 0.6}
-_SVG: Any = {"svg.hashsalt": "jax_gradops"}  # the same file from the same figures
+_SVG: Any = {"svg.hashsalt": "jax_gradops"}  # equal figures give equal files
 
 
 def check(path: Path) -> None:
-    """Raises BenchError if nothing could be plotted there."""
+    """Raises BenchError if the plot could not be written."""
     if path.suffix.lower() not in FORMATS:
         raise BenchError(f"--plot {path}: expected a name that ends in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -58,7 +58,7 @@ def check(path: Path) -> None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes the plot of a run's content, as `record` has it."""
+    """Writes the plot of a run's content. `record` defines the content."""
     import matplotlib
 
     kind = path.suffix.lower().removeprefix(".")
@@ -71,8 +71,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def draw(content: dict[str, Any]) -> Any:
-    """The plot as a figure of Matplotlib's; raises BenchError if there is nothing to plot."""
-    # It says so when it builds its font cache, which is no news to anyone here.
+    """The plot as a Matplotlib figure; raises BenchError if there is nothing to plot."""
+    # Matplotlib logs a message when it builds its font cache. The message is not shown.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
 
@@ -88,7 +88,7 @@ def _figure(height: float, **options: Any) -> Any:
 
 
 def _finish(figure: Any, content: dict[str, Any], title: str, drawn: Sequence[Any]) -> Any:
-    """Title, legend, and what was measured on."""
+    """Adds the title, the legend, and a line with the machine and the versions."""
     versions = content["versions"]
     shown = (
         "jax_gradops",
@@ -116,9 +116,9 @@ def _finish(figure: Any, content: dict[str, Any], title: str, drawn: Sequence[An
 
 
 def _draw_ops(content: dict[str, Any]) -> Any:
-    """A row of panels for each op, a column for each dtype and direction."""
+    """Draws a row of panels for each op, and a column for each dtype and direction."""
     found = {f: [r for r in content["results"] if f in r] for f in ("cold", "warm")}
-    figure_name = max(found, key=lambda f: len(found[f]))  # of a GPU's large arrays: cold
+    figure_name = max(found, key=lambda f: len(found[f]))  # large arrays on a GPU have only "cold"
     results = found[figure_name]
     if not results:
         raise BenchError("nothing to plot: no case was measured")
@@ -158,7 +158,7 @@ def _draw_ops(content: dict[str, Any]) -> Any:
 
 
 def _draw_panel(axes: Any, results: Sequence[dict[str, Any]], figure: str) -> dict[str, Any]:
-    """A line for each peer: of each width, the largest shape. Returns them by name."""
+    """Draws a line per peer, from the largest shape of each width. Returns the lines by name."""
     largest: dict[int, dict[str, Any]] = {}
     for result in sorted(results, key=lambda r: r["bytes"]):
         largest[result["shape"][1 if result["layout"] == "nchw" else -1]] = result
@@ -217,7 +217,8 @@ def _draw_clips(content: dict[str, Any]) -> Any:
         for j, name in enumerate(bars):
             height = 0.8 / len(bars)
             wrong = name in result["wrong"]
-            style = STYLES["optax" if name == "xla" else name]  # XLA runs Optax's here
+            # For clips, the peer "xla" is Optax's clip.
+            style = STYLES["optax" if name == "xla" else name]
             bar = axes.barh(
                 i - 0.4 + (j + 0.5) * height,
                 peers_of(result)[name]["fraction_of_copy"],

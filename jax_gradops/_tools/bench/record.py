@@ -1,4 +1,4 @@
-"""The file of a run's figures: written after each case, read for plots, and gone on with."""
+"""The file of a run's results. It is written after each case, read for plots, and resumed from."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jax_gradops._cli import info
 from jax_gradops._tools.bench import peers, timing
 from jax_gradops._tools.bench.errors import BenchError, unwritable
 
-#: Of the file's layout; another one is not read.
+#: The version of the file's layout. Files of other versions are not read.
 FORMAT = 1
-#: What has to agree for figures of two runs to stand in one file.
+#: These entries of two runs must be equal, so that one file may hold results of both.
 _ENVIRONMENT = (
     "suite", "rounds", "device", "processor", "platform", "cache_bytes", "copy", "competitors",
     "versions", "kernels", "library", "threads",
 )  # fmt: skip
-#: What competitors are called on PyPI.
+#: The PyPI names of competitors.
 PACKAGES = {
     "flax": "flax",
     "optax": "optax",
@@ -31,11 +31,11 @@ PACKAGES = {
     "quack": "quack_kernels",
     "triton": "triton",
 }
-_DIGITS = 6  # of figures
+_DIGITS = 6  # significant digits of figures
 
 
 def environment(device: Any, platform: str, competitors: Sequence[str]) -> dict[str, Any]:
-    """Machine and versions; made of what JSON can hold."""
+    """The machine and the versions, as JSON values."""
     found = info.collect()
     versions = {p: info.version(p) for c, p in PACKAGES.items() if c in competitors}
     return {
@@ -53,12 +53,12 @@ def environment(device: Any, platform: str, competitors: Sequence[str]) -> dict[
 
 
 def _library(platform: str) -> str:
-    """A digest of what computes: the native module and the Python around it."""
+    """A digest of the code that computes: the native module and the Python modules around it."""
     return _registry.identity(_registry.canonical_platform(platform))[:16]
 
 
 def describe(content: dict[str, Any]) -> str:
-    """Machine and versions, for people."""
+    """The machine and the versions as a text."""
     versions = (f"{name} {v}" for name, v in content["versions"].items() if v)
     processor = f"{content['processor']}, {content['threads']} threads"
     device = processor if content["platform"] == "cpu" else content["device"]
@@ -66,7 +66,7 @@ def describe(content: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file's content; raises BenchError."""
+    """Reads a file's content; raises BenchError."""
     try:
         content = json.loads(path.read_text())
     except OSError as error:
@@ -79,10 +79,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class Record:
-    """A run's figures, and those of the run that it goes on with.
+    """The results of a run, and of the earlier run that it resumes.
 
     Attributes:
-      content: what the file holds.
+      content: the content of the file.
     """
 
     def __init__(self, path: Path | None, header: dict[str, Any], command: str) -> None:
@@ -96,7 +96,7 @@ class Record:
         }
 
     def go_on(self) -> None:
-        """Takes over what the file has; raises BenchError if that was measured otherwise."""
+        """Takes over the file's results; raises BenchError if their conditions were different."""
         if self._path is None:
             raise BenchError("--resume: --json FILE says what to go on with")
         if not self._path.exists():
@@ -109,18 +109,18 @@ class Record:
                     f"cannot go on with {self._path}: {difference}; "
                     "without --resume all is measured anew"
                 )
-        # What went wrong is tried again.
+        # Cases that had a problem run again.
         self.results.extend(r for r in earlier["results"] if not r["problem"])
         commands = [*earlier["commands"], *self.content["commands"]]
         self.content["commands"] = list(dict.fromkeys(commands))
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """Of each case."""
+        """The results of all finished cases."""
         return self.content["results"]
 
     def find(self, case: Any) -> dict[str, Any] | None:
-        """A case's result, if it is there."""
+        """The result of a case, or None."""
         described = json.loads(json.dumps(case.describe())).items()
         for result in self.results:
             if all(name in result and result[name] == value for name, value in described):
@@ -128,19 +128,19 @@ class Record:
         return None
 
     def add(self, result: dict[str, Any], left: Sequence[Any]) -> None:
-        """One more case, and those that are left."""
+        """Adds the result of a case. `left` are the cases that are still to run."""
         self.results.append(_rounded(result))
         self.write(left)
 
     def write(self, left: Sequence[Any]) -> None:
-        """Writes the file as a whole, or leaves it as it was."""
+        """Writes the whole file. After an error, the old file is unchanged."""
         self.content["left_out"] = [str(case) for case in left]
         if self._path is not None:
             write(self._path, _text(self.content).encode())
 
 
 def _difference(name: str, then: Any, now: Any) -> str:
-    """What differs, if anything does."""
+    """A text about the first difference; empty if there is none."""
     if isinstance(then, dict) and isinstance(now, dict):
         found = (_difference(f"{name} {n}", then.get(n), now.get(n)) for n in {**then, **now})
         return next(filter(None, found), "")
@@ -148,7 +148,7 @@ def _difference(name: str, then: Any, now: Any) -> str:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Writes a file that is never seen half written; raises BenchError."""
+    """Writes a file that nobody sees half-written; raises BenchError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(data)
@@ -160,7 +160,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises BenchError if a file could not be written, before minutes of measuring."""
+    """Raises BenchError if the file cannot be written. The check comes before long measurements."""
     folder = path.parent
     try:
         if path.is_dir():
@@ -177,7 +177,7 @@ def check_writable(path: Path) -> None:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """JSON with a line for each result."""
+    """JSON with one line for each result."""
     *header, (last, results) = content.items()
     head = json.dumps(dict(header), indent=1).removesuffix("\n}")
     lines = ",\n".join(f"  {json.dumps(result)}" for result in results)

@@ -1,4 +1,4 @@
-"""What `bench` shows of the suites "ops" and "clip": the table, from what JSON has."""
+"""The table of `bench` for the suites "ops" and "clip", made from the JSON results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from jax_gradops._tools.bench.live import Display
 
 FIGURES = ("cold", "warm", "latency")
-_LINES_OF_ROW = 2  # so that they fit in 80 columns
+_LINES_OF_ROW = 2  # each row takes two lines, to fit in 80 columns
 _LINES_OF_HEAD = 4
 
 
 class Report:
-    """Lines as they come; on a terminal with Rich a table that grows."""
+    """Prints a line for each result. On a terminal with Rich, shows a growing table."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class Report:
         names: Sequence[str],
         earlier: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Takes the names of the cases to come, and results that are there already."""
+        """Takes the names of the cases to run, and the results of an earlier run."""
         self._competitors = competitors
         self._columns = [
             "case", "figure", "ours µs", "of copy", "copy GB/s",
@@ -55,7 +55,7 @@ class Report:
             self._display.console.print(self._table(self._rows))
 
     def add(self, result: dict[str, Any]) -> None:
-        """Shows a case that is done."""
+        """Shows a finished case."""
         self._show(result)
         self._display.done()
 

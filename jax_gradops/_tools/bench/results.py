@@ -1,4 +1,4 @@
-"""What came of a case of the suites "ops" and "clip", as JSON has it."""
+"""The results of the suites "ops" and "clip" as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax_gradops._tools.bench.timing import Timing
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """One case."""
+    """One case as JSON."""
     case = result.case
     return {
         "case": str(case),
@@ -35,18 +35,18 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def of_copy(result: Result, figure: peers.Figure, name: str) -> float | None:
-    """A peer's rate over the copy's, both for the case's minimum of bytes."""
+    """A peer's rate divided by the copy's rate. Both rates count the case's minimum of bytes."""
     timings = result.timings.get(figure, {})
     if figure == "latency" or name not in timings or "copy" not in timings:
         return None
     if _is_noise(timings[name]):
         return None
-    # The copy moves two whole arrays of float32, at most 8 bytes less than the case.
+    # The copy moves two whole float32 arrays: a few bytes less than the case (`peers.CopyPeer`).
     return timings["copy"].us / timings[name].us
 
 
 def best_peer(result: Result, figure: peers.Figure) -> str | None:
-    """The fastest competitor of those that are right."""
+    """The fastest competitor with correct results."""
     others = {
         name: timing
         for name, timing in result.timings.get(figure, {}).items()
@@ -56,7 +56,7 @@ def best_peer(result: Result, figure: peers.Figure) -> str | None:
 
 
 def speed_up(result: Result, figure: peers.Figure, peer: str | None) -> float | None:
-    """A competitor's time over ours."""
+    """A competitor's time divided by this library's time."""
     timings = result.timings.get(figure, {})
     if peer is None or not {"ours", peer} <= timings.keys():
         return None
@@ -66,7 +66,7 @@ def speed_up(result: Result, figure: peers.Figure, peer: str | None) -> float | 
 
 
 def _is_noise(timing: Timing) -> bool:
-    """Whether a difference of two times is none."""
+    """Whether a difference of two times is zero or negative, and so only noise."""
     return timing.us <= 0
 
 

@@ -1,4 +1,4 @@
-"""A run's figures as a table of comma-separated values: a line for each figure of each peer."""
+"""A run's results as comma-separated values. Each figure of each peer has one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPREAD = ("median", "p20", "p80")
 
 
 def text(content: dict[str, Any]) -> str:
-    """Of a run's content, as `record` has it."""
+    """The table of a run's content. `record` defines the content."""
     rows = list((_of_training if content["suite"] == "train" else _of_peers)(content))
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]) if rows else ["device"], lineterminator="\n")

@@ -1,8 +1,8 @@
-"""How programs are timed: interleaved samples, from which the host's dispatch is kept out.
+"""Times programs. Samples are interleaved, and do not contain the host's dispatch.
 
-A program is a number of calls one after the other. Cold, each call has its own inputs and results,
-several times the cache in all, as in a model each layer has; warm, each call has the results of the
-one before as its inputs, and all stay in the cache.
+A program is a number of calls, one after another. In a cold program, each call has its own inputs
+and results, as each layer of a model has. All together are several times the cache's size. In a
+warm program, each call's inputs are the results of the call before, and all stay in the cache.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 from jax_gradops import _registry
 
 Call: TypeAlias = Callable[..., list[Any]]
-Sample: TypeAlias = tuple[float, bool]  # as `Runner.sample` returns it
+Sample: TypeAlias = tuple[float, bool]  # the result of `Runner.sample`
 
-# Seconds that a runner works before it is measured, and that one sample takes at least, unless
-# that needs more than MAX_RUNS runs (JAX has at most 32 under way on a GPU).
+# The seconds that a runner works before the measurement, and the shortest time of a sample. A
+# sample is shorter if this time needs more than MAX_RUNS runs. JAX queues at most 32 runs on a GPU.
 WARM_UP = 0.03
 SAMPLE = {"gpu": 0.005, "cpu": 0.02}
 MAX_RUNS = 24
@@ -35,8 +35,8 @@ class Timing:
     """Microseconds of a call: the median and the 20th and 80th percentile.
 
     Attributes:
-      host_bound: whether the host's dispatch was slower than the device, and is in the time of
-        most samples.
+      host_bound: whether the host's dispatch was slower than the device in most samples. Then the
+        times contain dispatch.
     """
 
     us: float
@@ -46,16 +46,16 @@ class Timing:
 
 
 class Runner(Protocol):
-    """A program that is ready to run, of `calls` calls."""
+    """A program of `calls` calls that is ready to run."""
 
     calls: int
 
     def results(self) -> list[jax.Array]:
-        """The first call's; valid until the next run."""
+        """The results of the first call. They are valid until the next run."""
         ...
 
     def sample(self, runs: int) -> tuple[float, bool]:
-        """Seconds of one call in a series of runs, and whether the host's dispatch is in them."""
+        """Seconds of one call in a series of runs, and whether they contain the host's dispatch."""
         ...
 
 
@@ -63,7 +63,7 @@ class Runner(Protocol):
 
 
 def cold_program(call: Call) -> Callable[[Sequence[Any]], list[Any]]:
-    """Calls one after the other, each on its own arguments; returns all results.
+    """A program that runs the call on each of its arguments in turn; returns all results.
 
     The barriers keep XLA from fusing or reordering calls.
     """
@@ -80,11 +80,11 @@ def cold_program(call: Call) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def warm_program(call: Call, calls: int) -> Callable[[Sequence[Any]], list[Any]]:
-    """Calls one after the other in the same cache; returns the first and the last results.
+    """A program of calls whose data stay in the cache; returns the first and the last results.
 
-    A call's first result is the next one's first argument, where their types agree: XLA would merge
-    calls on the same arguments, barriers or not. Elsewhere a sum that costs little ties them. The
-    barriers keep it from fusing a call with the next one.
+    Each call depends on the call before. Otherwise XLA would merge calls on equal arguments, even
+    with barriers. If the types agree, a call's first result is the next call's first argument. Else
+    a cheap sum connects the calls. The barriers keep XLA from fusing two calls.
     """
 
     def program(arguments: Sequence[Any]) -> list[Any]:
@@ -102,10 +102,10 @@ def warm_program(call: Call, calls: int) -> Callable[[Sequence[Any]], list[Any]]
 
 
 class InPlace:
-    """A program whose calls' first results take over the memory of their first arguments.
+    """A program whose calls write their first results into the memory of their first arguments.
 
-    They are the first arguments of the next run, so that a run needs no copies of these; `restart`
-    begins again with copies of those given.
+    These results are the first arguments of the next run, so that a run needs no copies. `restart`
+    begins again with copies of the given arguments.
     """
 
     def __init__(self, compiled: Any, arguments: Sequence[Any]) -> None:
@@ -116,7 +116,7 @@ class InPlace:
 
     @staticmethod
     def compile(program: Callable[..., Any], types: Sequence[Any]) -> Any:
-        """What the constructor takes, from a program of any of the kinds above."""
+        """Compiles any of the programs above for the constructor."""
 
         def split(firsts: Sequence[Any], others: Sequence[Any]) -> Any:
             return program([(first, *rest) for first, rest in zip(firsts, others, strict=True)])
@@ -125,14 +125,14 @@ class InPlace:
         return jax.jit(split, donate_argnums=0).lower(firsts, others).compile()
 
     def restart(self) -> None:
-        """Else, after hundreds of runs, most numbers would be 0 or infinite."""
+        """Restores the arguments. After hundreds of runs, most numbers would be 0 or infinite."""
         self._firsts = []
         for first, *_ in self._arguments:
             with jax.default_device(first.device):
                 self._firsts.append(jax.numpy.copy(first))
 
     def __call__(self, *_: Any) -> Any:
-        """Runs on what the last run left."""
+        """Runs on the results of the last run."""
         results = self._compiled(self._firsts, self._others)
         self._firsts = [result[0] for result in results[-len(self._firsts) :]]
         return results
@@ -140,9 +140,10 @@ class InPlace:
 
 @functools.cache
 def clock(device: Any) -> Callable[[], Any]:
-    """What reads the device's clock when it gets there: nanoseconds, in two halves.
+    """A program that reads the device's clock: nanoseconds, as two 32-bit halves.
 
-    The host hears of a program's end late, and unequally so: 140 us were measured as 133 to 147.
+    The host hears of a program's end late, and the delay varies: 140 us were measured as 133 to
+    147.
     """
     name = f"{_registry.TARGET_PREFIX}device_clock"
     read = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((2,), np.uint32), has_side_effect=True)
@@ -151,16 +152,17 @@ def clock(device: Any) -> Callable[[], Any]:
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """Of what a `clock` has read."""
+    """The seconds between two results of `clock`."""
     first, last = (int(low) | int(high) << 32 for low, high in (np.asarray(begin), np.asarray(end)))
     return (last - first) / 1e9
 
 
 class QueuedProgram:
-    """On a device with a queue: the time of runs of which none waits for the host."""
+    """Times queued runs on a GPU. No run waits for the host."""
 
-    _LEAD = 4  # runs at the head of a sample, while which the others are queued
-    _TRIES = 3  # as the host may be interrupted; and so many samples without success are enough
+    _LEAD = 4  # runs before the clock starts: the timed ones are queued meanwhile
+    # Attempts of a sample: the host may be interrupted. Also the limit of failed samples.
+    _TRIES = 3
 
     def __init__(self, compiled: Any, arguments: Sequence[Any], calls: int, device: Any) -> None:
         self.calls = calls
@@ -184,7 +186,7 @@ class QueuedProgram:
             self._run(self._LEAD)
             begin = self._clock()
             self._run(runs)
-            queued = not begin.is_ready()  # else the device may have waited for some of them
+            queued = not begin.is_ready()  # else the device may have waited for the host
             seconds = seconds_between(begin, self._clock())
             if queued:
                 self._failed_samples = 0
@@ -196,9 +198,9 @@ class QueuedProgram:
 
 
 class BlockingProgram:
-    """On the CPU: run by run, each into the memory of the last one's results.
+    """Times runs one by one on the CPU. Each run writes into the last run's results.
 
-    Else the operating system's work on fresh memory would be a good part of the time.
+    With fresh memory, a large part of the time would be the operating system's work on this memory.
     """
 
     def __init__(self, compiled: Any, arguments: Sequence[Any], calls: int, spare: Any) -> None:
@@ -220,7 +222,7 @@ class BlockingProgram:
 
 
 class LatencyProgram:
-    """One call from Python to its results, host and device together."""
+    """One call from Python to its results. The time is of host and device together."""
 
     calls = 1
 
@@ -246,7 +248,7 @@ def measure(runners: Mapping[str, Runner], rounds: int, device: str) -> dict[str
 
 
 def sample_all(runners: Mapping[str, Runner], rounds: int, device: str) -> dict[str, list[Sample]]:
-    """All runners' samples, in rounds that each of them has one sample of."""
+    """The samples of all runners. In each round, each runner takes one sample."""
     runs = {name: _warm_up(runner, SAMPLE[device]) for name, runner in runners.items()}
     samples: dict[str, list[Sample]] = {name: [] for name in runners}
     for _ in range(rounds):
@@ -256,8 +258,8 @@ def sample_all(runners: Mapping[str, Runner], rounds: int, device: str) -> dict[
 
 
 def _warm_up(runner: Runner, target: float) -> int:
-    """Runs for a while; returns how many runs a sample should have."""
-    runner.sample(1)  # the first run loads kernels
+    """Runs for a while; returns the number of runs of a sample."""
+    runner.sample(1)  # loads kernels
     start = time.perf_counter()
     runs = 1
     while True:
@@ -268,7 +270,7 @@ def _warm_up(runner: Runner, target: float) -> int:
 
 
 def summary(samples: Sequence[Sample], without: Sequence[Sample] | None = None) -> Timing:
-    """What the samples say; less those of the same rounds `without` something, if given."""
+    """Summarises samples; subtracts the samples `without` something, round by round, if given."""
     seconds = np.array([seconds for seconds, _ in samples])
     if without is not None:
         seconds -= [seconds for seconds, _ in without]
@@ -280,11 +282,12 @@ def summary(samples: Sequence[Sample], without: Sequence[Sample] | None = None) 
 # --- The device's memory -------------------------------------------------------------------------
 
 _L2_CACHE_SIZE = 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
-_UNKNOWN_CACHE = {"gpu": 128 << 20, "cpu": 64 << 20}  # as large as any of 2025 or most
+# Bytes; few machines of 2025 have a larger cache.
+_UNKNOWN_CACHE = {"gpu": 128 << 20, "cpu": 64 << 20}
 
 
 def cache_bytes(device: Any) -> int:
-    """The size of the last cache before memory; a large guess where it cannot be told."""
+    """The size of the last-level cache; a large guess if it is unknown."""
     try:
         if device.platform == "cpu":
             return _largest_cpu_cache()
@@ -294,7 +297,7 @@ def cache_bytes(device: Any) -> int:
         )
         if status == 0 and size.value > 0:
             return size.value
-    except (OSError, ValueError):  # no such library or file
+    except (OSError, ValueError):  # there is no such library or file
         pass
     return _UNKNOWN_CACHE["cpu" if device.platform == "cpu" else "gpu"]
 
@@ -306,6 +309,6 @@ def _largest_cpu_cache() -> int:
 
 
 def memory_bytes(device: Any) -> int:
-    """How much memory programs may take; a small guess where it cannot be told."""
+    """The memory in bytes that programs may take; a small guess if it is unknown."""
     limit = (device.memory_stats() or {}).get("bytes_limit", 0) if device.platform != "cpu" else 0
     return limit or 8 << 30

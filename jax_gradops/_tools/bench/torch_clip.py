@@ -1,4 +1,4 @@
-"""PyTorch's clip, in place as `torch.nn.utils.clip_grad_norm_` has it."""
+"""PyTorch's clip `torch.nn.utils.clip_grad_norm_`, in place."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from jax_gradops._tools.bench.peers import PeerError, Plan
 
 
 class TorchClip:
-    """On a copy of the leaves; its kernels take as long whether there is something to clip or not.
+    """PyTorch's clip on a copy of the leaves.
 
-    So it goes through the same gradients over and over, with a limit that is clipped to once.
+    The time of its kernels does not depend on whether there is something to clip. All calls
+    therefore use one copy and one limit. The first call clips, and later calls change little.
     """
 
     def __init__(self, pristine: Sequence[jax.Array], max_norm: float, plan: Plan) -> None:
@@ -39,15 +40,15 @@ class TorchClip:
         return [clip(self._parameters, self._max_norm, foreach=True)]
 
     def clipped(self) -> list[jax.Array]:
-        """What the first call makes of the leaves; valid until the next one."""
+        """The leaves after the first call. They are valid until the next call."""
         torch_peers.LaunchedCalls([self._call], False, self._stream).wait_for_all()
         return [jax.dlpack.from_dlpack(p.grad) for p in self._parameters]
 
     def runner(self, calls: int) -> timing.Runner:
-        """What is ready to be timed."""
+        """Makes a runner of `calls` calls."""
         if self._stream is None:
             return torch_peers.LaunchedCalls([self._call] * calls, False)
         try:
             return torch_peers.CapturedCalls([self._call] * calls, False, self._stream)
-        except RuntimeError:  # of CUDA: an operation that a capture does not permit
+        except RuntimeError:  # a CUDA error: the capture does not permit an operation
             return torch_peers.LaunchedCalls([self._call] * calls, False, self._stream)

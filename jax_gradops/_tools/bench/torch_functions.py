@@ -1,6 +1,6 @@
-"""The ops as PyTorch has them, and libraries of kernels for it.
+"""The ops as functions of PyTorch, and of kernel libraries for PyTorch.
 
-Each is one `TorchFunction`, made for a case by a function in `MAKERS`.
+Each one is a `TorchFunction`. A function in `MAKERS` makes it for a case.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from jax_gradops._tools.bench.cases import Case
 
 
 class Unsupported(Exception):
-    """A library has no such function; the message says which."""
+    """The library has no such function. The message names the missing function."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TorchFunction:
-    """One call.
+    """A function on PyTorch tensors.
 
     Attributes:
-      call: from what `save` returns, and backward dy, in front; returns a list of results.
-      save: from x, others like it, and the parameters.
-      wide_parameters: takes float32 parameters beside 16-bit x; else they get x's dtype.
+      call: takes the results of `save` (backward: dy before them), and returns a list of results.
+      save: takes x, further arrays of its shape, and the parameters.
+      wide_parameters: whether parameters of 16-bit cases are float32. Else they have x's dtype.
     """
 
     call: Callable[..., Sequence[Any]]
@@ -54,7 +54,7 @@ def _by_autograd(forward: Callable[..., Any], wide_parameters: bool = False) -> 
 
 
 def _of(case: Case, forward: Callable[..., Any], wide_parameters: bool = False) -> TorchFunction:
-    """A differentiable function in the case's direction."""
+    """The forward or backward pass of a differentiable function, as the case says."""
     if case.direction == "bwd":
         return _by_autograd(forward, wide_parameters)
     return TorchFunction(lambda *a: [forward(*a)], wide_parameters=wide_parameters)
@@ -87,10 +87,11 @@ def _torch_rms_norm(case: Case) -> TorchFunction:
 def _batch_norm(
     case: Case, forward: Callable[..., Sequence[Any]], backward: Callable[..., Sequence[Any]]
 ) -> TorchFunction:
-    """Batch norm, and what follows it in place, as torchvision's residual networks have it.
+    """Batch norm, then the addition and relu in place, as in torchvision's residual networks.
 
-    `forward` returns y and what `backward` takes after dy, x and the scale. Channels are PyTorch's
-    second axis; where they are last, tensors are of the memory format that is called so.
+    `forward` returns y and further results. `backward` takes dy, x, the scale and these results.
+    PyTorch's channels are the second axis. If x has channels last, its tensors have the memory
+    format "channels last".
     """
     threshold = torch_module().ops.aten.threshold_backward
     relu, axis = bool(case.form), case.operation.axis
@@ -121,7 +122,7 @@ def _batch_norm(
 
 
 def _torch_batch_norm(case: Case) -> TorchFunction:
-    """PyTorch's own kernels: what chooses between these and cuDNN's is a layer above."""
+    """PyTorch's own kernels. A higher layer of PyTorch chooses between them and cuDNN's kernels."""
     aten = torch_module().ops.aten
 
     def backward(dy: Any, x: Any, w: Any, mean: Any, rstd: Any) -> Sequence[Any]:
@@ -150,7 +151,7 @@ def _cudnn_batch_norm(case: Case) -> TorchFunction:
 
 
 def _torch_gelu(case: Case) -> TorchFunction:
-    """With a bias: two functions, as PyTorch has none for both."""
+    """GELU. With a bias it takes two functions, because PyTorch has no function for both."""
     torch, form = torch_module(), {"tanh": "tanh", "exact": "none"}[case.form]
     gelu = functools.partial(torch.nn.functional.gelu, approximate=form)
     return _of(case, lambda x, *bias: gelu(x + bias[0] if bias else x))
@@ -163,7 +164,7 @@ def _torch_global_norm(case: Case) -> TorchFunction:
 
 
 def _torch_clip(case: Case) -> TorchFunction:
-    """As `torch.nn.utils.clip_grad_norm_`, which does it in place."""
+    """As `torch.nn.utils.clip_grad_norm_`, but not in place."""
     torch, norm = torch_module(), _torch_global_norm(case)
 
     def call(x: Any) -> list[Any]:
@@ -182,7 +183,8 @@ def _liger(case: Case) -> TorchFunction:
         layer_norm = module.LigerLayerNormFunction.apply
         return _of(case, lambda x, w, b: layer_norm(x, w, b, formulas.EPSILON))
     rms_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
-    # offset, casting, and no results in dy's place: the next call needs it.
+    # The last arguments are the offset, the casting mode, and whether dx may take dy's memory. It
+    # may not, because the next call needs dy.
     return _of(case, lambda x, w: rms_norm(x, w, formulas.EPSILON, 0.0, "llama", False))
 
 
@@ -224,7 +226,7 @@ MAKERS: dict[str, dict[str, Callable[[Case], TorchFunction]]] = {
     "quack": dict.fromkeys(_NORMS, _quack),
     "triton": dict.fromkeys(_NORMS, _triton),
 }
-#: What has to be importable for each of these peers, and whether it runs on the CPU.
+#: By peer: the modules that it needs, and whether it runs on the CPU.
 REQUIREMENTS = {
     "torch": (("torch",), True),
     "cudnn": (("torch",), False),
@@ -234,11 +236,11 @@ REQUIREMENTS = {
 }
 
 
-#: Dtypes that a peer does not take; those that are not here have none in float64. PyTorch has no
-#: way to cuDNN's batch norm with bfloat16 data and float32 parameters.
+#: By peer: the dtypes that it does not support. Peers without an entry do not support float64.
+#: PyTorch cannot call cuDNN's batch norm with bfloat16 data and float32 parameters.
 WITHOUT = {"torch": (), "cudnn": ("bfloat16", "float64")}
 
 
 def covers(name: str, case: Case) -> bool:
-    """Whether the peer has the case's op at all."""
+    """Whether the peer has the case's op."""
     return case.op in MAKERS[name] and case.dtype not in WITHOUT.get(name, ("float64",))

@@ -1,7 +1,7 @@
 """Peers that run under PyTorch.
 
-On a GPU, the calls are captured in a CUDA graph and replayed, so that as little host time is in the
-figures as in those of JAX's programs; what cannot be captured is launched call by call.
+On a GPU, the calls are captured in a CUDA graph and replayed. So the times hold as little host time
+as the times of JAX programs. Calls that cannot be captured are launched one by one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jax_gradops._tools.bench import timing, torch_functions
 from jax_gradops._tools.bench.cases import Case
 from jax_gradops._tools.bench.peers import Figure, Inputs, PeerError, Plan
 
-_LEAD = 2  # replays before the first event, so that all others are queued when it is reached
+_LEAD = 2  # replays before the first event: the timed ones are queued before the device reaches it
 
 
 class TorchPeer:
-    """A function of PyTorch's on one case."""
+    """A PyTorch function on one case."""
 
     def __init__(self, name: str, case: Case, plan: Plan) -> None:
         self._name, self._case, self._plan = name, case, plan
 
     def compile(self) -> None:
-        """Nothing: kernels are compiled at their first call."""
+        """Does nothing: kernels are compiled at their first call."""
 
     def start(self, inputs: Inputs) -> dict[Figure, timing.Runner]:
         torch = torch_functions.torch_module()
@@ -40,8 +40,8 @@ class TorchPeer:
             function = torch_functions.MAKERS[self._name][self._case.op](self._case)
         except torch_functions.Unsupported as error:
             raise PeerError(str(error)) from None
-        # One stream for all: autograd launches on the stream of the forward pass, and only what is
-        # launched on the captured stream is captured.
+        # All calls use one stream. Autograd launches on the stream of the forward pass. A capture
+        # records only the launches on the captured stream.
         stream = torch.cuda.Stream() if self._plan.platform == "gpu" else None
         with torch.no_grad(), torch.cuda.stream(stream):
             arguments = [self._arguments(function, a, inputs.parameters) for a in inputs.calls]
@@ -77,17 +77,17 @@ class TorchPeer:
             return timing.LatencyProgram(LaunchedCalls(sequence, keep, stream).wait_for_all)
         try:
             return CapturedCalls(sequence, keep, stream)
-        except RuntimeError:  # of CUDA: an operation that a capture does not permit
+        except RuntimeError:  # a CUDA error: the capture does not permit an operation
             return LaunchedCalls(sequence, keep, stream)
 
 
-# PyTorch's OpenMP threads spin for milliseconds after their work, in wait for more, and meanwhile
-# take their cores from what is timed next: layer norm took up to half as long again.
+# PyTorch's OpenMP threads spin for milliseconds after their work, waiting for more. Meanwhile they
+# take cores from the next peer: layer norm took up to 50 % longer.
 OPENMP_SPIN_SECONDS = 0.02
 
 
 def _tensor(array: jax.Array) -> Any:
-    """The same memory. Nothing writes to it."""
+    """A tensor in the array's memory. Nothing writes to this memory."""
     return torch_functions.torch_module().from_dlpack(array)
 
 
@@ -96,7 +96,10 @@ def _array(tensor: Any) -> jax.Array:
 
 
 def _run_all(sequence: Sequence[Callable[[], Any]], keep: bool) -> list[Any]:
-    """All calls' results, or only the last's, so that the memory of the others is used again."""
+    """Runs all calls. Returns all results, or only the last call's results if not `keep`.
+
+    If not `keep`, the results of earlier calls are freed, and the next calls use their memory.
+    """
     results: list[Any] = []
     with torch_functions.torch_module().no_grad():
         for call in sequence:
@@ -107,7 +110,7 @@ def _run_all(sequence: Sequence[Callable[[], Any]], keep: bool) -> list[Any]:
 
 
 class LaunchedCalls:
-    """Call by call, as PyTorch is used without graphs."""
+    """Launches the calls one by one, as users of PyTorch do without graphs."""
 
     def __init__(self, sequence: Sequence[Any], keep: bool, stream: Any = None) -> None:
         self.calls = len(sequence)
@@ -122,7 +125,7 @@ class LaunchedCalls:
             self._stream.synchronize()
 
     def wait_for_all(self) -> list[Any]:
-        """Runs once."""
+        """Runs all calls once and waits for them."""
         results = self._run()
         self._wait()
         return results
@@ -142,18 +145,18 @@ class LaunchedCalls:
 
 
 class CapturedCalls:
-    """A CUDA graph of all calls, replayed."""
+    """All calls in one CUDA graph, which is replayed."""
 
     def __init__(self, sequence: Sequence[Any], keep: bool, stream: Any) -> None:
         torch = torch_functions.torch_module()
         self.calls, self._stream = len(sequence), stream
-        self._sequence = sequence  # holds the arguments, whose memory the graph reads
-        with torch.cuda.stream(stream):  # first calls compile and allocate
+        self._sequence = sequence  # keeps the arguments alive: the graph reads their memory
+        with torch.cuda.stream(stream):  # the first calls compile and allocate
             for _ in range(2):
                 _run_all(sequence[:1], keep)
         stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may compile programs of JAX's, which a stricter mode does not permit.
+        # Other threads may compile JAX programs. A stricter mode does not permit this.
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._results = _run_all(sequence, keep)
 
@@ -182,13 +185,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Tells the C library to keep freed memory: PyTorch allocates results anew in each call.
+    """Tells the C library to keep freed memory.
 
-    Else the operating system's work on fresh memory would be a good part of the time.
+    PyTorch allocates results anew in each call. Otherwise a large part of the time would be the
+    operating system's work on fresh memory.
     """
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    except (OSError, AttributeError):  # not glibc
+    except (OSError, AttributeError):  # the C library is not glibc
         pass

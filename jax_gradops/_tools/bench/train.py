@@ -1,6 +1,7 @@
-"""What of whole training steps can be timed: models, their sizes, and variants of each.
+"""The cases of the suite "train": models, their sizes, and their variants.
 
-A model is a module with `setup(case)`, which is imported only when it is wanted, as it needs Flax.
+Each model has a module with a function `setup(case)`. The module is imported only on use, because
+it needs Flax.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ import jax
 from jax_gradops._tools.bench.cases import SHORT_DTYPES
 
 STOCK = "stock"
-#: Ops from Flax, Optax and XLA; this library's, fused with their neighbours; this library's, alone;
-#: and fused, but the norms keep their results for the derivative, not what they were given.
+#: "stock" has ops of Flax, Optax and XLA. "jax_gradops" has this library's ops, fused with their
+#: neighbours. "unfused" has this library's ops without fusion. "save_output" is fused too, but
+#: norms save their results for the backward pass, not their inputs.
 VARIANTS = (STOCK, "jax_gradops", "unfused", "save_output")
-#: Of resnet50: 0 is what comes before the first stage.
+#: Stages of resnet50. Stage 0 is the part before the first stage.
 STAGES = ("0", "1", "2", "3", "4")
-#: The first of them if none is named.
+#: The first one is the default.
 DTYPES = ("bfloat16", "float32")
 STEPS, IMAGES, IMAGE_SIZE, WINDOWS, CONTEXT = 10, 256, 224, 32, 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What can be asked for of a model.
+    """A model, and the options that it supports.
 
     Attributes:
-      module: that makes it.
-      shape: from what was asked for to the shape of a batch.
-      variants: those that it has.
-      options: those that not all models have.
+      module: the name of the module that makes the model.
+      shape: maps the arguments to the shape of a batch.
+      variants: the variants that the model supports.
+      options: the options that only some models have.
     """
 
     module: str
@@ -54,7 +56,7 @@ def _windows(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 _GPT2 = Model("train_gpt2", _windows, VARIANTS, ("context",))
-#: By name.
+#: Models by name.
 MODELS = {
     "resnet50": Model("train_resnet", _images, VARIANTS[:3], ("image_size", "stages")),
     "gpt2": _GPT2,
@@ -68,10 +70,10 @@ class TrainCase:
 
     Attributes:
       platform: "cpu" or "gpu".
-      shape: of a batch; the first axis is that of examples.
+      shape: of a batch; the first axis is the axis of examples.
       steps: of the loss curves.
-      stages: of resnet50, those where the variants differ from `STOCK`.
-      profile: where profiles are written, if any are.
+      stages: of resnet50: the stages that differ between variants.
+      profile: the folder for profiles, or None.
     """
 
     model: str
@@ -87,7 +89,7 @@ class TrainCase:
         return f"{self.model} {SHORT_DTYPES[self.dtype]} {'x'.join(map(str, self.shape))}"
 
     def describe(self) -> dict[str, Any]:
-        """For JSON."""
+        """The values that identify the case, for JSON."""
         left_out = {"platform", "profile"}
         if "stages" not in MODELS[self.model].options:
             left_out.add("stages")
@@ -101,17 +103,17 @@ class TrainCase:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model, ready to be trained: what all variants have in common, and what each has.
+    """A model that is ready for training: the parts that variants share, and the parts that differ.
 
     Attributes:
-      unit: what a batch is made of, in the plural.
-      examples: of these in a batch.
-      init: from a key to parameters, and to what else the loss carries from step to step: running
-        averages, or the number of the step, from which it takes its part of the batch.
-      batch: from a key to what each step is given.
-      loss: from a variant to a function of parameters, what is carried and a batch, which returns
-        the loss and what is carried to the next step.
-      optimizer: from a variant to Optax's.
+      unit: the items of a batch, in the plural.
+      examples: the number of these items in a batch.
+      init: maps a key to parameters and to carried values. These values go from step to step:
+        running averages, or the step number that selects the part of the batch.
+      batch: maps a key to the data that each step gets.
+      loss: maps a variant to a function. This function takes parameters, carried values and a
+        batch. It returns the loss and the next carried values.
+      optimizer: maps a variant to an Optax optimizer.
     """
 
     unit: str
@@ -123,7 +125,7 @@ class Setup:
 
 
 def is_matrix(parameters: Any) -> Any:
-    """Which parameters decay: scales and biases do not."""
+    """Says which parameters decay: matrices do, scales and biases do not."""
     return jax.tree.map(lambda parameter: parameter.ndim > 1, parameters)
 
 
@@ -132,7 +134,7 @@ def add_arguments(
     parser: argparse.ArgumentParser,
     positive: Any,
 ) -> None:
-    """Adds the suite's options; `add` adds one whose values are names."""
+    """Adds the suite's options. `add` adds an option whose values are names."""
     add("model", tuple(MODELS), "all", "suite train: models")
     others = "stock and jax_gradops; stock is always there"
     add("variant", VARIANTS, others, "suite train: where ops come from")
@@ -158,7 +160,7 @@ OPTIONS = ("model", "variant", "stages", "batch", "image_size", "context", "step
 
 
 def why_not(args: argparse.Namespace) -> str:
-    """What was asked for that no model has, or none of those asked for; "" if there is nothing."""
+    """Why no requested model supports the arguments; "" if one does."""
     dtypes = [d for d in args.dtype or () if d not in DTYPES]
     if dtypes:
         return f"no model is trained in {', '.join(dtypes)}"
@@ -175,7 +177,7 @@ def why_not(args: argparse.Namespace) -> str:
 
 
 def select(args: argparse.Namespace, platform: str) -> list[TrainCase]:
-    """What was asked for; each model in those of the variants that it has."""
+    """The requested cases. Each model has the wanted variants that it supports."""
     wanted = {STOCK, *(args.variant or VARIANTS[:2])}
     return [
         TrainCase(

@@ -1,4 +1,4 @@
-"""Loss curves: how much they differ, and how much they may."""
+"""Loss curves: their differences, and how large these may be."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# A curve may be off by so many times what rounding the parameters once changes, and by _SLACK.
+# A curve may differ by _TIMES_NOISE times the change from rounding the first parameters, plus
+# _SLACK.
 _TIMES_NOISE = 4.0
 _SLACK = 2.0**-8
 
 
 def difference(expected: Sequence[float], got: Sequence[float]) -> np.ndarray:
-    """Of each step's loss, as a fraction; infinite where one is not finite."""
+    """The relative difference of each step's loss; infinite if a loss is not finite."""
     wanted = np.asarray(expected, np.float64)
     found = np.abs(np.asarray(got, np.float64) - wanted) / np.abs(wanted)
     return np.where(np.isfinite(found), found, np.inf)
 
 
 def mistakes(expected: Sequence[float], noise: np.ndarray, got: Sequence[float]) -> str:
-    """What is wrong with a loss curve, if anything is.
+    """The mistake in a loss curve; empty if there is none.
 
-    Differences grow from step to step. Up to each, they may be a few times as large as the `noise`
-    up to there.
+    Differences grow from step to step. The limit of a step is therefore made from the largest
+    `noise` up to this step.
     """
     if not np.all(np.isfinite(expected)):
         return "losses are not finite"

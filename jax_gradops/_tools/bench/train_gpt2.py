@@ -1,16 +1,17 @@
-"""GPT-2 124M in Flax NNX, as its users write it; and the same model with this library's modules.
+"""GPT-2 124M in Flax NNX, as Flax users write it, and with this library's modules.
 
-The model is written once. `jax_gradops.nnx.fuse` puts this library's modules in the place of
-Flax's; `jax_gradops.nnx.add_norm` makes one pass of an addition, that of the bias which
-`jax_gradops.nnx.deferred_bias` has left to it, and this library's norm. `jax_gradops.nnx.Linear`
-sums up the gradient of the other bias, of queries, keys and values.
+The model is written once. `jax_gradops.nnx.fuse` replaces Flax's modules with this library's.
+`jax_gradops.nnx.deferred_bias` leaves the bias of a layer to the addition after it.
+`jax_gradops.nnx.add_norm` makes one pass of this bias, the addition and the norm. The layer for
+queries, keys and values is `jax_gradops.nnx.Linear`, which sums the gradient of its bias.
 
-The text is what comes with Python, so that any machine has it: the language reference and the
-modules of the standard library that are single files. Tokens are words, runs of punctuation and of
-white space, each with the space before it: GPT-2's own first step, but they are not split further.
-The most frequent one is token 0, and so on; should there be more than GPT-2's vocabulary holds, all
-rarer ones are the last token. Losses are not comparable with those of other tokens or texts. Time
-depends on the vocabulary's size, which is GPT-2's, not on what is in it.
+The text comes with Python, so any machine has it: the language reference, and the standard
+library's modules that are single files. Tokens are words, runs of punctuation and runs of white
+space, each with the space before it. GPT-2's tokenizer begins in this way too, but splits these
+tokens further. Tokens are numbered by frequency: token 0 is the most frequent. If there are more
+tokens than GPT-2's vocabulary holds, all rarer ones become the last token. Losses cannot be
+compared with losses of other tokens or texts. The time of a step depends on the size of the
+vocabulary. This size is GPT-2's.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ import jax_gradops.nnx
 from jax_gradops._tools.bench.train import STOCK, Setup, TrainCase, is_matrix
 from jax_gradops._tools.demo import text
 
-#: What is still to be added to an array: another one, and its bias if that is by itself.
+#: An array that is still to be added to another one. Its bias follows if not yet added.
 Update: TypeAlias = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes. GPT-2 has 50,257 tokens; a multiple of 128 suits matrix units."""
+    """The model's sizes.
+
+    GPT-2 has 50,257 tokens; `padded` is a multiple of 128 for matrix units.
+    """
 
     layers: int = 12
     heads: int = 12
@@ -52,11 +56,11 @@ class Config:
 
 CONFIG = Config()
 _EPSILON = 1e-5
-_DEVIATION = 0.02  # of first parameters
+_DEVIATION = 0.02  # standard deviation of the initial parameters
 _MAX_NORM = 1.0
 _WEIGHT_DECAY = 0.1
 _LEARNING_RATE = 3e-4
-_WARM_UP = 100  # steps
+_WARM_UP = 100  # steps of the learning rate's warm-up
 
 
 # --- Model ---------------------------------------------------------------------------------------
@@ -66,8 +70,8 @@ class Residual(NamedTuple):
     """How a variant adds to the residual stream.
 
     Attributes:
-      project: from a layer and its input to an update.
-      add_norm: from a norm, x and an update to the norm of their sum, and the sum.
+      project: maps a layer and its input to an update.
+      add_norm: maps a norm, x and an update to the norm of their sum, and the sum.
     """
 
     project: Callable[[Any, jax.Array], Update]
@@ -75,7 +79,7 @@ class Residual(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention; cuDNN's if `cudnn`, else what JAX takes by default."""
+    """Causal self-attention: cuDNN's if `cudnn`, else JAX's default implementation."""
 
     def __init__(self, case: TrainCase, rngs: nnx.Rngs) -> None:
         self.qkv = _linear(case, CONFIG.width, 3 * CONFIG.width, rngs)
@@ -84,7 +88,7 @@ class Attention(nnx.Module):
         self.implementation: Any = "cudnn" if case.platform == "gpu" and half else None
 
     def __call__(self, x: jax.Array, residual: Residual) -> Update:
-        """[batch, time, width] to the same."""
+        """Maps [batch, time, width] to an update of this shape."""
         q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
         q, k, v = (a.reshape(*a.shape[:-1], CONFIG.heads, -1) for a in (q, k, v))
         y = jax.nn.dot_product_attention(
@@ -94,7 +98,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A pre-norm transformer block; it takes and returns a sum and its update."""
+    """A pre-norm transformer block. It takes and returns a sum and its update."""
 
     def __init__(self, case: TrainCase, gelu: Callable[..., Any], rngs: nnx.Rngs) -> None:
         self.ln_1 = _norm(case, rngs)
@@ -109,14 +113,17 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, update: Update, residual: Residual
     ) -> tuple[jax.Array, Update]:
-        """`x` and `update` [batch, time, width] to the same; in the first block, there is none."""
+        """Maps `x` and `update` [batch, time, width] to a new pair.
+
+        The first block has no update.
+        """
         y, x = residual.add_norm(self.ln_1, x, *update) if update else (self.ln_1(x), x)
         y, x = residual.add_norm(self.ln_2, x, *self.attention(y, residual))
         return x, residual.project(self.mlp, y)
 
 
 class GPT2(nnx.Module):
-    """Predicts each token from those before it; the head shares the token embedding."""
+    """Predicts each token from the tokens before it; the head shares the token embedding."""
 
     def __init__(self, case: TrainCase, rngs: nnx.Rngs) -> None:
         embed = functools.partial(
@@ -133,9 +140,9 @@ class GPT2(nnx.Module):
         self.ln_f = _norm(case, rngs)
 
     def __call__(self, tokens: jax.Array, residual: Residual) -> jax.Array:
-        """Tokens [batch, time] to logits [batch, time, CONFIG.padded]."""
-        # In float32: the gradient of a frequent token has hundreds of terms, most of which atomic
-        # additions of 16 bits would lose, which are many times slower, too.
+        """Maps tokens [batch, time] to logits [batch, time, CONFIG.padded]."""
+        # In float32: the gradient of a frequent token is a sum of hundreds of terms. 16-bit atomic
+        # additions would lose most of these terms, and are many times slower.
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[-1])[None])
         x = x.astype(self.dtype)
         update: Update = ()
@@ -148,7 +155,7 @@ class GPT2(nnx.Module):
 def _linear(
     case: TrainCase, inputs: int, outputs: int, rngs: nnx.Rngs, *, residual: bool = False
 ) -> nnx.Linear:
-    # What adds to the residual stream starts smaller, by the number of such additions.
+    # The more layers add to the residual stream, the smaller their initial parameters are.
     deviation = _DEVIATION / ((2 * CONFIG.layers) ** 0.5 if residual else 1)
     return nnx.Linear(
         inputs,
@@ -178,9 +185,9 @@ def _add_then_norm(
 
 
 def _fuse(variant: str, model: GPT2) -> Residual:
-    """Gives the model the variant's modules; returns how it adds to the residual stream.
+    """Gives the model the variant's modules; returns how the model adds to the residual stream.
 
-    Parameters keep their names: all variants have stock's.
+    Parameters keep their names, so all variants have the parameters of stock.
     """
     plain = Residual(_whole, _add_then_norm)
     if variant == STOCK:
@@ -203,7 +210,10 @@ def _optimizer(variant: str) -> optax.GradientTransformation:
 
 
 def setup(case: TrainCase) -> Setup:
-    """Each step has windows of the text of its own; what is carried is the number of the step."""
+    """Makes the model.
+
+    Each step reads its own windows of the text; the carried value is its number.
+    """
     examples, context = case.shape
 
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -236,15 +246,16 @@ def setup(case: TrainCase) -> Setup:
 
 
 def read_text() -> str:
-    """The language reference, and the standard library's sources where they are."""
+    """The language reference, and the sources of the standard library if they are installed."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     sources = (file.read_text(encoding="utf-8", errors="replace") for file in files)
     return "\n".join((text.python_reference(), *sources))
 
 
 def tokens(of: str, vocabulary: int) -> np.ndarray:
-    """Words by their rank: 0 is the most frequent; all beyond the vocabulary are its last."""
+    """Words by rank: 0 is the most frequent. Words beyond the vocabulary get the last rank."""
     words = re.findall(r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+", of)
-    ranked = collections.Counter(words).most_common()  # equally frequent: the first one first
+    # Of equally frequent words, the first one in the text comes first.
+    ranked = collections.Counter(words).most_common()
     ranks = {word: min(rank, vocabulary - 1) for rank, (word, _) in enumerate(ranked)}
     return np.array([ranks[word] for word in words], np.int32)

@@ -1,8 +1,8 @@
-"""Takes a training step from what was asked for to figures, in all variants.
+"""Measures a training step in all variants.
 
-All variants train from the same parameters on the same data, and each sample begins there again, so
-that all samples do the same work on the same numbers. One step's loss is waited for while others
-are queued: the host's dispatch is not in the figures, unless it is slower than the device.
+All variants train from equal parameters on equal data. Each sample restarts from these parameters,
+so all samples do equal work on equal numbers. The host waits for a step's loss while later steps
+are queued. So the times contain the host's dispatch only if dispatch is slower than the device.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from jax_gradops import _registry
 from jax_gradops._tools.bench import timing, train_curves, train_profile
 from jax_gradops._tools.bench.train import STOCK, Setup, TrainCase
 
-#: Who can be named as a competitor; it is always there.
+#: The possible competitors. "xla" always takes part.
 COMPETITORS = ("xla",)
-#: Steps of a sample, if the loss curves have as many.
+#: Steps of a sample. A sample has fewer if the loss curves have fewer.
 SAMPLE_STEPS = 10
-_AHEAD = 4  # steps that are queued beyond the one that is waited for
+_AHEAD = 4  # steps that are queued after the step that the host waits for
 _PROFILED_STEPS = 3
-_WAYS_TO_ROUND = 4  # two where curves are long
-_LONG = 50  # steps
+_WAYS_TO_ROUND = 4  # roundings of the first parameters; two if curves are long
+_LONG = 50  # steps of a long curve
 
 
 @dataclasses.dataclass
 class Variant:
-    """What there is to say of one variant.
+    """The measurements of one variant.
 
     Attributes:
       time: of a step.
-      over_stock: stock's time over this one's, in the same rounds: the median, the 20th and the
-        80th percentile.
+      over_stock: the stock variant's time over this variant's time, from the same rounds. Median,
+        20th and 80th percentile.
       losses: of the first steps, each before its update.
-      off: by how much the losses differ from stock's at most, as a fraction of these.
-      kernel_calls: how often the compiled program has each of this library's kernels.
-      memory: bytes at most: arguments, results and what is between.
-      profile: what a step's time goes into, if asked for.
+      off: the largest difference of the losses from stock's losses, as a fraction of stock's.
+      kernel_calls: the number of calls of each of this library's kernels in the compiled program.
+      memory: peak bytes of arguments, results and temporary arrays.
+      profile: the step's time by groups of kernels, if requested.
     """
 
     time: timing.Timing | None = None
@@ -62,13 +62,13 @@ class Variant:
 
 @dataclasses.dataclass
 class Result:
-    """One case.
+    """The measurements of one case.
 
     Attributes:
-      noise: by how much stock's losses change at most, step by step, when its first parameters are
+      noise: the largest change of stock's losses, step by step, if its first parameters are
         rounded.
-      wrong: by variant, what is wrong with what it trains; it is timed all the same.
-      failed: by variant, why it did not run.
+      wrong: by variant, the mistake in its training. A wrong variant is timed too.
+      failed: by variant, the reason why it did not run.
     """
 
     case: TrainCase
@@ -80,21 +80,21 @@ class Result:
 
     @property
     def problem(self) -> str:
-        """What went wrong, if anything did."""
+        """A text about all problems; empty if there are none."""
         problems = [f"{name} is wrong: {what}" for name, what in self.wrong.items()]
         problems += [f"{name} failed: {why}" for name, why in self.failed.items()]
         return f"{self.case}: {'; '.join(problems)}" if problems else ""
 
 
 class Start(NamedTuple):
-    """What all variants begin with, as `Setup.init` makes it."""
+    """The values that all variants start from. `Setup.init` makes them."""
 
     parameters: Any
     carried: Any
 
 
 class State(NamedTuple):
-    """What a step changes; donated."""
+    """The values that a step changes. A step takes over their memory (donation)."""
 
     parameters: Any
     carried: Any
@@ -108,7 +108,7 @@ def run_all(
     rounds: int,
     expired: Callable[[], bool],
 ) -> Iterator[Result]:
-    """Results, case by case, until `expired`."""
+    """Yields a result for each case, until `expired` returns True."""
     del competitors
     for case in chosen:
         if expired():
@@ -120,7 +120,7 @@ def run_all(
 
 @contextlib.contextmanager
 def _scope(case: TrainCase, device: Any) -> Iterator[None]:
-    """JAX's types as users have them."""
+    """Sets JAX's types as users have them: float64 is enabled only for float64 cases."""
     with jax.enable_x64(case.dtype == "float64"), jax.default_device(device):
         yield
 
@@ -130,12 +130,13 @@ def _run_case(case: TrainCase, device: Any, rounds: int) -> Result:
     result = Result(case, setup)
     start, batch = _begin(setup)
     trainers: dict[str, Trainer] = {}
-    for name in case.variants:  # one by one: XLA tries algorithms on the device as it compiles
+    # One variant at a time: XLA tries algorithms on the device while it compiles.
+    for name in case.variants:
         variant = result.variants[name] = Variant()
         try:
             trainers[name] = Trainer(setup, name, start, batch, variant)
             variant.losses = trainers[name].losses(case.steps)
-        except Exception as error:  # XLA may raise what it likes
+        except Exception as error:  # XLA may raise any exception
             text = str(error).strip().splitlines() or [""]
             result.failed[name] = f"{type(error).__name__}: {text[0]}"[:200]
             trainers.pop(name, None)
@@ -153,7 +154,7 @@ def _run_case(case: TrainCase, device: Any, rounds: int) -> Result:
 
 
 def _begin(setup: Setup) -> tuple[Start, Any]:
-    """What all begin with, and what each step is given."""
+    """The start of all variants, and the batch that each step gets."""
 
     def begin(key: jax.Array) -> tuple[Start, Any]:
         first, second = jax.random.split(key)
@@ -163,7 +164,7 @@ def _begin(setup: Setup) -> tuple[Start, Any]:
 
 
 def step(setup: Setup, variant: str, state: State, batch: Any) -> tuple[State, Any]:
-    """One step of training; returns the new state and the loss before it."""
+    """One training step; returns the new state and the loss before the step."""
     gradient = jax.value_and_grad(setup.loss(variant), has_aux=True)
     (loss, carried), gradients = gradient(state.parameters, state.carried, batch)
     update = setup.optimizer(variant).update
@@ -173,7 +174,7 @@ def step(setup: Setup, variant: str, state: State, batch: Any) -> tuple[State, A
 
 
 class Trainer:
-    """A compiled step, and the state that it goes on from."""
+    """A compiled step and its current state."""
 
     def __init__(self, setup: Setup, name: str, start: Start, batch: Any, variant: Variant) -> None:
         def first(start: Start) -> State:
@@ -185,7 +186,7 @@ class Trainer:
         state = self._first(start)
         began = time.perf_counter()
         lowered = jax.jit(run, donate_argnums=0).lower(state, batch)
-        del state  # XLA needs memory to try algorithms
+        del state  # frees memory: XLA needs memory to try algorithms
         self._compiled = lowered.compile()
         variant.compile_seconds = time.perf_counter() - began
         variant.kernel_calls = kernel_calls(self._compiled)
@@ -195,7 +196,7 @@ class Trainer:
             raise RuntimeError(f"the compiled step has {found}")
 
     def _restart(self, start: Start | None = None) -> None:
-        self._state = None  # before there is another
+        self._state = None  # frees the old state before the new one is made
         self._state = jax.block_until_ready(self._first(self._start if start is None else start))
 
     def _step(self) -> jax.Array:
@@ -203,14 +204,14 @@ class Trainer:
         return loss
 
     def losses(self, steps: int, start: Start | None = None) -> list[float]:
-        """Of the first steps from the start."""
+        """The losses of the first steps from the start."""
         self._restart(start)
         losses = [self._step() for _ in range(steps)]
         self._state = None
         return [float(loss) for loss in losses]
 
     def sample(self, steps: int) -> timing.Sample:
-        """Seconds of each of so many steps, and whether the device had to wait for the host."""
+        """Seconds of one step, from `steps` steps; and whether the device waited for the host."""
         self._restart()
         waiting: collections.deque[Any] = collections.deque()
         ends, waited = [], False
@@ -219,7 +220,7 @@ class Trainer:
             jax.block_until_ready(waiting.popleft())
             ends.append(time.perf_counter())
 
-        for _ in range(steps + 1):  # time begins where the first one ends
+        for _ in range(steps + 1):  # the clock starts at the end of the first step
             waited |= bool(waiting) and waiting[-1].is_ready()
             waiting.append(self._step())
             if len(waiting) > _AHEAD:
@@ -230,7 +231,7 @@ class Trainer:
         return (ends[-1] - ends[0]) / steps, waited
 
     def profile(self, directory: Path) -> list[train_profile.Group]:
-        """What a few steps' time goes into; the traces are written to the directory."""
+        """The time of a few steps by groups of kernels. Traces are written to the directory."""
         self._restart()
         jax.block_until_ready(self._step())
         with jax.profiler.trace(str(directory)):
@@ -240,7 +241,7 @@ class Trainer:
 
 
 def kernel_calls(compiled: Any) -> dict[str, int]:
-    """How often a compiled program has each of this library's kernels."""
+    """The number of calls of each of this library's kernels in a compiled program."""
     prefix = re.escape(_registry.TARGET_PREFIX)
     found = re.findall(rf'custom_call_target="{prefix}(\w+)', compiled.as_text() or "")
     return dict(sorted(collections.Counter(found).items()))
@@ -278,7 +279,7 @@ def _time(result: Result, trainers: dict[str, Trainer], rounds: int, device: Any
 
 
 def _compare(result: Result, stock: Trainer, start: Start) -> None:
-    """Says which variants do not train as stock does."""
+    """Finds the variants whose losses differ from stock's losses."""
     expected = result.variants[STOCK].losses
     change = jax.jit(functools.partial(_rounded, result.case.dtype))
     changed = [
@@ -296,8 +297,8 @@ def _compare(result: Result, stock: Trainer, start: Start) -> None:
 
 
 def _rounded(dtype: str, start: Start, key: jax.Array) -> Start:
-    """Parameters that differ from the start's as if each had been rounded to `dtype`."""
-    size = float(jnp.finfo(dtype).eps) / 4  # about the root mean square of such differences
+    """The parameters with small random changes, as if each had been rounded to `dtype`."""
+    size = float(jnp.finfo(dtype).eps) / 4  # about the root mean square of rounding errors
     leaves, tree = jax.tree.flatten(start.parameters)
     pairs = zip(leaves, jax.random.split(key, len(leaves)), strict=True)
     changed = [x * (1 + size * jax.random.normal(k, x.shape, x.dtype)) for x, k in pairs]

@@ -1,4 +1,4 @@
-"""What a step's time goes into, by kernel, from what `jax.profiler` writes."""
+"""The time of a training step by kernel, from a trace of `jax.profiler`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-#: By group, what its kernels' names have in them; a kernel is in the first group that fits. Names
-#: of CUDA kernels have their arguments' types in them, which tells this library's apart.
+#: A pattern of kernel names for each group. A kernel is in the first group that matches. Names of
+#: CUDA kernels contain argument types. These types tell this library's kernels apart.
 GROUPS = {
     "jax_gradops norms": r"gradops.*(Layer|Batch)Norm",
     "jax_gradops GELU": r"gradops.*BiasGelu",
@@ -29,13 +29,13 @@ GROUPS = {
     "other": "",
 }
 
-#: The group of the time in which no kernel of a GPU runs.
+#: The group of the time in which no GPU kernel runs.
 IDLE = "idle"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Calls and milliseconds of a step; the name is a `short_name`."""
+    """The number of calls and the milliseconds in a step. `name` is a `short_name`."""
 
     name: str
     calls: float
@@ -44,24 +44,24 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Kernels of one kind, the slowest first."""
+    """Kernels of one kind, slowest first."""
 
     name: str
     kernels: tuple[Kernel, ...]
 
     @property
     def calls(self) -> float:
-        """Of all its kernels."""
+        """The calls of all kernels."""
         return sum(kernel.calls for kernel in self.kernels)
 
     @property
     def ms(self) -> float:
-        """Of all its kernels."""
+        """The milliseconds of all kernels."""
         return sum(kernel.ms for kernel in self.kernels)
 
 
 def read(directory: Path, steps: int) -> list[Group]:
-    """Groups of the last profile in the directory, which has so many steps; the slowest first."""
+    """The groups of the directory's newest profile of `steps` steps, slowest first."""
     traces = sorted(directory.glob("plugins/profile/*/*.trace.json.gz"))
     if not traces:
         return []
@@ -84,7 +84,7 @@ def read(directory: Path, steps: int) -> list[Group]:
 
 
 def _gaps(events: Sequence[Any]) -> Iterator[float]:
-    """Microseconds of each time in which nothing ran, from the first kernel to the last."""
+    """The microseconds of each gap in which nothing ran, from the first kernel to the last one."""
     events = sorted(events, key=lambda event: event["ts"])
     end = events[0]["ts"]
     for event in events:
@@ -94,7 +94,7 @@ def _gaps(events: Sequence[Any]) -> Iterator[float]:
 
 
 def _kernels(events: list[Any]) -> tuple[bool, list[Any]]:
-    """Whether anything ran on a GPU's streams, and what; else XLA's operations on the CPU."""
+    """Whether anything ran on a GPU's streams, and these events. Else XLA's CPU operations."""
     names: dict[Any, str] = {}
     for event in events:
         if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):
@@ -117,6 +117,6 @@ def group_of(name: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without what differs from one instance to the next."""
+    """A kernel's name without the parts that differ between instances."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     return re.sub(r"([._]\d+)+$", "", re.split(r"[<(]", name)[0]) or name

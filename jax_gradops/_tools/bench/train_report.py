@@ -1,4 +1,4 @@
-"""What `bench --suite train` shows and writes."""
+"""The lines that `bench --suite train` shows, and the JSON that it writes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _COLUMNS = {
     "case": 32, "variant": 12, "ms a step": 24, "rate": 17, "memory GB": 10,
     "over stock": 22, "losses off by": 14, "compile s": 10, "kernel calls": 0,
 }  # fmt: skip
-_SHOWN_LOSSES = 11  # of a curve: the first, the last and some between; --json has all
-_SHOWN_KERNELS = 20  # of a profile
+_SHOWN_LOSSES = 11  # points of a curve: the first, the last and some between; --json has all
+_SHOWN_KERNELS = 20  # kernels of a profile
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """One case."""
+    """One case as JSON."""
     return {
         "case": str(result.case),
         **result.case.describe(),
@@ -63,7 +63,7 @@ def _rate(result: Result, variant: Variant) -> float | None:
 
 
 class Report:
-    """Lines as they come."""
+    """Prints a line for each result."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Report:
         names: Sequence[str],
         earlier: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Takes the names of the cases to come, and results that are there already."""
+        """Takes the names of the cases to run, and the results of an earlier run."""
         del competitors
         self._display, self._earlier = Display(names), earlier
 
@@ -86,7 +86,7 @@ class Report:
         self._display.__exit__(*error)
 
     def add(self, result: dict[str, Any]) -> None:
-        """Shows a case that is done."""
+        """Shows a finished case."""
         self._show(result)
         self._display.done()
 
@@ -121,7 +121,7 @@ class Report:
         self._display.print(f"  {what}{where}: {' '.join(f'{values[i]:.4g}' for i in shown)}")
 
     def _profile(self, what: str, groups: Sequence[dict[str, Any]]) -> None:
-        """Groups of kernels, then the kernels that take longest."""
+        """Prints the groups of kernels, then the slowest kernels."""
         total = sum(group["ms"] for group in groups)
         self._display.print(
             f"\n  {what}: kernels of a step{'' if groups else ': the trace has none'}"

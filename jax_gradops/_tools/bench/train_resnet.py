@@ -1,8 +1,9 @@
-"""ResNet-50 v1.5 as Flax's users train it, and with this library's batch norm.
+"""ResNet-50 v1.5 as Flax users train it, and with this library's batch norm.
 
-Batch norm, activation and residual are Flax's `linen.BatchNorm`, `nn.relu` and an addition, which
-XLA may fuse with what it likes; or one `jax_gradops.batch_norm`; or that without its fusions.
-All variants have the same parameters, under the same names.
+The stock variant has Flax's `linen.BatchNorm`, `nn.relu` and an addition of the residual. XLA may
+fuse them with any operation. A second variant has one `jax_gradops.batch_norm` in their place. A
+third variant has `jax_gradops.batch_norm` without fused activation and residual. All variants have
+equal parameters under equal names.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ CLASSES = 1000
 _MOMENTUM = 0.9
 _EPSILON = 1e-5
 _WEIGHT_DECAY = 1e-4
-# Of a batch of 256 (arXiv:1706.02677 has 0.1, and smaller ones to begin with): all of the few steps
-# are the first ones, again and again.
+# The rate for a batch of 256. arXiv:1706.02677 has 0.1, after a warm-up with smaller rates. Here
+# all steps are early ones.
 _LEARNING_RATE = 0.02
 
 
 class BatchNorm(nn.Module):
-    """`jax_gradops.batch_norm`; variables as `linen.BatchNorm` has them."""
+    """`jax_gradops.batch_norm` with the variables of `linen.BatchNorm`."""
 
     @nn.compact
     def __call__(
         self, x: jax.Array, *, relu: bool = False, residual: jax.Array | None = None
     ) -> jax.Array:
-        """Normalises each channel, the last axis; adds `residual`, then applies ReLU."""
+        """Normalises each channel (the last axis), adds `residual`, and applies ReLU."""
         channels = (x.shape[-1],)
         scale = self.param("scale", nn.initializers.ones, channels)
         bias = self.param("bias", nn.initializers.zeros, channels)
@@ -58,7 +59,7 @@ class ResNet50(nn.Module):
     """He, Zhang, Ren, Sun, https://arxiv.org/abs/1512.03385; v1.5: strides in the 3 x 3.
 
     Attributes:
-      variant: of batch norm, activation and residual, in `stages`; elsewhere they are stock.
+      variant: of batch norm, activation and residual in `stages`. Other stages are stock.
     """
 
     variant: str
@@ -67,7 +68,7 @@ class ResNet50(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Images [batch, height, width, 3] to float32 logits [batch, CLASSES]."""
+        """Maps images [batch, height, width, 3] to float32 logits [batch, CLASSES]."""
         x = self._convolution("stem", images, 64, 7, 2)
         x = self._norm("stem_norm", 0, x, relu=True)
         padding: Any = ((1, 1), (1, 1))
@@ -93,7 +94,7 @@ class ResNet50(nn.Module):
     def _convolution(
         self, name: str, x: jax.Array, channels: int, size: int, stride: int = 1
     ) -> jax.Array:
-        # Padding as in PyTorch: "SAME" is one-sided with strides, which takes XLA a pass more.
+        # The padding is PyTorch's. With strides, "SAME" pads one side, and XLA needs one more pass.
         return nn.Conv(
             channels,
             (size, size),
@@ -132,7 +133,7 @@ class ResNet50(nn.Module):
 
 
 def setup(case: TrainCase) -> Setup:
-    """Images and labels are random: what a step takes does not depend on what they show."""
+    """Images and labels are random: the time of a step does not depend on their values."""
     dtype = jnp.dtype(case.dtype)
     make = functools.partial(ResNet50, stages=case.stages, dtype=dtype)
     shape = case.shape

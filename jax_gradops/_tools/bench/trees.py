@@ -1,4 +1,4 @@
-"""Trees of leaves that gradients are clipped in: models', and many small ones."""
+"""Trees of gradients to clip: trees of models, and trees of many small leaves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Shapes = list[tuple[int, ...]]
 
 FORMATS = "gpt2-124m, gpt2-1.5b, LEAVESxELEMENTS, as in 2000x1024, or mixedLEAVES, as in mixed10000"
 DEFAULT = ("gpt2-124m", "2000x1024")
-MIXED = "mixed"  # what stands for the dtype of a tree that has several
+MIXED = "mixed"  # is used as the dtype of a tree that has several dtypes
 
-# Of a mixed tree, in turn: their numbers are coprime, so that each shape comes in each dtype.
+# Mixed trees repeat these shapes and dtypes. The lengths of the two lists are coprime, so that each
+# shape comes in each dtype.
 _MIXED_SHAPES: Shapes = [
     (), (768,), (0,), (33,), (64, 64), (1,), (127, 31), (3, 5, 7), (2048,), (17, 129), (4096,),
     (100, 100), (256,),
@@ -40,7 +41,7 @@ _MODELS: dict[str, Callable[[], Shapes]] = {
 
 
 def is_known(name: str) -> bool:
-    """Whether there is such a tree."""
+    """Whether a tree has this name."""
     return name in _MODELS or bool(re.fullmatch(r"([1-9]\d*x|mixed)[1-9]\d*", name, re.ASCII))
 
 
@@ -50,7 +51,7 @@ def is_mixed(name: str) -> bool:
 
 
 def leaves(name: str, dtype: str) -> Leaves:
-    """The types of the leaves of a tree that `is_known`; `dtype` is that of all, if not `MIXED`."""
+    """The types of the leaves of a known tree. All have `dtype`, except in a mixed tree."""
     if is_mixed(name):
         cycles = zip(itertools.cycle(_MIXED_SHAPES), itertools.cycle(_MIXED_DTYPES), strict=False)
         count = int(name.removeprefix(MIXED))
@@ -64,5 +65,5 @@ def leaves(name: str, dtype: str) -> Leaves:
 
 
 def size_in_bytes(types: Leaves) -> int:
-    """Of all leaves together."""
+    """The bytes of all leaves together."""
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in types)

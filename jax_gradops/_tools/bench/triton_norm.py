@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm forward in Triton: a row per program, in registers."""
+"""Forward passes of layer norm and RMS norm in Triton. A program has one row in registers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _norm(x, scale, bias, y, features, epsilon, CENTERED: tl.constexpr, BLOCK: t
 
 
 def norm(x: Any, scale: Any, bias: Any = None, *, epsilon: float) -> Any:
-    """Layer norm, or without a bias RMS norm, of x [rows, features]."""
+    """Normalises x [rows, features]: layer norm, or RMS norm if there is no bias."""
     rows, features = x.shape
     block = triton.next_power_of_2(features)
     y = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Checkpoints by Orbax: the state of the training, and what is needed to go on from it."""
+"""Checkpoints by Orbax: the state of the training, and the facts needed to continue it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import orbax.checkpoint as ocp
 
 from jax_gradops._tools.demo.settings import DemoError
 
-# Orbax reports what it does through absl.
+# Orbax logs its progress through absl.
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 def save(folder: Path, state: Any, about: dict[str, Any]) -> Path:
-    """Replaces the checkpoint in `folder`; until the new one is complete, the old one stays."""
-    state = jax.device_get(state)  # so that a checkpoint is not bound to the devices it was made on
+    """Replaces the checkpoint in `folder`. The old one stays until the new one is complete."""
+    state = jax.device_get(state)  # a checkpoint must not depend on the devices that it was made on
     path, new, old = (folder / f"checkpoint{suffix}" for suffix in ("", ".new", ".old"))
     try:
-        for left_over in folder.glob("checkpoint.new*"):  # by a save that was killed
+        for left_over in folder.glob("checkpoint.new*"):  # of a `save` that was killed
             shutil.rmtree(left_over)
         with _checkpointer() as checkpointer:
             arguments = ocp.args.Composite(
@@ -41,16 +41,16 @@ def save(folder: Path, state: Any, about: dict[str, Any]) -> Path:
 
 
 def load_about(folder: Path) -> dict[str, Any]:
-    """What was saved beside the state."""
+    """The facts that were saved beside the state."""
     return _restore(folder, about=ocp.args.JsonRestore())["about"]
 
 
 def load_state(folder: Path, like: Any) -> Any:
-    """The state, with `like`'s structure, types and devices."""
+    """The state, with the structure, types and devices of `like`."""
     target = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), like)
     restore = ocp.args.StandardRestore(target)  # pyright: ignore[reportCallIssue]
     state = _restore(folder, state=restore)["state"]
-    # By leaves: what has none, such as None, may come back as another empty node.
+    # Only leaves are copied: Orbax may restore an empty node, such as None, as another empty node.
     leaves, structure = jax.tree.flatten(like)
     pairs = zip(jax.tree.leaves(state), leaves, strict=True)
     return jax.tree.unflatten(structure, [jax.device_put(a, b.sharding) for a, b in pairs])
@@ -65,7 +65,7 @@ def _restore(folder: Path, **arguments: Any) -> Any:
     try:
         with _checkpointer() as checkpointer:
             return checkpointer.restore(path.absolute(), args=ocp.args.Composite(**arguments))
-    except Exception as error:  # Orbax raises many kinds for a damaged checkpoint
+    except Exception as error:  # Orbax raises many kinds of errors for a damaged checkpoint
         raise DemoError(f"the checkpoint {path} cannot be read: {error}") from error
 
 

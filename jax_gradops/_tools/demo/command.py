@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Checks everything, then makes the output folder, then works."""
+    """Checks all options first, then makes the output folder, then runs."""
     chosen = given(args)
     if args.compare and (args.resume or args.implementation):
         other = "--resume" if args.resume else "--implementation"
@@ -184,5 +184,5 @@ def _check_implementation(implementation: Literal["ffi", "xla"] | None) -> None:
 
 
 def _reason(error: ValueError) -> str:
-    """Of "op: … is not available: reason. Use …", what a command line can use."""
+    """The reason in "op: … is not available: reason. Use …". The end suggests Python code."""
     return error.args[0].partition("is not available")[2].partition(". Use ")[0]

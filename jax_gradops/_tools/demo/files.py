@@ -1,4 +1,4 @@
-"""The output folder: checked before anything is made, and never left with half a file."""
+"""The output folder. It is checked before any work, and files in it are always complete."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jax_gradops._tools.demo.settings import DemoError
 
 
 def check_folder(folder: Path) -> None:
-    """Raises DemoError if files cannot be made in `folder`; makes nothing."""
+    """Raises DemoError if files cannot be made in `folder`. Makes no folder."""
     existing = folder.absolute()
     try:
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
-    except (OSError, ValueError) as error:  # a name that is too long, or holds a null character
+    except (OSError, ValueError) as error:  # the name is too long, or has a null character
         raise _unwritable(folder, error) from None
     if not existing.is_dir():
         raise DemoError(f"cannot write to {folder}: {existing} is not a folder")
@@ -26,7 +26,7 @@ def check_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes `folder`, and makes sure that it takes a file."""
+    """Makes `folder`, and checks that a file can be made in it."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,10 +40,10 @@ def make_folder(folder: Path) -> None:
 
 
 def write(path: Path, data: str | bytes) -> None:
-    """Writes a file as a whole, or not at all: it gets its name when it is complete."""
+    """Writes a complete file or none: the file gets its final name when it is complete."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "xb") as file:  # x: follows no link that somebody has put there
+        with open(temporary, "xb") as file:  # "x" follows no link that somebody has put there
             file.write(data.encode() if isinstance(data, str) else data)
         os.replace(temporary, path)
     except BaseException as error:

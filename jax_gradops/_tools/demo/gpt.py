@@ -35,7 +35,7 @@ class Attention(nnx.Module):
         self.out = _linear(config, config.width, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, time, width] to the same."""
+        """Maps [batch, time, width] to [batch, time, width]."""
         q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
         q, k, v = (a.reshape(*a.shape[:-1], self.heads, -1) for a in (q, k, v))
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -43,7 +43,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two linear layers; the first one's bias and the GELU are one operation."""
+    """Two linear layers. The first layer's bias and the GELU are one operation."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         hidden = 4 * config.width
@@ -51,12 +51,12 @@ class MLP(nnx.Module):
         self.down = _linear(config, hidden, config.width, rngs, residual=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, time, width] to the same."""
+        """Maps [batch, time, width] to [batch, time, width]."""
         return self.down(self.up(x))
 
 
 class Block(nnx.Module):
-    """A pre-norm transformer block; each addition is one operation with the norm after it."""
+    """A pre-norm transformer block. Each addition and the norm after it are one operation."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = _norm(config, rngs)
@@ -65,14 +65,17 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The input is `x + update`, and so is the output: each [batch, time, width]."""
+        """Maps `x + update` to a new pair with this meaning.
+
+        All arrays are [batch, time, width].
+        """
         y, x = add_norm(self.attention_norm, x, update)
         y, x = add_norm(self.mlp_norm, x, self.attention(y))
         return x, self.mlp(y)
 
 
 class GPT(nnx.Module):
-    """Predicts each token from those before it; the head shares the token embedding."""
+    """Predicts each token from the tokens before it; the head shares the token embedding."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         embed = functools.partial(
@@ -88,7 +91,7 @@ class GPT(nnx.Module):
         self.norm = _norm(config, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Integer tokens [batch, time] to float32 logits [batch, time, vocabulary]."""
+        """Maps integer tokens [batch, time] to float32 logits [batch, time, vocabulary]."""
         x = self.tokens(tokens)
         update = jnp.broadcast_to(self.positions(jnp.arange(tokens.shape[-1])), x.shape)
         for block in self.blocks:
@@ -109,6 +112,6 @@ def _linear(
 
 
 def _options(config: GPTConfig, inputs: int, residual: bool = False) -> dict[str, Any]:
-    # GPT-2: layers that add to the residual stream start smaller, by the number of such additions.
+    # As in GPT-2: the more layers add to the residual stream, the smaller their first weights are.
     deviation = inputs**-0.5 / ((2 * config.layers) ** 0.5 if residual else 1)
     return {"dtype": config.dtype, "kernel_init": nnx.initializers.normal(deviation)}

@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_gradops._tools.demo.settings import DemoError
 
-#: Examples are spread over both axes, parameters and optimizer state over the second one.
+#: Examples are sharded over both axes. Parameters and optimizer state are sharded over "fsdp".
 AXES = ("data", "fsdp")
 
 
 def parse(text: str) -> dict[str, int]:
-    """``data=4,fsdp=2`` as sizes of `AXES`; an axis that is left out has size 1."""
+    """Parses ``data=4,fsdp=2`` to the sizes of `AXES`; an axis that is left out has size 1."""
     sizes: dict[str, int] = {axis: 1 for axis in AXES}
     parts = [part.partition("=") for part in text.split(",")]
     for name, _, size in parts:
@@ -30,7 +30,7 @@ def parse(text: str) -> dict[str, int]:
 
 
 def prepare_devices(sizes: dict[str, int]) -> None:
-    """Makes the CPU as many devices as are asked for, if JAX has not started yet."""
+    """Gives the CPU the number of devices that the mesh needs, if JAX has not started yet."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     with contextlib.suppress(RuntimeError):
@@ -38,7 +38,7 @@ def prepare_devices(sizes: dict[str, int]) -> None:
 
 
 def make_mesh(sizes: dict[str, int], batch: int, platform: str) -> Mesh:
-    """Over the first devices of the platform."""
+    """Makes a mesh over the first devices of the platform."""
     devices, needed = jax.devices(platform), math.prod(sizes.values())
     if needed > len(devices):
         raise DemoError(f"--mesh needs {needed} {platform} devices, JAX finds {len(devices)}")
@@ -53,22 +53,22 @@ def make_mesh(sizes: dict[str, int], batch: int, platform: str) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device."""
+    """The sharding of an array that every device holds completely."""
     return NamedSharding(mesh, P())
 
 
 def of_batch(mesh: Mesh) -> NamedSharding:
-    """Of arrays whose first axis is that of the examples of a step."""
+    """The sharding of arrays whose first axis is the axis of examples."""
     return NamedSharding(mesh, P(AXES))
 
 
 def of_state(mesh: Mesh, tree: Any) -> Any:
-    """Spreads each array over the ``fsdp`` axis by its longest axis that can be divided."""
+    """Shards each array over the ``fsdp`` axis, along its longest axis that can be divided."""
 
     def spread(array: Any) -> NamedSharding:
         size = mesh.shape["fsdp"]
         axes = [i for i, n in enumerate(array.shape) if n % size == 0 and n > 1]
-        if not axes or array.ndim < 2:  # vectors are small
+        if not axes or array.ndim < 2:  # vectors are small: each device holds all of them
             return replicated(mesh)
         longest = max(axes, key=lambda i: array.shape[i])
         return NamedSharding(mesh, P(*[None] * longest, "fsdp"))

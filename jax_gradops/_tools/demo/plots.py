@@ -1,4 +1,4 @@
-"""Plots of curves; of the GPT, loss and gradient norm over steps."""
+"""Plots of the training curves. For the GPT: loss and gradient norm over steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-# It says so when it builds its font cache, which is no news to anyone here.
+# Matplotlib logs a message when it builds its font cache. The demo does not show the message.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 from matplotlib.axes import Axes  # noqa: E402
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from jax_gradops._tools.demo.training import History  # noqa: E402
 
-#: Colour and line style of each run in a plot.
+#: Colour and line style of the first and of the second run in a plot.
 STYLES = (("#1f6fb4", "-"), ("#d1495b", (0, (4, 3))))
 
 
@@ -50,14 +50,14 @@ def plot(runs: Mapping[str, History], bigram_entropy: float, title: str) -> byte
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a file."""
+    """The figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
 
 
 def points(axes: Axes, values: Mapping[int, float], color: str, style: object, label: str) -> None:
-    """Values at some steps; of the second run smaller, so that both are seen."""
+    """Draws a marker at some steps. The second run's markers are smaller, so that both are seen."""
     axes.plot(
         list(values),
         list(values.values()),
@@ -71,7 +71,7 @@ def points(axes: Axes, values: Mapping[int, float], color: str, style: object, l
 
 
 def curve(axes: Axes, values: list[float], color: str, style: object, label: str) -> None:
-    """Each step's value, thin, and their running mean."""
+    """Draws each step's value as a thin line, and the running mean as a thick line."""
     steps = np.arange(1, len(values) + 1)
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
     width = max(1, len(values) // 50)

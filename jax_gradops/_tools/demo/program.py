@@ -56,7 +56,7 @@ class Program(Trainable[TextSettings]):
         return nnx.merge(self._graph, params)(tokens)
 
     def _loss_of(self, params: Any, windows: jax.Array) -> jax.Array:
-        """The loss of each window, of which the last token is predicted only."""
+        """The loss of each window. The last token is only predicted; it is not an input."""
         params, windows = self._spread(params, windows)
         logits = self._logits(params, windows[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
@@ -75,14 +75,14 @@ class Program(Trainable[TextSettings]):
     def _generate(
         self, params: Any, key: jax.Array, first: jax.Array, temperature: float
     ) -> jax.Array:
-        """Characters one by one, each from the window of those before it."""
+        """Generates characters one by one, each from the window of characters before it."""
         context = self.settings.context
 
         def next_token(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> Any:
             window, length = carry
             logits = self._logits(params, window[None])[0, length - 1]
             token = jax.random.categorical(key, logits / temperature).astype(window.dtype)
-            # What stands behind the last token is not seen by it, as attention is causal.
+            # Attention is causal: the last token does not see the positions after it.
             full = jnp.concatenate([window[1:], token[None]])
             window = jnp.where(length < context, window.at[length].set(token, mode="drop"), full)
             return (window, jnp.minimum(length + 1, context)), token
@@ -97,7 +97,7 @@ class Program(Trainable[TextSettings]):
         return float(self._validate(state.params, self._windows))
 
     def generate(self, state: TrainState, first: int, temperature: float = 0.8) -> np.ndarray:
-        """Text from the model, behind a first token."""
+        """Generates text that follows the token `first`."""
         key = jax.random.key(self.settings.seed)
         arguments = (
             state.params,
@@ -107,7 +107,7 @@ class Program(Trainable[TextSettings]):
 
 
 def _in_batches(windows: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Windows as [batches, batch, tokens], and weights that are 0 for those that fill up."""
+    """Windows as [batches, batch, tokens], and weights. Windows of padding have weight 0."""
     count = len(windows)
     filling = -count % batch
     weights = np.pad(np.ones(count, np.float32), (0, filling))

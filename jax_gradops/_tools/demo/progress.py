@@ -1,4 +1,4 @@
-"""What the demo shows while it trains, and how Ctrl-C stops it."""
+"""The output of the demo during training, and its stop by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rich.progress import (
 from jax_gradops._tools.demo.settings import Settings
 from jax_gradops._tools.demo.training import History
 
-# Seconds between two lines where there is no terminal.
+# Seconds between two printed lines if the output is not a terminal.
 _INTERVAL = 10.0
 
 
 def say(text: str = "", *, file: Any = None) -> None:
-    """Prints, whatever the text holds and the stream can show."""
+    """Prints a text. Characters that cannot be shown are replaced."""
     file = sys.stdout if file is None else file
     shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
     encoding = getattr(file, "encoding", None) or "utf-8"
@@ -34,7 +34,7 @@ def say(text: str = "", *, file: Any = None) -> None:
 
 
 class Reporter:
-    """A progress bar on a terminal, else a line now and then."""
+    """Shows a progress bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, label: str, begin: int, settings: Settings) -> None:
         self._label = f"{label}  " if label else ""
@@ -65,11 +65,11 @@ class Reporter:
             self._bar.stop()
 
     def __call__(self, step: int, history: History, speed: float) -> None:
-        """Shows a step; as `jax_gradops._tools.demo.training.train` calls it."""
+        """Shows one step. `jax_gradops._tools.demo.training.train` calls this function."""
         loss, norm, settings = history.losses[-1], history.gradient_norms[-1], self._settings
         measured = f"{list(history.measured.values())[-1]:.3f}" if history.measured else "-"
         rate = f"{speed:,.0f} {settings.unit}/s"
-        if self._bar:  # in 80 columns
+        if self._bar:  # the line must fit in 80 columns
             short = settings.measure_short
             numbers = f"loss {loss:.3f}  {short} {measured}  norm {norm:.2f}  {rate}"
             self._bar.update(self._task, completed=step, numbers=numbers)
@@ -87,7 +87,7 @@ class Reporter:
 
 
 class StopOnInterrupt:
-    """The first Ctrl-C asks for a stop after the step under way, a second one is as usual."""
+    """The first Ctrl-C asks for a stop after the current step. A second one acts as usual."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -96,7 +96,7 @@ class StopOnInterrupt:
     def __enter__(self) -> StopOnInterrupt:
         try:
             self._previous = signal.signal(signal.SIGINT, self._interrupt)
-        except ValueError:  # not the main thread, which alone gets signals
+        except ValueError:  # this is not the main thread: only the main thread gets signals
             self._previous = None
         return self
 

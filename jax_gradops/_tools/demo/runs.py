@@ -28,7 +28,7 @@ _CALL = 'custom_call_target="jax_gradops.'
 
 
 class Run(abc.ABC, Generic[S]):
-    """A run whose settings have been checked and whose folder is there."""
+    """A run whose settings have been checked and whose folder exists."""
 
     def __init__(
         self, folder: Path, settings: S, data: str, platform: str, mesh: jax.sharding.Mesh | None
@@ -39,15 +39,15 @@ class Run(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def _introduce(self) -> None:
-        """Says what will be done."""
+        """Prints what the run will do."""
 
     @abc.abstractmethod
     def _program(self, implementation: Implementation) -> Trainable[S]:
-        """What is trained."""
+        """The program that is trained."""
 
     @abc.abstractmethod
     def _judgement(self, history: History) -> str:
-        """What the last measured value means."""
+        """A sentence that says how good the last measured value is."""
 
     @abc.abstractmethod
     def _plot(self, histories: Mapping[str, History]) -> bytes:
@@ -55,14 +55,14 @@ class Run(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def _write_examples(self, program: Any, state: TrainState) -> None:
-        """What the trained model does."""
+        """Writes files that show what the trained model does."""
 
     def _about_data(self) -> dict[str, Any]:
-        """What a checkpoint holds of the data."""
+        """The facts about the data that a checkpoint records."""
         return {}
 
     def train(self, implementation: Implementation, saved: dict[str, Any] | None) -> int:
-        """Trains, or goes on from the checkpoint that `saved` is of; returns the exit status."""
+        """Trains from the start or from the checkpoint `saved`; returns the exit status."""
         self._introduce()
         unit = self._settings.unit
         program, state = self._compile(implementation)
@@ -147,7 +147,7 @@ class Run(abc.ABC, Generic[S]):
         say(f"Wrote {self._folder / name}")
 
     def _table(self, runs: Mapping[str, History]) -> str:
-        """The curves as CSV, one line for each step."""
+        """The curves as CSV, with one line per step."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         columns = ("loss", "gradient_norm", self._settings.measure.replace(" ", "_"))
@@ -161,12 +161,12 @@ class Run(abc.ABC, Generic[S]):
 
 
 def _axes(mesh: jax.sharding.Mesh) -> str:
-    """As --mesh takes them."""
+    """The mesh's axes in the format of --mesh."""
     return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
 def describe_calls(hlo: str, implementation: Implementation) -> str:
-    """What runs in a compiled program, and if it is not the kernels that were expected, why."""
+    """Says what runs in a compiled program. If XLA's operations replaced the kernels, says why."""
     if calls := hlo.count(_CALL):
         return f"{calls} native kernel calls"
     reason = jax_gradops.implementation_in_use("layer_norm").reason
@@ -180,9 +180,10 @@ def resume_command(
     *,
     task: str = "text",
 ) -> str:
-    """What goes on with the run in `folder`, for a shell where this process began.
+    """The shell command that continues the run in `folder`.
 
-    With this process's Python, which need not be the shell's. Settings are in the checkpoint.
+    The command names this process's Python, because the shell's Python may be another one. Settings
+    are read from the checkpoint.
     """
     python = Path(sys.executable or "python")
     if python.is_relative_to(Path.cwd()) and python.parent != Path.cwd():

@@ -1,4 +1,4 @@
-"""What a run of the demo is made of: its settings, their defaults, and what is wrong with them."""
+"""The settings of a run of the demo: their defaults, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-#: By task, the output folder if none is given.
+#: The default output folder of each task.
 OUTPUTS = {"text": Path("demo_output"), "digits": Path("demo_output/digits")}
 
 
 class DemoError(Exception):
-    """Something that the user can put right; shown as one line."""
+    """An error that the user can fix. The demo prints it as one line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every task has. With the same settings and the same data, the same run."""
+    """The settings of every task. Equal settings and equal data give equal runs."""
 
     task: ClassVar[str]
-    unit: ClassVar[str]  # what a step works on
-    measure: ClassVar[str]  # of how good the model is on data held out
+    unit: ClassVar[str]  # the items that a step processes, in the plural
+    measure: ClassVar[str]  # how the model is judged on held-out data
     measure_short: ClassVar[str]
-    evaluations: ClassVar[int]  # how often a run measures
+    evaluations: ClassVar[int]  # how often a run evaluates the measure
 
     seed: int
     steps: int
@@ -35,13 +35,13 @@ class Settings:
 
     @property
     def units_per_step(self) -> int:
-        """How many of the `unit` one step works on."""
+        """How many of the `unit` one step processes."""
         return self.batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextSettings(Settings):
-    """A GPT that predicts each character of a text from those before it."""
+    """A GPT that predicts each character of a text from the characters before it."""
 
     task, unit = "text", "tokens"
     measure, measure_short, evaluations = "validation loss", "val", 8
@@ -65,7 +65,7 @@ class TextSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DigitsSettings(Settings):
-    """A ResNet that tells handwritten digits apart."""
+    """A ResNet that classifies handwritten digits."""
 
     task, unit = "digits", "images"
     measure, measure_short, evaluations = "test accuracy", "acc", 10
@@ -76,16 +76,16 @@ KINDS: dict[str, type[Settings]] = {kind.task: kind for kind in (TextSettings, D
 _COMMON = {"seed": 0, "precision": "float32"}
 _TEXT = _COMMON | {"text": None}
 _DIGITS = _COMMON | dict(steps=300, width=16, batch=128, learning_rate=4e-3)
-#: By task and platform.
+#: The default settings of each task and platform.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
-    # Two minutes on two cores. On a GPU the text, not the time, is the limit: more steps overfit.
+    # Takes two minutes on two CPU cores. On a GPU, more steps would overfit the text.
     "text": {
         "cpu": _TEXT
         | dict(steps=1500, width=96, layers=3, heads=3, context=64, batch=16, learning_rate=4e-3),
         "gpu": _TEXT
         | dict(steps=400, width=384, layers=6, heads=6, context=256, batch=64, learning_rate=1e-3),
     },
-    # Half a minute on two cores.
+    # Takes half a minute on two CPU cores.
     "digits": {"cpu": _DIGITS, "gpu": _DIGITS},
 }
 
@@ -97,7 +97,7 @@ def _names(kind: type[Settings]) -> set[str]:
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that are on the command line, checked one by one."""
+    """The settings that are on the command line. Each value is checked."""
     kind = KINDS[args.task]
     chosen = {name: value for name, value in vars(args).items() if value is not None}
     for other in KINDS.values():
@@ -122,14 +122,14 @@ def _check_ranges(values: dict[str, Any]) -> None:
 
 
 def new_run(chosen: dict[str, Any], platform: str, task: str = "text") -> Any:
-    """`chosen`, and the platform's defaults for the rest, as the task's kind of `Settings`."""
+    """Makes the task's `Settings` from `chosen`, with the platform's defaults for the rest."""
     defaults = DEFAULTS[task]["cpu" if platform == "cpu" else "gpu"]
     return KINDS[task](**defaults | chosen)
 
 
 def resumed_run(chosen: dict[str, Any], saved: dict[str, Any], folder: Path, task: str) -> Any:
-    """The settings of the checkpoint `saved`; of those in `chosen`, only ``steps`` may differ."""
-    saved_task = saved.get("task", "text")  # the only one there was at first
+    """The settings of the checkpoint `saved`. Only ``steps`` may be chosen differently."""
+    saved_task = saved.get("task", "text")  # old checkpoints have no task: "text" was the only one
     if saved_task != task:
         raise DemoError(f"the run in {folder} has --task {saved_task}, not {task}")
     try:

@@ -13,13 +13,13 @@ import numpy as np
 from jax_gradops._tools.demo.settings import DemoError
 
 VALIDATION_FRACTION = 0.1
-# Enough for a loss to three digits, and quickly read by the model.
+# Enough tokens for three digits of the loss, and few enough for a quick evaluation.
 VALIDATION_LIMIT = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A text as numbers: `train` and `validation` index `charset`."""
+    """A text as numbers: `train` and `validation` hold indices into `charset`."""
 
     name: str
     charset: str
@@ -28,16 +28,16 @@ class Corpus:
     digest: str
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Tokens to text."""
+        """Decodes tokens to text."""
         return "".join(self.charset[int(t)] for t in tokens)
 
 
 def load_corpus(path: str | None, context: int) -> Corpus:
-    """Reads `path`, or the Python language reference if None.
+    """Reads `path`, or the Python language reference if `path` is None.
 
     Args:
       path: a UTF-8 file.
-      context: the window length; both splits must hold at least one window and its successor.
+      context: the window length. Both splits must hold at least one window and the token after it.
 
     Raises:
       DemoError: if the text cannot be read, or is too short.
@@ -63,7 +63,7 @@ def load_corpus(path: str | None, context: int) -> Corpus:
 
 
 def python_reference() -> str:
-    """The Python language reference, which comes with Python."""
+    """The text of the Python language reference. It is part of every Python installation."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[key] for key in sorted(topics))
@@ -74,7 +74,7 @@ def _read(path: str) -> tuple[str, str]:
         return path, Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DemoError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+    except (OSError, ValueError) as error:  # ValueError: the path has a null character
         raise DemoError(
             f"cannot read {path!r}: {getattr(error, 'strerror', None) or error}"
         ) from None
@@ -83,7 +83,7 @@ def _read(path: str) -> tuple[str, str]:
 def bigram_entropy(tokens: np.ndarray) -> float:
     """The empirical conditional entropy H(next | current), in nats per character.
 
-    No table of bigrams predicts `tokens` better, not even one that is made from them.
+    No table of bigrams predicts `tokens` with a smaller loss, not even a table made from `tokens`.
     """
     pairs = tokens[:-1].astype(np.int64) * (int(tokens.max()) + 1) + tokens[1:]
     joint = np.unique(pairs, return_counts=True)[1]
@@ -98,9 +98,10 @@ def sample_batch(tokens: jax.Array, key: jax.Array, batch: int, context: int) ->
 
 
 def windows(tokens: np.ndarray, context: int) -> np.ndarray:
-    """All whole windows of `context + 1` tokens, [windows, context + 1].
+    """All complete windows of `context + 1` tokens, [windows, context + 1].
 
-    Each starts with the last token of the one before, so that no token is predicted twice.
+    Each window starts with the last token of the window before. So each token is predicted only
+    once.
     """
     count = (len(tokens) - 1) // context
     starts = np.arange(count)[:, None] * context

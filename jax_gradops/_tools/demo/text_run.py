@@ -19,7 +19,7 @@ from jax_gradops._tools.demo.training import History
 
 
 class TextRun(Run[TextSettings]):
-    """Writes a sample of the model's text, and compares its loss with what bigrams know."""
+    """Writes a sample of the model's text, and compares its loss with the bigram entropy."""
 
     def __init__(
         self,

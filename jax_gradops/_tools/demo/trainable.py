@@ -1,4 +1,4 @@
-"""What every task trains with: a model and its optimizer, compiled."""
+"""The base class of all tasks: a model and its optimizer, compiled."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from jax_gradops._tools.demo.settings import Settings
 
 
 class TrainState(NamedTuple):
-    """All that changes in training. The data of a step follow from the seed and its number."""
+    """All values that training changes. The seed and the step number determine a step's data."""
 
     params: Any
-    averages: Any  # running averages of batch norm, if there are any
+    averages: Any  # running averages of batch norm, if the model has any
     opt_state: Any
     step: jax.Array
 
 
 class Metrics(NamedTuple):
-    """What a step reports."""
+    """The values that a step reports."""
 
     loss: jax.Array
     gradient_norm: jax.Array
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """Clip by global norm, from this library, then AdamW with a warm-up and a cosine decay."""
+    """The library's clip by global norm, then AdamW with a warm-up and a cosine decay."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=settings.learning_rate,
@@ -55,13 +55,13 @@ S = TypeVar("S", bound=Settings)
 
 
 class Trainable(abc.ABC, Generic[S]):
-    """A model, compiled for one implementation of this library's ops, and for a mesh or not.
+    """A model, compiled for one implementation of this library's ops, with or without a mesh.
 
     Args:
-      settings: of the task.
-      data: arrays that every step sees.
-      implementation: as `jax_gradops.use_implementation` takes it.
-      mesh: of `jax_gradops._tools.demo.meshes`, or None.
+      settings: the task's settings.
+      data: arrays that every step reads.
+      implementation: as in `jax_gradops.use_implementation`.
+      mesh: made by `jax_gradops._tools.demo.meshes`, or None.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Trainable(abc.ABC, Generic[S]):
                 lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, spread
             )
         self._state_like = state
-        # Compiled ahead, so that no time of compilation is in the units per second.
+        # Compiled before the first step, so that compilation is not counted in the units per
+        # second.
         self._train_step = self._compile(
             self._step,
             state,
@@ -106,11 +107,11 @@ class Trainable(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def _model(self, rngs: nnx.Rngs) -> nnx.Module:
-        """With its first parameters."""
+        """Makes the model with its initial parameters."""
 
     @abc.abstractmethod
     def _loss(self, params: Any, averages: Any, data: Any, key: jax.Array) -> Any:
-        """The loss of the step of that key, and the averages after it."""
+        """The loss of the step with this key, and the running averages after the step."""
 
     def _initial_state(self) -> TrainState:
         model = self._model(nnx.Rngs(self.settings.seed))
@@ -119,7 +120,10 @@ class Trainable(abc.ABC, Generic[S]):
         return TrainState(params, averages, self._optimizer.init(params), step)
 
     def _spread(self, params: Any, batch: Any) -> Any:
-        """Parameters whole where they are used, else XLA spreads activations as they are."""
+        """Replicates the parameters for their use.
+
+        Else XLA would shard activations as parameters are.
+        """
         if self._mesh is None:
             return params, batch
         return (
@@ -131,14 +135,14 @@ class Trainable(abc.ABC, Generic[S]):
         key = jax.random.fold_in(jax.random.key(self.settings.seed), state.step)
         loss_of = jax.value_and_grad(self._loss, has_aux=True)
         (loss, averages), gradients = loss_of(state.params, state.averages, data, key)
-        if self._mesh is not None:  # spread as the parameters are, not as where they are used
+        if self._mesh is not None:  # sharded as the stored parameters are
             gradients = jax.lax.with_sharding_constraint(
                 gradients, meshes.of_state(self._mesh, gradients)
             )
         opt_state: Any
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        # The clip's state holds the norm before clipping, which has been computed anyway.
+        # The clip's state holds the norm before clipping: the clip has computed it already.
         metrics = Metrics(loss, opt_state[0].global_norm)
         return TrainState(params, averages, opt_state, state.step + 1), metrics
 
@@ -149,13 +153,13 @@ class Trainable(abc.ABC, Generic[S]):
         return self._initialize()
 
     def train_step(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """One step; takes over the memory of `state`."""
+        """Runs one step. The step takes over the memory of `state`."""
         return self._train_step(state, self._data)
 
     def train_step_hlo(self) -> str:
-        """The compiled training step."""
+        """The HLO text of the compiled training step."""
         return self._train_step.as_text()
 
     @abc.abstractmethod
     def evaluate(self, state: TrainState) -> float:
-        """The settings' measure, on data held out."""
+        """The settings' measure on held-out data."""

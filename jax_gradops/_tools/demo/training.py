@@ -11,7 +11,7 @@ from typing import Any
 from jax_gradops._tools.demo.settings import Settings
 from jax_gradops._tools.demo.trainable import Metrics, Trainable, TrainState
 
-# How many steps are under way before the first one's results are asked for.
+# How many steps are queued on the device before the oldest step's results are read.
 _LAG = 4
 
 
@@ -21,16 +21,16 @@ class History:
 
     losses: list[float] = dataclasses.field(default_factory=list)
     gradient_norms: list[float] = dataclasses.field(default_factory=list)
-    # By step, what the settings call their measure.
+    # The measured values (`Settings.measure`) by step number.
     measured: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists; JSON has no integer keys."""
+        """Plain lists, because JSON objects have no integer keys."""
         return dataclasses.asdict(self) | {"measured": list(self.measured.items())}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> History:
-        """The reverse of `to_json`."""
+        """Reverses `to_json`."""
         return cls(data["losses"], data["gradient_norms"], dict(data["measured"]))
 
 
@@ -42,17 +42,18 @@ def train(
     report: Callable[[int, History, float], None],
     stop: Callable[[], bool],
 ) -> tuple[TrainState, float]:
-    """Trains until the last step, or until `stop`.
+    """Trains until the last step, or until `stop` returns True.
 
     Args:
-      program: what to run.
-      state: where to begin; its memory is taken over.
-      history: its curves so far; they are continued.
-      report: called with each step's number, the curves, and the units per second.
-      stop: asked before each step.
+      program: the program to train.
+      state: the first state. The training takes over its memory.
+      history: the curves of the run so far. The training extends them.
+      report: is called with each step's number, the curves, and the units per second.
+      stop: is called before each step.
 
     Returns:
-      The last state, and the units per second without compilation, the first step and evaluation.
+      The last state, and the units per second. This rate leaves out the time of compilation, of the
+        first step and of evaluation.
     """
     settings = program.settings
     begin = step = timed = int(state.step)
@@ -75,7 +76,7 @@ def train(
         step += 1
         waiting.append(metrics)
         read(0 if step == begin + 1 else _LAG)
-        if step == begin + 1:  # it may load libraries and kernels: the clock starts now
+        if step == begin + 1:  # the clock starts after the first step, which may load kernels
             timed, resumed = step, time.perf_counter()
         if _evaluates(step, settings):
             read(0)

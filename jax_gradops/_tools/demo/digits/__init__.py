@@ -1,5 +1,5 @@
 """The parts of ``python -m jax_gradops demo --task digits``.
 
-`data` has the images, `resnet` the model, `program` trains it, `plots` and `run` show what came of
-it.
+`data` loads the images, `resnet` is the model, `program` trains it. `plots` and `run` show the
+results.
 """

@@ -16,12 +16,12 @@ from jax_gradops._tools.demo.settings import DemoError
 CLASSES = 10
 _TEST_SHARE = 0.25
 _SIZE = 8
-_WHITE = 16  # the brightest value
+_WHITE = 16  # the largest pixel value
 
 
 @dataclasses.dataclass(frozen=True)
 class Digits:
-    """Grey images [images, 8, 8], float32 from 0 to 1, and the digits that they show."""
+    """Grey images [images, 8, 8], float32 from 0 to 1, and their labels."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -30,7 +30,7 @@ class Digits:
 
 
 def load(seed: int, batch: int) -> Digits:
-    """The images, split by the seed; of each digit the same share is for the test."""
+    """Loads images and splits them by the seed. Each digit has an equal share in the test set."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels.reshape(-1, _SIZE, _SIZE) / _WHITE).astype(np.float32)
     parts: list[Any] = train_test_split(
@@ -50,7 +50,7 @@ def load(seed: int, batch: int) -> Digits:
 def sample_batch(
     images: jax.Array, labels: jax.Array, key: jax.Array, batch: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Different images, each shifted by up to one pixel in both directions, and their labels."""
+    """A random batch of different images and their labels. Each is shifted by up to one pixel."""
     which, shifts = jax.random.split(key)
     chosen = jax.random.choice(which, len(images), (batch,), replace=False)
     padded = jnp.pad(images[chosen], ((0, 0), (1, 1), (1, 1)))

@@ -1,4 +1,4 @@
-"""Plots of the digits' run: loss and accuracy over steps, and the confusion matrix."""
+"""Plots of the digits task: loss and accuracy over steps, and the confusion matrix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def training(runs: Mapping[str, History], title: str) -> bytes:
 
 
 def confusion(counts: np.ndarray, title: str) -> bytes:
-    """A PNG with what each digit was taken for: right ones are blue, others orange."""
+    """A PNG of the confusion matrix: correct classifications are blue, mistakes orange."""
     figure = Figure(figsize=(7, 7), layout="constrained")
     axes = figure.subplots()
     right = np.eye(len(counts), dtype=bool)

@@ -1,4 +1,4 @@
-"""A `ResNet` in training: the loss of a step, and what it takes the test images for."""
+"""A `ResNet` in training: the loss of a step, and the classification of the test images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_gradops._tools.demo.trainable import Trainable, TrainState
 
 
 class Program(Trainable[DigitsSettings]):
-    """A ResNet and the digits that it learns to read."""
+    """A ResNet and the images of digits that it learns to classify."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Program(Trainable[DigitsSettings]):
     def _loss(self, params: Any, averages: Any, data: Any, key: jax.Array) -> Any:
         batch = sample_batch(data[0], data[1], key, self.settings.batch)
         params, (images, labels) = self._spread(params, batch)
-        # A copy, as the averages change in it.
+        # `copy=True`: the model changes its running averages in place.
         model = nnx.merge(self._graph, params, averages, copy=True)
         logits = model(images, training=True)
         loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
@@ -55,12 +55,12 @@ class Program(Trainable[DigitsSettings]):
     # --- Called ---------------------------------------------------------------------------------
 
     def evaluate(self, state: TrainState) -> float:
-        """The share of the test images that are recognised."""
+        """The fraction of test images that are classified correctly."""
         confusion = self.confusion(state)
         return float(np.trace(confusion) / np.sum(confusion))
 
     def confusion(self, state: TrainState) -> np.ndarray:
-        """How many test images of a digit (row) are taken for a digit (column)."""
+        """The confusion matrix: rows are the true digits, columns are the model's answers."""
         found = np.asarray(self._classify(state.params, state.averages, self._test_images))
         counts = np.zeros((CLASSES, CLASSES), int)
         np.add.at(counts, (self._test_labels, found), 1)

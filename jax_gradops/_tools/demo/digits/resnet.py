@@ -36,7 +36,7 @@ class BatchNorm(nnx.Module):
     def __call__(
         self, x: jax.Array, *, training: bool, relu: bool = True, residual: jax.Array | None = None
     ) -> jax.Array:
-        """Normalises each channel, the last axis; adds `residual`, then applies ReLU."""
+        """Normalises each channel (the last axis), adds `residual`, and applies ReLU."""
         parameters = self.scale[...], self.bias[...]
         if training:
             activation = "relu" if relu else None
@@ -52,9 +52,10 @@ class BatchNorm(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Two 3 x 3 convolutions; the second one's norm, the residual and the ReLU are one operation.
+    """Two 3 x 3 convolutions.
 
-    With a stride, the residual comes through a 1 x 1 convolution and a norm.
+    The norm after the second one, the addition of the residual and the ReLU are one operation. A
+    block with a stride applies a 1 x 1 convolution and a norm to the residual.
     """
 
     def __init__(
@@ -77,10 +78,9 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """One stage at full resolution, then two that halve it and double the channels.
+    """Has one stage at full resolution. Two more stages halve it and double the channels.
 
-    He, Zhang, Ren, Sun, Deep residual learning for image recognition,
-    https://arxiv.org/abs/1512.03385
+    The source is "Deep residual learning for image recognition", https://arxiv.org/abs/1512.03385.
     """
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
@@ -92,7 +92,7 @@ class ResNet(nnx.Module):
         self.head = nnx.Linear(4 * width, config.classes, rngs=rngs)
 
     def __call__(self, images: jax.Array, *, training: bool) -> jax.Array:
-        """Images [batch, height, width] to float32 logits [batch, classes]."""
+        """Maps images [batch, height, width] to float32 logits [batch, classes]."""
         x = self.stem_norm(self.stem(images[..., None]), training=training)
         for block in self.blocks:
             x = block(x, training=training)

@@ -18,7 +18,7 @@ from jax_gradops._tools.demo.training import History
 
 
 class DigitsRun(Run[DigitsSettings]):
-    """Writes what the model takes each digit for."""
+    """Trains the ResNet and writes the confusion matrix of the test images."""
 
     def __init__(
         self,
