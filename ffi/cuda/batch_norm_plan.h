@@ -1,31 +1,59 @@
 // How batch norm's elements are divided among the threads of a GPU. Plain C++, no CUDA. The policy,
-// cuda/batch_norm_policy.h, chooses the division for a shape.
+// cuda/batch_norm_policy.h, chooses the division for a shape. x is [groups, rows, channels, inner].
 //
-// In a step, each thread of a block takes one pack, a vector of 16 bytes. A thread stays with its
-// channels from step to step, and keeps its sums in registers. A tile is a run of channels of one
-// group, with all their elements. There are two ways to cut tiles:
+//   pack   A vector of 16 bytes, or one element if vectors do not fit the arrays (width 1).
+//   step   One pack for each thread of a block. A block has kChannelThreads threads; some may have
+//          no pack. A thread stays with its channels, and keeps its sums in registers.
+//   tile   A run of channels of one group, with all their elements. Tiles are cut in two ways.
 //
-//   plane    A tile is one channel. Its rows of elements are put end to end, and cut into packs. If
-//            rows do not end with a pack, neighbouring channels share their end packs, masked.
+// In this picture, a block has 8 threads. a5 is the pack of thread 5 in step a. Step b is the next.
 //
-//   columns  A group of x is a matrix, and a tile has `lanes` packs of its columns. A step has
-//            `at_once` rows, with one thread for each pack. Tiles end where a channel and a pack
-//            end. If a row has few channels, a row of the matrix is several rows of x (`fold`).
+//          columns: lanes = 4, at_once = 2                 plane: row_packs = 3
+//           tile 0      tile 1      tile 2                tile 0   tile 1   tile 2
+//   row 0 |a0 a1 a2 a3|a0 a1 a2 a3|a0 a1|         row 0 |a0 a1 a2|a0 a1 a2|a0 a1 a2|
+//   row 1 |a4 a5 a6 a7|a4 a5 a6 a7|a4 a5|         row 1 |a3 a4 a5|a3 a4 a5|a3 a4 a5|
+//   row 2 |b0 b1 b2 b3|b0 b1 b2 b3|b0 b1|         row 2 |a6 a7 b0|a6 a7 b0|a6 a7 b0|
 //
-// There is one block for each multiprocessor. The steps are divided among blocks in two ways:
+//   columns  Channels last (inner is 1), or channels first, mostly with a small inner. A group is a
+//            matrix, and a column is one element wide. A tile has `lanes` packs of each row. A step
+//            has `at_once` rows. Tiles end where a channel and a pack end. If a row of x has few
+//            channels, a row of the matrix is several rows of x (`fold`).
+//   plane    Channels first. A tile is one channel, and a row is its `inner` elements. Each row is
+//            cut into packs, and the packs of all rows are put end to end. If rows do not end with
+//            a pack, neighbouring channels share their end packs, masked.
+//
+// There is at most one block for each multiprocessor. The steps are divided among blocks in two
+// ways. In this picture, letters are blocks, and each line has the six steps of a tile:
+//
+//            dealt: stride 2,     dealt: stride 1,     shares
+//            tile_stride 2        tile_stride 2
+//   tile 0   A B A B A B          A A A A A A          A A A A B B
+//   tile 1   C D C D C D          B B B B B B          B B B C C C
+//   tile 2                        A A A A A A          C D D D D D
 //
 //   dealt    A tile goes to one block, or to `stride` blocks that take its steps in turn. Then all
 //            blocks work on one stretch of memory, and each has few tiles to add up.
 //   shares   The steps of all tiles of all groups are one sequence. Each block has an equally long
 //            stretch of the sequence, with parts of a few tiles.
+//   unit     Shares consist of units. A unit is one step. If the workspace has too few partial rows
+//            for that, a unit is several steps of one tile.
+//   part     A block's steps of one tile. Its tile starts at index `element` in x. A part leaves a
+//            partial result for each channel, in a partial row of the workspace.
+//   origin   Forward adds up distances from the origin: one of the channel's elements in the part.
+//   barrier  MeetBlocks, between the passes. A block waits for all blocks, its tile's blocks, or
+//            only its own threads. Then partial results are combined.
+//   ring     A few consecutive steps of a part. Copies to shared memory are one ring ahead.
+//   slot     A place in shared memory: for a step, a pack (SlotOf) or a number (SlotOfChannel).
 //
-// A part is a block's steps of one tile. Each part leaves a partial result. If the workspace has
-// too few partial rows for that, shares consist of units of several steps.
+//   first pass    first step ------------------> last step
+//                 [kept rings]         [last ring]            stay in shared memory
+//                              [  cached_steps   ]            a block's share of the L2 cache
+//   second pass   first step <------------------ last step
 //
-// A ring is a few consecutive steps of a part; copies to shared memory are one ring ahead. Each
-// block keeps its first rings in shared memory. The second pass loads the others again, last step
-// first, because the L2 cache has the latest steps. If these are many, and a tile has several
-// blocks, the last ones go to whichever block is free (batch_norm_stream.cuh).
+// The first kept_rings rings of a block stay. All other rings use one place in turn. The second
+// pass loads these rings again, last step first, because the L2 cache has the latest steps. If such
+// rings are many, and a tile has several blocks, the last ones go to whichever block is free. These
+// shared rings are consecutive steps of a tile, not of a part (batch_norm_stream.cuh).
 //
 // Kernels know the way to cut tiles at compile time (As), and compute results of divisions once per
 // part. Otherwise divisions and rare cases would be most of their code. All threads would wait for

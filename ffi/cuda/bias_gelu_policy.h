@@ -1,5 +1,24 @@
 // How bias_gelu.cu cuts arrays into packs, spans, tiles and slices, which that file explains. Plain
 // C++, no CUDA. The constants were measured on an H200 (benchmarks/tuning/README.md).
+//
+// The picture has one group, [rows, features]. t5 is a pack of thread 5 of the 8 in a block.
+//
+//             tile 0: lanes = 4   tile 1       backward, 2 slices   forward, 2 turns
+//   span 0   | t0 t1 t2 t3 | t0 t1 t2 t3 |     slice 0              slice 0      at_once = 2
+//   span 1   | t4 t5 t6 t7 | t4 t5 t6 t7 |     slice 0              slice 0
+//   span 2   | t0 t1 t2 t3 | t0 t1 t2 t3 |     slice 1              slice 0
+//   span 3   | t4 t5 t6 t7 | t4 t5 t6 t7 |     slice 1              slice 0
+//   span 4   | t0 t1 t2 t3 | t0 t1 t2 t3 |     slice 0              slice 1
+//
+//   group        x is [groups, rows, features]. vmap adds the groups. All groups are cut alike.
+//   span         `copies` rows of x: a line of the picture. Without bias and dbias, a warp's packs.
+//   tile         `lanes` packs at one place of all spans.
+//   slice        The spans that a block takes. A block has one tile and one slice of a group.
+//   cut          A GeluCut: these sizes for one call.
+//   step         The distance, in packs, from a thread's pack to its next one. Each pack is a turn.
+//   stage        Backward: a place in shared memory for a pack of dy and a pack of x.
+//   column sums  dbias: unrounded dx, summed over rows. A block adds up its threads' sums. A slice
+//                leaves one partial row, or one per row of a span. column_sum.cuh adds these up.
 #pragma once
 
 #include <algorithm>

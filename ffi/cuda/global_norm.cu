@@ -15,6 +15,23 @@
 // Scaling is one kernel of many short blocks, with one read and one write of every leaf. If both
 // factors are 1, blocks end at once without a read or write. The kernel goes from the last chunk to
 // the first: the L2 cache still has what the norm has read last.
+//
+//   leaf         One array of the tree, [groups, elements]. vmap adds the groups.
+//   table        The leaves of one launch: at most kSmallTable or kLargeTable.
+//   chunk        16 KB of one leaf in one group. A leaf's last chunk may be shorter.
+//   slot         A run of chunks of a table. A block has one slot of one group.
+//   piece        The elements of one leaf in a slot.
+//   range        huge, normal or tiny. A group's sum is stored as one of them. A float32 result is
+//                huge from 2^96 on, and tiny below 2^-96. Both are stored times a power of two.
+//   factor pair  The two factors of a group. An element is multiplied by one after the other,
+//                because their product may leave the range of their dtype.
+//
+// One group of a table of four leaves. Each slot is a block's, and leaves one partial sum:
+//
+//   leaves  |        leaf 0         |leaf1|leaf2|  leaf 3   |
+//   chunks  |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |
+//   slots   |  slot 0   |     slot 1      |     slot 2      |
+//   pieces  |   piece   |   piece   |piece|piece|   piece   |
 #include <cub/block/block_reduce.cuh>
 
 #include <algorithm>
