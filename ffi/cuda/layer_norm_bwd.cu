@@ -3,10 +3,10 @@
 // Row layout: cuda/layer_norm_bwd_policy.h. A unit of threads is a warp, or the warps of one row.
 // Each unit is persistent: it loops over rows (narrow rows: several per warp, layer_norm_bwd.cuh).
 // Each thread copies its part of the next rows to shared memory in advance (layer_norm_ring.cuh).
-// Each block has a slot in a group: a share of the group's rows, and one partial row of column
-// sums. Column sums stay in registers over the rows; sums of dx stay in shared memory. They are
-// added over units, then over slots (column_sum.cuh), in a fixed order. Traffic: dy, x and dsum (if
-// given) are read. dx is written, and a partial row per block.
+// Each block has a slot in a group (see layer_norm_policy.h). Column sums stay in registers over
+// the rows; sums of dx stay in shared memory. They are added over units, then over slots
+// (column_sum.cuh), in a fixed order. Traffic: dy, x and dsum (if given) are read. dx is written,
+// and a partial row per block.
 //
 // Unaligned rows are accessed as in the forward pass; narrow ones: layer_norm_bwd_narrow.cuh. For
 // few rows a separate kernel beside the dx kernel computes the column sums (LaunchFewSums). It

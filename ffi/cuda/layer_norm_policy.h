@@ -1,11 +1,81 @@
 // Row layout of layer norm's kernels on a GPU: what decides it, and the forward kernel's table. The
 // backward kernel's table: cuda/layer_norm_bwd_policy.h. Plain C++, no CUDA.
 //
+// Pictures of float32 rows: a pack (vector of 16 bytes) has 4 columns. Array starts are aligned.
+//
+// One row on one block: 1024 columns, forward. Its 64 lanes (threads) have 4 packs each.
+//   Pack           [0 .. 63]  [64 .. 127]  [128 .. 191]  [192 .. 255]
+//   lane           [0 .. 63]  [0 .. 63]    [0 .. 63]     [0 .. 63]
+// A row of 1020 columns has no pack 255. Lane 63 lacks it, and repeats pack 254 of lane 62.
+//
+// A framed row on one block: row 1 of 1001 columns, forward. Its skip is 1.
+//   Memory         [row 0, c0, c1, c2] [c3, c4, c5, c6]  ..  [c999, c1000, row 2, row 2]
+//   pack            0                   1                ..   250
+// Each warp of the row has the next 32 P packs. Each of its lanes has every 32nd pack.
+//
+// A block of several rows: 64 columns, backward. The 8 lanes of a row have 2 packs each.
+//   Thread         [0 .. 7]  [8 .. 15]  [16 .. 23]  [24 .. 31]  [32 .. 39]  ..
+//   unit            0         0          0           0           1          ..
+//   row of unit     0         1          2           3           0          ..
+// Lane l has packs l and l + 8. A unit's turn has 4 rows. Forward: 16 teams of 4 lanes, a row each.
+//
+// A cluster of 3 blocks: row 1 of 24001 columns, forward. Its skip is 1. The share is 8192 columns.
+//   Block           0            1                2
+//   columns        [0 .. 8190]  [8191 .. 16382]  [16383 .. 24000]
+//   packs          [0 .. 2047]  [2048 .. 4095]   [4096 .. 6000]
+//
+//  Word     In the code         Meaning
+//  Pack     Pack<T, W>, packs   16-byte vector. A thread has P per row. Streamed: also one element.
+//  Lane     lane, lanes         A thread of a row in its block. Some `lane`s are of a warp.
+//  Share    share               The columns of a row, or of its frame, that one block has.
+//  Division kEven, kUneven      How packs are divided among lanes. Even: each lane that owns packs
+//                               has P. Uneven: some owners lack their last pack.
+//  Framed   kFramed             Packs are counted in the frame. Rows or parameters are unaligned,
+//                               or of a few narrow widths. Forward: also if blocks share rows.
+//  Frame    skip(), SetSkip     The row from the last 16-byte boundary on, at or before its start.
+//                               The skip is the number of columns before the row.
+//  Class    classes             Rows `classes` apart are in one class: they have an equal skip.
+//  Place    Place, NarrowPlace  A thread's lane, row and columns. PlaceOfLane: which part it reads.
+//  Counts   counts, Counts(i)   Whether a thread adds its packs to sums. If not, another thread
+//                               owns them. RowCounts is a different thing: numbers of columns.
+//  Lacks    Lacks(i), Whole(i)  Framed. Lacks: the row has no column of pack i. Whole: all rows of
+//                               the warp have the whole pack.
+//  Team     teams               Forward: the threads of a block that work on one row.
+//  Unit     units               Backward: a warp, or all warps of one row in a block.
+//           scalars.unit        Forward: differences are divided by this unit, then squared.
+//  Deal     Deal, NarrowDeal    Which blocks take which rows of a group (RowShape).
+//  Slot     slot, slots         The rows of a group that one block or cluster takes. Backward, a
+//                               slot also has a partial row of column sums.
+//           Slot(), slot_bytes  Room in shared memory for a thread's packs or for a chunk.
+//  Item     item                Backward: a group and a slot. Streamed: a group and a few columns.
+//  Turn     Turns, unit_rows()  Backward: a unit's next row, or 32 / lanes rows if lanes < 32.
+//                               Narrow: a warp's next chunk, which is a few neighbouring rows.
+//  Round    plan.rounds         Forward: a team takes one row per round.
+//           deal.rounds         Backward: turns of each unit in a pass. Narrow: of each warp.
+//  Pass     passes              Backward, framed: turns of a unit whose rows are in one class.
+//           (comments)          Forward: a loop over the held row. Mean and deviation take two.
+//  Ring     RowRing, ..         The next rows in shared memory. Each thread copies its own packs.
+//                               To order a row is to start its copy. Then the row is under way.
+//  Stage    stages              A ring's room for one turn or round. A ring has 1 or 2 stages.
+//  Held     HeldRow, held       Forward: packs in registers. `held`: columns that a block can hold.
+//  Part     Part, parts         A warp's or block's mean and squares, or its sum. `Lanes(parts)`:
+//                               parts are a thread's packs.
+//  Moments  Moments             A row's mean (mean + delta) and 1 / deviation (rstd).
+//  Usual    UsualRow, usual     Backward: the rounding of the row's saved mean does not matter, and
+//                               products are far from the limits of floats.
+//  Wide     wide                Forward layer norm: over 40 KiB a row (16-bit), 80 KiB (float32).
+//                               From sm_90 on, blocks share them even if one block could hold them.
+//           Widen, LoadWide     Wide values have the type of the arithmetic, Accum<T>.
+//  Narrow   NarrowPlan          Rows that would be framed, of up to 480 elements (float64: 224):
+//                               layer_norm_narrow_policy.h. Elsewhere: rows of up to one warp.
+//  Stream   stream              Unaligned arrays, or rows that no plan holds. A row is read twice.
+//  Plan     ForwardPlan, ..     What is chosen for a RowTask: division, threads, shared memory.
+//  Override RowOverride         What tests force upon that choice, through ForcedRowPlan().
+//
 // A row belongs to the fewest threads that hold it in registers: some lanes of a warp, some warps
-// or, from sm_90 on, the blocks of a cluster. Each block of a cluster has a share of the columns.
-// Unaligned rows may start at any element, not only at 16-byte boundaries. A row's result depends
-// only on its threads and, if unaligned, on its distance from such a boundary. The number of rows
-// does not matter, nor how they reach the chip. Wider rows are streamed: a block reads each twice.
+// or, from sm_90 on, the blocks of a cluster. Unaligned rows may start at any element, and have
+// any length. A row's result depends only on its threads and, if unaligned, on its distance from a
+// 16-byte boundary. The number of rows does not matter, nor how they reach the chip.
 //
 // Forward: a block loads one row (or two warps' worth of narrow rows) and ends. The hardware then
 // starts the next block, which keeps all multiprocessors busy to the end. If rows are unaligned or
@@ -20,9 +90,7 @@
 //   unaligned, up to 32 Ki               64                  32 to 512
 //   wider, from sm_90 on                 64                  2 to 16 blocks of up to 512
 //
-// Some widths, like 768 16-bit elements, have 48 bytes per thread. Unaligned rows of up to 480
-// elements (float64: 224): layer_norm_narrow_policy.h. Wide layer norm rows are shared by blocks
-// even if one block could hold them (`wide` below).
+// Some widths, like 768 16-bit elements, have 48 bytes per thread.
 #pragma once
 
 #include <algorithm>
@@ -117,7 +185,7 @@ struct ForwardPlan {
   int share;      // Columns of each block.
   bool full;      // All `lanes` threads have exactly `packs` packs of their own.
   int log_lanes;  // log2 of lanes, if a row has no more than a warp.
-  int teams;      // Teams of a block. A team is the threads that work on one row at a time.
+  int teams;      // Teams of a block.
 
   // Framed:
   int step;                  // Rows after which offsets in a pack repeat: a power of two,

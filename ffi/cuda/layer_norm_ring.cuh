@@ -11,10 +11,9 @@
 namespace gradops {
 namespace {
 
-// How a group's rows are dealt out to `slots` blocks (or clusters), turn by turn. A turn is what a
-// unit takes at a time (unit_rows). Framed: there are `passes` passes. In a pass, all rows of a
-// unit have an equal offset from the start of their frames. The host does the divisions: on a
-// device they compile to calls, which cost spills.
+// How a group's rows are dealt out to `slots` blocks (or clusters), turn by turn and, if framed, in
+// `passes` passes: see layer_norm_policy.h. The host does the divisions: on a device they compile
+// to calls, which cost spills.
 struct Deal {
   std::int64_t slots;
   int passes;

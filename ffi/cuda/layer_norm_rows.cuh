@@ -21,10 +21,9 @@ namespace {
 // thread owns must not be added to sums. Forward, threads repeat the work on such packs, as a
 // branch costs all threads more. Backward, they neither load nor store them: their elements are 0.
 //
-// Framed: rows may start anywhere, and have any length. A row's frame starts at the last 16-byte
-// boundary before the row. Packs belong to the frame: the row may have all, some or none of a
-// pack's columns. A warp owns 32 * P neighbouring packs, and a lane every 32nd of them. Rows with
-// equal offsets from their frames go to the same threads, whose columns so do not change.
+// Framed (see layer_norm_policy.h): the row may have all, some or none of a pack's columns. Rows
+// with equal skips go to the same threads, whose columns so do not change.
+//
 // `kOneUnit`: a block has one row, or several narrow rows (forward).
 template <typename T, int P, Division kDivision, bool kOneUnit>
 class Place {
