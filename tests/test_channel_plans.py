@@ -13,7 +13,7 @@ import pytest
 from gpus import GPUS
 
 from jax_gradops import _registry
-from jax_gradops._kernel import invoke
+from jax_gradops._kernel import spec
 
 CUDA = _registry.MODULES.get("cuda")
 pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
@@ -28,7 +28,7 @@ INNER = (1, 2, 7, 9, 49, 196, 784, 3136)
 
 def partial_rows(groups: int, rows: int, channels: int, backward: bool) -> int:
     """The number of partial rows in the op's workspace."""
-    return invoke.column_sum_workspace(groups, rows, channels, 2 if backward else 4)[1]
+    return spec.column_sum_workspace(groups, rows, channels, 2 if backward else 4)[1]
 
 
 def plan(
