@@ -243,7 +243,6 @@ def _register(name: str, prefix: str) -> None:
 
 def _forget_traces() -> None:
     primitive._traced.cache_clear()
-    primitive._compiled.cache_clear()
     jax.clear_caches()  # jax 0.11 caches the lowered form of inner jitted functions
 
 
