@@ -21,12 +21,15 @@ import pytest
 from jax_gradops import _registry
 
 NATIVE = Path(__file__).parent / "native"
-pytestmark = pytest.mark.skipif(
-    not jaxlib.__version__.startswith("0.10."),
-    reason="call frames are made as jaxlib 0.10 declares them, which the library is built with",
-)
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        not jaxlib.__version__.startswith("0.10."),
+        reason="call frames are made as jaxlib 0.10 declares them, which the library is built with",
+    ),
+]
 LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable] or [""]
-SECONDS = 300  # the limit for each program; they take a tenth of it
+SECONDS = 900  # the limit for each program and build; builds take minutes on a busy machine
 # Most of the time is compilation of kernels with sanitizers. Without optimisation and without
 # checks of each pointer it takes half the time. `make native` has both.
 OPTIONS = "-O0 -fno-sanitize=null,alignment,object-size,vptr"
