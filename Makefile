@@ -7,8 +7,8 @@ EXTRAS ?= test$(if $(shell command -v nvidia-smi),$(comma)cuda13)
 comma := ,
 # What is installed: this folder, so that edits count at once, or an sdist or a wheel.
 PACKAGE ?= -e ".[$(EXTRAS)]"
-CPP := $(wildcard ffi/*.cc ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh tests/native/*.h tests/native/*.cc)
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard ffi/*.* ffi/*/*)
+CPP := $(wildcard ffi/*.cc $(foreach kind,h cc cu cuh,$(wildcard ffi/*/*.$(kind) ffi/*/*/*.$(kind))) tests/native/*.h tests/native/*.cc)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard ffi/*.* ffi/*/*.* ffi/*/*/*.*)
 
 .PHONY: demo test fuzz mutate test-gpu native fuzz-native lint format clean
 

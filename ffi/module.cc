@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "common/build_info.h"
-#include "cuda/batch_norm_policy.h"
-#include "cuda/bias_gelu_policy.h"
-#include "cuda/devices.h"
-#include "cuda/layer_norm_bwd_policy.h"
-#include "cuda/layer_norm_narrow_policy.h"
-#include "cuda/layer_norm_override.h"
+#include "cuda/batch_norm/policy.h"
+#include "cuda/common/devices.h"
+#include "cuda/gelu/policy.h"
+#include "cuda/row_norm/backward_policy.h"
+#include "cuda/row_norm/narrow_policy.h"
+#include "cuda/row_norm/override.h"
 #include "ops/handlers.h"
 
 namespace nb = nanobind;

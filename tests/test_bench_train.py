@@ -182,7 +182,7 @@ def test_tokens() -> None:
     ("name", "group", "short"),
     [
         (
-            "void gradops::(anonymous namespace)::ForwardKernel<float, 1>(LayerNormFwdArgs)",
+            "void gradops::(anonymous namespace)::ForwardKernel<float, 1>(RowNormFwdArgs)",
             "jax_gradops norms",
             "gradops::ForwardKernel",
         ),

@@ -1,6 +1,6 @@
 """How CUDA's batch norm divides its elements among threads. These tests need no GPU.
 
-The table is ffi/cuda/batch_norm_policy.h. The native module returns its choice (`channel_plan`).
+The table is ffi/cuda/batch_norm/policy.h. The native module returns its choice (`channel_plan`).
 test_batch_norm.py tests the results on a GPU.
 """
 

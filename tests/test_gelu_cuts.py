@@ -1,6 +1,6 @@
 """How CUDA's bias + GELU cuts arrays into spans and tiles. These tests need no GPU.
 
-The table is ffi/cuda/bias_gelu_policy.h. The native module returns its choice (`gelu_forward_cut`,
+The table is ffi/cuda/gelu/policy.h. The native module returns its choice (`gelu_forward_cut`,
 and backward `gelu_cut`). test_bias_gelu.py tests the results on a GPU.
 """
 

@@ -202,7 +202,7 @@ def test_sizes_of_native_modules():
 def test_copies_to_shared_memory_are_legal():
     """For some copies with a cache hint, ptxas 13.0 emits code that no GPU can execute.
 
-    It puts a number where the even one of two registers should be (ffi/cuda/pipeline.cuh). Only an
+    It puts a number where the even one of two registers should be (ffi/cuda/common/pipeline.cuh). Only an
     optimised build shows this.
     """
     tool = shutil.which("cuobjdump")

@@ -69,8 +69,8 @@ struct BatchNormBwdArgs {
 
 ffi::Error BatchNormFwd(CpuContext, const BatchNormFwdArgs&);   // cpu/batch_norm_fwd.cc
 ffi::Error BatchNormBwd(CpuContext, const BatchNormBwdArgs&);   // cpu/batch_norm_bwd.cc
-ffi::Error BatchNormFwd(CudaContext, const BatchNormFwdArgs&);  // cuda/batch_norm_fwd.cu
-ffi::Error BatchNormBwd(CudaContext, const BatchNormBwdArgs&);  // cuda/batch_norm_bwd.cu
+ffi::Error BatchNormFwd(CudaContext, const BatchNormFwdArgs&);  // cuda/batch_norm/forward.cu
+ffi::Error BatchNormBwd(CudaContext, const BatchNormBwdArgs&);  // cuda/batch_norm/backward.cu
 
 // The handlers. An absent optional operand or result has shape [0] and the accumulation dtype.
 template <class Context>

@@ -32,8 +32,8 @@ struct BiasGeluBwdArgs {
 
 ffi::Error BiasGeluFwd(CpuContext, const BiasGeluFwdArgs&);   // cpu/bias_gelu.cc
 ffi::Error BiasGeluBwd(CpuContext, const BiasGeluBwdArgs&);   // cpu/bias_gelu.cc
-ffi::Error BiasGeluFwd(CudaContext, const BiasGeluFwdArgs&);  // cuda/bias_gelu.cu
-ffi::Error BiasGeluBwd(CudaContext, const BiasGeluBwdArgs&);  // cuda/bias_gelu.cu
+ffi::Error BiasGeluFwd(CudaContext, const BiasGeluFwdArgs&);  // cuda/gelu/bias_gelu.cu
+ffi::Error BiasGeluBwd(CudaContext, const BiasGeluBwdArgs&);  // cuda/gelu/bias_gelu.cu
 
 template <class Context>
 struct BiasGelu {

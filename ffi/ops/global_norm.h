@@ -88,7 +88,7 @@ inline float MaxFloatSum(ffi::DataType result) {
 }
 
 ffi::Error SumOfSquares(CpuContext, const SumOfSquaresArgs&);   // cpu/global_norm.cc
-ffi::Error SumOfSquares(CudaContext, const SumOfSquaresArgs&);  // cuda/global_norm.cu
+ffi::Error SumOfSquares(CudaContext, const SumOfSquaresArgs&);  // cuda/clip/global_norm.cu
 
 ffi::Error Scale(CpuContext, const ScaleArgs&);
 ffi::Error Scale(CudaContext, const ScaleArgs&);

@@ -6,10 +6,10 @@
 #include "common/handler.h"
 #include "ops/batch_norm.h"
 #include "ops/bias_gelu.h"
-#include "ops/device_clock.h"
-#include "ops/device_copy.h"
 #include "ops/global_norm.h"
-#include "ops/layer_norm.h"
+#include "ops/row_norm.h"
+#include "testing/device_clock.h"
+#include "testing/device_copy.h"
 
 namespace gradops {
 

@@ -51,7 +51,7 @@ def column_sum_workspace(groups: int, rows: int, features: int, sums: int) -> tu
 
     There are at most 512 partial rows: a few for each multiprocessor of a large GPU. One sum has at
     most 2^23 elements: else wide rows would take hundreds of megabytes. The exception is a minimum
-    for wide rows: CUDA's kernels need one value per row (ffi/cuda/layer_norm_stream.cuh).
+    for wide rows: CUDA's kernels need one value per row (ffi/cuda/row_norm/stream.cuh).
     """
     if sums == 0:
         return (0,)

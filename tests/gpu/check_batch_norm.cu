@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "batch_norm_cases.cuh"
-#include "cuda/batch_norm_bwd.cu"
-#include "cuda/batch_norm_fwd.cu"
+#include "cuda/batch_norm/backward.cu"
+#include "cuda/batch_norm/forward.cu"
 #include "driver.cuh"
 
 #include "batch_norm_known.cuh"  // must come last: uses the headers above

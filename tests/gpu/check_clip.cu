@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "cuda/global_norm.cu"
+#include "cuda/clip/global_norm.cu"
 #include "driver.cuh"
 
 namespace gradops {

@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda/bias_gelu.cu"
+#include "cuda/gelu/bias_gelu.cu"
 #include "driver.cuh"
 
 namespace gradops {

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/layer_norm_bwd.cu"
-#include "cuda/layer_norm_fwd.cu"
+#include "cuda/row_norm/backward.cu"
+#include "cuda/row_norm/forward.cu"
 #include "driver.cuh"
 
 namespace gradops {
@@ -37,7 +37,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
     if (v.narrow) return {arrays.Filled<BFloat16>(parameters), stride, ffi::BF16};
     return {arrays.Filled<A>(parameters), stride, kDtype<A>};
   };
-  LayerNormFwdArgs fwd{};
+  RowNormFwdArgs fwd{};
   fwd.shape = shape, fwd.dtype = kDtype<T>, fwd.centered = v.centered, fwd.epsilon = 1e-6;
   fwd.scale_offset = v.offset ? 1.0 : 0.0;
   fwd.x = arrays.Filled<T>(n), fwd.y = arrays.Empty<T>(n);
@@ -46,10 +46,10 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
   fwd.scale = parameter();
   if (v.centered) fwd.bias = parameter(), fwd.mean = arrays.Empty<A>(all_rows);
   fwd.rstd = arrays.Empty<A>(all_rows);
-  Check(LayerNormFwd(CudaContext{nullptr}, fwd));
+  Check(RowNormFwd(CudaContext{nullptr}, fwd));
   Check(cudaDeviceSynchronize());
 
-  LayerNormBwdArgs bwd{};
+  RowNormBwdArgs bwd{};
   bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.centered = v.centered;
   bwd.epsilon = fwd.epsilon, bwd.scale_offset = fwd.scale_offset;
   bwd.from_output = v.from_output, bwd.dy = arrays.Filled<T>(n), bwd.rstd = fwd.rstd;
@@ -66,7 +66,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
     if (v.centered) bwd.dbias = {arrays.Empty<A>(parameters), kDtype<A>};
     if (v.residual_bias) bwd.dresidual_bias = {arrays.Empty<A>(parameters), kDtype<A>};
   }
-  Check(LayerNormBwd(CudaContext{nullptr}, bwd));
+  Check(RowNormBwd(CudaContext{nullptr}, bwd));
   Check(cudaDeviceSynchronize());
 }
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "common/dtype.h"
-#include "cuda/launch.cuh"
+#include "cuda/common/launch.cuh"
 
 namespace gradops {
 namespace {

@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/batch_norm_bwd.cu"
-#include "cuda/batch_norm_fwd.cu"
+#include "cuda/batch_norm/backward.cu"
+#include "cuda/batch_norm/forward.cu"
 #include "driver.cuh"
 #include "timing.cuh"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/global_norm.cu"
+#include "cuda/clip/global_norm.cu"
 #include "driver.cuh"
 #include "timing.cuh"
 

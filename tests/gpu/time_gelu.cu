@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/bias_gelu.cu"
+#include "cuda/gelu/bias_gelu.cu"
 #include "driver.cuh"
 #include "timing.cuh"
 

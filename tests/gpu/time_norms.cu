@@ -12,7 +12,7 @@
 //   ./time_norms [-t bf16|f16|f32|f64] [-h features,...] [-o "LN fwd"] [-x times as many rows]
 //     [-r rows] [-pool bytes: all arrays in one allocation, from there on, at multiples of 256, as
 //     XLA's allocator has them] [-n: no comparison] [-a 1: with a residual, or 2: and its bias; not
-//     compared] and what cuda/layer_norm_policy.h lets force: [-arch 80] [-threads 256] [-cluster
+//     compared] and what cuda/row_norm/policy.h lets force: [-arch 80] [-threads 256] [-cluster
 //     8] [-stages 2]
 //     [-stream] [-packs 3]
 #include <algorithm>
@@ -24,8 +24,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "cuda/layer_norm_bwd.cu"
-#include "cuda/layer_norm_fwd.cu"
+#include "cuda/row_norm/backward.cu"
+#include "cuda/row_norm/forward.cu"
 #include "driver.cuh"
 #include "timing.cuh"
 
@@ -185,17 +185,17 @@ void Run(const Options& options) {
     const std::int64_t rows = options.rows > 0 ? options.rows : elements / features;
     for (const bool centered : {true, false}) {
       const auto forward = [&](int k) {
-        LayerNormFwdArgs args{};
+        RowNormFwdArgs args{};
         args.shape = {1, rows, features}, args.dtype = kDtype<T>, args.centered = centered;
         args.epsilon = 1e-6, args.x = x[k], args.scale = {scale, 0, ffi::F32};
         if (centered) args.bias = {bias, 0, ffi::F32}, args.mean = mean;
         args.y = y[k], args.rstd = rstd;
         if (options.added > 0) args.residual = residual[k], args.sum = sum[k];
         if (options.added > 1) args.residual_bias = {bias, 0, ffi::F32};
-        Check(LayerNormFwd(CudaContext{Stream()}, args));
+        Check(RowNormFwd(CudaContext{Stream()}, args));
       };
       const auto backward = [&](int k) {
-        LayerNormBwdArgs args{};
+        RowNormBwdArgs args{};
         args.shape = {1, rows, features}, args.dtype = kDtype<T>, args.centered = centered;
         args.dy = dy[k], args.x = x[k], args.scale = {scale, 0, ffi::F32};
         args.mean = centered ? mean : nullptr, args.rstd = rstd, args.dx = dx[k];
@@ -206,7 +206,7 @@ void Run(const Options& options) {
         args.workspace = workspace;
         args.partial_rows = std::max<std::int64_t>(
             1, std::min({rows, std::int64_t{512}, (std::int64_t{1} << 23) / features}));
-        Check(LayerNormBwd(CudaContext{Stream()}, args));
+        Check(RowNormBwd(CudaContext{Stream()}, args));
       };
       for (const bool is_forward : {true, false}) {
         const std::string name =

@@ -1,0 +1,454 @@
+// Batch norm forward, CUDA: one kernel computes the statistics of x, and then y.
+//
+// First pass: for each channel of its part, a block adds up distances from an origin, and their
+// squares. The origin is one of the channel's elements. Origin, mean, squared deviations and count
+// go to the workspace. After a barrier, parts are combined in a fixed order. Usually each block
+// combines the parts of its tiles itself. If tiles have many blocks, the channels are spread over
+// all blocks, and a second barrier follows. Second pass: y is computed, from the last pack back to
+// the first. The last packs are in the L2 cache, the first packs in shared memory.
+//
+// Squares of elements above about 1e16 add up to more than a float holds, although the variance is
+// a float. Then the part's elements of that channel are read again, and added up in double.
+//
+// Traffic: x is read twice, except what caches and shared memory hold. y is written, the residual
+// read. How elements are divided: cuda/batch_norm/plan.h.
+#include <cooperative_groups.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/math.h"
+#include "common/stored_squares.h"
+#include "cuda/batch_norm/apply.cuh"
+#include "cuda/batch_norm/stream.cuh"
+#include "cuda/batch_norm/sums.cuh"
+#include "cuda/batch_norm/tiles.cuh"
+#include "ops/batch_norm.h"
+
+namespace gradops {
+namespace {
+
+constexpr int kMomentRingsPerSum = 8;
+// Packs that a thread of the separate second-pass kernel has (apply.cuh).
+template <bool kResidual>
+constexpr int kApplyPacksApart = kResidual ? 2 : 4;
+
+// The origin of a channel's distances: a large mean then costs no digits. It is the median of three
+// of the channel's elements in the part, because a single element may be far from the mean.
+template <typename T>
+__device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan,
+                                           const ChannelPart& part, int channel) {
+  using A = Accum<T>;
+  const A a = static_cast<A>(x[plan.Sample(part, channel, 0)]);
+  const A b = static_cast<A>(x[plan.Sample(part, channel, 1)]);
+  const A c = static_cast<A>(x[plan.Sample(part, channel, 2)]);
+  const A origin = max(min(a, b), min(max(a, b), c));
+  return isfinite(origin) ? origin : A{0};
+}
+
+// Whether squares added up in float have to be added up again. An element that is NaN or infinite
+// also spoils the sum of distances, and a second look would give NaN again. Squares of float16
+// never overflow.
+template <typename T>
+__device__ __forceinline__ bool NeedsSecondLook(const double2& sum) {
+  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BFloat16>) {
+    return Overflowed(sum.y) && isfinite(sum.x);
+  } else {
+    return false;
+  }
+}
+
+// The sum of (x - center)^2 over the part's elements of a channel, in double. It is slow, and only
+// for sums that have overflowed. Columns: the calling thread adds up all elements. Planes: a whole
+// warp makes the call and divides the elements among its lanes.
+template <int W, typename T>
+__device__ __forceinline__ double LargeSquares(const T* x, const ChannelPlan& plan,
+                                               const ChannelPart& part, int channel,
+                                               double center) {
+  const std::int64_t limit = plan.Limit(part);
+  double sums[1] = {};
+  const auto add = [&](std::int64_t i) {
+    const double difference = static_cast<double>(static_cast<Accum<T>>(x[i])) - center;
+    sums[0] += difference * difference;
+  };
+#pragma unroll 1
+  for (std::int64_t i = 0; i < part.count; ++i) {
+    const std::int64_t step = plan.StepOf(part, i);
+    if (plan.plane) {
+#pragma unroll 1
+      for (int thread = static_cast<int>(threadIdx.x) % kWarp; thread < kChannelThreads;
+           thread += kWarp) {
+        const ChannelPlace place = plan.PlaceOf(part, step, thread);
+        const std::int64_t row = place.at - place.pack * W, start = plan.Start(place);
+        const std::int64_t end = min(min(start + W, row + plan.inner), limit);
+#pragma unroll 1
+        for (std::int64_t j = max(start, row); j < end; ++j) add(j);
+      }
+    } else {
+      std::int64_t row = part.element + step * plan.at_once * plan.row_elements;
+#pragma unroll 1
+      for (int r = 0; r < plan.at_once; ++r, row += plan.row_elements) {
+#pragma unroll 1
+        for (int k = 0; k < plan.ChannelColumns(); ++k) {
+          const std::int64_t j = row + plan.ColumnOf(channel, k, part.channels);
+          if (j < limit) add(j);
+        }
+      }
+    }
+  }
+  if (plan.plane) WarpSums<kWarp>(sums);
+  return sums[0];
+}
+
+// The numbers that a part leaves for each channel. kMean is a distance from the origin. kSquares is
+// a result of StoredSquares.
+enum PartialMoments { kOrigin, kMean, kSquares, kCount, kMoments };
+static_assert(kMoments == kForwardNeeds.partial_numbers);
+
+template <typename T, int W, int kSteps>
+__device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
+                                          const ChannelPartials<Accum<T>, kMoments>& partials,
+                                          char* scratch, PackRings<T, W, 1, kSteps>& rings) {
+  using A = Accum<T>;
+  A* const origins = reinterpret_cast<A*>(scratch + plan.origins_at);
+  ForParts<false>(plan, [&](const ChannelPart& part, bool) {
+    const std::int64_t group = part.group, first_channel = part.channel;
+    A origin[1][W];
+    const auto find_origins = [&] {
+      LoadParameters(
+          plan, part, origins, false,
+          [&](std::int64_t, std::int64_t channel, A(&numbers)[1]) {
+            numbers[0] = Origin(x, plan, part, static_cast<int>(channel - first_channel));
+          },
+          origin);
+    };
+    ThreadSums<A, W> sums;
+    const auto add = [&](int j, A value) {
+      const A distance = value - origin[0][j];
+      sums.Add(j, distance, distance * distance);
+    };
+    int elements = 0, turns = 0;
+    ForPacks<false>(
+        plan, part, rings, plan.PassingSteps(part), false,
+        [&](auto&& place, std::int64_t start, bool passing) { place.Copy(0, x + start, passing); },
+        find_origins,
+        [&](auto&& place, std::int64_t) {
+          A values[W];
+          Widen(place.Get(0), values);
+#pragma unroll
+          for (int j = 0; j < W; ++j) add(j, values[j]);
+          elements += W;
+        },
+        [&] {
+          if (++turns % kMomentRingsPerSum == 0) sums.EndSum();
+        });
+    ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+      A values[W];
+      LoadSpan(x, span, values);
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        if (span.has(j)) add(j, values[j]);
+      }
+      elements += span.last - span.first;
+    });
+    sums.EndSum();
+
+    BeginCounters(plan, part, partials);
+    const std::int64_t slot = plan.NumberOf(part, static_cast<int>(blockIdx.x));
+    SumPart(plan, part, scratch, sums, elements,
+            [&](int channel, const double2& sum, double count) {
+              // A plane's last step may have packs at row ends only, without any of its elements.
+              const double mean = count > 0 ? sum.x * (1.0 / count) : 0.0;
+              const A from = origins[plan.SlotOfChannel(channel)];
+              double squares = sum.y - sum.x * mean;
+              if (NeedsSecondLook<T>(sum)) {
+                squares = LargeSquares<W>(x, plan, part, channel, static_cast<double>(from) + mean);
+              }
+              partials.at(group, slot, first_channel + channel) = {
+                  from, static_cast<A>(mean), StoredSquares<A>(squares < 0 ? 0.0 : squares),
+                  static_cast<A>(count)};
+            });
+  });
+}
+
+// A channel's numbers for y = (x - mean) * factor + offset.
+enum AffineNumbers { kAffineMean, kFactor, kOffset, kAffine };
+static_assert(kAffine == kForwardNeeds.parameters);
+
+// A channel's scale and bias; 1 and 0 if they are absent.
+template <typename A>
+struct ScaleBias {
+  A scale, bias;
+  __device__ __forceinline__ ScaleBias(const BatchNormFwdArgs& args, std::int64_t group,
+                                       std::int64_t channel)
+      : scale(ParamAt<A>(args.scale, group, channel, 1)),
+        bias(ParamAt<A>(args.bias, group, channel, 0)) {}
+};
+
+template <typename A>
+__device__ __forceinline__ void SetAffine(const ScaleBias<A>& of, A mean, A rstd, A delta,
+                                          A (&numbers)[kAffine]) {
+  numbers[kAffineMean] = mean, numbers[kFactor] = rstd * of.scale;
+  numbers[kOffset] = of.bias - delta * numbers[kFactor];
+}
+
+template <typename A, int W>
+__device__ __forceinline__ void ApplyAffine(const A (&numbers)[kAffine][W], A (&values)[W]) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    values[j] = (values[j] - numbers[kAffineMean][j]) * numbers[kFactor][j] + numbers[kOffset][j];
+  }
+}
+template <typename A, int W>
+__device__ __forceinline__ void Activate(bool relu, A (&values)[W]) {
+  if (!relu) return;
+#pragma unroll
+  for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays NaN
+}
+
+// Computes a channel's statistics; the mean is origin + offset. Returns the three numbers that y is
+// computed from. If `stores`, stores all four statistics.
+template <typename A>
+__device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool stores,
+                                              std::int64_t i, A origin, double offset,
+                                              double variance, A (&mean_rstd_delta)[3]) {
+  const A mean = static_cast<A>(static_cast<double>(origin) + offset);
+  const A rstd = InverseDeviation(static_cast<A>(variance), Epsilon<A>(args.epsilon));
+  // Computed from the origin, because the exact mean may have more digits than a double.
+  const A delta =
+      static_cast<A>((static_cast<double>(origin) - static_cast<double>(mean)) + offset);
+  if (stores) {
+    static_cast<A*>(args.batch_mean)[i] = mean;
+    static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
+    static_cast<A*>(args.batch_rstd)[i] = rstd;
+    static_cast<A*>(args.batch_delta)[i] = delta;
+  }
+  mean_rstd_delta[0] = mean, mean_rstd_delta[1] = rstd, mean_rstd_delta[2] = delta;
+}
+
+// Stores the statistics. A channel's AffineNumbers replace its first partial result. If the block
+// has one tile only, they go to `parameters` in shared memory.
+template <typename A>
+__device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
+                                       const ChannelPartials<A, kMoments>& partials,
+                                       A* parameters) {
+  using Partial = ChannelPartial<A, kMoments>;
+  struct Given {
+    Partial first;
+    ScaleBias<A> affine;
+  };
+  ForChannelSums<2>(
+      plan, args.shape.outer.groups, partials,
+      [&](std::int64_t group, std::int64_t channel) {
+        return Given{partials.Load(group, 0, channel), {args, group, channel}};
+      },
+      [](double (&sums)[2], const Partial& part, const Given& given) {
+        const auto difference = [&](PartialMoments which) {
+          return static_cast<double>(part.v[which]) - static_cast<double>(given.first.v[which]);
+        };
+        // Distance from the first part's mean.
+        const double mean = difference(kOrigin) + difference(kMean);
+        const double count = static_cast<double>(part.v[kCount]);
+        sums[0] += count * mean;
+        sums[1] += LoadedSquares(part.v[kSquares]) + count * mean * mean;
+      },
+      [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+          const double (&sums)[2], const Given& given) {
+        const double mean = sums[0] * plan.inverse_elements;
+        const double variance = (sums[1] - sums[0] * mean) * plan.inverse_elements;
+        A own[3], numbers[kAffine];
+        SetStatistics(args, tile.first == 0, group * plan.channels + channel,
+                      given.first.v[kOrigin], static_cast<double>(given.first.v[kMean]) + mean,
+                      variance < 0 ? 0.0 : variance, own);
+        SetAffine(given.affine, own[0], own[1], own[2], numbers);
+        if (plan.has_own_numbers()) {
+          PutParameters(plan, static_cast<int>(channel - tile.channel), numbers, parameters);
+        } else {
+          partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
+        }
+      });
+}
+
+template <typename T, int W, int kSteps>
+__device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const ChannelPlan& plan,
+                                           const ChannelPartials<Accum<T>, kMoments>& partials,
+                                           char* scratch, PackRings<T, W, 1, kSteps>& rings) {
+  using A = Accum<T>;
+  const T* const x = static_cast<const T*>(args.x);
+  const T* const residual = static_cast<const T*>(args.residual);
+  T* const y = static_cast<T*>(args.y);
+  ForParts<true>(plan, [&](const ChannelPart& part, bool last) {
+    A parameters[kAffine][W];
+    const auto find_parameters = [&] {
+      LoadParameters(
+          plan, part, reinterpret_cast<A*>(scratch),
+          args.mean.data == nullptr && plan.has_own_numbers(),
+          [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
+            if (args.mean.data == nullptr) {
+              const ChannelPartial<A, kMoments> own = partials.Load(group, 0, channel);
+#pragma unroll
+              for (int v = 0; v < kAffine; ++v) numbers[v] = own.v[v];
+            } else {
+              SetAffine<A>({args, group, channel}, ParamAt<A>(args.mean, group, channel, 0),
+                           ParamAt<A>(args.rstd, group, channel, 0),
+                           ParamAt<A>(args.delta, group, channel, 0), numbers);
+            }
+          },
+          parameters);
+      ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+        A values[W], terms[W];
+        LoadSpan(x, span, values);
+        ApplyAffine(parameters, values);
+        if (residual != nullptr) {
+          LoadSpan(residual, span, terms);
+#pragma unroll
+          for (int j = 0; j < W; ++j) values[j] += terms[j];
+        }
+        Activate(args.relu, values);
+        StoreSpan(y, span, values);
+      });
+    };
+    const auto stream = [&]<bool kResidual>() {
+      const auto copy = [&](auto&& place, std::int64_t start, bool stays) {
+        if (!stays) place.Copy(0, x + start);
+        if constexpr (kResidual) place.CopyOther(residual + start);
+      };
+      const auto use = [&](auto&& place, std::int64_t start) {
+        A values[W];
+        Widen(place.Get(0), values);
+        ApplyAffine(parameters, values);
+        if constexpr (kResidual) {
+          A terms[W];
+          Widen(place.GetOther(), terms);
+#pragma unroll
+          for (int j = 0; j < W; ++j) values[j] += terms[j];
+        }
+        Activate(args.relu, values);
+        StoreLast(y, start, Narrow<T>(values));
+      };
+      ForSecondPass(plan, part, rings, last && args.mean.data == nullptr,
+                    RingCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
+                    find_parameters, use);
+    };
+    if (residual == nullptr) {
+      stream.template operator()<false>();
+    } else {
+      stream.template operator()<true>();
+    }
+  });
+}
+
+template <typename T, int W, bool kPlane, int kSteps>
+__global__ void __launch_bounds__(kChannelThreads, 1)
+    BatchNormFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
+                       const __grid_constant__ ChannelPlan any_plan) {
+  extern __shared__ __align__(128) char shared[];
+  const ChannelPlan plan = any_plan.As<kPlane, W>();
+  PackRings<T, W, 1, kSteps> rings(plan, shared);
+  const ChannelPartials<Accum<T>, kMoments> partials(args.workspace, args.partial_rows,
+                                                     plan.channels);
+  if (args.mean.data == nullptr) {
+    FirstPass(static_cast<const T*>(args.x), plan, partials, shared, rings);
+    MeetBlocks(plan);  // partial results are written
+    Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
+    if (args.y == nullptr) return;
+    if (!plan.own_sums) cooperative_groups::this_grid().sync();  // all AffineNumbers are written
+  }
+  SecondPass(args, plan, partials, shared, rings);
+}
+
+// Computes y from the AffineNumbers that BatchNormFwdKernel has left in the workspace.
+template <typename T, int W, bool kResidual>
+__global__ void __launch_bounds__(kApplyThreads, 4)
+    BatchNormApplyKernel(const __grid_constant__ BatchNormFwdArgs args,
+                         const __grid_constant__ ApplyPlan plan) {
+  using A = Accum<T>;
+  constexpr int kPacks = kApplyPacksApart<kResidual>;
+  const ChannelPartials<A, kMoments> partials(args.workspace, args.partial_rows, plan.channels);
+  Pack<T, W> packs[kPacks] = {}, others[kPacks] = {};
+  ForApplyPacks<kPacks, kAffine, A, W>(
+      plan,
+      [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
+        const ChannelPartial<A, kMoments> own = partials.at(group, 0, channel);
+#pragma unroll
+        for (int v = 0; v < kAffine; ++v) numbers[v] = own.v[v];
+      },
+      [&](int k, bool wanted, std::int64_t start) {
+        LoadIf<W>(wanted, static_cast<const T*>(args.x), start, packs[k]);
+        if constexpr (kResidual) {
+          LoadIf<W>(wanted, static_cast<const T*>(args.residual), start, others[k]);
+        }
+      },
+      [&](int k, std::int64_t start, const A(&numbers)[kAffine][W]) {
+        A values[W], terms[W];
+        Widen(packs[k], values);
+        ApplyAffine(numbers, values);
+        if constexpr (kResidual) {
+          Widen(others[k], terms);
+#pragma unroll
+          for (int j = 0; j < W; ++j) values[j] += terms[j];
+        }
+        Activate(args.relu, values);
+        StoreLast(static_cast<T*>(args.y), start, Narrow<T>(values));
+      });
+}
+
+// Stores the statistics of channels without elements.
+template <typename A>
+__global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
+  const std::int64_t all = args.shape.outer.groups * args.shape.outer.features;
+  const std::int64_t threads = std::int64_t{gridDim.x} * blockDim.x;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < all;
+       i += threads) {
+    A unused[3];
+    SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
+  }
+}
+
+template <typename T>
+ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
+  constexpr const char* kOp = "batch_norm_fwd";
+  const bool own = args.mean.data == nullptr;
+  if (args.shape.elements() == 0) {
+    const std::int64_t all = args.shape.outer.groups * args.shape.channels();
+    if (!own || all == 0) return ffi::Error::Success();
+    EmptyStatisticsKernel<Accum<T>><<<GridBlocks(CeilDiv(all, 256)), 256, 0, stream>>>(args);
+    return LastError(kOp);
+  }
+  if (!own && args.y == nullptr) return ffi::Error::Success();
+  ChannelTask task = ChannelTaskOf<T>(kForwardNeeds, args.shape);
+  task.aligned = Aligned(args.x, args.residual, args.y);
+  task.statistics = own, task.apply = args.y != nullptr;
+  task.other_arrays = args.residual == nullptr ? 0 : 1;
+  task.partial_rows = args.partial_rows;
+  ChannelPlan plan = ChooseChannelPlan(task);
+  const auto launch = [&](const BatchNormFwdArgs& wanted) {
+    return DispatchPlan<kVec<T>, kForwardNeeds>(plan, [&]<int W, bool kPlane, int kSteps>() {
+      return LaunchChannels(kOp, BatchNormFwdKernel<T, W, kPlane, kSteps>, stream, plan, wanted);
+    });
+  };
+  // Also without a second pass, so that the statistics have the same bits with and without it.
+  task.apart = own && ApplyApart(task, plan, OnChipBytes());
+  if (!task.apart) return launch(args);
+  BatchNormFwdArgs statistics = args;
+  statistics.y = nullptr, task.apply = false, plan = ChooseChannelPlan(task);
+  if (const ffi::Error error = launch(statistics); error.failure() || args.y == nullptr) {
+    return error;
+  }
+  const auto apply = [&]<bool kResidual>() {
+    const ApplyPlan apply_plan(task, kVec<T>, kApplyPacksApart<kResidual>);
+    return LaunchApply(kOp, BatchNormApplyKernel<T, kVec<T>, kResidual>, stream, apply_plan,
+                       task.groups, args, apply_plan);
+  };
+  return args.residual == nullptr ? apply.template operator()<false>()
+                                  : apply.template operator()<true>();
+}
+
+}  // namespace
+
+ffi::Error BatchNormFwd(CudaContext stream, const BatchNormFwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, "batch_norm_fwd", args.dtype,
+                       [&]<typename T>() { return Forward<T>(stream, args); });
+}
+
+}  // namespace gradops

@@ -1,0 +1,106 @@
+// What layer norm's launchers share: clusters, and what the choice of a plan depends on.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/vector.cuh"
+#include "cuda/row_norm/override.h"
+#include "cuda/row_norm/policy.h"
+#include "ops/row_norm.h"
+
+namespace gradops {
+namespace {
+
+// A launch of `grid` blocks, in whole clusters. Do not copy it: config points to attribute.
+struct Launch {
+  cudaLaunchAttribute attribute{};
+  cudaLaunchConfig_t config{};
+
+  Launch(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, int cluster) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = cluster > 1 ? 1 : 0;
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+};
+
+// How many clusters run at a time. 0: the GPU, or the part of it in use, cannot run such clusters.
+template <typename Kernel>
+int ResidentClusters(Kernel* kernel, int threads, int shared_bytes, int cluster) {
+  int count = 0;
+  cudaError_t status = cudaSuccess;
+  if (cluster > 8) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  const Launch launch(nullptr, dim3(static_cast<unsigned>(cluster)), threads, shared_bytes,
+                      cluster);
+  if (status == cudaSuccess) {
+    status = cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config);
+  }
+  if (status == cudaSuccess) return count;
+  cudaGetLastError();  // clears the error: it is not from a launch
+  return 0;
+}
+
+// How many blocks (or clusters) of a persistent kernel run at a time. 0: the GPU cannot run such
+// clusters.
+template <typename Kernel>
+cudaError_t CountResident(Kernel* kernel, int threads, int shared_bytes, int cluster,
+                          std::int64_t& resident) {
+  const auto ask = [&](int& count) {
+    // Allows the most shared memory that any plan takes. Always asks for one split with the L1
+    // cache: another split makes multiprocessors idle between kernels.
+    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              CurrentDevice().shared_bytes - kSparedBytes);
+    if (status != cudaSuccess) return status;
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared);
+    if (status != cudaSuccess) return status;
+    if (cluster > 1) {
+      count = ResidentClusters(kernel, threads, shared_bytes, cluster);
+      return cudaSuccess;
+    }
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads,
+                                                           static_cast<std::size_t>(shared_bytes));
+    count = std::max(1, count) * MultiprocessorCount();
+    return status;
+  };
+  int count = 0;
+  const cudaError_t status =
+      Remembered(reinterpret_cast<const void*>(kernel), threads, shared_bytes, cluster, count, ask);
+  resident = count;
+  return status;
+}
+
+RowTask TaskOf(const RowShape& shape, int element_bytes, int arrays, bool aligned,
+               bool aligned_params) {
+  const Device device = CurrentDevice();
+  return {.rows = shape.all_rows(),
+          .features = shape.features,
+          .element_bytes = element_bytes,
+          .arrays = arrays,
+          .aligned = aligned,
+          .aligned_params = aligned_params,
+          .architecture = device.architecture,
+          .multiprocessors = device.multiprocessors,
+          .shared_bytes = device.shared_bytes};
+}
+
+// Calls fn.operator()<kVec<T>>() if all rows are aligned, else fn.operator()<1>().
+template <typename T, typename Fn>
+cudaError_t DispatchWidth(bool aligned, std::int64_t features, const Fn& fn) {
+  return aligned && features % kVec<T> == 0 ? fn.template operator()<kVec<T>>()
+                                            : fn.template operator()<1>();
+}
+
+}  // namespace
+}  // namespace gradops

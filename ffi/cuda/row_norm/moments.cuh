@@ -1,0 +1,380 @@
+// The row that layer norm's forward kernel holds in registers, and its mean and deviation.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/math.h"
+#include "cuda/common/reciprocal.cuh"
+#include "cuda/row_norm/rows.cuh"
+#include "ops/row_norm.h"
+
+namespace gradops {
+namespace {
+
+// The mean and the sum of squares of one part of a row. Parts are merged as in Chan, Golub,
+// LeVeque: Algorithms for computing the sample variance (1983), but all at once. The merge is
+// relative to a nearby mean: of all parts (two passes over the parts), or of one part. `n`: the
+// part's columns. `delta`: the error of `mean`. `squares`: the sum of squares of the differences
+// from mean + delta. Differences are in a unit of at least the root of the number of columns
+// (ForwardScalars). So a sum of squares overflows only if the variance does.
+template <typename A>
+struct Part {
+  A n, mean, delta, squares;  // delta and squares: in that unit
+
+  __device__ static Part Of(A n, const A* values) { return {n, values[0], values[1], values[2]}; }
+  __device__ void CopyTo(A* values) const {
+    values[0] = mean, values[1] = delta, values[2] = squares;
+  }
+  // What the part adds to the sum of x - pivot over the row, in units. inverse_unit: 1 / unit.
+  __device__ A Offset(A pivot, A inverse_unit) const {
+    return n * ((mean - pivot) * inverse_unit + delta);
+  }
+  // What the part adds to the sums of x - total_mean and of its square. n = 0 adds 0.
+  __device__ void Moments(A total_mean, A inverse_unit, A& offset, A& total_squares) const {
+    const A difference = (mean - total_mean) * inverse_unit + delta;
+    offset = n * difference;
+    total_squares = squares + offset * difference;
+  }
+};
+
+// The part of a row that a thread of a forward kernel holds. kPacked, if registers are short: as
+// loaded elements. Otherwise: widened to the accumulation type.
+template <typename T, int P, bool kPacked>
+class HeldRow {
+  using A = Accum<T>;
+  static constexpr int W = kVec<T>;
+
+ public:
+  __device__ __forceinline__ void Hold(int i, const Pack<T, W>& pack) {
+    if constexpr (kPacked) {
+      packed_[i] = pack;
+    } else {
+      Widen(pack, values_[i]);
+      if constexpr (sizeof(T) == 2) KeepWide(values_[i]);
+    }
+  }
+  // Pack i, widened. If packed, each pass over the row widens it again.
+  __device__ __forceinline__ void Get(int i, A (&values)[W]) {
+    if constexpr (kPacked) {
+      KeepPacked(packed_[i]);
+      Widen(packed_[i], values);
+    } else {
+#pragma unroll
+      for (int j = 0; j < W; ++j) values[j] = values_[i][j];
+    }
+  }
+  // Sets columns that the row does not have to `value`, so that sums need no check. If packed, the
+  // value is rounded to T.
+  template <typename RowPlace>
+  __device__ __forceinline__ void Fill(const RowPlace& place, A value) {
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      if (place.Whole(i)) continue;
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        if constexpr (kPacked) {
+          if (!place.Has(i, j)) packed_[i].v[j] = static_cast<T>(value);
+        } else {
+          if (!place.Has(i, j)) values_[i][j] = value;
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ A GetOne(int i, int j) const {
+    if constexpr (kPacked) {
+      return static_cast<A>(packed_[i].v[j]);
+    } else {
+      return values_[i][j];
+    }
+  }
+
+ private:
+  Pack<T, W> packed_[kPacked ? P : 1];
+  A values_[kPacked ? 1 : P][W];
+};
+
+// Calls fn(i, values, may_not_count) for each pack i. may_not_count is known to the compiler. It
+// says that some threads must not add this pack to sums although they add their other packs.
+template <typename T, int P, bool kPacked, Division kDivision, typename Fn>
+__device__ __forceinline__ void ForHeld(const Place<T, P, kDivision, true>&,
+                                        HeldRow<T, P, kPacked>& h, const Fn& fn) {
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+    Accum<T> values[kVec<T>];
+    h.Get(i, values);
+    fn(i, values, kDivision == Division::kUneven && i == P - 1);
+  }
+}
+
+// Framed: sets columns that the row does not have to `value`, so that sums need no check.
+template <typename T, int P, bool kPacked, Division kDivision>
+__device__ __forceinline__ void FillHeld(const Place<T, P, kDivision, true>& place,
+                                         HeldRow<T, P, kPacked>& h, Accum<T> value) {
+  if constexpr (Place<T, P, kDivision, true>::kFramed) {
+    if (!place.AllWhole()) h.Fill(place, value);
+  }
+}
+
+// Scalars of the kernel's arithmetic, in its type.
+template <typename A>
+struct ForwardScalars {
+  Epsilon<A> epsilon;
+  A scale_offset;
+  A inverse_features;  // 1 / features
+  // The unit of differences from the mean that are squared: a power of two.
+  A unit = 1, inverse_unit = 1;
+  bool offset;  // whether scale_offset is to be added
+
+  explicit ForwardScalars(const RowNormFwdArgs& args)
+      : epsilon(args.epsilon),
+        scale_offset(static_cast<A>(args.scale_offset)),
+        inverse_features(A{1} / static_cast<A>(std::max<std::int64_t>(1, args.shape.features))),
+        offset(args.scale_offset != 0 && args.scale.data != nullptr) {
+    while (unit * unit < static_cast<A>(args.shape.features)) unit *= 2;
+    inverse_unit = 1 / unit;
+  }
+};
+
+// How many columns parts of the caller's row have.
+template <typename A>
+struct RowCounts {
+  A warp, inverse_warp;  // Columns of the caller's warp, at least 1.
+  A of_lane;             // Columns of warp RowSum::WarpOfLane().
+  A inverse_block;       // 1 / columns of the block.
+  A of_block;            // Columns of block RowSum::BlockOfLane(), if there are clusters.
+
+  template <typename RowPlace, typename Sum>
+  __device__ RowCounts(const ForwardPlan& plan, const RowPlace& place, const Sum& sum,
+                       std::int64_t features) {
+    const auto columns_of = [&](int warp) {
+      if (!plan.full) return place.WarpColumns(warp);
+      constexpr int kColumns = RowPlace::kPacks * RowPlace::W;
+      return warp * kWarp < plan.lanes ? kColumns * min(plan.lanes, kWarp) : 0;
+    };
+    warp = static_cast<A>(max(1, columns_of(place.warp_of_row())));
+    inverse_warp = PreciseReciprocal(warp);
+    if (plan.lanes > kWarp) {
+      of_lane = static_cast<A>(columns_of(sum.WarpOfLane()));
+      inverse_block = PreciseReciprocal(static_cast<A>(max(1, place.Columns())));
+    }
+    if constexpr (Sum::kClusters) {
+      if (plan.cluster > 1) {
+        const std::int64_t from = std::int64_t{sum.BlockOfLane()} * plan.share;
+        const std::int64_t end = min(place.skip() + features, from + plan.share);
+        const auto columns = end - max(std::int64_t{place.skip()}, from);
+        of_block = static_cast<A>(max(std::int64_t{0}, columns));
+      }
+    }
+  }
+};
+
+// Mean and 1 / deviation of the row that the caller's team holds. Each warp makes two passes. Then
+// the results of the warps are merged, and then the results of a cluster's blocks.
+template <typename A>
+struct Moments {
+  A mean, delta;  // the row's mean is mean + delta: two numbers have more digits
+  A rstd;
+};
+
+// How the mean of up to kMost elements follows from a sum. The sum is of differences from the first
+// element, so that the mean of equal elements is exact. Sums of equal 16-bit elements are exact
+// without that. bfloat16's mean needs no delta.
+template <typename T, int kMost>
+struct MeanRule {
+  using A = Accum<T>;
+  static constexpr bool kExact = sizeof(T) == 2;
+  // Whether to compute delta, the mean of the differences from the mean: the mean's error.
+  static constexpr bool kHasDelta = !std::is_same_v<T, BFloat16>;
+  // Without this factor, a sum of the largest bfloat16s would overflow.
+  static constexpr A kFactor =
+      std::is_same_v<T, BFloat16> ? A{1} / std::bit_ceil(static_cast<unsigned>(kMost)) : A{1};
+
+  // total: the sum of n elements times kFactor, or of n differences from `first`.
+  __device__ __forceinline__ static A Mean(A first, A total, A n, A inverse_n) {
+    const A quotient = total * inverse_n;  // `rest` corrects its rounding
+    const A rest = (total - quotient * n) * inverse_n;
+    return first + (quotient + rest) / kFactor;
+  }
+};
+
+// Whether the sum of squares of any row of the caller's warp may have overflowed. All lanes call
+// it. Squares of float16s do not overflow.
+template <typename T, typename A>
+__device__ __forceinline__ bool AnyOverflowed(A variance) {
+  if constexpr (std::is_same_v<T, Half>) return false;
+  return __any_sync(0xffffffffu, static_cast<int>(Overflowed(variance))) != 0;
+}
+
+template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
+__device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
+                                                        const Place<T, P, kDivision, true>& place,
+                                                        HeldRow<T, P, kPacked>& h, Sum& sum,
+                                                        const RowCounts<Accum<T>>& counts,
+                                                        const ForwardScalars<Accum<T>>& scalars) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  using Rule = MeanRule<T, kWarp * P * W>;
+  constexpr bool kExact = Rule::kExact, kHasDelta = Rule::kHasDelta;
+
+  A first = 0;
+  if constexpr (!kExact) {
+    constexpr bool kFramed = Place<T, P, kDivision, true>::kFramed;
+    const int lane = static_cast<int>(threadIdx.x % kWarp);
+    const int j = kFramed ? (W - 1) & max(0, place.low() - place.base) : 0;
+#pragma unroll
+    for (int k = 0; k < (kFramed ? W : 1); ++k) {
+      if (k == j) first = h.GetOne(0, k);
+    }
+    const int team = lanes < kWarp ? lane & ~(lanes - 1) : 0;
+    first = __shfl_sync(0xffffffffu, place.Lacks(0) ? A{0} : first, team);
+  }
+  // Two partial sums, so that additions need not wait for each other.
+  A halves[2] = {};
+  FillHeld(place, h, first);
+  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_count) {
+    A last = 0;
+    A& sum_of = may_not_count ? last : halves[i % 2];
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      sum_of += kExact ? values[j] * Rule::kFactor : values[j] - first;
+    }
+    if (may_not_count && place.counts_last) halves[0] += last;
+  });
+  A total[1] = {halves[0] + halves[1]};
+  if (!place.counts) total[0] = 0;
+  sum.OverWarp(total);
+  const A warp_mean = Rule::Mean(first, total[0], counts.warp, counts.inverse_warp);
+
+  const A inverse_unit = scalars.inverse_unit, less = -warp_mean * inverse_unit;
+  A parts[2][1 + kHasDelta] = {};  // sums of d^2 and d with d = (h - mean) / unit
+  FillHeld(place, h, warp_mean);
+  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_count) {
+    A last[1 + kHasDelta] = {};
+    A(&sums)[1 + kHasDelta] = may_not_count ? last : parts[i % 2];
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      const A difference = fma(values[j], inverse_unit, less);  // one instruction, as h - mean
+      sums[0] += difference * difference;
+      if constexpr (kHasDelta) sums[kHasDelta] += difference;
+    }
+#pragma unroll
+    for (int v = 0; v < 1 + kHasDelta; ++v) {
+      if (may_not_count && place.counts_last) parts[0][v] += last[v];
+    }
+  });
+  A squares[1 + kHasDelta];
+#pragma unroll
+  for (int v = 0; v < 1 + kHasDelta; ++v) squares[v] = parts[0][v] + parts[1][v];
+  if (!place.counts) {
+#pragma unroll
+    for (A& value : squares) value = 0;
+  }
+  sum.OverWarp(squares);
+  A delta = 0;
+  if constexpr (kHasDelta) {
+    delta = squares[kHasDelta] * counts.inverse_warp;
+    squares[0] -= squares[kHasDelta] * delta;
+  }
+  Part<A> part{A{0}, warp_mean, delta, squares[0]};
+
+  // Merges the parts in the lanes. Each lane gets the whole.
+  const auto merge = [&](A inverse_n, const auto& sum_over) {
+    A mean = __shfl_sync(0xffffffffu, part.mean, 0);
+    // Without this, means are relative to the first part's mean. Squares may then lose a unit in
+    // the last place for each part: 16-bit elements do not notice.
+    if constexpr (sizeof(T) > 2) {
+      A offset[1] = {part.Offset(mean, inverse_unit)};
+      sum_over(offset);
+      mean += offset[0] * inverse_n * scalars.unit;
+    }
+    A moments[2];
+    part.Moments(mean, inverse_unit, moments[0], moments[1]);
+    sum_over(moments);
+    const A whole_delta = moments[0] * inverse_n;
+    part = {A{0}, mean, whole_delta, moments[1] - moments[0] * whole_delta};
+  };
+  A inverse_n = counts.inverse_warp;
+  if (lanes > kWarp) {
+    A values[3];
+    part.CopyTo(values);
+    sum.MeetWarps(values);
+    inverse_n = counts.inverse_block;
+    if (sum.WantsBlock()) {
+      sum.OfWarps(values);
+      part = Part<A>::Of(counts.of_lane, values);
+      merge(inverse_n, [&](auto& v) { sum.OverWarps(v); });
+    }
+    sum.NextWarps();
+  } else {
+    __syncwarp();  // reads of shared memory end before later writes, as in RowSum
+  }
+  if constexpr (Sum::kClusters) {
+    if (cluster > 1) {
+      A values[3];
+      part.CopyTo(values);
+      sum.OfBlocks(values);
+      part = Part<A>::Of(counts.of_block, values);
+      inverse_n = scalars.inverse_features;
+      merge(inverse_n, [&](auto& v) { sum.OverBlocks(v); });
+    }
+  }
+  const A variance = part.squares * inverse_n * scalars.unit * scalars.unit;
+  return {part.mean, part.delta * scalars.unit,
+          InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
+}
+
+// Replaces the mean square of a row if the sum of squares has overflowed. All threads of a row come
+// here together, as their mean squares are equal. So do all rows of a warp.
+template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
+__device__ __forceinline__ void ReplaceOverflowed(const Place<T, P, kDivision, true>& place,
+                                                  HeldRow<T, P, kPacked>& h, Sum& sum,
+                                                  Accum<T> inverse_features,
+                                                  Accum<T>& mean_square) {
+  using A = Accum<T>;
+  A squares[1] = {};
+  ForHeld(place, h, [&](int, const A(&values)[kVec<T>], bool may_not_count) {
+    A last = 0;
+    A& sum_of = may_not_count ? last : squares[0];
+#pragma unroll
+    for (const A value : values) {
+      const A part = value * kLargeUnit<A>;
+      sum_of += part * part;
+    }
+    if (may_not_count && place.counts_last) squares[0] += last;
+  });
+  if (!place.counts) squares[0] = 0;
+  sum(squares);
+  const A large = squares[0] * inverse_features / kLargeUnit<A> / kLargeUnit<A>;
+  if (Overflowed(mean_square)) mean_square = large;
+}
+
+// RMS norm's factor for the row that the caller's team holds: 1 / root mean square.
+template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
+__device__ __forceinline__ Accum<T> InverseRootMeanSquare(const Place<T, P, kDivision, true>& place,
+                                                          HeldRow<T, P, kPacked>& h, Sum& sum,
+                                                          const ForwardScalars<Accum<T>>& scalars) {
+  using A = Accum<T>;
+  A halves[2] = {};
+  FillHeld(place, h, A{0});
+  ForHeld(place, h, [&](int i, const A(&values)[kVec<T>], bool may_not_count) {
+    A last = 0;
+    A& sum_of = may_not_count ? last : halves[i % 2];
+#pragma unroll
+    for (const A value : values) sum_of += value * value;
+    if (may_not_count && place.counts_last) halves[0] += last;
+  });
+  A squares[1] = {halves[0] + halves[1]};
+  if (!place.counts) squares[0] = 0;
+  sum(squares);
+  A mean_square = squares[0] * scalars.inverse_features;
+  if (AnyOverflowed<T>(mean_square)) {
+    ReplaceOverflowed(place, h, sum, scalars.inverse_features, mean_square);
+  }
+  return InverseDeviation(mean_square, scalars.epsilon);
+}
+
+}  // namespace
+}  // namespace gradops
