@@ -41,7 +41,7 @@ def use_implementation(implementation: Implementation) -> Iterator[None]:
     >>> import jax, jax.numpy as jnp, jax_gradops
     >>> with jax_gradops.use_implementation("xla"):
     ...     text = jax.jit(jax_gradops.layer_norm).lower(jnp.ones((2, 8))).as_text()
-    >>> "jax_gradops.layer_norm_fwd" in text
+    >>> "jax_gradops.row_norm_fwd" in text
     False
     """
     token = _default_implementation.set(_checked("use_implementation", implementation))

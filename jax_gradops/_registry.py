@@ -78,9 +78,15 @@ def _of_cpu_level(baseline: ModuleType) -> ModuleType:
     return importlib.import_module(f"{baseline.__name__}_{level}")
 
 
+def register(module: ModuleType, platform: str) -> None:
+    """Registers all handlers of a native module with XLA."""
+    for name, handler in module.registrations().items():
+        jax.ffi.register_ffi_target(TARGET_PREFIX + name, handler, platform=_BACKENDS[platform][0])
+
+
 def _load(platform: str) -> tuple[ModuleType | None, str]:
     """Loads and registers one backend. Returns its module, or None and the reason."""
-    xla_platform, name = _BACKENDS[platform]
+    name = _BACKENDS[platform][1]
     try:
         module = importlib.import_module(f"jax_gradops.{name}")
         if platform == "cpu":
@@ -108,8 +114,7 @@ def _load(platform: str) -> tuple[ModuleType | None, str]:
             stacklevel=2,
         )
         return None, reason
-    for handler_name, handler in module.registrations().items():
-        jax.ffi.register_ffi_target(TARGET_PREFIX + handler_name, handler, platform=xla_platform)
+    register(module, platform)
     return module, ""
 
 

@@ -11,23 +11,14 @@ from jax_gradops._ops.clip import kernels as global_norm_kernels
 from jax_gradops._ops.gelu import bias_gelu
 from jax_gradops._ops.row_norm import kernels as norm_kernels
 
-_LAYER_NORM = (
-    norm_kernels.LAYER_NORM_FWD,
-    norm_kernels.LAYER_NORM_BWD,
-    norm_kernels.LAYER_NORM_BWD_FROM_OUTPUT,
-)
-_RMS_NORM = (
-    norm_kernels.RMS_NORM_FWD,
-    norm_kernels.RMS_NORM_BWD,
-    norm_kernels.RMS_NORM_BWD_FROM_OUTPUT,
-)
+_NORM = (norm_kernels.FWD, norm_kernels.BWD)
 
 #: The kernels of each public op.
 OPS: dict[str, tuple[Kernel, ...]] = {
-    "layer_norm": _LAYER_NORM,
-    "rms_norm": _RMS_NORM,
-    "add_layer_norm": _LAYER_NORM,
-    "add_rms_norm": _RMS_NORM,
+    "layer_norm": _NORM,
+    "rms_norm": _NORM,
+    "add_layer_norm": _NORM,
+    "add_rms_norm": _NORM,
     "batch_norm": (batch_norm_kernels.FWD, batch_norm_kernels.BWD),
     "batch_norm_inference": (batch_norm_kernels.FWD,),
     "gelu": (bias_gelu.FWD, bias_gelu.BWD),

@@ -123,8 +123,8 @@ def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "stages" not in result and result["wrong"] == result["failed"] == {}
     assert list(result["variants"]) == names
     gelu, clip = {"bias_gelu_bwd": 1, "bias_gelu_fwd": 1}, {"sum_of_squares": 1}
-    norms = {"layer_norm_bwd": 3, "layer_norm_fwd": 3}
-    from_output = {"layer_norm_bwd_from_output": 3, "layer_norm_fwd": 3}
+    norms = {"row_norm_bwd": 3, "row_norm_fwd": 3}
+    from_output = {"row_norm_bwd": 3, "row_norm_fwd": 3}
     expected = [{}, gelu | norms | clip, norms | clip, gelu | from_output | clip]
     for variant, kernels in zip(result["variants"].values(), expected, strict=True):
         assert variant["kernel_calls"] == kernels

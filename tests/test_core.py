@@ -108,7 +108,7 @@ def test_lowers_for_a_platform_without_kernels(context):
         scale = jax.device_put(scale, NamedSharding(devices, P()))
     with jax.set_mesh(devices):
         traced = jax.jit(gradient).trace(x, scale)
-    kernel = "jax_gradops_layer_norm_fwd_"  # the start of a function's name
+    kernel = "jax_gradops_row_norm_fwd_"  # the start of a function's name
     assert kernel not in traced.lower(lowering_platforms=("tpu",)).as_text()
     assert kernel in traced.lower(lowering_platforms=("cpu",)).as_text()
 
@@ -131,7 +131,7 @@ def test_export(shape):
         exported = export.export(
             f, platforms=["cpu"], disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS
         )(*types)
-        assert "jax_gradops.layer_norm_bwd" in exported.mlir_module()
+        assert "jax_gradops.row_norm_bwd" in exported.mlir_module()
         pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
         loaded = export.deserialize(exported.serialize())
         scale = np.linspace(0.5, 2, 4, dtype=np.float32)

@@ -111,7 +111,7 @@ def test_mesh_spreads_the_state(corpus: Path):
     spread = program(given, text.load_corpus(given.text, given.context).digest, None, devices)
     matrices = [a for a in jax.tree.leaves(spread.initial_state()) if a.ndim > 1]
     assert matrices and all(a.addressable_shards[0].data.size * 4 == a.size for a in matrices)
-    rows = re.findall(r"= \(?f32\[(\d+),.*jax_gradops\.layer_norm_fwd", spread.train_step_hlo())
+    rows = re.findall(r"= \(?f32\[(\d+),.*jax_gradops\.row_norm_fwd", spread.train_step_hlo())
     assert set(rows) == {"1"}
     # The clip computes its norm from shards of gradients.
     norms = [x for x in spread.train_step_hlo().splitlines() if "jax_gradops.sum_of_squares" in x]

@@ -302,7 +302,7 @@ def test_a_sum_is_added_by_the_norms_kernel(api: Any) -> None:
     function, x, residual = norm_of_a_sum(api)
     text = jax.jit(function).lower(x, residual).compile().as_text()
     assert text is not None
-    assert "layer_norm_fwd" in text and " add(" not in text
+    assert "row_norm_fwd" in text and " add(" not in text
 
 
 def test_captured_results_of_a_sum_are_arrays() -> None:

@@ -26,7 +26,7 @@ EPSILON = 1e-2
 
 @pytest.mark.newest_jax
 class TestLayerNorm(RowOpTests):
-    kernels = ("layer_norm_fwd", "layer_norm_bwd")
+    kernels = ("row_norm_fwd", "row_norm_bwd")
     parameters = 2
 
     def op(self, x, scale, bias, *, implementation=None):
@@ -43,7 +43,7 @@ class TestLayerNorm(RowOpTests):
 
 class TestRmsNorm(RowOpTests):
     variant = True  # of layer norm
-    kernels = ("rms_norm_fwd", "rms_norm_bwd")
+    kernels = ("row_norm_fwd", "row_norm_bwd")
     parameters = 1
 
     def op(self, x, scale, *, implementation=None):

@@ -19,6 +19,7 @@ import jaxlib
 import pytest
 
 from jax_gradops import _registry
+from jax_gradops._tools import testing
 
 NATIVE = Path(__file__).parent / "native"
 pytestmark = [
@@ -70,7 +71,10 @@ def make(build: Path, target: str) -> None:
 
 
 def module_of(level: str) -> str:
-    name = "_cpu" if level in ("v2", "") else f"_cpu_{level}"
+    return path_of("_cpu" if level in ("v2", "") else f"_cpu_{level}")
+
+
+def path_of(name: str) -> str:
     spec = importlib.util.find_spec(f"jax_gradops.{name}")
     assert spec is not None and spec.origin is not None
     return spec.origin
@@ -79,9 +83,11 @@ def module_of(level: str) -> str:
 def test_built_modules(build):
     """Modules of every level that this processor has. Results are bitwise equal, except GELU's."""
     make(build, "library")
+    command = [sys.executable, "-P", str(NATIVE / "host.py"), str(build / "library/driver.so")]
+    if "cpu" in testing.MODULES:
+        run([*command, path_of("_testing_cpu"), "malformed", "memory", "threads"])
     results = {}
     for level in LEVELS:
-        command = [sys.executable, "-P", str(NATIVE / "host.py"), str(build / "library/driver.so")]
         output = run([*command, module_of(level), "malformed", "memory", "threads"])
         handlers = set(_registry.MODULES["cpu"].registrations())
         assert set(re.findall(r"malformed (\w+): \d{2,} calls", output)) == handlers

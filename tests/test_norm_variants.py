@@ -106,13 +106,13 @@ class AddNormTests(RowOpTests):
 
 
 class TestAddLayerNorm(AddNormTests):
-    kernels = ("layer_norm_fwd", "layer_norm_bwd")
+    kernels = ("row_norm_fwd", "row_norm_bwd")
     parameters = 3
     centered = True
 
 
 class TestAddRmsNorm(AddNormTests):
-    kernels = ("rms_norm_fwd", "rms_norm_bwd")
+    kernels = ("row_norm_fwd", "row_norm_bwd")
     parameters = 2
     centered = False
 
@@ -170,13 +170,13 @@ class FromOutputTests(RowOpTests):
 
 
 class TestLayerNormFromOutput(FromOutputTests):
-    kernels = ("layer_norm_fwd", "layer_norm_bwd_from_output")
+    kernels = ("row_norm_fwd", "row_norm_bwd")
     parameters = 2
     centered = True
 
 
 class TestRmsNormFromOutput(FromOutputTests):
-    kernels = ("rms_norm_fwd", "rms_norm_bwd_from_output")
+    kernels = ("row_norm_fwd", "row_norm_bwd")
     parameters = 1
     centered = False
 

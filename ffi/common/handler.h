@@ -1,4 +1,4 @@
-// Execution contexts, and the adapter from a typed C++ function to the symbol that XLA calls.
+// Execution contexts, the decoding of buffers, and errors of calls.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ auto Bind() {
 
 // Adds operands and results after contexts and attributes. There is at least one result.
 template <int kOperands, int kResults, class Binding>
-auto Buffers(Binding binding) {
+auto Buffers(Binding&& binding) {
   if constexpr (kOperands > 0) {
     return Buffers<kOperands - 1, kResults>(std::move(binding).template Arg<ffi::AnyBuffer>());
   } else if constexpr (kResults > 1) {
@@ -119,22 +119,6 @@ inline XLA_FFI_Error* Call(std::string_view op, const ffi::Ffi& handler, XLA_FFI
     return MakeError(api, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
                      std::string(op) + ": out of memory");
   }
-}
-
-// An op's name as a template argument.
-template <std::size_t kSize>
-struct OpName {
-  char text[kSize];
-  consteval OpName(const char (&name)[kSize]) { std::copy_n(name, kSize, text); }
-};
-
-// CUDA handlers only put work on the given stream: no allocation, no synchronisation, no branch on
-// device data. So XLA may record them into a CUDA graph. The trait says so. The CPU ignores the
-// trait.
-template <OpName kOp, auto MakeBinding, auto Impl>
-XLA_FFI_Error* Handler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = MakeBinding().To(Impl, {ffi::Traits::kCmdBufferCompatible}).release();
-  return Call(kOp.text, *handler, frame);
 }
 
 }  // namespace gradops

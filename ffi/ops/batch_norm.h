@@ -1,4 +1,4 @@
-// Batch norm: arguments, launchers, checks and bindings shared by all backends.
+// Batch norm: arguments, launchers and declarations shared by all backends.
 //
 // x is [groups, rows, channels, inner]. A channel has rows * inner elements in a group. Its
 // statistics are computed from these elements. With channels last, inner is 1.
@@ -6,8 +6,7 @@
 
 #include <cstdint>
 
-#include "common/handler.h"
-#include "common/shape.h"
+#include "common/signature.h"
 
 namespace gradops {
 
@@ -72,98 +71,70 @@ ffi::Error BatchNormBwd(CpuContext, const BatchNormBwdArgs&);   // cpu/batch_nor
 ffi::Error BatchNormFwd(CudaContext, const BatchNormFwdArgs&);  // cuda/batch_norm/forward.cu
 ffi::Error BatchNormBwd(CudaContext, const BatchNormBwdArgs&);  // cuda/batch_norm/backward.cu
 
-// The handlers. An absent optional operand or result has shape [0] and the accumulation dtype.
-template <class Context>
-struct BatchNorm {
-  static ffi::Error Fwd(Context ctx, std::int64_t group_rank, std::int64_t inner_rank,
-                        double epsilon, bool relu, In x, In residual, In scale, In bias, In mean,
-                        In rstd, In delta, Out y, Out batch_mean, Out batch_variance,
-                        Out batch_rstd, Out batch_delta, Out workspace) {
-    RowChecker check("batch_norm_fwd", x, group_rank, inner_rank);
-    BatchNormFwdArgs args{
-        .shape = check.channel_shape(),
-        .dtype = check.dtype(),
-        .relu = relu,
-        .epsilon = epsilon,
-        .x = x.untyped_data(),
-        .residual = check.OptionalRows("residual", residual),
-        .scale = check.OptionalParam("scale", scale, ParamDtype::kAnyFloat),
-        .bias = check.OptionalParam("bias", bias, ParamDtype::kAnyFloat),
-        .mean = check.OptionalParam("mean", mean, ParamDtype::kAccum),
-        .rstd = check.OptionalParam("rstd", rstd, ParamDtype::kAccum),
-        .delta = check.OptionalParam("delta", delta, ParamDtype::kAccum),
-        .y = check.OptionalRows("y", *y),
-        .batch_mean = check.OptionalFeatureStat("batch_mean", *batch_mean),
-        .batch_variance = check.OptionalFeatureStat("batch_variance", *batch_variance),
-        .batch_rstd = check.OptionalFeatureStat("batch_rstd", *batch_rstd),
-        .batch_delta = check.OptionalFeatureStat("batch_delta", *batch_delta),
-        .workspace = workspace->untyped_data(),
-        .partial_rows = 0,
-    };
-    if (args.shape.channels() > 0) {
-      check.BothOrNone("mean", mean, "rstd", rstd)
-          .OneOf("mean", mean, "batch_mean", *batch_mean)
-          .Needs("mean", mean, "y", *y)
-          .BothOrNone("batch_mean", *batch_mean, "batch_variance", *batch_variance)
-          .BothOrNone("batch_mean", *batch_mean, "batch_rstd", *batch_rstd)
-          .BothOrNone("batch_mean", *batch_mean, "batch_delta", *batch_delta);
-    }
-    check.Number("epsilon", epsilon, epsilon >= 0, "finite and >= 0");
-    const bool own = args.batch_mean != nullptr && args.shape.elements() > 0;
-    args.partial_rows = check.PartialRows("workspace", *workspace, own ? 4 : 0);
-    return check.ok() ? BatchNormFwd(ctx, args) : check.error();
-  }
-  static auto BindFwd() {
-    return Buffers<7, 6>(Bind<Context>()
-                             .template Attr<std::int64_t>("group_rank")
-                             .template Attr<std::int64_t>("inner_rank")
-                             .template Attr<double>("epsilon")
-                             .template Attr<bool>("relu"));
-  }
+struct BatchNormForward {
+  static constexpr char kName[] = "batch_norm_fwd";
+  using Args = BatchNormFwdArgs;
+  static constexpr BufferOf<Args> kOperands[] = {
+      {"x", "ndm", DtypeRule::kX, &Args::x},
+      {"residual", "ndm", DtypeRule::kX, &Args::residual, Presence::kOptional},
+      {"scale", "d", DtypeRule::kAnyFloat, &Args::scale, Presence::kOptional},
+      {"bias", "d", DtypeRule::kAnyFloat, &Args::bias, Presence::kOptional},
+      {"mean", "d", DtypeRule::kAccum, &Args::mean, Presence::kOptional},
+      {"rstd", "d", DtypeRule::kAccum, &Args::rstd, Presence::kOptional},
+      {"delta", "d", DtypeRule::kAccum, &Args::delta, Presence::kOptional},
+  };
+  static constexpr BufferOf<Args> kResults[] = {
+      {"y", "ndm", DtypeRule::kX, &Args::y, Presence::kOptional},
+      {"batch_mean", "d", DtypeRule::kAccum, &Args::batch_mean, Presence::kOptional},
+      {"batch_variance", "d", DtypeRule::kAccum, &Args::batch_variance, Presence::kOptional},
+      {"batch_rstd", "d", DtypeRule::kAccum, &Args::batch_rstd, Presence::kOptional},
+      {"batch_delta", "d", DtypeRule::kAccum, &Args::batch_delta, Presence::kOptional},
+  };
+  static constexpr AttributeOf<Args> kAttributes[] = {
+      {"epsilon", &Args::epsilon, /*non_negative=*/true},
+      {"relu", &Args::relu},
+  };
+  static constexpr Signature::Rule kRules[] = {
+      {"mean", Signature::Rule::kBothOrNone, "rstd"},
+      {"delta", Signature::Rule::kNeeds, "mean"},
+      {"mean", Signature::Rule::kOneOf, "batch_mean"},
+      {"mean", Signature::Rule::kNeeds, "y"},
+      {"batch_mean", Signature::Rule::kBothOrNone, "batch_variance"},
+      {"batch_mean", Signature::Rule::kBothOrNone, "batch_rstd"},
+      {"batch_mean", Signature::Rule::kBothOrNone, "batch_delta"},
+  };
+  static ffi::Error Launch(auto context, const Args& args) { return BatchNormFwd(context, args); }
+};
 
-  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, std::int64_t inner_rank, bool relu,
-                        In dy, In x, In y, In scale, In bias, In mean, In rstd, In delta,
-                        In mean_dz, In mean_dz_x_hat, Out dx, Out dresidual, Out dscale, Out dbias,
-                        Out workspace) {
-    RowChecker check("batch_norm_bwd", x, group_rank, inner_rank);
-    check.Rows("dy", dy);
-    BatchNormBwdArgs args{
-        .shape = check.channel_shape(),
-        .dtype = check.dtype(),
-        .relu = relu,
-        .dy = dy.untyped_data(),
-        .x = x.untyped_data(),
-        .y = check.OptionalRows("y", y),
-        .scale = check.OptionalParam("scale", scale, ParamDtype::kAnyFloat),
-        .bias = check.OptionalParam("bias", bias, ParamDtype::kAnyFloat),
-        .mean = check.RequiredParam("mean", mean, ParamDtype::kAccum),
-        .rstd = check.RequiredParam("rstd", rstd, ParamDtype::kAccum),
-        .delta = check.OptionalParam("delta", delta, ParamDtype::kAccum),
-        .mean_dz = check.OptionalParam("mean_dz", mean_dz, ParamDtype::kAccum),
-        .mean_dz_x_hat = check.OptionalParam("mean_dz_x_hat", mean_dz_x_hat, ParamDtype::kAccum),
-        .dx = check.OptionalRows("dx", *dx),
-        .dresidual = check.OptionalRows("dresidual", *dresidual),
-        .dscale = check.OptionalParamGrad("dscale", *dscale, ParamDtype::kAnyFloat),
-        .dbias = check.OptionalParamGrad("dbias", *dbias, ParamDtype::kAnyFloat),
-        .workspace = workspace->untyped_data(),
-        .partial_rows = 0,
-    };
-    if (args.shape.channels() > 0) {
-      check.BothOrNone("mean_dz", mean_dz, "mean_dz_x_hat", mean_dz_x_hat)
-          .NotBoth("dscale", *dscale, "mean_dz", mean_dz)
-          .NotBoth("dbias", *dbias, "mean_dz", mean_dz)
-          .Needs("dresidual", *dresidual, "dx", *dx);
-    }
-    const bool own = args.mean_dz.data == nullptr && args.shape.elements() > 0;
-    args.partial_rows = check.PartialRows("workspace", *workspace, own ? 2 : 0);
-    return check.ok() ? BatchNormBwd(ctx, args) : check.error();
-  }
-  static auto BindBwd() {
-    return Buffers<10, 5>(Bind<Context>()
-                              .template Attr<std::int64_t>("group_rank")
-                              .template Attr<std::int64_t>("inner_rank")
-                              .template Attr<bool>("relu"));
-  }
+struct BatchNormBackward {
+  static constexpr char kName[] = "batch_norm_bwd";
+  using Args = BatchNormBwdArgs;
+  static constexpr BufferOf<Args> kOperands[] = {
+      {"dy", "ndm", DtypeRule::kX, &Args::dy},
+      {"x", "ndm", DtypeRule::kX, &Args::x},
+      {"y", "ndm", DtypeRule::kX, &Args::y, Presence::kOptional},
+      {"scale", "d", DtypeRule::kAnyFloat, &Args::scale, Presence::kOptional},
+      {"bias", "d", DtypeRule::kAnyFloat, &Args::bias, Presence::kOptional},
+      {"mean", "d", DtypeRule::kAccum, &Args::mean},
+      {"rstd", "d", DtypeRule::kAccum, &Args::rstd},
+      {"delta", "d", DtypeRule::kAccum, &Args::delta, Presence::kOptional},
+      {"mean_dz", "d", DtypeRule::kAccum, &Args::mean_dz, Presence::kOptional},
+      {"mean_dz_x_hat", "d", DtypeRule::kAccum, &Args::mean_dz_x_hat, Presence::kOptional},
+  };
+  static constexpr BufferOf<Args> kResults[] = {
+      {"dx", "ndm", DtypeRule::kX, &Args::dx, Presence::kOptional},
+      {"dresidual", "ndm", DtypeRule::kX, &Args::dresidual, Presence::kOptional},
+      {"dscale", "d", DtypeRule::kAnyFloat, &Args::dscale, Presence::kOptional},
+      {"dbias", "d", DtypeRule::kAnyFloat, &Args::dbias, Presence::kOptional},
+  };
+  static constexpr AttributeOf<Args> kAttributes[] = {{"relu", &Args::relu}};
+  static constexpr Signature::Rule kRules[] = {
+      {"mean_dz", Signature::Rule::kBothOrNone, "mean_dz_x_hat"},
+      {"dscale", Signature::Rule::kOneOf, "mean_dz"},
+      {"dbias", Signature::Rule::kOneOf, "mean_dz"},
+      {"dresidual", Signature::Rule::kNeeds, "dx"},
+  };
+  static ffi::Error Launch(auto context, const Args& args) { return BatchNormBwd(context, args); }
 };
 
 }  // namespace gradops

@@ -1,8 +1,10 @@
-// GELU and bias + GELU: arguments, launchers, checks and bindings shared by all backends.
+// GELU and bias + GELU: arguments, launchers and declarations shared by all backends.
 #pragma once
 
-#include "common/handler.h"
-#include "common/shape.h"
+#include <array>
+#include <cstdint>
+
+#include "common/signature.h"
 
 namespace gradops {
 
@@ -35,61 +37,34 @@ ffi::Error BiasGeluBwd(CpuContext, const BiasGeluBwdArgs&);   // cpu/bias_gelu.c
 ffi::Error BiasGeluFwd(CudaContext, const BiasGeluFwdArgs&);  // cuda/gelu/bias_gelu.cu
 ffi::Error BiasGeluBwd(CudaContext, const BiasGeluBwdArgs&);  // cuda/gelu/bias_gelu.cu
 
-template <class Context>
-struct BiasGelu {
-  static ffi::Error Fwd(Context ctx, std::int64_t group_rank, bool approximate, In x, In bias,
-                        Out y) {
-    RowChecker check("bias_gelu_fwd", x, group_rank);
-    check.Rows("y", *y);
-    const Param bias_param = check.OptionalParam("bias", bias, ParamDtype::kAccum);
-    if (!check.ok()) return check.error();
-    return BiasGeluFwd(ctx, {.shape = check.shape(),
-                             .dtype = check.dtype(),
-                             .approximate = approximate,
-                             .x = x.untyped_data(),
-                             .bias = bias_param,
-                             .y = y->untyped_data()});
-  }
-  static auto BindFwd() {
-    return Bind<Context>()
-        .template Attr<std::int64_t>("group_rank")
-        .template Attr<bool>("approximate")
-        .template Arg<In>()               // x
-        .template Arg<In>()               // bias
-        .template Ret<ffi::AnyBuffer>();  // y
-  }
+struct BiasGeluForward {
+  static constexpr char kName[] = "bias_gelu_fwd";
+  using Args = BiasGeluFwdArgs;
+  static constexpr BufferOf<Args> kOperands[] = {
+      {"x", "nd", DtypeRule::kX, &Args::x},
+      {"bias", "d", DtypeRule::kAccum, &Args::bias, Presence::kOptional},
+  };
+  static constexpr BufferOf<Args> kResults[] = {{"y", "nd", DtypeRule::kX, &Args::y}};
+  static constexpr AttributeOf<Args> kAttributes[] = {{"approximate", &Args::approximate}};
+  static constexpr std::array<Signature::Rule, 0> kRules{};
+  static ffi::Error Launch(auto context, const Args& args) { return BiasGeluFwd(context, args); }
+};
 
-  static ffi::Error Bwd(Context ctx, std::int64_t group_rank, bool approximate, In dy, In x,
-                        In bias, Out dx, Out dbias, Out workspace) {
-    RowChecker check("bias_gelu_bwd", x, group_rank);
-    check.Rows("dy", dy).Rows("dx", *dx);
-    const Param bias_param = check.OptionalParam("bias", bias, ParamDtype::kAccum);
-    void* const dbias_data = check.OptionalParamGrad("dbias", *dbias, ParamDtype::kAccum).data;
-    const std::int64_t partial_rows =
-        check.PartialRows("workspace", *workspace, dbias_data != nullptr);
-    if (!check.ok()) return check.error();
-    return BiasGeluBwd(ctx, {.shape = check.shape(),
-                             .dtype = check.dtype(),
-                             .approximate = approximate,
-                             .dy = dy.untyped_data(),
-                             .x = x.untyped_data(),
-                             .bias = bias_param,
-                             .dx = dx->untyped_data(),
-                             .dbias = dbias_data,
-                             .workspace = workspace->untyped_data(),
-                             .partial_rows = partial_rows});
-  }
-  static auto BindBwd() {
-    return Bind<Context>()
-        .template Attr<std::int64_t>("group_rank")
-        .template Attr<bool>("approximate")
-        .template Arg<In>()               // dy
-        .template Arg<In>()               // x
-        .template Arg<In>()               // bias
-        .template Ret<ffi::AnyBuffer>()   // dx
-        .template Ret<ffi::AnyBuffer>()   // dbias
-        .template Ret<ffi::AnyBuffer>();  // workspace
-  }
+struct BiasGeluBackward {
+  static constexpr char kName[] = "bias_gelu_bwd";
+  using Args = BiasGeluBwdArgs;
+  static constexpr BufferOf<Args> kOperands[] = {
+      {"dy", "nd", DtypeRule::kX, &Args::dy},
+      {"x", "nd", DtypeRule::kX, &Args::x},
+      {"bias", "d", DtypeRule::kAccum, &Args::bias, Presence::kOptional},
+  };
+  static constexpr BufferOf<Args> kResults[] = {
+      {"dx", "nd", DtypeRule::kX, &Args::dx, Presence::kRequired, /*in_place_of=*/"dy"},
+      {"dbias", "d", DtypeRule::kAccum, &Args::dbias, Presence::kOptional},
+  };
+  static constexpr AttributeOf<Args> kAttributes[] = {{"approximate", &Args::approximate}};
+  static constexpr std::array<Signature::Rule, 0> kRules{};
+  static ffi::Error Launch(auto context, const Args& args) { return BiasGeluBwd(context, args); }
 };
 
 }  // namespace gradops

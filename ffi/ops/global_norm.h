@@ -1,5 +1,5 @@
 // The sum of squares of many arrays, and the scaling of many arrays in place: arguments, launchers,
-// checks and bindings shared by all backends.
+// checks and declarations shared by all backends.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "common/handler.h"
-#include "common/shape.h"
+#include "common/signature.h"
 
 namespace gradops {
 
@@ -111,10 +110,34 @@ inline std::string AddLeaf(std::vector<Leaf>& leaves, std::int64_t groups,
   return "";
 }
 
-template <class Context>
-struct GlobalNorm {
-  static ffi::Error SumOfSquares(Context ctx, std::int64_t group_rank, ffi::RemainingArgs leaves,
-                                 Out huge, Out normal, Out tiny, Out workspace) {
+struct SumOfSquaresOfTree {
+  static constexpr char kName[] = "sum_of_squares";
+  static Signature Declare() {
+    using enum DtypeRule;
+    using enum Presence;
+    return {.name = kName,
+            .operands = {{"leaves", "n", kAnyFloat, kRequired}},
+            .results = {{"huge", "", kAccum, kRequired},
+                        {"normal", "", kAccum, kRequired},
+                        {"tiny", "", kAccum, kRequired}},
+            .workspace = true,
+            .variadic = true};
+  }
+
+  template <class Context>
+  static auto Bind() {
+    return gradops::Bind<Context>()
+        .template Attr<std::int64_t>("group_rank")
+        .RemainingArgs()                  // leaves
+        .template Ret<ffi::AnyBuffer>()   // huge
+        .template Ret<ffi::AnyBuffer>()   // normal
+        .template Ret<ffi::AnyBuffer>()   // tiny
+        .template Ret<ffi::AnyBuffer>();  // workspace
+  }
+
+  template <class Context>
+  static ffi::Error Run(Context ctx, std::int64_t group_rank, ffi::RemainingArgs leaves, Out huge,
+                        Out normal, Out tiny, Out workspace) {
     const auto fail = [](const std::string& what) {
       return ffi::Error::InvalidArgument("sum_of_squares: " + what);
     };
@@ -165,10 +188,33 @@ struct GlobalNorm {
     }
     return gradops::SumOfSquares(ctx, args);
   }
+};
+
+struct ScaleTree {
+  static constexpr char kName[] = "scale";
+  static Signature Declare() {
+    using enum DtypeRule;
+    using enum Presence;
+    return {.name = kName,
+            .operands = {{"leaves", "n", kAnyFloat, kRequired},
+                         {"factor", "", kAccum, kRequired},
+                         {"second_factor", "", kAccum, kRequired}},
+            .results = {{"scaled", "n", kX, kRequired, /*in_place_of=*/"leaves"}},
+            .variadic = true};
+  }
+
+  template <class Context>
+  static auto Bind() {
+    return gradops::Bind<Context>()
+        .template Attr<std::int64_t>("group_rank")
+        .RemainingArgs()   // leaves, factor, second_factor
+        .RemainingRets();  // scaled
+  }
 
   // The last two arguments are the factors.
-  static ffi::Error Scale(Context ctx, std::int64_t group_rank, ffi::RemainingArgs arguments,
-                          ffi::RemainingRets results) {
+  template <class Context>
+  static ffi::Error Run(Context ctx, std::int64_t group_rank, ffi::RemainingArgs arguments,
+                        ffi::RemainingRets results) {
     const auto fail = [](const std::string& what) {
       return ffi::Error::InvalidArgument("scale: " + what);
     };
@@ -220,23 +266,6 @@ struct GlobalNorm {
       }
     }
     return gradops::Scale(ctx, args);
-  }
-
-  static auto BindScale() {
-    return gradops::Bind<Context>()
-        .template Attr<std::int64_t>("group_rank")
-        .RemainingArgs()   // leaves, factor, second_factor
-        .RemainingRets();  // scaled
-  }
-
-  static auto BindSumOfSquares() {
-    return gradops::Bind<Context>()
-        .template Attr<std::int64_t>("group_rank")
-        .RemainingArgs()                  // leaves
-        .template Ret<ffi::AnyBuffer>()   // huge
-        .template Ret<ffi::AnyBuffer>()   // normal
-        .template Ret<ffi::AnyBuffer>()   // tiny
-        .template Ret<ffi::AnyBuffer>();  // workspace
   }
 };
 

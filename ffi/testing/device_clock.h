@@ -5,8 +5,7 @@
 
 #include <cstdint>
 
-#include "common/handler.h"
-#include "common/shape.h"
+#include "common/signature.h"
 
 namespace gradops {
 
@@ -14,8 +13,14 @@ namespace gradops {
 ffi::Error ReadClock(CpuContext, std::uint32_t* ns);   // testing/device_clock.cc
 ffi::Error ReadClock(CudaContext, std::uint32_t* ns);  // testing/device_clock.cu
 
-template <class Context>
 struct DeviceClock {
+  static constexpr char kName[] = "device_clock";
+  static Signature Declare() {
+    return {.name = kName,
+            .operands = {},
+            .results = {{"ns", "", DtypeRule::kAccum, Presence::kRequired}}};
+  }
+  template <class Context>
   static ffi::Error Run(Context ctx, Out ns) {
     const auto dims = ns->dimensions();
     if (ns->element_type() != ffi::U32 || dims.size() != 1 || dims[0] != 2) {
@@ -25,6 +30,7 @@ struct DeviceClock {
     return ReadClock(ctx, static_cast<std::uint32_t*>(ns->untyped_data()));
   }
 
+  template <class Context>
   static auto Bind() {
     return gradops::Bind<Context>().template Ret<ffi::AnyBuffer>();  // ns
   }

@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/handler.h"
-#include "common/shape.h"
+#include "common/signature.h"
 
 namespace gradops {
 
@@ -18,8 +17,14 @@ struct DeviceCopyArgs {
 ffi::Error CopyOnDevice(CpuContext, const DeviceCopyArgs&);   // testing/device_copy.cc
 ffi::Error CopyOnDevice(CudaContext, const DeviceCopyArgs&);  // testing/device_copy.cu
 
-template <class Context>
 struct DeviceCopy {
+  static constexpr char kName[] = "device_copy";
+  static Signature Declare() {
+    return {.name = kName,
+            .operands = {{"x", "n", DtypeRule::kAnyFloat, Presence::kRequired}},
+            .results = {{"y", "n", DtypeRule::kX, Presence::kRequired}}};
+  }
+  template <class Context>
   static ffi::Error Run(Context ctx, In x, Out y) {
     if (!IsFloat(x.element_type()) && x.element_type() != ffi::U8) {
       return ffi::Error::InvalidArgument(
@@ -36,6 +41,7 @@ struct DeviceCopy {
     return CopyOnDevice(ctx, {.x = x.untyped_data(), .y = y->untyped_data(), .bytes = bytes});
   }
 
+  template <class Context>
   static auto Bind() {
     return gradops::Bind<Context>()
         .template Arg<In>()               // x

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "checks.h"
-#include "ops/handlers.h"
 
 namespace gradops::native {
 namespace {
@@ -224,7 +223,7 @@ void Change(Call& call, Bytes& bytes, Spoilt& spoilt, std::vector<std::size_t>& 
 }
 
 int Run(Bytes bytes) {
-  static const auto handlers = gradops::Handlers<CpuContext>();
+  static const auto handlers = HandlersOf<CpuContext>(DriverOps());
   constexpr std::array kDtypes{XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16, XLA_FFI_DataType_F64,
                                XLA_FFI_DataType_F16};
   const auto& handler = handlers[bytes.Below(handlers.size())];

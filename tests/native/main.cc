@@ -7,14 +7,12 @@
 #include <vector>
 
 #include "checks.h"
-#include "ops/handlers.h"
 
-extern "C" int RunCheck(const char*, const gradops::native::NamedHandler*, std::size_t);
+extern "C" int RunCheck(const char*, const gradops::NamedHandler*, std::size_t);
 
 int main(int argc, char** argv) {
   using namespace gradops;
-  std::vector<native::NamedHandler> handlers;
-  for (const auto& [name, call] : Handlers<CpuContext>()) handlers.push_back({name, call});
+  const std::vector<NamedHandler> handlers = HandlersOf<CpuContext>(native::DriverOps());
   int failures = 0;
   for (int i = 1; i < argc; ++i) {
     const int found = std::string_view(argv[i]) == "allocations"

@@ -100,7 +100,7 @@ void Malformed::Arrays() {
       }
     });
     // If two arrays do not fit together, the message may name either.
-    const bool is_x = array.name == "x" || (array.name == "y" && operand);
+    const bool is_x = array.name == "x";
     const bool ambiguous = is_x || call_.op == "scale" || call_.op == "sum_of_squares";
     const std::string name = ambiguous ? "" : array.name;
     for (const XLA_FFI_DataType dtype :
@@ -197,8 +197,7 @@ void Malformed::Attributes() {
       }
     } else if (attribute.dtype == XLA_FFI_DataType_F64) {
       std::vector<double> wrong{std::nan(""), INFINITY, -INFINITY};
-      // A negative epsilon of layer_norm_bwd means that epsilon is unknown.
-      if (attribute.name == "epsilon" && call_.op != "layer_norm_bwd") {
+      if (IsNonNegative(call_.op, attribute.name)) {
         wrong.insert(wrong.end(), {-1, -1e-300});
       }
       for (const double number : wrong) {

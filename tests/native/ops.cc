@@ -6,182 +6,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <string>
-#include <utility>
 
 #include "common/dtype.h"
 
 namespace gradops::native {
 namespace {
-
-enum class Kind {
-  kRows,         // has x's shape and dtype
-  kStat,         // has one number per row, in the accumulation dtype
-  kParam,        // [features] or [groups..., features], of any float dtype
-  kAccumParam,   // [features] or [groups..., features], in the accumulation dtype
-  kGrad,         // [groups..., features], of any float dtype
-  kFeatureStat,  // [groups..., features], in the accumulation dtype
-  kWorkspace,    // scratch for column sums
-};
-
-// An array is present if the option bits `set` are set and the bits `unset` are not.
-struct When {
-  unsigned set = 0, unset = 0;
-};
-
-struct Spec {
-  const char* name;
-  Kind kind;
-  When when = {};
-};
-
-struct Op {
-  const char* name;
-  std::vector<Spec> operands, results;
-  std::vector<std::pair<const char*, unsigned>> flags =
-      {};  // boolean attributes, each with its option bit
-  bool scale_offset = false, epsilon = false;
-  bool in_place = false;  // the first result may take over the first operand's memory
-  bool inner = false;     // x may have axes after the features
-  int sums = 0;           // sums in the workspace; 0: one for each gradient
-  unsigned not_both = 0;  // if all these options are set, none is used
-};
-
-constexpr unsigned Bit(int i) {
-  return 1u << i;
-}
-
-// Option bits of the row norms: 0 residual or dsum, 1 scale, 2 bias, 3 dscale, 4 dbias, 5
-// residual_bias or its gradient.
-const When kSum{Bit(0)}, kScale{Bit(1)}, kBias{Bit(2)}, kDscale{Bit(3)}, kDbias{Bit(4)},
-    kResidualBias{Bit(0) | Bit(5)}, kDresidualBias{Bit(5)};
-
-const std::vector<Op>& Ops() {
-  using enum Kind;
-  static const std::vector<Op> ops{
-      {.name = "layer_norm_fwd",
-       .operands = {{"x", kRows},
-                    {"residual", kRows, kSum},
-                    {"residual_bias", kParam, kResidualBias},
-                    {"scale", kParam, kScale},
-                    {"bias", kParam, kBias}},
-       .results = {{"y", kRows}, {"sum", kRows, kSum}, {"mean", kStat}, {"rstd", kStat}},
-       .scale_offset = true,
-       .epsilon = true},
-      {.name = "layer_norm_bwd",
-       .operands = {{"dy", kRows},
-                    {"x", kRows},
-                    {"dsum", kRows, kSum},
-                    {"scale", kParam, kScale},
-                    {"mean", kStat},
-                    {"rstd", kStat}},
-       .results = {{"dx", kRows},
-                   {"dscale", kGrad, kDscale},
-                   {"dbias", kGrad, kDbias},
-                   {"dresidual_bias", kGrad, kDresidualBias},
-                   {"workspace", kWorkspace}},
-       .scale_offset = true,
-       .epsilon = true},
-      {.name = "layer_norm_bwd_from_output",
-       .operands = {{"dy", kRows},
-                    {"y", kRows},
-                    {"dsum", kRows, kSum},
-                    {"scale", kParam, kScale},
-                    {"bias", kParam, kBias},
-                    {"rstd", kStat}},
-       .results = {{"dx", kRows},
-                   {"dscale", kGrad, kDscale},
-                   {"dbias", kGrad, kDbias},
-                   {"dresidual_bias", kGrad, kDresidualBias},
-                   {"workspace", kWorkspace}},
-       .scale_offset = true},
-      {.name = "rms_norm_fwd",
-       .operands = {{"x", kRows},
-                    {"residual", kRows, kSum},
-                    {"residual_bias", kParam, kResidualBias},
-                    {"scale", kParam, kScale}},
-       .results = {{"y", kRows}, {"sum", kRows, kSum}, {"rstd", kStat}},
-       .scale_offset = true,
-       .epsilon = true},
-      {.name = "rms_norm_bwd",
-       .operands = {{"dy", kRows},
-                    {"x", kRows},
-                    {"dsum", kRows, kSum},
-                    {"scale", kParam, kScale},
-                    {"rstd", kStat}},
-       .results = {{"dx", kRows},
-                   {"dscale", kGrad, kDscale},
-                   {"dresidual_bias", kGrad, kDresidualBias},
-                   {"workspace", kWorkspace}},
-       .scale_offset = true},
-      {.name = "rms_norm_bwd_from_output",
-       .operands = {{"dy", kRows},
-                    {"y", kRows},
-                    {"dsum", kRows, kSum},
-                    {"scale", kParam, kScale},
-                    {"rstd", kStat}},
-       .results = {{"dx", kRows},
-                   {"dscale", kGrad, kDscale},
-                   {"dresidual_bias", kGrad, kDresidualBias},
-                   {"workspace", kWorkspace}},
-       .scale_offset = true},
-      {.name = "bias_gelu_fwd",
-       .operands = {{"x", kRows}, {"bias", kAccumParam, kBias}},
-       .results = {{"y", kRows}},
-       .flags = {{"approximate", Bit(0)}}},
-      {.name = "bias_gelu_bwd",
-       .operands = {{"dy", kRows}, {"x", kRows}, {"bias", kAccumParam, kBias}},
-       .results = {{"dx", kRows}, {"dbias", kFeatureStat, kDbias}, {"workspace", kWorkspace}},
-       .flags = {{"approximate", Bit(0)}},
-       .in_place = true},
-      // Bit 5: statistics or means are given.
-      {.name = "batch_norm_fwd",
-       .operands = {{"x", kRows},
-                    {"residual", kRows, kSum},
-                    {"scale", kParam, kScale},
-                    {"bias", kParam, kBias},
-                    {"mean", kAccumParam, {Bit(5)}},
-                    {"rstd", kAccumParam, {Bit(5)}},
-                    {"delta", kAccumParam, {Bit(5) | Bit(6)}}},
-       .results = {{"y", kRows, {0, Bit(8)}},
-                   {"batch_mean", kFeatureStat, {0, Bit(5)}},
-                   {"batch_variance", kFeatureStat, {0, Bit(5)}},
-                   {"batch_rstd", kFeatureStat, {0, Bit(5)}},
-                   {"batch_delta", kFeatureStat, {0, Bit(5)}},
-                   {"workspace", kWorkspace, {0, Bit(5)}}},
-       .flags = {{"relu", Bit(7)}},
-       .epsilon = true,
-       .inner = true,
-       .sums = 4,
-       .not_both = Bit(5) | Bit(8)},
-      {.name = "batch_norm_bwd",
-       .operands = {{"dy", kRows},
-                    {"x", kRows},
-                    {"y", kRows, {Bit(8)}},
-                    {"scale", kParam, kScale},
-                    {"bias", kParam, kBias},
-                    {"mean", kAccumParam},
-                    {"rstd", kAccumParam},
-                    {"delta", kAccumParam, {Bit(6)}},
-                    {"mean_dz", kAccumParam, {Bit(5)}},
-                    {"mean_dz_x_hat", kAccumParam, {Bit(5)}}},
-       .results = {{"dx", kRows, {0, Bit(9)}},
-                   {"dresidual", kRows, {Bit(0), Bit(9)}},
-                   {"dscale", kGrad, {Bit(3), Bit(5)}},
-                   {"dbias", kGrad, {Bit(4), Bit(5)}},
-                   {"workspace", kWorkspace, {0, Bit(5)}}},
-       .flags = {{"relu", Bit(7)}},
-       .inner = true,
-       .sums = 2},
-  };
-  return ops;
-}
-
-// Returns null for ops without a table: trees of arrays, and the copy.
-const Op* Find(std::string_view name) {
-  const auto found = std::ranges::find(Ops(), name, &Op::name);
-  return found == Ops().end() ? nullptr : &*found;
-}
 
 XLA_FFI_DataType AccumOf(XLA_FFI_DataType dtype) {
   return dtype == XLA_FFI_DataType_F64 ? XLA_FFI_DataType_F64 : XLA_FFI_DataType_F32;
@@ -211,57 +43,86 @@ Attribute Int(const char* name, std::int64_t value) {
   return {name, XLA_FFI_DataType_S64, value};
 }
 
-Call MakeRowCall(const Op& op, XLA_FFI_DataType dtype, const Shape& shape, Random& random) {
-  auto options = static_cast<unsigned>(random());
-  if ((options & op.not_both) == op.not_both) options &= ~op.not_both;
-  const Dims inner = op.inner ? shape.inner : Dims{};
-  const Dims x = shape.groups + shape.rows + Dims{shape.features} + inner;
-  const Dims per_feature = shape.groups + Dims{shape.features};
-  int grads = 0;
-  const auto make = [&](const Spec& spec) -> Array {
-    const bool there = (options & spec.when.set) == spec.when.set && !(options & spec.when.unset);
-    const bool scratch = spec.kind == Kind::kWorkspace;
-    const XLA_FFI_DataType accum = scratch ? ScratchOf(dtype) : AccumOf(dtype);
-    const Array absent{spec.name, accum, {0}, scratch};
-    if (!there) return absent;
-    switch (spec.kind) {
-      case Kind::kRows: return {spec.name, dtype, x};
-      case Kind::kStat: return {spec.name, accum, Dims(x.begin(), x.end() - 1)};
-      case Kind::kParam:
-      case Kind::kAccumParam: {
-        const bool any = spec.kind == Kind::kParam;
-        return {spec.name, any ? AnyFloat(random) : accum,
-                random.Below(2) == 0 ? Dims{shape.features} : per_feature};
-      }
-      case Kind::kFeatureStat: ++grads; return {spec.name, accum, per_feature};
-      case Kind::kGrad: ++grads; return {spec.name, AnyFloat(random), per_feature};
-      case Kind::kWorkspace: {
-        const std::int64_t sums = op.sums > 0 ? op.sums : grads;
-        if (sums == 0 || Product(x) == 0) return absent;
-        constexpr std::array<std::int64_t, 4> kPartialRows{1, 2, 7, 64};
-        return {spec.name,
-                accum,
-                {Product(shape.groups), kPartialRows[random.Below(4)], sums, shape.features},
-                true};
+// Whether each array is there, and the value of each boolean attribute, by name.
+using Choice = std::map<std::string_view, bool, std::less<>>;
+
+bool Allowed(const Signature& op, const Choice& choice) {
+  return std::ranges::all_of(op.rules, [&](const Signature::Rule& rule) {
+    if (!rule.when.empty() && !choice.at(rule.when)) return true;
+    return rule.Allows(choice.at(rule.first), choice.at(rule.second));
+  });
+}
+
+// Draws until the op's rules hold.
+Choice Choose(const Signature& op, Random& random) {
+  Choice choice;
+  do {
+    for (const auto& arrays : {op.operands, op.results}) {
+      for (const Signature::Array& array : arrays) {
+        choice[array.name] = array.presence == Presence::kRequired || random.Below(2) == 0;
       }
     }
-    return absent;
-  };
-  Call call{.op = op.name};
-  for (const Spec& spec : op.operands) call.operands.push_back(make(spec));
-  for (const Spec& spec : op.results) call.results.push_back(make(spec));
-  for (const auto& [name, bit] : op.flags) {
-    call.attributes.push_back({name, XLA_FFI_DataType_PRED, (options & bit) != 0});
+    for (const Signature::Attribute& attribute : op.attributes) {
+      if (attribute.type == Signature::Type::kBool) choice[attribute.name] = random.Below(2) == 0;
+    }
+  } while (!Allowed(op, choice));
+  return choice;
+}
+
+Dims DimsOf(const Signature::Array& array, const Shape& shape) {
+  Dims dims = shape.groups;
+  for (const char letter : array.axes) {
+    dims = dims + (letter == 'n'   ? shape.rows
+                   : letter == 'm' ? shape.inner
+                                   : Dims{shape.features});
   }
-  const auto number = [&](const char* name, double value) {
-    call.attributes.push_back({name, XLA_FFI_DataType_F64, std::bit_cast<std::int64_t>(value)});
+  return dims;
+}
+
+Call MakeRowCall(const Signature& op, XLA_FFI_DataType dtype, const Shape& shape, Random& random) {
+  const Choice choice = Choose(op, random);
+  std::int64_t sums = 0;
+  const auto make = [&](const Signature::Array& array, bool operand) -> Array {
+    const std::string name(array.name);
+    if (!choice.at(array.name)) return {name, AccumOf(dtype), {0}};
+    sums += !operand && !array.has_rows();
+    const XLA_FFI_DataType its = array.dtype == DtypeRule::kAnyFloat ? AnyFloat(random)
+                                 : array.dtype == DtypeRule::kX      ? dtype
+                                                                     : AccumOf(dtype);
+    // All groups may share an operand without row axes.
+    const bool shared = operand && !array.has_rows() && random.Below(2) == 0;
+    return {name, its, shared ? Dims{shape.features} : DimsOf(array, shape)};
   };
+  Call call{.op = std::string(op.name)};
+  for (const auto& array : op.operands) call.operands.push_back(make(array, /*operand=*/true));
+  for (const auto& array : op.results) call.results.push_back(make(array, /*operand=*/false));
+  if (op.workspace) {
+    constexpr std::array<std::int64_t, 4> kPartialRows{1, 2, 7, 64};
+    const bool empty = sums == 0 || Product(DimsOf(op.operands[0], shape)) == 0;
+    call.results.push_back({"workspace", ScratchOf(dtype),
+                            empty ? Dims{0}
+                                  : Dims{Product(shape.groups), kPartialRows[random.Below(4)], sums,
+                                         shape.features},
+                            true});
+  }
   call.attributes.push_back(Int("group_rank", static_cast<std::int64_t>(shape.groups.size())));
-  if (op.inner) {
-    call.attributes.push_back(Int("inner_rank", static_cast<std::int64_t>(inner.size())));
+  if (op.has_inner()) {
+    call.attributes.push_back(Int("inner_rank", static_cast<std::int64_t>(shape.inner.size())));
   }
-  if (op.scale_offset) number("scale_offset", random.Below(2) == 0 ? 0.0 : 1.0);
-  if (op.epsilon) number("epsilon", 1e-5);
+  for (const Signature::Attribute& attribute : op.attributes) {
+    const std::string name(attribute.name);
+    switch (attribute.type) {
+      case Signature::Type::kBool:
+        call.attributes.push_back({name, XLA_FFI_DataType_PRED, choice.at(attribute.name)});
+        break;
+      case Signature::Type::kInt: call.attributes.push_back(Int(name.c_str(), 0)); break;
+      case Signature::Type::kDouble:
+        const double value = name == "epsilon" ? 1e-5 : random.Below(2) == 0 ? 0.0 : 1.0;
+        call.attributes.push_back(
+            {name, XLA_FFI_DataType_F64, std::bit_cast<std::int64_t>(value)});
+        break;
+    }
+  }
   return call;
 }
 
@@ -339,6 +200,15 @@ void AddNaNs(const Array& array, Random random) {
 
 }  // namespace
 
+// The declaration of a handler.
+const Signature& SignatureNamed(std::string_view op) {
+  static const std::vector<Signature> all = SignaturesOf(DriverOps());
+  const auto found = std::ranges::find(all, op, &Signature::name);
+  if (found != all.end()) return *found;
+  std::fprintf(stderr, "no handler is named %s\n", std::string(op).c_str());
+  std::exit(1);
+}
+
 Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, Random random) {
   Call call{};
   if (op == "device_clock") {
@@ -348,13 +218,10 @@ Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, R
   } else if (op == "device_copy") {
     const Dims dims = shape.groups + shape.rows + Dims{shape.features};
     call = {.op = "device_copy", .operands = {{"x", dtype, dims}}, .results = {{"y", dtype, dims}}};
-  } else if (op == "scale" || op == "sum_of_squares") {
+  } else if (SignatureNamed(op).variadic) {
     call = MakeTreeCall(op, dtype, shape, random);
-  } else if (const Op* const known = Find(op)) {
-    call = MakeRowCall(*known, dtype, shape, random);
   } else {
-    std::fprintf(stderr, "tests/native/ops.cc: Ops() lacks %s\n", std::string(op).c_str());
-    std::exit(1);
+    call = MakeRowCall(SignatureNamed(op), dtype, shape, random);
   }
   std::ranges::sort(call.attributes, {}, &Attribute::name);
   return call;
@@ -372,19 +239,26 @@ bool HasFreeShape(std::string_view op, std::string_view name) {
 
 bool HasFreeDtype(std::string_view op, std::string_view name) {
   if (op == "sum_of_squares") return name.starts_with("leaf");
-  if (const Op* const known = Find(op)) {
-    for (const auto& specs : {known->operands, known->results}) {
-      for (const Spec& spec : specs) {
-        if (name == spec.name) return spec.kind == Kind::kParam || spec.kind == Kind::kGrad;
-      }
+  const Signature& signature = SignatureNamed(op);
+  if (signature.variadic || op == "device_copy") return false;
+  for (const auto& arrays : {signature.operands, signature.results}) {
+    for (const Signature::Array& array : arrays) {
+      if (name == array.name) return array.dtype == DtypeRule::kAnyFloat;
     }
   }
   return false;
 }
 
+bool IsNonNegative(std::string_view op, std::string_view attribute) {
+  return std::ranges::any_of(SignatureNamed(op).attributes, [&](const Signature::Attribute& a) {
+    return a.name == attribute && a.non_negative;
+  });
+}
+
 bool MayBeInPlace(std::string_view op) {
-  const Op* const known = Find(op);
-  return known != nullptr ? known->in_place : op == "scale";
+  return std::ranges::any_of(SignatureNamed(op).results, [](const Signature::Array& result) {
+    return !result.in_place_of.empty();
+  });
 }
 
 }  // namespace gradops::native

@@ -6,14 +6,16 @@
 #include <vector>
 
 #include "frame.h"
+#include "ops/handlers.h"
+#include "testing/ops.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace gradops::native {
 
-struct NamedHandler {
-  const char* name;
-  XLA_FFI_Handler* call;
-};
+// All ops that the driver calls: the library's, and those of the testing modules.
+template <class... A, class... B>
+TypeList<A..., B...> Joined(TypeList<A...>, TypeList<B...>);
+using DriverOps = decltype(Joined(AllOps(), TestingOps()));
 
 // Random numbers that are equal in each run.
 class Random {
@@ -49,6 +51,8 @@ void FillOperands(const Call& call, Random random);
 bool HasFreeShape(std::string_view op, std::string_view name);
 // Whether the array may have any of the four float dtypes.
 bool HasFreeDtype(std::string_view op, std::string_view name);
+// Whether the attribute must not be negative.
+bool IsNonNegative(std::string_view op, std::string_view attribute);
 // Whether the first results may take over the first operands' memory.
 bool MayBeInPlace(std::string_view op);
 

@@ -1,4 +1,4 @@
-#include "cuda/common/devices.h"
+#include "common/devices.h"
 
 #include <cuda_runtime_api.h>
 

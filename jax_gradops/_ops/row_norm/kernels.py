@@ -21,8 +21,8 @@ from jax_gradops._ops.row_norm import reference as reference
 #: What is saved for the backward pass: the op's input and statistics, or its output and rstd.
 Residuals: TypeAlias = Literal["input", "output"]
 
-LAYER_NORM_FWD = Kernel(
-    name="layer_norm_fwd",
+FWD = Kernel(
+    name="row_norm_fwd",
     operands={"x": "nd", "residual": "nd", "residual_bias": "d", "scale": "d", "bias": "d"},
     results={
         "y": Result("nd", "x"),
@@ -30,58 +30,25 @@ LAYER_NORM_FWD = Kernel(
         "mean": Result("n"),
         "rstd": Result("n"),
     },
-    reference=reference.layer_norm_fwd,
+    reference=reference.forward,
     whole="d",
 )
-LAYER_NORM_BWD = Kernel(
-    name="layer_norm_bwd",
-    operands={"dy": "nd", "x": "nd", "dsum": "nd", "scale": "d", "mean": "n", "rstd": "n"},
+#: With the attribute ``from_output``, the operand x is the op's output y.
+BWD = Kernel(
+    name="row_norm_bwd",
+    operands={
+        "dy": "nd", "x": "nd", "dsum": "nd", "scale": "d", "bias": "d", "mean": "n", "rstd": "n",
+    },
     results={
         "dx": Result("nd", "x"),
         "dscale": Result("d"),
         "dbias": Result("d"),
         "dresidual_bias": Result("d"),
     },
-    reference=reference.layer_norm_bwd,
+    reference=reference.backward,
     whole="d",
     workspace=column_sum_workspace,
-)
-LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
-    name="layer_norm_bwd_from_output",
-    operands={"dy": "nd", "y": "nd", "dsum": "nd", "scale": "d", "bias": "d", "rstd": "n"},
-    results={
-        "dx": Result("nd", "x"),
-        "dscale": Result("d"),
-        "dbias": Result("d"),
-        "dresidual_bias": Result("d"),
-    },
-    reference=reference.layer_norm_bwd_from_output,
-    whole="d",
-    workspace=column_sum_workspace,
-)
-RMS_NORM_FWD = Kernel(
-    name="rms_norm_fwd",
-    operands={"x": "nd", "residual": "nd", "residual_bias": "d", "scale": "d"},
-    results={"y": Result("nd", "x"), "sum": Result("nd", "x"), "rstd": Result("n")},
-    reference=reference.rms_norm_fwd,
-    whole="d",
-)
-RMS_NORM_BWD = Kernel(
-    name="rms_norm_bwd",
-    operands={"dy": "nd", "x": "nd", "dsum": "nd", "scale": "d", "rstd": "n"},
-    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dresidual_bias": Result("d")},
-    reference=reference.rms_norm_bwd,
-    whole="d",
-    workspace=column_sum_workspace,
-)
-RMS_NORM_BWD_FROM_OUTPUT = Kernel(
-    name="rms_norm_bwd_from_output",
-    operands={"dy": "nd", "y": "nd", "dsum": "nd", "scale": "d", "rstd": "n"},
-    results={"dx": Result("nd", "x"), "dscale": Result("d"), "dresidual_bias": Result("d")},
-    reference=reference.rms_norm_bwd_from_output,
-    whole="d",
-    workspace=column_sum_workspace,
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +70,7 @@ class Norm:
         bias: jax.Array | None,
     ) -> tuple[Any, ...]:
         """The operands of `forward`, with matching shardings and `shard_map` types."""
-        if self.centered:
-            return prepare(LAYER_NORM_FWD, x, residual, residual_bias, scale, bias)
-        return *prepare(RMS_NORM_FWD, x, residual, residual_bias, scale), None
+        return prepare(FWD, x, residual, residual_bias, scale, bias)
 
     def forward(
         self,
@@ -120,19 +85,24 @@ class Norm:
 
         Without `statistics`, mean and rstd are None.
         """
-        options = {
-            "epsilon": np.float64(self.epsilon),
-            "scale_offset": np.float64(self.scale_offset),
-            "skip": [
-                *(["sum"] if residual is None else []),
-                *([] if statistics else ["mean", "rstd"]),
-            ],
-            "implementation": self.implementation,
-        }
-        if self.centered:
-            return invoke(LAYER_NORM_FWD, x, residual, residual_bias, scale, bias, **options)
-        y, total, rstd = invoke(RMS_NORM_FWD, x, residual, residual_bias, scale, **options)
-        return y, total, None, rstd
+        skip = ["sum"] if residual is None else []
+        if not statistics:
+            skip += ["mean", "rstd"]
+        elif not self.centered:
+            skip += ["mean"]
+        return invoke(
+            FWD,
+            x,
+            residual,
+            residual_bias,
+            scale,
+            bias,
+            skip=skip,
+            implementation=self.implementation,
+            centered=self.centered,
+            epsilon=np.float64(self.epsilon),
+            scale_offset=np.float64(self.scale_offset),
+        )
 
     def backward(
         self,
@@ -150,21 +120,24 @@ class Norm:
         The gradient of a parameter is None if `dtypes` has no entry for it. `saved` is the array
         that was normalised, or y.
         """
-        sums = ["dscale", *(["dbias"] if self.centered else []), "dresidual_bias"]
-        options = {
-            "scale_offset": np.float64(self.scale_offset),
-            "skip": [name for name in sums if name not in dtypes],
-            "dtypes": dtypes,
-            "implementation": self.implementation,
-        }
-        if self.centered and self.residuals == "input":
-            options["epsilon"] = np.float64(self.epsilon)
-            return invoke(LAYER_NORM_BWD, dy, saved, dsum, scale, mean, rstd, **options)
-        if self.centered:
-            return invoke(LAYER_NORM_BWD_FROM_OUTPUT, dy, saved, dsum, scale, bias, rstd, **options)
-        kernel = RMS_NORM_BWD if self.residuals == "input" else RMS_NORM_BWD_FROM_OUTPUT
-        dx, dscale, dresidual_bias = invoke(kernel, dy, saved, dsum, scale, rstd, **options)
-        return dx, dscale, None, dresidual_bias
+        from_output = self.residuals == "output"
+        return invoke(
+            BWD,
+            dy,
+            saved,
+            dsum,
+            scale,
+            bias if from_output else None,
+            mean,
+            rstd,
+            skip=[n for n in ("dscale", "dbias", "dresidual_bias") if n not in dtypes],
+            dtypes=dtypes,
+            implementation=self.implementation,
+            centered=self.centered,
+            from_output=from_output,
+            scale_offset=np.float64(self.scale_offset),
+            epsilon=np.float64(self.epsilon),
+        )
 
 
 # --- Differentiation -----------------------------------------------------------------------------

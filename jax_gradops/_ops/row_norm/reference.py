@@ -88,17 +88,22 @@ def _to_normalize(x: Array, residual: Array | None, residual_bias: Array | None)
 # --- Forward: y, the sum with the residual, statistics -------------------------------------------
 
 
-def layer_norm_fwd(
+def forward(
     x: Array,
     residual: Array | None,
     residual_bias: Array | None,
     scale: Array | None,
     bias: Array | None,
     *,
+    centered: bool,
     epsilon: float,
     scale_offset: float,
 ) -> Arrays:
     wide = _to_normalize(x, residual, residual_bias)
+    if not centered:
+        rstd = inverse_deviation(_mean_square(wide), epsilon)
+        y = _affine(wide * rstd, _along(scale, wide, scale_offset), None)
+        return y.astype(x.dtype), wide.astype(x.dtype), None, rstd[..., 0]
     # The mean is computed from differences to the row's first element: exact for a constant row.
     # The mean's rounding error is delta. The number that is subtracted first does not change y.
     # This number does not change the gradient either, so it comes from stop_gradient.
@@ -107,9 +112,9 @@ def layer_norm_fwd(
     mean = shift + _row_mean(fixed - shift)
     shifted = wide - mean
     delta = _row_mean(shifted)
-    centered = shifted - delta
-    rstd = inverse_deviation(_mean_square(centered), epsilon)
-    y = _affine(centered * rstd, _along(scale, wide, scale_offset), _along(bias, wide))
+    deviations = shifted - delta
+    rstd = inverse_deviation(_mean_square(deviations), epsilon)
+    y = _affine(deviations * rstd, _along(scale, wide, scale_offset), _along(bias, wide))
     return y.astype(x.dtype), wide.astype(x.dtype), (mean + delta)[..., 0], rstd[..., 0]
 
 
@@ -128,106 +133,25 @@ def layer_norm_by_statistics(
     return y.astype(x.dtype)
 
 
-def rms_norm_fwd(
-    x: Array,
-    residual: Array | None,
-    residual_bias: Array | None,
-    scale: Array | None,
-    *,
-    epsilon: float,
-    scale_offset: float,
-) -> Arrays:
-    wide = _to_normalize(x, residual, residual_bias)
-    rstd = inverse_deviation(_mean_square(wide), epsilon)
-    y = _affine(wide * rstd, _along(scale, wide, scale_offset), None)
-    return y.astype(x.dtype), wide.astype(x.dtype), rstd[..., 0]
-
-
 # --- Backward: dx, dscale, dbias (of layer norm), dresidual_bias ---------------------------------
 
 
-def layer_norm_bwd(
+def backward(
     dy: Array,
     x: Array,
-    dsum: Array | None,
-    scale: Array | None,
-    mean: Array,
-    rstd: Array,
-    *,
-    scale_offset: float,
-    epsilon: float,  # not used here: kernels choose an algorithm by it
-) -> Arrays:
-    x_hat = _x_hat(x, mean, rstd)
-    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=True)
-
-
-def _x_hat(x: Array, mean: Array, rstd: Array) -> Array:
-    given = mean[..., None]
-    shifted = x.astype(given.dtype) - given
-    # A saved mean has a rounding error. The error is large relative to a small deviation, so it is
-    # removed. A larger difference is not rounding: the caller gave a mean that is not the row's.
-    delta = lax.stop_gradient(_row_mean(shifted))
-    rounding = jnp.abs(delta) < 2 * float(jnp.finfo(given.dtype).eps) * jnp.abs(given)
-    return (shifted - jnp.where(rounding, delta, 0)) * rstd[..., None]
-
-
-def rms_norm_bwd(
-    dy: Array,
-    x: Array,
-    dsum: Array | None,
-    scale: Array | None,
-    rstd: Array,
-    *,
-    scale_offset: float,
-) -> Arrays:
-    x_hat = x.astype(rstd.dtype) * rstd[..., None]
-    return _bwd(dy, x_hat, dsum, _along(scale, x_hat, scale_offset), rstd, centered=False)
-
-
-def layer_norm_bwd_from_output(
-    dy: Array,
-    y: Array,
     dsum: Array | None,
     scale: Array | None,
     bias: Array | None,
-    rstd: Array,
-    *,
-    scale_offset: float,
-) -> Arrays:
-    wide = y.astype(rstd.dtype)
-    gamma = _along(scale, wide, scale_offset)
-    return _bwd(dy, _x_hat_of(wide, gamma, _along(bias, wide)), dsum, gamma, rstd, centered=True)
-
-
-def rms_norm_bwd_from_output(
-    dy: Array,
-    y: Array,
-    dsum: Array | None,
-    scale: Array | None,
-    rstd: Array,
-    *,
-    scale_offset: float,
-) -> Arrays:
-    wide = y.astype(rstd.dtype)
-    gamma = _along(scale, wide, scale_offset)
-    return _bwd(dy, _x_hat_of(wide, gamma, None), dsum, gamma, rstd, centered=False)
-
-
-def _x_hat_of(y: Array, gamma: Array | None, beta: Array | None) -> Array:
-    """The inverse of `_affine`. Where gamma is 0, it is 0 and has finite derivatives."""
-    centered = y if beta is None else y - beta
-    return centered if gamma is None else centered / jnp.where(gamma == 0, jnp.inf, gamma)
-
-
-def _bwd(
-    dy: Array,
-    x_hat: Array,
-    dsum: Array | None,
-    gamma: Array | None,
+    mean: Array | None,
     rstd: Array,
     *,
     centered: bool,
+    from_output: bool,
+    scale_offset: float,
+    epsilon: float,
 ) -> Arrays:
+    del epsilon  # kernels choose an algorithm by it
+    gamma, x_hat = _normalized(x, scale, bias, mean, rstd, scale_offset, from_output)
     rows = tuple(range(dy.ndim - 1))
     wide = dy.astype(x_hat.dtype)
     wdy = wide if gamma is None else wide * gamma
@@ -237,8 +161,37 @@ def _bwd(
     dx = dx * rstd[..., None]
     if dsum is not None:
         dx = dx + dsum.astype(dx.dtype)
-    terms = (wide * x_hat, wide, dx) if centered else (wide * x_hat, dx)
-    return dx.astype(dy.dtype), *(jnp.sum(t, rows) for t in terms)
+    return dx.astype(dy.dtype), *(jnp.sum(t, rows) for t in (wide * x_hat, wide, dx))
+
+
+def _normalized(
+    saved: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mean: Array | None,
+    rstd: Array,
+    scale_offset: float,
+    from_output: bool,
+) -> tuple[Array | None, Array]:
+    """Returns scale + scale_offset and x_hat. `saved` is x or y."""
+    wide = saved.astype(rstd.dtype)
+    gamma = _along(scale, wide, scale_offset)
+    if (
+        from_output
+    ):  # the inverse of `_affine`. Where gamma is 0, x_hat is 0 with finite derivatives
+        beta = _along(bias, wide)
+        shifted = wide if beta is None else wide - beta
+        x_hat = shifted if gamma is None else shifted / jnp.where(gamma == 0, jnp.inf, gamma)
+        return gamma, x_hat
+    if mean is None:
+        return gamma, wide * rstd[..., None]
+    given = mean[..., None]
+    shifted = wide - given
+    # A saved mean has a rounding error. The error is large relative to a small deviation, so it is
+    # removed. A larger difference is not rounding: the caller gave a mean that is not the row's.
+    delta = lax.stop_gradient(_row_mean(shifted))
+    rounding = jnp.abs(delta) < 2 * float(jnp.finfo(given.dtype).eps) * jnp.abs(given)
+    return gamma, (shifted - jnp.where(rounding, delta, 0)) * rstd[..., None]
 
 
 # --- Tangents: of y, of the sum, of mean (of layer norm) and of rstd ------------------------------
@@ -261,23 +214,16 @@ def tangents(
     from_output: bool,
 ) -> tuple[Array, ...]:
     """The tangents are linear in dx to dbias, where None stands for 0. `saved` is x or y."""
-    wide = saved.astype(rstd.dtype)
-    gamma = _along(scale, wide, scale_offset)
-    if from_output:
-        x_hat = _x_hat_of(wide, gamma, _along(bias, wide))
-    elif mean is not None:
-        x_hat = _x_hat(wide, mean, rstd)
-    else:
-        x_hat = wide * rstd[..., None]
-    dz = jnp.zeros_like(wide)
+    gamma, x_hat = _normalized(saved, scale, bias, mean, rstd, scale_offset, from_output)
+    dz = jnp.zeros_like(x_hat)
     for change in (dx, dresidual):
-        dz = dz if change is None else dz + change.astype(wide.dtype)
-    dz = _affine(dz, None, _along(dresidual_bias, wide))
+        dz = dz if change is None else dz + change.astype(x_hat.dtype)
+    dz = _affine(dz, None, _along(dresidual_bias, x_hat))
     level, slope = _row_mean(dz), _row_mean(dz * x_hat)
     dx_hat = ((dz - level if centered else dz) - x_hat * slope) * rstd[..., None]
     dy = dx_hat if gamma is None else dx_hat * gamma
     if dscale is not None:
-        dy = dy + _affine(x_hat, _along(dscale, wide), None)
-    dy = _affine(dy, None, _along(dbias, wide))
+        dy = dy + _affine(x_hat, _along(dscale, x_hat), None)
+    dy = _affine(dy, None, _along(dbias, x_hat))
     drstd = -jnp.square(rstd) * slope[..., 0]
     return dy.astype(saved.dtype), dz.astype(saved.dtype), level[..., 0], drstd

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_gradops import _registry
+from jax_gradops._tools import testing
 from jax_gradops._tools.bench import formulas, timing
 from jax_gradops._tools.bench.cases import Case
 
@@ -292,12 +293,6 @@ def xla(case: Case, plan: Plan) -> JaxPeer:
     return JaxPeer(plan, case, formula, save)
 
 
-def has_device_copy(platform: str) -> bool:
-    """Whether the copy is the native one. Else it is `jax.numpy`'s copy, which may be slower."""
-    module = _registry.MODULES.get(_registry.canonical_platform(platform))
-    return module is not None and "device_copy" in module.registrations()
-
-
 class CopyPeer(JaxPeer):
     """A copy that reads and writes the case's number of bytes, or up to 8 bytes or 0.1 % fewer.
 
@@ -321,7 +316,7 @@ def copy(case: Case, plan: Plan) -> JaxPeer:
     """The copy that all peers are compared with."""
 
     def call(x: jax.Array) -> list[jax.Array]:
-        if not has_device_copy(plan.platform):
+        if not testing.has_handlers(plan.platform):
             return [jnp.copy(x)]
         kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return [jax.ffi.ffi_call(f"{_registry.TARGET_PREFIX}device_copy", kind)(x)]

@@ -11,7 +11,8 @@ from typing import Any
 
 from jax_gradops import _registry
 from jax_gradops._cli import info
-from jax_gradops._tools.bench import peers, timing
+from jax_gradops._tools import testing
+from jax_gradops._tools.bench import timing
 from jax_gradops._tools.bench.errors import BenchError, unwritable
 
 #: The version of the file's layout. Files of other versions are not read.
@@ -43,7 +44,7 @@ def environment(device: Any, platform: str, competitors: Sequence[str]) -> dict[
         "processor": info.processor(),
         "platform": platform,
         "cache_bytes": timing.cache_bytes(device),
-        "copy": "device_copy" if peers.has_device_copy(platform) else "jax.numpy.copy",
+        "copy": "device_copy" if testing.has_handlers(platform) else "jax.numpy.copy",
         "competitors": list(competitors),
         "versions": found["versions"] | versions,
         "kernels": found["kernels"],

@@ -19,6 +19,8 @@ import jax
 import numpy as np
 
 from jax_gradops import _registry
+from jax_gradops._tools import testing
+from jax_gradops._tools.bench.errors import BenchError
 
 Call: TypeAlias = Callable[..., list[Any]]
 Sample: TypeAlias = tuple[float, bool]  # the result of `Runner.sample`
@@ -145,6 +147,11 @@ def clock(device: Any) -> Callable[[], Any]:
     The host hears of a program's end late, and the delay varies: 140 us were measured as 133 to
     147.
     """
+    if not testing.has_handlers(device.platform):
+        raise BenchError(
+            "the benchmark needs a build with its own handlers to read the GPU's clock: install "
+            "jax_gradops from its source folder, or set JAX_GRADOPS_TESTING=ON for the build"
+        )
     name = f"{_registry.TARGET_PREFIX}device_clock"
     read = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((2,), np.uint32), has_side_effect=True)
     with jax.default_device(device):
