@@ -119,6 +119,7 @@ class TestAddRmsNorm(AddNormTests):
 
 class FromOutputTests(RowOpTests):
     variant = True
+    backward_attribute = "from_output = true"
     centered: bool
 
     @pytest.fixture(autouse=True)

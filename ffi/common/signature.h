@@ -175,7 +175,13 @@ class RowChecker {
     }
   }
 
-  // Whether the array is there. A parameter along 0 features counts as absent if it is optional.
+  // Whether an array that is there looks as if it were absent.
+  bool IsEmpty(const Signature::Array& array) const {
+    return std::ranges::any_of(array.axes,
+                               [this](char letter) { return Product(DimsOf(letter)) == 0; });
+  }
+
+  // Whether the array is there. An optional array that is empty may count as absent.
   bool IsThere(Presence presence, const ffi::AnyBuffer& buffer) const {
     const auto dims = buffer.dimensions();
     return presence == Presence::kRequired || dims.size() != 1 || dims[0] != 0 ||
@@ -440,10 +446,7 @@ class RowHandler {
     if constexpr (!rule.when.empty()) {
       if (!IsThere(check, Find(rule.when))) return;
     }
-    // Without features, a parameter that is there looks as if it were absent.
-    const auto unclear = [&](std::size_t i) {
-      return i < kArrays && !ArrayAt(i).has_rows() && check.shape().channels() == 0;
-    };
+    const auto unclear = [&](std::size_t i) { return i < kArrays && check.IsEmpty(ArrayAt(i)); };
     if (unclear(kFirst) || unclear(kSecond) ||
         rule.Allows(IsThere(check, kFirst), IsThere(check, kSecond))) {
       return;

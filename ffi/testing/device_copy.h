@@ -21,7 +21,7 @@ struct DeviceCopy {
   static constexpr char kName[] = "device_copy";
   static Signature Declare() {
     return {.name = kName,
-            .operands = {{"x", "n", DtypeRule::kAnyFloat, Presence::kRequired}},
+            .operands = {{"x", "n", DtypeRule::kX, Presence::kRequired}},
             .results = {{"y", "n", DtypeRule::kX, Presence::kRequired}}};
   }
   template <class Context>
