@@ -1420,7 +1420,7 @@ CUDA = [
     Fault(
         "batch norm: partial sums are read before they are written",
         "ffi/cuda/batch_norm/backward.cu",
-        "MeetBlocks(plan);  // partial sums are written",
+        "SyncBlocks(plan);  // partial sums are written",
         "",
         _gpu(
             "batch_norm batch_norm_numerics", "(test_sizes or test_layouts or thousand) and not xla"
@@ -1429,17 +1429,17 @@ CUDA = [
     Fault(
         "batch norm: partial results are read before they are written",
         "ffi/cuda/batch_norm/forward.cu",
-        "MeetBlocks(plan);  // partial results are written",
+        "SyncBlocks(plan);  // partial results are written",
         "",
         _gpu(
             "batch_norm batch_norm_numerics", "(test_sizes or test_layouts or thousand) and not xla"
         ),
     ),
     Fault(
-        "batch norm: a pack's channels have one place for their numbers",
+        "batch norm: a vector's channels have one place for their numbers",
         "ffi/cuda/batch_norm/plan.h",
-        "return in_pack * channel_pitch + (channel >> channel_shift);",
-        "return channel >> channel_shift;",
+        "return in_vector * channel_pitch + (channel >> channel_bits);",
+        "return channel >> channel_bits;",
         _gpu("batch_norm", "test_sizes and ffi"),
     ),
     Fault(
@@ -1465,14 +1465,14 @@ CUDA = [
     ),
     Fault(
         "batch norm: more is on its way than there is room for",
-        "ffi/cuda/batch_norm/policy.h",
-        "return few && task.shared_bytes >= kMuchMemory ?",
+        "ffi/cuda/batch_norm/plan.h",
+        "return few && task.device.shared_bytes >= kMuchMemory ?",
         "return few ?",
         _k("channel_plans", "test_more_is_on_its_way"),
     ),
     Fault(
         "batch norm: dx without what the mean is off by",
-        "ffi/cuda/batch_norm/grad.cuh",
+        "ffi/cuda/batch_norm/backward.cu",
         "level(mean_dz - delta * (mean_dz_x_hat * rstd))",
         "level(mean_dz)",
         _gpu("batch_norm_numerics", "test_large_means and ffi"),
