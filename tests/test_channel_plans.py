@@ -1,7 +1,7 @@
 """How CUDA's batch norm divides its elements among threads. These tests need no GPU.
 
-The table is ffi/cuda/batch_norm/policy.h. The native module returns its choice (`channel_plan`).
-test_batch_norm.py tests the results on a GPU.
+The rule is ffi/cuda/batch_norm/plan.h, and `_plans` returns its choice. test_batch_norm.py tests
+the results on a GPU.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 from gpus import GPUS
 
-from jax_gradops import _registry
+from jax_gradops import _plans
 from jax_gradops._kernel import spec
-
-CUDA = _registry.MODULES.get("cuda")
-pytestmark = pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA")
 
 ROWS = (1, 2, 37, 1000, 4096, 25_088, 100_000)
 CHANNELS = (
@@ -44,8 +41,7 @@ def plan(
     gpu: str = "H200",
 ) -> dict[str, Any]:
     _, multiprocessors, shared_bytes, l2_bytes = GPUS[gpu]
-    assert CUDA is not None
-    return CUDA.channel_plan(
+    return _plans.batch_norm_plan(
         groups=groups,
         rows=rows,
         channels=channels,
@@ -87,35 +83,38 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
             assert 1 <= found["blocks"] <= multiprocessors, what
             assert found["shared_bytes"] <= shared_bytes - 2048, what
             assert found["most_parts"] <= partial_rows(groups, rows * inner, channels, backward)
-            if found["shared_rings"] > 0:  # each warp's counter has room after the partial results
-                assert 2 <= found["given_rings"] <= found["shared_rings"] / found["stride"], what
+            if found["dynamic_chunks"] > 0:
+                most = found["dynamic_chunks"] / found["tile_blocks"]
+                assert 2 <= found["static_chunks"] <= most, what
+                # Each warp's counter has room after the partial results.
                 room = partial_rows(groups, rows * inner, channels, backward)
-                assert found["stride"] + 16 <= room, what
-            if found["own_sums"]:  # a block reads few partial results for its own sums
-                assert found["stride"] <= 48, what
-                numbers = found["stride"] * found["tile_channels"] * (2 if backward else 4)
+                assert found["tile_blocks"] + 16 <= room, what
+            if found["combines_locally"]:  # a block reads few partial results for its own sums
+                assert found["tile_blocks"] <= 48, what
+                numbers = found["tile_blocks"] * found["tile_channels"] * (2 if backward else 4)
                 assert numbers * max(4, element_bytes) <= 96 << 10, what
             if not found["plane"]:
-                assert found["lanes"] * found["at_once"] <= 512, what
+                assert found["row_threads"] * found["step_rows"] <= 512, what
                 columns = found["tile_channels"] * inner * found["fold"]
-                assert columns <= found["lanes"] * found["width"], what
-                # Each pack of a step has its own slot, at any start of a tile in its cache line.
-                row_slots = found["row_slots"]
-                if row_slots != found["lanes"]:
-                    assert row_slots % 8 == 0 and row_slots >= found["lanes"], what
-                    assert found["at_once"] * row_slots + 7 <= found["slots"], what
+                assert columns <= found["row_threads"] * found["width"], what
+                # Each vector of a step has a place, at any start of a tile in its cache line.
+                row_pitch = found["row_pitch"]
+                places = found["array_stage_bytes"] // (found["width"] * element_bytes)
+                if row_pitch != found["row_threads"]:
+                    assert row_pitch % 8 == 0 and row_pitch >= found["row_threads"], what
+                    assert found["step_rows"] * row_pitch + 7 <= places, what
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_tiles_of_wide_rows_start_where_memory_is_read(element_bytes: int) -> None:
     """Tiles start at multiples of 128 bytes.
 
-    With tiles of 63 packs, 8,192 channels took a fifth longer.
+    With tiles of 63 vectors, 8,192 channels took a fifth longer.
     """
     for channels in (2048, 3072, 4096, 5120, 8192, 12_288, 16_384, 24_576, 32_768):
         for rows, backward in itertools.product((1000, 4096, 8192), (False, True)):
             found = plan(rows, channels, element_bytes=element_bytes, backward=backward)
-            assert found["tiles"] == 1 or found["lanes"] % 8 == 0, (channels, rows, found)
+            assert found["tiles"] == 1 or found["row_threads"] % 8 == 0, (channels, rows, found)
             # Almost all multiprocessors have work.
             assert found["blocks"] >= 0.9 * GPUS["H200"][1], (channels, rows, found)
 
@@ -131,9 +130,9 @@ def test_blocks_put_partial_results_together_for_themselves() -> None:
             (256, 2048, 49), (256, 1024, 196), (256, 512, 784), (256, 64, 112 * 112),
         ):  # fmt: skip
             found = plan(rows, channels, inner, backward=backward)
-            assert found["own_sums"], (rows, channels, inner, found)
+            assert found["combines_locally"], (rows, channels, inner, found)
         # All blocks have all channels. A block would have to read many results of other blocks.
-        assert not plan(256 * 112 * 112, 64, backward=backward)["own_sums"]
+        assert not plan(256 * 112 * 112, 64, backward=backward)["combines_locally"]
 
 
 def test_a_block_has_whole_channels() -> None:
@@ -149,13 +148,13 @@ def test_a_block_has_whole_channels() -> None:
             assert not found["plane"], what
 
 
-def test_more_is_on_its_way_where_threads_have_no_pack() -> None:
-    """A step has the packs of 392 threads. Four steps in flight would leave bandwidth unused."""
-    assert plan(256, 1024, 196)["lanes"] == 196
-    assert plan(256, 1024, 196)["ring_steps"] == 6
-    assert plan(256, 2048, 49)["ring_steps"] == 4  # 490 threads
-    assert plan(256 * 196, 1024)["ring_steps"] == 4
-    assert plan(256, 1024, 196, gpu="RTX 5090")["ring_steps"] == 4  # there is no room for more
+def test_more_is_on_its_way_where_threads_have_no_vector() -> None:
+    """A step has the vectors of 392 threads. Four steps in flight would leave bandwidth unused."""
+    assert plan(256, 1024, 196)["row_threads"] == 196
+    assert plan(256, 1024, 196)["chunk_steps"] == 6
+    assert plan(256, 2048, 49)["chunk_steps"] == 4  # 490 threads
+    assert plan(256 * 196, 1024)["chunk_steps"] == 4
+    assert plan(256, 1024, 196, gpu="RTX 5090")["chunk_steps"] == 4  # there is no room for more
 
 
 def test_what_the_l2_cache_is_to_keep() -> None:
@@ -168,8 +167,8 @@ def test_what_the_l2_cache_is_to_keep() -> None:
             found = plan(rows, channels, inner, backward=backward, gpu=gpu)
             if found["cached_steps"] == 0:
                 continue  # two arrays are too large
-            step = (512 if found["plane"] else found["lanes"] * found["at_once"]) * 16
-            steps = found["tiles"] * found["steps"] - found["passing_steps"]
+            step = (512 if found["plane"] else found["row_threads"] * found["step_rows"]) * 16
+            steps = found["tiles"] * found["steps"] - found["evict_first_steps"]
             kept = steps * step * (2 if backward else 1)
             assert 0.5 * GPUS[gpu][3] < kept <= 0.62 * GPUS[gpu][3], (gpu, found)
     for backward in (False, True):
@@ -181,15 +180,15 @@ def test_what_the_l2_cache_is_to_keep() -> None:
 def test_rows_of_a_step_lie_in_lines_as_in_memory() -> None:
     """Rows in shared memory keep their offset in a cache line, if this takes little room.
 
-    Copies of packs then take a third of the steps.
+    Otherwise the hardware writes a warp's copies in three times as many steps.
     """
-    assert plan(256, 2048, 49)["row_slots"] == 104
-    assert plan(256, 2048, 49)["lanes"] == 98
+    assert plan(256, 2048, 49)["row_pitch"] == 104
+    assert plan(256, 2048, 49)["row_threads"] == 98
 
 
-def test_last_rings_are_shared() -> None:
-    """Large arrays with channels last share rings. For small ones, a block knows all its steps."""
+def test_last_chunks_are_dynamic() -> None:
+    """Large arrays with channels last have dynamic chunks. Small ones have none."""
     large, small = 256 * 56 * 56, 1000
     for backward in (False, True):
-        assert plan(large, 256, backward=backward)["shared_rings"] > 0
-        assert plan(small, 2048, backward=backward)["shared_rings"] == 0
+        assert plan(large, 256, backward=backward)["dynamic_chunks"] > 0
+        assert plan(small, 2048, backward=backward)["dynamic_chunks"] == 0

@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "batch_norm_cases.cuh"
@@ -64,16 +63,16 @@ int RunHard(const Size& size) {
 }
 
 // A tile's blocks may be a cluster, or may synchronize through the grid. Results are bitwise equal.
-int RunMeetings() {
+int RunBarriers(ChannelDevice device) {
   const Case c{{1, 4096, 2048, 1}, {}};
-  most_multiprocessors = 64;  // so that all clusters fit, however multiprocessors are grouped
-  ChannelTask task = ChannelTaskOf<float>(kForwardNeeds, {{1, c.rows, c.channels}, c.inner});
-  task.aligned = task.statistics = task.apply = true, task.partial_rows = 512;
-  ChannelTask back = task;
-  back.needs = kBackwardNeeds;
-  if (!ChooseChannelPlan(task).has_cluster_size() || !ChooseChannelPlan(back).has_cluster_size()) {
-    std::printf("%s: no clusters\n", c.Text().c_str());
-    std::exit(1);
+  device.multiprocessors = 64;  // all clusters fit, however multiprocessors are grouped
+  for (const bool backward : {false, true}) {
+    ChannelTask task = TaskOf<float>(backward, {{1, c.rows, c.channels}, c.inner}, device);
+    task.aligned = task.statistics = task.apply = true, task.partial_rows = 512;
+    if (!ChooseBatchNormPlan(task).channels.fits_cluster()) {
+      std::printf("%s: no clusters\n", c.Text().c_str());
+      std::exit(1);
+    }
   }
   Arrays arrays;
   const auto random = [](std::int64_t) { return Random(); };
@@ -92,7 +91,7 @@ int RunMeetings() {
     fwd.batch_mean = statistics[0].device, fwd.batch_variance = statistics[1].device;
     fwd.batch_rstd = statistics[2].device, fwd.batch_delta = statistics[3].device;
     fwd.partial_rows = 512, fwd.workspace = workspace;
-    Check(BatchNormFwd(CudaContext{nullptr}, fwd));
+    Check(BatchNormFwdOn(device, nullptr, fwd));
     BatchNormBwdArgs bwd{};
     bwd.shape = fwd.shape, bwd.dtype = fwd.dtype, bwd.dy = dy.device, bwd.x = x.device;
     bwd.mean = {statistics[0].device, 0, kDtype<float>};
@@ -100,7 +99,7 @@ int RunMeetings() {
     bwd.delta = {statistics[3].device, 0, kDtype<float>};
     bwd.dx = dx.device, bwd.partial_rows = 512, bwd.workspace = workspace;
     bwd.dscale = {sums[0].device, kDtype<float>}, bwd.dbias = {sums[1].device, kDtype<float>};
-    Check(BatchNormBwd(CudaContext{nullptr}, bwd));
+    Check(BatchNormBwdOn(device, nullptr, bwd));
     Check(cudaDeviceSynchronize());
     std::vector<float> all;
     for (auto* array : {&y, &dx, &statistics[0], &statistics[1], &statistics[2], &statistics[3],
@@ -111,10 +110,9 @@ int RunMeetings() {
     return all;
   };
   const std::vector<float> clustered = run();
-  never_clustered = true;
-  const std::vector<float> met = run();
-  never_clustered = false, most_multiprocessors = std::numeric_limits<int>::max();
-  if (std::memcmp(clustered.data(), met.data(), clustered.size() * sizeof(float)) != 0) {
+  device.clusters = false;
+  const std::vector<float> grid = run();
+  if (std::memcmp(clustered.data(), grid.data(), clustered.size() * sizeof(float)) != 0) {
     std::printf("%s: a cluster's results are others than the grid's\n", c.Text().c_str());
     std::exit(1);
   }

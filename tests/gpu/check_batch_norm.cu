@@ -9,7 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -25,7 +24,7 @@ namespace {
 
 // S is the dtype of scale, bias and their gradients.
 template <typename T, typename S>
-int Run(const Case& c) {
+int Run(const ChannelDevice& device, const Case& c) {
   using A = Accum<T>;
   Arrays arrays;
   const std::int64_t n = c.elements(), params = c.parameters(),
@@ -62,7 +61,7 @@ int Run(const Case& c) {
   fwd.batch_mean = mean.device, fwd.batch_variance = variance.device;
   fwd.batch_rstd = rstd.device, fwd.batch_delta = delta.device;
   fwd.workspace = workspace, fwd.partial_rows = c.partial_rows;
-  Check(BatchNormFwd(CudaContext{nullptr}, fwd));
+  Check(BatchNormFwdOn(device, nullptr, fwd));
   // Statistics in one call, then y from these statistics, give equal results.
   Array<A> again[4] = {
       {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}};
@@ -70,13 +69,13 @@ int Run(const Case& c) {
   statistics.y = nullptr, statistics.residual = nullptr;
   statistics.batch_mean = again[0].device, statistics.batch_variance = again[1].device;
   statistics.batch_rstd = again[2].device, statistics.batch_delta = again[3].device;
-  Check(BatchNormFwd(CudaContext{nullptr}, statistics));
+  Check(BatchNormFwdOn(device, nullptr, statistics));
   applied.mean = {mean.device, c.channels, kDtype<A>},
   applied.rstd = {rstd.device, c.channels, kDtype<A>};
   applied.delta = {delta.device, c.channels, kDtype<A>};
   applied.batch_mean = applied.batch_variance = applied.batch_rstd = applied.batch_delta = nullptr;
   applied.workspace = nullptr, applied.partial_rows = 0, applied.y = y_given.device;
-  Check(BatchNormFwd(CudaContext{nullptr}, applied));
+  Check(BatchNormFwdOn(device, nullptr, applied));
   Check(cudaDeviceSynchronize());
   y.Download(), y_given.Download(), mean.Download(), variance.Download(), rstd.Download(),
       delta.Download();
@@ -135,10 +134,10 @@ int Run(const Case& c) {
   BatchNormBwdArgs sums = bwd;
   Array<S> sums_alone[2] = {{params, 0, arrays}, {params, 0, arrays}};
   sums.dscale.data = sums_alone[0].device, sums.dbias.data = sums_alone[1].device;
-  Check(BatchNormBwd(CudaContext{nullptr}, sums));
+  Check(BatchNormBwdOn(device, nullptr, sums));
   bwd.dx = c.in_place ? dy.device : dx.device;
   if (c.residual) bwd.dresidual = dresidual.device;
-  Check(BatchNormBwd(CudaContext{nullptr}, bwd));
+  Check(BatchNormBwdOn(device, nullptr, bwd));
   Check(cudaDeviceSynchronize());
   Array<T>& dx_array = c.in_place ? dy : dx;
   const std::vector<T> dy_host = dy.host;
@@ -203,7 +202,7 @@ int Run(const Case& c) {
   bwd.mean_dz_x_hat = {mean_dz_x_hat.device, c.channels, kDtype<A>};
   bwd.dscale = bwd.dbias = {}, bwd.workspace = nullptr, bwd.partial_rows = 0;
   bwd.dx = dx.device;
-  Check(BatchNormBwd(CudaContext{nullptr}, bwd));
+  Check(BatchNormBwdOn(device, nullptr, bwd));
   Check(cudaDeviceSynchronize());
   dx.Download();
   near_dx(dx.host);
@@ -211,10 +210,10 @@ int Run(const Case& c) {
 }
 
 template <typename T, typename S>
-int RunAll() {
+int RunAll(const ChannelDevice& device) {
   int calls = RunEmpty<T>();
   const auto run = [&](const Size& size, const Options& options) {
-    calls += Run<T, S>({size, options});
+    calls += Run<T, S>(device, {size, options});
   };
   // Channels last: several rows of x in a row of the matrix, then one row, tiles, single elements.
   run({1, 1, 1, 1}, {});
@@ -237,7 +236,7 @@ int RunAll() {
   run({1, 2, 3, 300}, {.relu = true, .shift = 1});
   run({1, 700, 2560, 1}, {.relu = true, .residual = true});
   run({1, 70, 24, 1}, {.relu = true, .has_y = false});
-  // A separate second pass: packs of two channels, groups.
+  // A separate second pass: vectors of two channels, groups.
   run({2, 64, 5, 20}, {.relu = true, .residual = true, .partial_rows = 20});
   run({3, 64, 9, 49}, {.relu = true, .has_y = false, .in_place = true});
   // On 132 multiprocessors, some block of a plane has only a step without elements.
@@ -248,48 +247,46 @@ int RunAll() {
   return calls;
 }
 
-// Rings with more steps, which are reused many times. Many threads have no pack.
-template <typename T, typename S>
-int RunLongRings() {
-  most_multiprocessors = 2;
-  const Size size{1, 90, 128 / static_cast<std::int64_t>(sizeof(T)), 49};
+// The plan of the main kernel for these arrays.
+template <typename T>
+ChannelPlan PlanOf(const ChannelDevice& device, bool backward, const Size& size,
+                   std::int64_t partial_rows, int transient_arrays) {
   ChannelTask task =
-      ChannelTaskOf<T>(kForwardNeeds, {{size.groups, size.rows, size.channels}, size.inner});
-  task.aligned = task.statistics = task.apply = true, task.partial_rows = 512;
-  const ChannelPlan plan = ChooseChannelPlan(task);
-  if (plan.ring_steps != kForwardNeeds.long_ring_steps || plan.kept_rings >= plan.part_rings) {
-    std::printf("%s: no long rings\n", (Case{size, {}}.Text().c_str()));
+      TaskOf<T>(backward, {{size.groups, size.rows, size.channels}, size.inner}, device);
+  task.aligned = task.statistics = task.apply = true;
+  task.partial_rows = partial_rows, task.transient_arrays = transient_arrays;
+  return ChooseBatchNormPlan(task).channels;
+}
+
+// Chunks with more steps, whose stages are used again many times. Many threads have no vector.
+template <typename T, typename S>
+int RunLongChunks(ChannelDevice device) {
+  device.multiprocessors = 2;
+  const Size size{1, 90, 128 / static_cast<std::int64_t>(sizeof(T)), 49};
+  const ChannelPlan plan = PlanOf<T>(device, /*backward=*/false, size, 512, 0);
+  if (plan.chunk_steps != kForwardNeeds.long_chunk_steps || plan.kept_chunks >= plan.part_chunks) {
+    std::printf("%s: no long chunks\n", (Case{size, {}}.Text().c_str()));
     std::exit(1);
   }
-  const int calls = Run<T, S>({size, {}}) + Run<T, S>({size, {.relu = true, .residual = true}}) +
-                    Run<T, S>({size, {.relu = true, .has_y = false, .in_place = true}});
-  most_multiprocessors = std::numeric_limits<int>::max();
-  return calls;
+  return Run<T, S>(device, {size, {}}) +
+         Run<T, S>(device, {size, {.relu = true, .residual = true}}) +
+         Run<T, S>(device, {size, {.relu = true, .has_y = false, .in_place = true}});
 }
 
-// Whether blocks share rings of the second pass, forward and backward.
-template <typename T>
-bool SharesRings(const Size& size, const Options& options) {
-  const ChannelShape shape{{size.groups, size.rows, size.channels}, size.inner};
-  ChannelTask task = ChannelTaskOf<T>(kForwardNeeds, shape);
-  task.aligned = task.statistics = task.apply = true;
-  task.partial_rows = options.partial_rows, task.other_arrays = options.residual ? 1 : 0;
-  const bool forward = ChooseChannelPlan(task).shared_rings > 0;
-  task.needs = kBackwardNeeds;
-  task.other_arrays = options.relu && (options.has_y || options.residual) ? 1 : 0;
-  return forward && ChooseChannelPlan(task).shared_rings > 0;
-}
-
-// Arrays are so large for the multiprocessors that blocks share rings.
+// Arrays that are so large for two multiprocessors that there are dynamic chunks.
 template <typename T, typename S>
-int RunShared() {
+int RunDynamic(ChannelDevice device) {
+  device.multiprocessors = 2;
   int calls = 0;
   const auto run = [&](const Size& size, const Options& options) {
-    if (!SharesRings<T>(size, options)) {
-      std::printf("%s: no rings are shared\n", (Case{size, options}.Text().c_str()));
+    const int forward = options.residual ? 1 : 0;
+    const int backward = options.relu && (options.has_y || options.residual) ? 1 : 0;
+    if (PlanOf<T>(device, false, size, options.partial_rows, forward).dynamic_chunks == 0 ||
+        PlanOf<T>(device, true, size, options.partial_rows, backward).dynamic_chunks == 0) {
+      std::printf("%s: no dynamic chunks\n", (Case{size, options}.Text().c_str()));
       std::exit(1);
     }
-    calls += Run<T, S>({size, options});
+    calls += Run<T, S>(device, {size, options});
   };
   run({1, 12'345, 512 / sizeof(T), 1}, {});
   run({1, 16'383, 200 / sizeof(T), 1}, {.relu = true, .residual = true});
@@ -300,31 +297,31 @@ int RunShared() {
 }  // namespace
 }  // namespace gradops
 
-// The argument `shared` runs arrays for which blocks share rings. Without it, all others run.
+// The argument `dynamic` runs arrays with dynamic chunks. Without it, all others run.
 int main(int argc, char** argv) {
   using namespace gradops;
+  const ChannelDevice device = CurrentChannelDevice();
   int calls = 0;
   if (argc == 1) {
-    calls += RunLongRings<float, Half>() + RunLongRings<BFloat16, float>() +
-             RunLongRings<Half, double>() + RunLongRings<double, BFloat16>() +
+    calls += RunLongChunks<float, Half>(device) + RunLongChunks<BFloat16, float>(device) +
+             RunLongChunks<Half, double>(device) + RunLongChunks<double, BFloat16>(device) +
              RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101}) +
-             RunMeetings();
-    const auto run_all = [] {
-      return RunAll<float, Half>() + RunAll<BFloat16, float>() + RunAll<Half, double>() +
-             RunAll<double, BFloat16>();
+             RunBarriers(device);
+    const auto run_all = [](const ChannelDevice& on) {
+      return RunAll<float, Half>(on) + RunAll<BFloat16, float>(on) + RunAll<Half, double>(on) +
+             RunAll<double, BFloat16>(on);
     };
-    calls += run_all();
+    calls += run_all(device);
     // Some arrays are a little larger than this L2 cache.
-    always_apart = true, most_l2_bytes = 100'000;
-    calls += run_all();
+    ChannelDevice other = device;
+    other.prefers_separate = true, other.l2_bytes = 100'000;
+    calls += run_all(other);
     // A GPU with little shared memory.
-    always_apart = false, most_l2_bytes = std::numeric_limits<int>::max();
-    most_shared_bytes = 102'400;
-    calls += run_all();
-  } else if (argc == 2 && std::strcmp(argv[1], "shared") == 0) {
-    most_multiprocessors = 2;
-    calls += RunShared<float, Half>() + RunShared<BFloat16, float>() + RunShared<Half, double>() +
-             RunShared<double, BFloat16>();
+    other = device, other.shared_bytes = 102'400;
+    calls += run_all(other);
+  } else if (argc == 2 && std::strcmp(argv[1], "dynamic") == 0) {
+    calls += RunDynamic<float, Half>(device) + RunDynamic<BFloat16, float>(device) +
+             RunDynamic<Half, double>(device) + RunDynamic<double, BFloat16>(device);
   } else {
     std::printf("unknown %s\n", argv[1]);
     return 2;

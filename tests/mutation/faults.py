@@ -1133,10 +1133,10 @@ CUDA = [
         _gpu("bias_gelu", "test_more_groups"),
     ),
     Fault(
-        "GELU: the elements after the last whole pack are left out",
+        "GELU: the elements after the last whole vector are left out",
         "ffi/cuda/gelu/bias_gelu.cu",
-        "if (k * step != left) continue;",
-        "if (k * step != left + 1) continue;",
+        "if (k * stride != left) continue;",
+        "if (k * stride != left + 1) continue;",
         _gpu("bias_gelu", "TestBiasGelu and test_sizes and ffi"),
     ),
     Fault(
@@ -1154,23 +1154,23 @@ CUDA = [
         _gpu("bias_gelu", "test_vmap_of_many_rows or test_many_groups or test_widths"),
     ),
     Fault(
-        "GELU: a sum without a copy of the row",
+        "GELU: a sum without a row of a band",
         "ffi/cuda/gelu/bias_gelu.cu",
-        "for (int copy = 1; copy < cut.copies; ++copy)",
-        "for (int copy = 2; copy < cut.copies; ++copy)",
+        "for (int row = 1; row < plan.band_rows; ++row)",
+        "for (int row = 2; row < plan.band_rows; ++row)",
         _gpu("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_exact_sums"),
     ),
     Fault(
-        "GELU: a thread's span, rounded down",
-        "ffi/cuda/gelu/policy.h",
-        "inverse_lanes = static_cast<int>(CeilDiv(1 << 20, lanes));",
-        "inverse_lanes = (1 << 20) / lanes;",
+        "GELU: a thread's band, rounded down",
+        "ffi/cuda/gelu/plan.h",
+        "plan.inverse = static_cast<int>(CeilDiv(1 << 20, size));",
+        "plan.inverse = static_cast<int>((1 << 20) / size);",
         _gpu("bias_gelu", "test_many_rows"),
     ),
     Fault(
         "norm: the tail is left out",
         "ffi/cuda/clip/global_norm.cu",
-        "if (division.tail() < count) sum += Square(x[division.tail()]);",
+        "if (split.tail() < count) sum += Square(x[split.tail()]);",
         "",
         _gpu("global_norm", "test_sizes or test_large"),
     ),
@@ -1420,7 +1420,7 @@ CUDA = [
     Fault(
         "batch norm: partial sums are read before they are written",
         "ffi/cuda/batch_norm/backward.cu",
-        "MeetBlocks(plan);  // partial sums are written",
+        "SyncBlocks(plan);  // partial sums are written",
         "",
         _gpu(
             "batch_norm batch_norm_numerics", "(test_sizes or test_layouts or thousand) and not xla"
@@ -1429,17 +1429,17 @@ CUDA = [
     Fault(
         "batch norm: partial results are read before they are written",
         "ffi/cuda/batch_norm/forward.cu",
-        "MeetBlocks(plan);  // partial results are written",
+        "SyncBlocks(plan);  // partial results are written",
         "",
         _gpu(
             "batch_norm batch_norm_numerics", "(test_sizes or test_layouts or thousand) and not xla"
         ),
     ),
     Fault(
-        "batch norm: a pack's channels have one place for their numbers",
+        "batch norm: a vector's channels have one place for their numbers",
         "ffi/cuda/batch_norm/plan.h",
-        "return in_pack * channel_pitch + (channel >> channel_shift);",
-        "return channel >> channel_shift;",
+        "return in_vector * channel_pitch + (channel >> channel_bits);",
+        "return channel >> channel_bits;",
         _gpu("batch_norm", "test_sizes and ffi"),
     ),
     Fault(
@@ -1465,14 +1465,14 @@ CUDA = [
     ),
     Fault(
         "batch norm: more is on its way than there is room for",
-        "ffi/cuda/batch_norm/policy.h",
-        "return few && task.shared_bytes >= kMuchMemory ?",
+        "ffi/cuda/batch_norm/plan.h",
+        "return few && task.device.shared_bytes >= kMuchMemory ?",
         "return few ?",
         _k("channel_plans", "test_more_is_on_its_way"),
     ),
     Fault(
         "batch norm: dx without what the mean is off by",
-        "ffi/cuda/batch_norm/grad.cuh",
+        "ffi/cuda/batch_norm/backward.cu",
         "level(mean_dz - delta * (mean_dz_x_hat * rstd))",
         "level(mean_dz)",
         _gpu("batch_norm_numerics", "test_large_means and ffi"),

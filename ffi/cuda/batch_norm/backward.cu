@@ -1,29 +1,122 @@
 // Batch norm backward, CUDA: one kernel computes the sums from dy and x, and then dx.
 //
-// First pass: each thread adds up dz and dz * (x - mean) for each column of its packs. Blocks write
-// their sums to the workspace. After a barrier these are added up in a fixed order, as in forward.
-// Second pass: dx is computed, from the last pack back to the first. The last packs are in the L2
-// cache. The first packs, dz and x, are in shared memory.
+// First pass: each thread adds up dz and dz * (x - mean) for each column of its vectors. Blocks
+// write their sums to the workspace. After a barrier these are added up in a fixed order, as in
+// forward. Second pass: dx is computed, from the last vector back to the first. The last vectors
+// are in the L2 cache. The first vectors, dz and x, are in shared memory.
 // dx or dresidual may be dy's buffer: the thread that writes an element has read it before.
 //
 // Traffic: dy, x and relu's y (if it is given) are read twice, except what caches and shared memory
 // hold. dx is written. If y is given, the first pass writes dresidual, and the second pass reads
-// dresidual instead of dy and y. How elements are divided: cuda/batch_norm/plan.h.
+// dresidual instead of dy and y. README.md has the words.
 #include <cooperative_groups.h>
 
 #include <cstdint>
 
-#include "cuda/batch_norm/grad.cuh"
-#include "cuda/batch_norm/stream.cuh"
+#include "cuda/batch_norm/stages.cuh"
 #include "cuda/batch_norm/sums.cuh"
 #include "cuda/batch_norm/tiles.cuh"
 #include "cuda/common/column_sum.cuh"
+#include "cuda/common/vector.cuh"
 #include "ops/batch_norm.h"
 
 namespace gradops {
 namespace {
 
-constexpr int kGradRingsPerSum = 16;
+constexpr const char* kBackward = "batch_norm_bwd";
+constexpr int kGradChunksPerSum = 16;
+
+// --- An element ----------------------------------------------------------------------------------
+
+// What dz is: dy, or dy where relu's argument was positive and 0 elsewhere. The argument's sign is
+// taken from y, or computed again from x.
+enum class Mask { kNone, kOfY, kOfX };
+
+// The arrays of a pass; dresidual is null if the pass does not write dresidual.
+template <typename T>
+struct GradArrays {
+  const T *dy, *x, *y;
+  T* dresidual;
+};
+
+// Load the vectors of a stage, or an edge vector.
+template <Mask kMask, typename A, int W>
+__device__ __forceinline__ void LoadGrad(const auto& place, A (&dy)[W], A (&x)[W], A (&y)[W]) {
+  Widen(place.Get(0), dy);
+  Widen(place.Get(1), x);
+  if constexpr (kMask == Mask::kOfY) Widen(place.GetTransient(), y);
+}
+template <Mask kMask, typename T, typename A, int W>
+__device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const EdgeVector& edge,
+                                         A (&dy)[W], A (&x)[W], A (&y)[W]) {
+  LoadEdge(arrays.dy, edge, dy);
+  LoadEdge(arrays.x, edge, x);
+  if constexpr (kMask == Mask::kOfY) LoadEdge(arrays.y, edge, y);
+}
+
+// Turns x into x - mean and dy into dz. NaN is not positive.
+template <Mask kMask, typename A, int W>
+__device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W],
+                                         const A (&offset)[W], const A (&y)[W], A (&x)[W],
+                                         A (&dy)[W]) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    x[j] -= mean[j];
+    if constexpr (kMask == Mask::kOfY) dy[j] = y[j] > 0 ? dy[j] : A{0};
+    if constexpr (kMask == Mask::kOfX) {
+      dy[j] = x[j] * factor[j] + offset[j] > 0 ? dy[j] : A{0};
+    }
+  }
+}
+
+// A channel's numbers for relu's argument, (x - mean) * factor + offset.
+template <typename A>
+struct Affine {
+  A mean, rstd, delta, factor, offset;
+
+  __device__ __forceinline__ Affine(const BatchNormBwdArgs& args, std::int64_t group,
+                                    std::int64_t channel) {
+    mean = ParamAt<A>(args.mean, group, channel, 0);
+    rstd = ParamAt<A>(args.rstd, group, channel, 0);
+    delta = ParamAt<A>(args.delta, group, channel, 0);
+    const A scale = ParamAt<A>(args.scale, group, channel, 1);
+    const A bias = ParamAt<A>(args.bias, group, channel, 0);
+    factor = rstd * scale, offset = bias - delta * factor;
+  }
+};
+
+// Level and slope of dx = factor * (dz - level - (x - mean) * slope). They follow from the means of
+// dz and dz * x_hat.
+template <typename A>
+struct Slope {
+  A level, slope;
+  __device__ __forceinline__ Slope(A level, A slope) : level(level), slope(slope) {}
+  __device__ __forceinline__ Slope(A mean_dz, A mean_dz_x_hat, A rstd, A delta)
+      : level(mean_dz - delta * (mean_dz_x_hat * rstd)), slope(mean_dz_x_hat * rstd) {}
+};
+
+// A channel's numbers that dx is computed from.
+enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
+static_assert(kDxNumbers == kBackwardNeeds.parameters);
+
+template <typename A>
+__device__ __forceinline__ void SetDxNumbers(const Affine<A>& affine, const Slope<A>& line,
+                                             A (&numbers)[kDxNumbers]) {
+  numbers[kDxMean] = affine.mean, numbers[kDxFactor] = affine.factor;
+  numbers[kDxOffset] = affine.offset;
+  numbers[kDxLevel] = line.level, numbers[kDxSlope] = line.slope;
+}
+
+// Turns dy into dz and x into dx.
+template <Mask kMask, typename A, int W>
+__device__ __forceinline__ void ApplyGrad(const A (&numbers)[kDxNumbers][W], const A (&y)[W],
+                                          A (&dy)[W], A (&x)[W]) {
+  MaskGrad<kMask>(numbers[kDxMean], numbers[kDxFactor], numbers[kDxOffset], y, x, dy);
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    x[j] = (dy[j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) * numbers[kDxFactor][j];
+  }
+}
 
 // --- Sums ----------------------------------------------------------------------------------------
 
@@ -31,12 +124,12 @@ template <Mask kMask, typename T, int W, int kSteps>
 __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const GradArrays<T>& arrays,
                                           const ChannelPlan& plan,
                                           const ChannelPartials<Accum<T>, 2>& partials,
-                                          char* scratch, PackRings<T, W, 2, kSteps>& rings) {
+                                          char* scratch, Stages<T, W, 2, kSteps>& stages) {
   using A = Accum<T>;
   ForParts<false>(plan, [&](const ChannelPart& part, bool) {
     A parameters[3][W];
     const auto find_parameters = [&] {
-      LoadParameters(
+      LoadNumbers(
           plan, part, reinterpret_cast<A*>(scratch), false,
           [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
             const Affine<A> affine(args, group, channel);
@@ -51,17 +144,18 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
       for (int j = 0; j < W; ++j) sums.Add(j, dz[j], dz[j] * x[j]);
     };
 
-    int turns = 0;
-    ForPacks<false>(
-        plan, part, rings, plan.PassingSteps(part), false,
-        [&](auto&& place, std::int64_t start, bool passing) {
-          place.Copy(0, arrays.dy + start, passing), place.Copy(1, arrays.x + start, passing);
-          if constexpr (kMask == Mask::kOfY) place.CopyOther(arrays.y + start);
+    int chunks = 0;
+    ForVectors<false>(
+        plan, part, stages, plan.EvictFirstSteps(part), false,
+        [&](auto&& place, std::int64_t start, bool evict_first) {
+          place.Copy(0, arrays.dy + start, evict_first);
+          place.Copy(1, arrays.x + start, evict_first);
+          if constexpr (kMask == Mask::kOfY) place.CopyTransient(arrays.y + start);
         },
         find_parameters,
         [&](auto&& place, std::int64_t start) {
           A dz[W], x[W], y[W];
-          WidenGrad<kMask>(place, dz, x, y);
+          LoadGrad<kMask>(place, dz, x, y);
           add(dz, x, y);
           if constexpr (kMask != Mask::kNone) {
             const Pack<T, W> masked = Narrow<T>(dz);
@@ -72,36 +166,37 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
           }
         },
         [&] {
-          if (++turns % kGradRingsPerSum == 0) sums.EndSum();
+          if (++chunks % kGradChunksPerSum == 0) sums.EndSum();
         });
-    ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+    ForEdges<W>(plan, part, [&](const EdgeVector& edge) {
       A dz[W], x[W], y[W];
-      LoadGrad<kMask>(arrays, span, dz, x, y);
+      LoadGrad<kMask>(arrays, edge, dz, x, y);
       add(dz, x, y);
       if constexpr (kMask == Mask::kOfY) {
-        if (arrays.dresidual != nullptr) StoreSpan(arrays.dresidual, span, dz);
+        if (arrays.dresidual != nullptr) StoreEdge(arrays.dresidual, edge, dz);
       }
     });
     sums.EndSum();
 
     BeginCounters(plan, part, partials);
-    const std::int64_t slot = plan.NumberOf(part, static_cast<int>(blockIdx.x));
+    const std::int64_t row = plan.NumberOf(part, static_cast<int>(blockIdx.x));
     SumPart(plan, part, scratch, sums, 0, [&](int channel, const double2& total, double) {
-      partials.at(part.group, slot, part.channel + channel) = {static_cast<A>(total.x),
-                                                               static_cast<A>(total.y)};
+      partials.at(part.group, row, part.channel + channel) = {static_cast<A>(total.x),
+                                                              static_cast<A>(total.y)};
     });
   });
 }
 
-// Stores the gradients of the parameters. Level and slope of a channel replace its first partial
-// result. If the block has one tile only, all DxNumbers go to `parameters` in shared memory.
+// Adds up the partial results, and stores the gradients of the parameters. Level and slope of a
+// channel replace its first partial result. If the block has one tile only, all DxNumbers go to
+// `shared`.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, 2>& partials, A* parameters) {
-  ForChannelSums<2>(
+                                       const ChannelPartials<A, 2>& partials, A* shared) {
+  ForChannelSums(
       plan, args.shape.outer.groups, partials,
       [&](std::int64_t group, std::int64_t channel) { return Affine<A>(args, group, channel); },
-      [](double (&sums)[2], const ChannelPartial<A, 2>& part, const Affine<A>&) {
+      [](double (&sums)[2], const auto& part, const Affine<A>&) {
         sums[0] += static_cast<double>(part.v[0]), sums[1] += static_cast<double>(part.v[1]);
       },
       [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
@@ -119,10 +214,10 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
         const Slope<A> line(static_cast<A>(sums[0] * plan.inverse_elements),
                             static_cast<A>(of_x_hat * plan.inverse_elements), affine.rstd,
                             affine.delta);
-        if (plan.has_own_numbers()) {
+        if (plan.has_one_tile()) {
           A numbers[kDxNumbers];
           SetDxNumbers(affine, line, numbers);
-          PutParameters(plan, static_cast<int>(channel - tile.channel), numbers, parameters);
+          PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
         } else {
           partials.at(group, 0, channel) = {line.level, line.slope};
         }
@@ -135,56 +230,53 @@ template <Mask kMask, typename T, int W, int kSteps>
 __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
                                            const GradArrays<T>& arrays, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, 2>& partials,
-                                           char* scratch, PackRings<T, W, 2, kSteps>& rings) {
+                                           char* scratch, Stages<T, W, 2, kSteps>& stages) {
   using A = Accum<T>;
   T* const dx = static_cast<T*>(args.dx);
   ForParts<true>(plan, [&](const ChannelPart& part, bool last) {
-    A parameters[kDxNumbers][W];
-    auto& [mean, factor, offset, level, slope] = parameters;
-    const auto find_parameters = [&] {
-      LoadParameters(
-          plan, part, reinterpret_cast<A*>(scratch),
-          args.mean_dz.data == nullptr && plan.has_own_numbers(),
-          [&](std::int64_t group, std::int64_t channel, A(&numbers)[kDxNumbers]) {
-            const bool given = args.mean_dz.data != nullptr;
-            ChannelPartial<A, 2> line{};
-            if (!given) line = partials.Load(group, 0, channel);
-            const Affine<A> affine(args, group, channel);
-            if (given) {
-              const Slope<A> own(ParamAt<A>(args.mean_dz, group, channel, 0),
-                                 ParamAt<A>(args.mean_dz_x_hat, group, channel, 0), affine.rstd,
-                                 affine.delta);
-              line = {own.level, own.slope};
-            }
-            SetDxNumbers(affine, {line.v[0], line.v[1]}, numbers);
-          },
-          parameters);
-      ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+    A numbers[kDxNumbers][W];
+    const auto table = [&](std::int64_t group, std::int64_t channel, A(&of_channel)[kDxNumbers]) {
+      const bool given = args.mean_dz.data != nullptr;
+      typename ChannelPartials<A, 2>::Partial line{};
+      if (!given) line = partials.Load(group, 0, channel);
+      const Affine<A> affine(args, group, channel);
+      if (given) {
+        const Slope<A> own(ParamAt<A>(args.mean_dz, group, channel, 0),
+                           ParamAt<A>(args.mean_dz_x_hat, group, channel, 0), affine.rstd,
+                           affine.delta);
+        line = {own.level, own.slope};
+      }
+      SetDxNumbers(affine, {line.v[0], line.v[1]}, of_channel);
+    };
+    const auto find_numbers = [&] {
+      LoadNumbers(plan, part, reinterpret_cast<A*>(scratch),
+                  args.mean_dz.data == nullptr && plan.has_one_tile(), table, numbers);
+      ForEdges<W>(plan, part, [&](const EdgeVector& edge) {
         A dz[W], x[W], y[W];
-        LoadGrad<kMask>(arrays, span, dz, x, y);
-        MaskGrad<kMask>(mean, factor, offset, y, x, dz);
-        ApplyInputGrad(parameters, dz, x);
-        StoreSpan(dx, span, x);
-        if (arrays.dresidual != nullptr) StoreSpan(arrays.dresidual, span, dz);
+        LoadGrad<kMask>(arrays, edge, dz, x, y);
+        ApplyGrad<kMask>(numbers, y, dz, x);
+        StoreEdge(dx, edge, x);
+        if (arrays.dresidual != nullptr) StoreEdge(arrays.dresidual, edge, dz);
       });
     };
-
-    const auto copy = [&](auto&& place, std::int64_t start, bool stays) {
-      CopyGrad<kMask>(arrays, start, stays, place);
+    const auto copy = [&](auto&& place, std::int64_t start, bool there) {
+      if (!there) place.Copy(0, arrays.dy + start), place.Copy(1, arrays.x + start);
+      if constexpr (kMask == Mask::kOfY) place.CopyTransient(arrays.y + start);
     };
     const auto use = [&](auto&& place, std::int64_t start) {
       A dz[W], x[W], y[W];
-      WidenGrad<kMask>(place, dz, x, y);
-      MaskGrad<kMask>(mean, factor, offset, y, x, dz);
-      ApplyInputGrad(parameters, dz, x);
+      LoadGrad<kMask>(place, dz, x, y);
+      ApplyGrad<kMask>(numbers, y, dz, x);
       StoreLast(dx, start, Narrow<T>(x));
       if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
     };
-    ForSecondPass(plan, part, rings, last && args.mean_dz.data == nullptr,
-                  RingCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
-                  find_parameters, use);
+    ForSecondPass(plan, part, stages, last && args.mean_dz.data == nullptr,
+                  ChunkCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
+                  find_numbers, use);
   });
 }
+
+// --- The kernel and its launcher -----------------------------------------------------------------
 
 template <typename T, int W, bool kPlane, int kSteps, Mask kMask>
 __global__ void __launch_bounds__(kChannelThreads, 1)
@@ -192,55 +284,57 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
                        const __grid_constant__ ChannelPlan any_plan) {
   extern __shared__ __align__(128) char shared[];
   const ChannelPlan plan = any_plan.As<kPlane, W>();
-  PackRings<T, W, 2, kSteps> rings(plan, shared);  // rings of dz and x
-  const ChannelPartials<Accum<T>, 2> partials(args.workspace, args.partial_rows, plan.channels);
+  Stages<T, W, 2, kSteps> stages(plan, shared);  // of dz and x
+  const ChannelPartials<Accum<T>, 2> partials{args.workspace, args.partial_rows, plan.channels};
   GradArrays<T> arrays{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
                        static_cast<const T*>(args.y), static_cast<T*>(args.dresidual)};
   if (args.mean_dz.data == nullptr) {
     if (args.dx == nullptr) arrays.dresidual = nullptr;
-    FirstPass<kMask>(args, arrays, plan, partials, shared, rings);
-    MeetBlocks(plan);  // partial sums are written
+    FirstPass<kMask>(args, arrays, plan, partials, shared, stages);
+    SyncBlocks(plan);  // partial sums are written
     Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
     if (args.dx == nullptr) return;
-    if (!plan.own_sums) cooperative_groups::this_grid().sync();  // levels and slopes are written
+    if (!plan.combines_locally) {
+      cooperative_groups::this_grid().sync();  // levels and slopes are written
+    }
     if constexpr (kMask == Mask::kOfY) {
       // dresidual is dz. Another block may have written it before the barrier, so it must not be
       // read through the L1 cache.
       if (arrays.dresidual != nullptr) {
         arrays.dy = arrays.dresidual, arrays.dresidual = nullptr;
-        SecondPass<Mask::kNone>(args, arrays, plan, partials, shared, rings);
+        SecondPass<Mask::kNone>(args, arrays, plan, partials, shared, stages);
         return;
       }
     }
   }
-  SecondPass<kMask>(args, arrays, plan, partials, shared, rings);
+  SecondPass<kMask>(args, arrays, plan, partials, shared, stages);
 }
 
 template <typename T>
-ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args) {
-  constexpr const char* kOp = "batch_norm_bwd";
+ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
+                    const ChannelDevice& device) {
   const bool own = args.mean_dz.data == nullptr;
   if (args.shape.elements() == 0) {
     ColumnSums sums;
     sums.Add(args.dscale);
     sums.Add(args.dbias);
-    return ToError(
-        kOp, ZeroColumnSums(stream, sums, args.shape.outer.groups, args.shape.outer.features));
+    return ToError(kBackward, ZeroColumnSums(stream, sums, args.shape.outer.groups,
+                                             args.shape.outer.features));
   }
   if (args.dx == nullptr && (!own || (args.dscale.data == nullptr && args.dbias.data == nullptr))) {
     return ffi::Error::Success();
   }
-  ChannelTask task = ChannelTaskOf<T>(kBackwardNeeds, args.shape);
   const void* const y = args.relu ? args.y : nullptr;
+  ChannelTask task = TaskOf<T>(/*backward=*/true, args.shape, device);
   task.aligned = Aligned(args.dy, args.x, y, args.dx) &&
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
   task.statistics = own, task.apply = args.dx != nullptr;
-  task.other_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
-  const ChannelPlan plan = ChooseChannelPlan(task);
+  task.transient_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
+  const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
   const auto launch = [&]<Mask kMask>() {
     return DispatchPlan<kVec<T>, kBackwardNeeds>(plan, [&]<int W, bool kPlane, int kSteps>() {
-      return LaunchChannels(kOp, BatchNormBwdKernel<T, W, kPlane, kSteps, kMask>, stream, plan,
-                            args);
+      return LaunchChannels(kBackward, BatchNormBwdKernel<T, W, kPlane, kSteps, kMask>, stream,
+                            plan, device, args);
     });
   };
   if (!args.relu) return launch.template operator()<Mask::kNone>();
@@ -248,11 +342,17 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args) {
                       : launch.template operator()<Mask::kOfX>();
 }
 
+// As on `device`: tests pass others than the current one.
+ffi::Error BatchNormBwdOn(const ChannelDevice& device, cudaStream_t stream,
+                          const BatchNormBwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, kBackward, args.dtype,
+                       [&]<typename T>() { return Backward<T>(stream, args, device); });
+}
+
 }  // namespace
 
 ffi::Error BatchNormBwd(CudaContext stream, const BatchNormBwdArgs& args) {
-  return DispatchDtype(FloatTypes{}, "batch_norm_bwd", args.dtype,
-                       [&]<typename T>() { return Backward<T>(stream, args); });
+  return BatchNormBwdOn(CurrentChannelDevice(), stream, args);
 }
 
 }  // namespace gradops

@@ -1,17 +1,17 @@
 // Batch norm forward, CUDA: one kernel computes the statistics of x, and then y.
 //
 // First pass: for each channel of its part, a block adds up distances from an origin, and their
-// squares. The origin is one of the channel's elements. Origin, mean, squared deviations and count
-// go to the workspace. After a barrier, parts are combined in a fixed order. Usually each block
-// combines the parts of its tiles itself. If tiles have many blocks, the channels are spread over
-// all blocks, and a second barrier follows. Second pass: y is computed, from the last pack back to
-// the first. The last packs are in the L2 cache, the first packs in shared memory.
+// squares. Origin, mean, squared deviations and count go to the workspace. After a barrier, parts
+// are combined in a fixed order. Usually each block combines the parts of its tiles itself. If
+// tiles have many blocks, the channels are spread over all blocks, and a second barrier follows.
+// Second pass: y is computed, from the last vector back to the first. The last vectors are in the
+// L2 cache, the first vectors in shared memory.
 //
 // Squares of elements above about 1e16 add up to more than a float holds, although the variance is
 // a float. Then the part's elements of that channel are read again, and added up in double.
 //
 // Traffic: x is read twice, except what caches and shared memory hold. y is written, the residual
-// read. How elements are divided: cuda/batch_norm/plan.h.
+// read. README.md has the words.
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -19,8 +19,7 @@
 
 #include "common/math.h"
 #include "common/stored_squares.h"
-#include "cuda/batch_norm/apply.cuh"
-#include "cuda/batch_norm/stream.cuh"
+#include "cuda/batch_norm/stages.cuh"
 #include "cuda/batch_norm/sums.cuh"
 #include "cuda/batch_norm/tiles.cuh"
 #include "ops/batch_norm.h"
@@ -28,10 +27,15 @@
 namespace gradops {
 namespace {
 
-constexpr int kMomentRingsPerSum = 8;
-// Packs that a thread of the separate second-pass kernel has (apply.cuh).
-template <bool kResidual>
-constexpr int kApplyPacksApart = kResidual ? 2 : 4;
+constexpr const char* kForward = "batch_norm_fwd";
+constexpr int kMomentChunksPerSum = 8;
+
+// --- Statistics ----------------------------------------------------------------------------------
+
+// The numbers that a part leaves for each channel. kMean is a distance from the origin. kSquares is
+// a result of StoredSquares.
+enum PartialMoments { kOrigin, kMean, kSquares, kCount, kMoments };
+static_assert(kMoments == kForwardNeeds.partial_numbers);
 
 // The origin of a channel's distances: a large mean then costs no digits. It is the median of three
 // of the channel's elements in the part, because a single element may be far from the mean.
@@ -78,16 +82,16 @@ __device__ __forceinline__ double LargeSquares(const T* x, const ChannelPlan& pl
 #pragma unroll 1
       for (int thread = static_cast<int>(threadIdx.x) % kWarp; thread < kChannelThreads;
            thread += kWarp) {
-        const ChannelPlace place = plan.PlaceOf(part, step, thread);
-        const std::int64_t row = place.at - place.pack * W, start = plan.Start(place);
+        const VectorPlace place = plan.PlaceOf(part, step, thread);
+        const std::int64_t row = place.at - place.vector * W, start = plan.Start(place);
         const std::int64_t end = min(min(start + W, row + plan.inner), limit);
 #pragma unroll 1
         for (std::int64_t j = max(start, row); j < end; ++j) add(j);
       }
     } else {
-      std::int64_t row = part.element + step * plan.at_once * plan.row_elements;
+      std::int64_t row = part.element + step * plan.step_rows * plan.row_elements;
 #pragma unroll 1
-      for (int r = 0; r < plan.at_once; ++r, row += plan.row_elements) {
+      for (int r = 0; r < plan.step_rows; ++r, row += plan.row_elements) {
 #pragma unroll 1
         for (int k = 0; k < plan.ChannelColumns(); ++k) {
           const std::int64_t j = row + plan.ColumnOf(channel, k, part.channels);
@@ -100,22 +104,17 @@ __device__ __forceinline__ double LargeSquares(const T* x, const ChannelPlan& pl
   return sums[0];
 }
 
-// The numbers that a part leaves for each channel. kMean is a distance from the origin. kSquares is
-// a result of StoredSquares.
-enum PartialMoments { kOrigin, kMean, kSquares, kCount, kMoments };
-static_assert(kMoments == kForwardNeeds.partial_numbers);
-
 template <typename T, int W, int kSteps>
 __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
                                           const ChannelPartials<Accum<T>, kMoments>& partials,
-                                          char* scratch, PackRings<T, W, 1, kSteps>& rings) {
+                                          char* scratch, Stages<T, W, 1, kSteps>& stages) {
   using A = Accum<T>;
-  A* const origins = reinterpret_cast<A*>(scratch + plan.origins_at);
+  A* const origins = reinterpret_cast<A*>(scratch + plan.origins_offset);
   ForParts<false>(plan, [&](const ChannelPart& part, bool) {
     const std::int64_t group = part.group, first_channel = part.channel;
     A origin[1][W];
     const auto find_origins = [&] {
-      LoadParameters(
+      LoadNumbers(
           plan, part, origins, false,
           [&](std::int64_t, std::int64_t channel, A(&numbers)[1]) {
             numbers[0] = Origin(x, plan, part, static_cast<int>(channel - first_channel));
@@ -127,10 +126,12 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
       const A distance = value - origin[0][j];
       sums.Add(j, distance, distance * distance);
     };
-    int elements = 0, turns = 0;
-    ForPacks<false>(
-        plan, part, rings, plan.PassingSteps(part), false,
-        [&](auto&& place, std::int64_t start, bool passing) { place.Copy(0, x + start, passing); },
+    int elements = 0, chunks = 0;
+    ForVectors<false>(
+        plan, part, stages, plan.EvictFirstSteps(part), false,
+        [&](auto&& place, std::int64_t start, bool evict_first) {
+          place.Copy(0, x + start, evict_first);
+        },
         find_origins,
         [&](auto&& place, std::int64_t) {
           A values[W];
@@ -140,35 +141,55 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
           elements += W;
         },
         [&] {
-          if (++turns % kMomentRingsPerSum == 0) sums.EndSum();
+          if (++chunks % kMomentChunksPerSum == 0) sums.EndSum();
         });
-    ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+    ForEdges<W>(plan, part, [&](const EdgeVector& edge) {
       A values[W];
-      LoadSpan(x, span, values);
+      LoadEdge(x, edge, values);
 #pragma unroll
       for (int j = 0; j < W; ++j) {
-        if (span.has(j)) add(j, values[j]);
+        if (edge.has(j)) add(j, values[j]);
       }
-      elements += span.last - span.first;
+      elements += edge.last - edge.first;
     });
     sums.EndSum();
 
     BeginCounters(plan, part, partials);
-    const std::int64_t slot = plan.NumberOf(part, static_cast<int>(blockIdx.x));
+    const std::int64_t row = plan.NumberOf(part, static_cast<int>(blockIdx.x));
     SumPart(plan, part, scratch, sums, elements,
             [&](int channel, const double2& sum, double count) {
-              // A plane's last step may have packs at row ends only, without any of its elements.
+              // A plane's last step may have edge vectors only, without any of its elements.
               const double mean = count > 0 ? sum.x * (1.0 / count) : 0.0;
-              const A from = origins[plan.SlotOfChannel(channel)];
+              const A from = origins[plan.SharedIndex(channel)];
               double squares = sum.y - sum.x * mean;
               if (NeedsSecondLook<T>(sum)) {
                 squares = LargeSquares<W>(x, plan, part, channel, static_cast<double>(from) + mean);
               }
-              partials.at(group, slot, first_channel + channel) = {
+              partials.at(group, row, first_channel + channel) = {
                   from, static_cast<A>(mean), StoredSquares<A>(squares < 0 ? 0.0 : squares),
                   static_cast<A>(count)};
             });
   });
+}
+
+// Computes a channel's statistics; the mean is origin + offset. Returns the three numbers that y is
+// computed from. If `stores`, stores all four statistics.
+template <typename A>
+__device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool stores,
+                                              std::int64_t i, A origin, double offset,
+                                              double variance, A (&mean_rstd_delta)[3]) {
+  const A mean = static_cast<A>(static_cast<double>(origin) + offset);
+  const A rstd = InverseDeviation(static_cast<A>(variance), Epsilon<A>(args.epsilon));
+  // Computed from the origin, because the exact mean may have more digits than a double.
+  const A delta =
+      static_cast<A>((static_cast<double>(origin) - static_cast<double>(mean)) + offset);
+  if (stores) {
+    static_cast<A*>(args.batch_mean)[i] = mean;
+    static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
+    static_cast<A*>(args.batch_rstd)[i] = rstd;
+    static_cast<A*>(args.batch_delta)[i] = delta;
+  }
+  mean_rstd_delta[0] = mean, mean_rstd_delta[1] = rstd, mean_rstd_delta[2] = delta;
 }
 
 // A channel's numbers for y = (x - mean) * factor + offset.
@@ -192,52 +213,17 @@ __device__ __forceinline__ void SetAffine(const ScaleBias<A>& of, A mean, A rstd
   numbers[kOffset] = of.bias - delta * numbers[kFactor];
 }
 
-template <typename A, int W>
-__device__ __forceinline__ void ApplyAffine(const A (&numbers)[kAffine][W], A (&values)[W]) {
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    values[j] = (values[j] - numbers[kAffineMean][j]) * numbers[kFactor][j] + numbers[kOffset][j];
-  }
-}
-template <typename A, int W>
-__device__ __forceinline__ void Activate(bool relu, A (&values)[W]) {
-  if (!relu) return;
-#pragma unroll
-  for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays NaN
-}
-
-// Computes a channel's statistics; the mean is origin + offset. Returns the three numbers that y is
-// computed from. If `stores`, stores all four statistics.
-template <typename A>
-__device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool stores,
-                                              std::int64_t i, A origin, double offset,
-                                              double variance, A (&mean_rstd_delta)[3]) {
-  const A mean = static_cast<A>(static_cast<double>(origin) + offset);
-  const A rstd = InverseDeviation(static_cast<A>(variance), Epsilon<A>(args.epsilon));
-  // Computed from the origin, because the exact mean may have more digits than a double.
-  const A delta =
-      static_cast<A>((static_cast<double>(origin) - static_cast<double>(mean)) + offset);
-  if (stores) {
-    static_cast<A*>(args.batch_mean)[i] = mean;
-    static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
-    static_cast<A*>(args.batch_rstd)[i] = rstd;
-    static_cast<A*>(args.batch_delta)[i] = delta;
-  }
-  mean_rstd_delta[0] = mean, mean_rstd_delta[1] = rstd, mean_rstd_delta[2] = delta;
-}
-
-// Stores the statistics. A channel's AffineNumbers replace its first partial result. If the block
-// has one tile only, they go to `parameters` in shared memory.
+// Combines the partial results, and stores the statistics. A channel's AffineNumbers replace its
+// first partial result. If the block has one tile only, they go to `shared`.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, kMoments>& partials,
-                                       A* parameters) {
-  using Partial = ChannelPartial<A, kMoments>;
+                                       const ChannelPartials<A, kMoments>& partials, A* shared) {
+  using Partial = typename ChannelPartials<A, kMoments>::Partial;
   struct Given {
     Partial first;
     ScaleBias<A> affine;
   };
-  ForChannelSums<2>(
+  ForChannelSums(
       plan, args.shape.outer.groups, partials,
       [&](std::int64_t group, std::int64_t channel) {
         return Given{partials.Load(group, 0, channel), {args, group, channel}};
@@ -261,74 +247,81 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
                       given.first.v[kOrigin], static_cast<double>(given.first.v[kMean]) + mean,
                       variance < 0 ? 0.0 : variance, own);
         SetAffine(given.affine, own[0], own[1], own[2], numbers);
-        if (plan.has_own_numbers()) {
-          PutParameters(plan, static_cast<int>(channel - tile.channel), numbers, parameters);
+        if (plan.has_one_tile()) {
+          PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
         } else {
           partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
         }
       });
 }
 
+// --- y -------------------------------------------------------------------------------------------
+
+// Turns elements of x into elements of y. `terms`: the residual's elements.
+template <typename A, int W>
+__device__ __forceinline__ void Apply(const A (&numbers)[kAffine][W], bool residual, bool relu,
+                                      const A (&terms)[W], A (&values)[W]) {
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    values[j] = (values[j] - numbers[kAffineMean][j]) * numbers[kFactor][j] + numbers[kOffset][j];
+  }
+  if (residual) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[j] += terms[j];
+  }
+  if (relu) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays NaN
+  }
+}
+
 template <typename T, int W, int kSteps>
 __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, kMoments>& partials,
-                                           char* scratch, PackRings<T, W, 1, kSteps>& rings) {
+                                           char* scratch, Stages<T, W, 1, kSteps>& stages) {
   using A = Accum<T>;
   const T* const x = static_cast<const T*>(args.x);
   const T* const residual = static_cast<const T*>(args.residual);
   T* const y = static_cast<T*>(args.y);
   ForParts<true>(plan, [&](const ChannelPart& part, bool last) {
-    A parameters[kAffine][W];
-    const auto find_parameters = [&] {
-      LoadParameters(
-          plan, part, reinterpret_cast<A*>(scratch),
-          args.mean.data == nullptr && plan.has_own_numbers(),
-          [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
-            if (args.mean.data == nullptr) {
-              const ChannelPartial<A, kMoments> own = partials.Load(group, 0, channel);
+    A numbers[kAffine][W];
+    const auto table = [&](std::int64_t group, std::int64_t channel, A(&of_channel)[kAffine]) {
+      if (args.mean.data == nullptr) {
+        const auto found = partials.Load(group, 0, channel);
 #pragma unroll
-              for (int v = 0; v < kAffine; ++v) numbers[v] = own.v[v];
-            } else {
-              SetAffine<A>({args, group, channel}, ParamAt<A>(args.mean, group, channel, 0),
-                           ParamAt<A>(args.rstd, group, channel, 0),
-                           ParamAt<A>(args.delta, group, channel, 0), numbers);
-            }
-          },
-          parameters);
-      ForEdges<W>(plan, part, [&](const ChannelSpan& span) {
+        for (int v = 0; v < kAffine; ++v) of_channel[v] = found.v[v];
+      } else {
+        SetAffine<A>({args, group, channel}, ParamAt<A>(args.mean, group, channel, 0),
+                     ParamAt<A>(args.rstd, group, channel, 0),
+                     ParamAt<A>(args.delta, group, channel, 0), of_channel);
+      }
+    };
+    const auto find_numbers = [&] {
+      LoadNumbers(plan, part, reinterpret_cast<A*>(scratch),
+                  args.mean.data == nullptr && plan.has_one_tile(), table, numbers);
+      ForEdges<W>(plan, part, [&](const EdgeVector& edge) {
         A values[W], terms[W];
-        LoadSpan(x, span, values);
-        ApplyAffine(parameters, values);
-        if (residual != nullptr) {
-          LoadSpan(residual, span, terms);
-#pragma unroll
-          for (int j = 0; j < W; ++j) values[j] += terms[j];
-        }
-        Activate(args.relu, values);
-        StoreSpan(y, span, values);
+        LoadEdge(x, edge, values);
+        if (residual != nullptr) LoadEdge(residual, edge, terms);
+        Apply(numbers, residual != nullptr, args.relu, terms, values);
+        StoreEdge(y, edge, values);
       });
     };
     const auto stream = [&]<bool kResidual>() {
-      const auto copy = [&](auto&& place, std::int64_t start, bool stays) {
-        if (!stays) place.Copy(0, x + start);
-        if constexpr (kResidual) place.CopyOther(residual + start);
+      const auto copy = [&](auto&& place, std::int64_t start, bool there) {
+        if (!there) place.Copy(0, x + start);
+        if constexpr (kResidual) place.CopyTransient(residual + start);
       };
       const auto use = [&](auto&& place, std::int64_t start) {
-        A values[W];
+        A values[W], terms[W];
         Widen(place.Get(0), values);
-        ApplyAffine(parameters, values);
-        if constexpr (kResidual) {
-          A terms[W];
-          Widen(place.GetOther(), terms);
-#pragma unroll
-          for (int j = 0; j < W; ++j) values[j] += terms[j];
-        }
-        Activate(args.relu, values);
+        if constexpr (kResidual) Widen(place.GetTransient(), terms);
+        Apply(numbers, kResidual, args.relu, terms, values);
         StoreLast(y, start, Narrow<T>(values));
       };
-      ForSecondPass(plan, part, rings, last && args.mean.data == nullptr,
-                    RingCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
-                    find_parameters, use);
+      ForSecondPass(plan, part, stages, last && args.mean.data == nullptr,
+                    ChunkCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
+                    find_numbers, use);
     };
     if (residual == nullptr) {
       stream.template operator()<false>();
@@ -338,59 +331,76 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
   });
 }
 
+// --- Kernels -------------------------------------------------------------------------------------
+
 template <typename T, int W, bool kPlane, int kSteps>
 __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                        const __grid_constant__ ChannelPlan any_plan) {
   extern __shared__ __align__(128) char shared[];
   const ChannelPlan plan = any_plan.As<kPlane, W>();
-  PackRings<T, W, 1, kSteps> rings(plan, shared);
-  const ChannelPartials<Accum<T>, kMoments> partials(args.workspace, args.partial_rows,
-                                                     plan.channels);
+  Stages<T, W, 1, kSteps> stages(plan, shared);
+  const ChannelPartials<Accum<T>, kMoments> partials{args.workspace, args.partial_rows,
+                                                     plan.channels};
   if (args.mean.data == nullptr) {
-    FirstPass(static_cast<const T*>(args.x), plan, partials, shared, rings);
-    MeetBlocks(plan);  // partial results are written
+    FirstPass(static_cast<const T*>(args.x), plan, partials, shared, stages);
+    SyncBlocks(plan);  // partial results are written
     Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
     if (args.y == nullptr) return;
-    if (!plan.own_sums) cooperative_groups::this_grid().sync();  // all AffineNumbers are written
+    if (!plan.combines_locally) {
+      cooperative_groups::this_grid().sync();  // all AffineNumbers are written
+    }
   }
-  SecondPass(args, plan, partials, shared, rings);
+  SecondPass(args, plan, partials, shared, stages);
 }
 
-// Computes y from the AffineNumbers that BatchNormFwdKernel has left in the workspace.
-template <typename T, int W, bool kResidual>
+constexpr int kApplyThreads = 256;  // threads of a block of BatchNormApplyKernel
+template <bool kResidual>
+constexpr int kApplyVectors = kResidual ? 2 : 4;  // vectors of such a thread
+
+// The second pass as a separate kernel of short blocks (AppliesSeparately in plan.h). It computes y
+// from the AffineNumbers that BatchNormFwdKernel has left in the workspace. It goes from the end of
+// the arrays to the start: the L2 cache still has what was read last. A thread loads all of its
+// vectors first. A vector belongs to one channel or two. A group has `vectors` vectors.
+template <typename T, bool kResidual>
 __global__ void __launch_bounds__(kApplyThreads, 4)
-    BatchNormApplyKernel(const __grid_constant__ BatchNormFwdArgs args,
-                         const __grid_constant__ ApplyPlan plan) {
+    BatchNormApplyKernel(const __grid_constant__ BatchNormFwdArgs args, std::int64_t vectors) {
   using A = Accum<T>;
-  constexpr int kPacks = kApplyPacksApart<kResidual>;
-  const ChannelPartials<A, kMoments> partials(args.workspace, args.partial_rows, plan.channels);
-  Pack<T, W> packs[kPacks] = {}, others[kPacks] = {};
-  ForApplyPacks<kPacks, kAffine, A, W>(
-      plan,
-      [&](std::int64_t group, std::int64_t channel, A(&numbers)[kAffine]) {
-        const ChannelPartial<A, kMoments> own = partials.at(group, 0, channel);
+  constexpr int W = kVec<T>, kVectors = kApplyVectors<kResidual>;
+  const std::int64_t block = gridDim.x - 1 - blockIdx.x, group = blockIdx.y;
+  const std::int64_t first = block * kVectors * kApplyThreads + threadIdx.x;
+  const std::int64_t channels = args.shape.outer.features, inner = args.shape.inner;
+  const ChannelPartials<A, kMoments> partials{args.workspace, args.partial_rows, channels};
+  const T* const x = static_cast<const T*>(args.x) + group * vectors * W;
+  const T* const residual = static_cast<const T*>(args.residual) + group * vectors * W;
+  T* const y = static_cast<T*>(args.y) + group * vectors * W;
+  Pack<T, W> of_x[kVectors] = {}, of_residual[kVectors] = {};
 #pragma unroll
-        for (int v = 0; v < kAffine; ++v) numbers[v] = own.v[v];
-      },
-      [&](int k, bool wanted, std::int64_t start) {
-        LoadIf<W>(wanted, static_cast<const T*>(args.x), start, packs[k]);
-        if constexpr (kResidual) {
-          LoadIf<W>(wanted, static_cast<const T*>(args.residual), start, others[k]);
-        }
-      },
-      [&](int k, std::int64_t start, const A(&numbers)[kAffine][W]) {
-        A values[W], terms[W];
-        Widen(packs[k], values);
-        ApplyAffine(numbers, values);
-        if constexpr (kResidual) {
-          Widen(others[k], terms);
+  for (int k = 0; k < kVectors; ++k) {
+    const std::int64_t i = first + k * kApplyThreads;
+    if (i < vectors) of_x[k] = LoadPackOnce<W>(x + i * W);
+    if (kResidual && i < vectors) of_residual[k] = LoadPackOnce<W>(residual + i * W);
+  }
 #pragma unroll
-          for (int j = 0; j < W; ++j) values[j] += terms[j];
-        }
-        Activate(args.relu, values);
-        StoreLast(static_cast<T*>(args.y), start, Narrow<T>(values));
-      });
+  for (int k = 0; k < kVectors; ++k) {
+    const std::int64_t i = first + k * kApplyThreads;
+    if (i >= vectors) break;
+    const std::int64_t row = i * W / inner, channel = row % channels;
+    const int left = static_cast<int>(min((row + 1) * inner - i * W, std::int64_t{W}));
+    const auto own = partials.at(group, 0, channel);
+    auto next = own;  // of the channel after
+    if (left < W) next = partials.at(group, 0, channel + 1 < channels ? channel + 1 : 0);
+    A numbers[kAffine][W], values[W], terms[W];
+#pragma unroll
+    for (int v = 0; v < kAffine; ++v) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) numbers[v][j] = j < left ? own.v[v] : next.v[v];
+    }
+    Widen(of_x[k], values);
+    if constexpr (kResidual) Widen(of_residual[k], terms);
+    Apply(numbers, kResidual, args.relu, terms, values);
+    StoreLast(y, i * W, Narrow<T>(values));
+  }
 }
 
 // Stores the statistics of channels without elements.
@@ -405,50 +415,56 @@ __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs a
   }
 }
 
+// --- Launchers -----------------------------------------------------------------------------------
+
+template <typename T, bool kResidual>
+ffi::Error LaunchApply(cudaStream_t stream, const BatchNormFwdArgs& args, std::int64_t vectors) {
+  const std::int64_t blocks =
+      CeilDiv(vectors, std::int64_t{kApplyThreads} * kApplyVectors<kResidual>);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(args.shape.outer.groups));
+  BatchNormApplyKernel<T, kResidual><<<grid, kApplyThreads, 0, stream>>>(args, vectors);
+  return LastError(kForward);
+}
+
 template <typename T>
-ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args) {
-  constexpr const char* kOp = "batch_norm_fwd";
+ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const ChannelDevice& device) {
   const bool own = args.mean.data == nullptr;
   if (args.shape.elements() == 0) {
     const std::int64_t all = args.shape.outer.groups * args.shape.channels();
     if (!own || all == 0) return ffi::Error::Success();
     EmptyStatisticsKernel<Accum<T>><<<GridBlocks(CeilDiv(all, 256)), 256, 0, stream>>>(args);
-    return LastError(kOp);
+    return LastError(kForward);
   }
   if (!own && args.y == nullptr) return ffi::Error::Success();
-  ChannelTask task = ChannelTaskOf<T>(kForwardNeeds, args.shape);
+  ChannelTask task = TaskOf<T>(/*backward=*/false, args.shape, device);
   task.aligned = Aligned(args.x, args.residual, args.y);
   task.statistics = own, task.apply = args.y != nullptr;
-  task.other_arrays = args.residual == nullptr ? 0 : 1;
+  task.transient_arrays = args.residual == nullptr ? 0 : 1;
   task.partial_rows = args.partial_rows;
-  ChannelPlan plan = ChooseChannelPlan(task);
-  const auto launch = [&](const BatchNormFwdArgs& wanted) {
-    return DispatchPlan<kVec<T>, kForwardNeeds>(plan, [&]<int W, bool kPlane, int kSteps>() {
-      return LaunchChannels(kOp, BatchNormFwdKernel<T, W, kPlane, kSteps>, stream, plan, wanted);
-    });
-  };
-  // Also without a second pass, so that the statistics have the same bits with and without it.
-  task.apart = own && ApplyApart(task, plan, OnChipBytes());
-  if (!task.apart) return launch(args);
-  BatchNormFwdArgs statistics = args;
-  statistics.y = nullptr, task.apply = false, plan = ChooseChannelPlan(task);
-  if (const ffi::Error error = launch(statistics); error.failure() || args.y == nullptr) {
-    return error;
-  }
-  const auto apply = [&]<bool kResidual>() {
-    const ApplyPlan apply_plan(task, kVec<T>, kApplyPacksApart<kResidual>);
-    return LaunchApply(kOp, BatchNormApplyKernel<T, kVec<T>, kResidual>, stream, apply_plan,
-                       task.groups, args, apply_plan);
-  };
-  return args.residual == nullptr ? apply.template operator()<false>()
-                                  : apply.template operator()<true>();
+  const BatchNormPlan plan = ChooseBatchNormPlan(task);
+  BatchNormFwdArgs main = args;
+  if (plan.apply_vectors > 0) main.y = nullptr;
+  const ffi::Error error =
+      DispatchPlan<kVec<T>, kForwardNeeds>(plan.channels, [&]<int W, bool kPlane, int kSteps>() {
+        return LaunchChannels(kForward, BatchNormFwdKernel<T, W, kPlane, kSteps>, stream,
+                              plan.channels, device, main);
+      });
+  if (error.failure() || plan.apply_vectors == 0) return error;
+  return args.residual == nullptr ? LaunchApply<T, false>(stream, args, plan.apply_vectors)
+                                  : LaunchApply<T, true>(stream, args, plan.apply_vectors);
+}
+
+// As on `device`: tests pass others than the current one.
+ffi::Error BatchNormFwdOn(const ChannelDevice& device, cudaStream_t stream,
+                          const BatchNormFwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, kForward, args.dtype,
+                       [&]<typename T>() { return Forward<T>(stream, args, device); });
 }
 
 }  // namespace
 
 ffi::Error BatchNormFwd(CudaContext stream, const BatchNormFwdArgs& args) {
-  return DispatchDtype(FloatTypes{}, "batch_norm_fwd", args.dtype,
-                       [&]<typename T>() { return Forward<T>(stream, args); });
+  return BatchNormFwdOn(CurrentChannelDevice(), stream, args);
 }
 
 }  // namespace gradops

@@ -1,113 +1,106 @@
-// How batch norm's elements are divided among the threads of a GPU. Plain C++, no CUDA. The policy,
-// cuda/batch_norm/policy.h, chooses the division for a shape. x is [groups, rows, channels, inner].
-//
-//   pack   A vector of 16 bytes, or one element if vectors do not fit the arrays (width 1).
-//   step   One pack for each thread of a block. A block has kChannelThreads threads; some may have
-//          no pack. A thread stays with its channels, and keeps its sums in registers.
-//   tile   A run of channels of one group, with all their elements. Tiles are cut in two ways.
-//
-// In this picture, a block has 8 threads. a5 is the pack of thread 5 in step a. Step b is the next.
-//
-//          columns: lanes = 4, at_once = 2                 plane: row_packs = 3
-//           tile 0      tile 1      tile 2                tile 0   tile 1   tile 2
-//   row 0 |a0 a1 a2 a3|a0 a1 a2 a3|a0 a1|         row 0 |a0 a1 a2|a0 a1 a2|a0 a1 a2|
-//   row 1 |a4 a5 a6 a7|a4 a5 a6 a7|a4 a5|         row 1 |a3 a4 a5|a3 a4 a5|a3 a4 a5|
-//   row 2 |b0 b1 b2 b3|b0 b1 b2 b3|b0 b1|         row 2 |a6 a7 b0|a6 a7 b0|a6 a7 b0|
-//
-//   columns  Channels last (inner is 1), or channels first, mostly with a small inner. A group is a
-//            matrix, and a column is one element wide. A tile has `lanes` packs of each row. A step
-//            has `at_once` rows. Tiles end where a channel and a pack end. If a row of x has few
-//            channels, a row of the matrix is several rows of x (`fold`).
-//   plane    Channels first. A tile is one channel, and a row is its `inner` elements. Each row is
-//            cut into packs, and the packs of all rows are put end to end. If rows do not end with
-//            a pack, neighbouring channels share their end packs, masked.
-//
-// There is at most one block for each multiprocessor. The steps are divided among blocks in two
-// ways. In this picture, letters are blocks, and each line has the six steps of a tile:
-//
-//            dealt: stride 2,     dealt: stride 1,     shares
-//            tile_stride 2        tile_stride 2
-//   tile 0   A B A B A B          A A A A A A          A A A A B B
-//   tile 1   C D C D C D          B B B B B B          B B B C C C
-//   tile 2                        A A A A A A          C D D D D D
-//
-//   dealt    A tile goes to one block, or to `stride` blocks that take its steps in turn. Then all
-//            blocks work on one stretch of memory, and each has few tiles to add up.
-//   shares   The steps of all tiles of all groups are one sequence. Each block has an equally long
-//            stretch of the sequence, with parts of a few tiles.
-//   unit     Shares consist of units. A unit is one step. If the workspace has too few partial rows
-//            for that, a unit is several steps of one tile.
-//   part     A block's steps of one tile. Its tile starts at index `element` in x. A part leaves a
-//            partial result for each channel, in a partial row of the workspace.
-//   origin   Forward adds up distances from the origin: one of the channel's elements in the part.
-//   barrier  MeetBlocks, between the passes. A block waits for all blocks, its tile's blocks, or
-//            only its own threads. Then partial results are combined.
-//   ring     A few consecutive steps of a part. Copies to shared memory are one ring ahead.
-//   slot     A place in shared memory: for a step, a pack (SlotOf) or a number (SlotOfChannel).
-//
-//   first pass    first step ------------------> last step
-//                 [kept rings]         [last ring]            stay in shared memory
-//                              [  cached_steps   ]            a block's share of the L2 cache
-//   second pass   first step <------------------ last step
-//
-// The first kept_rings rings of a block stay. All other rings use one place in turn. The second
-// pass loads these rings again, last step first, because the L2 cache has the latest steps. If such
-// rings are many, and a tile has several blocks, the last ones go to whichever block is free. These
-// shared rings are consecutive steps of a tile, not of a part (stream.cuh).
-//
-// Kernels know the way to cut tiles at compile time (As), and compute results of divisions once per
-// part. Otherwise divisions and rare cases would be most of their code. All threads would wait for
-// that code in short steps.
+// How batch norm's elements are divided among the threads of a GPU, and the rule that chooses it.
+// Plain C++, no CUDA. README.md has the words and pictures. x is [groups, rows, channels, inner].
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <numeric>
 
+#include "common/description.h"
+#include "common/integers.h"
 #include "cuda/common/cache_line.h"
 
 namespace gradops {
 
 inline constexpr int kChannelThreads = 512;  // threads of a block
 
-// Distance from a thread's pack in a step to its next one: in packs of a row, in elements of x.
-struct ChannelStride {
-  std::int64_t packs, elements;
+// --- The task ------------------------------------------------------------------------------------
+
+// What the kernel of a direction needs. All numbers are counts.
+struct ChannelNeeds {
+  int arrays;            // Arrays that stay in shared memory from the first pass for the second.
+  int chunk_steps;       // Steps of a chunk: copies are this many steps ahead.
+  int long_chunk_steps;  // Steps of a chunk if many threads have no vector.
+  int parameters;        // Numbers of a channel in the second pass.
+  int origins;           // Numbers of a channel in the first pass.
+  int partial_numbers;   // Numbers of a channel in a partial result.
+};
+inline constexpr ChannelNeeds kForwardNeeds{1, 4, 6, 3, 1, 4};
+inline constexpr ChannelNeeds kBackwardNeeds{2, 3, 3, 5, 0, 2};
+
+// The GPU. Tests pass others than the current one.
+struct ChannelDevice {
+  int multiprocessors;
+  std::int64_t shared_bytes;  // Shared memory of a multiprocessor.
+  std::int64_t l2_bytes;
+  bool clusters;                  // The GPU can run a tile's blocks as a cluster.
+  bool prefers_separate = false;  // A separate kernel computes y wherever that is possible.
 };
 
-// A thread's pack in one step. `at` is the index in x where it would start if its row started with
-// a pack. `pack` is its number in the row; columns: in the tile's row, or -1 if there is none.
-struct ChannelPlace {
-  std::int64_t pack, at;
+// What the choice depends on.
+struct ChannelTask {
+  ChannelDevice device;
+  bool backward;
+  std::int64_t groups, rows, channels, inner;  // of x
+  int element_bytes;
+  int accum_bytes;            // Bytes of the accumulation type.
+  bool aligned;               // All arrays start at 16-byte boundaries.
+  bool statistics;            // There is a first pass, which adds up.
+  bool apply;                 // There is a second pass in this kernel.
+  int transient_arrays;       // Arrays that are copied ahead, but do not stay.
+  std::int64_t partial_rows;  // Partial rows in the workspace.
+  bool separate = false;      // ChooseBatchNormPlan: another kernel makes the second pass.
+
+  constexpr const ChannelNeeds& needs() const { return backward ? kBackwardNeeds : kForwardNeeds; }
+  constexpr std::int64_t elements() const { return groups * rows * channels * inner; }
 };
 
-// A block's steps of a tile: `count` steps, from `first` on, in distances of the plan's `stride`.
-// A block numbers the rings of all its parts; the numbers of this part start at `ring`.
+// --- The plan ------------------------------------------------------------------------------------
+
+// The distance from a thread's vector in one step to its vector in another one.
+struct VectorDistance {
+  std::int64_t vectors, elements;  // vectors of a row, elements of x
+};
+
+// A thread's vector in one step. `at` is the index in x where it would start if its row started
+// with a vector. `vector` is its number in the row; columns: in the tile's row, or -1 if the thread
+// has none.
+struct VectorPlace {
+  std::int64_t vector, at;
+};
+
+// A block's steps of a tile: `count` steps from `first` on. Interleaved: the next step is
+// tile_blocks steps later.
 struct ChannelPart {
   std::int64_t tile, first, count;
-  std::int64_t later;  // steps of the block's later parts
-  int ring;
-  // The tile's group, its first channel, the index in x where it starts, and how many channels.
-  std::int64_t group, channel, element;
-  int channels;
+  std::int64_t later_steps;  // Steps of the block's later parts.
+  int first_chunk;           // The part's first chunk, in the numbers of all chunks of the block.
+  std::int64_t group;        // The tile's group.
+  std::int64_t channel;      // The tile's first channel.
+  std::int64_t element;      // The index in x where the tile starts.
+  int channels;              // Channels of the tile.
 };
 
-// All steps of a block. Dealt: `start` is the block's first step in each of its tiles. Shares: the
-// steps [start, stop), counted through all tiles.
-struct ChannelShare {
+// All steps of a block. Interleaved: `start` is the block's first step in each of its tiles.
+// Contiguous: the steps [start, stop), counted through all tiles.
+struct BlockSteps {
   std::int64_t start, stop, first_tile;
   int parts;
 };
 
-// `all` things are dealt in turn to `of` takers: taker i gets things i, i + of, and so on. Of(i) is
-// the number of things that taker i gets.
-struct ChannelTurns {
+// Items are dealt to takers in turn: taker i gets items i, i + takers, and so on.
+struct EvenSplit {
   std::int64_t least, rest;
-  constexpr ChannelTurns() = default;
-  constexpr ChannelTurns(std::int64_t all, std::int64_t of) : least(all / of), rest(all % of) {}
+  constexpr EvenSplit() = default;
+  constexpr EvenSplit(std::int64_t items, std::int64_t takers)
+      : least(items / takers), rest(items % takers) {}
+  // The number of items of taker i.
   constexpr std::int64_t Of(std::int64_t i) const { return least + (i < rest ? 1 : 0); }
 };
 
-// A pack at `start` whose elements [first, last) are the tile's.
-struct ChannelSpan {
+// A vector at `start` whose elements [first, last) are the tile's.
+struct EdgeVector {
   std::int64_t start;
   int first, last;
   constexpr bool has(int j) const { return first <= j && j < last; }
@@ -115,85 +108,83 @@ struct ChannelSpan {
 
 struct ChannelPlan {
   bool plane;
-  bool framed;         // Planes: rows start and end within packs.
-  bool ragged;         // Columns: x ends within a row of the matrix.
-  int width;           // Elements of a pack.
-  int lanes, at_once;  // Columns: packs of a tile in a row, rows of a step.
+  bool unaligned;              // Planes: rows start and end within vectors.
+  bool ragged;                 // Columns: x ends within a row of the matrix.
+  int width;                   // Elements of a vector.
+  int row_threads, step_rows;  // Columns: vectors of a tile in a row, rows of a step.
   std::int64_t channels, inner;
-  std::int64_t fold;
+  std::int64_t fold;           // Columns: rows of x in a row of the matrix.
   std::int64_t tile_channels;  // Channels of a tile. A group's last tile may have fewer.
   std::int64_t tiles;          // Tiles of a group.
   std::int64_t all_tiles;      // Tiles of all groups.
   std::int64_t rows;           // Rows of a tile. With fold, the last row may be incomplete.
   std::int64_t row_elements;   // Distance from one row to the next in x.
-  std::int64_t row_packs;      // Planes: packs of a row.
+  std::int64_t row_vectors;    // Planes: vectors of a row.
   std::int64_t group_rows;     // Rows of x in a group.
   std::int64_t group_elements;
-  std::int64_t steps;              // Steps of a tile.
-  std::int64_t whole_steps;        // First steps that are known to have whole packs only.
-  std::int64_t unit_steps, units;  // Steps of a unit, units of a tile.
-  // Dealt: `stride` blocks take the steps of a tile in turn, and blocks work on `tile_stride` tiles
-  // at a time. Shares: 1 and 0.
-  std::int64_t stride, tile_stride;
-  ChannelTurns step_turns, whole_turns, tile_turns;  // Dealt: steps, whole_steps and tiles.
-  ChannelStride forward, backward;
+  std::int64_t steps;                          // Steps of a tile.
+  std::int64_t whole_steps;                    // First steps without edge vectors.
+  std::int64_t grain_steps, grains;            // Steps of a grain, grains of a tile.
+  std::int64_t tile_blocks, concurrent_tiles;  // Contiguous: 1 and 0.
+  EvenSplit step_split, whole_step_split;      // Interleaved: a tile's steps and whole_steps.
+  EvenSplit tile_split;                        // Interleaved: all tiles.
+  VectorDistance to_next, to_previous;         // To a thread's vector in the block's other steps.
   int blocks;
-  // Columns: a warp has `warp_rows` rows of a step, and adds these up with shuffles. sums_pitch is
-  // the distance between a thread's neighbouring columns in the block's sums.
-  int warp_rows, sums_pitch;
-  int row_slots;            // Columns: packs from a step's row to the next in shared memory.
-  int slot_bytes;           // Shared memory for one array's packs of one step.
-  std::uint32_t nothing;    // 0, but the compiler of a kernel cannot know that.
-  double inverse_elements;  // 1 / (elements of a channel).
-  bool sums;                // There is a first pass.
-  bool own_sums;            // Each block combines the partial results of its tiles itself.
-  bool clustered;           // A tile's blocks are a cluster.
-  // These say where SlotOfChannel puts the numbers of a tile's channels in shared memory.
-  int channel_shift, channel_pitch;
-  // The second pass should find this many of a block's last steps in the L2 cache. 0: no hints.
-  int cached_steps;
-  int ring_steps;  // Steps of a ring.
-  int part_rings;  // Rings of a part that is a whole tile.
-  int kept_rings;  // Rings of a block that stay for the second pass; its last ring stays too.
-  // Rings of a tile that no block keeps. Each block is given `given_rings` of them; the others go
-  // to whichever block is free. 0: each block has its own steps.
-  int shared_rings, given_rings;
+  int warp_rows;  // Columns: rows of a step in a warp, which adds these up with shuffles.
+  // Columns: distance between a thread's neighbouring columns in the block's sums. The padding puts
+  // neighbouring columns into different banks.
+  int sums_pitch;
+  int row_pitch;               // Columns: vectors from one row of a step to the next in a stage.
+  int array_stage_bytes;       // One array's part of a stage.
+  std::uint32_t unknown_zero;  // 0, but the compiler of a kernel cannot know that.
+  double inverse_elements;     // 1 / (elements of a channel).
+  bool first_pass;
+  bool combines_locally;            // Each block combines the partial results of its tiles itself.
+  bool clustered;                   // A tile's blocks are a cluster.
+  int channel_bits, channel_pitch;  // Where SharedIndex puts a channel's numbers.
+  int cached_steps;  // A block's last steps that stay in the L2 cache. 0: copies have no hints.
+  int chunk_steps;
+  int part_chunks;  // Chunks of a part that is a whole tile.
+  int kept_chunks;  // First chunks of a block that stay for the second pass.
+  // Dynamic chunks of a tile; the first `static_chunks` of a block are given to it. 0: there are
+  // none.
+  int dynamic_chunks, static_chunks;
   // Offsets in shared memory, in bytes.
-  int origins_at;     // The origins.
-  int other_at;       // The ring of an array that does not stay.
-  int scratch_bytes;  // The rings of the arrays that stay.
-  int shared_bytes;   // The end.
+  int origins_offset;
+  int transient_offset;  // The stages of the transient array.
+  int scratch_bytes;     // The stages of the other arrays.
+  int shared_bytes;      // The end.
 
-  // This plan, with the way to cut tiles and the width of packs known to the compiler.
+  // This plan, with the way to cut tiles and the width of vectors known to the compiler.
   template <bool kPlane, int W>
   constexpr ChannelPlan As() const {
     ChannelPlan known = *this;
     known.plane = kPlane, known.width = W;
-    if (!kPlane || W == 1) known.framed = false;
+    if (!kPlane || W == 1) known.unaligned = false;
     if (kPlane || W == 1) known.ragged = false;
     return known;
   }
 
   // --- Steps of a tile ---
 
-  constexpr ChannelPlace PlaceOf(const ChannelPart& part, std::int64_t step, int thread) const {
+  constexpr VectorPlace PlaceOf(const ChannelPart& part, std::int64_t step, int thread) const {
     if (plane) {
       const std::int64_t i = step * kChannelThreads + thread;
-      return PlaceOfPack(part, i / row_packs, i % row_packs);
+      return PlaceOfVector(part, i / row_vectors, i % row_vectors);
     }
-    const int pack = thread % lanes, of_step = thread / lanes;
-    const bool idle = of_step >= at_once || pack * width >= part.channels * inner * fold;
-    const std::int64_t row = step * at_once + of_step;
-    return {idle ? -1 : pack, part.element + row * row_elements + pack * width};
+    const int vector = thread % row_threads, of_step = thread / row_threads;
+    const bool idle = of_step >= step_rows || vector * width >= part.channels * inner * fold;
+    const std::int64_t row = step * step_rows + of_step;
+    return {idle ? -1 : vector, part.element + row * row_elements + vector * width};
   }
 
-  constexpr void Move(ChannelPlace& place, const ChannelStride& stride) const {
-    place.at += stride.elements;
+  constexpr void Move(VectorPlace& place, const VectorDistance& distance) const {
+    place.at += distance.elements;
     if (!plane) return;
-    place.pack += stride.packs;
-    if (place.pack >= row_packs) {
-      place.pack -= row_packs;
-      place.at += row_elements - row_packs * width;
+    place.vector += distance.vectors;
+    if (place.vector >= row_vectors) {
+      place.vector -= row_vectors;
+      place.at += row_elements - row_vectors * width;
     }
   }
 
@@ -203,90 +194,88 @@ struct ChannelPlan {
                  : (part.group + 1) * group_elements;
   }
 
-  // The index in x where the pack starts.
-  constexpr std::int64_t Start(const ChannelPlace& place) const {
-    return framed ? place.at & -std::int64_t{width} : place.at;
+  // The index in x where the vector starts.
+  constexpr std::int64_t Start(const VectorPlace& place) const {
+    return unaligned ? place.at & -std::int64_t{width} : place.at;
   }
 
-  // Whether all of the pack is the tile's. Steps after the tile's last one are allowed.
-  constexpr bool Whole(const ChannelPlace& place, std::int64_t limit) const {
+  // Whether all of the vector is the tile's. Steps after the tile's last one are allowed.
+  constexpr bool Whole(const VectorPlace& place, std::int64_t limit) const {
     if (Start(place) + width > limit) return false;
-    if (!plane) return place.pack >= 0;
-    if (!framed) return true;
+    if (!plane) return place.vector >= 0;
+    if (!unaligned) return true;
     const int before = static_cast<int>(place.at & (width - 1));
-    return (place.pack > 0 || before == 0) && inner - place.pack * width + before >= width;
+    return (place.vector > 0 || before == 0) && inner - place.vector * width + before >= width;
   }
 
   // --- Parts ---
 
   // The number, in the tile, of the part's i-th step.
   constexpr std::int64_t StepOf(const ChannelPart& part, std::int64_t i) const {
-    return part.first + i * stride;
+    return part.first + i * tile_blocks;
   }
   constexpr std::int64_t LastStep(const ChannelPart& part) const {
     return StepOf(part, part.count - 1);
   }
-  // How many first steps of the part have no incomplete pack.
+  // How many first steps of the part have no edge vector.
   constexpr int WholeSteps(const ChannelPart& part) const {
-    if (stride > 1) return static_cast<int>(whole_turns.Of(part.first));
-    const std::int64_t behind = whole_steps - part.first;
-    return static_cast<int>(behind < 0 ? 0 : behind < part.count ? behind : part.count);
+    if (tile_blocks > 1) return static_cast<int>(whole_step_split.Of(part.first));
+    return Clamp(whole_steps - part.first, part.count);
   }
-  // How many first steps of the part need no place in the L2 cache.
-  constexpr int PassingSteps(const ChannelPart& part) const {
-    if (cached_steps == 0) return 0;
-    const std::int64_t passing = part.count + part.later - cached_steps;
-    return static_cast<int>(passing < 0 ? 0 : passing < part.count ? passing : part.count);
+  // How many first steps of the part the L2 cache should evict first.
+  constexpr int EvictFirstSteps(const ChannelPart& part) const {
+    return cached_steps == 0 ? 0 : Clamp(part.count + part.later_steps - cached_steps, part.count);
   }
   // Columns: elements of each channel in the part.
   constexpr std::int64_t ChannelElements(const ChannelPart& part) const {
-    const std::int64_t step_rows = at_once * fold;
-    const std::int64_t beyond = (LastStep(part) + 1) * step_rows - group_rows;
-    return (part.count * step_rows - (beyond > 0 ? beyond : 0)) * inner;
+    const std::int64_t step_elements = step_rows * fold;
+    const std::int64_t beyond = (LastStep(part) + 1) * step_elements - group_rows;
+    return (part.count * step_elements - (beyond > 0 ? beyond : 0)) * inner;
   }
 
   // The index in x of the k-th of three sample elements of a channel, from the part's first steps.
   constexpr std::int64_t Sample(const ChannelPart& part, int channel, int k) const {
     const std::int64_t step = StepOf(part, k < part.count ? k : part.count - 1);
-    std::int64_t row = step * at_once, i = (inner - 1) * k / 2;
+    std::int64_t row = step * step_rows, i = (inner - 1) * k / 2;
     if (plane) {
-      row = step * kChannelThreads / row_packs;
-      i = step * kChannelThreads % row_packs * width;
+      row = step * kChannelThreads / row_vectors;
+      i = step * kChannelThreads % row_vectors * width;
       i = i < inner ? i : inner - 1;
     }
     return part.element + row * row_elements + channel * inner + i;
   }
 
-  // --- Incomplete packs: only some of their elements are the tile's ---
+  // --- Edge vectors ---
 
-  // How many times all threads have to call EdgeSpan.
-  constexpr std::int64_t EdgeTurns(const ChannelPart& part) const {
-    if (plane && framed) {
+  // How many times all threads have to call EdgeVectorOf.
+  constexpr std::int64_t EdgeIterations(const ChannelPart& part) const {
+    if (plane && unaligned) {
       return (3 * (EndRow(part) - FirstRow(part)) + kChannelThreads - 1) / kChannelThreads;
     }
     return !plane && ragged && LastStep(part) + 1 == steps ? 1 : 0;
   }
 
-  // An incomplete pack, or an empty span. Columns: one of the thread's own packs.
-  constexpr ChannelSpan EdgeSpan(const ChannelPart& part, std::int64_t turn, int thread) const {
+  // An edge vector, or an empty one. Columns: one of the thread's own vectors.
+  constexpr EdgeVector EdgeVectorOf(const ChannelPart& part, std::int64_t iteration,
+                                    int thread) const {
     if (!plane) {
-      const ChannelPlace place = PlaceOf(part, LastStep(part), thread);
+      const VectorPlace place = PlaceOf(part, LastStep(part), thread);
       const std::int64_t left = Limit(part) - place.at;
-      if (place.pack < 0 || left <= 0 || left >= width) return {0, 0, 0};
+      if (place.vector < 0 || left <= 0 || left >= width) return {0, 0, 0};
       return {place.at, 0, static_cast<int>(left)};
     }
-    // A row's first pack, and its last two.
-    const std::int64_t i = turn * kChannelThreads + thread, row = FirstRow(part) + i / 3;
+    // A row's first vector, and its last two.
+    const std::int64_t i = iteration * kChannelThreads + thread, row = FirstRow(part) + i / 3;
     if (row >= EndRow(part)) return {0, 0, 0};
-    const std::int64_t pack = i % 3 == 0 ? 0 : row_packs - i % 3;
-    const std::int64_t step = (row * row_packs + pack) / kChannelThreads - part.first;
-    if (step < 0 || step >= part.count * stride || step % stride != 0) return {0, 0, 0};
-    const ChannelPlace place = PlaceOfPack(part, row, pack);
+    const std::int64_t vector = i % 3 == 0 ? 0 : row_vectors - i % 3;
+    const std::int64_t step = (row * row_vectors + vector) / kChannelThreads - part.first;
+    if (step < 0 || step >= part.count * tile_blocks || step % tile_blocks != 0) return {0, 0, 0};
+    const VectorPlace place = PlaceOfVector(part, row, vector);
     if (Whole(place, Limit(part))) return {0, 0, 0};
     const int before = static_cast<int>(place.at & (width - 1));
-    const std::int64_t left = inner - pack * width + before;
+    const std::int64_t left = inner - vector * width + before;
     if (left <= 0) return {0, 0, 0};
-    return {Start(place), pack == 0 ? before : 0, static_cast<int>(left < width ? left : width)};
+    return {Start(place), vector == 0 ? before : 0, static_cast<int>(left < width ? left : width)};
   }
 
   // --- Channels of a tile ---
@@ -301,60 +290,62 @@ struct ChannelPlan {
   }
 
   // Where a channel's numbers are in shared memory. Channels last, a thread reads the numbers of
-  // all channels of its pack. The j-th channels of neighbouring packs have neighbouring places, so
-  // that neighbouring threads read from different banks.
-  constexpr int SlotOfChannel(int channel) const {
-    const int in_pack = channel & ((1 << channel_shift) - 1);
-    return in_pack * channel_pitch + (channel >> channel_shift);
+  // all channels of its vector. The j-th channels of neighbouring vectors have neighbouring places,
+  // so that neighbouring threads read from different banks.
+  constexpr int SharedIndex(int channel) const {
+    const int in_vector = channel & ((1 << channel_bits) - 1);
+    return in_vector * channel_pitch + (channel >> channel_bits);
   }
-  constexpr int channel_slots() const { return channel_pitch << channel_shift; }
+  constexpr int shared_channels() const { return channel_pitch << channel_bits; }
 
-  // The place of a thread's pack of a step in shared memory, in packs. If there is room, rows start
-  // as far into a line of 128 bytes as the tile's first row does in global memory.
-  constexpr int SlotOf(const ChannelPart& part, int thread) const {
-    if (row_slots == lanes) return thread;
+  // The place of a thread's vector in a stage, in vectors. If there is room, rows start as far into
+  // a line of 128 bytes as the tile's first row does in global memory.
+  constexpr int StagePlace(const ChannelPart& part, int thread) const {
+    if (row_pitch == row_threads) return thread;
     const int skew = static_cast<int>(part.element / width % kLinePacks);
-    return thread / lanes * row_slots + thread % lanes + skew;
+    return thread / row_threads * row_pitch + thread % row_threads + skew;
   }
 
   // --- Parts of a block ---
 
-  constexpr bool dealt() const { return tile_stride > 0; }
+  constexpr bool interleaved() const { return concurrent_tiles > 0; }
   // Whether blocks need each other's partial results; whether a tile's blocks may be a cluster.
-  constexpr bool meets() const { return sums && (!own_sums || stride > 1); }
-  constexpr bool has_cluster_size() const {
+  constexpr bool needs_barrier() const {
+    return first_pass && (!combines_locally || tile_blocks > 1);
+  }
+  constexpr bool fits_cluster() const {
     constexpr int kMaxCluster = 8;  // blocks; every GPU with clusters allows this size
-    return own_sums && 1 < stride && stride <= kMaxCluster;
+    return combines_locally && 1 < tile_blocks && tile_blocks <= kMaxCluster;
   }
   // Whether a block has at most one tile. Then shared memory has all channel numbers that the
   // second pass needs.
-  constexpr bool has_own_numbers() const { return own_sums && tile_stride == all_tiles; }
+  constexpr bool has_one_tile() const { return combines_locally && concurrent_tiles == all_tiles; }
 
-  constexpr ChannelShare ShareOf(int block) const {
-    if (dealt()) [[likely]] {
-      const int tile = stride > 1 ? block / static_cast<int>(stride) : block;
-      return {block - tile * stride, 0, tile, static_cast<int>(tile_turns.Of(tile))};
+  constexpr BlockSteps StepsOfBlock(int block) const {
+    if (interleaved()) [[likely]] {
+      const int tile = tile_blocks > 1 ? block / static_cast<int>(tile_blocks) : block;
+      return {block - tile * tile_blocks, 0, tile, static_cast<int>(tile_split.Of(tile))};
     }
     const std::int64_t start = FirstStep(block), stop = FirstStep(block + 1);
     const std::int64_t first_tile = start / steps;
     return {start, stop, first_tile,
             start == stop ? 0 : static_cast<int>((stop - 1) / steps - first_tile) + 1};
   }
-  constexpr ChannelPart PartOf(const ChannelShare& share, int i) const {
+  constexpr ChannelPart PartOf(const BlockSteps& block, int i) const {
     ChannelPart part{};
-    if (dealt()) [[likely]] {
-      part.tile = share.first_tile + i * tile_stride, part.ring = i * part_rings;
-      part.first = share.start, part.count = step_turns.Of(share.start);
-      part.later = (share.parts - 1 - i) * part.count;
+    if (interleaved()) [[likely]] {
+      part.tile = block.first_tile + i * concurrent_tiles, part.first_chunk = i * part_chunks;
+      part.first = block.start, part.count = step_split.Of(block.start);
+      part.later_steps = (block.parts - 1 - i) * part.count;
     } else {
-      part.tile = share.first_tile + i;
-      const std::int64_t origin = part.tile * steps;
-      part.first = share.start > origin ? share.start - origin : 0;
-      part.count = (share.stop - origin < steps ? share.stop - origin : steps) - part.first;
-      part.later = share.stop - origin - part.first - part.count;
-      const std::int64_t of_first = (share.first_tile + 1) * steps - share.start;
-      const auto rings = static_cast<int>((of_first + ring_steps - 1) / ring_steps);
-      part.ring = i == 0 ? 0 : rings + (i - 1) * part_rings;
+      part.tile = block.first_tile + i;
+      const std::int64_t tile_start = part.tile * steps;
+      part.first = block.start > tile_start ? block.start - tile_start : 0;
+      part.count = (block.stop - tile_start < steps ? block.stop - tile_start : steps) - part.first;
+      part.later_steps = block.stop - tile_start - part.first - part.count;
+      const std::int64_t of_first = (block.first_tile + 1) * steps - block.start;
+      const auto chunks = static_cast<int>((of_first + chunk_steps - 1) / chunk_steps);
+      part.first_chunk = i == 0 ? 0 : chunks + (i - 1) * part_chunks;
     }
     if (tiles != all_tiles) [[unlikely]]
       part.group = part.tile / tiles;
@@ -367,44 +358,461 @@ struct ChannelPlan {
 
   // How many blocks have steps of a tile, and a block's number among these.
   constexpr int BlocksOf(std::int64_t group, std::int64_t channel) const {
-    if (dealt()) [[likely]]
-      return static_cast<int>(stride);
+    if (interleaved()) [[likely]]
+      return static_cast<int>(tile_blocks);
     const std::int64_t tile = group * tiles + channel / tile_channels;
-    return BlockOf((tile + 1) * units - 1) - BlockOf(tile * units) + 1;
+    return BlockOfGrain((tile + 1) * grains - 1) - BlockOfGrain(tile * grains) + 1;
   }
   constexpr std::int64_t NumberOf(const ChannelPart& part, int block) const {
-    if (dealt()) [[likely]]
+    if (interleaved()) [[likely]]
       return part.first;
-    return block - BlockOf(part.tile * units);
+    return block - BlockOfGrain(part.tile * grains);
   }
 
  private:
-  constexpr ChannelPlace PlaceOfPack(const ChannelPart& part, std::int64_t row,
-                                     std::int64_t pack) const {
-    return {pack, part.element + row * row_elements + pack * width};
+  constexpr static int Clamp(std::int64_t steps, std::int64_t most) {
+    return static_cast<int>(steps < 0 ? 0 : steps < most ? steps : most);
   }
-  // Planes: the rows [FirstRow, EndRow) with packs in the part.
+  constexpr VectorPlace PlaceOfVector(const ChannelPart& part, std::int64_t row,
+                                      std::int64_t vector) const {
+    return {vector, part.element + row * row_elements + vector * width};
+  }
+  // Planes: the rows [FirstRow, EndRow) with vectors in the part.
   constexpr std::int64_t FirstRow(const ChannelPart& part) const {
-    return part.first * kChannelThreads / row_packs;
+    return part.first * kChannelThreads / row_vectors;
   }
   constexpr std::int64_t EndRow(const ChannelPart& part) const {
-    const std::int64_t row = ((LastStep(part) + 1) * kChannelThreads - 1) / row_packs + 1;
+    const std::int64_t row = ((LastStep(part) + 1) * kChannelThreads - 1) / row_vectors + 1;
     return row < rows ? row : rows;
   }
-  // Shares: a block's first step, counted through all tiles.
+  // Contiguous: a block's first step, counted through all tiles. The block's first grain is a
+  // product that cannot exceed 64 bits, as no memory is large enough for that.
   constexpr std::int64_t FirstStep(std::int64_t block) const {
-    const std::int64_t unit = Share(block);
-    const std::int64_t step = unit % units * unit_steps;
-    return unit / units * steps + (step < steps ? step : steps);
+    const std::int64_t grain = all_tiles * grains * block / blocks;
+    const std::int64_t step = grain % grains * grain_steps;
+    return grain / grains * steps + (step < steps ? step : steps);
   }
-  // A block's first unit. No memory is large enough for this product to exceed 64 bits.
-  constexpr std::int64_t Share(std::int64_t block) const {
-    return all_tiles * units * block / blocks;
-  }
-  // The last block whose share starts at the unit or before it.
-  constexpr int BlockOf(std::int64_t unit) const {
-    return static_cast<int>(((unit + 1) * blocks - 1) / (all_tiles * units));
+  // The last block whose first grain is this one or an earlier one.
+  constexpr int BlockOfGrain(std::int64_t grain) const {
+    return static_cast<int>(((grain + 1) * blocks - 1) / (all_tiles * grains));
   }
 };
+
+// All kernels of a call.
+struct BatchNormPlan {
+  bool backward;
+  ChannelPlan channels;        // BatchNormFwdKernel or BatchNormBwdKernel
+  std::int64_t apply_vectors;  // Vectors of a group for BatchNormApplyKernel. 0: it does not run.
+};
+
+// --- The choice ----------------------------------------------------------------------------------
+// README.md has a table of the tiles that it chooses.
+
+inline constexpr int kUsualRowThreads = 256;  // the most row_threads of a group's only tile
+inline constexpr int kElementSteps = 4;       // steps of a chunk of single elements
+
+inline constexpr int kSumsPadding = 16;  // see sums_pitch
+
+inline constexpr int kWarpThreads = 32;
+inline constexpr int kChunkCounters = kChannelThreads / kWarpThreads;  // of a tile: one per warp
+
+// Dynamic shared memory of a block that has a multiprocessor to itself. CUDA keeps 1 KB, and static
+// shared memory takes less than another 1 KB.
+constexpr std::int64_t MaxChannelBytes(std::int64_t of_multiprocessor) {
+  return of_multiprocessor - 2048;
+}
+
+namespace channel_choice {
+
+// How tiles go to blocks. tile_blocks and concurrent_tiles are ChannelPlan's.
+struct Distribution {
+  std::int64_t tile_blocks, concurrent_tiles;
+  std::int64_t block_tiles;  // The most tiles of a block. Contiguous: a usual number.
+};
+
+// A block with less than kLeastSteps steps is not worth waiting for.
+constexpr std::int64_t BlocksFor(const ChannelTask& task, std::int64_t tiles, std::int64_t steps) {
+  constexpr std::int64_t kLeastSteps = 4;
+  return std::clamp<std::int64_t>(CeilDiv(tiles * steps, kLeastSteps), 1,
+                                  task.device.multiprocessors);
+}
+
+constexpr Distribution Distribute(const ChannelTask& task, std::int64_t tiles, std::int64_t steps) {
+  const std::int64_t blocks = BlocksFor(task, tiles, steps);
+  const std::int64_t block_tiles = CeilDiv(tiles, blocks);
+  const std::int64_t concurrent_tiles = CeilDiv(tiles, block_tiles);
+  std::int64_t tile_blocks = std::min(blocks / concurrent_tiles, steps);
+  if (task.statistics) tile_blocks = std::min(tile_blocks, task.partial_rows);
+  if (block_tiles > 1) tile_blocks = 1;
+  const bool few_idle = 100 * tiles * tile_blocks >= 85 * block_tiles * blocks;
+  return few_idle ? Distribution{tile_blocks, concurrent_tiles, block_tiles}
+                  : Distribution{1, 0, 2};
+}
+
+// Bytes of a tile's partial results. A block combines them itself if they are few bytes from few
+// blocks. Larger ones are combined by all blocks, and all blocks wait for that.
+constexpr std::int64_t PartialBytes(const ChannelTask& task, const Distribution& distribution,
+                                    std::int64_t channels) {
+  return distribution.tile_blocks * channels * task.needs().partial_numbers * task.accum_bytes;
+}
+constexpr bool CombinesLocally(const ChannelTask& task, const Distribution& distribution,
+                               std::int64_t channels) {
+  constexpr std::int64_t kMaxBytes = 96 << 10, kMaxBlocks = 48;
+  return task.statistics && !task.separate && distribution.concurrent_tiles > 0 &&
+         distribution.tile_blocks <= kMaxBlocks &&
+         PartialBytes(task, distribution, channels) <= kMaxBytes;
+}
+
+// How good tiles with these row_threads are: the product of two factors, minus penalties. The first
+// factor is the part of the threads that have a vector; only half of it counts, because memory is
+// the limit. The second factor is a block's ideal number of steps over its real one plus the
+// overhead of its tiles. There are penalties for rows that are short to read or long to add up.
+// There is one for tiles that end within a line of 128 bytes, the unit in which memory is read.
+constexpr std::int64_t Score(const ChannelTask& task, std::int64_t rows, std::int64_t row_threads,
+                             std::int64_t tiles, std::int64_t vectors) {
+  const std::int64_t step_rows = kChannelThreads / row_threads;
+  const std::int64_t steps = CeilDiv(rows, step_rows);
+  const std::int64_t taken =
+      1024 * step_rows * vectors * rows / (kChannelThreads * tiles) / (steps * step_rows);
+  const std::int64_t all_tiles = task.groups * tiles;
+  const std::int64_t blocks = BlocksFor(task, all_tiles, steps);
+  const Distribution distribution = Distribute(task, all_tiles, steps);
+  const std::int64_t ideal = CeilDiv(all_tiles * steps, blocks);
+  // Blocks that do not work on one stretch of memory are slower.
+  const std::int64_t slowest =
+      distribution.concurrent_tiles > 0
+          ? distribution.block_tiles * CeilDiv(steps, distribution.tile_blocks)
+          : ideal * 9 / 8;
+  // The overhead, in steps: sums and parameters of each tile, and changes from tile to tile.
+  const std::int64_t channels = CeilDiv(task.channels, tiles);
+  const std::int64_t per_tile = CombinesLocally(task, distribution, channels)
+                                    ? 8 + PartialBytes(task, distribution, channels) / 8192
+                                    : 20;
+  const std::int64_t overhead =
+      distribution.block_tiles * per_tile + (distribution.block_tiles - 1) * 12;
+  std::int64_t penalty = row_threads < 8     ? 200
+                         : row_threads < 16  ? 40
+                         : row_threads < 32  ? 24
+                         : row_threads < 128 ? 8
+                         : row_threads > 256 ? 130
+                         : row_threads > 128 ? 80
+                                             : 0;
+  if (tiles > 1 && row_threads % kLinePacks != 0) penalty += row_threads < 128 ? 100 : 40;
+  return (1024 + taken) / 2 * ideal / (slowest + overhead) - penalty;
+}
+
+// Whether a multiprocessor has room for a tile's numbers and for the stages of one chunk, with
+// `places` vectors of each array. One more array is always counted, so that tiles do not depend on
+// whether there is one.
+constexpr bool Fits(const ChannelTask& task, std::int64_t channels, std::int64_t width,
+                    std::int64_t places = kChannelThreads) {
+  constexpr std::int64_t kMostUnused = 96;  // unused places for numbers (SharedIndex)
+  const ChannelNeeds& needs = task.needs();
+  const std::int64_t numbers =
+      (needs.parameters + needs.origins) * (channels + kMostUnused) * task.accum_bytes;
+  const std::int64_t stages = width == 1 ? 0 : needs.chunk_steps * places * 16;
+  return numbers + (needs.arrays + 1) * stages <= MaxChannelBytes(task.device.shared_bytes);
+}
+
+// Sets what columns need. Returns false if vectors of this width cannot be cut into columns.
+constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
+  const std::int64_t row = task.channels * task.inner, width = plan.width;
+  const std::int64_t least_fold = width / std::gcd(row, width);
+  if (width > 1 && task.groups > 1 && plan.group_elements % width != 0) return false;
+  plan.plane = plan.unaligned = false, plan.fold = 1, plan.tile_channels = task.channels;
+  plan.row_threads = 0;
+  std::int64_t best = std::numeric_limits<std::int64_t>::min();
+  const std::int64_t vectors = least_fold * row / width;  // of the fewest rows that are whole
+  const bool whole =
+      (vectors <= kUsualRowThreads / 2 || (least_fold > 1 && vectors <= kUsualRowThreads)) &&
+      Fits(task, task.channels, width);
+  if (whole) {  // one tile: `fold` is just large enough for reads of some length
+    const std::int64_t times = std::max<std::int64_t>(1, kUsualRowThreads / 4 / vectors);
+    plan.fold = least_fold * std::min(times, CeilDiv(task.rows, least_fold));
+    const std::int64_t row_threads = plan.fold * row / width;
+    plan.row_threads = static_cast<int>(row_threads);
+    best = Score(task, CeilDiv(task.rows, plan.fold), row_threads, 1, row_threads);
+  }
+  if (least_fold == 1 && (!whole || task.inner == 1)) {
+    const std::int64_t least_channels = width / std::gcd(task.inner, width);
+    const std::int64_t least_threads = least_channels * task.inner / width;
+    const std::int64_t all = CeilDiv(vectors, least_threads);
+    for (std::int64_t times = 1; times * least_threads <= kChannelThreads; ++times) {
+      const std::int64_t tiles = CeilDiv(all, times), row_threads = times * least_threads;
+      if (times > 1 && CeilDiv(all, tiles) != times) continue;
+      if (!Fits(task, times * least_channels, width)) break;
+      const std::int64_t score = Score(task, task.rows, row_threads, tiles, vectors);
+      if (score <= best) continue;
+      best = score, plan.row_threads = static_cast<int>(row_threads);
+      plan.tile_channels = times * least_channels, plan.fold = 1;
+    }
+  }
+  if (plan.row_threads == 0) return false;
+  plan.step_rows = kChannelThreads / plan.row_threads;
+  plan.tiles = CeilDiv(task.channels, plan.tile_channels);
+  plan.rows = CeilDiv(task.rows, plan.fold);
+  plan.row_elements = plan.fold * row;
+  plan.row_vectors = 0;
+  plan.steps = CeilDiv(plan.rows, plan.step_rows);
+  plan.whole_steps = task.rows / plan.fold / plan.step_rows;
+  plan.ragged = width > 1 && task.rows % plan.fold != 0;
+  return true;
+}
+
+constexpr void CutPlanes(const ChannelTask& task, ChannelPlan& plan) {
+  const std::int64_t width = plan.width;
+  plan.plane = true, plan.unaligned = task.inner % width != 0, plan.fold = 1;
+  plan.tile_channels = 1, plan.row_threads = kChannelThreads, plan.step_rows = 1;
+  plan.tiles = task.channels;
+  plan.rows = task.rows;
+  plan.row_elements = task.channels * task.inner;
+  // Enough for every place within a vector where a row may start.
+  plan.row_vectors = CeilDiv(task.inner + (plan.unaligned ? width - 1 : 0), width);
+  plan.steps = CeilDiv(plan.rows * plan.row_vectors, kChannelThreads);
+  plan.whole_steps = plan.unaligned ? 0 : plan.rows * plan.row_vectors / kChannelThreads;
+}
+
+// Sets the way to cut tiles, and all that follows from that choice.
+constexpr void CutTiles(const ChannelTask& task, ChannelPlan& plan) {
+  const auto block_tiles = [&](const ChannelPlan& cut) {
+    return Distribute(task, task.groups * cut.tiles, cut.steps).block_tiles;
+  };
+  plan.channels = task.channels, plan.inner = task.inner;
+  plan.group_rows = task.rows;
+  plan.group_elements = task.rows * task.channels * task.inner;
+  plan.width = task.aligned ? 16 / task.element_bytes : 1;
+  const std::int64_t width = plan.width;
+  // Rows whose ends are masked lose about two of their vectors.
+  if (width > 1 && task.inner % width == 0 && task.inner >= 32 * width) {
+    CutPlanes(task, plan);
+    ChannelPlan columns = plan;
+    if (block_tiles(plan) > 1 && CutColumns(task, columns) &&
+        2 * block_tiles(columns) <= block_tiles(plan)) {
+      plan = columns;
+    }
+  } else if (!CutColumns(task, plan)) {
+    if (task.inner >= (width > 1 ? 4 * width : kUsualRowThreads)) {
+      CutPlanes(task, plan);
+    } else {
+      plan.width = 1;
+      CutColumns(task, plan);
+    }
+  }
+  plan.all_tiles = task.groups * plan.tiles;
+}
+
+// Sets which steps a block has.
+constexpr void DivideSteps(const ChannelTask& task, const Distribution& distribution,
+                           ChannelPlan& plan) {
+  plan.tile_blocks = distribution.tile_blocks;
+  plan.concurrent_tiles = distribution.concurrent_tiles;
+  plan.step_split = EvenSplit(plan.steps, plan.tile_blocks);
+  plan.whole_step_split = EvenSplit(plan.whole_steps, plan.tile_blocks);
+  plan.tile_split = EvenSplit(plan.all_tiles, std::max<std::int64_t>(plan.concurrent_tiles, 1));
+  const auto divide = [&](std::int64_t grain_steps) {
+    plan.grain_steps = grain_steps;
+    plan.grains = CeilDiv(plan.steps, grain_steps);
+    plan.blocks = static_cast<int>(
+        std::min(BlocksFor(task, plan.all_tiles, plan.steps), plan.all_tiles * plan.grains));
+  };
+  divide(1);
+  if (plan.interleaved()) {
+    plan.blocks = static_cast<int>(plan.tile_blocks * plan.concurrent_tiles);
+  } else {
+    // The most blocks that may have a part of one tile. Each needs a partial row.
+    const std::int64_t least = plan.all_tiles * plan.grains / plan.blocks;  // grains of a block
+    const std::int64_t most_parts =
+        std::min<std::int64_t>({plan.blocks, plan.grains, (plan.grains - 1) / least + 2});
+    if (task.statistics && most_parts > task.partial_rows) {
+      divide(CeilDiv(plan.steps, task.partial_rows));
+    }
+  }
+  const auto distance = [&](std::int64_t rows, std::int64_t vectors) {
+    return VectorDistance{vectors, rows * plan.row_elements + vectors * plan.width};
+  };
+  if (plan.plane) {
+    const std::int64_t vectors = plan.tile_blocks * kChannelThreads;
+    const std::int64_t rows = vectors / plan.row_vectors, rest = vectors % plan.row_vectors;
+    plan.to_next = distance(rows, rest);
+    plan.to_previous = distance(-rows - 1, plan.row_vectors - rest);
+  } else {
+    plan.to_next = distance(plan.tile_blocks * plan.step_rows, 0);
+    plan.to_previous = distance(-plan.tile_blocks * plan.step_rows, 0);
+  }
+}
+
+// Sets how many chunks of the second pass are dynamic. None are if there are few, or if there is no
+// room for counters after a tile's partial results.
+constexpr void ChooseDynamicChunks(const ChannelTask& task, const Distribution& distribution,
+                                   ChannelPlan& plan) {
+  constexpr std::int64_t kLeastChunks = 16;  // per block
+  if (plan.plane || plan.width == 1 || !plan.interleaved()) return;
+  if (distribution.block_tiles > 1 || plan.tile_blocks == 1) return;
+  if (plan.tile_blocks + kChunkCounters > task.partial_rows) return;
+  const std::int64_t kept = plan.kept_chunks * plan.chunk_steps * plan.tile_blocks;
+  const std::int64_t chunks =
+      CeilDiv(std::max<std::int64_t>(plan.steps - kept, 0), plan.chunk_steps);
+  if (chunks < kLeastChunks * plan.tile_blocks) return;
+  if (chunks > std::numeric_limits<int>::max() / 16) return;
+  plan.dynamic_chunks = static_cast<int>(chunks);
+  plan.static_chunks =
+      static_cast<int>(std::max<std::int64_t>(2, chunks / plan.tile_blocks * 3 / 4));
+}
+
+// Steps of a chunk. There are more if at least a fifth of the threads have no vector, and the
+// multiprocessor has much shared memory.
+constexpr int ChunkSteps(const ChannelTask& task, const ChannelPlan& plan) {
+  constexpr std::int64_t kMuchMemory = 160 << 10;
+  if (plan.width == 1) return kElementSteps;
+  const bool few = !plan.plane && 5 * plan.row_threads * plan.step_rows <= 4 * kChannelThreads;
+  return few && task.device.shared_bytes >= kMuchMemory ? task.needs().long_chunk_steps
+                                                        : task.needs().chunk_steps;
+}
+
+// Sets which steps the second pass finds in the L2 cache. Without hints it finds only half of them.
+// Very large arrays get no hints: little of them fits, and hints make them slower.
+constexpr void ChooseCachedSteps(const ChannelTask& task, ChannelPlan& plan) {
+  constexpr std::int64_t kMostTimes = 5;  // size of the L2 cache
+  const std::int64_t bytes = task.elements() * task.element_bytes * task.needs().arrays;
+  const std::int64_t cached = task.device.l2_bytes * 6 / 10;
+  if (!task.statistics || plan.width == 1 || bytes <= cached) return;
+  if (bytes > kMostTimes * task.device.l2_bytes) return;
+  const std::int64_t vectors = plan.plane ? kChannelThreads : plan.step_rows * plan.row_threads;
+  const std::int64_t step_bytes = vectors * 16 * task.needs().arrays;
+  plan.cached_steps =
+      static_cast<int>(std::max<std::int64_t>(1, cached / step_bytes / plan.blocks));
+}
+
+constexpr int WholeLines(std::int64_t bytes) {
+  return static_cast<int>(CeilDiv(bytes, kLineBytes) * kLineBytes);
+}
+
+// Sets where a stage has a thread's vectors, and where channels' numbers are.
+constexpr void PlaceVectors(const ChannelTask& task, ChannelPlan& plan) {
+  const auto tile_channels = static_cast<int>(plan.tile_channels);
+  plan.channel_bits = 0, plan.channel_pitch = tile_channels;
+  if (!plan.plane && plan.inner == 1 && plan.width > 1) {
+    while (1 << plan.channel_bits < plan.width) ++plan.channel_bits;
+    // Four more than a multiple of eight: stores for 16-bit types then go to different banks too.
+    plan.channel_pitch = static_cast<int>(CeilDiv(CeilDiv(tile_channels, plan.width), 8)) * 8 + 4;
+  }
+  // Rows start as far into a line as in global memory, if that takes little room.
+  const int whole_lines = static_cast<int>(CeilDiv(plan.row_threads, kLinePacks)) * kLinePacks;
+  const int skewed_places = plan.step_rows * whole_lines + kLinePacks;
+  const bool skewed = !plan.plane && plan.tiles > 1 && plan.row_threads != whole_lines &&
+                      4 * skewed_places <= 5 * kChannelThreads &&
+                      Fits(task, tile_channels, plan.width, skewed_places);
+  plan.row_pitch = skewed ? whole_lines : plan.row_threads;
+  const int places = skewed ? skewed_places : plan.step_rows * plan.row_threads;
+  plan.array_stage_bytes = WholeLines(places * plan.width * task.element_bytes);
+}
+
+// Sets the layout of a block's shared memory. The first region has either sums of threads and
+// origins, or parameters and the stages of transient arrays: no thread needs these stages while
+// sums are there. Then follow the stages of the other arrays: those of the kept chunks, and those
+// of one more chunk. Fits made sure that there is room for that one.
+constexpr void DivideMemory(const ChannelTask& task, const Distribution& distribution,
+                            ChannelPlan& plan) {
+  PlaceVectors(task, plan);
+  plan.warp_rows =
+      plan.plane || kWarpThreads % plan.row_threads != 0 ? 1 : kWarpThreads / plan.row_threads;
+  plan.sums_pitch = plan.step_rows / plan.warp_rows * plan.row_threads + kSumsPadding / plan.width;
+  const int sums =
+      plan.plane ? kChannelThreads * 2 : plan.sums_pitch * plan.width * 2 * task.accum_bytes;
+  const int channel_bytes = plan.shared_channels() * task.accum_bytes;
+  plan.chunk_steps = ChunkSteps(task, plan);
+  plan.part_chunks = static_cast<int>(CeilDiv(plan.steps, plan.chunk_steps));
+  const int chunk_bytes = plan.chunk_steps * plan.array_stage_bytes;  // of one array
+  const int arrays = task.needs().arrays;
+  plan.transient_offset = WholeLines(channel_bytes * task.needs().parameters);
+  plan.origins_offset = std::max(task.statistics ? sums : 0, plan.transient_offset);
+  const int origins_end =
+      plan.origins_offset + (task.statistics ? channel_bytes * task.needs().origins : 0);
+  const int transient_end =
+      plan.transient_offset + (plan.width > 1 ? task.transient_arrays * chunk_bytes : 0);
+  plan.scratch_bytes = WholeLines(std::max(origins_end, transient_end));
+  plan.shared_bytes = plan.scratch_bytes + (plan.width > 1 ? arrays * chunk_bytes : 0);
+  if (!task.statistics || !task.apply) return;
+  const std::int64_t budget = MaxChannelBytes(task.device.shared_bytes) - plan.shared_bytes;
+  const std::int64_t chunks =
+      plan.interleaved() ? distribution.block_tiles *
+                               CeilDiv(CeilDiv(plan.steps, plan.tile_blocks), plan.chunk_steps)
+                         : CeilDiv(plan.steps * plan.all_tiles, plan.blocks) / plan.chunk_steps + 2;
+  plan.kept_chunks =
+      static_cast<int>(std::clamp<std::int64_t>(budget / (arrays * chunk_bytes), 0, chunks));
+  plan.shared_bytes += plan.kept_chunks * arrays * chunk_bytes;
+  ChooseDynamicChunks(task, distribution, plan);
+}
+
+// The plan of the kernel that makes the first pass, or both.
+constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
+  ChannelPlan plan{};
+  CutTiles(task, plan);
+  const Distribution distribution = Distribute(task, plan.all_tiles, plan.steps);
+  DivideSteps(task, distribution, plan);
+  plan.first_pass = task.statistics;
+  plan.inverse_elements = 1.0 / (static_cast<double>(task.rows) * static_cast<double>(task.inner));
+  plan.combines_locally = CombinesLocally(task, distribution, plan.tile_channels);
+  ChooseCachedSteps(task, plan);
+  DivideMemory(task, distribution, plan);
+  return plan;
+}
+
+// Whether the second pass is a separate kernel. It is if arrays are large, and channels have few
+// elements in a row: blocks that take memory in order are then faster than blocks that stay with
+// their channels.
+constexpr bool AppliesSeparately(const ChannelTask& task, const ChannelPlan& plan) {
+  constexpr std::int64_t kMaxGroups = 65535;
+  const std::int64_t width = 16 / task.element_bytes, group = task.elements() / task.groups;
+  if (task.backward || !task.statistics || !task.aligned) return false;
+  if (task.inner < width || group % width != 0) return false;
+  if (task.groups > kMaxGroups || group / width >= std::int64_t{1} << 31) return false;
+  // What the chip's memories may still hold of x.
+  const std::int64_t on_chip =
+      task.device.l2_bytes + task.device.multiprocessors * task.device.shared_bytes;
+  return task.device.prefers_separate ||
+         (!plan.plane && task.elements() * task.element_bytes > 4 * on_chip);
+}
+
+}  // namespace channel_choice
+
+// The plan for a task with elements.
+constexpr BatchNormPlan ChooseBatchNormPlan(const ChannelTask& task) {
+  using namespace channel_choice;
+  const ChannelPlan plan = ChooseChannelPlan(task);
+  if (!AppliesSeparately(task, plan)) return {task.backward, plan, 0};
+  // Also if y is not wanted, so that the statistics have the same bits with and without y.
+  ChannelTask statistics = task;
+  statistics.apply = false, statistics.separate = true;
+  const std::int64_t vectors = task.elements() / task.groups / (16 / task.element_bytes);
+  return {task.backward, ChooseChannelPlan(statistics), task.apply ? vectors : 0};
+}
+
+// The plan in numbers, for tests and people.
+inline Description Describe(const BatchNormPlan& of) {
+  const ChannelPlan& plan = of.channels;
+  return {of.backward ? "BatchNormBwdKernel" : "BatchNormFwdKernel",
+          {{"plane", plan.plane},
+           {"width", plan.width},
+           {"row_threads", plan.row_threads},
+           {"step_rows", plan.step_rows},
+           {"fold", plan.fold},
+           {"tile_channels", plan.tile_channels},
+           {"tiles", plan.tiles},
+           {"steps", plan.steps},
+           {"tile_blocks", plan.tile_blocks},
+           {"concurrent_tiles", plan.concurrent_tiles},
+           {"blocks", plan.blocks},
+           {"combines_locally", plan.combines_locally},
+           {"row_pitch", plan.row_pitch},
+           {"array_stage_bytes", plan.array_stage_bytes},
+           {"cached_steps", plan.cached_steps},
+           {"chunk_steps", plan.chunk_steps},
+           {"kept_chunks", plan.kept_chunks},
+           {"dynamic_chunks", plan.dynamic_chunks},
+           {"static_chunks", plan.static_chunks},
+           {"shared_bytes", plan.shared_bytes},
+           {"apply_vectors", of.apply_vectors}}};
+}
 
 }  // namespace gradops

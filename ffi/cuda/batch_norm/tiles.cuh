@@ -1,93 +1,72 @@
-// Shared by batch norm's forward and backward kernels: parts of tiles, packs, parameters, launches.
+// A block's parts, edge vectors, the numbers of channels, and the launch, for batch norm's kernels.
+// README.md has the words.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "common/shape.h"
 #include "cuda/batch_norm/plan.h"
-#include "cuda/batch_norm/policy.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vector.cuh"
 
 namespace gradops {
 namespace {
 
-// --- Packs ---------------------------------------------------------------------------------------
-
-// Stores a pack that is not read again. It should not push other data out of the L2 cache.
+// Stores a vector that is not read again. It should not push other data out of the L2 cache.
 template <int W, typename T>
-__device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pack<T, W>& pack) {
+__device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pack<T, W>& vector) {
   if constexpr (W == 1) {
-    __stcs(array + start, pack.v[0]);
+    __stcs(array + start, vector.v[0]);
   } else {
-    __stcs(reinterpret_cast<uint4*>(array + start), reinterpret_cast<const uint4&>(pack));
+    __stcs(reinterpret_cast<uint4*>(array + start), reinterpret_cast<const uint4&>(vector));
   }
 }
 
-// Load or store the elements of a span one by one.
-template <typename A, int W, typename T>
-__device__ __forceinline__ void LoadSpan(const T* array, const ChannelSpan& span, A (&values)[W]) {
+// Load or store the tile's elements of an edge vector.
+template <typename A, int W>
+__device__ __forceinline__ void LoadEdge(const auto* array, const EdgeVector& edge,
+                                         A (&values)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    values[j] = span.has(j) ? static_cast<A>(array[span.start + j]) : A{0};
+    values[j] = edge.has(j) ? static_cast<A>(array[edge.start + j]) : A{0};
   }
 }
 template <typename A, int W, typename T>
-__device__ __forceinline__ void StoreSpan(T* array, const ChannelSpan& span, const A (&values)[W]) {
+__device__ __forceinline__ void StoreEdge(T* array, const EdgeVector& edge, const A (&values)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    if (span.has(j)) array[span.start + j] = static_cast<T>(values[j]);
+    if (edge.has(j)) array[edge.start + j] = static_cast<T>(values[j]);
   }
 }
 
-// --- Parts ---------------------------------------------------------------------------------------
-
-// Calls fn(part, last) for the parts of this block's steps, from the first to the last, or
-// backwards. `last`: this is the block's last part.
-template <bool kBackwards, typename Fn>
-__device__ __forceinline__ void ForParts(const ChannelPlan& plan, const Fn& fn) {
-  const ChannelShare share = plan.ShareOf(static_cast<int>(blockIdx.x));
+// Calls fn(part, last) for the parts of this block, from the first to the last, or backwards.
+// `last`: this is the block's last part.
+template <bool kBackwards>
+__device__ __forceinline__ void ForParts(const ChannelPlan& plan, const auto& fn) {
+  const BlockSteps block = plan.StepsOfBlock(static_cast<int>(blockIdx.x));
 #pragma unroll 1
-  for (int i = 0; i < share.parts; ++i) {
+  for (int i = 0; i < block.parts; ++i) {
     __syncthreads();  // the shared memory of the part before has been read
-    const int number = kBackwards ? share.parts - 1 - i : i;
-    fn(plan.PartOf(share, number), number == share.parts - 1);
+    const int number = kBackwards ? block.parts - 1 - i : i;
+    fn(plan.PartOf(block, number), number == block.parts - 1);
   }
 }
 
-// Calls fn(span) for this thread's incomplete packs, whose other elements are not the tile's.
-template <int W, typename Fn>
-__device__ __forceinline__ void ForEdges(const ChannelPlan& plan, const ChannelPart& part,
-                                         const Fn& fn) {
-  if constexpr (W == 1) return;
-  const std::int64_t turns = plan.EdgeTurns(part);
-#pragma unroll 1
-  for (std::int64_t turn = 0; turn < turns; ++turn) {
-    const ChannelSpan span = plan.EdgeSpan(part, turn, static_cast<int>(threadIdx.x));
-    if (span.first < span.last) fn(span);
-  }
-}
-
-// Sets channels[j] to the number, in the tile, of the channel of a thread's j-th element.
+// Calls fn(edge) for this thread's edge vectors.
 template <int W>
-__device__ __forceinline__ void OwnChannels(const ChannelPlan& plan, const ChannelPart& part,
-                                            int (&channels)[W]) {
-  const int column = static_cast<int>(threadIdx.x) % plan.lanes * W;
-  const int of_tile = part.channels, inner = static_cast<int>(plan.inner);
-  int channel = plan.plane ? 0 : column / inner % of_tile, i = plan.plane ? 0 : column % inner;
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    channels[j] = channel;
-    if (!plan.plane && ++i == inner) {
-      i = 0;
-      if (++channel == of_tile) channel = 0;
-    }
+__device__ __forceinline__ void ForEdges(const ChannelPlan& plan, const ChannelPart& part,
+                                         const auto& fn) {
+  if constexpr (W == 1) return;
+  const std::int64_t iterations = plan.EdgeIterations(part);
+#pragma unroll 1
+  for (std::int64_t i = 0; i < iterations; ++i) {
+    const EdgeVector edge = plan.EdgeVectorOf(part, i, static_cast<int>(threadIdx.x));
+    if (edge.first < edge.last) fn(edge);
   }
 }
 
-// --- Parameters ----------------------------------------------------------------------------------
+// --- The numbers of channels ---------------------------------------------------------------------
 
 // An element of a parameter of any float dtype, widened, or `absent` if the parameter is null.
 template <typename A>
@@ -105,23 +84,40 @@ __device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std
   }
 }
 
-// Puts a channel's numbers into shared memory, [kValues][SlotOfChannel].
+// Puts a channel's numbers into shared memory, [kValues][SharedIndex].
 template <int kValues, typename A>
-__device__ __forceinline__ void PutParameters(const ChannelPlan& plan, int channel,
-                                              const A (&numbers)[kValues], A* shared) {
+__device__ __forceinline__ void PutNumbers(const ChannelPlan& plan, int channel,
+                                           const A (&numbers)[kValues], A* shared) {
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
-    shared[v * plan.channel_slots() + plan.SlotOfChannel(channel)] = numbers[v];
+    shared[v * plan.shared_channels() + plan.SharedIndex(channel)] = numbers[v];
+  }
+}
+
+// Sets channels[j] to the number, in the tile, of the channel of a thread's j-th element.
+template <int W>
+__device__ __forceinline__ void OwnChannels(const ChannelPlan& plan, const ChannelPart& part,
+                                            int (&channels)[W]) {
+  const int column = static_cast<int>(threadIdx.x) % plan.row_threads * W;
+  const int of_tile = part.channels, inner = static_cast<int>(plan.inner);
+  int channel = plan.plane ? 0 : column / inner % of_tile, i = plan.plane ? 0 : column % inner;
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    channels[j] = channel;
+    if (!plan.plane && ++i == inner) {
+      i = 0;
+      if (++channel == of_tile) channel = 0;
+    }
   }
 }
 
 // Fills values[v][j] with number v of the channel of the thread's column j. table(group, channel,
-// numbers) gives a channel's numbers, which go to `shared` and stay there. No thread may still read
-// `shared`. `there`: `shared` has the numbers already.
-template <int kValues, typename A, int W, typename Table>
-__device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const ChannelPart& part,
-                                               A* shared, bool there, const Table& table,
-                                               A (&values)[kValues][W]) {
+// numbers) gives a channel's numbers. They go to `shared` and stay there. No thread may still read
+// `shared`. If `there`, `shared` has the numbers already.
+template <int kValues, typename A, int W>
+__device__ __forceinline__ void LoadNumbers(const ChannelPlan& plan, const ChannelPart& part,
+                                            A* shared, bool there, const auto& table,
+                                            A (&values)[kValues][W]) {
   const int of_tile = part.channels;
   constexpr int kAtOnce = 2;
   for (int start = there ? of_tile : static_cast<int>(threadIdx.x); start < of_tile;
@@ -135,7 +131,7 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const Ch
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int i = start + k * kChannelThreads;
-      if (i < of_tile) PutParameters(plan, i, numbers[k], shared);
+      if (i < of_tile) PutNumbers(plan, i, numbers[k], shared);
     }
   }
   int channels[W];
@@ -145,44 +141,54 @@ __device__ __forceinline__ void LoadParameters(const ChannelPlan& plan, const Ch
   for (int v = 0; v < kValues; ++v) {
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      values[v][j] = shared[v * plan.channel_slots() + plan.SlotOfChannel(channels[j])];
+      values[v][j] = shared[v * plan.shared_channels() + plan.SharedIndex(channels[j])];
     }
   }
 }
 
 // --- Launches ------------------------------------------------------------------------------------
 
-// Set by tests: limits below what a multiprocessor or a GPU has.
-inline int most_shared_bytes = std::numeric_limits<int>::max();
-inline int most_multiprocessors = std::numeric_limits<int>::max();
-inline int most_l2_bytes = std::numeric_limits<int>::max();
-inline bool never_clustered = false;
+ChannelDevice CurrentChannelDevice() {
+  const Device device = CurrentDevice();
+  return {device.multiprocessors, device.shared_bytes, device.l2_bytes, device.architecture >= 90};
+}
 
 template <typename T>
-ChannelTask ChannelTaskOf(const ChannelNeeds& needs, const ChannelShape& shape) {
-  const Device device = CurrentDevice();
+ChannelTask TaskOf(bool backward, const ChannelShape& shape, const ChannelDevice& device) {
   ChannelTask task{};
-  task.needs = needs;
+  task.device = device, task.backward = backward;
   task.groups = shape.outer.groups, task.rows = shape.outer.rows;
   task.channels = shape.channels(), task.inner = shape.inner;
   task.element_bytes = sizeof(T), task.accum_bytes = sizeof(Accum<T>);
-  task.l2_bytes = std::min(device.l2_bytes, most_l2_bytes);
-  task.multiprocessors = std::min(device.multiprocessors, most_multiprocessors);
-  task.shared_bytes = std::min(device.shared_bytes, most_shared_bytes);
   return task;
 }
 
-// Calls fn.operator()<width of packs, whether tiles are planes, steps of a ring>().
-template <int kWidest, ChannelNeeds kNeeds, typename Fn>
-ffi::Error DispatchPlan(const ChannelPlan& plan, const Fn& fn) {
+// Calls fn.operator()<width of vectors, whether tiles are planes, steps of a chunk>().
+template <int kWidest, ChannelNeeds kNeeds>
+ffi::Error DispatchPlan(const ChannelPlan& plan, const auto& fn) {
   if (plan.width == 1) {
     return plan.plane ? fn.template operator()<1, true, kElementSteps>()
                       : fn.template operator()<1, false, kElementSteps>();
   }
-  if (plan.plane) return fn.template operator()<kWidest, true, kNeeds.ring_steps>();
-  return plan.ring_steps == kNeeds.ring_steps
-             ? fn.template operator()<kWidest, false, kNeeds.ring_steps>()
-             : fn.template operator()<kWidest, false, kNeeds.long_ring_steps>();
+  if (plan.plane) return fn.template operator()<kWidest, true, kNeeds.chunk_steps>();
+  return plan.chunk_steps == kNeeds.chunk_steps
+             ? fn.template operator()<kWidest, false, kNeeds.chunk_steps>()
+             : fn.template operator()<kWidest, false, kNeeds.long_chunk_steps>();
+}
+
+// Whether the GPU has room for a cluster of each tile's blocks. `config` is a launch of clusters.
+bool FitClusters(const void* kernel, const ChannelPlan& plan, const cudaLaunchConfig_t& config) {
+  int clusters = 0;
+  const auto count = [&](int& answer) {  // a GPU that cannot say has room for none
+    if (cudaOccupancyMaxActiveClusters(&answer, kernel, &config) != cudaSuccess) {
+      cudaGetLastError();
+      answer = 0;
+    }
+    return cudaSuccess;
+  };
+  (void)Remembered(kernel, kChannelThreads, plan.shared_bytes, static_cast<int>(plan.tile_blocks),
+                   clusters, count);
+  return clusters >= plan.all_tiles;
 }
 
 // Launches kernel(args, plan). Blocks that need each other's partial results run at the same time.
@@ -190,46 +196,35 @@ ffi::Error DispatchPlan(const ChannelPlan& plan, const Fn& fn) {
 // cooperative: all blocks run at the same time.
 template <typename Args>
 ffi::Error LaunchChannels(const char* op, void (*kernel)(Args, ChannelPlan), cudaStream_t stream,
-                          ChannelPlan plan, const Args& args) {
+                          const ChannelPlan& chosen, const ChannelDevice& device,
+                          const Args& args) {
+  const void* const function = reinterpret_cast<const void*>(kernel);
   // Allow enough shared memory for any plan. This takes time, and so it is done once.
   int bytes = 0;
   const auto ask = [&](int& answer) {
     answer = static_cast<int>(MaxChannelBytes(CurrentDevice().shared_bytes));
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, answer);
   };
-  if (const cudaError_t status =
-          Remembered(reinterpret_cast<const void*>(kernel), kChannelThreads, 0, 1, bytes, ask);
+  if (const cudaError_t status = Remembered(function, kChannelThreads, 0, 1, bytes, ask);
       status != cudaSuccess) {
     return ToError(op, status);
   }
   cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(chosen.tile_blocks), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
+  config.gridDim = dim3(static_cast<unsigned>(chosen.blocks));
   config.blockDim = dim3(kChannelThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(plan.shared_bytes);
+  config.dynamicSmemBytes = static_cast<std::size_t>(chosen.shared_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  if (plan.has_cluster_size() && CurrentDevice().architecture >= 90 && !never_clustered) {
-    const auto blocks = static_cast<int>(plan.stride);
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    config.numAttrs = 1;
-    int clusters = 0;
-    const auto count = [&](int& answer) {  // a GPU that cannot say has room for none
-      if (cudaOccupancyMaxActiveClusters(&answer, kernel, &config) != cudaSuccess) {
-        cudaGetLastError();
-        answer = 0;
-      }
-      return cudaSuccess;
-    };
-    (void)Remembered(reinterpret_cast<const void*>(kernel), kChannelThreads, plan.shared_bytes,
-                     blocks, clusters, count);
-    plan.clustered = clusters >= plan.all_tiles;
-  }
+  config.attrs = &attribute, config.numAttrs = 1;
+  ChannelPlan plan = chosen;
+  plan.clustered =
+      device.clusters && chosen.fits_cluster() && FitClusters(function, chosen, config);
   if (!plan.clustered) {
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
-    config.numAttrs = plan.meets() ? 1 : 0;
+    config.numAttrs = plan.needs_barrier() ? 1 : 0;
   }
   return ToError(op, cudaLaunchKernelEx(&config, kernel, args, plan));
 }

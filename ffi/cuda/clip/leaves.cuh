@@ -1,9 +1,7 @@
-// How the leaves of a tree reach global norm's kernels.
+// How the leaves of a tree reach global norm's kernels. README.md has the words and a picture.
 //
 // A table of leaves travels in a kernel's parameters (up to 32,764 bytes since CUDA 12.1). Leaves
-// that do not fit take further launches. Leaves are cut into chunks of 16 KB, and each block works
-// on a contiguous run of chunks, its slot. A large leaf is shared by many blocks, and one block
-// works through many small leaves.
+// that do not fit take further launches.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "cuda/clip/plan.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vector.cuh"
 #include "ops/global_norm.h"
@@ -21,14 +20,8 @@
 namespace gradops {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kLoads = 4;  // 16-byte loads that a thread has under way
-constexpr int kChunkBytes = kThreads * kLoads * kVecBytes;
-
-// Leaves of a table. Most models fit into the small table. Its size makes no launch slower: it is
-// within the 4 KB of any kernel's parameters. The large table fills what CUDA allows.
-constexpr int kSmallTable = 250;
-constexpr int kLargeTable = 2040;
+constexpr int kLoads = 4;  // 16-byte loads that a thread of the sum has under way
+constexpr int kChunkBytes = kSumThreads * kLoads * kVecBytes;
 
 enum class ElementType : std::uint32_t { kFloat, kDouble, kHalf, kBFloat16 };
 
@@ -44,7 +37,7 @@ static_assert(sizeof(TableEntry) == 16);
 template <int kCapacity>
 struct LeafTable {
   std::int64_t groups;
-  std::int32_t slots;  // runs of chunks in each group
+  std::int32_t segments;  // in each group
   std::int32_t leaves;
   TableEntry entries[kCapacity];
 };
@@ -52,14 +45,14 @@ constexpr int kOtherParameters = 24;
 static_assert(sizeof(LeafTable<kSmallTable>) + kOtherParameters <= 4096 &&
               sizeof(LeafTable<kLargeTable>) + kOtherParameters <= 32764);
 
-// Calls fn.operator()<T>(x, count) for each piece of the slot's run of chunks. A piece is data of
-// one leaf, x[0, count). The whole block makes the call with equal arguments.
+// Calls fn.operator()<T>(x, count) for each piece of a segment. A piece is data of one leaf,
+// x[0, count). The whole block makes the call with equal arguments.
 template <int kCapacity, typename Fn>
 __device__ __forceinline__ void ForPieces(const LeafTable<kCapacity>& table, std::int64_t group,
-                                          std::int64_t slot, const Fn& fn) {
+                                          std::int64_t segment, const Fn& fn) {
   const std::int64_t chunks = table.entries[table.leaves - 1].chunks_end;
-  std::int64_t chunk = chunks * slot / table.slots;
-  const std::int64_t chunks_end = chunks * (slot + 1) / table.slots;
+  std::int64_t chunk = chunks * segment / table.segments;
+  const std::int64_t chunks_end = chunks * (segment + 1) / table.segments;
   // The first leaf that ends after `chunk`.
   int low = 0;
   for (int high = table.leaves - 1; low < high;) {
@@ -92,20 +85,19 @@ __device__ __forceinline__ void ForPieces(const LeafTable<kCapacity>& table, std
   }
 }
 
-// Divides x[0, count), which may start at any element. The body is whole packs (16 bytes), from the
-// first 16-byte boundary on. Head and tail are shorter than a pack: a thread takes at most one
-// element of each.
+// The vectors of x[0, count), which may start at any element. They start at the first 16-byte
+// boundary. Head and tail are shorter than a vector: a thread takes at most one element of each.
 template <typename T>
-struct Division {
-  std::int64_t head, packs;
+struct VectorSplit {
+  std::int64_t head, vectors;
 
-  __device__ Division(const T* x, std::int64_t count) {
+  __device__ VectorSplit(const T* x, std::int64_t count) {
     const int misalignment = Misalignment(x);
     head = min(static_cast<std::int64_t>(misalignment == 0 ? 0 : kVec<T> - misalignment), count);
-    packs = (count - head) / kVec<T>;
+    vectors = (count - head) / kVec<T>;
   }
   // The calling thread's element of the tail; if the result is not below count, there is none.
-  __device__ std::int64_t tail() const { return head + packs * kVec<T> + threadIdx.x; }
+  __device__ std::int64_t tail() const { return head + vectors * kVec<T> + threadIdx.x; }
 };
 
 // --- On the host ---------------------------------------------------------------------------------
@@ -136,7 +128,7 @@ std::int64_t ChunksOfTable(const std::vector<Leaf>& leaves, std::size_t first,
 }
 
 // Puts all leaves into tables, and calls launch(table, chunks, first) for each table. `first` is
-// the number of the table's first leaf. launch fills in `slots`.
+// the number of the table's first leaf. launch fills in `segments`.
 template <int kCapacity, typename Fn>
 ffi::Error ForTables(const char* op, const std::vector<Leaf>& leaves, std::int64_t groups,
                      const Fn& launch) {
