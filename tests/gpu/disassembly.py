@@ -3,7 +3,7 @@
     python tests/gpu/disassembly.py read ffi ffi/cuda/row_norm/forward.cu --save before.json
     python tests/gpu/disassembly.py compare before.json after.json
 
-`read` compiles each file with the options of CMakeLists.txt. Also a compiled .cubin can be given.
+`read` compiles each file with the options of CMakeLists.txt. A compiled .cubin is also accepted.
 `compare` prints each kernel whose instructions differ, with its registers, its instructions and its
 accesses to spilled registers. Names of kernels do not count: kernels are matched by their code
 first, and the rest by their names. The places of kernel parameters do not count either.
@@ -92,6 +92,7 @@ def kernels(cubin: Path) -> list[dict[str, Any]]:
                 "shared": shared.get(name, 0),
                 "instructions": len(body),
                 "spills": sum(opcode in SPILLS for opcode in opcodes),
+                "opcodes": hashlib.sha256(str(sorted(opcodes)).encode()).hexdigest(),
                 "code": hashlib.sha256(b"".join(map(without_offset, body))).hexdigest(),
             }
         )
@@ -153,10 +154,18 @@ def compare(arguments: argparse.Namespace) -> int:
     for title, found in (("before", old), ("after", new)):
         total = sum(k["instructions"] for k in found)
         print(f"{title}: {len(found)} kernels, {total} instructions, {16 * total} bytes")
-    print(f"{len(new) - len(changed)} kernels have equal code, {len(changed)} do not")
     by_name = {k["name"]: k for k in gone}
-    for kernel in sorted(changed, key=lambda k: k["name"]):
-        was = by_name.pop(kernel["name"], None)
+    pairs = [(by_name.pop(k["name"], None), k) for k in sorted(changed, key=lambda k: k["name"])]
+    alike = ("opcodes", "registers", "shared", "spills")
+    different = [
+        (was, kernel)
+        for was, kernel in pairs
+        if was is None or any(was[a] != kernel[a] for a in alike)
+    ]
+    print(f"equal code: {len(new) - len(changed)} kernels")
+    print(f"equal numbers of each opcode: {len(changed) - len(different)} more")
+    print(f"different: {len(different)}")
+    for was, kernel in different:
         print(kernel["name"])
         for number in ("registers", "instructions", "spills", "shared"):
             before = was[number] if was else "-"
