@@ -26,7 +26,7 @@ struct Variant {
 };
 
 template <typename T>
-void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
+void Run(std::int64_t rows, std::int64_t features, const Variant& v, const RowPlanLimits& limits) {
   using A = Accum<T>;
   Arrays arrays;
   const RowShape shape{v.groups, rows, features};
@@ -46,7 +46,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
   fwd.scale = parameter();
   if (v.centered) fwd.bias = parameter(), fwd.mean = arrays.Empty<A>(all_rows);
   fwd.rstd = arrays.Empty<A>(all_rows);
-  Check(RowNormFwd(CudaContext{nullptr}, fwd));
+  Check(RowNormFwd(CudaContext{nullptr}, fwd, limits));
   Check(cudaDeviceSynchronize());
 
   RowNormBwdArgs bwd{};
@@ -66,7 +66,7 @@ void Run(std::int64_t rows, std::int64_t features, const Variant& v) {
     if (v.centered) bwd.dbias = {arrays.Empty<A>(parameters), kDtype<A>};
     if (v.residual_bias) bwd.dresidual_bias = {arrays.Empty<A>(parameters), kDtype<A>};
   }
-  Check(RowNormBwd(CudaContext{nullptr}, bwd));
+  Check(RowNormBwd(CudaContext{nullptr}, bwd, limits));
   Check(cudaDeviceSynchronize());
 }
 
@@ -81,13 +81,13 @@ int RunAll(const char* dtype, const Filter& filter) {
   // max_threads = 32 alone gives clusters of more than 8 blocks. For nine blocks, synccheck (CUDA
   // 13.0) reports "missing wait". It does so for any program with such clusters
   // (benchmarks/tuning/README.md).
-  const RowOverride plans[] = {{},
-                               {.architecture = 80},
-                               {.max_cluster = 8, .max_threads = 32},
-                               {.stream = true},
-                               {.max_stages = 2},
-                               {.max_threads = 32},
-                               {.packs = 3}};
+  const RowPlanLimits plans[] = {{},
+                                 {.architecture = 80},
+                                 {.max_cluster = 8, .max_threads = 32},
+                                 {.stream = true},
+                                 {.max_stages = 2},
+                                 {.max_threads = 32},
+                                 {.vectors = 3}};
   const Variant variants[] = {{},
                               {.centered = false},
                               {.sum = true, .narrow = true, .residual_bias = true},
@@ -111,9 +111,8 @@ int RunAll(const char* dtype, const Filter& filter) {
     return 0;
   }
   for (std::int64_t plan = 0; plan < std::ssize(plans); ++plan) {
-    ForcedRowPlan() = plans[plan];
     for (const std::int64_t features : widths) {
-      if ((plans[plan].max_threads != 0 || plans[plan].packs != 0) && features > 10000) continue;
+      if ((plans[plan].max_threads != 0 || plans[plan].vectors != 0) && features > 10000) continue;
       // 300 rows: more than one per multiprocessor. 1061 rows: blocks have several, one after
       // another.
       for (const std::int64_t rows : {1, 5, 67, 300, 1061}) {
@@ -127,7 +126,7 @@ int RunAll(const char* dtype, const Filter& filter) {
           Doing() = std::string(dtype) + " -plan " + std::to_string(plan) + " -features " +
                     std::to_string(features) + " -rows " + std::to_string(rows) + " -variant " +
                     std::to_string(variant);
-          Run<T>(rows, features, variants[variant]);
+          Run<T>(rows, features, variants[variant], plans[plan]);
           ++calls;
         }
       }

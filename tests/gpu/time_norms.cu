@@ -12,9 +12,8 @@
 //   ./time_norms [-t bf16|f16|f32|f64] [-h features,...] [-o "LN fwd"] [-x times as many rows]
 //     [-r rows] [-pool bytes: all arrays in one allocation, from there on, at multiples of 256, as
 //     XLA's allocator has them] [-n: no comparison] [-a 1: with a residual, or 2: and its bias; not
-//     compared] and what cuda/row_norm/policy.h lets force: [-arch 80] [-threads 256] [-cluster
-//     8] [-stages 2]
-//     [-stream] [-packs 3]
+//     compared] and limits of the plan (RowPlanLimits in cuda/row_norm/plan.h): [-arch 80]
+//     [-threads 256] [-cluster 8] [-stages 2] [-stream] [-vectors 3]
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -39,6 +38,7 @@ struct Options {
   std::int64_t times = 1, rows = 0;
   int added = 0, pool = 0;
   bool compare = true;
+  RowPlanLimits limits;
 };
 
 constexpr std::int64_t kPoolBytes = std::int64_t{8} << 30;
@@ -192,7 +192,7 @@ void Run(const Options& options) {
         args.y = y[k], args.rstd = rstd;
         if (options.added > 0) args.residual = residual[k], args.sum = sum[k];
         if (options.added > 1) args.residual_bias = {bias, 0, ffi::F32};
-        Check(RowNormFwd(CudaContext{Stream()}, args));
+        Check(RowNormFwd(CudaContext{Stream()}, args, options.limits));
       };
       const auto backward = [&](int k) {
         RowNormBwdArgs args{};
@@ -206,7 +206,7 @@ void Run(const Options& options) {
         args.workspace = workspace;
         args.partial_rows = std::max<std::int64_t>(
             1, std::min({rows, std::int64_t{512}, (std::int64_t{1} << 23) / features}));
-        Check(RowNormBwd(CudaContext{Stream()}, args));
+        Check(RowNormBwd(CudaContext{Stream()}, args, options.limits));
       };
       for (const bool is_forward : {true, false}) {
         const std::string name =
@@ -245,7 +245,7 @@ void Run(const Options& options) {
 
 int Main(int argc, char** argv) {
   Options options;
-  RowOverride& forced = ForcedRowPlan();
+  RowPlanLimits& limits = options.limits;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     const auto value = [&]() -> std::string { return i + 1 < argc ? argv[++i] : ""; };
@@ -271,17 +271,17 @@ int Main(int argc, char** argv) {
     } else if (flag == "-n") {
       options.compare = false;
     } else if (flag == "-arch") {
-      forced.architecture = number();
+      limits.architecture = number();
     } else if (flag == "-threads") {
-      forced.max_threads = number();
+      limits.max_threads = number();
     } else if (flag == "-cluster") {
-      forced.max_cluster = number();
+      limits.max_cluster = number();
     } else if (flag == "-stages") {
-      forced.max_stages = number();
-    } else if (flag == "-packs") {
-      forced.packs = number();
+      limits.max_stages = number();
+    } else if (flag == "-vectors") {
+      limits.vectors = number();
     } else if (flag == "-stream") {
-      forced.stream = true;
+      limits.stream = true;
     } else {
       std::printf("unknown %s\n", flag.c_str());
       return 2;

@@ -1,4 +1,4 @@
-// Sums over a team of threads: part of a warp, a warp, several warps of a block, or a block.
+// Sums over the threads of a warp. row_sum.cuh has sums over more threads.
 #pragma once
 
 #include "common/dtype.h"
@@ -44,59 +44,5 @@ __device__ __forceinline__ void WarpSums(A (&values)[kValues]) {
     for (int i = 0; i < kValues; ++i) values[i] += others[i];
   }
 }
-
-// Sums up to kMaxValues values at a time over teams of kTeam consecutive threads in a block of
-// kThreads; both are powers of two. All threads of a team and of a warp must call it.
-template <typename A, int kThreads, int kTeam, int kMaxValues>
-class TeamSum {
-  static constexpr int kWarps = kTeam / kWarp;  // warps of a team; 0 for a part of a warp
-
- public:
-  struct Storage {
-    A values[2][kMaxValues][kThreads / kWarp];
-  };
-
-  __device__ explicit TeamSum(Storage& shared) : shared_(shared) {}
-
-  // Replaces each value by its sum over the team.
-  template <int kValues>
-  __device__ __forceinline__ void operator()(A (&values)[kValues]) {
-    static_assert(kValues <= kMaxValues);
-    WarpSums<(kTeam < kWarp ? kTeam : kWarp)>(values);
-    if constexpr (kWarps > 1) {
-      const int lane = static_cast<int>(threadIdx.x) % kWarp;
-      const int warp = static_cast<int>(threadIdx.x) / kWarp;
-      if (lane == 0) {
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) shared_.values[buffer_][i][warp] = values[i];
-      }
-      // Every warp's sum is written before it is read. No barrier is needed after the reads,
-      // because the next call writes the other buffer. Only the call after the next writes this
-      // buffer. By then, all threads have passed the next call's barrier, after these reads.
-      Barrier();
-      const int first_warp = warp / kWarps * kWarps;
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        values[i] = shared_.values[buffer_][i][first_warp + lane % kWarps];
-      }
-      WarpSums<kWarps>(values);
-      buffer_ ^= 1;
-    }
-  }
-
- private:
-  // A barrier of the team only. Barrier 0 is __syncthreads.
-  __device__ __forceinline__ static void Barrier() {
-    if constexpr (kTeam == kThreads) {
-      __syncthreads();
-    } else {
-      const int id = 1 + static_cast<int>(threadIdx.x) / kTeam;
-      asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kTeam) : "memory");
-    }
-  }
-
-  Storage& shared_;
-  int buffer_ = 0;
-};
 
 }  // namespace gradops

@@ -1,4 +1,4 @@
-// The backward kernel that backward.cu describes and launches.
+// The kernel of backward.cu for many rows.
 #pragma once
 
 #include <cstdint>
@@ -8,173 +8,365 @@
 #include "common/math.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/reciprocal.cuh"
-#include "cuda/row_norm/column_sums.cuh"
-#include "cuda/row_norm/parameters.cuh"
+#include "cuda/common/row_sum.cuh"
+#include "cuda/row_norm/place.cuh"
 #include "cuda/row_norm/ring.cuh"
-#include "cuda/row_norm/totals.cuh"
 
 namespace gradops {
 namespace {
 
-// P: packs (16-byte vectors) of a row that a thread holds.
-template <typename T, int P, Division kDivision, bool kCentered, bool kFromOutput>
+// --- Column sums ---------------------------------------------------------------------------------
+
+// Each cluster stores its column sums of a group here: in the workspace or, if each group has one
+// cluster, in the results. Null: the sums are not wanted, or another kernel adds them up.
+template <typename A>
+struct PartialSums {
+  A* results[3];  // dscale, dbias, dresidual_bias
+  std::int64_t group_pitch, cluster_pitch;
+};
+
+// After this many iterations a thread adds its sums in registers to the cluster's sums. This keeps
+// rounding errors almost independent of the number of rows. Double needs no limit.
+constexpr int kIterationsPerSum = 128;
+
+// Stores sums at p, or adds them to the sums there. p is aligned to 16 bytes, or to a single value.
+template <int N, typename A>
+__device__ __forceinline__ void StoreOrAdd(A* p, const A (&values)[N], bool store) {
+  constexpr int kStep = N == 1 ? 1 : kVec<A>;
+#pragma unroll
+  for (int j = 0; j < N; j += kStep) {
+    Pack<A, kStep> pack{};
+    if (!store) pack = *reinterpret_cast<const Pack<A, kStep>*>(p + j);
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) pack.v[k] = store ? values[j + k] : pack.v[k] + values[j + k];
+    StorePack(p + j, pack);
+  }
+}
+
+// Adds up the column sums of a block's threads. Stores them, or adds them to the cluster's sums.
+template <typename T, int P, Layout kLayout>
+class BlockSums {
+  using A = Accum<T>;
+  static constexpr int W = kVec<T>;
+  static constexpr bool kMasked = kLayout == Layout::kMasked;
+
+ public:
+  // shared: 2 * P * W values per thread; not used if the block has one team.
+  __device__ BlockSums(const BackwardSplit& split, const Place<T, P, kLayout, false>& place,
+                       unsigned char* shared)
+      : split_(split), place_(place), shared_(reinterpret_cast<A*>(shared)) {}
+
+  // All threads of the block call it. s is the part of `shared` to use, 0 or 1. `to` is the place
+  // of the group's first column, or null. If `first`, the sums are stored, not added.
+  __device__ __forceinline__ void Give(int s, A (&sums)[P][W], A* to, bool first) const {
+    const int row_threads = split_.row_threads;
+    if (row_threads < kWarp) {
+#pragma unroll
+      for (int distance = 1; distance < kWarp; distance *= 2) {
+        if (distance < row_threads) continue;  // these threads have other columns
+#pragma unroll
+        for (int i = 0; i < P; ++i) {
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            sums[i][j] += __shfl_xor_sync(0xffffffffu, sums[i][j], distance);
+          }
+        }
+      }
+    }
+    if (split_.teams == 1) {
+      if (to == nullptr || place_.row > 0) return;
+      to += place_.first_column - place_.misalignment() + place_.base;
+#pragma unroll
+      for (int i = 0; i < P; ++i) {
+        if (place_.Lacks(i) || !place_.Owns(i)) continue;
+        if constexpr (!kMasked) {
+          StoreOrAdd(to + place_.Begin(i), sums[i], first);
+        } else {
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            const A one[1] = {sums[i][j]};
+            if (place_.Has(i, j)) StoreOrAdd(to + place_.Begin(i) + j, one, first);
+          }
+        }
+      }
+      return;
+    }
+    // Layout: [sum][team][column]. A block of several teams has whole rows.
+    const int elements = P * W * row_threads;
+    A* const part = shared_ + s * split_.teams * elements;
+    if (place_.row == 0) {
+#pragma unroll
+      for (int i = 0; i < P; ++i) {
+        if (!place_.Owns(i)) continue;
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          const int column = place_.base + place_.Begin(i) + j - place_.misalignment();
+          if (!kMasked || place_.Has(i, j)) part[place_.team * elements + column] = sums[i][j];
+        }
+      }
+    }
+    __syncthreads();  // all teams' sums are written
+    if (to == nullptr) return;
+    for (int column = static_cast<int>(threadIdx.x); column < place_.high() - place_.misalignment();
+         column += static_cast<int>(blockDim.x)) {
+      A total[1] = {part[column]};
+      for (int team = 1; team < split_.teams; ++team) total[0] += part[team * elements + column];
+      StoreOrAdd(to + column, total, first);
+    }
+  }
+
+ private:
+  const BackwardSplit& split_;
+  const Place<T, P, kLayout, false>& place_;
+  A* const shared_;
+};
+
+// Each thread's sums of dx. Only that thread reads and writes them. They are in shared memory as
+// registers are short. The 16-byte vectors of neighbouring threads lie side by side.
+template <typename T, int P>
+class DxSums {
+  using A = Accum<T>;
+  static constexpr int W = kVec<T>, N = kVec<A>;
+
+ public:
+  // shared: P * W values per thread.
+  __device__ explicit DxSums(unsigned char* shared)
+      : own_(reinterpret_cast<A*>(shared) + threadIdx.x * N) {}
+
+  __device__ __forceinline__ void Clear() const {
+#pragma unroll
+    for (int at = 0; at < P * W / N; ++at) StorePack(Chunk(at), Pack<A, N>{});
+  }
+  // Adds dx to the sums of vector i.
+  __device__ __forceinline__ void Add(int i, const A (&dx)[W]) const {
+#pragma unroll
+    for (int j = 0; j < W; j += N) {
+      A* const p = Chunk((i * W + j) / N);
+      auto pack = *reinterpret_cast<const Pack<A, N>*>(p);
+#pragma unroll
+      for (int k = 0; k < N; ++k) pack.v[k] += dx[j + k];
+      StorePack(p, pack);
+    }
+  }
+  __device__ __forceinline__ void Get(A (&sums)[P][W]) const {
+#pragma unroll
+    for (int c = 0; c < P * W; ++c) sums[c / W][c % W] = Chunk(c / N)[c % N];
+  }
+
+ private:
+  __device__ __forceinline__ A* Chunk(int at) const {
+    return own_ + at * static_cast<int>(blockDim.x) * N;
+  }
+  A* const own_;
+};
+
+// --- dx ------------------------------------------------------------------------------------------
+
+// How many sums over a row its gradient needs: of wdy * centered; layer norm, of wdy; from the
+// input, of centered, if the row is not well conditioned.
+constexpr int RowSumsOf(bool centered, bool from_output) {
+  return !centered ? 1 : from_output ? 2 : 3;
+}
+
+// A thread's part of a row, and of the gradient with respect to that row.
+template <typename T, int P, Layout kLayout, bool kCentered, bool kFromOutput>
+struct RowGradient {
+  using A = Accum<T>;
+  static constexpr int W = kVec<T>, kValues = RowSumsOf(kCentered, kFromOutput);
+  static constexpr bool kMasked = kLayout == Layout::kMasked, kShift = kCentered && !kFromOutput;
+  static constexpr int kBiases = kFromOutput ? P : 1;
+
+  const Place<T, P, kLayout, false>& place;
+  const A (&scale)[P][W];
+  const A (&bias)[kBiases][W];
+  const Pack<T, W> (&dy_vectors)[P];
+  const Pack<T, W> (&x_vectors)[P];
+  const A mean, rstd;
+
+  // Layer norm: x - mean. RMS norm: x. From the output: x_hat.
+  __device__ __forceinline__ A Centered(A value, int i, int j) const {
+    if constexpr (kFromOutput) {
+      // The reciprocal of a subnormal scale is infinite.
+      return abs(scale[i][j]) < std::numeric_limits<A>::min()
+                 ? A{0}
+                 : (value - bias[i][j]) * Reciprocal(scale[i][j]);
+    }
+    return kShift ? value - mean : value;
+  }
+
+  // Adds the thread's columns to the sums over the row.
+  template <bool kWellConditioned>
+  __device__ __forceinline__ void AddUp(A (&totals)[kValues]) const {
+    place.ForVectors([&]<bool kAll>(int i) {
+      if (!kAll && place.Lacks(i)) return;
+      A dy[W], x[W];
+      Widen(x_vectors[i], x);
+      Widen(dy_vectors[i], dy);
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        if (!kAll && !place.Has(i, j)) continue;
+        const A centered = Centered(x[j], i, j), wdy = dy[j] * scale[i][j];
+        // The first term is not added to 0. That would take an instruction: -0 + 0 is 0.
+        const bool alone = !kMasked && i == 0 && j == 0;
+        totals[0] = alone ? wdy * centered : totals[0] + wdy * centered;
+        if constexpr (kCentered) totals[1] = alone ? wdy : totals[1] + wdy;
+        if constexpr (kShift && !kWellConditioned) totals[2] += place.Owns(i) ? centered : A{0};
+      }
+    });
+  }
+
+  // Calls fn(i, dx) for each vector i with dx of its columns, and adds to the column sums.
+  template <bool kWellConditioned, typename Fn>
+  __device__ __forceinline__ void ForDx(const A (&totals)[kValues], A inverse_n, A (&dscale)[P][W],
+                                        A (&dbias)[P][W], const Fn& fn) const {
+    // x_hat = centered * factor + shift. shift corrects the saved mean's rounding.
+    const A factor = kFromOutput ? A{1} : rstd;
+    A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
+    if constexpr (kShift && !kWellConditioned) {
+      const A delta = MeanRounding(totals[2] * inverse_n, mean);
+      mean_wdy_x_hat -= delta * totals[1];
+      shift = -delta * rstd;
+    }
+    if constexpr (kCentered) mean_wdy = totals[1] * inverse_n;
+    mean_wdy_x_hat *= factor * inverse_n;
+    // kWellConditioned: NormInputGrad is multiplied out, which takes fewer instructions.
+    const A slope = -mean_wdy_x_hat * rstd * factor, offset = -mean_wdy * rstd;
+    place.ForVectors([&]<bool kAll>(int i) {
+      if (!kAll && place.Lacks(i)) return;
+      A dy[W], x[W], dx[W];
+      Widen(x_vectors[i], x);
+      Widen(dy_vectors[i], dy);
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        const A centered = Centered(x[j], i, j);
+        if constexpr (kCentered) dbias[i][j] += dy[j];
+        if constexpr (kWellConditioned) {
+          const A scaled = dy[j] * rstd;
+          dscale[i][j] += (kFromOutput ? dy[j] : scaled) * centered;
+          const A rest = kCentered ? centered * slope + offset : centered * slope;
+          dx[j] = scaled * scale[i][j] + rest;
+        } else {
+          const A x_hat = kShift ? centered * factor + shift : centered * factor;
+          dscale[i][j] += dy[j] * x_hat;
+          dx[j] = NormInputGrad(dy[j] * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd);
+        }
+      }
+      fn.template operator()<kAll>(i, dx);
+    });
+  }
+};
+
+// P: the vectors of a row that a thread holds.
+template <typename T, int P, Layout kLayout, bool kCentered, bool kFromOutput>
 __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
     BackwardKernel(const __grid_constant__ RowNormBwdArgs args,
-                   const __grid_constant__ BackwardPlan plan, const __grid_constant__ Deal deal,
-                   const __grid_constant__ SlotSums<Accum<T>> sums, const Accum<T> inverse_n) {
+                   const __grid_constant__ BackwardSplit split,
+                   const __grid_constant__ BackwardSchedule schedule,
+                   const __grid_constant__ PartialSums<Accum<T>> sums, const Accum<T> inverse_n) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
-  constexpr bool kFramed = kDivision == Division::kFramed;
+  constexpr bool kMasked = kLayout == Layout::kMasked;
   constexpr bool kShift = kCentered && !kFromOutput;
-  constexpr int kValues = kShift ? 3 : kCentered ? 2 : 1;
+  constexpr int kValues = RowSumsOf(kCentered, kFromOutput);
   constexpr bool kLimited = !std::is_same_v<A, double>;
-  __shared__ __align__(kVecBytes) TotalStorage<A, kValues> storage;
+  __shared__ __align__(kVecBytes) TeamSumStorage<A, kValues, kMaxCluster> storage;
   extern __shared__ __align__(128) unsigned char shared[];
 
-  if (EndTogether(deal.rounds, deal.extra)) LaunchNext();
+  if (EndTogether(schedule.iterations, schedule.extra)) LaunchNext();
   const auto [groups, rows, features] = args.shape;
-  Place<T, P, kDivision, false> place(plan.lanes, plan.cluster, plan.share, features);
+  Place<T, P, kLayout, false> place(split.row_threads, split.cluster, split.block_columns,
+                                    features);
   const bool has_dsum = KeptOfWarp(args.dsum != nullptr) != 0;
   const bool sums_dx = sums.results[2] != nullptr;
-  const DxSums<T, P> dx_sums(shared + plan.shared_bytes - plan.dx_sum_bytes);
-  const BlockSums<T, P, kDivision> block(plan, place, shared + plan.ring_bytes);
+  const DxSums<T, P> dx_sums(shared + split.shared_bytes - split.dx_sum_bytes);
+  const BlockSums<T, P, kLayout> block(split, place, shared + split.ring_bytes);
   const T* const arrays[] = {static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
                              static_cast<const T*>(args.dsum)};
-  const unsigned clusters = gridDim.x / static_cast<unsigned>(plan.cluster);
-  const std::int64_t first_item = blockIdx.x / static_cast<unsigned>(plan.cluster);
-  const auto row_of = [&](std::int64_t item, const Turns& turns) {
-    return deal.Group(item) * rows + turns.first;
+  const unsigned clusters = gridDim.x / static_cast<unsigned>(split.cluster);
+  const std::int64_t first_item = blockIdx.x / static_cast<unsigned>(split.cluster);
+  const auto group_of = [&](std::int64_t item) {
+    return GroupOf(item, schedule.clusters_per_group);
   };
-  const auto turns_of = [&](std::int64_t item, int pass) {
-    return Turns(deal, plan, item - deal.Group(item) * deal.slots, place.unit, place.row, pass,
-                 rows);
+  const auto row_of = [&](std::int64_t item, const TeamRows& team_rows) {
+    return group_of(item) * rows + team_rows.first;
   };
-  RowRing<T, P, kDivision> ring(
-      plan, place, shared, arrays, groups * rows * features,
-      row_of(first_item, turns_of(first_item, 0)) * features + place.first_column);
-  RowStats<A, kShift> stats(plan.lanes, static_cast<const A*>(args.mean),
+  const auto rows_of_sweep = [&](std::int64_t item, int sweep) {
+    return TeamRows(schedule, split, item - group_of(item) * schedule.clusters_per_group,
+                    place.team, place.row, sweep, rows);
+  };
+  RowRing<T, P, kLayout> ring(
+      split, place, shared, arrays, groups * rows * features,
+      row_of(first_item, rows_of_sweep(first_item, 0)) * features + place.first_column);
+  RowStats<A, kShift> stats(split.row_threads, static_cast<const A*>(args.mean),
                             static_cast<const A*>(args.rstd), static_cast<A>(args.epsilon),
                             has_dsum || sums_dx);
-  RowTotals<A, kValues> over_row(plan, place.unit, place.in_unit, storage);
-  if (plan.cluster > 1) ClusterSync();  // all barriers are initialised
+  TeamSum<A, kValues, kMaxCluster> over_row(split.row_threads, split.cluster, place.team,
+                                            place.in_team, storage);
+  if (split.cluster > 1) ClusterSync();  // all barriers are initialised
 
-  for (std::int64_t item = first_item; item < groups * deal.slots; item += clusters) {
-    const std::int64_t group = deal.Group(item), slot = item - group * deal.slots;
+  for (std::int64_t item = first_item; item < groups * schedule.clusters_per_group;
+       item += clusters) {
+    const std::int64_t group = group_of(item);
+    const std::int64_t cluster = item - group * schedule.clusters_per_group;
 #pragma unroll 1
-    for (int pass = 0; pass < (kFramed ? deal.passes : 1); ++pass) {
-      const Turns turns = turns_of(item, pass);
-      const std::int64_t turn_row = row_of(item, turns), first_row = turn_row + place.row;
-      if constexpr (kFramed) {
-        place.SetSkip(static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
+    for (int sweep = 0; sweep < (kMasked ? schedule.sweeps : 1); ++sweep) {
+      const TeamRows team_rows = rows_of_sweep(item, sweep);
+      const std::int64_t team_row = row_of(item, team_rows), first_row = team_row + place.row;
+      if constexpr (kMasked) {
+        place.SetMisalignment(
+            static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
       }
-      // Here the block's share of the turn's first row begins (framed: of its frame).
+      // The block's first column of the first row. Masked: from the row's 16-byte boundary on.
       const std::int64_t first =
-          turn_row * features + place.first_column - (kFramed ? place.skip() : 0);
-      const std::int64_t step = turns.step * features;
+          team_row * features + place.first_column - (kMasked ? place.misalignment() : 0);
+      const std::int64_t stride = team_rows.row_stride * features;
       T* dx = static_cast<T*>(args.dx) + first;
-      ring.Start(first, step, turns.own);
-      stats.Start(first_row, turns.step, turns.own);
+      ring.Start(first, stride, team_rows.own);
+      stats.Start(first_row, team_rows.row_stride, team_rows.own);
       A scale[P][W];
       LoadParam(args.scale, group, place, A{1}, static_cast<A>(args.scale_offset), scale);
-      // In packs that do not count (Place::Counts), dy and x are 0. The scale must be 0 too: an
+      // In vectors that the thread does not own, dy and x are 0. The scale must be 0 too: an
       // infinite scale would give NaN, and a bias would give an x_hat other than 0.
 #pragma unroll
       for (int i = 0; i < P; ++i) {
 #pragma unroll
-        for (int j = 0; j < W; ++j) scale[i][j] = place.Counts(i) ? scale[i][j] : A{0};
+        for (int j = 0; j < W; ++j) scale[i][j] = place.Owns(i) ? scale[i][j] : A{0};
       }
       [[maybe_unused]] A bias[kFromOutput ? P : 1][W];
       if constexpr (kFromOutput) LoadParam(args.bias, group, place, A{0}, A{0}, bias);
-      int turn = 0;
+      int iteration = 0;
 #pragma unroll 1
-      for (bool store = pass == 0; turn < turns.most; store = false) {
-        // Column sums stay in registers for these turns. All units of a block take equally many
-        // turns, so they meet its barriers equally often. A unit's last turn may have no row.
-        const int end = kLimited ? min(turns.most, turn + kTurnsPerSum) : turns.most;
+      for (bool store = sweep == 0; iteration < team_rows.most; store = false) {
+        // Column sums stay in registers for these iterations. All teams of a block have an equal
+        // number of iterations, because they meet at its barriers. A team's last one may have no
+        // row.
+        const int end =
+            kLimited ? min(team_rows.most, iteration + kIterationsPerSum) : team_rows.most;
         A dscale[P][W] = {}, dbias[P][W] = {};
         if (sums_dx) dx_sums.Clear();
 #pragma unroll 1
-        for (; turn < end; ++turn) {
+        for (; iteration < end; ++iteration) {
           A mean = 0, rstd;
-          const bool usual = stats.Get(turn, mean, rstd);
-          Pack<T, W> dy_packs[P], x_packs[P];
-          ring.Take(dy_packs, x_packs);
-
-          // Layer norm: x - mean. RMS norm: x. From the output: x_hat.
-          const auto centered_of = [&](A value, int i, int j) {
-            if constexpr (kFromOutput) {
-              // The reciprocal of a subnormal scale is infinite.
-              return abs(scale[i][j]) < std::numeric_limits<A>::min()
-                         ? A{0}
-                         : (value - bias[i][j]) * Reciprocal(scale[i][j]);
-            }
-            return kShift ? value - mean : value;
-          };
-          A totals[kValues] = {};  // sums of wdy * centered, wdy and, not kUsual, centered
-          const auto add_up = [&]<bool kUsual>() {
-            place.ForPacks([&]<bool kAll>(int i) {
-              if (!kAll && place.Lacks(i)) return;
-              A dy[W], x[W];
-              Widen(x_packs[i], x);
-              Widen(dy_packs[i], dy);
-#pragma unroll
-              for (int j = 0; j < W; ++j) {
-                if (!kAll && !place.Has(i, j)) continue;
-                const A centered = centered_of(x[j], i, j), wdy = dy[j] * scale[i][j];
-                // The first term is not added to 0. That would take an instruction: -0 + 0 is 0.
-                const bool alone = !kFramed && i == 0 && j == 0;
-                totals[0] = alone ? wdy * centered : totals[0] + wdy * centered;
-                if constexpr (kCentered) totals[1] = alone ? wdy : totals[1] + wdy;
-                if constexpr (kShift && !kUsual) totals[2] += place.Counts(i) ? centered : A{0};
-              }
-            });
-          };
-          if (!kShift || usual) {
-            add_up.template operator()<true>();
+          const bool well_conditioned = stats.Get(iteration, mean, rstd);
+          Pack<T, W> dy_vectors[P], x_vectors[P];
+          ring.Load(dy_vectors, x_vectors);
+          const RowGradient<T, P, kLayout, kCentered, kFromOutput> row{
+              place, scale, bias, dy_vectors, x_vectors, mean, rstd};
+          A totals[kValues] = {};
+          if (!kShift || well_conditioned) {
+            row.template AddUp<true>(totals);
           } else {
-            add_up.template operator()<false>();
+            row.template AddUp<false>(totals);
           }
           over_row(totals);
-          if (plan.cluster > 1) ring.ReplaceLater();
+          if (split.cluster > 1) ring.ReplaceLater();
           // dy is widened again below: registers do not suffice to keep it widened too.
 #pragma unroll
-          for (int i = 0; i < P; ++i) KeepPacked(dy_packs[i]);
+          for (int i = 0; i < P; ++i) KeepPacked(dy_vectors[i]);
 
-          const auto finish = [&]<bool kUsual>() {
-            // x_hat = centered * factor + shift. shift corrects the saved mean's rounding.
-            const A factor = kFromOutput ? A{1} : rstd;
-            A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
-            if constexpr (kShift && !kUsual) {
-              const A delta = MeanRounding(totals[2] * inverse_n, mean);
-              mean_wdy_x_hat -= delta * totals[1];
-              shift = -delta * rstd;
-            }
-            if constexpr (kCentered) mean_wdy = totals[1] * inverse_n;
-            mean_wdy_x_hat *= factor * inverse_n;
-            // kUsual: NormInputGrad is multiplied out, which takes fewer instructions.
-            const A slope = -mean_wdy_x_hat * rstd * factor, offset = -mean_wdy * rstd;
-            place.ForPacks([&]<bool kAll>(int i) {
-              if (!kAll && place.Lacks(i)) return;
-              A dy[W], x[W], dx_i[W];
-              Widen(x_packs[i], x);
-              Widen(dy_packs[i], dy);
-#pragma unroll
-              for (int j = 0; j < W; ++j) {
-                const A centered = centered_of(x[j], i, j);
-                if constexpr (kCentered) dbias[i][j] += dy[j];
-                if constexpr (kUsual) {
-                  const A scaled = dy[j] * rstd;
-                  dscale[i][j] += (kFromOutput ? dy[j] : scaled) * centered;
-                  const A rest = kCentered ? centered * slope + offset : centered * slope;
-                  dx_i[j] = scaled * scale[i][j] + rest;
-                } else {
-                  const A x_hat = kShift ? centered * factor + shift : centered * factor;
-                  dscale[i][j] += dy[j] * x_hat;
-                  dx_i[j] =
-                      NormInputGrad(dy[j] * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd);
-                }
-              }
-              if constexpr (!kUsual) {
+          const auto finish = [&]<bool kWellConditioned>() {
+            const auto finish_vector = [&]<bool kAll>(int i, auto& dx_i) {
+              if constexpr (!kWellConditioned) {
                 if (has_dsum) {
                   A dsum[W];
                   Widen(ring.Third(i), dsum);
@@ -187,45 +379,47 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
               T* const to = place.InRow(dx, i);
               if (!kAll) {
                 place.Store(to, out, i);
-              } else if (place.Counts(i)) {
+              } else if (place.Owns(i)) {
                 StorePackOnce(to, out);
               }
-            });
+            };
+            row.template ForDx<kWellConditioned>(totals, inverse_n, dscale, dbias, finish_vector);
           };
-          if (turn < turns.own) {
-            if (usual) {
+          if (iteration < team_rows.own) {
+            if (well_conditioned) {
               finish.template operator()<true>();
             } else {
               if (has_dsum) ring.WaitForThird();
               finish.template operator()<false>();
             }
           }
-          dx += step;
-          if (plan.cluster == 1) ring.ReplaceLater();
-          ring.EndTurn(has_dsum);
+          dx += stride;
+          if (split.cluster == 1) ring.ReplaceLater();
+          ring.EndIteration(has_dsum);
         }
 
-        const std::int64_t sums_at = group * sums.group_pitch + slot * sums.slot_pitch;
-        const auto give = [&](int place_of, A(&values)[P][W], int s) {
+        const std::int64_t sums_at = group * sums.group_pitch + cluster * sums.cluster_pitch;
+        const auto give = [&](int part, A(&values)[P][W], int s) {
           A* const to = sums.results[s] == nullptr ? nullptr : sums.results[s] + sums_at;
-          block.Give(place_of, values, to, store);
+          block.Give(part, values, to, store);
         };
         give(0, dscale, 0);
         if constexpr (kCentered) give(1, dbias, 1);
         if (sums_dx) {
-          // Where dscale's sums were, which have been read. RMS norm: where dbias's would be.
+          // In the place of dscale's sums, which have been read. RMS norm: of dbias's, which are
+          // absent.
           dx_sums.Get(dscale);
           give(kCentered ? 0 : 1, dscale, 2);
         }
-        // All sums are read before the next are written. Framed: all are written before the next
-        // pass, in which other threads add to them.
-        if (plan.units > 1 || kFramed) __syncthreads();
+        // All sums are read before the next are written. Masked: all are written before the next
+        // sweep, in which other threads add to them.
+        if (split.teams > 1 || kMasked) __syncthreads();
       }
-      // In the next pass a block adds to columns that another block of the cluster stored.
-      if (kFramed && plan.cluster > 1 && pass + 1 < deal.passes) ClusterSync();
+      // In the next sweep a block adds to columns that another block of the cluster stored.
+      if (kMasked && split.cluster > 1 && sweep + 1 < schedule.sweeps) ClusterSync();
     }
   }
-  if (plan.cluster > 1) ClusterSync();  // no block ends while another may send to it
+  if (split.cluster > 1) ClusterSync();  // no block ends while another may send to it
 }
 
 }  // namespace

@@ -1,28 +1,28 @@
-// The kernel of forward.cu for rows that fit in one block. A block has one row, or several
-// narrow rows.
+// The kernels of forward.cu for one row and for many rows.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "common/math.h"
+#include "cuda/common/row_sum.cuh"
 #include "cuda/row_norm/moments.cuh"
-#include "cuda/row_norm/parameters.cuh"
-#include "cuda/row_norm/rows.cuh"
-#include "cuda/row_norm/sums.cuh"
+#include "cuda/row_norm/place.cuh"
+#include "cuda/row_norm/ring.cuh"
 
 namespace gradops {
 namespace {
 
+// A block has one row, or several narrow rows, and ends.
 // ParamT: the type of scale and bias; void: any type, or no parameter.
-template <typename T, typename ParamT, int P, Division kDivision, bool kCentered>
+template <typename T, typename ParamT, int P, Layout kLayout, bool kCentered>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     ForwardKernel(const __grid_constant__ RowNormFwdArgs args,
-                  const __grid_constant__ ForwardPlan plan,
+                  const __grid_constant__ ForwardSplit split,
                   const __grid_constant__ ForwardScalars<Accum<T>> scalars) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
-  // Plans with few packs have smaller blocks.
+  // Rows with few vectors per thread have smaller blocks.
   using Sum =
       RowSum<A, kCentered ? 3 : 1, (P == 8 ? kForwardThreads : kFewThreads) / kWarp, 1, true>;
   __shared__ typename Sum::Storage storage;
@@ -33,15 +33,15 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
     if (group >= groups) return;  // the grid's last plane may not be full
   }
-  const Place<T, P, kDivision, true> place(plan.lanes, 1, plan.share, features);
-  const int team = plan.lanes <= kWarp ? place.in_unit >> plan.log_lanes : 0;
-  // A team without a row repeats the work of the last row.
+  const Place<T, P, kLayout, true> place(split.row_threads, 1, split.block_columns, features);
+  const int row_of_block = split.row_threads <= kWarp ? place.in_team >> split.log_row_threads : 0;
+  // Threads without a row repeat the work of the last row.
   const std::int64_t row =
-      group * rows + min(std::int64_t{blockIdx.x} * plan.teams + team, rows - 1);
+      group * rows + min(std::int64_t{blockIdx.x} * split.rows_per_block + row_of_block, rows - 1);
   const std::int64_t start = row * features;
-  // The address of the thread's packs in an array. The asm hides its value from the compiler, which
-  // would otherwise keep an address of each pack from one array to the next.
-  const auto packs_of = [&](const void* array) {
+  // The address of the thread's vectors in an array. The asm hides its value from the compiler,
+  // which would otherwise keep an address of each vector from one array to the next.
+  const auto vectors_of = [&](const void* array) {
     auto p = reinterpret_cast<std::uintptr_t>(array) +
              (start + place.base) * static_cast<std::int64_t>(sizeof(T));
     asm volatile("" : "+l"(p));
@@ -49,24 +49,24 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   };
   Pack<T, W> x[P];
   {
-    const T* const p = packs_of(args.x);
+    const T* const p = vectors_of(args.x);
 #pragma unroll
     for (int i = 0; i < P; ++i) AsWords(x[i]) = LoadWordsOnce(p + place.Begin(i));
   }
-  Sum sum(plan.lanes, 1, storage);
-  // `kSteps`: a pack is done in steps, so that registers suffice for the parameters. `kAhead`:
-  // parameters of wide rows do not stay in the L1 cache, so the next ones are always under way.
+  Sum sum(split.row_threads, 1, storage);
+  // `kSteps`: a vector is done in steps, so that registers suffice for the parameters. `kAhead`:
+  // parameters of wide rows do not stay in the L1 cache, so the next ones are always in flight.
   constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
   constexpr bool kAhead = P == 8 && sizeof(T) < 8 && !std::is_void_v<ParamT>;
-  Parameters<T, ParamT, P, kDivision, kCentered, kSteps> parameters(args, group, place);
+  Parameters<T, ParamT, P, kLayout, kCentered, kSteps> parameters(args, group, place);
   const auto add_residual = [&]<bool kBias>() {
-    T* const p = packs_of(args.sum);
-    // More packs at once would take too many registers.
+    T* const p = vectors_of(args.sum);
+    // More vectors at once would take too many registers.
     constexpr int kAtOnce = kBias && (P == 8 || std::is_void_v<ParamT>) ? 1 : P == 3 ? 3 : 4;
 #pragma unroll
     for (int first = 0; first < P; first += kAtOnce) {
       Pack<T, W> residual[kAtOnce];
-      const T* const from = packs_of(args.residual);
+      const T* const from = vectors_of(args.residual);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         AsWords(residual[i]) = LoadWordsOnce(from + place.Begin(first + i));
@@ -96,17 +96,17 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (kAhead) parameters.Load(0);
   Moments<A> moments{};
   if constexpr (kCentered) {
-    const RowCounts<A> counts(plan, place, sum, features);
-    moments = RowMoments(plan.lanes, 1, place, h, sum, counts, scalars);
+    const ColumnCounts<A> counts(split, place, sum, features);
+    moments = RowMoments(split.row_threads, 1, place, h, sum, counts, scalars);
   } else {
     moments.rstd = InverseRootMeanSquare(place, h, sum, scalars);
   }
-  if (place.lane == 0 && args.rstd != nullptr) {
+  if (place.row_thread == 0 && args.rstd != nullptr) {
     if constexpr (kCentered) static_cast<A*>(args.mean)[row] = moments.mean + moments.delta;
     static_cast<A*>(args.rstd)[row] = moments.rstd;
   }
 
-  T* const y = packs_of(args.y);
+  T* const y = vectors_of(args.y);
   const A shift = -moments.delta * moments.rstd;
   const auto finish = [&]<bool kOffset>() {
     const A offset = kOffset ? scalars.scale_offset : A{0};
@@ -141,6 +141,174 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     finish.template operator()<false>();
   } else {
     finish.template operator()<true>();
+  }
+}
+
+// Stores a thread's vectors of a row, `at` bytes into the array.
+template <typename T, int P>
+__device__ __forceinline__ void StoreRow(const Place<T, P, Layout::kMasked, true>& place,
+                                         void* array, std::int64_t at,
+                                         const Pack<T, kVec<T>> (&vectors)[P]) {
+  T* const p = reinterpret_cast<T*>(static_cast<char*>(array) + at);
+#pragma unroll
+  for (int i = 0; i < P; ++i) StorePackOnceIf(place.HasAll(i), p + place.Begin(i), vectors[i]);
+  if (place.AllWhole()) return;
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+    if (!place.Whole(i)) place.StoreSome(p + place.Begin(i), vectors[i], i);
+  }
+}
+
+// Blocks take rows one after the other: unaligned rows, and rows that blocks share. A thread keeps
+// its columns' scale and bias in registers for all rows. Loading them for each row would cost more
+// than the row: they are loaded as single elements, or do not stay in the L1 cache. Meanwhile the
+// next rows are copied to shared memory.
+// kResidual: there may be a residual.
+template <typename T, bool kCentered, bool kResidual>
+__global__ void __launch_bounds__(ManyRowsThreads(sizeof(T)), 1)
+    ForwardRowsKernel(const __grid_constant__ RowNormFwdArgs args,
+                      const __grid_constant__ ForwardSplit split,
+                      const __grid_constant__ ForwardSchedule schedule,
+                      const __grid_constant__ ForwardScalars<Accum<T>> scalars) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>, P = kManyRowsVectors;
+  // Layer norm of 16-bit elements: the parameters take most registers. The others hold the widened
+  // row until its mean and deviation are known. Then the row is read from shared memory again.
+  // Otherwise the row stays in registers, and the next row is copied into its place at once.
+  constexpr bool kRereads = kCentered && sizeof(T) == 2;
+  using Sum = RowSum<A, kCentered ? 3 : 1, ManyRowsThreads(sizeof(T)) / kWarp, kMaxCluster,
+                     /*kNarrow=*/false>;
+  __shared__ typename Sum::Storage storage;
+  extern __shared__ __align__(128) unsigned char shared[];
+
+  const auto [groups, rows, features] = args.shape;
+  const std::int64_t group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
+  if (group >= groups) return;  // the grid's last plane may not be full
+  const int cluster = split.cluster, row_threads = split.row_threads;
+  Place<T, P, Layout::kMasked, true> place(row_threads, cluster, split.block_columns, features);
+
+  // The thread's rows: the first one, and then every row_stride-th row.
+  const int row_of_block =
+      row_threads <= kWarp ? static_cast<int>(threadIdx.x) >> split.log_row_threads : 0;
+  const unsigned block = cluster > 1 ? ClusterId() : blockIdx.x;
+  const std::int64_t first_row =
+      (std::int64_t{block >> split.log_period_blocks} << split.log_period) +
+      static_cast<int>(block & ((1u << split.log_period_blocks) - 1)) * split.rows_per_block +
+      row_of_block;
+  std::int64_t row = group * rows + first_row;
+  const std::int64_t last = first_row + (schedule.iterations - 1) * schedule.row_stride;
+  int own_iterations = first_row >= rows ? 0 : schedule.iterations - (last >= rows);
+  own_iterations = KeptOfWarp(own_iterations);  // tells the compiler that the warp has one value
+  place.SetMisalignment(
+      static_cast<int>(static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(features) % W));
+  // The byte offset of the thread's vectors of the row in each array.
+  std::int64_t at = (row * features + (place.first_column - place.misalignment() + place.base)) *
+                    static_cast<int>(sizeof(T));
+
+  Sum sum(row_threads, cluster, storage);
+  if (cluster > 1) ClusterArrive();
+  unsigned char* const of_warp = shared + threadIdx.x / kWarp * split.warp_bytes;
+  const ForwardRing<T, P, kResidual> ring(args, split, place, of_warp);
+#pragma unroll 1
+  for (int s = 0; s < split.stages; ++s) {
+    if (s < own_iterations) ring.StartCopy(at + s * schedule.byte_stride, s);
+    CommitCopies();
+  }
+  A scale[P][W];
+  [[maybe_unused]] A bias[kCentered ? P : 1][W];
+  const StagedParameter<T, P> staged(of_warp + split.stages * split.stage_bytes);
+  staged.Load(args.scale, group, place, features, A{1}, scalars.scale_offset);
+#pragma unroll
+  for (int i = 0; i < P; ++i) staged.Get(i, scale[i]);
+  if constexpr (kCentered) {
+    staged.Load(args.bias, group, place, features, A{0}, A{0});
+#pragma unroll
+    for (int i = 0; i < P; ++i) staged.Get(i, bias[i]);
+  }
+  // A residual's bias stays in shared memory: registers do not suffice for it.
+  const bool has_residual_bias = kResidual && args.residual_bias.data != nullptr;
+  if (has_residual_bias) staged.Load(args.residual_bias, group, place, features, A{0}, A{0});
+  const ColumnCounts<A> counts(split, place, sum, features);
+  if (cluster > 1) ClusterWait();  // all barriers are initialised
+
+#pragma unroll 1
+  for (int iteration = 0; iteration < own_iterations; ++iteration) {
+    place.Forget();
+    ring.Wait();
+    HeldRow<T, P, !kRereads> h;
+#pragma unroll
+    for (int i = 0; i < P; ++i) h.Hold(i, ring.X(at, iteration, i));
+    const auto replace = [&] {
+      __syncwarp();  // rooms may overlap neighbouring lanes' rooms for the row before
+      if (iteration + split.stages < own_iterations) {
+        ring.StartCopy(at + schedule.bytes_ahead, iteration);  // in the place of this row
+      }
+      CommitCopies();
+    };
+    // A residual with a bias has code of its own: a branch for each vector would spill.
+    const auto add_residual = [&]<bool kBias>() {
+      Pack<T, W> vectors[P];
+#pragma unroll
+      for (int i = 0; i < P; ++i) {
+        A ours[W], others[W];
+        Widen(ring.X(at, iteration, i), ours);
+        Widen(ring.Residual(at, iteration, i), others);
+        if constexpr (kBias) {
+          A added[W];
+          staged.Get(i, added);
+#pragma unroll
+          for (int j = 0; j < W; ++j) others[j] += added[j];
+        }
+#pragma unroll
+        for (int j = 0; j < W; ++j) ours[j] += others[j];
+        vectors[i] = Narrow<T>(ours);
+        if (kRereads) ring.Put(at, iteration, i, vectors[i]);
+        h.Hold(i, vectors[i]);
+      }
+      StoreRow<T>(place, args.sum, at, vectors);
+    };
+    if (has_residual_bias) {
+      add_residual.template operator()<true>();
+    } else if (kResidual && args.residual != nullptr) {
+      add_residual.template operator()<false>();
+    }
+    if (!kRereads && split.stages == 1) replace();
+    Moments<A> moments{};
+    if constexpr (kCentered) {
+      moments = RowMoments(row_threads, cluster, place, h, sum, counts, scalars);
+    } else {
+      moments.rstd = InverseRootMeanSquare(place, h, sum, scalars);
+    }
+    if (!kRereads && split.stages > 1) replace();
+    if (place.row_thread == 0 && place.first_column == 0 && args.rstd != nullptr) {
+      if constexpr (kCentered) static_cast<A*>(args.mean)[row] = moments.mean + moments.delta;
+      static_cast<A*>(args.rstd)[row] = moments.rstd;
+    }
+    const A shift = -moments.delta * moments.rstd;
+    Pack<T, W> vectors[P];
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      A values[W];
+      if constexpr (kRereads) {
+        Widen(ring.X(at, iteration, i), values);
+      } else {
+        h.Get(i, values);
+      }
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        if constexpr (kCentered) {
+          const A x_hat = (values[j] - moments.mean) * moments.rstd + shift;
+          values[j] = x_hat * scale[i][j] + bias[i][j];
+        } else {
+          values[j] = values[j] * moments.rstd * scale[i][j];
+        }
+      }
+      vectors[i] = Narrow<T>(values);
+    }
+    if (kRereads) replace();
+    StoreRow<T>(place, args.y, at, vectors);
+    at += schedule.byte_stride;
+    row += schedule.row_stride;
   }
 }
 

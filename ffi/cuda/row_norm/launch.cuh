@@ -1,4 +1,4 @@
-// What layer norm's launchers share: clusters, and what the choice of a plan depends on.
+// What layer norm's launchers share: clusters, and the device that a plan is for.
 #pragma once
 
 #include <algorithm>
@@ -7,9 +7,8 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vector.cuh"
-#include "cuda/row_norm/override.h"
-#include "cuda/row_norm/policy.h"
-#include "ops/row_norm.h"
+#include "cuda/row_norm/launch.h"
+#include "cuda/row_norm/plan.h"
 
 namespace gradops {
 namespace {
@@ -81,25 +80,14 @@ cudaError_t CountResident(Kernel* kernel, int threads, int shared_bytes, int clu
   return status;
 }
 
-RowTask TaskOf(const RowShape& shape, int element_bytes, int arrays, bool aligned,
-               bool aligned_params) {
+// A task for this device. Its other members are not set.
+RowTask TaskOfDevice() {
   const Device device = CurrentDevice();
-  return {.rows = shape.all_rows(),
-          .features = shape.features,
-          .element_bytes = element_bytes,
-          .arrays = arrays,
-          .aligned = aligned,
-          .aligned_params = aligned_params,
-          .architecture = device.architecture,
-          .multiprocessors = device.multiprocessors,
-          .shared_bytes = device.shared_bytes};
-}
-
-// Calls fn.operator()<kVec<T>>() if all rows are aligned, else fn.operator()<1>().
-template <typename T, typename Fn>
-cudaError_t DispatchWidth(bool aligned, std::int64_t features, const Fn& fn) {
-  return aligned && features % kVec<T> == 0 ? fn.template operator()<kVec<T>>()
-                                            : fn.template operator()<1>();
+  RowTask task{};
+  task.architecture = device.architecture;
+  task.multiprocessors = device.multiprocessors;
+  task.shared_bytes = device.shared_bytes;
+  return task;
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 
 #include "common/math.h"
 #include "cuda/common/reciprocal.cuh"
-#include "cuda/row_norm/rows.cuh"
+#include "cuda/row_norm/place.cuh"
 #include "ops/row_norm.h"
 
 namespace gradops {
@@ -16,15 +16,17 @@ namespace {
 
 // The mean and the sum of squares of one part of a row. Parts are merged as in Chan, Golub,
 // LeVeque: Algorithms for computing the sample variance (1983), but all at once. The merge is
-// relative to a nearby mean: of all parts (two passes over the parts), or of one part. `n`: the
+// relative to a nearby mean: of all parts (two sweeps over the parts), or of one part. `n`: the
 // part's columns. `delta`: the error of `mean`. `squares`: the sum of squares of the differences
 // from mean + delta. Differences are in a unit of at least the root of the number of columns
 // (ForwardScalars). So a sum of squares overflows only if the variance does.
 template <typename A>
-struct Part {
+struct PartialMoments {
   A n, mean, delta, squares;  // delta and squares: in that unit
 
-  __device__ static Part Of(A n, const A* values) { return {n, values[0], values[1], values[2]}; }
+  __device__ static PartialMoments Of(A n, const A* values) {
+    return {n, values[0], values[1], values[2]};
+  }
   __device__ void CopyTo(A* values) const {
     values[0] = mean, values[1] = delta, values[2] = squares;
   }
@@ -40,8 +42,8 @@ struct Part {
   }
 };
 
-// The part of a row that a thread of a forward kernel holds. kPacked, if registers are short: as
-// loaded elements. Otherwise: widened to the accumulation type.
+// The part of a row that a thread of a forward kernel holds in registers. kPacked, if registers are
+// short: as loaded elements. Otherwise: widened to the accumulation type.
 template <typename T, int P, bool kPacked>
 class HeldRow {
   using A = Accum<T>;
@@ -56,7 +58,7 @@ class HeldRow {
       if constexpr (sizeof(T) == 2) KeepWide(values_[i]);
     }
   }
-  // Pack i, widened. If packed, each pass over the row widens it again.
+  // Vector i, widened. If packed, each pass over the row widens it again.
   __device__ __forceinline__ void Get(int i, A (&values)[W]) {
     if constexpr (kPacked) {
       KeepPacked(packed_[i]);
@@ -96,24 +98,24 @@ class HeldRow {
   A values_[kPacked ? 1 : P][W];
 };
 
-// Calls fn(i, values, may_not_count) for each pack i. may_not_count is known to the compiler. It
-// says that some threads must not add this pack to sums although they add their other packs.
-template <typename T, int P, bool kPacked, Division kDivision, typename Fn>
-__device__ __forceinline__ void ForHeld(const Place<T, P, kDivision, true>&,
+// Calls fn(i, values, may_not_own) for each vector i. may_not_own is known to the compiler. It
+// says that some threads must not add this vector to sums although they add their other vectors.
+template <typename T, int P, bool kPacked, Layout kLayout, typename Fn>
+__device__ __forceinline__ void ForHeld(const Place<T, P, kLayout, true>&,
                                         HeldRow<T, P, kPacked>& h, const Fn& fn) {
 #pragma unroll
   for (int i = 0; i < P; ++i) {
     Accum<T> values[kVec<T>];
     h.Get(i, values);
-    fn(i, values, kDivision == Division::kUneven && i == P - 1);
+    fn(i, values, kLayout == Layout::kPartial && i == P - 1);
   }
 }
 
-// Framed: sets columns that the row does not have to `value`, so that sums need no check.
-template <typename T, int P, bool kPacked, Division kDivision>
-__device__ __forceinline__ void FillHeld(const Place<T, P, kDivision, true>& place,
+// Masked: sets columns that the row does not have to `value`, so that sums need no check.
+template <typename T, int P, bool kPacked, Layout kLayout>
+__device__ __forceinline__ void FillHeld(const Place<T, P, kLayout, true>& place,
                                          HeldRow<T, P, kPacked>& h, Accum<T> value) {
-  if constexpr (Place<T, P, kDivision, true>::kFramed) {
+  if constexpr (Place<T, P, kLayout, true>::kMasked) {
     if (!place.AllWhole()) h.Fill(place, value);
   }
 }
@@ -140,39 +142,39 @@ struct ForwardScalars {
 
 // How many columns parts of the caller's row have.
 template <typename A>
-struct RowCounts {
+struct ColumnCounts {
   A warp, inverse_warp;  // Columns of the caller's warp, at least 1.
   A of_lane;             // Columns of warp RowSum::WarpOfLane().
   A inverse_block;       // 1 / columns of the block.
   A of_block;            // Columns of block RowSum::BlockOfLane(), if there are clusters.
 
   template <typename RowPlace, typename Sum>
-  __device__ RowCounts(const ForwardPlan& plan, const RowPlace& place, const Sum& sum,
-                       std::int64_t features) {
+  __device__ ColumnCounts(const ForwardSplit& split, const RowPlace& place, const Sum& sum,
+                          std::int64_t features) {
     const auto columns_of = [&](int warp) {
-      if (!plan.full) return place.WarpColumns(warp);
-      constexpr int kColumns = RowPlace::kPacks * RowPlace::W;
-      return warp * kWarp < plan.lanes ? kColumns * min(plan.lanes, kWarp) : 0;
+      if (!split.full) return place.WarpColumns(warp);
+      constexpr int kColumns = RowPlace::kVectors * RowPlace::W;
+      return warp * kWarp < split.row_threads ? kColumns * min(split.row_threads, kWarp) : 0;
     };
     warp = static_cast<A>(max(1, columns_of(place.warp_of_row())));
     inverse_warp = PreciseReciprocal(warp);
-    if (plan.lanes > kWarp) {
+    if (split.row_threads > kWarp) {
       of_lane = static_cast<A>(columns_of(sum.WarpOfLane()));
       inverse_block = PreciseReciprocal(static_cast<A>(max(1, place.Columns())));
     }
     if constexpr (Sum::kClusters) {
-      if (plan.cluster > 1) {
-        const std::int64_t from = std::int64_t{sum.BlockOfLane()} * plan.share;
-        const std::int64_t end = min(place.skip() + features, from + plan.share);
-        const auto columns = end - max(std::int64_t{place.skip()}, from);
+      if (split.cluster > 1) {
+        const std::int64_t from = std::int64_t{sum.BlockOfLane()} * split.block_columns;
+        const std::int64_t end = min(place.misalignment() + features, from + split.block_columns);
+        const auto columns = end - max(std::int64_t{place.misalignment()}, from);
         of_block = static_cast<A>(max(std::int64_t{0}, columns));
       }
     }
   }
 };
 
-// Mean and 1 / deviation of the row that the caller's team holds. Each warp makes two passes. Then
-// the results of the warps are merged, and then the results of a cluster's blocks.
+// Mean and 1 / deviation of the row that the caller's first_lane holds. Each warp makes two sweeps.
+// Then the results of the warps are merged, and then the results of a cluster's blocks.
 template <typename A>
 struct Moments {
   A mean, delta;  // the row's mean is mean + delta: two numbers have more digits
@@ -208,11 +210,11 @@ __device__ __forceinline__ bool AnyOverflowed(A variance) {
   return __any_sync(0xffffffffu, static_cast<int>(Overflowed(variance))) != 0;
 }
 
-template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
-__device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
-                                                        const Place<T, P, kDivision, true>& place,
+template <typename T, int P, bool kPacked, Layout kLayout, typename Sum>
+__device__ __forceinline__ Moments<Accum<T>> RowMoments(int row_threads, int cluster,
+                                                        const Place<T, P, kLayout, true>& place,
                                                         HeldRow<T, P, kPacked>& h, Sum& sum,
-                                                        const RowCounts<Accum<T>>& counts,
+                                                        const ColumnCounts<Accum<T>>& counts,
                                                         const ForwardScalars<Accum<T>>& scalars) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
@@ -221,39 +223,39 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
 
   A first = 0;
   if constexpr (!kExact) {
-    constexpr bool kFramed = Place<T, P, kDivision, true>::kFramed;
+    constexpr bool kMasked = Place<T, P, kLayout, true>::kMasked;
     const int lane = static_cast<int>(threadIdx.x % kWarp);
-    const int j = kFramed ? (W - 1) & max(0, place.low() - place.base) : 0;
+    const int j = kMasked ? (W - 1) & max(0, place.low() - place.base) : 0;
 #pragma unroll
-    for (int k = 0; k < (kFramed ? W : 1); ++k) {
+    for (int k = 0; k < (kMasked ? W : 1); ++k) {
       if (k == j) first = h.GetOne(0, k);
     }
-    const int team = lanes < kWarp ? lane & ~(lanes - 1) : 0;
-    first = __shfl_sync(0xffffffffu, place.Lacks(0) ? A{0} : first, team);
+    const int first_lane = row_threads < kWarp ? lane & ~(row_threads - 1) : 0;
+    first = __shfl_sync(0xffffffffu, place.Lacks(0) ? A{0} : first, first_lane);
   }
   // Two partial sums, so that additions need not wait for each other.
   A halves[2] = {};
   FillHeld(place, h, first);
-  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_count) {
+  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_own) {
     A last = 0;
-    A& sum_of = may_not_count ? last : halves[i % 2];
+    A& sum_of = may_not_own ? last : halves[i % 2];
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       sum_of += kExact ? values[j] * Rule::kFactor : values[j] - first;
     }
-    if (may_not_count && place.counts_last) halves[0] += last;
+    if (may_not_own && place.owns_last) halves[0] += last;
   });
   A total[1] = {halves[0] + halves[1]};
-  if (!place.counts) total[0] = 0;
+  if (!place.owns) total[0] = 0;
   sum.OverWarp(total);
   const A warp_mean = Rule::Mean(first, total[0], counts.warp, counts.inverse_warp);
 
   const A inverse_unit = scalars.inverse_unit, less = -warp_mean * inverse_unit;
   A parts[2][1 + kHasDelta] = {};  // sums of d^2 and d with d = (h - mean) / unit
   FillHeld(place, h, warp_mean);
-  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_count) {
+  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_own) {
     A last[1 + kHasDelta] = {};
-    A(&sums)[1 + kHasDelta] = may_not_count ? last : parts[i % 2];
+    A(&sums)[1 + kHasDelta] = may_not_own ? last : parts[i % 2];
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       const A difference = fma(values[j], inverse_unit, less);  // one instruction, as h - mean
@@ -262,13 +264,13 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
     }
 #pragma unroll
     for (int v = 0; v < 1 + kHasDelta; ++v) {
-      if (may_not_count && place.counts_last) parts[0][v] += last[v];
+      if (may_not_own && place.owns_last) parts[0][v] += last[v];
     }
   });
   A squares[1 + kHasDelta];
 #pragma unroll
   for (int v = 0; v < 1 + kHasDelta; ++v) squares[v] = parts[0][v] + parts[1][v];
-  if (!place.counts) {
+  if (!place.owns) {
 #pragma unroll
     for (A& value : squares) value = 0;
   }
@@ -278,9 +280,9 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
     delta = squares[kHasDelta] * counts.inverse_warp;
     squares[0] -= squares[kHasDelta] * delta;
   }
-  Part<A> part{A{0}, warp_mean, delta, squares[0]};
+  PartialMoments<A> part{A{0}, warp_mean, delta, squares[0]};
 
-  // Merges the parts in the lanes. Each lane gets the whole.
+  // Merges the lanes' parts. Each lane gets the moments of all parts.
   const auto merge = [&](A inverse_n, const auto& sum_over) {
     A mean = __shfl_sync(0xffffffffu, part.mean, 0);
     // Without this, means are relative to the first part's mean. Squares may then lose a unit in
@@ -297,14 +299,14 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
     part = {A{0}, mean, whole_delta, moments[1] - moments[0] * whole_delta};
   };
   A inverse_n = counts.inverse_warp;
-  if (lanes > kWarp) {
+  if (row_threads > kWarp) {
     A values[3];
     part.CopyTo(values);
     sum.MeetWarps(values);
     inverse_n = counts.inverse_block;
-    if (sum.WantsBlock()) {
+    if (sum.NeedsBlock()) {
       sum.OfWarps(values);
-      part = Part<A>::Of(counts.of_lane, values);
+      part = PartialMoments<A>::Of(counts.of_lane, values);
       merge(inverse_n, [&](auto& v) { sum.OverWarps(v); });
     }
     sum.NextWarps();
@@ -316,7 +318,7 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
       A values[3];
       part.CopyTo(values);
       sum.OfBlocks(values);
-      part = Part<A>::Of(counts.of_block, values);
+      part = PartialMoments<A>::Of(counts.of_block, values);
       inverse_n = scalars.inverse_features;
       merge(inverse_n, [&](auto& v) { sum.OverBlocks(v); });
     }
@@ -328,46 +330,46 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int lanes, int cluster,
 
 // Replaces the mean square of a row if the sum of squares has overflowed. All threads of a row come
 // here together, as their mean squares are equal. So do all rows of a warp.
-template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
-__device__ __forceinline__ void ReplaceOverflowed(const Place<T, P, kDivision, true>& place,
+template <typename T, int P, bool kPacked, Layout kLayout, typename Sum>
+__device__ __forceinline__ void ReplaceOverflowed(const Place<T, P, kLayout, true>& place,
                                                   HeldRow<T, P, kPacked>& h, Sum& sum,
                                                   Accum<T> inverse_features,
                                                   Accum<T>& mean_square) {
   using A = Accum<T>;
   A squares[1] = {};
-  ForHeld(place, h, [&](int, const A(&values)[kVec<T>], bool may_not_count) {
+  ForHeld(place, h, [&](int, const A(&values)[kVec<T>], bool may_not_own) {
     A last = 0;
-    A& sum_of = may_not_count ? last : squares[0];
+    A& sum_of = may_not_own ? last : squares[0];
 #pragma unroll
     for (const A value : values) {
       const A part = value * kLargeUnit<A>;
       sum_of += part * part;
     }
-    if (may_not_count && place.counts_last) squares[0] += last;
+    if (may_not_own && place.owns_last) squares[0] += last;
   });
-  if (!place.counts) squares[0] = 0;
+  if (!place.owns) squares[0] = 0;
   sum(squares);
   const A large = squares[0] * inverse_features / kLargeUnit<A> / kLargeUnit<A>;
   if (Overflowed(mean_square)) mean_square = large;
 }
 
-// RMS norm's factor for the row that the caller's team holds: 1 / root mean square.
-template <typename T, int P, bool kPacked, Division kDivision, typename Sum>
-__device__ __forceinline__ Accum<T> InverseRootMeanSquare(const Place<T, P, kDivision, true>& place,
+// RMS norm's factor for the row that the caller's first_lane holds: 1 / root mean square.
+template <typename T, int P, bool kPacked, Layout kLayout, typename Sum>
+__device__ __forceinline__ Accum<T> InverseRootMeanSquare(const Place<T, P, kLayout, true>& place,
                                                           HeldRow<T, P, kPacked>& h, Sum& sum,
                                                           const ForwardScalars<Accum<T>>& scalars) {
   using A = Accum<T>;
   A halves[2] = {};
   FillHeld(place, h, A{0});
-  ForHeld(place, h, [&](int i, const A(&values)[kVec<T>], bool may_not_count) {
+  ForHeld(place, h, [&](int i, const A(&values)[kVec<T>], bool may_not_own) {
     A last = 0;
-    A& sum_of = may_not_count ? last : halves[i % 2];
+    A& sum_of = may_not_own ? last : halves[i % 2];
 #pragma unroll
     for (const A value : values) sum_of += value * value;
-    if (may_not_count && place.counts_last) halves[0] += last;
+    if (may_not_own && place.owns_last) halves[0] += last;
   });
   A squares[1] = {halves[0] + halves[1]};
-  if (!place.counts) squares[0] = 0;
+  if (!place.owns) squares[0] = 0;
   sum(squares);
   A mean_square = squares[0] * scalars.inverse_features;
   if (AnyOverflowed<T>(mean_square)) {

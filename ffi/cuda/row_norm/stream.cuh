@@ -1,6 +1,6 @@
-// For rows that no plan holds on chip (cuda/row_norm/policy.h). One block reads a row twice, the
-// second time mostly from L2. Backward, a second kernel computes the column sums: it reads dy and x
-// once more, down the columns. It also computes column sums of few rows (LaunchFewSums).
+// Kernels for rows that no block or cluster holds. One block reads a row twice, the second time
+// mostly from L2. Backward, a second kernel computes the column sums: it reads dy and x once more,
+// down the columns. It also computes column sums of few rows (LaunchFewSums).
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@
 #include "cuda/common/column_sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/reduce.cuh"
+#include "cuda/common/row_sum.cuh"
 #include "cuda/common/vector.cuh"
-#include "cuda/row_norm/parameters.cuh"
+#include "cuda/row_norm/place.cuh"
 #include "cuda/row_norm/ring.cuh"
 #include "ops/row_norm.h"
 
@@ -20,10 +21,35 @@ namespace {
 
 constexpr int kStreamThreads = 512;
 
+template <typename A>
+using StreamSum = RowSum<A, 2, kStreamThreads / kWarp, 1, false>;
+
+// Stores x + (residual + residual_bias) in a row of `sum`.
+template <int W, typename T>
+__device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int64_t row) {
+  using A = Accum<T>;
+  const std::int64_t features = args.shape.features, group = row / args.shape.rows;
+  const T* const x_row = static_cast<const T*>(args.x) + row * features;
+  const T* const residual_row = static_cast<const T*>(args.residual) + row * features;
+  T* const sum_row = static_cast<T*>(args.sum) + row * features;
+  for (std::int64_t c = threadIdx.x * W; c < features; c += kStreamThreads * W) {
+    auto pack = LoadPackOnce<W>(x_row + c);
+    const auto other = LoadPackOnce<W>(residual_row + c);
+    A bias[W];
+    LoadParamVector<void>(args.residual_bias, group, c, A{0}, A{0}, bias);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      const A added = static_cast<A>(other.v[j]) + bias[j];
+      pack.v[j] = static_cast<T>(static_cast<A>(pack.v[j]) + added);
+    }
+    StorePack(sum_row + c, pack);
+  }
+}
+
 // Each thread keeps count, mean and centered sum of squares of its elements so far. It merges them
-// with the values of the next few packs, and finally with the other threads' values (Chan, Golub,
-// LeVeque). Means are of differences from the thread's own first element. So an outlier among first
-// elements costs accuracy only in one thread's share.
+// with the values of the next few vectors, and finally with the other threads' values (Chan, Golub,
+// LeVeque). Means are of differences from the thread's own first element. An outlier among first
+// elements then costs accuracy only in one thread's elements.
 template <typename T, int W>
 __global__ void __launch_bounds__(kStreamThreads, 1)
     ForwardStreamKernel(const __grid_constant__ RowNormFwdArgs args) {
@@ -31,9 +57,9 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   constexpr int kAtOnce = W == 1 ? 8 : W == 2 ? 2 : 4;
   constexpr int kUnroll = W == 2 ? 1 : 2;  // double: more would spill
   constexpr std::int64_t kStep = kStreamThreads * W;
-  using Sum = TeamSum<A, kStreamThreads, kStreamThreads, 2>;
+  using Sum = StreamSum<A>;
   __shared__ typename Sum::Storage storage;
-  Sum sum(storage);
+  Sum sum(kStreamThreads, 1, storage);
 
   const std::int64_t features = args.shape.features, rows = args.shape.groups * args.shape.rows;
   const A inverse_n = A{1} / static_cast<A>(features);
@@ -42,31 +68,18 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     const T* const x_row = static_cast<const T*>(args.x) + row * features;
     const T* h_row = x_row;
     if (args.residual != nullptr) {
-      const T* const residual_row = static_cast<const T*>(args.residual) + row * features;
-      T* const sum_row = static_cast<T*>(args.sum) + row * features;
-      for (std::int64_t c = threadIdx.x * W; c < features; c += kStep) {
-        auto pack = LoadPackOnce<W>(x_row + c);
-        const auto other = LoadPackOnce<W>(residual_row + c);
-        A bias[W];
-        LoadParamPack<void>(args.residual_bias, row / args.shape.rows, c, A{0}, A{0}, bias);
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          const A added = static_cast<A>(other.v[j]) + bias[j];
-          pack.v[j] = static_cast<T>(static_cast<A>(pack.v[j]) + added);
-        }
-        StorePack(sum_row + c, pack);
-      }
-      h_row = sum_row;
+      AddResidual<W, T>(args, row);
+      h_row = static_cast<const T*>(args.sum) + row * features;
     }
     const bool has_shift = args.centered && threadIdx.x * W < features;
     const A shift =
         has_shift ? static_cast<A>(LoadPackOnce<1>(h_row + threadIdx.x * W).v[0]) : A{0};
-    int packs_seen = 0;
+    int vectors_seen = 0;
     A share_mean = 0, squares = 0;  // of h - shift
     for (std::int64_t first = threadIdx.x * W; first < features; first += kAtOnce * kStep) {
       Pack<T, W> h[kAtOnce];
       A part_sum = 0, part_squares = 0;
-      int packs = 0;
+      int vectors = 0;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i * kStep < features) h[i] = LoadPackOnce<W>(h_row + first + i * kStep);
@@ -74,12 +87,12 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i * kStep < features) {
-          ++packs;
+          ++vectors;
 #pragma unroll
           for (int j = 0; j < W; ++j) part_sum += static_cast<A>(h[i].v[j]) - shift;
         }
       }
-      const A part_mean = args.centered ? part_sum / static_cast<A>(packs * W) : A{0};
+      const A part_mean = args.centered ? part_sum / static_cast<A>(vectors * W) : A{0};
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         KeepPacked(h[i]);
@@ -92,19 +105,19 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         }
       }
       const A difference = part_mean - share_mean;
-      const A count = static_cast<A>(packs_seen * W);  // may be 0
-      packs_seen += packs;
-      const A fraction = static_cast<A>(packs) / static_cast<A>(packs_seen);
+      const A count = static_cast<A>(vectors_seen * W);  // may be 0
+      vectors_seen += vectors;
+      const A fraction = static_cast<A>(vectors) / static_cast<A>(vectors_seen);
       squares += part_squares + difference * (count * fraction * difference);
       share_mean += difference * fraction;
     }
-    const A count = static_cast<A>(packs_seen * W);
+    const A count = static_cast<A>(vectors_seen * W);
     A mean = 0;
     if (args.centered) {
       A row_shift = static_cast<A>(x_row[0]);  // h's first element; another thread may store it
       if (args.residual != nullptr) {
         A bias[1];
-        LoadParamPack<void>(args.residual_bias, row / args.shape.rows, 0, A{0}, A{0}, bias);
+        LoadParamVector<void>(args.residual_bias, row / args.shape.rows, 0, A{0}, A{0}, bias);
         const T* const residual_row = static_cast<const T*>(args.residual) + row * features;
         row_shift += static_cast<A>(residual_row[0]) + bias[0];
         row_shift = static_cast<A>(static_cast<T>(row_shift));
@@ -143,9 +156,9 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       if (column < features) {
         const auto h = LoadPackOnce<W>(h_row + column);
         A scale[W], bias[W];
-        LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
-                            scale);
-        LoadParamPack<void>(args.bias, group, column, A{0}, A{0}, bias);
+        LoadParamVector<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
+                              scale);
+        LoadParamVector<void>(args.bias, group, column, A{0}, A{0}, bias);
         Pack<T, W> out;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
@@ -164,12 +177,12 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
 // x_hat of W elements of a row. delta: the saved mean's rounding, if rows are centered.
 template <int W, typename T, typename A>
-__device__ __forceinline__ void NormalisedPack(const RowNormBwdArgs& args, const Pack<T, W>& x,
-                                               std::int64_t group, std::int64_t column,
-                                               const A (&scale)[W], A mean, A delta, A rstd,
-                                               A (&x_hat)[W]) {
+__device__ __forceinline__ void NormalisedVector(const RowNormBwdArgs& args, const Pack<T, W>& x,
+                                                 std::int64_t group, std::int64_t column,
+                                                 const A (&scale)[W], A mean, A delta, A rstd,
+                                                 A (&x_hat)[W]) {
   A bias[W];
-  if (args.from_output) LoadParamPack<void>(args.bias, group, column, A{0}, A{0}, bias);
+  if (args.from_output) LoadParamVector<void>(args.bias, group, column, A{0}, A{0}, bias);
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     const A value = static_cast<A>(x.v[j]);
@@ -189,14 +202,14 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     BackwardStreamKernel(const __grid_constant__ RowNormBwdArgs args, Accum<T>* deltas) {
   using A = Accum<T>;
   constexpr std::int64_t kStep = kStreamThreads * W;
-  using Sum = TeamSum<A, kStreamThreads, kStreamThreads, 2>;
+  using Sum = StreamSum<A>;
   __shared__ typename Sum::Storage storage;
-  Sum sum(storage);
+  Sum sum(kStreamThreads, 1, storage);
 
   const std::int64_t features = args.shape.features, rows = args.shape.groups * args.shape.rows;
   const A inverse_n = A{1} / static_cast<A>(features);
   const std::int64_t start = threadIdx.x * W;
-  const std::int64_t turns = features <= start ? 0 : (features - start + kStep - 1) / kStep;
+  const std::int64_t iterations = features <= start ? 0 : (features - start + kStep - 1) / kStep;
   const bool shift = args.centered && !args.from_output;
   for (std::int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const std::int64_t group = row / args.shape.rows;
@@ -208,14 +221,14 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     const A mean = shift ? __ldg(static_cast<const A*>(args.mean) + row) : A{0};
     const A rstd = __ldg(static_cast<const A*>(args.rstd) + row);
     A total[2] = {}, differences[1] = {};  // sums of wdy * x_hat, wdy; of x - mean
-    for (std::int64_t i = 0; i < turns; ++i) {
+    for (std::int64_t i = 0; i < iterations; ++i) {
       const std::int64_t column = start + i * kStep;
       const auto x = LoadPack<W>(x_row + column);
       const auto dy = LoadPack<W>(dy_row + column);
       A scale[W], x_hat[W];
-      LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
-                          scale);
-      NormalisedPack(args, x, group, column, scale, mean, A{0}, rstd, x_hat);
+      LoadParamVector<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
+                            scale);
+      NormalisedVector(args, x, group, column, scale, mean, A{0}, rstd, x_hat);
 #pragma unroll
       for (int j = 0; j < W; ++j) {
         const A wdy = static_cast<A>(dy.v[j]) * scale[j];
@@ -231,14 +244,14 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     const A mean_wdy_x_hat = (total[0] - delta * rstd * total[1]) * inverse_n;
     if (deltas != nullptr && threadIdx.x == 0) deltas[row] = delta;
     // From the end to the start: what was read last is still in the caches.
-    for (std::int64_t i = turns - 1; i >= 0; --i) {
+    for (std::int64_t i = iterations - 1; i >= 0; --i) {
       const std::int64_t column = start + i * kStep;
       const auto x = LoadPack<W>(x_row + column);
       const auto dy = LoadPack<W>(dy_row + column);
       A scale[W], x_hat[W];
-      LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
-                          scale);
-      NormalisedPack(args, x, group, column, scale, mean, delta, rstd, x_hat);
+      LoadParamVector<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
+                            scale);
+      NormalisedVector(args, x, group, column, scale, mean, delta, rstd, x_hat);
       Pack<T, W> out, dsum;
       if (dsum_row != nullptr) dsum = LoadPack<W>(dsum_row + column);
 #pragma unroll
@@ -253,26 +266,24 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   }
 }
 
-constexpr int kSumLanes = 8, kSumRows = 32;  // threads of a block along columns and along rows
-
-// The roundings of the saved means of up to kFewRows rows; 0 for usual rows, where they do not
-// matter. All threads of the block call it.
-constexpr int kFewRows = kSumLanes * kSumRows;
+// The roundings of the saved means of up to kFewRows rows; 0 for well conditioned rows, where they
+// do not matter. All threads of the block call it.
 template <int W, typename T, typename A>
 __device__ __forceinline__ void FewDeltas(const RowNormBwdArgs& args, std::int64_t group,
                                           A (&deltas)[kFewRows]) {
-  const int thread = static_cast<int>(threadIdx.y * kSumLanes + threadIdx.x), lane = thread % kWarp;
+  const int thread = static_cast<int>(threadIdx.y * kColumnThreads + threadIdx.x),
+            lane = thread % kWarp;
   const std::int64_t features = args.shape.features, first = group * args.shape.rows;
   const auto mean_of = [&](int r) { return __ldg(static_cast<const A*>(args.mean) + first + r); };
-  bool usual = true;
+  bool well_conditioned = true;
   if (thread < args.shape.rows) {
     const A rstd = __ldg(static_cast<const A*>(args.rstd) + first + thread);
-    usual = UsualRow(mean_of(thread), rstd, static_cast<A>(args.epsilon));
+    well_conditioned = WellConditioned(mean_of(thread), rstd, static_cast<A>(args.epsilon));
   }
   deltas[thread] = 0;
   __syncwarp();  // All are 0 before some are set.
-  // Each warp looks at its own rows that are not usual.
-  for (unsigned left = __ballot_sync(0xffffffffu, !usual); left != 0; left &= left - 1) {
+  // Each warp looks at its own rows that are not well conditioned.
+  for (unsigned left = __ballot_sync(0xffffffffu, !well_conditioned); left != 0; left &= left - 1) {
     const int r = thread - lane + __ffs(static_cast<int>(left)) - 1;
     const A mean = mean_of(r);
     A delta = 0;
@@ -287,14 +298,14 @@ __device__ __forceinline__ void FewDeltas(const RowNormBwdArgs& args, std::int64
   __syncthreads();  // all deltas are there
 }
 
-// Column sums: each block adds up all rows of a group in kSumLanes packs of columns. For few rows,
-// deltas is null, and this kernel runs beside the dx kernel. Otherwise dx is complete.
+// Column sums: each block adds up all rows of a group in kColumnThreads vectors of columns. For few
+// rows, deltas is null, and this kernel runs beside the dx kernel. Otherwise dx is complete.
 template <typename T, int W>
-__global__ void __launch_bounds__(kSumLanes* kSumRows)
+__global__ void __launch_bounds__(kColumnThreads* kRowThreads)
     BackwardSumsKernel(const __grid_constant__ RowNormBwdArgs args, const Accum<T>* deltas) {
   using A = Accum<T>;
-  constexpr int kColumns = kSumLanes * W;
-  __shared__ A shared[3][kSumRows][kColumns];
+  constexpr int kColumns = kColumnThreads * W;
+  __shared__ A shared[3][kRowThreads][kColumns];
   __shared__ A few_deltas[kFewRows];
   const std::int64_t features = args.shape.features, rows = args.shape.rows;
   const std::int64_t tiles = (features + kColumns - 1) / kColumns;
@@ -306,14 +317,14 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
     if (shift && deltas == nullptr) FewDeltas<W, T>(args, group, few_deltas);
     if (column < features) {
       A scale[W];
-      LoadParamPack<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
-                          scale);
+      LoadParamVector<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
+                            scale);
       // Adds up sums of 64 terms, so that rounding errors hardly grow with the number of rows.
-      for (std::int64_t first = threadIdx.y; first < rows; first += 64 * kSumRows) {
+      for (std::int64_t first = threadIdx.y; first < rows; first += 64 * kRowThreads) {
         A part_dscale[W] = {}, part_dbias[W] = {}, part_dresidual_bias[W] = {};
-        const std::int64_t end = min(rows, first + 64 * kSumRows);
+        const std::int64_t end = min(rows, first + 64 * kRowThreads);
 #pragma unroll 4
-        for (std::int64_t r = first; r < end; r += kSumRows) {
+        for (std::int64_t r = first; r < end; r += kRowThreads) {
           const std::int64_t row = group * rows + r;
           const auto x = LoadPack<W>(static_cast<const T*>(args.x) + row * features + column);
           const auto dy = LoadPack<W>(static_cast<const T*>(args.dy) + row * features + column);
@@ -321,8 +332,8 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
           A delta = 0;
           if (shift) delta = deltas == nullptr ? few_deltas[r] : __ldg(deltas + row);
           A x_hat[W];
-          NormalisedPack(args, x, group, column, scale, mean, delta,
-                         __ldg(static_cast<const A*>(args.rstd) + row), x_hat);
+          NormalisedVector(args, x, group, column, scale, mean, delta,
+                           __ldg(static_cast<const A*>(args.rstd) + row), x_hat);
 #pragma unroll
           for (int j = 0; j < W; ++j) {
             part_dscale[j] += static_cast<A>(dy.v[j]) * x_hat[j];
@@ -348,14 +359,14 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows)
       shared[2][threadIdx.y][threadIdx.x * W + j] = dresidual_bias[j];
     }
     __syncthreads();  // all rows' sums are written
-    const int thread = static_cast<int>(threadIdx.y * kSumLanes + threadIdx.x);
-    for (int i = thread; i < 3 * kColumns; i += kSumLanes * kSumRows) {
+    const int thread = static_cast<int>(threadIdx.y * kColumnThreads + threadIdx.x);
+    for (int i = thread; i < 3 * kColumns; i += kColumnThreads * kRowThreads) {
       const int s = i / kColumns, c = i % kColumns;
       const std::int64_t to = item % tiles * kColumns + c;
       const ParamGrad& result = s == 0 ? args.dscale : s == 1 ? args.dbias : args.dresidual_bias;
       if (to >= features || result.data == nullptr) continue;
       A total = 0;
-      for (int r = 0; r < kSumRows; ++r) total += shared[s][r][c];
+      for (int r = 0; r < kRowThreads; ++r) total += shared[s][r][c];
       StoreAs(result.data, result.dtype, group * features + to, total);
     }
     __syncthreads();  // all sums are read before the next item's are written
