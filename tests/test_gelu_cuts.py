@@ -49,7 +49,7 @@ def cut(
     rows: int, features: int, width: int, *, groups: int = 1, partial_rows: int | None = None
 ) -> dict[str, int]:
     if partial_rows is None:
-        partial_rows = spec.column_sum_workspace(groups, rows, features, 1)[1]
+        partial_rows = spec.column_sum_workspace(groups, {"n": rows, "d": features}, 1)[1]
     assert CUDA is not None
     return CUDA.gelu_cut(
         groups=groups,
@@ -128,7 +128,9 @@ def test_every_pack_has_a_thread(width: int) -> None:
             if partial_rows == 0:  # no sums are wanted
                 assert found["slices"] >= 1, what
                 continue
-            room = partial_rows or spec.column_sum_workspace(groups, rows, features, 1)[1]
+            room = (
+                partial_rows or spec.column_sum_workspace(groups, {"n": rows, "d": features}, 1)[1]
+            )
             assert found["slices"] * found["partial_rows"] <= room, what
             assert found["slices"] >= 1 or width > 1, what
             per_span = 1 if found["tiles"] == 1 else min(rows, found["copies"])

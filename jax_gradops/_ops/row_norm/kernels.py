@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -20,6 +21,20 @@ from jax_gradops._ops.row_norm import reference as reference
 
 #: What is saved for the backward pass: the op's input and statistics, or its output and rstd.
 Residuals: TypeAlias = Literal["input", "output"]
+
+
+def _workspace(groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, ...]:
+    """Scratch of column sums. CUDA's kernels for wide rows need one value per row at least.
+
+    ffi/cuda/row_norm/stream.cuh has these kernels.
+    """
+    shape = column_sum_workspace(groups, sizes, sums)
+    rows, features = sizes["n"], sizes["d"]
+    if shape == (0,) or not all(isinstance(size, int) for size in (*shape, rows)):
+        return shape
+    least = math.ceil(rows / (features * sums)) if features >= 2048 else 1
+    return groups, max(shape[1], least), sums, features
+
 
 LAYER_NORM_FWD = Kernel(
     name="layer_norm_fwd",
@@ -44,7 +59,7 @@ LAYER_NORM_BWD = Kernel(
     },
     reference=reference.layer_norm_bwd,
     whole="d",
-    workspace=column_sum_workspace,
+    workspace=_workspace,
 )
 LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
     name="layer_norm_bwd_from_output",
@@ -57,7 +72,7 @@ LAYER_NORM_BWD_FROM_OUTPUT = Kernel(
     },
     reference=reference.layer_norm_bwd_from_output,
     whole="d",
-    workspace=column_sum_workspace,
+    workspace=_workspace,
 )
 RMS_NORM_FWD = Kernel(
     name="rms_norm_fwd",
@@ -72,7 +87,7 @@ RMS_NORM_BWD = Kernel(
     results={"dx": Result("nd", "x"), "dscale": Result("d"), "dresidual_bias": Result("d")},
     reference=reference.rms_norm_bwd,
     whole="d",
-    workspace=column_sum_workspace,
+    workspace=_workspace,
 )
 RMS_NORM_BWD_FROM_OUTPUT = Kernel(
     name="rms_norm_bwd_from_output",
@@ -80,7 +95,7 @@ RMS_NORM_BWD_FROM_OUTPUT = Kernel(
     results={"dx": Result("nd", "x"), "dscale": Result("d"), "dresidual_bias": Result("d")},
     reference=reference.rms_norm_bwd_from_output,
     whole="d",
-    workspace=column_sum_workspace,
+    workspace=_workspace,
 )
 
 
