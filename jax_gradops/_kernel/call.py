@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,73 +27,71 @@ class HandlerCall(NamedTuple):
     wanted: Sequence[int]
 
 
-class Call(abc.ABC):
-    """A kernel with all static values. Subclasses are hashable: frozen dataclasses.
+class Call(Protocol):
+    """A kernel with all static values. The classes are hashable: frozen dataclasses.
 
-    Arrays are the operands that are present. Results are the wanted results.
+    The arrays are the operands that are present. The results are the wanted ones.
     """
 
-    #: How many leading group axes the arrays have. `jax.vmap` adds them.
-    groups: int
-
     @property
-    @abc.abstractmethod
     def name(self) -> str:
         """The handler's name."""
+        ...
 
     @property
-    @abc.abstractmethod
+    def groups(self) -> int:
+        """How many leading group axes the arrays have. `jax.vmap` adds them."""
+        ...
+
+    @property
     def text(self) -> str:
         """All static values as text. The text is equal in every process."""
+        ...
 
     @property
-    @abc.abstractmethod
     def has_sums(self) -> bool:
         """Whether a result is reduced over axes that may be sharded."""
+        ...
 
-    @abc.abstractmethod
     def reference(self, *arrays: jax.Array) -> Arrays:
         """Computes the results in `jax.numpy`, without group axes."""
+        ...
 
-    @abc.abstractmethod
+    def handler_call(self, arrays: Sequence[jax.Array]) -> HandlerCall:
+        """The call of the native handler on one device's arrays."""
+        ...
+
     def shared(self, arrays: Sequence[jax.Array]) -> list[bool]:
         """Which arrays lack the group axes: all groups share them."""
+        ...
 
-    @abc.abstractmethod
     def vmapped(
         self, size: int, arrays: Sequence[jax.Array], mapped: Sequence[bool]
     ) -> tuple[Call, list[jax.Array]]:
         """The call and arrays for one more mapped axis, the first axis of `mapped` arrays."""
+        ...
 
-    @abc.abstractmethod
-    def handler_call(self, arrays: Sequence[jax.Array]) -> HandlerCall:
-        """The call of the native handler on one device's arrays."""
-
-    @abc.abstractmethod
     def layout(
         self, specs: Sequence[Any], ndims: Sequence[int], *, everywhere: bool = False
     ) -> Layout:
         """The shardings that the kernel can work with and that are nearest to the arrays' `specs`.
 
-        With `everywhere`, each sum over shards must be a sum over all devices.
+        With `everywhere`, each sum over shards is a sum over all devices.
         """
+        ...
 
-    @abc.abstractmethod
     def local(
         self, compute: Compute, layout: Layout, collectives: Collectives
     ) -> Callable[..., Arrays]:
         """The computation of one device, with sums over all devices."""
+        ...
 
-    @abc.abstractmethod
     def sharding_rule(self, ndims: Sequence[int], result_ndims: Sequence[int]) -> tuple[str, dict]:
         """The rule in Shardy's notation, and options of `custom_partitioning`.
 
         An example is ``n0 n1 d0, d0, d0 -> n0 n1 d0, n0 n1, n0 n1``.
         """
-
-    def group_factors(self) -> list[str]:
-        """Names of the group axes in Shardy's notation."""
-        return [f"vmap{i}" for i in range(self.groups)]
+        ...
 
 
 def scratch_type(like: jax.Array, shape: Sequence[int], dtype: jnp.dtype) -> Any:

@@ -62,15 +62,8 @@ def invoke(
         cache of lowerings compares by equality.
     """
     names = {name: jnp.dtype(dtype).name for name, dtype in (dtypes or {}).items()}
-    attributes = {k: v for k, v in static.items() if k not in kernel.ranks.values()}
-    ranks = {k: v for k, v in static.items() if k in kernel.ranks.values()}
-    call = dataclasses.replace(
-        _call(kernel, operands, ranks),
-        attributes=tuple(attributes.items()),
-        skip=frozenset(skip),
-        dtypes=tuple(names.items()),
-    )
-    arrays = [a for a in operands if a is not None]
+    present, arrays = _present(kernel, operands)
+    call = RowCall(kernel, present, tuple(static.items()), frozenset(skip), tuple(names.items()))
     compute = functools.partial(run, implementation=implementation)
     if axis_names:
         results = in_stages(call, compute, MAPPED, axis_names, *arrays, own_sums=True)
@@ -91,16 +84,19 @@ def prepare(kernel: Kernel, *operands: jax.Array | None, **ranks: int) -> Any:
     wide = accum_dtype(*(a.dtype for a in operands[:1] if a is not None))
     sums = [wide if "n" not in dims else None for dims in kernel.operands.values()]
     operands = match_vma(*operands, sums=sums)
-    present = [a for a in operands if a is not None]
-    arrays = iter(sharding.reshard_operands(_call(kernel, operands, ranks), present)[0])
-    return tuple(None if a is None else next(arrays) for a in operands)
+    present, arrays = _present(kernel, operands)
+    call = RowCall(kernel, present, tuple(ranks.items()))
+    named = dict(zip(present, sharding.reshard_operands(call, arrays)[0], strict=True))
+    return tuple(map(named.get, kernel.operands))
 
 
-def _call(
-    kernel: Kernel, operands: Sequence[jax.Array | None], ranks: Mapping[str, int]
-) -> RowCall:
-    by_letter = tuple((letter, ranks[name]) for letter, name in kernel.ranks.items())
-    return RowCall(kernel, tuple(a is not None for a in operands), ranks=by_letter)
+def _present(
+    kernel: Kernel, operands: Sequence[jax.Array | None]
+) -> tuple[tuple[str, ...], list[jax.Array]]:
+    """The operands that are present, and their names."""
+    pairs = zip(kernel.operands, operands, strict=True)
+    named = {name: a for name, a in pairs if a is not None}
+    return tuple(named), list(named.values())
 
 
 def run(call: Call, *arrays: jax.Array, implementation: Implementation = None) -> Arrays:

@@ -59,12 +59,10 @@ def _beside_manual(context: AbstractMesh) -> _Partitions:
     """
     auto = axes_of(AxisType.Auto, context)
     axes = _factors(auto)
-    everywhere = tuple(auto)
-
-    count = _size_of(axes)
+    everywhere, size = tuple(auto), _size_of(axes)
 
     def total(parts: list[jax.Array], spread: MeshAxes) -> list[jax.Array]:
-        copies = math.prod(axes.values()) // count(spread)
+        copies = math.prod(axes.values()) // size(spread)
         return lax.psum([part / copies for part in parts], everywhere)
 
     def largest(parts: list[jax.Array], spread: MeshAxes) -> list[jax.Array]:
@@ -73,7 +71,7 @@ def _beside_manual(context: AbstractMesh) -> _Partitions:
 
     names = AbstractMesh(context.axis_sizes, context.axis_names)
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    return _Partitions(axes, mesh, names, Collectives(count, total, largest), everywhere=True)
+    return _Partitions(axes, mesh, names, Collectives(size, total, largest), everywhere=True)
 
 
 def _size_of(axes: Mapping[str, int]) -> Callable[[MeshAxes], int]:

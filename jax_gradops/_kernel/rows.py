@@ -23,26 +23,29 @@ from jax_gradops._kernel.array_types import (
     match_vma,
     result_type,
 )
-from jax_gradops._kernel.call import Call, Compute, HandlerCall, scratch_type
+from jax_gradops._kernel.call import Compute, HandlerCall, scratch_type
 from jax_gradops._kernel.layout import Layout, mesh_axes, padded
 from jax_gradops._kernel.shards import Collectives, Shards
 from jax_gradops._kernel.spec import Kernel, Named, Result, Stages
 
 
 @dataclasses.dataclass(frozen=True)
-class RowCall(Call):
+class RowCall:
     """A kernel with all static values: which operands are present, which results are wanted, how.
 
     Attributes:
+      present: names of the operands that are present.
+      static: attributes, and the numbers of axes in `Kernel.ranks`.
+      skip: names of unwanted results.
+      dtypes: by result name, the dtype of a sum. The default is the accumulation dtype.
       groups: as in `Call`. An operand without ``n`` may lack the group axes.
     """
 
     kernel: Kernel
-    present: tuple[bool, ...]
-    attributes: tuple[tuple[str, Any], ...] = ()
+    present: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...] = ()
     skip: frozenset[str] = frozenset()
     dtypes: tuple[tuple[str, str], ...] = ()
-    ranks: tuple[tuple[str, int], ...] = ()
     groups: int = 0
 
     @property
@@ -51,10 +54,10 @@ class RowCall(Call):
 
     @property
     def text(self) -> str:
-        attributes = [(name, type(value).__name__, str(value)) for name, value in self.attributes]
+        static = [(name, type(value).__name__, str(value)) for name, value in self.static]
         return repr((
-            self.kernel.name, self.present, sorted(attributes), sorted(self.skip),
-            sorted(self.dtypes), sorted(self.ranks), self.groups,
+            self.kernel.name, self.present, sorted(static), sorted(self.skip),
+            sorted(self.dtypes), self.groups,
         ))  # fmt: skip
 
     # --- Axes ------------------------------------------------------------------------------------
@@ -67,12 +70,12 @@ class RowCall(Call):
     @functools.cached_property
     def in_dims(self) -> tuple[str, ...]:
         """The axes of each operand that is present."""
-        dims = self.kernel.operands.values()
-        return tuple(d for d, p in zip(dims, self.present, strict=True) if p)
+        return tuple(self.kernel.operands[name] for name in self.present)
 
     def _rank(self, dims: str) -> int:
         """How many axes the letters other than ``n`` stand for."""
-        return sum(dict(self.ranks).get(letter, 1) for letter in dims if letter != "n")
+        names = (self.kernel.ranks.get(letter, "") for letter in dims if letter != "n")
+        return sum(dict(self.static).get(name, 1) for name in names)
 
     def split(self, dims: str, items: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
         """Splits `items` by letter. It has one item for each axis of `dims`."""
@@ -101,16 +104,14 @@ class RowCall(Call):
     def stages(self) -> Stages | None:
         """The stages of this call. It has none if it already has an operand that they give."""
         stages = self.kernel.stages
-        if stages is None or any(self._operands(self.present)[name] for name in stages.given):
-            return None
-        return stages
+        return None if stages is None or set(stages.given) & set(self.present) else stages
 
     @functools.cached_property
     def _reduced(self) -> list[set[str]]:
         """For each result that is computed, the letters that it lacks and that may be sharded."""
         results = dict(self.wanted)
         if self.stages is not None:
-            results |= self.first_stage().wanted
+            results |= self.in_two(self.stages)[0].wanted
         may_be_sharded = set(self.dims) - set(self.kernel.whole)
         return [may_be_sharded - set(r.dims) for r in results.values()]
 
@@ -127,76 +128,57 @@ class RowCall(Call):
         dtypes = dict(self.dtypes)
         return tuple(results[n].astype(dtypes.get(n, results[n].dtype)) for n in self.wanted)
 
-    def first_stage(self) -> RowCall:
-        """The call that computes one shard's results for `Stages.combine`."""
-        assert self.kernel.stages is not None
-        over, results = set(self.kernel.stages.over), self.kernel.results
-        skip = frozenset(name for name, r in results.items() if over & set(r.dims))
-        return dataclasses.replace(self, skip=skip, dtypes=())
+    def in_two(self, stages: Stages) -> tuple[RowCall, RowCall]:
+        """The call that computes one shard's results for `combine`, and the call that follows."""
+        over, results = set(stages.over), self.kernel.results
+        others = frozenset(name for name, r in results.items() if over & set(r.dims))
+        first = dataclasses.replace(self, skip=others, dtypes=())
+        operands = {*self.present, *stages.given}
+        present = tuple(name for name in self.kernel.operands if name in operands)
+        skip = self.skip | (results.keys() - others)
+        return first, dataclasses.replace(self, present=present, skip=skip, dtypes=())
 
-    def second_stage(self) -> RowCall:
-        """The call that computes the other results, with the operands from `Stages.combine`."""
-        assert self.kernel.stages is not None
-        given = self.kernel.stages.given
-        present = (p or n in given for n, p in self._operands(self.present).items())
-        skip = self.skip.union(self.first_stage().wanted)
-        return dataclasses.replace(self, present=tuple(present), skip=skip, dtypes=())
-
-    # --- Operands --------------------------------------------------------------------------------
-
-    def _operands(self, values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(self.kernel.operands, values, strict=True))
-
-    def _spread(self, arrays: Sequence[jax.Array], absent: Any = None) -> list[Any]:
-        """All operands. `absent` stands for each absent one."""
-        given = iter(arrays)
-        return [next(given) if p else absent for p in self.present]
-
-    def operands(self, arrays: Sequence[jax.Array], given: Named) -> list[jax.Array]:
-        """The present operands and the `given` ones, in the kernel's order."""
-        named = self._operands(self._spread(arrays)) | given
-        return [a for a in named.values() if a is not None]
+    # --- Computation -----------------------------------------------------------------------------
 
     def reference(self, *arrays: jax.Array) -> Arrays:
-        ranks = {name: dict(self.ranks)[letter] for letter, name in self.kernel.ranks.items()}
-        options = dict(self.attributes) | ranks
-        results = self.kernel.reference(*self._spread(arrays), **options)
+        named = dict(zip(self.present, arrays, strict=True))
+        operands = map(named.get, self.kernel.operands)
+        results = self.kernel.reference(*operands, **dict(self.static))
         return self.rounded(dict(zip(self.kernel.results, results, strict=True)))
 
     def handler_call(self, arrays: Sequence[jax.Array]) -> HandlerCall:
         kernel, x = self.kernel, arrays[0]
         lead, axes = x.shape[: self.groups], self.split(self.dims, x.shape[self.groups :])
         accum = accum_dtype(x.dtype)
-        dtypes = dict(self.dtypes)
 
         def type_of(name: str, result: Result) -> Any:
             if name in self.skip:
                 return result_type(x, (0,), accum)
             shape = (*lead, *(size for letter in result.dims for size in axes[letter]))
-            return result_type(
-                x, shape, dtypes.get(name, x.dtype if result.dtype == "x" else accum)
-            )
+            default = x.dtype if result.dtype == "x" else accum
+            return result_type(x, shape, dict(self.dtypes).get(name, default))
 
         types = [type_of(name, result) for name, result in kernel.results.items()]
         if kernel.workspace is not None:
             sizes = {letter: math.prod(found) for letter, found in axes.items()}
             shape = kernel.workspace(math.prod(lead), sizes, sum(map(bool, self._reduced)))
             types.append(scratch_type(x, shape, accum))
-        operands: Sequence[jax.Array] = arrays
-        if not all(self.present):
+        named = dict(zip(self.present, arrays, strict=True))
+        if len(named) < len(kernel.operands):
             # Handlers have a fixed signature: an absent operand is an array without elements. It is
             # made from x: `jax.ensure_compile_time_eval` would turn `jnp.zeros` into a constant.
             nothing = lax.slice_in_dim(x, 0, 0).reshape(0).astype(accum)
-            operands = self._spread(arrays, nothing)
-        ranks = dict(self.ranks)
+            named = dict.fromkeys(kernel.operands, nothing) | named
         inputs, outputs = list(kernel.operands), list(kernel.results)
+        attributes = dict(self.static)
+        for name in kernel.ranks.values():
+            attributes[f"{name}_rank"] = np.int64(attributes.pop(name))
         return HandlerCall(
-            operands,
-            types,
-            {inputs.index(i): outputs.index(o) for o, i in kernel.in_place.items()},
-            dict(self.attributes)
-            | {f"{name}_rank": np.int64(ranks[letter]) for letter, name in kernel.ranks.items()},
-            [outputs.index(name) for name in self.wanted],
+            operands=[named[name] for name in inputs],
+            types=types,
+            aliases={inputs.index(i): outputs.index(o) for o, i in kernel.in_place.items()},
+            attributes=attributes,
+            wanted=[outputs.index(name) for name in self.wanted],
         )
 
     # --- Transformations -------------------------------------------------------------------------
@@ -248,12 +230,13 @@ class RowCall(Call):
             if dims == self.dims
         ]
         # The operand sharded over the most mesh axes decides: a cotangent may be replicated.
-        lead, letters = max(choices, key=lambda c: len(mesh_axes([*c[0], *_flat(c[1])])))
-        if everywhere:
-            sums = [r for r in self._reduced if any(mesh_axes(letters[letter]) for letter in r)]
-            if sums:
-                lead = (None,) * self.groups
-                letters = _only(set.intersection(*sums), letters)
+        lead, letters = max(
+            choices,
+            key=lambda c: sum(len(mesh_axes(entries)) for entries in (c[0], *c[1].values())),
+        )
+        sums = [r for r in self._reduced if any(mesh_axes(letters[letter]) for letter in r)]
+        if everywhere and sums:
+            lead, letters = (None,) * self.groups, _only(set.intersection(*sums), letters)
 
         def spec(dims: str, lead: Sequence[Any]) -> PartitionSpec:
             return PartitionSpec(*lead, *(e for letter in dims for e in letters[letter]))
@@ -274,22 +257,18 @@ class RowCall(Call):
         return functools.partial(in_stages, self, compute, collectives, axes)
 
     def sharding_rule(self, ndims: Sequence[int], result_ndims: Sequence[int]) -> tuple[str, dict]:
-        def term(dims: str, ndim: int) -> str:
-            lead = [] if self.is_shared(ndim, dims) else self.group_factors()
-            axes = self.split(dims, range(ndim - len(lead)))
-            return " ".join(lead + [f for letter in dims for f in _factors(letter, axes)])
+        def term(dims: str, ndim: int, letters: str) -> list[str]:
+            lead = 0 if self.is_shared(ndim, dims) else self.groups
+            axes = self.split(dims, range(ndim - lead))
+            groups = [f"vmap{i}" for i in range(lead)]
+            return groups + [f"{letter}{i}" for letter in letters for i in range(len(axes[letter]))]
 
-        left = map(term, self.in_dims, ndims)
-        right = map(term, (r.dims for r in self.wanted.values()), result_ndims)
-        axes = self.split(self.dims, range(ndims[0] - self.groups))
-        whole = tuple(f for letter in self.kernel.whole for f in _factors(letter, axes))
+        left = (" ".join(term(d, n, d)) for d, n in zip(self.in_dims, ndims, strict=True))
+        results = zip(self.wanted.values(), result_ndims, strict=True)
+        right = (" ".join(term(r.dims, n, r.dims)) for r, n in results)
+        whole = tuple(term(self.dims, ndims[0], self.kernel.whole)[self.groups :])
         options = {"need_replication_factors": whole} if whole else {}
         return f"{', '.join(left)} -> {', '.join(right)}", options
-
-
-def _factors(letter: str, axes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Names of a letter's axes in Shardy's notation."""
-    return [f"{letter}{i}" for i in range(len(axes[letter]))]
 
 
 def _only(kept: set[str], entries: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
@@ -300,10 +279,6 @@ def _only(kept: set[str], entries: Mapping[str, Sequence[Any]]) -> dict[str, tup
     }
 
 
-def _flat(entries: Mapping[str, Sequence[Any]]) -> list[Any]:
-    return [e for found in entries.values() for e in found]
-
-
 def in_stages(
     call: RowCall,
     compute: Compute,
@@ -312,16 +287,15 @@ def in_stages(
     *arrays: jax.Array,
     own_sums: bool = False,
 ) -> Arrays:
-    """Runs the kernel on one shard of the arrays. Returns the results of all shards.
+    """Runs the kernel on one shard, and returns the results of all shards.
 
-    This is the only place that combines shards: inside `custom_partitioning`, and where the caller
-    names mapped axes.
+    `local` and `invoke` with `axis_names` both use this function.
 
     Args:
       call: the call on all shards.
       compute: runs a call on one shard.
       collectives: reductions over shards.
-      axes: for letters, the names of the axes over which they are sharded.
+      axes: by letter, the names of the axes over which it is sharded.
       *arrays: one shard.
       own_sums: whether a result that is a sum stays the sum of one shard.
     """
@@ -339,13 +313,14 @@ def in_stages(
     if stages is None or not any(axes.get(letter) for letter in stages.over):
         once = call.partial()
         return call.rounded(of_all(once, run(once, *arrays)))
-    first, second = call.first_stage(), call.second_stage()
+    first, second = call.in_two(stages)
     found = run(first, *arrays)
     totals = shards.summed(found, first.wanted)
-    combined, given = stages.combine(totals, shards, **dict(call.attributes))
+    combined, given = stages.combine(totals, shards, **dict(call.static))
     results = (found if own_sums else totals) | combined
     if second.wanted:
         # Totals are equal on all devices. In `shard_map`, the kernel's operands vary.
-        operands = match_vma(*call.operands(arrays, given))
+        named = dict(zip(call.present, arrays, strict=True)) | given
+        operands: Any = match_vma(*(named[name] for name in second.present))
         results |= of_all(second, run(second, *operands))
     return call.rounded(results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax_gradops._kernel.spec import Named, Result
 class Collectives(NamedTuple):
     """Reductions over devices, or over the indices of a mapped axis. Each takes names of axes."""
 
-    count: Callable[[MeshAxes], int]
+    size: Callable[[MeshAxes], int]
     total: Callable[[list[jax.Array], MeshAxes], list[jax.Array]] = lax.psum
     largest: Callable[[list[jax.Array], MeshAxes], list[jax.Array]] = lax.pmax
 
@@ -48,22 +48,22 @@ class Shards:
     def number(self, dims: str) -> int:
         """The number of shards that are reduced to one."""
         axes = self._over(dims)
-        return self.collectives.count(axes) if axes else 1
+        return self.collectives.size(axes) if axes else 1
 
     def terms(self, dims: str) -> Any:
         """The number of elements that all shards together reduce to one."""
         reduced = (length for letter, length in self.lengths.items() if letter not in dims)
         return self.number(dims) * math.prod(reduced)
 
-    def total(self, dims: str, parts: Sequence[jax.Array]) -> list[jax.Array]:
+    def total(self, dims: str, parts: list[jax.Array]) -> list[jax.Array]:
         """The sum over shards, for each array."""
         axes = self._over(dims)
-        return list(self.collectives.total(list(parts), axes) if axes and parts else parts)
+        return self.collectives.total(parts, axes) if axes and parts else parts
 
-    def largest(self, dims: str, parts: Sequence[jax.Array]) -> list[jax.Array]:
+    def largest(self, dims: str, parts: list[jax.Array]) -> list[jax.Array]:
         """The maximum over shards, for each array."""
         axes = self._over(dims)
-        return list(self.collectives.largest(list(parts), axes) if axes and parts else parts)
+        return self.collectives.largest(parts, axes) if axes and parts else parts
 
     def summed(self, found: Named, results: Mapping[str, Result]) -> Named:
         """`found`, with the sum over shards for each result that is a sum."""

@@ -53,9 +53,9 @@ class Stages:
     Attributes:
       over: letters of the axes.
       given: names of the new operands. They are absent from other calls.
-      combine: takes the first call's results by name, `Shards`, and the attributes. A result that
-        is a sum (`Result.sum`) is already the sum over all shards. `combine` returns the results
-        that are not sums and the new operands, both by name.
+      combine: takes the first call's results by name, `Shards`, and the reference's static
+        arguments. A result that is a sum (`Result.sum`) is already the sum over all shards.
+        `combine` returns the results that are not sums and the new operands, both by name.
     """
 
     over: str
@@ -74,7 +74,8 @@ class Kernel:
         operands but the first may be absent (None).
       results: name, axes and dtype of each result.
       reference: computes all results in `jax.numpy`, without group axes. It takes the operands
-        (None where absent), the attributes, and the numbers of axes in `ranks`.
+        (None where absent). Its static arguments are the attributes and the numbers of axes in
+        `ranks`.
       whole: letters of axes that every device must hold whole.
       ranks: letters that stand for a number of axes, and the name of this number. The handler has
         it as the attribute ``<name>_rank``.

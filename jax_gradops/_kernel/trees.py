@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jax_gradops._implementation import Implementation
 from jax_gradops._kernel.array_types import Arrays, MeshAxes, accum_dtype, for_each, result_type
-from jax_gradops._kernel.call import Call, Compute, HandlerCall, scratch_type
+from jax_gradops._kernel.call import Compute, HandlerCall, scratch_type
 from jax_gradops._kernel.invoke import run
 from jax_gradops._kernel.layout import Layout, mesh_axes, padded
 from jax_gradops._kernel.shards import Collectives
@@ -57,7 +57,7 @@ def invoke(
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeCall(Call):
+class TreeCall:
     """A kernel with all static values: the number of arrays in the tree, and of group axes."""
 
     kernel: TreeKernel
@@ -131,7 +131,7 @@ class TreeCall(Call):
             dtype = accum_dtype(*(a.dtype for a in arrays))
             call = dataclasses.replace(self, arrays=len(members))
             parts = [r.astype(dtype) for r in compute(call, *members)]
-            return list(collectives.total(parts, axes)) if axes else parts
+            return collectives.total(parts, axes) if axes else parts
 
         def local(*arrays: jax.Array) -> Arrays:
             if not self.has_sums:
@@ -143,7 +143,7 @@ class TreeCall(Call):
 
     def sharding_rule(self, ndims: Sequence[int], result_ndims: Sequence[int]) -> tuple[str, dict]:
         del result_ndims
-        lead = self.group_factors()
+        lead = [f"vmap{i}" for i in range(self.groups)]
         terms = [
             " ".join([*lead, *(f"{_letters(i)}n{j}" for j in range(ndim - len(lead)))])
             for i, ndim in enumerate(ndims)

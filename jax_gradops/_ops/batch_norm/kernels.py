@@ -198,18 +198,17 @@ def _backward(
 
 
 def _merge_statistics(
-    partial: Named, shards: Shards, *, epsilon: float, relu: bool
+    partial: Named, shards: Shards, *, epsilon: float, **_: Any
 ) -> tuple[Named, Named]:
     """Combines the statistics of shards that all have an equal number of rows.
 
     Source: Chan, Golub, LeVeque, Algorithms for computing the sample variance (1983). The formula
     uses the distance of each shard's mean from the mean of all shards.
     """
-    del relu
     number = shards.number("d")
 
     def means(*parts: Array) -> list[Array]:
-        return [part / number for part in shards.total("d", parts)]
+        return [part / number for part in shards.total("d", list(parts))]
 
     first = _as_rounded(means(partial["batch_mean"])[0])
     offset = (partial["batch_mean"] - first) + partial["batch_delta"]
@@ -223,9 +222,8 @@ def _merge_statistics(
     return {"batch_variance": variance, **{f"batch_{k}": v for k, v in given.items()}}, given
 
 
-def _means(totals: Named, shards: Shards, *, relu: bool) -> tuple[Named, Named]:
+def _means(totals: Named, shards: Shards, **_: Any) -> tuple[Named, Named]:
     """The means over the rows of all shards."""
-    del relu
     n = _at_least_one(shards.terms("d"), totals["dbias"].dtype)
     return {}, {"mean_dz": totals["dbias"] / n, "mean_dz_x_hat": totals["dscale"] / n}
 

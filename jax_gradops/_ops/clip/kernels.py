@@ -264,8 +264,9 @@ def _scaled_by_xla(leaves: Arrays, first: jax.Array, second: jax.Array) -> Array
 def _scaled_in_place(
     leaves: Arrays, first: jax.Array, second: jax.Array, implementation: Implementation
 ) -> Arrays:
-    *operands, first, second = match_vma(*leaves, jnp.where(first > 1, 1, first), second)
-    calls = (operands[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
+    operands: Any = match_vma(*leaves, jnp.where(first > 1, 1, first), second)
+    *scaled, first, second = operands
+    calls = (scaled[i : i + _LEAVES_PER_CALL] for i in range(0, len(scaled), _LEAVES_PER_CALL))
     return tuple(
         x
         for some in calls
