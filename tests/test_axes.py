@@ -1,4 +1,4 @@
-"""Kernels with other axes than those of the ops: group norm, and classes that are sharded.
+"""Axes that no op has yet: the groups of group norm, and classes that are sharded.
 
 Their handlers are their references: these tests are about the layers around a handler.
 """

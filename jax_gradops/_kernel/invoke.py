@@ -2,13 +2,16 @@
 
 All of this follows from the kernel's declaration (`spec.py`). The layers, from the outside in::
 
-    invoke
+    invoke                 Makes a call (`rows.py`). With named axes: one call, or two (`Stages`).
       Invocation           A primitive (`primitive.py`): the reference gives its derivatives.
                            A mapped axis becomes a leading group axis, or a further row axis.
         platform_dependent   The reference on a platform without the kernel.
           jit                  Its name differs if any static value differs.
             sharding             By the mesh's axes: custom_partitioning, or a plain call.
-              ffi_call
+              partitioning         On each device: one call, or two (`Stages`).
+                ffi_call
+
+`trees.py` has its own `invoke`, and calls of its own (`call.py`) for the same layers.
 """
 
 from __future__ import annotations
@@ -54,9 +57,9 @@ def invoke(
       dtypes: by result name, the dtype of a sum. The default is the accumulation dtype. A sum is
         rounded once, after the sum over shards.
       axis_names: by letter, names of the mapped axes (`jax.shard_map`, `jax.pmap`, `jax.vmap`) over
-        which the letter's axes are sharded. `Kernel.stages` combine over them. Other results that
-        are sums stay the sums of one shard: they are gradients of parameters, and the caller's
-        transformation adds these up.
+        which the letter's axes are sharded. `Kernel.stages` combine over them. A result that is a
+        sum stays the sum of one shard. It is the gradient of a parameter, and the caller's
+        transformation adds the shards' gradients up.
       **static: attributes, and the numbers of axes in `kernel.ranks`. Each attribute has one fixed
         type: `numpy.float64`, `numpy.int64` or `bool`. Handlers check types strictly, and JAX's
         cache of lowerings compares by equality.

@@ -64,7 +64,7 @@ class RowCall:
 
     @functools.cached_property
     def dims(self) -> str:
-        """All axes: those of the first operand."""
+        """All axes. The first operand has them."""
         return next(iter(self.kernel.operands.values()))
 
     @functools.cached_property
@@ -272,7 +272,7 @@ class RowCall:
 
 
 def _only(kept: set[str], entries: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
-    """`entries` of a `PartitionSpec` by letter, without those of other letters."""
+    """`entries` of a `PartitionSpec` by letter. Axes of letters that are not `kept` are gathered."""
     return {
         letter: tuple(e if letter in kept else None for e in found)
         for letter, found in entries.items()

@@ -1,9 +1,9 @@
 """The declaration of a kernel: data, from which `invoke.py` makes everything else.
 
 An op declares its kernels (`Kernel`). Letters name the axes of operands and results. ``n`` stands
-for the row axes, any number of them. Every other letter stands for one axis, or for as many axes as
-the call says (`Kernel.ranks`). For example, batch norm of channels first has an x with axes ``ndm``
-and a scale with axis ``d``: the features.
+for the row axes, any number of them. A letter in `Kernel.ranks` stands for a number of axes that
+the call gives. Every other letter stands for one axis. For example, batch norm has an x with axes
+``ndm`` and a scale with axis ``d``, the channels.
 
 A result that lacks a letter is reduced over the axes of that letter. If these axes are sharded, the
 results of the shards are added up. `Stages` combines results that are not sums.
