@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import math
 import re
 import runpy
 import shutil
@@ -22,6 +23,7 @@ import pytest
 import jax_gradops
 from jax_gradops import _registry, _status
 from jax_gradops._kernel import spec, trees
+from jax_gradops._ops.row_norm.kernels import LAYER_NORM_BWD
 from jax_gradops._tools.bench.cases import OPERATIONS
 
 pytestmark = pytest.mark.newest_jax
@@ -304,6 +306,10 @@ def test_column_sum_workspace():
                 assert groups * shape[1] <= max(512, groups)
     for groups, rows, features, sums in [(1, 0, 8, 2), (1, 8, 0, 2), (0, 8, 8, 2), (1, 8, 8, 0)]:
         assert spec.column_sum_workspace(groups, {"n": rows, "d": features}, sums) == (0,)
+    # CUDA's norms of wide rows keep one value per row there.
+    for rows, features in ((2**22, 2048), (2**24, 2**13)):
+        workspace = LAYER_NORM_BWD.workspace
+        assert workspace and math.prod(workspace(1, {"n": rows, "d": features}, 1)) >= rows
 
 
 def test_cpu_offsets_have_64_bits():

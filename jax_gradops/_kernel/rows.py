@@ -272,7 +272,7 @@ class RowCall:
 
 
 def _only(kept: set[str], entries: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
-    """`entries` of a `PartitionSpec` by letter. Axes of letters that are not `kept` are gathered."""
+    """Entries of a `PartitionSpec` by letter. Axes of letters that are not `kept` are gathered."""
     return {
         letter: tuple(e if letter in kept else None for e in found)
         for letter, found in entries.items()
