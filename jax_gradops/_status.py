@@ -6,6 +6,7 @@ from jax import export
 
 from jax_gradops import _checks, _implementation, _registry
 from jax_gradops._kernel.spec import Kernel
+from jax_gradops._kernel.trees import TreeKernel
 from jax_gradops._ops.batch_norm import kernels as batch_norm_kernels
 from jax_gradops._ops.clip import kernels as global_norm_kernels
 from jax_gradops._ops.gelu import bias_gelu
@@ -14,7 +15,7 @@ from jax_gradops._ops.row_norm import kernels as norm_kernels
 _NORM = (norm_kernels.FWD, norm_kernels.BWD)
 
 #: The kernels of each public op.
-OPS: dict[str, tuple[Kernel, ...]] = {
+OPS: dict[str, tuple[Kernel | TreeKernel, ...]] = {
     "layer_norm": _NORM,
     "rms_norm": _NORM,
     "add_layer_norm": _NORM,

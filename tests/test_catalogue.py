@@ -26,7 +26,7 @@ from transformations import vjp_of
 
 import jax_gradops
 from jax_gradops import _registry, backward
-from jax_gradops._kernel import primitive
+from jax_gradops._kernel import primitive, trees
 from jax_gradops._kernel.invoke import invoke
 from jax_gradops._ops.clip import kernels as global_norm_kernels
 from jax_gradops._ops.gelu import bias_gelu
@@ -263,7 +263,8 @@ def test_every_level_of_the_cpu(levels, rng):
         for dy, x, scale in examples:
             for op in (jax_gradops.layer_norm, jax_gradops.rms_norm, _batch_norm):
                 results.append(vjp_of(functools.partial(op, implementation="ffi"))(dy, x, scale))
-            results.append(invoke(global_norm_kernels.SUM_OF_SQUARES, x, dy, implementation="ffi"))
+            kernel = global_norm_kernels.SUM_OF_SQUARES
+            results.append(trees.invoke(kernel, x, dy, implementation="ffi"))
         return results
 
     def gelus(examples: Any) -> Any:

@@ -25,7 +25,7 @@ INNER = (1, 2, 7, 9, 49, 196, 784, 3136)
 
 def partial_rows(groups: int, rows: int, channels: int, backward: bool) -> int:
     """The number of partial rows in the op's workspace."""
-    return spec.column_sum_workspace(groups, rows, channels, 2 if backward else 4)[1]
+    return spec.column_sum_workspace(groups, {"n": rows, "d": channels}, 2 if backward else 4)[1]
 
 
 def plan(

@@ -7,12 +7,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import math
 import re
 import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,8 @@ import pytest
 
 import jax_gradops
 from jax_gradops import _registry, _status
-from jax_gradops._kernel import spec
+from jax_gradops._kernel import spec, trees
+from jax_gradops._ops.row_norm.kernels import LAYER_NORM_BWD
 from jax_gradops._tools.bench.cases import OPERATIONS
 
 pytestmark = pytest.mark.newest_jax
@@ -260,9 +263,10 @@ def test_every_kernel_belongs_to_an_op():
     assert len(jax_gradops.EXPORT_DISABLED_CHECKS) == len(declared)
 
 
-def _all_kernels() -> set[spec.Kernel]:
+def _all_kernels() -> set[Any]:
     modules = [v for v in vars(_status).values() if inspect.ismodule(v)]
-    return {k for m in modules for k in vars(m).values() if isinstance(k, spec.Kernel)}
+    kinds = (spec.Kernel, trees.TreeKernel)
+    return {k for m in modules for k in vars(m).values() if isinstance(k, kinds)}
 
 
 def test_every_kernel_is_sanitized():
@@ -295,12 +299,16 @@ def test_column_sum_workspace():
     for groups in (1, 3, 600, 100_000):
         for rows in (1, 511, 10**6):
             for features in (1, 1000, 2**24):
-                shape = spec.column_sum_workspace(groups, rows, features, 2)
+                shape = spec.column_sum_workspace(groups, {"n": rows, "d": features}, 2)
                 assert (shape[0], *shape[2:]) == (groups, 2, features)
                 assert 1 <= shape[1] <= min(rows, 512)
-                assert groups * shape[1] <= max(512, groups) or features >= 2048
-    for nothing in [(1, 0, 8, 2), (1, 8, 0, 2), (0, 8, 8, 2), (1, 8, 8, 0)]:
-        assert spec.column_sum_workspace(*nothing) == (0,)
+                assert groups * shape[1] <= max(512, groups)
+    for groups, rows, features, sums in [(1, 0, 8, 2), (1, 8, 0, 2), (0, 8, 8, 2), (1, 8, 8, 0)]:
+        assert spec.column_sum_workspace(groups, {"n": rows, "d": features}, sums) == (0,)
+    # CUDA's norms of wide rows keep one value per row there.
+    for rows, features in ((2**22, 2048), (2**24, 2**13)):
+        workspace = LAYER_NORM_BWD.workspace
+        assert workspace and math.prod(workspace(1, {"n": rows, "d": features}, 1)) >= rows
 
 
 def test_cpu_offsets_have_64_bits():

@@ -191,7 +191,7 @@ def test_named_axis_in_context(context, derivative, implementation, rng):
 def test_cotangent_of_common_result(rng):
     """All indices of a named axis share a result. The result's cotangent counts only once."""
     x = rng.standard_normal((4, FEATURES))
-    operation = _Normalize(BatchNorm(inner=0, epsilon=1e-5, axis_name=("rows",), shards=4))
+    operation = _Normalize(BatchNorm(inner=0, epsilon=1e-5, axis_name=("rows",)))
     mapped = jax.vmap(
         lambda x: operation(x, None, None, None)[:3], axis_name="rows", out_axes=(0, None, None)
     )

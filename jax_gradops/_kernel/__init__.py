@@ -1,1 +1,1 @@
-"""Declares kernels (`spec`) and runs them (`invoke`). Nothing here knows any op."""
+"""Declares kernels (`spec`, `trees`) and runs them (`invoke`). Nothing here knows any op."""

@@ -52,7 +52,8 @@ def match_vma(
         missing = () if a is None else tuple(sorted(axes - varying(a)))
         if a is None or not missing:
             return a
-        if dtype is not None and a.dtype.itemsize < dtype.itemsize:
+        is_float = jnp.issubdtype(a.dtype, jnp.floating)
+        if dtype is not None and is_float and a.dtype.itemsize < dtype.itemsize:
             a = a.astype(dtype)
         return lax.pcast(a, missing, to="varying")
 

@@ -12,106 +12,20 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_gradops._kernel.array_types import Arrays, MeshAxes, accum_dtype, axes_of
-from jax_gradops._kernel.layout import Layout, even, layout_of
+from jax_gradops._kernel.array_types import Arrays, MeshAxes, axes_of
+from jax_gradops._kernel.call import Call, Compute
+from jax_gradops._kernel.layout import Layout, even
 from jax_gradops._kernel.primitive import Operation
-from jax_gradops._kernel.spec import Call
-
-#: Runs a call on one device's arrays: (call, *arrays) -> results.
-Compute: TypeAlias = Callable[..., Arrays]
-#: (partial sums of one device, mesh axes over which their rows are sharded) -> sums of all shards.
-SumOver: TypeAlias = Callable[[list[jax.Array], MeshAxes], list[jax.Array]]
-
-# --- The call of one device ----------------------------------------------------------------------
-
-
-def _psum(parts: list[jax.Array], axes: MeshAxes) -> list[jax.Array]:
-    return lax.psum(parts, axes) if axes else parts
-
-
-def _local(
-    call: Call, compute: Compute, layout: Layout, over: _Partitions
-) -> Callable[..., Arrays]:
-    """The computation of one device. `over.total` adds up the partial sums of all devices."""
-    if call.elementwise:
-        return functools.partial(compute, call)
-    if call.kernel.variadic:
-        return _local_variadic(call, compute, layout, over.total)
-    has_sums = any("n" not in r.dims for r in call.wanted)
-    if call.kernel.stages is not None and has_sums and layout.row_axes[0]:
-        return _local_in_stages(call, compute, layout, over)
-
-    def local(*arrays: jax.Array) -> Arrays:
-        results = compute(call.partial(), *arrays)
-        is_sum = ["n" not in t.dims for t in call.wanted]
-        parts = [r for r, summed in zip(results, is_sum, strict=True) if summed]
-        sums = iter(over.total(parts, layout.row_axes[0]) if parts else [])
-        whole = [next(sums) if s else r for r, s in zip(results, is_sum, strict=True)]
-        return call.rounded(whole)
-
-    return local
-
-
-def _local_in_stages(
-    call: Call, compute: Compute, layout: Layout, over: _Partitions
-) -> Callable[..., Arrays]:
-    """First computes the shard's results without ``n``. Their totals then give the others."""
-    stages, spread = call.kernel.stages, layout.row_axes[0]
-    assert stages is not None
-
-    def wanted(stage: Call) -> list[str]:
-        return [name for name, _ in stage.named if name not in stage.skip]
-
-    def local(*arrays: jax.Array) -> Arrays:
-        first = call.stage(None)
-        partial = dict(zip(wanted(first), compute(first, *arrays), strict=True))
-        with_rows = (a for a, dims in zip(arrays, call.in_dims, strict=True) if "n" in dims)
-        axes = call.axes(next(with_rows).shape[call.groups :])
-        results, given = stages(
-            partial,
-            lambda parts: over.total(list(parts), spread),
-            math.prod(over.axes[a] for a in spread),
-            math.prod((*axes["n"], *axes["m"])),
-            **dict(call.attributes),
-        )
-        second = call.stage(list(given))
-        if second.wanted:
-            others = compute(second, *call.operands(arrays, given))
-            results |= dict(zip(wanted(second), others, strict=True))
-        return call.rounded([results[name] for name in wanted(call)])
-
-    return local
-
-
-def _local_variadic(
-    call: Call, compute: Compute, layout: Layout, total: SumOver
-) -> Callable[..., Arrays]:
-    """Sums up arrays with equal mesh axes in one kernel call. A replicated array counts once."""
-
-    def local(*arrays: jax.Array) -> Arrays:
-        dtype = accum_dtype(*(a.dtype for a in arrays))
-        sums: list[jax.Array] = []
-        for axes in dict.fromkeys(layout.row_axes):
-            members = [a for a, r in zip(arrays, layout.row_axes, strict=True) if r == axes]
-            parts = [r.astype(dtype) for r in compute(call, *members)]
-            parts = total(parts, axes)
-            sums = list(map(jnp.add, sums, parts)) if sums else parts
-        return tuple(sums)
-
-    return local
-
-
-# --- The call of all devices ---------------------------------------------------------------------
+from jax_gradops._kernel.shards import Collectives
 
 
 class _Partitions(NamedTuple):
@@ -121,11 +35,11 @@ class _Partitions(NamedTuple):
     axes: dict[str, int]
     # The mesh with the axes above, for shardings.
     mesh: Mesh | AbstractMesh
-    # The mesh with the axes that `total` names.
+    # The mesh with the axes that `collectives` name.
     lowering_mesh: Mesh | AbstractMesh
-    total: SumOver
-    # Whether a call with sums may be sharded along its rows only.
-    rows_only: bool
+    collectives: Collectives
+    # Whether `collectives` reduce over all devices only.
+    everywhere: bool
 
 
 def _of_whole_mesh(mesh: Mesh, sharding: Any) -> _Partitions:
@@ -133,7 +47,7 @@ def _of_whole_mesh(mesh: Mesh, sharding: Any) -> _Partitions:
     axes = _factors(dict(mesh.shape) or {"devices": sharding.num_devices})
     devices = np.array(sharding._device_assignment).reshape(tuple(axes.values()))
     fine = Mesh(devices, tuple(axes))
-    return _Partitions(axes, fine, fine, _psum, rows_only=False)
+    return _Partitions(axes, fine, fine, Collectives(_size_of(axes)), everywhere=False)
 
 
 def _beside_manual(context: AbstractMesh) -> _Partitions:
@@ -145,15 +59,23 @@ def _beside_manual(context: AbstractMesh) -> _Partitions:
     """
     auto = axes_of(AxisType.Auto, context)
     axes = _factors(auto)
-    everywhere = tuple(auto)
+    everywhere, size = tuple(auto), _size_of(axes)
 
     def total(parts: list[jax.Array], spread: MeshAxes) -> list[jax.Array]:
-        copies = math.prod(axes.values()) // math.prod(axes[a] for a in spread)
+        copies = math.prod(axes.values()) // size(spread)
         return lax.psum([part / copies for part in parts], everywhere)
+
+    def largest(parts: list[jax.Array], spread: MeshAxes) -> list[jax.Array]:
+        del spread
+        return lax.pmax(parts, everywhere)
 
     names = AbstractMesh(context.axis_sizes, context.axis_names)
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    return _Partitions(axes, mesh, names, total, rows_only=True)
+    return _Partitions(axes, mesh, names, Collectives(size, total, largest), everywhere=True)
+
+
+def _size_of(axes: Mapping[str, int]) -> Callable[[MeshAxes], int]:
+    return lambda names: math.prod(axes[name] for name in names)
 
 
 def _factors(axes: Mapping[str, int]) -> dict[str, int]:
@@ -205,18 +127,17 @@ class Partitioned(Operation):
             over = _beside_manual(self.context)
         else:
             over = _of_whole_mesh(mesh, operands[0].sharding)
-        has_sums = any("n" not in r.dims for r in self.call.wanted)
         specs = [_decoded(o.sharding, over.axes, len(o.shape)) for o in operands]
-        if has_sums:
+        if self.call.has_sums:
             # XLA pads shards of unequal sizes, and sums must not contain the padding.
             specs = [even(s, o.shape, over.axes) for s, o in zip(specs, operands, strict=True)]
         ndims = [len(o.shape) for o in operands]
-        return layout_of(self.call, specs, ndims, rows_only=has_sums and over.rows_only), over
+        return self.call.layout(specs, ndims, everywhere=over.everywhere), over
 
     def _partition(self, mesh: Any, operands: Any, results: Any) -> Any:
         del results
         layout, over = self._layout(mesh, operands)
-        local = _local(self.call, self.compute_shard, layout, over)
+        local = self.call.local(self.compute_shard, layout, over.collectives)
 
         def lowered(*arrays: jax.Array) -> Arrays:
             # Hides the caller's mesh: for its Explicit axes, JAX would annotate operations with
@@ -234,29 +155,9 @@ class Partitioned(Operation):
         return tuple(NamedSharding(over.mesh, s) for s in layout.results)
 
     def _sharding_rule(self, mesh: Any, operands: Any, results: Any) -> Any:
-        # Shardy's notation, for example `n0 n1 d, d, d -> n0 n1 d, n0 n1, n0 n1`.
         del mesh
-        call = self.call
-        group_factors = [f"g{i}" for i in range(call.groups)]
-
-        def term(dims: str, ndim: int, prefix: str = "") -> str:
-            if "n" not in dims and ndim == len(dims):  # shared by all groups
-                return " ".join(dims)
-            sizes = {"d": 1, "m": call.inner}
-            sizes["n"] = ndim - call.groups - sum(sizes[c] for c in dims if c != "n")
-            factors = [f"{prefix}{c}{i}" if c in "nm" else c for c in dims for i in range(sizes[c])]
-            return " ".join(group_factors + factors)
-
-        ndims = [len(o.shape) for o in operands]
-        prefixes = [_letters(i) if call.kernel.variadic else "" for i in range(len(ndims))]
-        left = map(term, call.in_dims, ndims, prefixes)
-        of_results = prefixes[: call.arrays] if call.elementwise else [""] * len(results)
-        ndims = [len(t.shape) for t in results]
-        right = map(term, (r.dims for r in call.wanted), ndims, of_results)
-        whole = tuple(call.kernel.whole)
-        return f"{', '.join(left)} -> {', '.join(right)}", {
-            "need_replication_factors": whole
-        } if whole else {}
+        ndims = ([len(t.shape) for t in types] for types in (operands, results))
+        return self.call.sharding_rule(*ndims)
 
 
 def _name_partitioning(results: Sequence[Any], module: Any, name: str) -> None:
@@ -323,8 +224,3 @@ def _decoded(sharding: Any, axes: dict[str, int], ndim: int) -> Any:
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     same = NamedSharding(mesh, named)._to_xla_hlo_sharding(ndim) == tiling
     return named if same else PartitionSpec(*[None] * ndim)
-
-
-def _letters(i: int) -> str:
-    """The number in letters (26 is "ba"): Shardy's factor names have digits at their end only."""
-    return ("" if i < 26 else _letters(i // 26)) + chr(ord("a") + i % 26)

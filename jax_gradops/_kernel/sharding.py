@@ -21,9 +21,9 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from jax_gradops._kernel.array_types import Arrays, axes_of, mesh_of
-from jax_gradops._kernel.layout import Layout, layout_of
-from jax_gradops._kernel.partitioning import Compute, Partitioned
-from jax_gradops._kernel.spec import Call
+from jax_gradops._kernel.call import Call, Compute
+from jax_gradops._kernel.layout import Layout
+from jax_gradops._kernel.partitioning import Partitioned
 
 
 def sharded(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:
@@ -55,7 +55,7 @@ def reshard_operands(
     if not axes_of(AxisType.Explicit, mesh):
         return list(arrays), None
     types = [jax.typeof(a) for a in arrays]
-    layout = layout_of(call, [t.sharding.spec for t in types], [t.ndim for t in types])
+    layout = call.layout([t.sharding.spec for t in types], [t.ndim for t in types])
     return [
         jax.sharding.reshard(a, NamedSharding(mesh, s))
         for a, s in zip(arrays, layout.operands, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import jax
@@ -90,7 +89,7 @@ def batch_norm(
      [ 1.  0.]] [2. 5.] [1. 0.]
     """
     op = "batch_norm"
-    names, shards = _checked_axis_name(op, axis_name)
+    names = _checked_axis_name(op, axis_name)
     x, axis = checked_x(op, x, axis, least=1 if names else 2)
     activation = _checks.choice(op, "activation", activation, "relu", None)
     return kernels.normalize(
@@ -102,17 +101,16 @@ def batch_norm(
             inner=x.ndim - 1 - axis,
             epsilon=_checks.epsilon(op, epsilon, accum_dtype(x.dtype)),
             axis_name=names,
-            shards=shards,
             relu=activation == "relu",
             implementation=resolve_implementation(implementation, op),
         ),
     )
 
 
-def _checked_axis_name(op: str, value: Any) -> tuple[Any, int]:
-    """Returns a tuple of names (None for no name), and the product of the axes' sizes."""
+def _checked_axis_name(op: str, value: Any) -> tuple[Any, ...] | None:
+    """Returns a tuple of names, or None for no name."""
     if value is None or (isinstance(value, tuple | list) and not value):
-        return None, 1
+        return None
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
     try:
         repeated = len(set(names)) < len(names)
@@ -124,13 +122,14 @@ def _checked_axis_name(op: str, value: Any) -> tuple[Any, int]:
     if repeated:
         raise ValueError(f"{op}: axis_name={value!r} has a name twice")
     try:
-        return names, math.prod(jax.lax.axis_size(name) for name in names)
+        jax.lax.axis_size(names)
     except NameError:
         raise _checks.UnboundAxisError(
             f"{op}: axis_name={value!r} names no axis here. Names are bound inside jax.shard_map, "
             "jax.pmap or jax.vmap(..., axis_name=...); under jax.jit with a sharded batch, "
             "statistics are the whole batch's without one"
         ) from None
+    return names
 
 
 def batch_norm_inference(

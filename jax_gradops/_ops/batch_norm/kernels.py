@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,11 +18,12 @@ from jax_gradops._implementation import Implementation
 from jax_gradops._kernel.array_types import Arrays, accum_dtype, match_vma, reshard_like
 from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.primitive import Function, Operands, Operation, Unknown, unchanged
+from jax_gradops._kernel.shards import Shards
 from jax_gradops._kernel.spec import (
     Kernel,
     Named,
     Result,
-    Total,
+    Stages,
     along_channels,
     column_sum_workspace,
 )
@@ -36,9 +38,12 @@ Array = jax.Array
 def _count(x: Array, inner: int) -> Any:
     """The number of elements of a channel, at least 1."""
     sizes = [n for i, n in enumerate(x.shape) if i != x.ndim - 1 - inner]
-    count = math.prod(sizes)
+    return _at_least_one(math.prod(sizes), x.dtype)
+
+
+def _at_least_one(count: Any, dtype: Any) -> Any:
     if not isinstance(count, int):  # symbolic dimensions of jax.export
-        return jnp.asarray(count).astype(x.dtype)
+        return jnp.asarray(count).astype(dtype)
     return max(1, count)
 
 
@@ -137,8 +142,7 @@ def tangents(
     *,
     inner: int,
     relu: bool,
-    total: Total,
-    shards: int,
+    axis_name: Any,
 ) -> Arrays:
     """Returns the tangents of y, mean, variance and rstd.
 
@@ -146,8 +150,9 @@ def tangents(
     """
     x_hat = _normalized(x.astype(mean.dtype), mean, delta, rstd, inner)
     wide = jnp.zeros_like(x_hat) if dx is None else dx.astype(x_hat.dtype)
-    n = shards * _count(wide, inner)
-    sums = total([_channel_sum(wide, inner), _channel_sum(wide * x_hat, inner)])
+    n, sums = _count(wide, inner), [_channel_sum(wide, inner), _channel_sum(wide * x_hat, inner)]
+    if axis_name is not None:
+        n, sums = lax.psum(1, axis_name) * n, lax.psum(sums, axis_name)
     level, slope = (along_channels(part / n, wide, inner) for part in sums)
     dx_hat = (wide - level - x_hat * slope) * along_channels(rstd, wide, inner)
     dz = _argument(dx_hat, scale, dbias, dresidual, inner)
@@ -192,22 +197,22 @@ def _backward(
 # --- Statistics of several shards ----------------------------------------------------------------
 
 
-def merge_statistics(
-    partial: Named, total: Total, shards: int, rows: Any, *, epsilon: float, relu: bool
+def _merge_statistics(
+    partial: Named, shards: Shards, *, epsilon: float, **_: Any
 ) -> tuple[Named, Named]:
     """Combines the statistics of shards that all have an equal number of rows.
 
     Source: Chan, Golub, LeVeque, Algorithms for computing the sample variance (1983). The formula
     uses the distance of each shard's mean from the mean of all shards.
     """
-    del rows, relu
+    number = shards.number("d")
 
     def means(*parts: Array) -> list[Array]:
-        return [part / shards for part in total(parts)]
+        return [part / number for part in shards.total("d", list(parts))]
 
     first = _as_rounded(means(partial["batch_mean"])[0])
     offset = (partial["batch_mean"] - first) + partial["batch_delta"]
-    unit = root_of_count(shards) ** 2  # the sum over shards may overflow; their mean does not
+    unit = root_of_count(number) ** 2  # the sum over shards may overflow; their mean does not
     spread, variance = means(offset, (partial["batch_variance"] + jnp.square(offset)) / unit)
     # spread is a rounding error, and almost 0
     variance = variance * unit - jnp.square(spread)
@@ -217,53 +222,50 @@ def merge_statistics(
     return {"batch_variance": variance, **{f"batch_{k}": v for k, v in given.items()}}, given
 
 
-def merge_sums(
-    partial: Named, total: Total, shards: int, rows: Any, *, relu: bool
-) -> tuple[Named, Named]:
-    """Returns the sums over all shards, and the means over the rows of all shards."""
-    del relu
-    if not isinstance(rows, int):
-        rows = jnp.asarray(rows).astype(partial["dbias"].dtype)
-    dscale, dbias = total([partial[name] for name in _SUMS])
-    n = shards * (max(1, rows) if isinstance(rows, int) else rows)
-    return {"dscale": dscale, "dbias": dbias}, {"mean_dz": dbias / n, "mean_dz_x_hat": dscale / n}
+def _means(totals: Named, shards: Shards, **_: Any) -> tuple[Named, Named]:
+    """The means over the rows of all shards."""
+    n = _at_least_one(shards.terms("d"), totals["dbias"].dtype)
+    return {}, {"mean_dz": totals["dbias"] / n, "mean_dz_x_hat": totals["dscale"] / n}
 
 
 # --- The kernels ---------------------------------------------------------------------------------
 
 
-def _workspace(values: int, groups: int, rows: int, features: int, sums: int) -> tuple[int, ...]:
+def _workspace(values: int, groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, ...]:
     """Scratch shape: partial results of `values` numbers per channel. Empty if `sums` is 0."""
-    return column_sum_workspace(groups, rows, features, values if sums else 0)
+    return column_sum_workspace(groups, sizes, values if sums else 0)
 
 
 _STATISTICS = ("batch_mean", "batch_variance", "batch_rstd", "batch_delta")
 _SUMS = ("dscale", "dbias")
 _PARAMETERS = {"scale": "d", "bias": "d"}
 _GIVEN = {"mean": "d", "rstd": "d", "delta": "d"}
+_MEANS = ("mean_dz", "mean_dz_x_hat")
 
 FWD = Kernel(
     name="batch_norm_fwd",
     operands={"x": "ndm", "residual": "ndm", **_PARAMETERS, **_GIVEN},
-    results={"y": Result("ndm", "x"), **{name: Result("d") for name in _STATISTICS}},
+    results={"y": Result("ndm", "x"), **{name: Result("d", sum=False) for name in _STATISTICS}},
     reference=_forward,
+    ranks={"m": "inner"},
     # For each part: its origin (an element), its mean, squared deviations, number of elements.
     workspace=functools.partial(_workspace, 4),
-    stages=merge_statistics,
+    stages=Stages("nm", tuple(_GIVEN), _merge_statistics),
 )
 BWD = Kernel(
     name="batch_norm_bwd",
     operands={
         "dy": "ndm", "x": "ndm", "y": "ndm", **_PARAMETERS, **_GIVEN,
-        "mean_dz": "d", "mean_dz_x_hat": "d",
+        **dict.fromkeys(_MEANS, "d"),
     },
     results={
         "dx": Result("ndm", "x"), "dresidual": Result("ndm", "x"),
         **{name: Result("d") for name in _SUMS},
     },
     reference=_backward,
+    ranks={"m": "inner"},
     workspace=functools.partial(_workspace, 2),
-    stages=merge_sums,
+    stages=Stages("nm", _MEANS, _means),
 )  # fmt: skip
 
 
@@ -277,30 +279,21 @@ class BatchNorm:
     inner: int  # number of axes after the channel axis
     epsilon: float = 0.0
     axis_name: Any = None
-    shards: int = 1  # number of shards along axis_name
     relu: bool = False
     implementation: Implementation = None
 
     def _options(self) -> dict[str, Any]:
         return {"inner": self.inner, "relu": self.relu, "implementation": self.implementation}
 
+    @property
+    def _axis_names(self) -> dict[str, Any]:
+        return {"n": self.axis_name} if self.axis_name else {}
+
     def forward(self, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, ...]:
         """Returns y, mean, variance, rstd and delta."""
+        operands = (x, residual, scale, bias, None, None, None)
         options = {**self._options(), "epsilon": np.float64(self.epsilon)}
-        if self.axis_name is None:
-            return invoke(FWD, x, residual, scale, bias, None, None, None, **options)
-        nothing = (None, None, None)
-        statistics = invoke(FWD, x, None, None, None, *nothing, skip=["y"], **options)[1:]
-        results, given = merge_statistics(
-            dict(zip(_STATISTICS, statistics, strict=True)),
-            self.total,
-            self.shards,
-            None,
-            epsilon=self.epsilon,
-            relu=self.relu,
-        )
-        y = self.apply(x, residual, scale, bias, *given.values())
-        return y, *(results[name] for name in _STATISTICS)
+        return invoke(FWD, *operands, axis_names=self._axis_names, **options)
 
     def apply(
         self, x: Any, residual: Any, scale: Any, bias: Any, mean: Any, rstd: Any, delta: Any
@@ -326,32 +319,16 @@ class BatchNorm:
 
         dscale and dbias are None without an entry in `dtypes`.
         """
-        rest = [] if residual and self.relu else ["dresidual"]
-        operands = (dy, x, y, scale, bias, *statistics)
-        if self.axis_name is None:
-            dx, dresidual, *sums = invoke(
-                BWD, *operands, None, None, skip=rest, dtypes=dtypes, **self._options()
-            )
-        else:
-            # The parameters' gradients are sums over the device's own rows: the caller's
-            # transformation adds them up. The gradient of x needs the sums over all rows.
-            sums = invoke(BWD, *operands, None, None, skip=["dx", "dresidual"], **self._options())[
-                2:
-            ]
-            count = x.size // max(1, x.shape[x.ndim - 1 - self.inner])
-            named: Named = dict(zip(_SUMS, sums, strict=True))
-            _, given = merge_sums(named, self.total, self.shards, count, relu=self.relu)
-            both = match_vma(*operands, *given.values())
-            dx, dresidual, *_ = invoke(BWD, *both, skip=[*rest, *_SUMS], **self._options())
+        dx, dresidual, *sums = invoke(
+            BWD, dy, x, y, scale, bias, *statistics, None, None,
+            skip=[] if residual and self.relu else ["dresidual"], dtypes=dtypes,
+            axis_names=self._axis_names, **self._options(),
+        )  # fmt: skip
         dscale, dbias = (
             value.astype(dtypes[name]) if name in dtypes else None
             for name, value in zip(_SUMS, sums, strict=True)
         )
         return dx, dy if residual and not self.relu else dresidual, dscale, dbias
-
-    def total(self, parts: Any) -> Any:
-        """The sums over all shards along `axis_name`."""
-        return lax.psum(list(parts), self.axis_name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,10 +389,7 @@ class _Tangents(Operation):
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
         norm = self.norm
-        total = norm.total if norm.axis_name else list
-        return tangents(
-            *operands, inner=norm.inner, relu=norm.relu, total=total, shards=norm.shards
-        )
+        return tangents(*operands, inner=norm.inner, relu=norm.relu, axis_name=norm.axis_name)
 
     def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
         dy, *others = cotangents

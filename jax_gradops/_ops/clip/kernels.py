@@ -15,9 +15,8 @@ from jax.typing import ArrayLike
 
 from jax_gradops._implementation import Implementation
 from jax_gradops._kernel.array_types import Arrays, accum_dtype, match_vma
-from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.primitive import Operands, Operation
-from jax_gradops._kernel.spec import Kernel, Result
+from jax_gradops._kernel.trees import TreeKernel, invoke
 
 Nonfinite: TypeAlias = Literal["propagate", "zero"]
 
@@ -77,14 +76,12 @@ def _sum_of_squares_reference(*leaves: jax.Array) -> Arrays:
 
 # --- Kernel --------------------------------------------------------------------------------------
 
-SUM_OF_SQUARES = Kernel(
+SUM_OF_SQUARES = TreeKernel(
     name="sum_of_squares",
-    operands={"leaves": "n"},
-    results={"huge": Result(""), "normal": Result(""), "tiny": Result("")},
+    sums=("huge", "normal", "tiny"),
     reference=_sum_of_squares_reference,
-    variadic=True,
     # 2,048 partial sums in double, at least one per group. JAX may lack double: 2 floats make one.
-    workspace=lambda groups, rows, features, sums: (
+    workspace=lambda groups: (
         groups,
         -(-2048 // max(1, groups)) if isinstance(groups, int) else 2048,
         2,
@@ -117,14 +114,7 @@ def _scale_reference(*operands: jax.Array) -> Arrays:
 _LEAVES_PER_CALL = 250
 
 # If both factors are 1, the kernel writes no leaf.
-SCALE = Kernel(
-    name="scale",
-    operands={"leaves": "n", "factor": "", "second_factor": ""},
-    results={"scaled": Result("n", "x")},
-    reference=_scale_reference,
-    variadic=True,
-    in_place={"scaled": "leaves"},
-)
+SCALE = TreeKernel(name="scale", scalars=("factor", "second_factor"), reference=_scale_reference)
 
 
 # --- The norm ------------------------------------------------------------------------------------
@@ -229,7 +219,7 @@ class _GlobalNorm(Operation):
 @functools.partial(jax.jit, static_argnames="implementation")
 def traced_norm(leaves: Arrays, *, implementation: Implementation) -> Norm:
     """The norm of one leaf or more. It is differentiable."""
-    return Norm(*_GlobalNorm(implementation)(*prepare(SUM_OF_SQUARES, *leaves)))
+    return Norm(*_GlobalNorm(implementation)(*match_vma(*leaves)))
 
 
 # --- Scaling -------------------------------------------------------------------------------------
@@ -274,8 +264,9 @@ def _scaled_by_xla(leaves: Arrays, first: jax.Array, second: jax.Array) -> Array
 def _scaled_in_place(
     leaves: Arrays, first: jax.Array, second: jax.Array, implementation: Implementation
 ) -> Arrays:
-    *operands, first, second = prepare(SCALE, *leaves, jnp.where(first > 1, 1, first), second)
-    calls = (operands[i : i + _LEAVES_PER_CALL] for i in range(0, len(leaves), _LEAVES_PER_CALL))
+    operands: Any = match_vma(*leaves, jnp.where(first > 1, 1, first), second)
+    *scaled, first, second = operands
+    calls = (scaled[i : i + _LEAVES_PER_CALL] for i in range(0, len(scaled), _LEAVES_PER_CALL))
     return tuple(
         x
         for some in calls

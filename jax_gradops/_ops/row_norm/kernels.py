@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -20,6 +21,20 @@ from jax_gradops._ops.row_norm import reference as reference
 
 #: What is saved for the backward pass: the op's input and statistics, or its output and rstd.
 Residuals: TypeAlias = Literal["input", "output"]
+
+
+def _workspace(groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, ...]:
+    """Scratch of column sums. CUDA's kernels for wide rows need one value per row at least.
+
+    ffi/cuda/row_norm/stream.cuh has these kernels.
+    """
+    shape = column_sum_workspace(groups, sizes, sums)
+    rows, features = sizes["n"], sizes["d"]
+    if shape == (0,) or not all(isinstance(size, int) for size in (*shape, rows)):
+        return shape
+    least = math.ceil(rows / (features * sums)) if features >= 2048 else 1
+    return groups, max(shape[1], least), sums, features
+
 
 FWD = Kernel(
     name="row_norm_fwd",
@@ -47,7 +62,7 @@ BWD = Kernel(
     },
     reference=reference.backward,
     whole="d",
-    workspace=column_sum_workspace,
+    workspace=_workspace,
 )  # fmt: skip
 
 
