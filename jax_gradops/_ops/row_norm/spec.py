@@ -1,0 +1,82 @@
+"""What layer norm and RMS norm are, as data: see `op_spec`."""
+
+from __future__ import annotations
+
+import functools
+
+from jax_gradops import _oracles
+from jax_gradops._ops.op_spec import EPSILON, Form, OpSpec
+from jax_gradops._ops.row_norm import kernels
+from jax_gradops._ops.row_norm.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+_LAYER_NORM = functools.partial(
+    Form,
+    oracle=functools.partial(_oracles.norm, centered=True),
+    oracle_vjp=functools.partial(_oracles.norm_vjp, centered=True),
+    options={"epsilon": EPSILON},
+    parameters=2,
+)
+_RMS_NORM = functools.partial(
+    Form,
+    oracle=functools.partial(_oracles.norm, centered=False),
+    oracle_vjp=functools.partial(_oracles.norm_vjp, centered=False),
+    options={"epsilon": EPSILON},
+    parameters=1,
+)
+_TRAFFIC = {"fwd": 2, "bwd": 3}
+
+LAYER_NORM = OpSpec(
+    "layer_norm",
+    "rows",
+    (
+        _LAYER_NORM(
+            layer_norm, kernels=(kernels.LAYER_NORM_FWD, kernels.LAYER_NORM_BWD), traffic=_TRAFFIC
+        ),
+        _LAYER_NORM(
+            functools.partial(layer_norm, residuals="output"),
+            name="from output",
+            kernels=(kernels.LAYER_NORM_FWD, kernels.LAYER_NORM_BWD_FROM_OUTPUT),
+            roundings=7,
+        ),
+    ),
+)
+RMS_NORM = OpSpec(
+    "rms_norm",
+    "rows",
+    (
+        _RMS_NORM(rms_norm, kernels=(kernels.RMS_NORM_FWD, kernels.RMS_NORM_BWD), traffic=_TRAFFIC),
+        _RMS_NORM(
+            functools.partial(rms_norm, residuals="output"),
+            name="from output",
+            kernels=(kernels.RMS_NORM_FWD, kernels.RMS_NORM_BWD_FROM_OUTPUT),
+            roundings=7,
+        ),
+    ),
+)
+ADD_LAYER_NORM = OpSpec(
+    "add_layer_norm",
+    "rows",
+    (
+        _LAYER_NORM(
+            add_layer_norm,
+            kernels=(kernels.LAYER_NORM_FWD, kernels.LAYER_NORM_BWD),
+            oracle=functools.partial(_oracles.add_norm, centered=True),
+            oracle_vjp=functools.partial(_oracles.add_norm_vjp, centered=True),
+            arrays=2,
+        ),
+    ),
+)
+ADD_RMS_NORM = OpSpec(
+    "add_rms_norm",
+    "rows",
+    (
+        _RMS_NORM(
+            add_rms_norm,
+            kernels=(kernels.RMS_NORM_FWD, kernels.RMS_NORM_BWD),
+            oracle=functools.partial(_oracles.add_norm, centered=False),
+            oracle_vjp=functools.partial(_oracles.add_norm_vjp, centered=False),
+            arrays=2,
+        ),
+    ),
+)
+SPECS = (LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM)
