@@ -1,192 +1,177 @@
 // A Python module that tells how the CUDA kernels split their work. It needs no GPU and no CUDA.
+//
+// Each function takes the fields of a task (and for norms, of limits) as keyword arguments, by
+// their names in plan.h. It returns the kernel's name and the plan's numbers as a dictionary.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <string>
+#include <string_view>
 #include <type_traits>
-#include <vector>
 
-#include "cuda/batch_norm/policy.h"
-#include "cuda/gelu/policy.h"
-#include "cuda/row_norm/backward_policy.h"
-#include "cuda/row_norm/narrow_policy.h"
+#include "common/description.h"
+#include "cuda/batch_norm/plan.h"
+#include "cuda/clip/plan.h"
+#include "cuda/gelu/plan.h"
+#include "cuda/row_norm/plan.h"
 
 namespace nb = nanobind;
 
 namespace gradops {
 namespace {
 
-// Reads layer norm's choice of a plan on GPUs, and forces a choice.
-void BindRowPlans(nb::module_& m) {
-  m.def(
-      "row_plan",
-      [](std::int64_t rows, std::int64_t features, int element_bytes, int arrays, bool backward,
-         bool aligned, bool aligned_params, int architecture, int multiprocessors,
-         std::int64_t shared_bytes, bool sums_dx, bool centered) {
-        const RowTask task{rows,         features,       element_bytes, arrays,
-                           aligned,      aligned_params, architecture,  multiprocessors,
-                           shared_bytes, sums_dx,        centered};
-        const NarrowExtra extra =
-            backward ? NarrowBackwardExtra(task) : NarrowForwardExtra(task, true);
-        nb::dict fields;
-        const auto describe = [&](const auto& plan) {
-          fields["stream"] = plan.stream;
-          if (plan.stream) return;
-          fields["division"] = static_cast<int>(plan.division);
-          fields["packs"] = plan.packs;
-          fields["lanes"] = plan.lanes;
-          fields["cluster"] = plan.cluster;
-          fields["share"] = plan.share;
-          fields["threads"] = plan.threads();
-          if constexpr (std::is_same_v<std::decay_t<decltype(plan)>, BackwardPlan>) {
-            fields["units"] = plan.units;
-            fields["stages"] = plan.stages;
-            fields["shared_bytes"] = plan.shared_bytes;
-            fields["classes"] = plan.classes;
-          } else {
-            fields["teams"] = plan.teams;
-            fields["step"] = plan.step;
-            fields["stages"] = plan.stages;
-            fields["shared_bytes"] = plan.shared_bytes;
-          }
-          const NarrowPlan narrow =
-              plan.division == Division::kFramed ? ChooseNarrowPlan(task, extra) : NarrowPlan{};
-          if (narrow.lanes == 0) return;
-          nb::dict chunk;
-          chunk["lanes"] = narrow.lanes;
-          chunk["columns"] = narrow.columns;
-          chunk["steps"] = narrow.steps;
-          chunk["chunk_rows"] = narrow.chunk_rows;
-          chunk["slot_bytes"] = narrow.slot_bytes;
-          chunk["warps"] = narrow.warps;
-          chunk["shared_bytes"] = narrow.shared_bytes;
-          fields["narrow"] = chunk;
-        };
-        if (backward) {
-          describe(ChooseBackwardPlan(task, RowOverride()));
-        } else {
-          describe(ChooseForwardPlan(task, RowOverride()));
-        }
-        return fields;
-      },
-      nb::kw_only(), nb::arg("rows"), nb::arg("features"), nb::arg("element_bytes"),
-      nb::arg("arrays"), nb::arg("backward"), nb::arg("aligned"), nb::arg("aligned_params"),
-      nb::arg("architecture"), nb::arg("multiprocessors"), nb::arg("shared_bytes"),
-      nb::arg("sums_dx") = false, nb::arg("centered") = true);
+// Sets a member, or a member of a member.
+template <auto kMember, auto... kRest>
+void Set(auto& object, std::int64_t value) {
+  auto& member = object.*kMember;
+  if constexpr (sizeof...(kRest) > 0) {
+    Set<kRest...>(member, value);
+  } else {
+    member = static_cast<std::remove_reference_t<decltype(member)>>(value);
+  }
 }
 
-// Reads how GELU cuts its arrays on GPUs.
-inline nb::dict FieldsOf(const GeluCut& cut, std::int64_t rows) {
+template <class Choice>
+struct Field {
+  std::string_view name;
+  void (*set)(Choice&, std::int64_t);
+};
+
+// A task, the direction, and what a test forces.
+struct RowChoice {
+  bool backward = false;
+  RowTask task{};
+  RowPlanLimits limits;
+
+  Description Choose() const {
+    return backward ? Describe(ChooseBackwardPlan(task, limits))
+                    : Describe(ChooseForwardPlan(task, limits));
+  }
+};
+struct ChannelChoice {
+  ChannelTask task{};
+  Description Choose() const { return Describe(ChooseBatchNormPlan(task)); }
+};
+struct GeluChoice {
+  bool backward = false;
+  GeluTask task{};
+  Description Choose() const {
+    return Describe(backward ? ChooseGeluBackwardPlan(task) : ChooseGeluForwardPlan(task));
+  }
+};
+struct ClipChoice {
+  bool scales = false;
+  ClipTask task{};
+  Description Choose() const {
+    return Describe(scales ? ChooseScalePlan(task) : ChooseSumPlan(task));
+  }
+};
+
+template <class Choice, auto... kPath>
+constexpr Field<Choice> OfTask(std::string_view name) {
+  return {name, &Set<&Choice::task, kPath...>};
+}
+
+constexpr Field<RowChoice> kRowFields[] = {
+    {"backward", &Set<&RowChoice::backward>},
+    OfTask<RowChoice, &RowTask::rows>("rows"),
+    OfTask<RowChoice, &RowTask::features>("features"),
+    OfTask<RowChoice, &RowTask::element_bytes>("element_bytes"),
+    OfTask<RowChoice, &RowTask::arrays>("arrays"),
+    OfTask<RowChoice, &RowTask::aligned>("aligned"),
+    OfTask<RowChoice, &RowTask::aligned_params>("aligned_params"),
+    OfTask<RowChoice, &RowTask::architecture>("architecture"),
+    OfTask<RowChoice, &RowTask::multiprocessors>("multiprocessors"),
+    OfTask<RowChoice, &RowTask::shared_bytes>("shared_bytes"),
+    OfTask<RowChoice, &RowTask::centered>("centered"),
+    OfTask<RowChoice, &RowTask::residual_bias>("residual_bias"),
+    OfTask<RowChoice, &RowTask::groups>("groups"),
+    OfTask<RowChoice, &RowTask::sums>("sums"),
+    OfTask<RowChoice, &RowTask::sums_dx>("sums_dx"),
+    OfTask<RowChoice, &RowTask::reads_mean>("reads_mean"),
+    OfTask<RowChoice, &RowTask::knows_epsilon>("knows_epsilon"),
+    {"limit_architecture", &Set<&RowChoice::limits, &RowPlanLimits::architecture>},
+    {"max_cluster", &Set<&RowChoice::limits, &RowPlanLimits::max_cluster>},
+    {"max_threads", &Set<&RowChoice::limits, &RowPlanLimits::max_threads>},
+    {"max_stages", &Set<&RowChoice::limits, &RowPlanLimits::max_stages>},
+    {"stream", &Set<&RowChoice::limits, &RowPlanLimits::stream>},
+    {"vectors", &Set<&RowChoice::limits, &RowPlanLimits::vectors>},
+};
+
+constexpr Field<ChannelChoice> kChannelFields[] = {
+    OfTask<ChannelChoice, &ChannelTask::backward>("backward"),
+    OfTask<ChannelChoice, &ChannelTask::groups>("groups"),
+    OfTask<ChannelChoice, &ChannelTask::rows>("rows"),
+    OfTask<ChannelChoice, &ChannelTask::channels>("channels"),
+    OfTask<ChannelChoice, &ChannelTask::inner>("inner"),
+    OfTask<ChannelChoice, &ChannelTask::element_bytes>("element_bytes"),
+    OfTask<ChannelChoice, &ChannelTask::accum_bytes>("accum_bytes"),
+    OfTask<ChannelChoice, &ChannelTask::aligned>("aligned"),
+    OfTask<ChannelChoice, &ChannelTask::statistics>("statistics"),
+    OfTask<ChannelChoice, &ChannelTask::apply>("apply"),
+    OfTask<ChannelChoice, &ChannelTask::transient_arrays>("transient_arrays"),
+    OfTask<ChannelChoice, &ChannelTask::partial_rows>("partial_rows"),
+    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::multiprocessors>("multiprocessors"),
+    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::shared_bytes>("shared_bytes"),
+    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::l2_bytes>("l2_bytes"),
+    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::clusters>("clusters"),
+    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::prefers_separate>(
+        "prefers_separate"),
+};
+
+constexpr Field<GeluChoice> kGeluFields[] = {
+    {"backward", &Set<&GeluChoice::backward>},
+    OfTask<GeluChoice, &GeluTask::shape, &RowShape::groups>("groups"),
+    OfTask<GeluChoice, &GeluTask::shape, &RowShape::rows>("rows"),
+    OfTask<GeluChoice, &GeluTask::shape, &RowShape::features>("features"),
+    OfTask<GeluChoice, &GeluTask::element_bytes>("element_bytes"),
+    OfTask<GeluChoice, &GeluTask::aligned>("aligned"),
+    OfTask<GeluChoice, &GeluTask::has_columns>("has_columns"),
+    OfTask<GeluChoice, &GeluTask::partial_rows>("partial_rows"),
+    OfTask<GeluChoice, &GeluTask::multiprocessors>("multiprocessors"),
+};
+
+constexpr Field<ClipChoice> kClipFields[] = {
+    {"scales", &Set<&ClipChoice::scales>},
+    OfTask<ClipChoice, &ClipTask::chunks>("chunks"),
+    OfTask<ClipChoice, &ClipTask::groups>("groups"),
+    OfTask<ClipChoice, &ClipTask::workspace_doubles>("workspace_doubles"),
+    OfTask<ClipChoice, &ClipTask::multiprocessors>("multiprocessors"),
+};
+
+nb::dict ToPython(const Description& description) {
   nb::dict fields;
-  fields["span"] = cut.span;
-  fields["copies"] = cut.copies;
-  fields["spans"] = cut.spans;
-  fields["tiles"] = cut.tiles;
-  fields["slices"] = cut.slices;
-  fields["lanes"] = cut.lanes;
-  fields["inverse_lanes"] = cut.inverse_lanes;
-  fields["at_once"] = cut.at_once;
-  fields["turns"] = cut.turns;
-  fields["partial_rows"] = cut.partial_rows(rows);
+  fields["kernel"] = description.kernel;
+  for (const auto& [name, value] : description.numbers) fields[name] = value;
   return fields;
 }
 
-void BindGeluCuts(nb::module_& m) {
-  m.def(
-      "gelu_forward_cut",
-      [](std::int64_t groups, std::int64_t rows, std::int64_t features, int width, int turns,
-         std::int64_t resident) {
-        return FieldsOf(
-            CutForward({groups, rows, features}, width, /*has_columns=*/true, turns, resident),
-            rows);
-      },
-      nb::kw_only(), nb::arg("groups"), nb::arg("rows"), nb::arg("features"), nb::arg("width"),
-      nb::arg("turns"), nb::arg("resident"));
-  m.def(
-      "gelu_cut",
-      [](std::int64_t groups, std::int64_t rows, std::int64_t features, int width,
-         int element_bytes, std::int64_t partial_rows, std::int64_t resident) {
-        return FieldsOf(CutBackward({groups, rows, features}, width, element_bytes,
-                                    /*has_columns=*/true, partial_rows, resident),
-                        rows);
-      },
-      nb::kw_only(), nb::arg("groups"), nb::arg("rows"), nb::arg("features"), nb::arg("width"),
-      nb::arg("element_bytes"), nb::arg("partial_rows"), nb::arg("resident"));
-}
-
-// Reads batch norm's choice of a plan on GPUs.
-void BindChannelPlans(nb::module_& m) {
-  m.def(
-      "channel_plan",
-      [](std::int64_t groups, std::int64_t rows, std::int64_t channels, std::int64_t inner,
-         int element_bytes, bool aligned, bool backward, bool residual, std::int64_t partial_rows,
-         int multiprocessors, std::int64_t shared_bytes, std::int64_t l2_bytes) {
-        const ChannelPlan plan =
-            ChooseChannelPlan({.needs = backward ? kBackwardNeeds : kForwardNeeds,
-                               .groups = groups,
-                               .rows = rows,
-                               .channels = channels,
-                               .inner = inner,
-                               .element_bytes = element_bytes,
-                               .accum_bytes = std::max(4, element_bytes),
-                               .aligned = aligned,
-                               .statistics = true,
-                               .apply = true,
-                               .apart = false,
-                               .other_arrays = residual ? 1 : 0,
-                               .partial_rows = partial_rows,
-                               .multiprocessors = multiprocessors,
-                               .shared_bytes = shared_bytes,
-                               .l2_bytes = l2_bytes});
-        nb::dict fields;
-        fields["plane"] = plan.plane;
-        fields["width"] = plan.width;
-        fields["lanes"] = plan.lanes;
-        fields["at_once"] = plan.at_once;
-        fields["fold"] = plan.fold;
-        fields["tile_channels"] = plan.tile_channels;
-        fields["tiles"] = plan.tiles;
-        fields["steps"] = plan.steps;
-        fields["stride"] = plan.stride;
-        fields["blocks"] = plan.blocks;
-        fields["shared_bytes"] = plan.shared_bytes;
-        fields["shared_rings"] = plan.shared_rings;
-        fields["given_rings"] = plan.given_rings;
-        fields["own_sums"] = plan.own_sums;
-        fields["row_slots"] = plan.row_slots;
-        fields["ring_steps"] = plan.ring_steps;
-        fields["cached_steps"] = plan.cached_steps;
-        fields["slots"] = plan.slot_bytes / (plan.width * element_bytes);
-        // Over all blocks: the steps of each tile, and the blocks that have a part of the tile.
-        std::vector<std::int64_t> steps(static_cast<std::size_t>(plan.all_tiles)), parts = steps;
-        std::int64_t passing = 0;
-        for (int block = 0; block < plan.blocks; ++block) {
-          const ChannelShare share = plan.ShareOf(block);
-          for (int i = 0; i < share.parts; ++i) {
-            const ChannelPart part = plan.PartOf(share, i);
-            steps[static_cast<std::size_t>(part.tile)] += part.count;
-            parts[static_cast<std::size_t>(part.tile)] += 1;
-            passing += plan.PassingSteps(part);
-          }
-        }
-        fields["passing_steps"] = passing;
-        fields["least_steps"] = *std::min_element(steps.begin(), steps.end());
-        fields["most_steps"] = *std::max_element(steps.begin(), steps.end());
-        fields["most_parts"] = *std::max_element(parts.begin(), parts.end());
-        return fields;
-      },
-      nb::kw_only(), nb::arg("groups"), nb::arg("rows"), nb::arg("channels"), nb::arg("inner"),
-      nb::arg("element_bytes"), nb::arg("aligned"), nb::arg("backward"), nb::arg("residual"),
-      nb::arg("partial_rows"), nb::arg("multiprocessors"), nb::arg("shared_bytes"),
-      nb::arg("l2_bytes"));
+// Defines a function of Python that fills a choice, chooses a plan and describes it.
+template <class Choice, std::size_t kFields>
+void Define(nb::module_& m, const char* name, const Field<Choice> (&fields)[kFields]) {
+  m.def(name, [name, &fields](const nb::kwargs& given) {
+    Choice choice;
+    for (const auto& [key, value] : given) {
+      const std::string wanted = nb::cast<std::string>(key);
+      const auto field = std::ranges::find(fields, wanted, &Field<Choice>::name);
+      if (field == std::end(fields)) {
+        throw nb::type_error((std::string(name) + " has no argument " + wanted).c_str());
+      }
+      field->set(choice, nb::cast<std::int64_t>(value));
+    }
+    return ToPython(choice.Choose());
+  });
 }
 
 }  // namespace
 }  // namespace gradops
 
 NB_MODULE(_plans, m) {
-  gradops::BindRowPlans(m);
-  gradops::BindChannelPlans(m);
-  gradops::BindGeluCuts(m);
+  gradops::Define(m, "row_norm_plan", gradops::kRowFields);
+  gradops::Define(m, "batch_norm_plan", gradops::kChannelFields);
+  gradops::Define(m, "gelu_plan", gradops::kGeluFields);
+  gradops::Define(m, "clip_plan", gradops::kClipFields);
 }

@@ -5,43 +5,14 @@ from __future__ import annotations
 from jax import export
 
 from jax_gradops import _checks, _implementation, _registry
-from jax_gradops._kernel.spec import Kernel
-from jax_gradops._kernel.trees import TreeKernel
-from jax_gradops._ops.batch_norm import kernels as batch_norm_kernels
-from jax_gradops._ops.clip import kernels as global_norm_kernels
-from jax_gradops._ops.gelu import bias_gelu
-from jax_gradops._ops.row_norm import kernels as norm_kernels
-
-_NORM = (norm_kernels.FWD, norm_kernels.BWD)
-
-#: The kernels of each public op.
-OPS: dict[str, tuple[Kernel | TreeKernel, ...]] = {
-    "layer_norm": _NORM,
-    "rms_norm": _NORM,
-    "add_layer_norm": _NORM,
-    "add_rms_norm": _NORM,
-    "batch_norm": (batch_norm_kernels.FWD, batch_norm_kernels.BWD),
-    "batch_norm_inference": (batch_norm_kernels.FWD,),
-    "gelu": (bias_gelu.FWD, bias_gelu.BWD),
-    "bias_gelu": (bias_gelu.FWD, bias_gelu.BWD),
-    "global_norm": (global_norm_kernels.SUM_OF_SQUARES,),
-    "clip_tree_by_global_norm": (global_norm_kernels.SUM_OF_SQUARES,),
-    "clip_by_global_norm": (global_norm_kernels.SUM_OF_SQUARES,),
-    "inplace_clip_by_global_norm": (global_norm_kernels.SUM_OF_SQUARES, global_norm_kernels.SCALE),
-}
-
-#: Ops that run XLA's operations by default although there is a kernel, and why.
-_BY_XLA = {
-    "batch_norm_inference": "XLA fuses it with what comes before and after; pass "
-    "implementation='ffi' for the kernel"
-}
+from jax_gradops._ops.all import SPECS
 
 #: Pass to ``jax.export.export(..., disabled_checks=jax_gradops.EXPORT_DISABLED_CHECKS)``. JAX
 #: promises that later versions load its own operations, but not that they load custom calls.
 EXPORT_DISABLED_CHECKS: tuple[export.DisabledSafetyCheck, ...] = tuple(
     export.DisabledSafetyCheck.custom_call(target)
     for target in sorted(
-        {_registry.TARGET_PREFIX + k.name for kernels in OPS.values() for k in kernels}
+        {_registry.TARGET_PREFIX + k.name for spec in SPECS.values() for k in spec.kernels}
     )
 )
 
@@ -67,7 +38,7 @@ def implementation_in_use(
     'xla'
     """
     op = "implementation_in_use"
-    _checks.choice(op, "op_name", op_name, *OPS)
+    _checks.choice(op, "op_name", op_name, *SPECS)
     platform = _implementation.default_platform() if platform is None else platform
     if not isinstance(platform, str):
         expected = "None or a name such as 'cpu', 'cuda' or 'tpu'"
@@ -77,7 +48,7 @@ def implementation_in_use(
         return _implementation.ImplementationInUse("xla", "use_implementation('xla') is in force")
     reason = _registry.why_unavailable(platform)
     if reason is None and default is None:
-        reason = _BY_XLA.get(op_name)
+        reason = SPECS[op_name].by_xla or None
     if reason is not None:
         return _implementation.ImplementationInUse("xla", reason)
     return _implementation.ImplementationInUse(

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-import oracles
 from jax import lax
-from oracles import Reference
+
+from jax_gradops import _oracles as oracles
+from jax_gradops._oracles import Reference
 
 # The allowed number of rounding errors in the accumulation dtype. Each is relative to the magnitude
 # of the result's terms. The limit does not depend on the number of terms.

@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 from comparing import OPTIMIZED, assert_bitwise_equal, assert_matches, widen
 from jax import lax
 from meshes import MeshTests, RowMeshTests
-from oracles import Reference
 from transformations import TransformationTests, vjp_of
+
+from jax_gradops import _oracles as oracles
+from jax_gradops._oracles import Reference
 
 # Near the vector widths (2 to 16 elements), a warp, and the sizes of the kernels' blocks.
 FEATURES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 127, 128, 129, 1000, 1023, 1024, 1025, 4097)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import oracles
 from comparing import OPTIMIZED, accum, assert_matches, widen
 
 import jax_gradops
+from jax_gradops import _oracles as oracles
 
 
 class Problem(NamedTuple):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from oracles import Reference
+
+from jax_gradops._oracles import Reference
 
 
 def columns(terms: np.ndarray, magnitudes: np.ndarray) -> Reference:

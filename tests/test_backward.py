@@ -26,10 +26,10 @@ from operators import (
     layer_normalization_grad,
     simplified_layer_normalization_grad,
 )
-from oracles import Reference
 
 import jax_gradops
 from jax_gradops import backward
+from jax_gradops._oracles import Reference
 
 # --- Every combination of dtypes that the originals register --------------------------------------
 

@@ -44,7 +44,7 @@ def test_every_op_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert command.startswith("python -m jax_gradops bench --device cpu")
     assert report["copy"] == "device_copy" and report["versions"]["jax"] == jax.__version__
     timed = {(r["op"], r["form"], r["layout"], r["direction"]) for r in report["results"]}
-    assert timed == {(*key, d) for key, op in cases.OPERATIONS.items() for d in op.traffic}
+    assert timed == {(*key, d) for key, op in cases.OPERATIONS.items() for d in op.form.traffic}
     for result in report["results"]:
         assert result["wrong"] == result["failed"] == {}
         assert result["errors"].keys() == {"ours", "xla"}

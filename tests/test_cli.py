@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,9 +15,10 @@ import jax
 import pytest
 
 import jax_gradops
-from jax_gradops import _registry, _status
+from jax_gradops import _registry
 from jax_gradops.__main__ import main
 from jax_gradops._cli import NO_READER, cases, doctor, info
+from jax_gradops._ops.all import SPECS
 
 CPU_LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable]
 
@@ -39,7 +41,7 @@ def test_info() -> None:
     assert result.returncode == 0, result.stderr
     text = json.dumps(json.loads(result.stdout))
     assert jax_gradops.__version__ in text
-    assert all(op in text for op in _status.OPS)
+    assert all(op in text for op in SPECS)
     assert run("--version").stdout.strip() == jax_gradops.__version__
 
 
@@ -75,7 +77,7 @@ def test_doctor_warns_of_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) 
 
 def test_cases_cover_every_op() -> None:
     """Every op has a case. Otherwise `doctor` would accept an op without running it."""
-    assert {c.op for c in cases.all_cases()} == _status.OPS.keys()
+    assert {c.spec.name for c in cases.all_cases()} == SPECS.keys()
 
 
 @pytest.mark.parametrize("level", CPU_LEVELS or [""])
@@ -116,8 +118,12 @@ def test_doctor_without_jit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_finds_a_wrong_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    right = jax_gradops.rms_norm
-    monkeypatch.setattr(jax_gradops, "rms_norm", lambda *a, **k: right(*a, **k) * 1.001)
+    spec = SPECS["rms_norm"]
+    wrong = [
+        dataclasses.replace(form, call=lambda *a, f=form, **k: f.call(*a, **k) * 1.001)
+        for form in spec.forms
+    ]
+    monkeypatch.setitem(SPECS, "rms_norm", dataclasses.replace(spec, forms=tuple(wrong)))
     assert doctor_in_process(monkeypatch) == 1
     report = json.loads(capsys.readouterr().out)
     assert not report["ok"]

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_gradops
-from jax_gradops import _status
+from jax_gradops._ops.all import SPECS
 
 pytestmark = pytest.mark.newest_jax
 
@@ -59,7 +59,7 @@ def test_argument_wins_over_use_implementation(platform):
 
 
 def test_implementation_in_use(platform):
-    for op in _status.OPS:
+    for op in SPECS:
         expected = "xla" if op == "batch_norm_inference" else "ffi"
         assert jax_gradops.implementation_in_use(op).implementation == expected
         assert jax_gradops.implementation_in_use(op, platform).implementation == expected

@@ -38,7 +38,7 @@ def plan(
 ) -> dict[str, Any]:
     """The plan for arrays whose vectors have `width` elements."""
     if partial_rows is None:
-        partial_rows = spec.column_sum_workspace(groups, rows, features, 1)[1]
+        partial_rows = spec.column_sum_workspace(groups, {"n": rows, "d": features}, 1)[1]
     return _plans.gelu_plan(
         backward=backward,
         groups=groups,
@@ -115,7 +115,9 @@ def test_every_vector_has_a_thread(width: int) -> None:
             assert found["slices"] >= 1, what
             if partial_rows == 0:  # no sums are wanted
                 continue
-            room = partial_rows or spec.column_sum_workspace(groups, rows, features, 1)[1]
+            room = (
+                partial_rows or spec.column_sum_workspace(groups, {"n": rows, "d": features}, 1)[1]
+            )
             assert found["slices"] * found["partial_rows"] <= room, what
             per_band = 1 if found["tiles"] == 1 else min(rows, found["band_rows"])
             assert found["partial_rows"] == per_band, what

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from signatures import Good, good
 
-from jax_gradops import _registry, _status
+from jax_gradops import _registry
+from jax_gradops._ops.all import SPECS
 from jax_gradops._tools import testing
 
 
@@ -56,7 +57,7 @@ def call(target: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("platform", _registry.MODULES)
 def test_declarations(platform: str) -> None:
     """Python's kernels and the native declarations say the same."""
-    kernels = {k.name: k for kernels in _status.OPS.values() for k in kernels}
+    kernels = {k.name: k for op in SPECS.values() for k in op.kernels}
     declared = _registry.MODULES[platform].signatures()
     assert declared.keys() == kernels.keys() == _registry.MODULES[platform].registrations().keys()
     assert declared == _registry.MODULES["cpu"].signatures()

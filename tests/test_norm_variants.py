@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 from comparing import OPTIMIZED, widen
 from conformance import RowOpTests
@@ -22,6 +21,7 @@ from norm_problems import normal
 from transformations import vjp_of
 
 import jax_gradops
+from jax_gradops import _oracles as oracles
 
 EPSILON = 1e-2
 OFFSET = 0.25

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import pytest
 
 import jax_gradops
-from jax_gradops import _registry, _status
+from jax_gradops import _registry
 from jax_gradops._kernel import spec, trees
-from jax_gradops._ops.row_norm.kernels import LAYER_NORM_BWD
+from jax_gradops._ops.all import SPECS
+from jax_gradops._ops.row_norm.kernels import BWD
 from jax_gradops._tools.bench.cases import OPERATIONS
 
 pytestmark = pytest.mark.newest_jax
@@ -90,7 +91,7 @@ def test_docstrings(name):
         assert parameter.annotation is not parameter.empty, parameter.name
     assert signature.return_annotation is not signature.empty
     assert "Returns:" in doc and "Raises:" in doc and ">>> " in doc
-    if name in _status.OPS or name.startswith("backward."):
+    if name in SPECS or name.startswith("backward."):
         assert ".. math::" in doc and re.search(r"References:\n.*https://", doc, re.DOTALL)
 
 
@@ -142,7 +143,7 @@ def test_gpu_is_cuda_where_there_is_none(error, monkeypatch):
         raise error(f"Unknown backend {platform}")
 
     monkeypatch.setattr(_registry.jax, "devices", devices)
-    for op in _status.OPS:
+    for op in SPECS:
         in_use = jax_gradops.implementation_in_use(op, "gpu")
         assert in_use == jax_gradops.implementation_in_use(op, "cuda")
         has_kernel = "cuda" in _registry.MODULES and op != "batch_norm_inference"
@@ -152,8 +153,8 @@ def test_gpu_is_cuda_where_there_is_none(error, monkeypatch):
 @pytest.mark.parametrize("platform", _registry.MODULES)
 def test_handlers_are_kernels(platform):
     """Each backend has a handler for each kernel that Python declares."""
-    kernels = [k for kernels in _status.OPS.values() for k in kernels]
-    assert set(_registry.MODULES[platform].registrations()) == {k.name for k in kernels}
+    declared = {k.name for op in SPECS.values() for k in op.kernels}
+    assert set(_registry.MODULES[platform].registrations()) == declared
 
 
 def test_cpu_levels():
@@ -204,8 +205,8 @@ def test_sizes_of_native_modules():
 def test_copies_to_shared_memory_are_legal():
     """For some copies with a cache hint, ptxas 13.0 emits code that no GPU can execute.
 
-    It puts a number where the even one of two registers should be (ffi/cuda/common/pipeline.cuh). Only an
-    optimised build shows this.
+    It puts a number where the even one of two registers should be
+    (ffi/cuda/common/pipeline.cuh). Only an optimised build shows this.
     """
     tool = shutil.which("cuobjdump")
     if tool is None or "cuda" not in _registry.MODULES:
@@ -257,14 +258,14 @@ def test_public_names_of_flax_modules():
 
 def test_every_kernel_belongs_to_an_op():
     """`implementation_in_use` and EXPORT_DISABLED_CHECKS must know every kernel."""
-    declared = {k for k in _all_kernels()}
-    assert declared == {k for kernels in _status.OPS.values() for k in kernels}
-    assert _status.OPS.keys() <= FUNCTIONS.keys() | BACKWARD.keys()
+    declared = _all_kernels()
+    assert declared == {k for op in SPECS.values() for k in op.kernels}
+    assert SPECS.keys() <= FUNCTIONS.keys() | BACKWARD.keys()
     assert len(jax_gradops.EXPORT_DISABLED_CHECKS) == len(declared)
 
 
 def _all_kernels() -> set[Any]:
-    modules = [v for v in vars(_status).values() if inspect.ismodule(v)]
+    modules = [m for name, m in sys.modules.items() if name.startswith("jax_gradops._ops.")]
     kinds = (spec.Kernel, trees.TreeKernel)
     return {k for m in modules for k in vars(m).values() if isinstance(k, kinds)}
 
@@ -281,7 +282,7 @@ def test_every_kernel_is_sanitized():
 
 def test_every_kernel_is_timed():
     """Every kernel is timed by the suite "ops". Another suite times the in-place scaling."""
-    timed = {k for operation in OPERATIONS.values() for k in _status.OPS[operation.public]}
+    timed = {k for operation in OPERATIONS.values() for k in operation.spec.kernels}
     assert {k.name for k in _all_kernels() - timed} == {"scale"}
 
 
@@ -290,8 +291,8 @@ def test_every_op_is_documented():
     readme, changes = ((TESTS.parent / f).read_text() for f in ("README.md", "CHANGELOG.md"))
     examples = "".join(re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE))
     called = set(re.findall(r"(?:jax_gradops|backward)\.(\w+)\(", examples))
-    assert _status.OPS.keys() - called == set()
-    assert _status.OPS.keys() - set(re.findall(r"\w+", changes)) == set()
+    assert SPECS.keys() - called == set()
+    assert SPECS.keys() - set(re.findall(r"\w+", changes)) == set()
 
 
 def test_column_sum_workspace():
@@ -307,7 +308,7 @@ def test_column_sum_workspace():
         assert spec.column_sum_workspace(groups, {"n": rows, "d": features}, sums) == (0,)
     # CUDA's norms of wide rows keep one value per row there.
     for rows, features in ((2**22, 2048), (2**24, 2**13)):
-        workspace = LAYER_NORM_BWD.workspace
+        workspace = BWD.workspace
         assert workspace and math.prod(workspace(1, {"n": rows, "d": features}, 1)) >= rows
 
 
@@ -323,7 +324,7 @@ def test_cpu_offsets_have_64_bits():
 
 
 #: Functions that are longer than a page, with the reason.
-LONG = {"all_cases": "a table"}
+LONG: dict[str, str] = {}
 
 
 def test_functions_are_short():

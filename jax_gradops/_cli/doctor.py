@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_gradops import _registry, _status, implementation_in_use
+from jax_gradops import _registry, implementation_in_use
 from jax_gradops._cli import cases, info
+from jax_gradops._oracles import Reference
 
 BUILD_CUDA = (
     "to build the CUDA kernels, install from the source folder where nvcc 12.8 or newer is: "
@@ -102,7 +103,8 @@ def check(case: cases.Case, dtype: str, device: info.Device) -> Check:
     """Runs `case` on `device`. The result's `message` says what went wrong."""
     result = Check(str(device), case.title, dtype, "unknown")
     try:
-        result.implementation = implementation_in_use(case.op, device.platform).implementation
+        in_use = implementation_in_use(case.spec.name, device.platform)
+        result.implementation = in_use.implementation
         _run(case, dtype, device, result)
     except Exception as error:  # any error: the other checks go on
         result.message = f"{type(error).__name__}: {error}".strip()
@@ -110,28 +112,39 @@ def check(case: cases.Case, dtype: str, device: info.Device) -> Check:
 
 
 def _run(case: cases.Case, dtype: str, device: info.Device, result: Check) -> None:
-    rng = np.random.default_rng(0)
-    inputs = [_rounded(case, dtype, args) for args in case.inputs(rng)]
+    form, problems = case.form, case.problems(dtype)
+    rng = np.random.default_rng(1)
+    inputs = []
+    for operands, options in problems:
+        call = functools.partial(form.call, **form.options, **options)
+        cotangents = jax.tree.map(
+            lambda y: np.asarray(rng.standard_normal(y.shape)).astype(y.dtype),
+            jax.eval_shape(call, *operands),
+        )
+        inputs.append((cotangents, *operands))
 
     def program(inputs: list[tuple[Any, ...]]) -> list[Any]:
-        return [case.function(*args) for args in inputs]
+        return [
+            form.value_and_vjp(*arrays, **options)
+            for arrays, (_, options) in zip(inputs, problems, strict=True)
+        ]
 
     # Compiled even with JAX_DISABLE_JIT: only a compiled program shows what it calls.
     with jax.default_device(device), jax.disable_jit(False):
         compiled = jax.jit(program).lower(jax.device_put(inputs, device)).compile()
         text = compiled.as_text() or ""
-        got = jax.device_get(compiled(jax.device_put(inputs, device)))
-    want = [case.oracle(*jax.tree.map(_widened, args)) for args in inputs]
-    ratios = list(_errors(got, want, case.rounds))
+        got = jax.tree.leaves(jax.device_get(compiled(jax.device_put(inputs, device))))
+    want: list[Reference] = []
+    for arrays, (_, options) in zip(inputs, problems, strict=True):
+        cotangents, *operands = jax.tree.map(lambda x: x.astype(np.float64), arrays)
+        want += form.expected(*operands, **options)
+        want += form.expected_gradients(cotangents, *operands, **options)
+    ratios = [_error(*pair, dtype, form.roundings) for pair in zip(got, want, strict=True)]
     result.error, result.tolerance = max(
         ratios, key=lambda r: math.inf if r[0] is None else r[0] / r[1]
     )
-    missing = [
-        target
-        for kernel in _status.OPS[case.op]
-        if kernel.name not in case.skips
-        and f'"{(target := _registry.TARGET_PREFIX + kernel.name)}"' not in text
-    ]
+    targets = [_registry.TARGET_PREFIX + kernel.name for kernel in form.kernels]
+    missing = [target for target in targets if f'"{target}"' not in text]
     if result.error is None:
         result.message = "a result is not finite, or has the wrong shape"
     elif result.error > result.tolerance:
@@ -140,28 +153,20 @@ def _run(case: cases.Case, dtype: str, device: info.Device, result: Check) -> No
         result.message = f"the compiled program does not call {' nor '.join(missing)}"
 
 
-def _rounded(case: cases.Case, dtype: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    dtypes = (jnp.float32 if i in case.wide else jnp.dtype(dtype) for i in range(len(args)))
-    return tuple(
-        jax.tree.map(lambda x, d=d: np.asarray(x).astype(d), arg)
-        for arg, d in zip(args, dtypes, strict=True)
-    )
-
-
-def _widened(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float64)
-
-
-def _errors(got: Any, want: Any, rounds: int) -> Iterator[tuple[float | None, float]]:
-    """Error and tolerance of each result. Errors are fractions of the result's largest value."""
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # For float32 sums of a few thousand terms. A rounding to the dtype adds half an epsilon.
-        tolerance = 32 * float(jnp.finfo(jnp.float32).eps)
-        if g.dtype != jnp.float32:
-            tolerance += rounds * float(jnp.finfo(g.dtype).eps) / 2
-        difference = np.max(np.abs(g.astype(np.float64) - w)) if g.shape == w.shape else np.nan
-        error = float(difference / max(np.max(np.abs(w)), 1e-30))
-        yield (error if math.isfinite(error) else None), tolerance
+def _error(
+    got: np.ndarray, want: Reference, dtype: str, roundings: int
+) -> tuple[float | None, float]:
+    """Error and tolerance of a result, as fractions of its largest value. x has this dtype."""
+    # For float32 sums of a few thousand terms. A rounding to the dtype adds half an epsilon.
+    tolerance = 32 * float(jnp.finfo(jnp.float32).eps)
+    if dtype != "float32":
+        roundings += got.dtype != jnp.float32
+        tolerance += roundings * float(jnp.finfo(dtype).eps) / 2
+    if got.shape != want.value.shape:
+        return None, tolerance
+    difference = np.max(np.abs(got.astype(np.float64) - want.value) - want.error)
+    error = float(difference / max(np.max(np.abs(want.value)), 1e-30))
+    return (error if math.isfinite(error) else None), tolerance
 
 
 # --- What it means -------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import jax
 
 import jax_gradops
-from jax_gradops import _registry, _status
+from jax_gradops import _registry
+from jax_gradops._ops.all import SPECS
 
 Device: TypeAlias = Any  # jax.Device: pyright does not accept it as a type
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
@@ -144,7 +145,7 @@ def _device(device: Device) -> dict[str, Any]:
 def _implementations(platforms: list[str]) -> dict[str, dict[str, dict[str, str]]]:
     return {
         op: {p: jax_gradops.implementation_in_use(op, p)._asdict() for p in platforms}
-        for op in _status.OPS
+        for op in SPECS
     }
 
 

@@ -3,14 +3,17 @@
 import functools
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_gradops
-from jax_gradops import _registry, backward
+from jax_gradops import _registry
+from jax_gradops._ops.all import SPECS
+from jax_gradops._ops.op_spec import Form, OpSpec
+from jax_gradops._ops.row_norm import spec as row_norm
 
 jax.config.update("jax_enable_x64", True)
 
@@ -19,23 +22,28 @@ WIDTHS = (1, 7, 64, 257, 1000, 2049, 4096, 8200, 16385, 40000)
 ROWS = (1, 5, 67)
 
 
-def from_output(op: Callable[..., Any], dy: Any, *operands: Any) -> Any:
-    """The gradients from a saved output y."""
-    return jax.vjp(functools.partial(op, residuals="output"), *operands)[1](dy)
+def run(spec: OpSpec, form: Form, dy: Any, x: Any, scale: Any, bias: Any) -> Any:
+    """The results and gradients of one form of an op."""
+    operands = [*(x, dy)[: form.arrays], *(scale, bias)[: form.parameters]]
+    if spec.kind == "leaves":
+        operands = [x, scale[1:], bias[:0], dy]
+    results = jax.eval_shape(functools.partial(form.call, **form.options), *operands)
+    cotangents = jax.tree.map(lambda y: jnp.full(y.shape, 0.5, y.dtype), results)
+    return form.value_and_vjp(cotangents, *operands)
 
 
-# Each entry: (dy, x, scale, bias) -> results.
-OPS: dict[str, Callable[..., Any]] = {
-    "layer_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.layer_norm, x, s, b)[1](dy),
-    "rms_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.rms_norm, x, s)[1](dy),
-    "add_layer_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.add_layer_norm, x, dy, s, b)[1](
-        (dy, x)
-    ),
-    "add_rms_norm": lambda dy, x, s, b: jax.vjp(jax_gradops.add_rms_norm, x, dy, s)[1]((dy, x)),
-    "layer_norm from the output": lambda dy, x, s, b: from_output(
-        jax_gradops.layer_norm, dy, x, s, b
-    ),
-    "rms_norm from the output": lambda dy, x, s, b: from_output(jax_gradops.rms_norm, dy, x, s),
+def runs(specs: Iterable[OpSpec]) -> dict[str, Callable[..., Any]]:
+    """A function of (dy, x, scale, bias) for each form of the ops, without those of XLA."""
+    return {
+        f"{spec.name} {form.name}".strip(): functools.partial(run, spec, form)
+        for spec in specs
+        if not spec.requires and not spec.by_xla
+        for form in spec.forms
+    }
+
+
+# Beside the forms: other options, dtypes and transformations.
+NORMS: dict[str, Callable[..., Any]] = runs(row_norm.SPECS) | {
     "layer_norm of bfloat16 parameters": lambda dy, x, s, b: jax.vjp(
         jax_gradops.layer_norm, x, s.astype("bfloat16"), b.astype("float16")
     )[1](dy),
@@ -47,20 +55,19 @@ OPS: dict[str, Callable[..., Any]] = {
         b,
     )[1]((dy, x)),
     "layer_norm of x alone": lambda dy, x, s, b: jax.vjp(jax_gradops.layer_norm, x)[1](dy),
-    "bias_gelu": lambda dy, x, s, b: jax.vjp(jax_gradops.bias_gelu, x, b)[1](dy),
-    "gelu": lambda dy, x, s, b: jax.vjp(lambda v: jax_gradops.gelu(v, False), x)[1](dy),
-    "clip": lambda dy, x, s, b: jax_gradops.clip_tree_by_global_norm([x, s, b[:0], dy], 0.5),
-    "clip in place": lambda dy, x, s, b: backward.inplace_clip_by_global_norm([x, s[1:], dy], 0.5),
-    "batch_norm": lambda dy, x, s, b: jax.vjp(
-        lambda x, s, b: jax_gradops.batch_norm(x, s, b, activation="relu")[0], x, s, b
-    )[1](dy),
-    "batch_norm, channels first": lambda dy, x, s, b: jax.vjp(
-        lambda x, r: jax_gradops.batch_norm(x, axis=0, activation="relu", residual=r)[0], x, dy
-    )[1](dy),
     "layer_norm of groups": lambda dy, x, s, b: jax.vmap(
         lambda x, s: jax.vjp(jax_gradops.layer_norm, x, s)[1](x)
     )(x[:, None], jnp.broadcast_to(s, x.shape)),
 }
+OPS = (
+    NORMS
+    | runs(spec for spec in SPECS.values() if spec not in row_norm.SPECS)
+    | {
+        "batch_norm, channels first": lambda dy, x, s, b: jax.vjp(
+            lambda x, r: jax_gradops.batch_norm(x, axis=0, activation="relu", residual=r)[0], x, dy
+        )[1](dy),
+    }
+)
 
 
 # Configurations that this GPU does not choose (ffi/cuda/row_norm/policy.h), on fewer shapes.
@@ -86,9 +93,7 @@ def main(dtype: str) -> None:
                 keys = jax.random.split(jax.random.key(width * rows), 4)
                 dy, x = (jax.random.normal(k, (rows, width)).astype(dtype) for k in keys[:2])
                 scale, bias = (jax.random.normal(k, (width,), jnp.float32) for k in keys[2:])
-                for name, op in OPS.items():
-                    if forced and "norm" not in name:
-                        continue
+                for name, op in (NORMS if forced else OPS).items():
                     # Printed before the run, because the tools may crash.
                     print(dtype, [rows, width], plan, name, flush=True)
                     jax.block_until_ready(op(dy, x, scale, bias))

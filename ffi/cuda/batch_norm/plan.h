@@ -413,7 +413,6 @@ inline constexpr int kElementSteps = 4;       // steps of a chunk of single elem
 
 inline constexpr int kSumsPadding = 16;  // see sums_pitch
 
-inline constexpr int kWarpThreads = 32;
 inline constexpr int kChunkCounters = kChannelThreads / kWarpThreads;  // of a tile: one per warp
 
 // Dynamic shared memory of a block that has a multiprocessor to itself. CUDA keeps 1 KB, and static

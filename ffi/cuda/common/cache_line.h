@@ -7,4 +7,6 @@ namespace gradops {
 inline constexpr int kLineBytes = 128;
 inline constexpr int kLinePacks = kLineBytes / 16;  // vectors of 16 bytes
 
+inline constexpr int kWarpThreads = 32;
+
 }  // namespace gradops

@@ -73,7 +73,6 @@ enum class Layout : int {
 };
 
 inline constexpr int kVectorBytes = 16;
-inline constexpr int kWarpThreads = 32;
 inline constexpr int kMaxCluster = 16;
 inline constexpr int kSparedBytes = 4 * 1024;  // Shared memory that blocks do not get.
 

@@ -11,7 +11,12 @@ from jax.typing import ArrayLike
 from jax_gradops import _checks
 from jax_gradops._implementation import Implementation, resolve_implementation
 from jax_gradops._ops.row_norm.arguments import Arguments
-from jax_gradops._ops.row_norm.kernels import Norm, differentiate, forward_by_statistics
+from jax_gradops._ops.row_norm.kernels import (
+    Norm,
+    Residuals,
+    differentiate,
+    forward_by_statistics,
+)
 from jax_gradops._ops.row_norm.kernels import forward as _forward
 from jax_gradops._ops.row_norm.reference import inverse_deviation
 
@@ -27,6 +32,8 @@ def run_forward(
     epsilon: float,
     scale_offset: float,
     implementation: Implementation,
+    *,
+    centered: bool,
 ) -> tuple[Any, ...]:
     """Returns y, mean (None for RMS norm) and rstd."""
     arguments = Arguments.of(op, "x", x, begin_norm_axis)
@@ -35,7 +42,7 @@ def run_forward(
         arguments.parameter("scale", scale),
         arguments.parameter("bias", bias),
         norm=Norm(
-            centered=op.startswith("layer_norm"),
+            centered=centered,
             epsilon=_checks.epsilon(op, epsilon, arguments.accum_dtype),
             scale_offset=_checks.number(op, "scale_offset", scale_offset),
             implementation=resolve_implementation(implementation, op),
@@ -54,6 +61,9 @@ def run_backward(
     wanted: dict[str, tuple[Any, Any]],
     scale_offset: float,
     implementation: Implementation,
+    *,
+    centered: bool,
+    residuals: Residuals = "input",
 ) -> tuple[Any, Any, Any]:
     """Returns dx, dscale and dbias.
 
@@ -73,9 +83,9 @@ def run_backward(
         wide.parameter("bias", bias),
         *statistics(wide),
         norm=Norm(
-            centered=op.startswith("layer_norm"),
+            centered=centered,
             scale_offset=_checks.number(op, "scale_offset", scale_offset),
-            residuals="output" if op.endswith("from_output") else "input",
+            residuals=residuals,
             implementation=resolve_implementation(implementation, op),
         ),
         dtypes=dtypes,
@@ -158,7 +168,7 @@ def layer_norm_forward(
     op = "layer_norm_forward"
     if mean is None and variance is None:
         options = (begin_norm_axis, epsilon, scale_offset, implementation)
-        return run_forward(op, x, scale, bias, *options)  # type: ignore[return-value]
+        return run_forward(op, x, scale, bias, *options, centered=True)  # type: ignore[return-value]
     if mean is None or variance is None:
         missing = "mean" if mean is None else "variance"
         raise ValueError(f"{op}: mean and variance must be given together, {missing} is missing")
@@ -278,7 +288,7 @@ def layer_norm_backward(
         without_scale = (arguments.normalized_shape, arguments.x.dtype)
         wanted["dbias"] = wanted.get("dscale", without_scale)
     options = (wanted, scale_offset, implementation)
-    return run_backward(op, dy, arguments, scale, None, statistics, *options)
+    return run_backward(op, dy, arguments, scale, None, statistics, *options, centered=True)
 
 
 def layer_norm_backward_from_output(
@@ -338,4 +348,4 @@ def layer_norm_backward_from_output(
     arguments = Arguments.of(op, "y", y, begin_norm_axis)
     wanted = wanted_gradients(op, scale=scale, bias=bias)
     options = (only_rstd(rstd), wanted, scale_offset, implementation)
-    return run_backward(op, dy, arguments, scale, bias, *options)
+    return run_backward(op, dy, arguments, scale, bias, *options, centered=True, residuals="output")

@@ -25,9 +25,11 @@ def _norm(
     scale_offset: float,
     residuals: Residuals,
     implementation: Implementation,
+    *,
+    centered: bool,
+    adds: bool = False,
 ) -> tuple[jax.Array, Any]:
     arguments = Arguments.of(op, "x", x, begin_norm_axis)
-    adds = op.startswith("add_")
     y, total = normalize(
         arguments.flat(arguments.x),
         arguments.like_x("residual", residual) if adds else None,
@@ -35,7 +37,7 @@ def _norm(
         arguments.parameter("scale", scale),
         arguments.parameter("bias", bias),
         norm=Norm(
-            centered=op.endswith("layer_norm"),
+            centered=centered,
             epsilon=_checks.epsilon(op, epsilon, arguments.accum_dtype),
             scale_offset=_checks.number(op, "scale_offset", scale_offset),
             residuals=_checks.choice(op, "residuals", residuals, "input", "output"),
@@ -134,7 +136,7 @@ def layer_norm(
      [-1.225  0.     1.225]]
     """
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
-    return _norm("layer_norm", x, None, None, scale, bias, *options)[0]
+    return _norm("layer_norm", x, None, None, scale, bias, *options, centered=True)[0]
 
 
 def rms_norm(
@@ -183,7 +185,7 @@ def rms_norm(
     [[0.849 1.131]]
     """
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
-    return _norm("rms_norm", x, None, None, scale, None, *options)[0]
+    return _norm("rms_norm", x, None, None, scale, None, *options, centered=False)[0]
 
 
 def add_layer_norm(
@@ -253,8 +255,9 @@ def add_layer_norm(
     >>> print(jax_gradops.add_layer_norm(jnp.ones((1, 2)), jnp.ones((1, 2)), residual_bias=bias)[1])
     [[2. 4.]]
     """
+    operands = (x, residual, residual_bias, scale, bias)
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
-    return _norm("add_layer_norm", x, residual, residual_bias, scale, bias, *options)
+    return _norm("add_layer_norm", *operands, *options, centered=True, adds=True)
 
 
 def add_rms_norm(
@@ -309,5 +312,6 @@ def add_rms_norm(
     >>> print(np.asarray(y).round(3), total)
     [[0.849 1.131]] [[3. 4.]]
     """
+    operands = (x, residual, residual_bias, scale, None)
     options = (begin_norm_axis, epsilon, scale_offset, residuals, implementation)
-    return _norm("add_rms_norm", x, residual, residual_bias, scale, None, *options)
+    return _norm("add_rms_norm", *operands, *options, centered=False, adds=True)

@@ -59,7 +59,7 @@ def rms_norm_forward(
     [0.2]
     """
     options = (begin_norm_axis, epsilon, scale_offset, implementation)
-    y, _, rstd = run_forward("rms_norm_forward", x, scale, None, *options)
+    y, _, rstd = run_forward("rms_norm_forward", x, scale, None, *options, centered=False)
     return y, rstd
 
 
@@ -117,7 +117,7 @@ def rms_norm_backward(
     arguments = Arguments.of(op, "x", x, begin_norm_axis)
     wanted = wanted_gradients(op, scale=scale)
     options = (only_rstd(rstd), wanted, scale_offset, implementation)
-    return run_backward(op, dy, arguments, scale, None, *options)[:2]
+    return run_backward(op, dy, arguments, scale, None, *options, centered=False)[:2]
 
 
 def rms_norm_backward_from_output(
@@ -174,4 +174,6 @@ def rms_norm_backward_from_output(
     arguments = Arguments.of(op, "y", y, begin_norm_axis)
     wanted = wanted_gradients(op, scale=scale)
     options = (only_rstd(rstd), wanted, scale_offset, implementation)
-    return run_backward(op, dy, arguments, scale, None, *options)[:2]
+    return run_backward(
+        op, dy, arguments, scale, None, *options, centered=False, residuals="output"
+    )[:2]

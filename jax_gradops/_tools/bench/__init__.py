@@ -1,7 +1,7 @@
 """The parts of ``python -m jax_gradops bench``.
 
 - `options` reads the command line.
-- `formulas`, `batch_norm_formulas` and `cases` define the work.
+- `formulas` and `cases` define the work.
 - `peers`, `jax_functions` and `torch_peers` are the competitors that do the work.
 - `timing` times programs. `gate` checks their results. `measuring` takes one case through all
   steps.

@@ -7,14 +7,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-import jax_gradops
-from jax_gradops._tools.bench import batch_norm_formulas, formulas
+from jax_gradops._ops.all import SPECS
+from jax_gradops._ops.op_spec import Direction, Form, OpSpec
+from jax_gradops._tools.bench import formulas
 
-Direction = Literal["fwd", "bwd"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
 SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 DTYPES = tuple(SHORT_DTYPES)
@@ -27,157 +27,43 @@ Key = tuple[str, str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One op in one form.
+    """One op in one form and one layout.
 
     Attributes:
-      public: the name of the public function.
-      ours: this function, with its options.
-      parameters: the number of parameter arrays [features] or [channels].
-      traffic: by direction, the least number of tensors of x's size to read or write.
-      xla: by direction, the formula that XLA is timed with. Backward it takes dy, the forward
-        arguments, and `saved`.
-      oracle: by direction, the formula in float64. It returns NaN where rounding decides the
-        result.
-      saved: computes the values that a backward pass has saved, from x.
-      arrays: the number of arrays of x's shape and dtype, including x.
+      options: the form's options, and the axis of channels.
+      ours: the form's call, with these options.
+      xla: the formulas that XLA is timed with: `formulas.XLA` with these options.
       axis: x's axis of features or channels.
-      apart: x's axis (rows, channels) whose slices are independent in the first result. None if
-        there is no such axis.
-      in_place: whether dx may take over dy's memory. JAX's programs then donate dy.
     """
 
-    public: str
+    spec: OpSpec
+    form: Form
+    options: dict[str, Any]
     ours: Callable[..., Any]
-    parameters: int
-    traffic: dict[Direction, int]
-    xla: dict[Direction, Callable[..., formulas.Arrays]]
-    oracle: dict[Direction, Callable[..., formulas.Arrays]]
-    saved: Callable[..., formulas.Arrays] | None = None
-    arrays: int = 1
-    axis: int = 1
-    apart: int | None = 0
-    in_place: bool = False
+    xla: dict[str, Callable[..., formulas.Arrays]]
+    axis: int
+
+    @property
+    def apart(self) -> int | None:
+        """X's axis whose slices are independent in the first result, if there is one."""
+        return {"rows": 0, "channels": self.axis, "leaves": None}[self.spec.kind]
 
 
-def _norms() -> dict[Key, Operation]:
-    partial = functools.partial
-    oracle: dict[Direction, Callable[..., formulas.Arrays]] = {
-        "fwd": formulas.norm_oracle,
-        "bwd": formulas.norm_vjp_oracle,
-    }
-    return {
-        ("layer_norm", "", ""): Operation(
-            "layer_norm",
-            partial(jax_gradops.layer_norm, epsilon=formulas.EPSILON),
-            2,
-            {"fwd": 2, "bwd": 3},
-            {"fwd": formulas.layer_norm, "bwd": formulas.layer_norm_vjp},
-            oracle,
-            partial(formulas.statistics, centered=True),
-        ),
-        ("rms_norm", "", ""): Operation(
-            "rms_norm",
-            partial(jax_gradops.rms_norm, epsilon=formulas.EPSILON),
-            1,
-            {"fwd": 2, "bwd": 3},
-            {"fwd": formulas.rms_norm, "bwd": formulas.rms_norm_vjp},
-            oracle,
-            partial(formulas.statistics, centered=False),
-        ),
-    }
+def _operations() -> Iterator[tuple[Key, Operation]]:
+    """Every form of an op that is timed, in all layouts. A tree has one leaf."""
+    forms = ((spec, form) for spec in SPECS.values() for form in spec.forms if form.traffic)
+    for spec, form in forms:
+        for layout in ("", *LAYOUTS) if spec.kind == "channels" else ("",):
+            axis = layout.index("c") if layout else 1
+            options = dict(form.options) | ({"axis": axis} if spec.kind == "channels" else {})
+            ours = functools.partial(form.call, **options)
+            xla = {k: functools.partial(f, **options) for k, f in formulas.XLA[spec.name].items()}
+            name = _SHORT_NAMES.get(spec.name, spec.name)
+            yield (name, form.name, layout), Operation(spec, form, options, ours, xla, axis)
 
 
-def _gelus() -> dict[Key, Operation]:
-    operations = {}
-    for name, parameters in (("gelu", 0), ("bias_gelu", 1)):
-        for form, approximate in (("tanh", True), ("exact", False)):
-
-            def formed(function: Callable[..., Any], approximate: bool = approximate) -> Any:
-                return functools.partial(function, approximate=approximate)
-
-            operations[name, form, ""] = Operation(
-                name,
-                formed(getattr(jax_gradops, name)),
-                parameters,
-                {"fwd": 2, "bwd": 3},
-                {"fwd": formed(formulas.gelu), "bwd": formed(formulas.gelu_vjp)},
-                {"fwd": formed(formulas.gelu_oracle), "bwd": formed(formulas.gelu_vjp_oracle)},
-                in_place=True,
-            )
-    return operations
-
-
-def _batch_norms() -> dict[Key, Operation]:
-    # Forward, the first pass reads x for statistics. The second one reads x and writes y. Backward,
-    # the first pass reads x and dy for sums. The second one reads both again and writes dx. With
-    # "add", the first pass may write dz, the residual's gradient. The second pass then reads dz
-    # instead of dy and y.
-    plain: dict[Direction, int] = {"fwd": 3, "bwd": 5}
-    forms: dict[str, tuple[int, dict[Direction, int]]] = {
-        "": (1, plain),
-        "relu": (1, plain),
-        "add_relu": (2, {"fwd": 4, "bwd": 7}),
-    }
-    operations = {}
-    for (form, (arrays, traffic)), layout in itertools.product(forms.items(), ("", *LAYOUTS)):
-        axis = layout.index("c") if layout else 1
-
-        def formed(function: Callable[..., Any], axis: int = axis, relu: bool = bool(form)) -> Any:
-            return functools.partial(function, axis=axis, relu=relu)
-
-        operations["batch_norm", form, layout] = Operation(
-            "batch_norm",
-            formed(_batch_norm),
-            2,
-            traffic,
-            {
-                "fwd": formed(batch_norm_formulas.batch_norm),
-                "bwd": formed(batch_norm_formulas.batch_norm_vjp),
-            },
-            {
-                "fwd": formed(batch_norm_formulas.oracle),
-                "bwd": formed(batch_norm_formulas.vjp_oracle),
-            },
-            functools.partial(batch_norm_formulas.statistics, axis=axis),
-            arrays=arrays,
-            axis=axis,
-            apart=axis,
-        )
-    return operations
-
-
-def _batch_norm(x: Any, *others: Any, axis: int, relu: bool) -> Any:
-    *residual, scale, bias = others
-    return jax_gradops.batch_norm(
-        x, scale, bias, axis=axis, epsilon=formulas.EPSILON,
-        activation="relu" if relu else None, residual=residual[0] if residual else None,
-    )[0]  # fmt: skip
-
-
-#: For the norm and the clip, a tree of one leaf stands for all trees.
-OPERATIONS: dict[Key, Operation] = {
-    **_norms(),
-    **_batch_norms(),
-    **_gelus(),
-    ("global_norm", "", ""): Operation(
-        "global_norm",
-        jax_gradops.global_norm,
-        0,
-        {"fwd": 1},
-        {"fwd": formulas.global_norm},
-        {"fwd": formulas.global_norm_oracle},
-        apart=None,
-    ),
-    ("clip", "", ""): Operation(
-        "clip_tree_by_global_norm",
-        lambda x: jax_gradops.clip_tree_by_global_norm(x, formulas.MAX_NORM)[0],
-        0,
-        {"fwd": 3},
-        {"fwd": formulas.clip},
-        {"fwd": formulas.clip_oracle},
-        apart=None,
-    ),
-}
+_SHORT_NAMES = {"clip_tree_by_global_norm": "clip"}
+OPERATIONS: dict[Key, Operation] = dict(_operations())
 OPS = tuple(dict.fromkeys(name for name, *_ in OPERATIONS))
 PLAIN = "plain"  # the name of the form "" on the command line
 FORMS = tuple(dict.fromkeys(form or PLAIN for _, form, _ in OPERATIONS))
@@ -218,7 +104,7 @@ class Case:
     def bytes(self) -> int:
         """The least number of bytes to read and write."""
         size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-        return size * self.operation.traffic[self.direction]
+        return size * self.operation.form.traffic[self.direction]
 
     def describe(self) -> dict[str, Any]:
         """The values that identify the case, for JSON."""
@@ -306,7 +192,7 @@ def select(
         if op not in ops or (form or PLAIN) not in forms or layout not in ("", *layouts):
             continue
         for direction, dtype in itertools.product(DIRECTIONS, dtypes):
-            if direction in directions and direction in operation.traffic:
+            if direction in directions and direction in operation.form.traffic:
                 for shape in shapes_of(key, dtype, device, shapes):
                     found[Case(op, form, direction, dtype, shape, layout)] = None
     return list(found)

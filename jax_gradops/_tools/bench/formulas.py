@@ -1,22 +1,22 @@
-"""The ops in `jax.numpy`, as JAX users write them, and in float64 as the oracle of all results.
+"""The ops in `jax.numpy`, as JAX users write them. XLA is timed with these formulas.
 
-XLA is timed with the first half. Its formulas are the textbook's: two passes for the variance, and
-backward passes from saved statistics. The oracles in the second half take float64 arrays of NumPy
-or JAX (`xp` is the module), and return a list of results.
+They are the textbook's: two passes for the variance of rows, and backward passes from saved
+statistics. Batch norm is that of Flax. A formula takes the operands of a `Form`, and its options.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_gradops._ops.op_spec import EPSILON as EPSILON
+from jax_gradops._ops.op_spec import MAX_NORM as MAX_NORM
+
 Arrays: TypeAlias = list[Any]
-EPSILON = 1e-6
-MAX_NORM = 1.0
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
@@ -24,7 +24,7 @@ def wide_dtype(dtype: Any) -> np.dtype:
     return np.dtype("float64" if jnp.dtype(dtype) == jnp.float64 else "float32")
 
 
-# --- In jax.numpy, for XLA -----------------------------------------------------------------------
+# --- Norms of rows -------------------------------------------------------------------------------
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -35,43 +35,115 @@ def _mean(x: jax.Array) -> jax.Array:
     return jnp.mean(x, -1, keepdims=True)
 
 
-def statistics(x: jax.Array, centered: bool) -> Arrays:
-    """The values that a backward pass saves: each row's 1 / deviation, and mean if `centered`."""
-    wide = _wide(x)
-    mean = [_mean(wide)] if centered else []
-    rstd = jax.lax.rsqrt(_mean(jnp.square(wide - mean[0] if centered else wide)) + EPSILON)
-    return [*mean, rstd]
+def layer_norm_statistics(x: jax.Array, *, epsilon: float) -> Arrays:
+    """The values that a backward pass saves: each row's mean and 1 / deviation."""
+    mean = _mean(_wide(x))
+    return [mean, *rms_norm_statistics(_wide(x) - mean, epsilon=epsilon)]
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> Arrays:
+def rms_norm_statistics(x: jax.Array, *, epsilon: float) -> Arrays:
+    """The value that a backward pass saves: 1 / the root of each row's mean square."""
+    return [jax.lax.rsqrt(_mean(jnp.square(_wide(x))) + epsilon)]
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float) -> Arrays:
     """Layer norm."""
-    mean, rstd = statistics(x, centered=True)
+    mean, rstd = layer_norm_statistics(x, epsilon=epsilon)
     return [((_wide(x) - mean) * rstd * scale[None] + bias[None]).astype(x.dtype)]
 
 
-def rms_norm(x: jax.Array, scale: jax.Array) -> Arrays:
+def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> Arrays:
     """RMS norm."""
-    (rstd,) = statistics(x, centered=False)
+    (rstd,) = rms_norm_statistics(x, epsilon=epsilon)
     return [(_wide(x) * rstd * scale[None]).astype(x.dtype)]
 
 
 def layer_norm_vjp(
-    dy: jax.Array, x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, rstd: jax.Array
+    dy: jax.Array, x: jax.Array, scale: jax.Array, *others: jax.Array, epsilon: float
 ) -> Arrays:
     """The gradients of layer norm."""
-    del bias
+    del epsilon
+    _, mean, rstd = others
     wide, x_hat = _wide(dy), (_wide(x) - mean) * rstd
     wdy = wide * scale[None]
     dx = (wdy - _mean(wdy) - x_hat * _mean(wdy * x_hat)) * rstd
     return [dx.astype(x.dtype), jnp.sum(wide * x_hat, 0), jnp.sum(wide, 0)]
 
 
-def rms_norm_vjp(dy: jax.Array, x: jax.Array, scale: jax.Array, rstd: jax.Array) -> Arrays:
+def rms_norm_vjp(
+    dy: jax.Array, x: jax.Array, scale: jax.Array, rstd: jax.Array, *, epsilon: float
+) -> Arrays:
     """The gradients of RMS norm."""
+    del epsilon
     wide, x_hat = _wide(dy), _wide(x) * rstd
     wdy = wide * scale[None]
     dx = (wdy - x_hat * _mean(wdy * x_hat)) * rstd
     return [dx.astype(x.dtype), jnp.sum(wide * x_hat, 0)]
+
+
+# --- Batch norm: flax.linen.BatchNorm -------------------------------------------------------------
+
+
+def _others(x: Any, axis: int) -> tuple[int, ...]:
+    return tuple(i for i in range(x.ndim) if i != axis)
+
+
+def _along(values: Any, x: Any, axis: int) -> Any:
+    """Reshapes one value per channel so that it broadcasts over x."""
+    return values.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+
+
+def batch_norm_statistics(x: jax.Array, *, axis: int, **options: Any) -> Arrays:
+    """Mean and variance of each channel, in one pass: E[x²] - E[x]², the default of Flax."""
+    del options
+    x = x.astype(wide_dtype(x.dtype))
+    mean, mean_square = (jnp.mean(v, _others(x, axis)) for v in (x, jnp.square(x)))
+    return [mean, jnp.maximum(0, mean_square - jnp.square(mean))]
+
+
+def _normalize(
+    x: jax.Array, mean: Any, var: Any, scale: Any, bias: Any, *residual: Any,
+    axis: int, epsilon: float, relu: bool, dtype: Any,
+) -> jax.Array:  # fmt: skip
+    """Applies batch norm with given statistics. x has its accumulation dtype."""
+    factor = jax.lax.rsqrt(var + epsilon) * scale
+    y = (x - _along(mean, x, axis)) * _along(factor, x, axis) + _along(bias, x, axis)
+    y = y.astype(dtype)
+    if residual:
+        y = y + residual[0]
+    return jax.nn.relu(y) if relu else y
+
+
+def batch_norm(x: jax.Array, *others: jax.Array, **options: Any) -> Arrays:
+    """Batch norm."""
+    *residual, scale, bias = others
+    mean, var = batch_norm_statistics(x, **options)
+    wide = x.astype(mean.dtype)
+    return [_normalize(wide, mean, var, scale, bias, *residual, **options, dtype=x.dtype)]
+
+
+def batch_norm_vjp(
+    dy: jax.Array, x: jax.Array, *others: jax.Array, axis: int, **options: Any
+) -> Arrays:
+    """The gradients of batch norm by JAX's autodiff, from saved statistics.
+
+    The derivative of the statistics is written out, because autodiff would compute them again.
+    """
+    *residual, scale, bias, mean, var = others
+    wide = x.astype(mean.dtype)
+
+    def normalize(*arguments: Any) -> jax.Array:
+        return _normalize(*arguments, axis=axis, **options, dtype=x.dtype)
+
+    pullback = jax.vjp(normalize, wide, mean, var, scale, bias, *residual)[1]
+    dx, dmean, dvar, dscale, dbias, *dresidual = pullback(dy)
+    count = x.size // x.shape[axis]
+    dvar = jnp.where(var > 0, dvar, 0) * (2 / count)
+    dx = dx + wide * _along(dvar, x, axis) + _along(dmean / count - mean * dvar, x, axis)
+    return [dx.astype(x.dtype), *dresidual, dscale, dbias]
+
+
+# --- GELU ----------------------------------------------------------------------------------------
 
 
 def gelu(x: jax.Array, *bias: jax.Array, approximate: bool) -> Arrays:
@@ -87,76 +159,29 @@ def gelu_vjp(dy: jax.Array, x: jax.Array, *bias: jax.Array, approximate: bool) -
     return [dz.astype(x.dtype), *([jnp.sum(dz, 0)] if bias else [])]
 
 
+# --- Clipping ------------------------------------------------------------------------------------
+
+
 def global_norm(x: jax.Array) -> Arrays:
     """The L2 norm of x."""
     return [jnp.sqrt(jnp.sum(jnp.square(_wide(x))))]
 
 
-def clip(x: jax.Array) -> Arrays:
-    """x, scaled down so that its norm is at most `MAX_NORM`."""
+def clip(x: jax.Array, *, max_norm: float) -> Arrays:
+    """x, scaled down so that its norm is at most `max_norm`."""
     (norm,) = global_norm(x)
-    factor = jnp.where(norm < MAX_NORM, 1, MAX_NORM / norm)
+    factor = jnp.where(norm < max_norm, 1, max_norm / norm)
     return [(_wide(x) * factor.astype(_wide(x).dtype)).astype(x.dtype)]
 
 
-# --- In float64, of NumPy or JAX -----------------------------------------------------------------
-
-
-def _normalized(xp: Any, x: Any, centered: bool) -> tuple[Any, Any]:
-    if centered:
-        x = x - xp.mean(x, -1, keepdims=True)
-    rstd = 1 / xp.sqrt(xp.mean(x * x, -1, keepdims=True) + EPSILON)
-    return x * rstd, rstd
-
-
-def norm_oracle(xp: Any, x: Any, scale: Any, *bias: Any) -> Arrays:
-    """Layer norm, or RMS norm if there is no bias."""
-    y = _normalized(xp, x, bool(bias))[0] * scale[None]
-    return [y + bias[0][None] if bias else y]
-
-
-def norm_vjp_oracle(xp: Any, dy: Any, x: Any, scale: Any, *bias: Any) -> Arrays:
-    """The gradients of layer norm or RMS norm."""
-    x_hat, rstd = _normalized(xp, x, bool(bias))
-    wdy = dy * scale[None]
-    dx = wdy - x_hat * xp.mean(wdy * x_hat, -1, keepdims=True)
-    if bias:
-        dx = dx - xp.mean(wdy, -1, keepdims=True)
-    return [dx * rstd, xp.sum(dy * x_hat, 0), *([xp.sum(dy, 0)] if bias else [])]
-
-
-def _erfc(xp: Any, z: Any) -> Any:
-    return np.vectorize(math.erfc)(z) if xp is np else jax.lax.erfc(z)
-
-
-def _gelu_parts(xp: Any, z: Any, approximate: bool) -> tuple[Any, Any]:
-    """The weight w in gelu(z) = z w(z), and the derivative of gelu."""
-    if approximate:
-        c = 2 * math.sqrt(2 / math.pi)
-        weight = 1 / (1 + xp.exp(-c * (z + 0.044715 * z**3)))
-        return weight, weight + z * weight * (1 - weight) * c * (1 + 3 * 0.044715 * z**2)
-    weight = 0.5 * _erfc(xp, -z / math.sqrt(2))
-    return weight, weight + z * xp.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-
-
-def gelu_oracle(xp: Any, x: Any, *bias: Any, approximate: bool) -> Arrays:
-    """GELU of x + bias, or of x if there is no bias."""
-    z = x + bias[0][None] if bias else x
-    return [z * _gelu_parts(xp, z, approximate)[0]]
-
-
-def gelu_vjp_oracle(xp: Any, dy: Any, x: Any, *bias: Any, approximate: bool) -> Arrays:
-    """The gradients of GELU."""
-    dx = dy * _gelu_parts(xp, x + bias[0][None] if bias else x, approximate)[1]
-    return [dx, *([xp.sum(dx, 0)] if bias else [])]
-
-
-def global_norm_oracle(xp: Any, x: Any) -> Arrays:
-    """The L2 norm of x."""
-    return [xp.sqrt(xp.sum(x * x))]
-
-
-def clip_oracle(xp: Any, x: Any) -> Arrays:
-    """x, scaled down so that its norm is at most `MAX_NORM`."""
-    (norm,) = global_norm_oracle(xp, x)
-    return [x * xp.where(norm < MAX_NORM, 1.0, MAX_NORM / norm)]
+#: By op: the formulas of both directions, and of the statistics that a backward pass has saved. The
+#: formula of the backward pass takes dy, the operands and these statistics.
+XLA: dict[str, dict[str, Callable[..., Arrays]]] = {
+    "layer_norm": {"fwd": layer_norm, "bwd": layer_norm_vjp, "saved": layer_norm_statistics},
+    "rms_norm": {"fwd": rms_norm, "bwd": rms_norm_vjp, "saved": rms_norm_statistics},
+    "batch_norm": {"fwd": batch_norm, "bwd": batch_norm_vjp, "saved": batch_norm_statistics},
+    "gelu": {"fwd": gelu, "bwd": gelu_vjp},
+    "bias_gelu": {"fwd": gelu, "bwd": gelu_vjp},
+    "global_norm": {"fwd": global_norm},
+    "clip_tree_by_global_norm": {"fwd": clip},
+}

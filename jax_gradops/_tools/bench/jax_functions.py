@@ -5,6 +5,7 @@ Batch norm and GELU are not here: the formulas that XLA is timed with are Flax's
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,8 @@ from jax_gradops._tools.bench import formulas
 from jax_gradops._tools.bench.cases import Case
 
 
-def _flax(case: Case) -> Callable[..., Any]:
-    linen = importlib.import_module("flax.linen")
-    kind = {"layer_norm": linen.LayerNorm, "rms_norm": linen.RMSNorm}[case.op]
+def _flax(name: str, case: Case) -> Callable[..., Any]:
+    kind = getattr(importlib.import_module("flax.linen"), name)
     module = kind(epsilon=formulas.EPSILON, dtype=case.dtype)
 
     def norm(x: Any, *parameters: Any) -> Any:
@@ -42,6 +42,9 @@ def _optax_clip(case: Case) -> Callable[..., Any]:
 
 #: Makers by competitor and op. A competitor's name is also the name of its package.
 MAKERS: dict[str, dict[str, Callable[[Case], Callable[..., Any]]]] = {
-    "flax": {"layer_norm": _flax, "rms_norm": _flax},
+    "flax": {
+        "layer_norm": functools.partial(_flax, "LayerNorm"),
+        "rms_norm": functools.partial(_flax, "RMSNorm"),
+    },
     "optax": {"global_norm": _optax_global_norm, "clip": _optax_clip},
 }

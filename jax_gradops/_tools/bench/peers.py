@@ -113,8 +113,8 @@ def input_types(case: Case) -> tuple[list[Any], list[Any]]:
     x = jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
     operation = case.operation
     parameter = jax.ShapeDtypeStruct((case.shape[operation.axis],), wide)
-    count = operation.arrays + (case.direction == "bwd")
-    return [x] * count, [parameter] * operation.parameters
+    count = operation.form.arrays + (case.direction == "bwd")
+    return [x] * count, [parameter] * operation.form.parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Inputs:
         array, parameter = _generators(case, plan)
         each, count = len(input_types(case)[0]), max(1, plan.calls)
         arrays = [array(seed) for seed in range(each * count)]
-        parameters = [parameter(1000 + i) for i in range(case.operation.parameters)]
+        parameters = [parameter(1000 + i) for i in range(case.operation.form.parameters)]
         calls = [tuple(arrays[each * k : each * (k + 1)]) for k in range(count)]
         return cls(case, calls, tuple(parameters))
 
@@ -215,9 +215,8 @@ class JaxPeer:
 
     @property
     def _in_place(self) -> bool:
-        return (
-            self.case.direction == "bwd" and self.case.operation.in_place and self.save is not None
-        )
+        form = self.case.operation.form
+        return self.case.direction == "bwd" and form.in_place and self.save is not None
 
     def _compile(self, program: Callable[..., Any], types: Sequence[Any]) -> Any:
         if self._in_place:
@@ -267,7 +266,7 @@ def differentiable(case: Case, plan: Plan, public: Callable[..., Any], target: s
     Backward is the pullback of `jax.vjp`, without the forward pass.
     """
     if case.direction == "fwd":
-        return JaxPeer(plan, case, lambda *a: [public(*a)], target=target)
+        return JaxPeer(plan, case, lambda *a: jax.tree.leaves(public(*a)), target=target)
     structure: list[Any] = []
 
     def save(*arguments: jax.Array) -> list[jax.Array]:
@@ -283,7 +282,7 @@ def differentiable(case: Case, plan: Plan, public: Callable[..., Any], target: s
 
 def xla(case: Case, plan: Plan) -> JaxPeer:
     """The textbook formula as a peer. Backward starts from saved statistics."""
-    formula, saved = case.operation.xla[case.direction], case.operation.saved
+    formula, saved = case.operation.xla[case.direction], case.operation.xla.get("saved")
     if case.direction == "fwd":
         return JaxPeer(plan, case, formula)
 

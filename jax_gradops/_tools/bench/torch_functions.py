@@ -94,7 +94,7 @@ def _batch_norm(
     format "channels last".
     """
     threshold = torch_module().ops.aten.threshold_backward
-    relu, axis = bool(case.form), case.operation.axis
+    relu, axis = case.operation.options["relu"], case.operation.axis
 
     def call(*arguments: Any) -> list[Any]:
         *arrays, w, b = arguments
@@ -113,7 +113,7 @@ def _batch_norm(
     def call_backward(dy: Any, y: Any, x: Any, w: Any, *saved: Any) -> list[Any]:
         dz = threshold(dy, y, 0) if relu else dy
         dx, dw, db = backward(dz.movedim(axis, 1), x.movedim(axis, 1), w, *saved)
-        residual = [dz] if case.operation.arrays > 1 else []
+        residual = [dz] if case.operation.form.arrays > 1 else []
         return [dx.movedim(1, axis), *residual, dw, db]
 
     if case.direction == "bwd":
@@ -152,8 +152,8 @@ def _cudnn_batch_norm(case: Case) -> TorchFunction:
 
 def _torch_gelu(case: Case) -> TorchFunction:
     """GELU. With a bias it takes two functions, because PyTorch has no function for both."""
-    torch, form = torch_module(), {"tanh": "tanh", "exact": "none"}[case.form]
-    gelu = functools.partial(torch.nn.functional.gelu, approximate=form)
+    form = "tanh" if case.operation.options["approximate"] else "none"
+    gelu = functools.partial(torch_module().nn.functional.gelu, approximate=form)
     return _of(case, lambda x, *bias: gelu(x + bias[0] if bias else x))
 
 
@@ -177,25 +177,28 @@ def _torch_clip(case: Case) -> TorchFunction:
 # --- Libraries -----------------------------------------------------------------------------------
 
 
-def _liger(case: Case) -> TorchFunction:
-    if case.op == "layer_norm":
-        module = importlib.import_module("liger_kernel.ops.layer_norm")
-        layer_norm = module.LigerLayerNormFunction.apply
-        return _of(case, lambda x, w, b: layer_norm(x, w, b, formulas.EPSILON))
+def _liger_layer_norm(case: Case) -> TorchFunction:
+    module = importlib.import_module("liger_kernel.ops.layer_norm")
+    layer_norm = module.LigerLayerNormFunction.apply
+    return _of(case, lambda x, w, b: layer_norm(x, w, b, formulas.EPSILON))
+
+
+def _liger_rms_norm(case: Case) -> TorchFunction:
     rms_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
     # The last arguments are the offset, the casting mode, and whether dx may take dy's memory. It
     # may not, because the next call needs dy.
     return _of(case, lambda x, w: rms_norm(x, w, formulas.EPSILON, 0.0, "llama", False))
 
 
-def _quack(case: Case) -> TorchFunction:
-    module = importlib.import_module("quack.rmsnorm")
-    if case.op == "rms_norm":
-        rms_norm = module.rmsnorm
-        return _of(case, lambda x, w: rms_norm(x, w, eps=formulas.EPSILON), wide_parameters=True)
+def _quack_rms_norm(case: Case) -> TorchFunction:
+    rms_norm = importlib.import_module("quack.rmsnorm").rmsnorm
+    return _of(case, lambda x, w: rms_norm(x, w, eps=formulas.EPSILON), wide_parameters=True)
+
+
+def _quack_layer_norm(case: Case) -> TorchFunction:
     if case.direction == "bwd":
         raise Unsupported("no layer norm backward with a bias's gradient")
-    layer_norm = module.layernorm_fwd
+    layer_norm = importlib.import_module("quack.rmsnorm").layernorm_fwd
     return TorchFunction(
         lambda x, w, b: [layer_norm(x, w, b, eps=formulas.EPSILON)], wide_parameters=True
     )
@@ -210,7 +213,6 @@ def _triton(case: Case) -> TorchFunction:
     )
 
 
-_NORMS = ("layer_norm", "rms_norm")
 MAKERS: dict[str, dict[str, Callable[[Case], TorchFunction]]] = {
     "torch": {
         "layer_norm": _torch_layer_norm,
@@ -222,9 +224,9 @@ MAKERS: dict[str, dict[str, Callable[[Case], TorchFunction]]] = {
         "clip": _torch_clip,
     },
     "cudnn": {"batch_norm": _cudnn_batch_norm},
-    "liger": dict.fromkeys(_NORMS, _liger),
-    "quack": dict.fromkeys(_NORMS, _quack),
-    "triton": dict.fromkeys(_NORMS, _triton),
+    "liger": {"layer_norm": _liger_layer_norm, "rms_norm": _liger_rms_norm},
+    "quack": {"layer_norm": _quack_layer_norm, "rms_norm": _quack_rms_norm},
+    "triton": {"layer_norm": _triton, "rms_norm": _triton},
 }
 #: By peer: the modules that it needs, and whether it runs on the CPU.
 REQUIREMENTS = {

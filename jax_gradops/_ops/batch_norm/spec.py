@@ -1,0 +1,76 @@
+"""What batch norm is, as data: see `op_spec`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jax_gradops import _oracles
+from jax_gradops._ops.batch_norm import kernels
+from jax_gradops._ops.batch_norm.batch_norm import batch_norm, batch_norm_inference
+from jax_gradops._ops.op_spec import EPSILON, Form, OpSpec
+
+
+def _call(x: Any, *others: Any, relu: bool, **options: Any) -> Any:
+    *residual, scale, bias = others
+    activation = "relu" if relu else None
+    named = {"residual": residual[0] if residual else None, "activation": activation}
+    return batch_norm(x, scale, bias, **named, **options)[0]
+
+
+def _oracle(x: Any, *others: Any, **options: Any) -> _oracles.Reference:
+    *residual, scale, bias = others
+    return _oracles.batch_norm(x, scale, bias, residual=sum(residual), **options)
+
+
+def _oracle_vjp(dy: Any, x: Any, *others: Any, **options: Any) -> tuple[_oracles.Reference, ...]:
+    *residual, scale, bias = others
+    options["residual"] = sum(residual)
+    dx, dscale, dbias, dresidual = _oracles.batch_norm_vjp(dy, x, scale, bias, **options)
+    return dx, *([dresidual] if residual else []), dscale, dbias
+
+
+def _form(name: str, relu: bool, **settings: Any) -> Form:
+    return Form(
+        _call,
+        _oracle,
+        (kernels.FWD, kernels.BWD),
+        _oracle_vjp,
+        name,
+        {"epsilon": EPSILON, "relu": relu},
+        parameters=2,
+        **settings,
+    )
+
+
+# Forward, the first pass reads x for statistics. The second one reads x and writes y. Backward,
+# the first pass reads x and dy for sums. The second one reads both again and writes dx. With a
+# residual, the first pass may write dz, the residual's gradient. The second pass then reads dz
+# instead of dy and y.
+_TRAFFIC, _TRAFFIC_OF_ADD = {"fwd": 3, "bwd": 5}, {"fwd": 4, "bwd": 7}
+
+BATCH_NORM = OpSpec(
+    "batch_norm",
+    "channels",
+    (
+        _form("", relu=False, traffic=_TRAFFIC),
+        _form("relu", relu=True, traffic=_TRAFFIC),
+        _form("add_relu", relu=True, arrays=2, traffic=_TRAFFIC_OF_ADD),
+    ),
+)
+BATCH_NORM_INFERENCE = OpSpec(
+    "batch_norm_inference",
+    "channels",
+    (
+        Form(
+            functools.partial(batch_norm_inference, implementation=None),
+            _oracles.batch_norm_inference,
+            (kernels.FWD,),
+            options={"epsilon": EPSILON},
+            parameters=2,
+        ),
+    ),
+    by_xla="XLA fuses it with what comes before and after; pass implementation='ffi' for the "
+    "kernel",
+)
+SPECS = (BATCH_NORM, BATCH_NORM_INFERENCE)
