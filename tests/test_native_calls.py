@@ -14,6 +14,7 @@ import pytest
 from signatures import Good, good
 
 from jax_gradops import _registry
+from jax_gradops._kernel.trees import TreeKernel
 from jax_gradops._ops.all import SPECS
 from jax_gradops._tools import testing
 
@@ -63,6 +64,14 @@ def test_declarations(platform: str) -> None:
     assert declared == _registry.MODULES["cpu"].signatures()
     for name, signature in declared.items():
         kernel = kernels[name]
+        if isinstance(kernel, TreeKernel):
+            assert signature["variadic"], name
+            assert [a["name"] for a in signature["operands"][1:]] == list(kernel.scalars), name
+            sums = [a["name"] for a in signature["results"] if a["axes"] != "n"]
+            assert sums == list(kernel.sums), name
+            assert signature["workspace"] == (kernel.workspace is not None), name
+            continue
+        assert not signature["variadic"], name
         assert {a["name"]: a["axes"] for a in signature["operands"]} == dict(kernel.operands), name
         assert {a["name"]: a["axes"] for a in signature["results"]} == {
             result: r.dims for result, r in kernel.results.items()

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import assert_bitwise_equal, assert_matches, widen
+from limits import HAS_LIMITS, limited
 
 import jax_gradops
 from jax_gradops import _oracles as oracles
-from jax_gradops import _registry
 
-CUDA = _registry.MODULES.get("cuda")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(CUDA is None, reason="jax_gradops was built without CUDA"),
+    pytest.mark.skipif(not HAS_LIMITS, reason="needs the CUDA module for tests"),
 ]
 
 
@@ -42,18 +41,16 @@ FORCED = {
     "clusters of up to 8": {"max_threads": 64, "max_cluster": 8},
     "one row under way": {"max_stages": 1},
     "two rows under way": {"max_stages": 2},
-    "2 packs": {"packs": 2},
-    "3 packs": {"packs": 3},
-    "4 packs": {"packs": 4},
+    "2 vectors": {"vectors": 2},
+    "3 vectors": {"vectors": 3},
+    "4 vectors": {"vectors": 4},
 }
 
 
 @pytest.fixture(params=FORCED)
 def forced(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert CUDA is not None
-    CUDA.force_row_plan(**FORCED[request.param])
-    yield request.param
-    CUDA.force_row_plan()
+    with limited(**FORCED[request.param]):
+        yield request.param
 
 
 @functools.cache
@@ -144,18 +141,14 @@ def test_rings_do_not_change_results() -> None:
     """The rings' depth and the architecture change no bit of y and dx, if a block holds a row."""
     if not gpus():
         pytest.skip("needs a CUDA device")
-    assert CUDA is not None
     rng = np.random.default_rng(5)
     with jax.default_device(gpus()[0]):
         for features in (64, 1000, 4096):
             dy, x = rng.standard_normal((2, 501, features)).astype(np.float32)
             expected = None
             for forced in ({}, {"max_stages": 1}, {"max_stages": 2}, {"architecture": 80}):
-                CUDA.force_row_plan(**forced)
-                try:
+                with limited(**forced):
                     y, (dx,) = norm("layer_norm", "input")(dy, x)
-                finally:
-                    CUDA.force_row_plan()
                 expected = expected or (y, dx)
                 assert_bitwise_equal(y, expected[0], f"{forced}")
                 assert_bitwise_equal(dx, expected[1], f"{forced}")

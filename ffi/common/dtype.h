@@ -93,6 +93,8 @@ using Accum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <typename... Ts>
 struct TypeList {};
+template <typename... As, typename... Bs>
+TypeList<As..., Bs...> Joined(TypeList<As...>, TypeList<Bs...>);  // only for decltype
 using FloatTypes = TypeList<float, double, Half, BFloat16>;
 
 inline bool IsFloat(ffi::DataType dtype) {

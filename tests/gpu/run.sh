@@ -77,7 +77,7 @@ watched_once() {
   XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
     limited "${SANITIZE_SECONDS:-600}" compute-sanitizer --tool "$1" \
     --kernel-name kernel_substring=gradops --error-exitcode 9 \
-    "$python" -P tests/gpu/sanitize.py "$2"
+    env PYTHONPATH=tests "$python" -P tests/gpu/sanitize.py "$2"
 }
 
 sanitize() {

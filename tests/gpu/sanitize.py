@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from limits import limited
 
 import jax_gradops
-from jax_gradops import _registry
 from jax_gradops._ops.all import SPECS
 from jax_gradops._ops.op_spec import Form, OpSpec
 from jax_gradops._ops.row_norm import spec as row_norm
@@ -70,9 +70,8 @@ OPS = (
 )
 
 
-# Configurations that this GPU does not choose (ffi/cuda/row_norm/policy.h), on fewer shapes.
+# Configurations that this GPU does not choose (ffi/cuda/row_norm/plan.h), on fewer shapes.
 PLANS: dict[str, dict[str, Any]] = {
-    "as chosen": {},
     "sm_80": {"architecture": 80},
     "streamed": {"stream": True},
     "clusters": {"max_threads": 32},
@@ -81,22 +80,27 @@ PLANS: dict[str, dict[str, Any]] = {
 FORCED_WIDTHS = (7, 64, 1000, 4097)
 
 
+def run_all(dtype: str, plan: str, forced: bool) -> None:
+    """Runs the norms with a forced plan, or all ops."""
+    for width, rows in itertools.product(FORCED_WIDTHS if forced else WIDTHS, ROWS):
+        if rows == 5 and (dtype != "float32" or forced):
+            continue
+        keys = jax.random.split(jax.random.key(width * rows), 4)
+        dy, x = (jax.random.normal(k, (rows, width)).astype(dtype) for k in keys[:2])
+        scale, bias = (jax.random.normal(k, (width,), jnp.float32) for k in keys[2:])
+        for name, op in (NORMS if forced else OPS).items():
+            # Printed before the run, because the tools may crash.
+            print(dtype, [rows, width], plan, name, flush=True)
+            jax.block_until_ready(op(dy, x, scale, bias))
+
+
 def main(dtype: str) -> None:
     """Runs every op forward and backward with the kernels."""
-    cuda = _registry.MODULES["cuda"]
     with jax_gradops.use_implementation("ffi"):
-        for plan, forced in PLANS.items():
-            cuda.force_row_plan(**forced)
-            for width, rows in itertools.product(FORCED_WIDTHS if forced else WIDTHS, ROWS):
-                if rows == 5 and (dtype != "float32" or forced):
-                    continue
-                keys = jax.random.split(jax.random.key(width * rows), 4)
-                dy, x = (jax.random.normal(k, (rows, width)).astype(dtype) for k in keys[:2])
-                scale, bias = (jax.random.normal(k, (width,), jnp.float32) for k in keys[2:])
-                for name, op in (NORMS if forced else OPS).items():
-                    # Printed before the run, because the tools may crash.
-                    print(dtype, [rows, width], plan, name, flush=True)
-                    jax.block_until_ready(op(dy, x, scale, bias))
+        run_all(dtype, "as chosen", forced=False)
+        for plan, limits in PLANS.items():
+            with limited(**limits):
+                run_all(dtype, plan, forced=True)
     print("ran every kernel on", jax.devices()[0].device_kind)
 
 

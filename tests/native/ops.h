@@ -13,8 +13,6 @@
 namespace gradops::native {
 
 // All ops that the driver calls: the library's, and those of the testing modules.
-template <class... A, class... B>
-TypeList<A..., B...> Joined(TypeList<A...>, TypeList<B...>);
 using DriverOps = decltype(Joined(AllOps(), TestingOps()));
 
 // Random numbers that are equal in each run.
