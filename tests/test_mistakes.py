@@ -16,8 +16,12 @@ import pytest
 import jax_gradops
 import jax_gradops.linen
 import jax_gradops.nnx
+from jax_gradops._ops.all import SPECS
 
-TABLE = Path(__file__).with_name("mistakes.txt")
+#: An op may have a table of its own: mistakes_X.txt.
+TABLES = sorted(Path(__file__).parent.glob("mistakes*.txt"))
+*_FIRST, _LAST = map(repr, SPECS)
+OPS = f"{', '.join(_FIRST)} or {_LAST}"  # "{ops}" in the tables
 
 ARRAYS = {
     "x": np.ones((2, 3, 4), np.float32),
@@ -45,7 +49,8 @@ NAMES: dict[str, Any] = {
 
 def mistakes() -> list[tuple[str, str]]:
     """Calls and their error messages."""
-    lines = [line for line in TABLE.read_text().splitlines() if line and line[0] != "#"]
+    text = "\n".join(table.read_text() for table in TABLES).replace("{ops}", OPS)
+    lines = [line for line in text.splitlines() if line and line[0] != "#"]
     return list(zip(lines[::2], map(str.strip, lines[1::2]), strict=True))
 
 

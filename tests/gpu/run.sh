@@ -74,10 +74,10 @@ watched() {
 }
 
 watched_once() {
-  XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
+  PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" XLA_PYTHON_CLIENT_ALLOCATOR=platform XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" \
     limited "${SANITIZE_SECONDS:-600}" compute-sanitizer --tool "$1" \
     --kernel-name kernel_substring=gradops --error-exitcode 9 \
-    env PYTHONPATH=tests "$python" -P tests/gpu/sanitize.py "$2"
+    "$python" -P tests/gpu/sanitize.py "$2"
 }
 
 sanitize() {
