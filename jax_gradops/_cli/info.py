@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ import jax
 
 import jax_gradops
 from jax_gradops import _registry
+from jax_gradops._cli import plan
 from jax_gradops._ops.all import SPECS
 
 Device: TypeAlias = Any  # jax.Device: pyright does not accept it as a type
@@ -24,10 +26,28 @@ PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--plan",
+        nargs=3,
+        metavar=("OP", "SHAPE", "DTYPE"),
+        help="print which CUDA kernel runs and how it splits its work, for example for "
+        "layer_norm_bwd 32768x5120 bfloat16. No GPU is needed",
+    )
+    parser.add_argument(
+        "--gpu",
+        help=f"the GPU for --plan: {', '.join(plan.GPUS)}. Default: this machine's, else h100",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what `collect` found; returns the exit status."""
+    if args.plan is not None:
+        try:
+            print(plan.text(args.plan, args.gpu, as_json=args.json))
+        except plan.PlanError as error:
+            print(f"jax_gradops info: error: {error}", file=sys.stderr)
+            return 2
+        return 0
     environment = collect()
     print(json.dumps(environment, indent=2) if args.json else describe(environment))
     return 0

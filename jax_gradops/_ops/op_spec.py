@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -20,6 +20,24 @@ Direction = Literal["fwd", "bwd"]
 #: The options of ops wherever results are compared with results of other libraries.
 EPSILON = 1e-6
 MAX_NORM = 1.0
+
+
+class Gpu(NamedTuple):
+    """What a CUDA kernel's plan depends on."""
+
+    architecture: int  # 90 is compute capability 9.0
+    multiprocessors: int
+    shared_bytes: int  # shared memory of a multiprocessor
+    l2_bytes: int  # size of the L2 cache
+
+
+class PlanTask(NamedTuple):
+    """A call whose plan is asked for. All arrays start at 16-byte boundaries."""
+
+    direction: Direction
+    shape: tuple[int, ...]  # of x
+    element_bytes: int
+    gpu: Gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +109,7 @@ class OpSpec:
       forms: the ways to call it.
       by_xla: why the op runs XLA's operations by default, although there is a kernel.
       requires: a package that the op needs.
+      plan: how the op's CUDA kernel splits its work, as `_plans` describes it.
     """
 
     name: str
@@ -98,6 +117,7 @@ class OpSpec:
     forms: tuple[Form, ...]
     by_xla: str = ""
     requires: str = ""
+    plan: Callable[[PlanTask], dict[str, Any]] | None = None
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from jax_gradops import _oracles
 from jax_gradops._ops.batch_norm import kernels
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm, batch_norm_inference
-from jax_gradops._ops.op_spec import EPSILON, Form, OpSpec
+from jax_gradops._ops.op_spec import EPSILON, Form, OpSpec, PlanTask
 
 
 def _call(x: Any, *others: Any, relu: bool, **options: Any) -> Any:
@@ -49,6 +50,36 @@ def _form(name: str, relu: bool, **settings: Any) -> Form:
 # instead of dy and y.
 _TRAFFIC, _TRAFFIC_OF_ADD = {"fwd": 3, "bwd": 5}, {"fwd": 4, "bwd": 7}
 
+
+def _plan(task: PlanTask) -> dict[str, Any]:
+    """With channels last."""
+    from jax_gradops import _plans
+
+    rows, channels = math.prod(task.shape[:-1]), task.shape[-1]
+    backward = task.direction == "bwd"
+    kernel = kernels.BWD if backward else kernels.FWD
+    assert kernel.workspace is not None
+    shape = kernel.workspace(1, {"n": rows, "d": channels, "m": 1}, 2)
+    return _plans.batch_norm_plan(
+        backward=backward,
+        groups=1,
+        rows=rows,
+        channels=channels,
+        inner=1,
+        element_bytes=task.element_bytes,
+        accum_bytes=max(4, task.element_bytes),
+        aligned=True,
+        statistics=True,
+        apply=True,
+        transient_arrays=0,
+        partial_rows=shape[1] if len(shape) > 1 else 0,
+        multiprocessors=task.gpu.multiprocessors,
+        shared_bytes=task.gpu.shared_bytes,
+        l2_bytes=task.gpu.l2_bytes,
+        clusters=task.gpu.architecture >= 90,
+    )
+
+
 BATCH_NORM = OpSpec(
     "batch_norm",
     "channels",
@@ -57,6 +88,7 @@ BATCH_NORM = OpSpec(
         _form("relu", relu=True, traffic=_TRAFFIC),
         _form("add_relu", relu=True, arrays=2, traffic=_TRAFFIC_OF_ADD),
     ),
+    plan=_plan,
 )
 BATCH_NORM_INFERENCE = OpSpec(
     "batch_norm_inference",

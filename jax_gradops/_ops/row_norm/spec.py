@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
+from typing import Any
 
 from jax_gradops import _oracles
-from jax_gradops._ops.op_spec import EPSILON, Form, OpSpec
+from jax_gradops._ops.op_spec import EPSILON, Form, OpSpec, PlanTask
 from jax_gradops._ops.row_norm import kernels
 from jax_gradops._ops.row_norm.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -27,6 +29,28 @@ _RMS_NORM = functools.partial(
 )
 _TRAFFIC = {"fwd": 2, "bwd": 3}
 
+
+def _plan(task: PlanTask, *, centered: bool, arrays: int) -> dict[str, Any]:
+    from jax_gradops import _plans
+
+    backward = task.direction == "bwd"
+    return _plans.row_norm_plan(
+        backward=backward,
+        rows=math.prod(task.shape[:-1]),
+        features=task.shape[-1],
+        element_bytes=task.element_bytes,
+        arrays=arrays + backward,
+        aligned=True,
+        aligned_params=True,
+        architecture=task.gpu.architecture,
+        multiprocessors=task.gpu.multiprocessors,
+        shared_bytes=task.gpu.shared_bytes,
+        centered=centered,
+        reads_mean=centered,
+        knows_epsilon=centered,
+    )
+
+
 LAYER_NORM = OpSpec(
     "layer_norm",
     "rows",
@@ -38,6 +62,7 @@ LAYER_NORM = OpSpec(
             roundings=7,
         ),
     ),
+    plan=functools.partial(_plan, centered=True, arrays=1),
 )
 RMS_NORM = OpSpec(
     "rms_norm",
@@ -50,6 +75,7 @@ RMS_NORM = OpSpec(
             roundings=7,
         ),
     ),
+    plan=functools.partial(_plan, centered=False, arrays=1),
 )
 ADD_LAYER_NORM = OpSpec(
     "add_layer_norm",
@@ -62,6 +88,7 @@ ADD_LAYER_NORM = OpSpec(
             arrays=2,
         ),
     ),
+    plan=functools.partial(_plan, centered=True, arrays=2),
 )
 ADD_RMS_NORM = OpSpec(
     "add_rms_norm",
@@ -74,5 +101,6 @@ ADD_RMS_NORM = OpSpec(
             arrays=2,
         ),
     ),
+    plan=functools.partial(_plan, centered=False, arrays=2),
 )
 SPECS = (LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM)
