@@ -154,8 +154,8 @@ cudaError_t Backward(cudaStream_t stream, const RowNormBwdArgs& args, const RowP
   }
   if (status != cudaSuccess) return status;
   if (resident == 0) {  // The plan says so, or the GPU cannot run such clusters.
-    return plan.vectors ? LaunchStream<T, kVec<T>>(stream, args, wanted.count > 0)
-                        : LaunchStream<T, 1>(stream, args, wanted.count > 0);
+    return plan.reads_vectors ? LaunchStream<T, kVec<T>>(stream, args, wanted.count > 0)
+                              : LaunchStream<T, 1>(stream, args, wanted.count > 0);
   }
 
   const bool sums = plan.sums == SumsBy::kDxKernel;
@@ -175,8 +175,8 @@ cudaError_t Backward(cudaStream_t stream, const RowNormBwdArgs& args, const RowP
                                    split.cluster, targets.partial);
   if (status != cudaSuccess) return status;
   if (plan.sums == SumsBy::kBesideDx) {
-    return plan.vectors ? LaunchFewSums<T, kVec<T>>(stream, args)
-                        : LaunchFewSums<T, 1>(stream, args);
+    return plan.reads_vectors ? LaunchFewSums<T, kVec<T>>(stream, args)
+                              : LaunchFewSums<T, 1>(stream, args);
   }
   if (!sums || targets.are_results) return cudaSuccess;
   return LaunchColumnSum<A>(stream, static_cast<const A*>(args.workspace), wanted, groups,

@@ -195,8 +195,15 @@ struct RowGradient {
   }
 
   // Adds the thread's columns to the sums over the row.
+  __device__ __forceinline__ void AddUp(bool well_conditioned, A (&totals)[kValues]) const {
+    if (!kShift || well_conditioned) {
+      AddUpIf<true>(totals);
+    } else {
+      AddUpIf<false>(totals);
+    }
+  }
   template <bool kWellConditioned>
-  __device__ __forceinline__ void AddUp(A (&totals)[kValues]) const {
+  __device__ __forceinline__ void AddUpIf(A (&totals)[kValues]) const {
     place.ForVectors([&]<bool kAll>(int i) {
       if (!kAll && place.Lacks(i)) return;
       A dy[W], x[W];
@@ -256,6 +263,66 @@ struct RowGradient {
   }
 };
 
+// In vectors that the thread does not own, dy and x are 0. The scale must be 0 too: an infinite
+// scale would give NaN, and a bias would give an x_hat other than 0.
+template <typename T, int P, Layout kLayout, typename A>
+__device__ __forceinline__ void MaskScale(const Place<T, P, kLayout, false>& place,
+                                          A (&scale)[P][kVec<T>]) {
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVec<T>; ++j) scale[i][j] = place.Owns(i) ? scale[i][j] : A{0};
+  }
+}
+
+// Stores dx of a row, adds to the column sums and, if wanted, to the sums of dx.
+template <bool kWellConditioned, typename T, int P, Layout kLayout, bool kCentered,
+          bool kFromOutput, int kValues, typename A>
+__device__ __forceinline__ void FinishRow(
+    const RowGradient<T, P, kLayout, kCentered, kFromOutput>& row,
+    const RowRing<T, P, kLayout>& ring, const DxSums<T, P>& dx_sums, bool has_dsum, bool sums_dx,
+    const A (&totals)[kValues], A inverse_n, T* dx, A (&dscale)[P][kVec<T>],
+    A (&dbias)[P][kVec<T>]) {
+  if (!kWellConditioned && has_dsum) ring.WaitForThird();
+  row.template ForDx<kWellConditioned>(totals, inverse_n, dscale, dbias,
+                                       [&]<bool kAll>(int i, auto& dx_i) {
+                                         if constexpr (!kWellConditioned) {
+                                           if (has_dsum) {
+                                             A dsum[kVec<T>];
+                                             Widen(ring.Third(i), dsum);
+#pragma unroll
+                                             for (int j = 0; j < kVec<T>; ++j) dx_i[j] += dsum[j];
+                                           }
+                                           if (sums_dx) dx_sums.Add(i, dx_i);
+                                         }
+                                         const auto out = Narrow<T>(dx_i);
+                                         T* const to = row.place.InRow(dx, i);
+                                         if (!kAll) {
+                                           row.place.Store(to, out, i);
+                                         } else if (row.place.Owns(i)) {
+                                           StorePackOnce(to, out);
+                                         }
+                                       });
+}
+
+// Gives the block's column sums to the cluster's sums, which begin at `at`.
+template <bool kCentered, typename T, int P, Layout kLayout, typename A>
+__device__ __forceinline__ void GiveSums(const BlockSums<T, P, kLayout>& block,
+                                         const DxSums<T, P>& dx_sums, const PartialSums<A>& sums,
+                                         std::int64_t at, A (&dscale)[P][kVec<T>],
+                                         A (&dbias)[P][kVec<T>], bool store) {
+  const auto give = [&](int part, A(&values)[P][kVec<T>], A* result) {
+    block.Give(part, values, result == nullptr ? nullptr : result + at, store);
+  };
+  give(0, dscale, sums.results[0]);
+  if constexpr (kCentered) give(1, dbias, sums.results[1]);
+  if (sums.results[2] != nullptr) {
+    // In the place of dscale's sums, which have been read. RMS norm: of dbias's, which are absent.
+    dx_sums.Get(dscale);
+    give(kCentered ? 0 : 1, dscale, sums.results[2]);
+  }
+}
+
 // P: the vectors of a row that a thread holds.
 template <typename T, int P, Layout kLayout, bool kCentered, bool kFromOutput>
 __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
@@ -312,10 +379,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
     for (int sweep = 0; sweep < (kMasked ? schedule.sweeps : 1); ++sweep) {
       const TeamRows team_rows = rows_of_sweep(item, sweep);
       const std::int64_t team_row = row_of(item, team_rows), first_row = team_row + place.row;
-      if constexpr (kMasked) {
-        place.SetMisalignment(
-            static_cast<int>((static_cast<std::uint64_t>(first_row) * features) % W));
-      }
+      if constexpr (kMasked) place.SetRow(first_row);
       // The block's first column of the first row. Masked: from the row's 16-byte boundary on.
       const std::int64_t first =
           team_row * features + place.first_column - (kMasked ? place.misalignment() : 0);
@@ -325,13 +389,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
       stats.Start(first_row, team_rows.row_stride, team_rows.own);
       A scale[P][W];
       LoadParam(args.scale, group, place, A{1}, static_cast<A>(args.scale_offset), scale);
-      // In vectors that the thread does not own, dy and x are 0. The scale must be 0 too: an
-      // infinite scale would give NaN, and a bias would give an x_hat other than 0.
-#pragma unroll
-      for (int i = 0; i < P; ++i) {
-#pragma unroll
-        for (int j = 0; j < W; ++j) scale[i][j] = place.Owns(i) ? scale[i][j] : A{0};
-      }
+      MaskScale(place, scale);
       [[maybe_unused]] A bias[kFromOutput ? P : 1][W];
       if constexpr (kFromOutput) LoadParam(args.bias, group, place, A{0}, A{0}, bias);
       int iteration = 0;
@@ -353,44 +411,20 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
           const RowGradient<T, P, kLayout, kCentered, kFromOutput> row{
               place, scale, bias, dy_vectors, x_vectors, mean, rstd};
           A totals[kValues] = {};
-          if (!kShift || well_conditioned) {
-            row.template AddUp<true>(totals);
-          } else {
-            row.template AddUp<false>(totals);
-          }
+          row.AddUp(well_conditioned, totals);
           over_row(totals);
           if (split.cluster > 1) ring.ReplaceLater();
           // dy is widened again below: registers do not suffice to keep it widened too.
 #pragma unroll
           for (int i = 0; i < P; ++i) KeepPacked(dy_vectors[i]);
 
-          const auto finish = [&]<bool kWellConditioned>() {
-            const auto finish_vector = [&]<bool kAll>(int i, auto& dx_i) {
-              if constexpr (!kWellConditioned) {
-                if (has_dsum) {
-                  A dsum[W];
-                  Widen(ring.Third(i), dsum);
-#pragma unroll
-                  for (int j = 0; j < W; ++j) dx_i[j] += dsum[j];
-                }
-                if (sums_dx) dx_sums.Add(i, dx_i);
-              }
-              const auto out = Narrow<T>(dx_i);
-              T* const to = place.InRow(dx, i);
-              if (!kAll) {
-                place.Store(to, out, i);
-              } else if (place.Owns(i)) {
-                StorePackOnce(to, out);
-              }
-            };
-            row.template ForDx<kWellConditioned>(totals, inverse_n, dscale, dbias, finish_vector);
-          };
           if (iteration < team_rows.own) {
             if (well_conditioned) {
-              finish.template operator()<true>();
+              FinishRow<true>(row, ring, dx_sums, has_dsum, sums_dx, totals, inverse_n, dx, dscale,
+                              dbias);
             } else {
-              if (has_dsum) ring.WaitForThird();
-              finish.template operator()<false>();
+              FinishRow<false>(row, ring, dx_sums, has_dsum, sums_dx, totals, inverse_n, dx, dscale,
+                               dbias);
             }
           }
           dx += stride;
@@ -399,18 +433,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
         }
 
         const std::int64_t sums_at = group * sums.group_pitch + cluster * sums.cluster_pitch;
-        const auto give = [&](int part, A(&values)[P][W], int s) {
-          A* const to = sums.results[s] == nullptr ? nullptr : sums.results[s] + sums_at;
-          block.Give(part, values, to, store);
-        };
-        give(0, dscale, 0);
-        if constexpr (kCentered) give(1, dbias, 1);
-        if (sums_dx) {
-          // In the place of dscale's sums, which have been read. RMS norm: of dbias's, which are
-          // absent.
-          dx_sums.Get(dscale);
-          give(kCentered ? 0 : 1, dscale, 2);
-        }
+        GiveSums<kCentered>(block, dx_sums, sums, sums_at, dscale, dbias, store);
         // All sums are read before the next are written. Masked: all are written before the next
         // sweep, in which other threads add to them.
         if (split.teams > 1 || kMasked) __syncthreads();

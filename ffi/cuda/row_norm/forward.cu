@@ -166,7 +166,8 @@ cudaError_t Forward(cudaStream_t stream, const RowNormFwdArgs& given, const RowP
     const cudaError_t status = LaunchManyRows<T, kCentered>(stream, args, plan.split, resident);
     if (status != cudaSuccess || resident > 0) return status;
   }
-  auto* const kernel = plan.vectors ? &ForwardStreamKernel<T, kVec<T>> : &ForwardStreamKernel<T, 1>;
+  auto* const kernel =
+      plan.reads_vectors ? &ForwardStreamKernel<T, kVec<T>> : &ForwardStreamKernel<T, 1>;
   kernel<<<GridBlocks(args.shape.all_rows()), kStreamThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }

@@ -13,6 +13,39 @@
 namespace gradops {
 namespace {
 
+// Adds the residual (and its bias, if kBias) to a thread's vectors of a row, and stores the sum.
+// vectors_of: the address of the thread's vectors in an array.
+template <typename ParamT, bool kBias, typename T, int P, Layout kLayout, typename VectorsOf>
+__device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int64_t group,
+                                            const Place<T, P, kLayout, true>& place,
+                                            const VectorsOf& vectors_of, Pack<T, kVec<T>> (&x)[P]) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  T* const p = vectors_of(args.sum);
+  // More vectors at once would take too many registers.
+  constexpr int kAtOnce = kBias && (P == 8 || std::is_void_v<ParamT>) ? 1 : P == 3 ? 3 : 4;
+#pragma unroll
+  for (int first = 0; first < P; first += kAtOnce) {
+    Pack<T, W> residual[kAtOnce];
+    const T* const from = vectors_of(args.residual);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      AsWords(residual[i]) = LoadWordsOnce(from + place.Begin(first + i));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      A ours[W], others[W];
+      Widen(x[first + i], ours);
+      Widen(residual[i], others);
+      if constexpr (kBias) AddResidualBias<ParamT>(args, group, place, first + i, others);
+#pragma unroll
+      for (int j = 0; j < W; ++j) ours[j] += others[j];
+      x[first + i] = Narrow<T>(ours);
+      StorePackOnce(p + place.Begin(first + i), x[first + i]);
+    }
+  }
+}
+
 // A block has one row, or several narrow rows, and ends.
 // ParamT: the type of scale and bias; void: any type, or no parameter.
 template <typename T, typename ParamT, int P, Layout kLayout, bool kCentered>
@@ -59,35 +92,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   constexpr int kSteps = sizeof(T) == 2 ? 2 : 1;
   constexpr bool kAhead = P == 8 && sizeof(T) < 8 && !std::is_void_v<ParamT>;
   Parameters<T, ParamT, P, kLayout, kCentered, kSteps> parameters(args, group, place);
-  const auto add_residual = [&]<bool kBias>() {
-    T* const p = vectors_of(args.sum);
-    // More vectors at once would take too many registers.
-    constexpr int kAtOnce = kBias && (P == 8 || std::is_void_v<ParamT>) ? 1 : P == 3 ? 3 : 4;
-#pragma unroll
-    for (int first = 0; first < P; first += kAtOnce) {
-      Pack<T, W> residual[kAtOnce];
-      const T* const from = vectors_of(args.residual);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        AsWords(residual[i]) = LoadWordsOnce(from + place.Begin(first + i));
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        A ours[W], others[W];
-        Widen(x[first + i], ours);
-        Widen(residual[i], others);
-        if constexpr (kBias) AddResidualBias<ParamT>(args, group, place, first + i, others);
-#pragma unroll
-        for (int j = 0; j < W; ++j) ours[j] += others[j];
-        x[first + i] = Narrow<T>(ours);
-        StorePackOnce(p + place.Begin(first + i), x[first + i]);
-      }
-    }
-  };
   if (args.residual_bias.data != nullptr) {
-    add_residual.template operator()<true>();
+    AddResidual<ParamT, true>(args, group, place, vectors_of, x);
   } else if (args.residual != nullptr) {
-    add_residual.template operator()<false>();
+    AddResidual<ParamT, false>(args, group, place, vectors_of, x);
   }
   HeldRow<T, P, sizeof(T) == 2 && P == 8> h;
 #pragma unroll
@@ -101,10 +109,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   } else {
     moments.rstd = InverseRootMeanSquare(place, h, sum, scalars);
   }
-  if (place.row_thread == 0 && args.rstd != nullptr) {
-    if constexpr (kCentered) static_cast<A*>(args.mean)[row] = moments.mean + moments.delta;
-    static_cast<A*>(args.rstd)[row] = moments.rstd;
-  }
+  if (place.row_thread == 0) StoreStatistics<kCentered>(args, row, moments);
 
   T* const y = vectors_of(args.y);
   const A shift = -moments.delta * moments.rstd;
@@ -159,6 +164,37 @@ __device__ __forceinline__ void StoreRow(const Place<T, P, Layout::kMasked, true
   }
 }
 
+// Adds the residual (and its bias, if kBias) to a thread's vectors of a row, and stores the sum.
+// The row begins `at` bytes into the arrays. kRereads: also replaces the row in shared memory.
+template <bool kBias, bool kRereads, typename T, int P, bool kResidual, bool kPacked>
+__device__ __forceinline__ void AddRowResidual(const RowNormFwdArgs& args,
+                                               const Place<T, P, Layout::kMasked, true>& place,
+                                               const ForwardRing<T, P, kResidual>& ring,
+                                               const StagedParameter<T, P>& staged, std::int64_t at,
+                                               int iteration, HeldRow<T, P, kPacked>& h) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  Pack<T, W> vectors[P];
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+    A ours[W], others[W];
+    Widen(ring.X(at, iteration, i), ours);
+    Widen(ring.Residual(at, iteration, i), others);
+    if constexpr (kBias) {
+      A added[W];
+      staged.Get(i, added);
+#pragma unroll
+      for (int j = 0; j < W; ++j) others[j] += added[j];
+    }
+#pragma unroll
+    for (int j = 0; j < W; ++j) ours[j] += others[j];
+    vectors[i] = Narrow<T>(ours);
+    if (kRereads) ring.Put(at, iteration, i, vectors[i]);
+    h.Hold(i, vectors[i]);
+  }
+  StoreRow<T>(place, args.sum, at, vectors);
+}
+
 // Blocks take rows one after the other: unaligned rows, and rows that blocks share. A thread keeps
 // its columns' scale and bias in registers for all rows. Loading them for each row would cost more
 // than the row: they are loaded as single elements, or do not stay in the L1 cache. Meanwhile the
@@ -199,8 +235,7 @@ __global__ void __launch_bounds__(ManyRowsThreads(sizeof(T)), 1)
   const std::int64_t last = first_row + (schedule.iterations - 1) * schedule.row_stride;
   int own_iterations = first_row >= rows ? 0 : schedule.iterations - (last >= rows);
   own_iterations = KeptOfWarp(own_iterations);  // tells the compiler that the warp has one value
-  place.SetMisalignment(
-      static_cast<int>(static_cast<std::uint64_t>(row) * static_cast<std::uint64_t>(features) % W));
+  place.SetRow(row);
   // The byte offset of the thread's vectors of the row in each array.
   std::int64_t at = (row * features + (place.first_column - place.misalignment() + place.base)) *
                     static_cast<int>(sizeof(T));
@@ -217,14 +252,8 @@ __global__ void __launch_bounds__(ManyRowsThreads(sizeof(T)), 1)
   A scale[P][W];
   [[maybe_unused]] A bias[kCentered ? P : 1][W];
   const StagedParameter<T, P> staged(of_warp + split.stages * split.stage_bytes);
-  staged.Load(args.scale, group, place, features, A{1}, scalars.scale_offset);
-#pragma unroll
-  for (int i = 0; i < P; ++i) staged.Get(i, scale[i]);
-  if constexpr (kCentered) {
-    staged.Load(args.bias, group, place, features, A{0}, A{0});
-#pragma unroll
-    for (int i = 0; i < P; ++i) staged.Get(i, bias[i]);
-  }
+  staged.Load(args.scale, group, place, features, A{1}, scalars.scale_offset, scale);
+  if constexpr (kCentered) staged.Load(args.bias, group, place, features, A{0}, A{0}, bias);
   // A residual's bias stays in shared memory: registers do not suffice for it.
   const bool has_residual_bias = kResidual && args.residual_bias.data != nullptr;
   if (has_residual_bias) staged.Load(args.residual_bias, group, place, features, A{0}, A{0});
@@ -246,31 +275,10 @@ __global__ void __launch_bounds__(ManyRowsThreads(sizeof(T)), 1)
       CommitCopies();
     };
     // A residual with a bias has code of its own: a branch for each vector would spill.
-    const auto add_residual = [&]<bool kBias>() {
-      Pack<T, W> vectors[P];
-#pragma unroll
-      for (int i = 0; i < P; ++i) {
-        A ours[W], others[W];
-        Widen(ring.X(at, iteration, i), ours);
-        Widen(ring.Residual(at, iteration, i), others);
-        if constexpr (kBias) {
-          A added[W];
-          staged.Get(i, added);
-#pragma unroll
-          for (int j = 0; j < W; ++j) others[j] += added[j];
-        }
-#pragma unroll
-        for (int j = 0; j < W; ++j) ours[j] += others[j];
-        vectors[i] = Narrow<T>(ours);
-        if (kRereads) ring.Put(at, iteration, i, vectors[i]);
-        h.Hold(i, vectors[i]);
-      }
-      StoreRow<T>(place, args.sum, at, vectors);
-    };
     if (has_residual_bias) {
-      add_residual.template operator()<true>();
+      AddRowResidual<true, kRereads>(args, place, ring, staged, at, iteration, h);
     } else if (kResidual && args.residual != nullptr) {
-      add_residual.template operator()<false>();
+      AddRowResidual<false, kRereads>(args, place, ring, staged, at, iteration, h);
     }
     if (!kRereads && split.stages == 1) replace();
     Moments<A> moments{};
@@ -280,9 +288,8 @@ __global__ void __launch_bounds__(ManyRowsThreads(sizeof(T)), 1)
       moments.rstd = InverseRootMeanSquare(place, h, sum, scalars);
     }
     if (!kRereads && split.stages > 1) replace();
-    if (place.row_thread == 0 && place.first_column == 0 && args.rstd != nullptr) {
-      if constexpr (kCentered) static_cast<A*>(args.mean)[row] = moments.mean + moments.delta;
-      static_cast<A*>(args.rstd)[row] = moments.rstd;
+    if (place.row_thread == 0 && place.first_column == 0) {
+      StoreStatistics<kCentered>(args, row, moments);
     }
     const A shift = -moments.delta * moments.rstd;
     Pack<T, W> vectors[P];

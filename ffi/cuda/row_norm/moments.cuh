@@ -181,6 +181,15 @@ struct Moments {
   A rstd;
 };
 
+// Stores a row's statistics, if they are wanted.
+template <bool kCentered, typename A>
+__device__ __forceinline__ void StoreStatistics(const RowNormFwdArgs& args, std::int64_t row,
+                                                const Moments<A>& moments) {
+  if (args.rstd == nullptr) return;
+  if constexpr (kCentered) static_cast<A*>(args.mean)[row] = moments.mean + moments.delta;
+  static_cast<A*>(args.rstd)[row] = moments.rstd;
+}
+
 // How the mean of up to kMost elements follows from a sum. The sum is of differences from the first
 // element, so that the mean of equal elements is exact. Sums of equal 16-bit elements are exact
 // without that. bfloat16's mean needs no delta.

@@ -403,10 +403,8 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
       }
       __syncwarp();  // all lanes have read what is overwritten below
       if (!has_row) continue;
-      if (place.row_thread == 0 && args.rstd != nullptr) {
-        const std::int64_t of_all = group * rows + row + of_tile;
-        if constexpr (kCentered) static_cast<A*>(args.mean)[of_all] = moments.mean + moments.delta;
-        static_cast<A*>(args.rstd)[of_all] = moments.rstd;
+      if (place.row_thread == 0) {
+        StoreStatistics<kCentered>(args, group * rows + row + of_tile, moments);
       }
       const A shift = -moments.delta * moments.rstd;
       ForColumns<K>(plan.columns, [&](int k) {
@@ -470,12 +468,14 @@ struct NarrowGradient {
     }
   }
 
-  // After the sums over the row. delta: the saved mean's rounding.
-  __device__ __forceinline__ void SetMeans(const A (&totals)[kValues], A delta, A inverse_n) {
+  // After the sums over the row.
+  __device__ __forceinline__ void SetMeans(const A (&totals)[kValues], bool ill_conditioned,
+                                           A inverse_n) {
     // x_hat = x * factor + shift. shift corrects the saved mean's rounding.
     factor = kFromOutput ? A{1} : rstd;
     mean_wdy_x_hat = totals[0];
     if constexpr (kShift) {
+      const A delta = MeanRounding(ill_conditioned ? totals[2] * inverse_n : A{0}, mean);
       mean_wdy_x_hat -= delta * totals[1];
       shift = -delta * rstd;
     }
@@ -522,6 +522,61 @@ __device__ __forceinline__ void GiveNarrow(const NarrowPlan& plan, const NarrowP
   __syncthreads();  // all sums are read before the next ones are written
 }
 
+// Gives the block's sums, which begin at `at`, all column sums. dx_sums: the thread's sums of dx.
+template <bool kCentered, typename T, int K, typename A>
+__device__ __forceinline__ void GiveNarrowSums(const NarrowPlan& plan, const NarrowPlace<T>& place,
+                                               int warp, std::int64_t features, A* partial,
+                                               const PartialSums<A>& sums, std::int64_t at,
+                                               const A* dx_sums, A (&dscale)[K], A (&dbias)[K],
+                                               bool store) {
+  const auto give = [&](A(&values)[K], A* result) {
+    if (result == nullptr) return;
+    GiveNarrow<T>(plan, place, warp, features, partial, values, result + at, store);
+  };
+  give(dscale, sums.results[0]);
+  if constexpr (kCentered) give(dbias, sums.results[1]);
+  if (sums.results[2] != nullptr) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) dscale[k] = dx_sums[k * static_cast<int>(blockDim.x)];
+    give(dscale, sums.results[2]);
+  }
+}
+
+// The statistics of a row.
+template <bool kMean, typename A>
+__device__ __forceinline__ void LoadStatistics(const RowNormBwdArgs& args, std::int64_t row,
+                                               A& mean, A& rstd) {
+  if constexpr (kMean) mean = __ldg(static_cast<const A*>(args.mean) + row);
+  rstd = __ldg(static_cast<const A*>(args.rstd) + row);
+}
+
+// Bit r is set if row r of a tile, of `count` rows, is not well conditioned. A lane has the
+// statistics of one row.
+template <bool kMean, typename A>
+__device__ __forceinline__ unsigned IllConditioned(int count, A mean, A rstd, A epsilon) {
+  if constexpr (!kMean) return 0;
+  const bool has_row = static_cast<int>(threadIdx.x % kWarp) < count;
+  return __ballot_sync(0xffffffffu,
+                       has_row && (epsilon < 0 || !WellConditioned(mean, rstd, epsilon)));
+}
+
+// Replaces dy of a row by dx in shared memory, and adds to the column sums. kMore: adds dsum (if it
+// is there), and adds to the thread's sums of dx (if dx_sums is not null).
+template <bool kMore, typename T, bool kCentered, bool kFromOutput, int K, typename A>
+__device__ __forceinline__ void FinishNarrow(
+    const NarrowGradient<T, kCentered, kFromOutput>& gradient, const RowNormBwdArgs& args,
+    std::uint32_t dy_at, std::uint32_t dsum_at, bool sums_dx, A* dx_sums, A (&dscale)[K],
+    A (&dbias)[K]) {
+  constexpr int kSize = sizeof(T);
+  gradient.ForDx(dscale, dbias, [&](int k, A dx) {
+    if constexpr (kMore) {
+      if (args.dsum != nullptr) dx += LoadElement<T>(dsum_at + k * kSize);
+      if (sums_dx) dx_sums[k * static_cast<int>(blockDim.x)] += dx;
+    }
+    if (gradient.place.Owns(k)) StoreElement<T>(dy_at + k * kSize, dx);
+  });
+}
+
 template <typename T, bool kCentered, bool kFromOutput>
 __global__ void __launch_bounds__(kNarrowThreads, 2)
     BackwardNarrowKernel(const __grid_constant__ RowNormBwdArgs args,
@@ -539,6 +594,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
   const auto [groups, rows, features] = args.shape;
   const NarrowPlace<T> place(plan, features);
   const int warp = KeptOfWarp(static_cast<int>(threadIdx.x / kWarp));
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
   const int row_bytes = static_cast<int>(features) * kSize;
   const void* const arrays[] = {args.dy, args.x, args.dsum};
   const NarrowTiles<T, 3> tiles(plan, shared + warp * plan.warp_bytes, args.dsum != nullptr ? 3 : 2,
@@ -552,26 +608,20 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
   const auto rows_of = [&](std::int64_t row) {
     return static_cast<int>(min(std::int64_t{plan.tile_rows}, rows - row));
   };
-
   for (std::int64_t item = blockIdx.x; item < groups * schedule.blocks_per_group;
        item += gridDim.x) {
     const std::int64_t group = GroupOf(item, schedule.blocks_per_group);
     const std::int64_t block = item - group * schedule.blocks_per_group;
     const WarpTiles own(schedule, plan, block, warp);
-    // start_copy: of an iteration's tile. It begins with `row`, `first` bytes into the arrays.
-    // load_statistics: of the tile's rows, one row per lane.
-    const auto start_copy = [&](int iteration, std::int64_t row, std::int64_t first) {
-      if (iteration < own.count)
-        tiles.StartCopy(iteration & 1, arrays, first, rows_of(row) * row_bytes);
+    // Copies the tile of iteration i. It begins with `row`, `first` bytes into the arrays.
+    const auto start_copy = [&](int i, std::int64_t row, std::int64_t first) {
+      if (i < own.count) tiles.StartCopy(i & 1, arrays, first, rows_of(row) * row_bytes);
       CommitCopies();
     };
     A next_mean = 0, next_rstd = 0;
     const auto load_statistics = [&](int iteration, std::int64_t row) {
-      const int lane = static_cast<int>(threadIdx.x % kWarp);
       if (iteration >= own.count || lane >= rows_of(row)) return;
-      const std::int64_t at = group * rows + row + lane;
-      if constexpr (kShift) next_mean = __ldg(static_cast<const A*>(args.mean) + at);
-      next_rstd = __ldg(static_cast<const A*>(args.rstd) + at);
+      LoadStatistics<kShift>(args, group * rows + row + lane, next_mean, next_rstd);
     };
     std::int64_t row = own.first_row, first = (group * rows + row) * row_bytes;
     const std::int64_t stride_bytes = own.row_stride * row_bytes;
@@ -579,11 +629,11 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
     start_copy(0, row, first);
     start_copy(1, row + own.row_stride, first + stride_bytes);
 
-    // The scale is 0 for columns that other threads own, so they add nothing to a row's sums.
     A scale[K];
     [[maybe_unused]] A bias[K];
     LoadNarrowParam<T>(args.scale, group, place.begin, plan.columns, A{1},
                        static_cast<A>(args.scale_offset), scale);
+    // The scale is 0 for columns that other threads own, so they add nothing to a row's sums.
 #pragma unroll
     for (int k = 0; k < K; ++k) scale[k] = place.Owns(k) ? scale[k] : A{0};
     if constexpr (kFromOutput) {
@@ -605,12 +655,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
         if (iteration >= own.count) continue;
         const int stage = iteration & 1, count = rows_of(row);
         const A means = next_mean, rstds = next_rstd;
-        // Bit r is set if row r of the tile is not well conditioned (WellConditioned).
-        const unsigned ill_conditioned =
-            !kShift ? 0
-                    : __ballot_sync(0xffffffffu,
-                                    static_cast<int>(threadIdx.x % kWarp) < count &&
-                                        (epsilon < 0 || !WellConditioned(means, rstds, epsilon)));
+        const unsigned ill_conditioned = IllConditioned<kShift>(count, means, rstds, epsilon);
         load_statistics(iteration + 1, row + own.row_stride);
         WaitForCopies<1>();
         __syncwarp();  // all lanes' copies have arrived
@@ -619,43 +664,25 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
           // Lanes without a row repeat the sums of the last row.
           const int of_tile = min(tile_row + place.row, count - 1);
           A dy[K], x[K];
-          NarrowGradient<T, kCentered, kFromOutput> gradient{
-              plan,
-              place,
-              scale,
-              bias,
-              __shfl_sync(0xffffffffu, means, of_tile),
-              __shfl_sync(0xffffffffu, rstds, of_tile),
-              dy,
-              x};
+          const A mean = __shfl_sync(0xffffffffu, means, of_tile);
+          const A rstd = __shfl_sync(0xffffffffu, rstds, of_tile);
+          NarrowGradient<T, kCentered, kFromOutput> gradient{plan, place, scale, bias,
+                                                             mean, rstd,  dy,    x};
           const auto in_tile =
               static_cast<std::uint32_t>(of_tile * row_bytes + place.begin * kSize);
           const std::uint32_t dy_at = tiles.At(stage, 0, first) + in_tile;
-          const std::uint32_t x_at = tiles.At(stage, 1, first) + in_tile;
           A totals[kValues] = {};
           LoadColumns<T>(plan, dy_at, gradient.dy);
-          LoadColumns<T>(plan, x_at, gradient.x);
+          LoadColumns<T>(plan, tiles.At(stage, 1, first) + in_tile, gradient.x);
           gradient.AddUp(ill_conditioned != 0, totals);
           __syncwarp();  // all lanes have read what is overwritten below
           if (tile_row + place.row >= count) continue;
-          const A rounding =
-              (ill_conditioned >> of_tile & 1) != 0 ? totals[kValues - 1] * inverse_n : A{0};
-          const A delta = kShift ? MeanRounding(rounding, gradient.mean) : A{0};
-          gradient.SetMeans(totals, delta, inverse_n);
+          gradient.SetMeans(totals, (ill_conditioned >> of_tile & 1) != 0, inverse_n);
           const std::uint32_t dsum_at = tiles.At(stage, 2, first) + in_tile;
-          const auto finish = [&]<bool kMore>() {
-            gradient.ForDx(dscale, dbias, [&](int k, A dx) {
-              if constexpr (kMore) {
-                if (args.dsum != nullptr) dx += LoadElement<T>(dsum_at + k * kSize);
-                if (sums_dx) dx_sums[k * static_cast<int>(blockDim.x)] += dx;
-              }
-              if (place.Owns(k)) StoreElement<T>(dy_at + k * kSize, dx);
-            });
-          };
           if (args.dsum == nullptr && !sums_dx) {
-            finish.template operator()<false>();
+            FinishNarrow<false>(gradient, args, dy_at, dsum_at, sums_dx, dx_sums, dscale, dbias);
           } else {
-            finish.template operator()<true>();
+            FinishNarrow<true>(gradient, args, dy_at, dsum_at, sums_dx, dx_sums, dscale, dbias);
           }
         }
         __syncwarp();  // all results are in shared memory
@@ -666,18 +693,8 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
       }
 
       const std::int64_t sums_at = group * sums.group_pitch + block * sums.cluster_pitch;
-      const auto give = [&](A(&values)[K], int s) {
-        if (sums.results[s] == nullptr) return;
-        GiveNarrow<T>(plan, place, warp, features, partial, values, sums.results[s] + sums_at,
-                      store);
-      };
-      give(dscale, 0);
-      if constexpr (kCentered) give(dbias, 1);
-      if (sums_dx) {
-#pragma unroll
-        for (int k = 0; k < K; ++k) dscale[k] = dx_sums[k * static_cast<int>(blockDim.x)];
-        give(dscale, 2);
-      }
+      GiveNarrowSums<kCentered>(plan, place, warp, features, partial, sums, sums_at, dx_sums,
+                                dscale, dbias, store);
     }
   }
 }

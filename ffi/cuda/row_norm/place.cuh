@@ -88,6 +88,12 @@ class Place {
     if constexpr (kMasked) Refresh();
   }
 
+  // Sets the misalignment of a row of an array.
+  __device__ void SetRow(std::int64_t row) {
+    SetMisalignment(static_cast<int>(static_cast<std::uint64_t>(row) *
+                                     static_cast<std::uint64_t>(features_) % W));
+  }
+
   // Called before each row. The compiler then does not keep values that depend on columns_.
   __device__ __forceinline__ void Forget() { asm volatile("" : "+r"(columns_)); }
 
@@ -415,6 +421,16 @@ class StagedParameter {
       });
     }
     __syncwarp();
+  }
+
+  // Load, and then all of the thread's vectors.
+  __device__ __forceinline__ void Load(const Param& param, std::int64_t group,
+                                       const Place<T, P, Layout::kMasked, true>& place,
+                                       std::int64_t features, A absent, A added,
+                                       A (&values)[P][W]) const {
+    Load(param, group, place, features, absent, added);
+#pragma unroll
+    for (int i = 0; i < P; ++i) Get(i, values[i]);
   }
 
   // The thread's vector i.

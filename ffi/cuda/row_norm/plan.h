@@ -4,15 +4,11 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <numeric>
 #include <optional>
-#include <ostream>
-#include <string_view>
-#include <utility>
-#include <vector>
 
+#include "common/description.h"
 #include "common/integers.h"
 #include "cuda/common/cache_line.h"
 
@@ -60,11 +56,6 @@ enum class RowKernel : int {
   kManyRows,  // Blocks loop over rows. The next rows are copied to shared memory in advance.
   kNarrow,    // Warps loop over tiles of narrow rows in shared memory.
 };
-constexpr std::string_view NameOf(RowKernel kernel) {
-  constexpr std::string_view kNames[] = {"stream", "one row", "many rows", "narrow"};
-  return kNames[static_cast<int>(kernel)];
-}
-
 // How rows are split into threads' vectors (Place in place.cuh).
 enum class Layout : int {
   kFull,     // All threads have an equal number of vectors.
@@ -163,7 +154,7 @@ struct ForwardSplit {
 };
 
 struct ForwardPlan {
-  bool vectors;  // Stream: rows are read by vectors.
+  bool reads_vectors;  // Stream: rows are read by vectors.
   ForwardSplit split{};
   NarrowPlan narrow{};
 
@@ -244,7 +235,7 @@ struct BackwardSplit {
 
 struct BackwardPlan {
   SumsBy sums;
-  bool vectors;  // The kernels that stream, or that add up column sums, read by vectors.
+  bool reads_vectors;  // Kernels that stream, or that only add up column sums, read by vectors.
   BackwardSplit split{};
   NarrowPlan narrow{};
 
@@ -677,7 +668,7 @@ inline bool AddsFewRows(const RowTask& task) {
 
 inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowPlanLimits& limits = {}) {
   using namespace row_plan;
-  ForwardPlan plan{.vectors = ReadsVectors(task)};
+  ForwardPlan plan{.reads_vectors = ReadsVectors(task)};
   plan.split.kernel = RowKernel::kStream;
   const auto split = SplitForward(task, limits);
   if (!split) return plan;
@@ -694,7 +685,7 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowPlanLimits& l
 inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowPlanLimits& limits = {}) {
   using namespace row_plan;
   BackwardPlan plan{.sums = task.sums ? SumsBy::kAfterDx : SumsBy::kNobody,
-                    .vectors = ReadsVectors(task)};
+                    .reads_vectors = ReadsVectors(task)};
   plan.split.kernel = RowKernel::kStream;
   if (limits.stream || !task.aligned) return plan;
   const auto split = ChooseVectors(task, limits);
@@ -761,14 +752,8 @@ inline TileSchedule ScheduleTiles(const NarrowPlan& plan, std::int64_t groups, s
 
 // --- Descriptions --------------------------------------------------------------------------------
 
-// A plan as names and numbers, for printing and for tests.
-struct PlanDescription {
-  std::string_view kernel;
-  std::vector<std::pair<std::string_view, std::int64_t>> numbers;
-};
-
-inline PlanDescription DescribeNarrow(const NarrowPlan& plan) {
-  return {NameOf(RowKernel::kNarrow),
+inline Description DescribeNarrow(const char* kernel, const NarrowPlan& plan) {
+  return {kernel,
           {{"row_threads", plan.row_threads},
            {"columns", plan.columns},
            {"tile_steps", plan.tile_steps},
@@ -780,54 +765,44 @@ inline PlanDescription DescribeNarrow(const NarrowPlan& plan) {
 }
 
 // What both directions have.
-template <typename Plan>
-PlanDescription DescribeKernel(const Plan& plan) {
-  if (plan.kernel() == RowKernel::kNarrow) return DescribeNarrow(plan.narrow);
-  PlanDescription description{NameOf(plan.kernel()), {}};
-  if (plan.kernel() == RowKernel::kStream) return description;
-  const auto& split = plan.split;
-  description.numbers = {{"layout", static_cast<int>(split.layout)},
-                         {"vectors", split.vectors},
-                         {"row_threads", split.row_threads},
-                         {"cluster", split.cluster},
-                         {"block_columns", split.block_columns},
-                         {"threads", split.threads()},
-                         {"stages", split.stages},
-                         {"shared_bytes", split.shared_bytes}};
-  return description;
+template <typename Split>
+Description DescribeSplit(const char* kernel, const Split& split) {
+  return {kernel,
+          {{"layout", static_cast<int>(split.layout)},
+           {"vectors", split.vectors},
+           {"row_threads", split.row_threads},
+           {"cluster", split.cluster},
+           {"block_columns", split.block_columns},
+           {"threads", split.threads()},
+           {"stages", split.stages},
+           {"shared_bytes", split.shared_bytes}}};
 }
 
-inline PlanDescription Describe(const ForwardPlan& plan) {
-  PlanDescription description = DescribeKernel(plan);
-  if (plan.kernel() == RowKernel::kOneRow || plan.kernel() == RowKernel::kManyRows) {
-    description.numbers.emplace_back("rows_per_block", plan.split.rows_per_block);
-    description.numbers.emplace_back("period", plan.split.period);
+inline Description Describe(const ForwardPlan& plan) {
+  const RowKernel kernel = plan.kernel();
+  if (kernel == RowKernel::kStream) {
+    return {"ForwardStreamKernel", {{"reads_vectors", plan.reads_vectors}}};
   }
-  description.numbers.emplace_back("reads_vectors", plan.vectors);
+  if (kernel == RowKernel::kNarrow) return DescribeNarrow("ForwardNarrowKernel", plan.narrow);
+  const char* const name = kernel == RowKernel::kOneRow ? "ForwardKernel" : "ForwardRowsKernel";
+  Description description = DescribeSplit(name, plan.split);
+  description.numbers.emplace_back("rows_per_block", plan.split.rows_per_block);
+  description.numbers.emplace_back("period", plan.split.period);
   return description;
 }
 
-inline PlanDescription Describe(const BackwardPlan& plan) {
-  PlanDescription description = DescribeKernel(plan);
-  if (plan.kernel() == RowKernel::kManyRows) {
+inline Description Describe(const BackwardPlan& plan) {
+  Description description{"BackwardStreamKernel", {}};
+  if (plan.kernel() == RowKernel::kNarrow) {
+    description = DescribeNarrow("BackwardNarrowKernel", plan.narrow);
+  } else if (plan.kernel() == RowKernel::kManyRows) {
+    description = DescribeSplit("BackwardKernel", plan.split);
     description.numbers.emplace_back("teams", plan.split.teams);
     description.numbers.emplace_back("alignment_period", plan.split.alignment_period);
   }
-  description.numbers.emplace_back("reads_vectors", plan.vectors);
+  description.numbers.emplace_back("reads_vectors", plan.reads_vectors);
   description.numbers.emplace_back("sums_by", static_cast<int>(plan.sums));
   return description;
-}
-
-inline std::ostream& operator<<(std::ostream& out, const PlanDescription& description) {
-  out << description.kernel;
-  for (const auto& [name, number] : description.numbers) out << ", " << name << ' ' << number;
-  return out;
-}
-inline std::ostream& operator<<(std::ostream& out, const ForwardPlan& plan) {
-  return out << Describe(plan);
-}
-inline std::ostream& operator<<(std::ostream& out, const BackwardPlan& plan) {
-  return out << Describe(plan);
 }
 
 }  // namespace gradops

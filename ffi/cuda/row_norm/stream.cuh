@@ -46,6 +46,19 @@ __device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int
   }
 }
 
+// The first element of a row: of x or, with a residual, of the sum. Another thread may store that.
+template <typename T>
+__device__ __forceinline__ Accum<T> FirstOf(const RowNormFwdArgs& args, std::int64_t row) {
+  using A = Accum<T>;
+  const std::int64_t start = row * args.shape.features;
+  const A x = static_cast<A>(static_cast<const T*>(args.x)[start]);
+  if (args.residual == nullptr) return x;
+  A bias[1];
+  LoadParamVector<void>(args.residual_bias, row / args.shape.rows, 0, A{0}, A{0}, bias);
+  const A residual = static_cast<A>(static_cast<const T*>(args.residual)[start]) + bias[0];
+  return static_cast<A>(static_cast<T>(x + residual));
+}
+
 // Each thread keeps count, mean and centered sum of squares of its elements so far. It merges them
 // with the values of the next few vectors, and finally with the other threads' values (Chan, Golub,
 // LeVeque). Means are of differences from the thread's own first element. An outlier among first
@@ -114,14 +127,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     const A count = static_cast<A>(vectors_seen * W);
     A mean = 0;
     if (args.centered) {
-      A row_shift = static_cast<A>(x_row[0]);  // h's first element; another thread may store it
-      if (args.residual != nullptr) {
-        A bias[1];
-        LoadParamVector<void>(args.residual_bias, row / args.shape.rows, 0, A{0}, A{0}, bias);
-        const T* const residual_row = static_cast<const T*>(args.residual) + row * features;
-        row_shift += static_cast<A>(residual_row[0]) + bias[0];
-        row_shift = static_cast<A>(static_cast<T>(row_shift));
-      }
+      const A row_shift = FirstOf<T>(args, row);
       A total[1] = {count * ((shift - row_shift) + share_mean)};
       sum(total);
       mean = row_shift + total[0] * inverse_n;
