@@ -180,7 +180,7 @@ def test_what_the_l2_cache_is_to_keep() -> None:
 def test_rows_of_a_step_lie_in_lines_as_in_memory() -> None:
     """Rows in shared memory keep their offset in a cache line, if this takes little room.
 
-    Otherwise the hardware writes a warp's copies in three times as many steps.
+    Otherwise the hardware takes three times the number of steps for a warp's copies.
     """
     assert plan(256, 2048, 49)["row_pitch"] == 104
     assert plan(256, 2048, 49)["row_threads"] == 98

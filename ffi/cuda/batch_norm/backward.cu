@@ -1,10 +1,8 @@
 // Batch norm backward, CUDA: one kernel computes the sums from dy and x, and then dx.
 //
-// First pass: each thread adds up dz and dz * (x - mean) for each column of its vectors. Blocks
-// write their sums to the workspace. After a barrier these are added up in a fixed order, as in
-// forward. Second pass: dx is computed, from the last vector back to the first. The last vectors
-// are in the L2 cache. The first vectors, dz and x, are in shared memory.
-// dx or dresidual may be dy's buffer: the thread that writes an element has read it before.
+// First pass: each thread adds up dz and dz * (x - mean) for each column of its vectors. Partial
+// sums are combined as in forward. Second pass: dx is computed, from the last vector back to the
+// first. dx or dresidual may be dy's buffer: the thread that writes an element has read it before.
 //
 // Traffic: dy, x and relu's y (if it is given) are read twice, except what caches and shared memory
 // hold. dx is written. If y is given, the first pass writes dresidual, and the second pass reads
@@ -63,11 +61,19 @@ __device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W
   for (int j = 0; j < W; ++j) {
     x[j] -= mean[j];
     if constexpr (kMask == Mask::kOfY) dy[j] = y[j] > 0 ? dy[j] : A{0};
-    if constexpr (kMask == Mask::kOfX) {
-      dy[j] = x[j] * factor[j] + offset[j] > 0 ? dy[j] : A{0};
-    }
+    if constexpr (kMask == Mask::kOfX) dy[j] = x[j] * factor[j] + offset[j] > 0 ? dy[j] : A{0};
   }
 }
+
+// Level and slope of dx = factor * (dz - level - (x - mean) * slope).
+template <typename A>
+struct Line {
+  A level, slope;
+};
+
+// The numbers of a channel that dx is computed from.
+enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
+static_assert(kDxNumbers == kBackwardNeeds.parameters);
 
 // A channel's numbers for relu's argument, (x - mean) * factor + offset.
 template <typename A>
@@ -83,29 +89,15 @@ struct Affine {
     const A bias = ParamAt<A>(args.bias, group, channel, 0);
     factor = rstd * scale, offset = bias - delta * factor;
   }
+  // The line that follows from the means of dz and dz * x_hat.
+  __device__ __forceinline__ Line<A> LineOf(A mean_dz, A mean_dz_x_hat) const {
+    return {mean_dz - delta * (mean_dz_x_hat * rstd), mean_dz_x_hat * rstd};
+  }
+  __device__ __forceinline__ void SetNumbers(const Line<A>& line, A (&numbers)[kDxNumbers]) const {
+    numbers[kDxMean] = mean, numbers[kDxFactor] = factor, numbers[kDxOffset] = offset;
+    numbers[kDxLevel] = line.level, numbers[kDxSlope] = line.slope;
+  }
 };
-
-// Level and slope of dx = factor * (dz - level - (x - mean) * slope). They follow from the means of
-// dz and dz * x_hat.
-template <typename A>
-struct Slope {
-  A level, slope;
-  __device__ __forceinline__ Slope(A level, A slope) : level(level), slope(slope) {}
-  __device__ __forceinline__ Slope(A mean_dz, A mean_dz_x_hat, A rstd, A delta)
-      : level(mean_dz - delta * (mean_dz_x_hat * rstd)), slope(mean_dz_x_hat * rstd) {}
-};
-
-// A channel's numbers that dx is computed from.
-enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
-static_assert(kDxNumbers == kBackwardNeeds.parameters);
-
-template <typename A>
-__device__ __forceinline__ void SetDxNumbers(const Affine<A>& affine, const Slope<A>& line,
-                                             A (&numbers)[kDxNumbers]) {
-  numbers[kDxMean] = affine.mean, numbers[kDxFactor] = affine.factor;
-  numbers[kDxOffset] = affine.offset;
-  numbers[kDxLevel] = line.level, numbers[kDxSlope] = line.slope;
-}
 
 // Turns dy into dz and x into dx.
 template <Mask kMask, typename A, int W>
@@ -201,22 +193,18 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
       },
       [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
           const double (&sums)[2], const Affine<A>& affine) {
-        const bool stores = tile.first == 0;
         const double of_x_hat = (sums[1] - static_cast<double>(affine.delta) * sums[0]) *
                                 static_cast<double>(affine.rstd);
         const std::int64_t i = group * plan.channels + channel;
-        if (stores && args.dscale.data != nullptr) {
-          StoreAs(args.dscale.data, args.dscale.dtype, i, of_x_hat);
-        }
-        if (stores && args.dbias.data != nullptr) {
-          StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
-        }
-        const Slope<A> line(static_cast<A>(sums[0] * plan.inverse_elements),
-                            static_cast<A>(of_x_hat * plan.inverse_elements), affine.rstd,
-                            affine.delta);
+        const auto store = [&](const ParamGrad& grad, double value) {
+          if (tile.first == 0 && grad.data != nullptr) StoreAs(grad.data, grad.dtype, i, value);
+        };
+        store(args.dscale, of_x_hat), store(args.dbias, sums[0]);
+        const Line<A> line = affine.LineOf(static_cast<A>(sums[0] * plan.inverse_elements),
+                                           static_cast<A>(of_x_hat * plan.inverse_elements));
         if (plan.has_one_tile()) {
           A numbers[kDxNumbers];
-          SetDxNumbers(affine, line, numbers);
+          affine.SetNumbers(line, numbers);
           PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
         } else {
           partials.at(group, 0, channel) = {line.level, line.slope};
@@ -237,16 +225,17 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
     A numbers[kDxNumbers][W];
     const auto table = [&](std::int64_t group, std::int64_t channel, A(&of_channel)[kDxNumbers]) {
       const bool given = args.mean_dz.data != nullptr;
-      typename ChannelPartials<A, 2>::Partial line{};
-      if (!given) line = partials.Load(group, 0, channel);
+      Line<A> line{};
+      if (!given) {
+        const auto found = partials.Load(group, 0, channel);
+        line = {found.v[0], found.v[1]};
+      }
       const Affine<A> affine(args, group, channel);
       if (given) {
-        const Slope<A> own(ParamAt<A>(args.mean_dz, group, channel, 0),
-                           ParamAt<A>(args.mean_dz_x_hat, group, channel, 0), affine.rstd,
-                           affine.delta);
-        line = {own.level, own.slope};
+        line = affine.LineOf(ParamAt<A>(args.mean_dz, group, channel, 0),
+                             ParamAt<A>(args.mean_dz_x_hat, group, channel, 0));
       }
-      SetDxNumbers(affine, {line.v[0], line.v[1]}, of_channel);
+      affine.SetNumbers(line, of_channel);
     };
     const auto find_numbers = [&] {
       LoadNumbers(plan, part, reinterpret_cast<A*>(scratch),
@@ -342,7 +331,7 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
                       : launch.template operator()<Mask::kOfX>();
 }
 
-// As on `device`: tests pass others than the current one.
+// BatchNormBwd for a GPU like `device`. Tests pass devices that differ from the current one.
 ffi::Error BatchNormBwdOn(const ChannelDevice& device, cudaStream_t stream,
                           const BatchNormBwdArgs& args) {
   return DispatchDtype(FloatTypes{}, kBackward, args.dtype,

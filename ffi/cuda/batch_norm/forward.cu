@@ -2,13 +2,9 @@
 //
 // First pass: for each channel of its part, a block adds up distances from an origin, and their
 // squares. Origin, mean, squared deviations and count go to the workspace. After a barrier, parts
-// are combined in a fixed order. Usually each block combines the parts of its tiles itself. If
-// tiles have many blocks, the channels are spread over all blocks, and a second barrier follows.
-// Second pass: y is computed, from the last vector back to the first. The last vectors are in the
-// L2 cache, the first vectors in shared memory.
-//
-// Squares of elements above about 1e16 add up to more than a float holds, although the variance is
-// a float. Then the part's elements of that channel are read again, and added up in double.
+// are combined in a fixed order. Usually each block combines the parts of its tiles. If tiles have
+// many blocks, the channels are spread over all blocks, and a second barrier follows. Second pass:
+// y is computed, from the last vector back to the first: the L2 cache has the last vectors.
 //
 // Traffic: x is read twice, except what caches and shared memory hold. y is written, the residual
 // read. README.md has the words.
@@ -50,9 +46,9 @@ __device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan,
   return isfinite(origin) ? origin : A{0};
 }
 
-// Whether squares added up in float have to be added up again. An element that is NaN or infinite
-// also spoils the sum of distances, and a second look would give NaN again. Squares of float16
-// never overflow.
+// Whether squares added up in float have to be added up again in double. Elements above about 1e16
+// have such squares, although their variance is a float. An element that is NaN or infinite also
+// spoils the sum of distances, and a second look would give NaN again. Float16 never overflows.
 template <typename T>
 __device__ __forceinline__ bool NeedsSecondLook(const double2& sum) {
   if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BFloat16>) {
@@ -196,21 +192,11 @@ __device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool
 enum AffineNumbers { kAffineMean, kFactor, kOffset, kAffine };
 static_assert(kAffine == kForwardNeeds.parameters);
 
-// A channel's scale and bias; 1 and 0 if they are absent.
 template <typename A>
-struct ScaleBias {
-  A scale, bias;
-  __device__ __forceinline__ ScaleBias(const BatchNormFwdArgs& args, std::int64_t group,
-                                       std::int64_t channel)
-      : scale(ParamAt<A>(args.scale, group, channel, 1)),
-        bias(ParamAt<A>(args.bias, group, channel, 0)) {}
-};
-
-template <typename A>
-__device__ __forceinline__ void SetAffine(const ScaleBias<A>& of, A mean, A rstd, A delta,
+__device__ __forceinline__ void SetAffine(A scale, A bias, A mean, A rstd, A delta,
                                           A (&numbers)[kAffine]) {
-  numbers[kAffineMean] = mean, numbers[kFactor] = rstd * of.scale;
-  numbers[kOffset] = of.bias - delta * numbers[kFactor];
+  numbers[kAffineMean] = mean, numbers[kFactor] = rstd * scale;
+  numbers[kOffset] = bias - delta * numbers[kFactor];
 }
 
 // Combines the partial results, and stores the statistics. A channel's AffineNumbers replace its
@@ -221,12 +207,13 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
   using Partial = typename ChannelPartials<A, kMoments>::Partial;
   struct Given {
     Partial first;
-    ScaleBias<A> affine;
+    A scale, bias;
   };
   ForChannelSums(
       plan, args.shape.outer.groups, partials,
       [&](std::int64_t group, std::int64_t channel) {
-        return Given{partials.Load(group, 0, channel), {args, group, channel}};
+        return Given{partials.Load(group, 0, channel), ParamAt<A>(args.scale, group, channel, 1),
+                     ParamAt<A>(args.bias, group, channel, 0)};
       },
       [](double (&sums)[2], const Partial& part, const Given& given) {
         const auto difference = [&](PartialMoments which) {
@@ -246,7 +233,7 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
         SetStatistics(args, tile.first == 0, group * plan.channels + channel,
                       given.first.v[kOrigin], static_cast<double>(given.first.v[kMean]) + mean,
                       variance < 0 ? 0.0 : variance, own);
-        SetAffine(given.affine, own[0], own[1], own[2], numbers);
+        SetAffine(given.scale, given.bias, own[0], own[1], own[2], numbers);
         if (plan.has_one_tile()) {
           PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
         } else {
@@ -264,10 +251,7 @@ __device__ __forceinline__ void Apply(const A (&numbers)[kAffine][W], bool resid
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     values[j] = (values[j] - numbers[kAffineMean][j]) * numbers[kFactor][j] + numbers[kOffset][j];
-  }
-  if (residual) {
-#pragma unroll
-    for (int j = 0; j < W; ++j) values[j] += terms[j];
+    if (residual) values[j] += terms[j];
   }
   if (relu) {
 #pragma unroll
@@ -291,9 +275,10 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
 #pragma unroll
         for (int v = 0; v < kAffine; ++v) of_channel[v] = found.v[v];
       } else {
-        SetAffine<A>({args, group, channel}, ParamAt<A>(args.mean, group, channel, 0),
-                     ParamAt<A>(args.rstd, group, channel, 0),
-                     ParamAt<A>(args.delta, group, channel, 0), of_channel);
+        SetAffine(
+            ParamAt<A>(args.scale, group, channel, 1), ParamAt<A>(args.bias, group, channel, 0),
+            ParamAt<A>(args.mean, group, channel, 0), ParamAt<A>(args.rstd, group, channel, 0),
+            ParamAt<A>(args.delta, group, channel, 0), of_channel);
       }
     };
     const auto find_numbers = [&] {
@@ -407,12 +392,9 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
 template <typename A>
 __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
   const std::int64_t all = args.shape.outer.groups * args.shape.outer.features;
-  const std::int64_t threads = std::int64_t{gridDim.x} * blockDim.x;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < all;
-       i += threads) {
-    A unused[3];
-    SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
-  }
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  A unused[3];
+  if (i < all) SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
 }
 
 // --- Launchers -----------------------------------------------------------------------------------
@@ -454,7 +436,7 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
                                   : LaunchApply<T, true>(stream, args, plan.apply_vectors);
 }
 
-// As on `device`: tests pass others than the current one.
+// BatchNormFwd for a GPU like `device`. Tests pass devices that differ from the current one.
 ffi::Error BatchNormFwdOn(const ChannelDevice& device, cudaStream_t stream,
                           const BatchNormFwdArgs& args) {
   return DispatchDtype(FloatTypes{}, kForward, args.dtype,

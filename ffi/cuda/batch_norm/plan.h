@@ -29,7 +29,7 @@ struct ChannelNeeds {
 inline constexpr ChannelNeeds kForwardNeeds{1, 4, 6, 3, 1, 4};
 inline constexpr ChannelNeeds kBackwardNeeds{2, 3, 3, 5, 0, 2};
 
-// The GPU. Tests pass others than the current one.
+// The GPU. Tests pass devices that differ from the current one.
 struct ChannelDevice {
   int multiprocessors;
   std::int64_t shared_bytes;  // Shared memory of a multiprocessor.
@@ -58,20 +58,18 @@ struct ChannelTask {
 
 // --- The plan ------------------------------------------------------------------------------------
 
-// The distance from a thread's vector in one step to its vector in another one.
+// The distance between a thread's vectors in two steps: in vectors of a row, in elements of x.
 struct VectorDistance {
-  std::int64_t vectors, elements;  // vectors of a row, elements of x
+  std::int64_t vectors, elements;
 };
 
-// A thread's vector in one step. `at` is the index in x where it would start if its row started
-// with a vector. `vector` is its number in the row; columns: in the tile's row, or -1 if the thread
-// has none.
+// A thread's vector in one step. `vector` is its number in the row; -1: the thread has none. `at`
+// is the index in x where the vector would start if its row started with a vector.
 struct VectorPlace {
   std::int64_t vector, at;
 };
 
-// A block's steps of a tile: `count` steps from `first` on. Interleaved: the next step is
-// tile_blocks steps later.
+// A block's steps of a tile: `count` steps from `first` on, at distances of tile_blocks.
 struct ChannelPart {
   std::int64_t tile, first, count;
   std::int64_t later_steps;  // Steps of the block's later parts.
@@ -89,13 +87,9 @@ struct BlockSteps {
   int parts;
 };
 
-// Items are dealt to takers in turn: taker i gets items i, i + takers, and so on.
+// Items are dealt to takers in turn: taker i gets items i, i + takers, and so on, Of(i) in all.
 struct EvenSplit {
   std::int64_t least, rest;
-  constexpr EvenSplit() = default;
-  constexpr EvenSplit(std::int64_t items, std::int64_t takers)
-      : least(items / takers), rest(items % takers) {}
-  // The number of items of taker i.
   constexpr std::int64_t Of(std::int64_t i) const { return least + (i < rest ? 1 : 0); }
 };
 
@@ -146,8 +140,7 @@ struct ChannelPlan {
   int chunk_steps;
   int part_chunks;  // Chunks of a part that is a whole tile.
   int kept_chunks;  // First chunks of a block that stay for the second pass.
-  // Dynamic chunks of a tile; the first `static_chunks` of a block are given to it. 0: there are
-  // none.
+  // Dynamic chunks of a tile, and how many of them are given to each block. 0: there are none.
   int dynamic_chunks, static_chunks;
   // Offsets in shared memory, in bytes.
   int origins_offset;
@@ -165,8 +158,7 @@ struct ChannelPlan {
     return known;
   }
 
-  // --- Steps of a tile ---
-
+  // A thread's vector in a step, and the thread's vector at a distance from it.
   constexpr VectorPlace PlaceOf(const ChannelPart& part, std::int64_t step, int thread) const {
     if (plane) {
       const std::int64_t i = step * kChannelThreads + thread;
@@ -194,7 +186,6 @@ struct ChannelPlan {
                  : (part.group + 1) * group_elements;
   }
 
-  // The index in x where the vector starts.
   constexpr std::int64_t Start(const VectorPlace& place) const {
     return unaligned ? place.at & -std::int64_t{width} : place.at;
   }
@@ -207,8 +198,6 @@ struct ChannelPlan {
     const int before = static_cast<int>(place.at & (width - 1));
     return (place.vector > 0 || before == 0) && inner - place.vector * width + before >= width;
   }
-
-  // --- Parts ---
 
   // The number, in the tile, of the part's i-th step.
   constexpr std::int64_t StepOf(const ChannelPart& part, std::int64_t i) const {
@@ -245,8 +234,6 @@ struct ChannelPlan {
     return part.element + row * row_elements + channel * inner + i;
   }
 
-  // --- Edge vectors ---
-
   // How many times all threads have to call EdgeVectorOf.
   constexpr std::int64_t EdgeIterations(const ChannelPart& part) const {
     if (plane && unaligned) {
@@ -278,8 +265,6 @@ struct ChannelPlan {
     return {Start(place), vector == 0 ? before : 0, static_cast<int>(left < width ? left : width)};
   }
 
-  // --- Channels of a tile ---
-
   // Columns: how many columns a channel has, and the number of its i-th column in the tile. With
   // fold, there is only one tile.
   constexpr int ChannelColumns() const { return static_cast<int>(fold * inner); }
@@ -289,9 +274,8 @@ struct ChannelPlan {
     return (i / n * of_tile + channel) * n + i % n;
   }
 
-  // Where a channel's numbers are in shared memory. Channels last, a thread reads the numbers of
-  // all channels of its vector. The j-th channels of neighbouring vectors have neighbouring places,
-  // so that neighbouring threads read from different banks.
+  // Where a channel's numbers are in shared memory. Channels last, the j-th channels of
+  // neighbouring vectors have neighbouring places: neighbouring threads read different banks.
   constexpr int SharedIndex(int channel) const {
     const int in_vector = channel & ((1 << channel_bits) - 1);
     return in_vector * channel_pitch + (channel >> channel_bits);
@@ -305,8 +289,6 @@ struct ChannelPlan {
     const int skew = static_cast<int>(part.element / width % kLinePacks);
     return thread / row_threads * row_pitch + thread % row_threads + skew;
   }
-
-  // --- Parts of a block ---
 
   constexpr bool interleaved() const { return concurrent_tiles > 0; }
   // Whether blocks need each other's partial results; whether a tile's blocks may be a cluster.
@@ -410,13 +392,11 @@ struct BatchNormPlan {
 
 inline constexpr int kUsualRowThreads = 256;  // the most row_threads of a group's only tile
 inline constexpr int kElementSteps = 4;       // steps of a chunk of single elements
-
-inline constexpr int kSumsPadding = 16;  // see sums_pitch
-
+inline constexpr int kSumsPadding = 16;       // see sums_pitch
 inline constexpr int kChunkCounters = kChannelThreads / kWarpThreads;  // of a tile: one per warp
 
-// Dynamic shared memory of a block that has a multiprocessor to itself. CUDA keeps 1 KB, and static
-// shared memory takes less than another 1 KB.
+// The most shared memory of a block. CUDA keeps 1 KB of a multiprocessor's, and static shared
+// memory takes less than another 1 KB.
 constexpr std::int64_t MaxChannelBytes(std::int64_t of_multiprocessor) {
   return of_multiprocessor - 2048;
 }
@@ -465,8 +445,8 @@ constexpr bool CombinesLocally(const ChannelTask& task, const Distribution& dist
 // How good tiles with these row_threads are: the product of two factors, minus penalties. The first
 // factor is the part of the threads that have a vector; only half of it counts, because memory is
 // the limit. The second factor is a block's ideal number of steps over its real one plus the
-// overhead of its tiles. There are penalties for rows that are short to read or long to add up.
-// There is one for tiles that end within a line of 128 bytes, the unit in which memory is read.
+// overhead of its tiles. There are penalties for rows that are short to read or long to add up, and
+// for tiles that end within a line of memory.
 constexpr std::int64_t Score(const ChannelTask& task, std::int64_t rows, std::int64_t row_threads,
                              std::int64_t tiles, std::int64_t vectors) {
   const std::int64_t step_rows = kChannelThreads / row_threads;
@@ -482,7 +462,7 @@ constexpr std::int64_t Score(const ChannelTask& task, std::int64_t rows, std::in
       distribution.concurrent_tiles > 0
           ? distribution.block_tiles * CeilDiv(steps, distribution.tile_blocks)
           : ideal * 9 / 8;
-  // The overhead, in steps: sums and parameters of each tile, and changes from tile to tile.
+  // The overhead counts the sums and parameters of each tile, and changes from tile to tile.
   const std::int64_t channels = CeilDiv(task.channels, tiles);
   const std::int64_t per_tile = CombinesLocally(task, distribution, channels)
                                     ? 8 + PartialBytes(task, distribution, channels) / 8192
@@ -501,8 +481,7 @@ constexpr std::int64_t Score(const ChannelTask& task, std::int64_t rows, std::in
 }
 
 // Whether a multiprocessor has room for a tile's numbers and for the stages of one chunk, with
-// `places` vectors of each array. One more array is always counted, so that tiles do not depend on
-// whether there is one.
+// `places` vectors of each array. A transient array is always counted: tiles do not depend on it.
 constexpr bool Fits(const ChannelTask& task, std::int64_t channels, std::int64_t width,
                     std::int64_t places = kChannelThreads) {
   constexpr std::int64_t kMostUnused = 96;  // unused places for numbers (SharedIndex)
@@ -550,8 +529,7 @@ constexpr bool CutColumns(const ChannelTask& task, ChannelPlan& plan) {
   plan.step_rows = kChannelThreads / plan.row_threads;
   plan.tiles = CeilDiv(task.channels, plan.tile_channels);
   plan.rows = CeilDiv(task.rows, plan.fold);
-  plan.row_elements = plan.fold * row;
-  plan.row_vectors = 0;
+  plan.row_elements = plan.fold * row, plan.row_vectors = 0;
   plan.steps = CeilDiv(plan.rows, plan.step_rows);
   plan.whole_steps = task.rows / plan.fold / plan.step_rows;
   plan.ragged = width > 1 && task.rows % plan.fold != 0;
@@ -562,8 +540,7 @@ constexpr void CutPlanes(const ChannelTask& task, ChannelPlan& plan) {
   const std::int64_t width = plan.width;
   plan.plane = true, plan.unaligned = task.inner % width != 0, plan.fold = 1;
   plan.tile_channels = 1, plan.row_threads = kChannelThreads, plan.step_rows = 1;
-  plan.tiles = task.channels;
-  plan.rows = task.rows;
+  plan.tiles = task.channels, plan.rows = task.rows;
   plan.row_elements = task.channels * task.inner;
   // Enough for every place within a vector where a row may start.
   plan.row_vectors = CeilDiv(task.inner + (plan.unaligned ? width - 1 : 0), width);
@@ -571,14 +548,13 @@ constexpr void CutPlanes(const ChannelTask& task, ChannelPlan& plan) {
   plan.whole_steps = plan.unaligned ? 0 : plan.rows * plan.row_vectors / kChannelThreads;
 }
 
-// Sets the way to cut tiles, and all that follows from that choice.
+// Chooses planes or columns.
 constexpr void CutTiles(const ChannelTask& task, ChannelPlan& plan) {
   const auto block_tiles = [&](const ChannelPlan& cut) {
     return Distribute(task, task.groups * cut.tiles, cut.steps).block_tiles;
   };
   plan.channels = task.channels, plan.inner = task.inner;
-  plan.group_rows = task.rows;
-  plan.group_elements = task.rows * task.channels * task.inner;
+  plan.group_rows = task.rows, plan.group_elements = task.rows * task.channels * task.inner;
   plan.width = task.aligned ? 16 / task.element_bytes : 1;
   const std::int64_t width = plan.width;
   // Rows whose ends are masked lose about two of their vectors.
@@ -605,9 +581,12 @@ constexpr void DivideSteps(const ChannelTask& task, const Distribution& distribu
                            ChannelPlan& plan) {
   plan.tile_blocks = distribution.tile_blocks;
   plan.concurrent_tiles = distribution.concurrent_tiles;
-  plan.step_split = EvenSplit(plan.steps, plan.tile_blocks);
-  plan.whole_step_split = EvenSplit(plan.whole_steps, plan.tile_blocks);
-  plan.tile_split = EvenSplit(plan.all_tiles, std::max<std::int64_t>(plan.concurrent_tiles, 1));
+  const auto split = [](std::int64_t items, std::int64_t takers) {
+    return EvenSplit{items / takers, items % takers};
+  };
+  plan.step_split = split(plan.steps, plan.tile_blocks);
+  plan.whole_step_split = split(plan.whole_steps, plan.tile_blocks);
+  plan.tile_split = split(plan.all_tiles, std::max<std::int64_t>(plan.concurrent_tiles, 1));
   const auto divide = [&](std::int64_t grain_steps) {
     plan.grain_steps = grain_steps;
     plan.grains = CeilDiv(plan.steps, grain_steps);
@@ -708,8 +687,7 @@ constexpr void PlaceVectors(const ChannelTask& task, ChannelPlan& plan) {
 
 // Sets the layout of a block's shared memory. The first region has either sums of threads and
 // origins, or parameters and the stages of transient arrays: no thread needs these stages while
-// sums are there. Then follow the stages of the other arrays: those of the kept chunks, and those
-// of one more chunk. Fits made sure that there is room for that one.
+// sums are there. The other stages follow. Fits made sure that there is room for one chunk.
 constexpr void DivideMemory(const ChannelTask& task, const Distribution& distribution,
                             ChannelPlan& plan) {
   PlaceVectors(task, plan);

@@ -1,9 +1,6 @@
-// How the blocks of batch norm's main kernels get their vectors. Each thread copies its own vectors
-// to shared memory, one chunk ahead of the vector that it works on. It waits only for its own
-// copies. The bytes under way while threads compute decide how fast memory is read.
-//
-// Single elements cannot be copied in this way: a chunk of them is loaded to registers, and then
-// worked on. README.md has the words.
+// How batch norm's blocks get their vectors. Each thread copies its own vectors to shared memory,
+// one chunk ahead of the vector that it works on. It waits only for its own copies. Single elements
+// cannot be copied in this way: a chunk of them is loaded to registers. README.md has the words.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +12,6 @@
 
 namespace gradops {
 namespace {
-
-// --- Places --------------------------------------------------------------------------------------
 
 // A thread's vectors, step by step.
 template <bool kBackwards>
@@ -43,52 +38,41 @@ class VectorWalk {
 
 // A thread's place in a stage, with a vector of each of kArrays arrays and of the transient array.
 template <typename T, int W, int kArrays>
-class StagePlace {
- public:
-  __device__ __forceinline__ StagePlace(std::uint32_t at, std::uint32_t pitch,
-                                        std::uint32_t transient)
-      : at_(at), pitch_(pitch), transient_(transient) {}
+struct StagePlace {
+  std::uint32_t at, pitch, transient;  // pitch: from one array's vector to the next array's
 
+  __device__ __forceinline__ std::uint32_t At(int array) const {
+    return at + static_cast<std::uint32_t>(array) * pitch;
+  }
   __device__ __forceinline__ void Copy(int array, const T* from) { CopyAsync(At(array), from); }
   __device__ __forceinline__ void Copy(int array, const T* from, bool evict_first) {
     CopyAsync(At(array), from, evict_first);
   }
-  __device__ __forceinline__ void CopyTransient(const T* from) { CopyAsync(transient_, from); }
+  __device__ __forceinline__ void CopyTransient(const T* from) { CopyAsync(transient, from); }
+  __device__ __forceinline__ static Pack<T, W> Load(std::uint32_t from) {
+    return LoadPlain<W>(static_cast<const T*>(__cvta_shared_to_generic(from)));
+  }
   __device__ __forceinline__ Pack<T, W> Get(int array) const { return Load(At(array)); }
-  __device__ __forceinline__ Pack<T, W> GetTransient() const { return Load(transient_); }
+  __device__ __forceinline__ Pack<T, W> GetTransient() const { return Load(transient); }
   __device__ __forceinline__ void Put(int array, const Pack<T, W>& vector) {
     StorePack(static_cast<T*>(__cvta_shared_to_generic(At(array))), vector);
   }
-
- private:
-  __device__ __forceinline__ std::uint32_t At(int array) const {
-    return at_ + static_cast<std::uint32_t>(array) * pitch_;
-  }
-  __device__ __forceinline__ static Pack<T, W> Load(std::uint32_t at) {
-    return LoadPlain<W>(static_cast<const T*>(__cvta_shared_to_generic(at)));
-  }
-
-  std::uint32_t at_, pitch_, transient_;
 };
 
 // For single elements, in registers. Elements that stay are in shared memory (Stages::Element).
 template <typename T, int kArrays>
-class StagePlace<T, 1, kArrays> {
- public:
-  __device__ __forceinline__ void Copy(int array, const T* from) { values_[array].v[0] = *from; }
+struct StagePlace<T, 1, kArrays> {
+  Pack<T, 1> values[kArrays + 1];
+
+  __device__ __forceinline__ void Copy(int array, const T* from) { values[array].v[0] = *from; }
   __device__ __forceinline__ void Copy(int array, const T* from, bool) { Copy(array, from); }
   __device__ __forceinline__ void CopyTransient(const T* from) { Copy(kArrays, from); }
-  __device__ __forceinline__ Pack<T, 1> Get(int array) const { return values_[array]; }
-  __device__ __forceinline__ Pack<T, 1> GetTransient() const { return values_[kArrays]; }
-  __device__ __forceinline__ void Put(int array, const Pack<T, 1>& value) {
-    values_[array] = value;
-  }
-
- private:
-  Pack<T, 1> values_[kArrays + 1];
+  __device__ __forceinline__ Pack<T, 1> Get(int array) const { return values[array]; }
+  __device__ __forceinline__ Pack<T, 1> GetTransient() const { return values[kArrays]; }
+  __device__ __forceinline__ void Put(int array, const Pack<T, 1>& value) { values[array] = value; }
 };
 
-// A block's stages: those of the kept chunks, and those that all other chunks share.
+// A block's stages. Each kept chunk has stages of its own. All other chunks share some stages.
 template <typename T, int W, int kArrays, int kSteps>
 class Stages {
  public:
@@ -129,13 +113,9 @@ class Stages {
   int kept_, first_ = 0;
 };
 
-// --- Passes over a part --------------------------------------------------------------------------
-
 // Calls copy(place, start, known), and later use(place, start), for this thread's whole vectors in
-// a part's steps: from the first step on, or backwards from the last one. All threads call
-// between() once, when the first copies are on their way. end_chunk() is called after every kSteps
-// steps or fewer.
-//
+// a part. It goes from the first step to the last one, or backwards. end_chunk() follows every
+// kSteps steps or fewer. All threads call between() once, when the first copies are on their way.
 // Forwards, `known` is true for the first `evict_first` steps: the second pass will not find these
 // in the L2 cache. Backwards, it is true if the first pass has left the vectors in shared memory.
 // With `last_there`, this holds for the last kSteps steps too.

@@ -17,10 +17,8 @@ namespace {
 constexpr int kChannelWarps = kChannelThreads / kWarp;
 static_assert(kChunkCounters == kChannelWarps);
 
-// --- Sums of a thread ----------------------------------------------------------------------------
-
-// Two sums for each of a thread's columns. With regular calls of EndSum(), rounding errors hardly
-// grow with the number of rows.
+// Two sums for each of a thread's columns. Regular calls of EndSum() keep rounding errors small:
+// they hardly grow with the number of rows.
 template <typename A, int W>
 struct ThreadSums {
   A recent[2][W] = {}, all[2][W] = {};
@@ -145,9 +143,9 @@ __device__ __forceinline__ void SumPlane(double* scratch, double (&values)[3]) {
   WarpSums<kWarp>(values);
 }
 
-// Calls emit(channel in the tile, sum, count) for each of a tile's channels. `count` is the number
-// of a channel's elements in the part. `elements`: planes need to know how many elements this
-// thread has added up. Planes: the whole first warp calls emit, with equal arguments.
+// Calls emit(channel in the tile, sum, count) for each of a tile's channels, with the count of a
+// channel's elements in the part. Planes need to know how many `elements` this thread has added up.
+// Planes: the whole first warp calls emit, with equal arguments.
 template <typename A, int W>
 __device__ __forceinline__ void SumPart(const ChannelPlan& plan, const ChannelPart& part,
                                         char* scratch, const ThreadSums<A, W>& sums, int elements,

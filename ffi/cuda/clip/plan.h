@@ -24,7 +24,7 @@ inline constexpr int kScaleThreads = 512, kScaleChunks = 8, kScaleBlocks = 2;
 inline constexpr int kSmallTable = 250, kLargeTable = 2040;
 
 struct ClipTask {
-  std::int64_t chunks;  // Of a table; for the sum, of the largest table.
+  std::int64_t chunks;  // Chunks of the table. The sum counts the largest table.
   std::int64_t groups;
   std::int64_t workspace_doubles;  // The sum: room for partial sums.
   int multiprocessors;

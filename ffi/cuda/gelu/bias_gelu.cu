@@ -141,12 +141,12 @@ struct GradArrays {
   T* dx;
 };
 
-// Computes dx of a thread's vectors in a slice, and adds up the thread's dz to `sums`. `ring` has
+// Computes dx of a thread's vectors in a slice, and adds up the thread's dz to `sums`. `stages` has
 // the thread's stages, kMostGeluThreads apart: dy's vector and x's vector of each stage.
 template <typename T, bool kApproximate, int W>
 __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const GradArrays<T>& arrays,
                                          const GeluPlan& plan, std::int64_t group,
-                                         const Place& place, Pack<T, W> (*ring)[kMostGeluThreads],
+                                         const Place& place, Pack<T, W> (*stages)[kMostGeluThreads],
                                          Accum<T>* sums) {
   using A = Accum<T>;
   constexpr bool kCutSums = !std::is_same_v<A, double>;
@@ -157,8 +157,8 @@ __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const Grad
   std::int64_t vector = group * plan.vectors + place.first * plan.band_vectors + place.vector;
   const auto fetch = [&](std::int64_t from, int stage) {
     if (from < group_end) {
-      CopyAsync(&ring[2 * stage][threadIdx.x], dy + from * W);
-      CopyAsync(&ring[2 * stage + 1][threadIdx.x], x + from * W);
+      CopyAsync(&stages[2 * stage][threadIdx.x], dy + from * W);
+      CopyAsync(&stages[2 * stage + 1][threadIdx.x], x + from * W);
     }
     CommitCopies();
   };
@@ -191,7 +191,7 @@ __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const Grad
       Pack<T, W> out;
       if constexpr (kPipeline) {
         WaitForCopies<kStages - 1>();
-        out = dx_of(ring[2 * stage][threadIdx.x], ring[2 * stage + 1][threadIdx.x]);
+        out = dx_of(stages[2 * stage][threadIdx.x], stages[2 * stage + 1][threadIdx.x]);
         fetch(vector + kStages * stride, stage);
         stage = (stage + 1) % kStages;
       } else {
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kMostGeluThreads, kGeluBackwardBlocks)
                        const __grid_constant__ SliceSums<Accum<T>> slice_sums) {
   using A = Accum<T>;
   __shared__ __align__(kVecBytes) A shared[W * kMostGeluThreads];  // each thread's sums
-  __shared__ __align__(128) Pack<T, W> ring[kStages * 2][kMostGeluThreads];
+  __shared__ __align__(128) Pack<T, W> stages[kStages * 2][kMostGeluThreads];
   A* const sums = shared + threadIdx.x * W;
   LaunchNext();
   const GradArrays<T> arrays{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
@@ -263,7 +263,8 @@ __global__ void __launch_bounds__(kMostGeluThreads, kGeluBackwardBlocks)
       const Place place(plan, slice);
 #pragma unroll
       for (int j = 0; j < W; ++j) sums[j] = 0;
-      if (place.inside) ForSlice<T, kApproximate, W>(args, arrays, plan, group, place, ring, sums);
+      if (place.inside)
+        ForSlice<T, kApproximate, W>(args, arrays, plan, group, place, stages, sums);
       if (slice_sums.sums == nullptr) continue;  // all threads do this, or none
       A* const partial =
           slice_sums.sums + group * slice_sums.group_pitch + slice * slice_sums.slice_pitch;
