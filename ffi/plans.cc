@@ -1,8 +1,10 @@
 // A Python module that tells how the CUDA kernels split their work. It needs no GPU and no CUDA.
 //
 // Each function takes the fields of a task (and for norms, of limits) as keyword arguments, by
-// their names in plan.h. It returns the kernel's name and the plan's numbers as a dictionary.
+// their names in plan.h. It returns the kernel, its file, and the plan's numbers with
+// their meanings.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -11,6 +13,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "common/description.h"
 #include "cuda/batch_norm/plan.h"
@@ -54,6 +57,30 @@ struct RowChoice {
 struct ChannelChoice {
   ChannelTask task{};
   Description Choose() const { return Describe(ChooseBatchNormPlan(task)); }
+};
+// What the plan of batch norm gives the blocks, over all tiles, for tests.
+struct ChannelCoverage {
+  ChannelTask task{};
+  Description Choose() const {
+    const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
+    std::vector<std::int64_t> steps(static_cast<std::size_t>(plan.all_tiles)), parts = steps;
+    std::int64_t evict_first = 0;
+    for (int block = 0; block < plan.blocks; ++block) {
+      const BlockSteps of_block = plan.StepsOfBlock(block);
+      for (int i = 0; i < of_block.parts; ++i) {
+        const ChannelPart part = plan.PartOf(of_block, i);
+        steps[static_cast<std::size_t>(part.tile)] += part.count;
+        parts[static_cast<std::size_t>(part.tile)] += 1;
+        evict_first += plan.EvictFirstSteps(part);
+      }
+    }
+    return {"",
+            "",
+            {{"evict_first_steps", evict_first, "steps that the L2 cache need not keep"},
+             {"least_steps", std::ranges::min(steps), "the least steps of a tile"},
+             {"most_steps", std::ranges::max(steps), "the most steps of a tile"},
+             {"most_parts", std::ranges::max(parts), "the most blocks of a tile"}}};
+  }
 };
 struct GeluChoice {
   bool backward = false;
@@ -101,25 +128,25 @@ constexpr Field<RowChoice> kRowFields[] = {
     {"vectors", &Set<&RowChoice::limits, &RowPlanLimits::vectors>},
 };
 
-constexpr Field<ChannelChoice> kChannelFields[] = {
-    OfTask<ChannelChoice, &ChannelTask::backward>("backward"),
-    OfTask<ChannelChoice, &ChannelTask::groups>("groups"),
-    OfTask<ChannelChoice, &ChannelTask::rows>("rows"),
-    OfTask<ChannelChoice, &ChannelTask::channels>("channels"),
-    OfTask<ChannelChoice, &ChannelTask::inner>("inner"),
-    OfTask<ChannelChoice, &ChannelTask::element_bytes>("element_bytes"),
-    OfTask<ChannelChoice, &ChannelTask::accum_bytes>("accum_bytes"),
-    OfTask<ChannelChoice, &ChannelTask::aligned>("aligned"),
-    OfTask<ChannelChoice, &ChannelTask::statistics>("statistics"),
-    OfTask<ChannelChoice, &ChannelTask::apply>("apply"),
-    OfTask<ChannelChoice, &ChannelTask::transient_arrays>("transient_arrays"),
-    OfTask<ChannelChoice, &ChannelTask::partial_rows>("partial_rows"),
-    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::multiprocessors>("multiprocessors"),
-    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::shared_bytes>("shared_bytes"),
-    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::l2_bytes>("l2_bytes"),
-    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::clusters>("clusters"),
-    OfTask<ChannelChoice, &ChannelTask::device, &ChannelDevice::prefers_separate>(
-        "prefers_separate"),
+template <class Choice>
+constexpr Field<Choice> kChannelFields[] = {
+    OfTask<Choice, &ChannelTask::backward>("backward"),
+    OfTask<Choice, &ChannelTask::groups>("groups"),
+    OfTask<Choice, &ChannelTask::rows>("rows"),
+    OfTask<Choice, &ChannelTask::channels>("channels"),
+    OfTask<Choice, &ChannelTask::inner>("inner"),
+    OfTask<Choice, &ChannelTask::element_bytes>("element_bytes"),
+    OfTask<Choice, &ChannelTask::accum_bytes>("accum_bytes"),
+    OfTask<Choice, &ChannelTask::aligned>("aligned"),
+    OfTask<Choice, &ChannelTask::statistics>("statistics"),
+    OfTask<Choice, &ChannelTask::apply>("apply"),
+    OfTask<Choice, &ChannelTask::transient_arrays>("transient_arrays"),
+    OfTask<Choice, &ChannelTask::partial_rows>("partial_rows"),
+    OfTask<Choice, &ChannelTask::device, &ChannelDevice::multiprocessors>("multiprocessors"),
+    OfTask<Choice, &ChannelTask::device, &ChannelDevice::shared_bytes>("shared_bytes"),
+    OfTask<Choice, &ChannelTask::device, &ChannelDevice::l2_bytes>("l2_bytes"),
+    OfTask<Choice, &ChannelTask::device, &ChannelDevice::clusters>("clusters"),
+    OfTask<Choice, &ChannelTask::device, &ChannelDevice::prefers_separate>("prefers_separate"),
 };
 
 constexpr Field<GeluChoice> kGeluFields[] = {
@@ -143,9 +170,14 @@ constexpr Field<ClipChoice> kClipFields[] = {
 };
 
 nb::dict ToPython(const Description& description) {
+  nb::dict numbers;
+  for (const auto& [name, value, meaning] : description.numbers) {
+    numbers[name] = nb::make_tuple(value, meaning);
+  }
   nb::dict fields;
   fields["kernel"] = description.kernel;
-  for (const auto& [name, value] : description.numbers) fields[name] = value;
+  fields["file"] = "ffi/cuda/" + description.file;
+  fields["numbers"] = numbers;
   return fields;
 }
 
@@ -160,7 +192,7 @@ void Define(nb::module_& m, const char* name, const Field<Choice> (&fields)[kFie
       if (field == std::end(fields)) {
         throw nb::type_error((std::string(name) + " has no argument " + wanted).c_str());
       }
-      field->set(choice, nb::cast<std::int64_t>(value));
+      field->set(choice, nb::cast<std::int64_t>(nb::int_(nb::borrow(value))));
     }
     return ToPython(choice.Choose());
   });
@@ -171,7 +203,8 @@ void Define(nb::module_& m, const char* name, const Field<Choice> (&fields)[kFie
 
 NB_MODULE(_plans, m) {
   gradops::Define(m, "row_norm_plan", gradops::kRowFields);
-  gradops::Define(m, "batch_norm_plan", gradops::kChannelFields);
+  gradops::Define(m, "batch_norm_plan", gradops::kChannelFields<gradops::ChannelChoice>);
+  gradops::Define(m, "batch_norm_coverage", gradops::kChannelFields<gradops::ChannelCoverage>);
   gradops::Define(m, "gelu_plan", gradops::kGeluFields);
   gradops::Define(m, "clip_plan", gradops::kClipFields);
 }

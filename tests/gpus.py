@@ -1,11 +1,14 @@
-"""GPUs for tests of the tables that choose kernels. No test needs these GPUs."""
+"""GPUs for tests of plans, and plans without words. No test needs these GPUs."""
 
 from __future__ import annotations
 
-#: Architecture, multiprocessors, bytes of shared memory per multiprocessor, bytes of L2 cache.
-GPUS = {
-    "A100": (80, 108, 167_936, 40 << 20),
-    "RTX 4090": (89, 128, 102_400, 72 << 20),
-    "H200": (90, 132, 233_472, 50 << 20),
-    "RTX 5090": (120, 170, 102_400, 96 << 20),
-}
+from typing import Any
+
+from jax_gradops._cli import plan
+
+GPUS = {name: plan.GPUS[name] for name in ("a100", "rtx 4090", "h200", "rtx 5090")}
+
+
+def numbers(found: dict[str, Any]) -> dict[str, Any]:
+    """A plan's kernel and numbers."""
+    return {"kernel": found["kernel"]} | {k: value for k, (value, _) in found["numbers"].items()}

@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 import pytest
-from gpus import GPUS
+from gpus import GPUS, numbers
 
 from jax_gradops import _plans
 from jax_gradops._kernel import spec
@@ -38,23 +38,29 @@ def plan(
     aligned: bool = True,
     backward: bool = False,
     residual: bool = False,
-    gpu: str = "H200",
+    gpu: str = "h200",
 ) -> dict[str, Any]:
-    _, multiprocessors, shared_bytes, l2_bytes = GPUS[gpu]
-    return _plans.batch_norm_plan(
-        groups=groups,
-        rows=rows,
-        channels=channels,
-        inner=inner,
-        element_bytes=element_bytes,
-        aligned=aligned,
-        backward=backward,
-        residual=residual,
-        partial_rows=partial_rows(groups, rows * inner, channels, backward),
-        multiprocessors=multiprocessors,
-        shared_bytes=shared_bytes,
-        l2_bytes=l2_bytes,
-    )
+    architecture, multiprocessors, shared_bytes, l2_bytes = GPUS[gpu]
+    task = {
+        "groups": groups,
+        "rows": rows,
+        "channels": channels,
+        "inner": inner,
+        "element_bytes": element_bytes,
+        "accum_bytes": max(4, element_bytes),
+        "aligned": aligned,
+        "backward": backward,
+        "statistics": True,
+        "apply": True,
+        "transient_arrays": int(residual),
+        "partial_rows": partial_rows(groups, rows * inner, channels, backward),
+        "multiprocessors": multiprocessors,
+        "shared_bytes": shared_bytes,
+        "l2_bytes": l2_bytes,
+        "clusters": architecture >= 90,
+    }
+    coverage = numbers(_plans.batch_norm_coverage(**task))
+    return coverage | numbers(_plans.batch_norm_plan(**task))
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -116,7 +122,7 @@ def test_tiles_of_wide_rows_start_where_memory_is_read(element_bytes: int) -> No
             found = plan(rows, channels, element_bytes=element_bytes, backward=backward)
             assert found["tiles"] == 1 or found["row_threads"] % 8 == 0, (channels, rows, found)
             # Almost all multiprocessors have work.
-            assert found["blocks"] >= 0.9 * GPUS["H200"][1], (channels, rows, found)
+            assert found["blocks"] >= 0.9 * GPUS["h200"][1], (channels, rows, found)
 
 
 def test_blocks_put_partial_results_together_for_themselves() -> None:
@@ -154,14 +160,14 @@ def test_more_is_on_its_way_where_threads_have_no_vector() -> None:
     assert plan(256, 1024, 196)["chunk_steps"] == 6
     assert plan(256, 2048, 49)["chunk_steps"] == 4  # 490 threads
     assert plan(256 * 196, 1024)["chunk_steps"] == 4
-    assert plan(256, 1024, 196, gpu="RTX 5090")["chunk_steps"] == 4  # there is no room for more
+    assert plan(256, 1024, 196, gpu="rtx 5090")["chunk_steps"] == 4  # there is no room for more
 
 
 def test_what_the_l2_cache_is_to_keep() -> None:
     """The cache keeps three fifths of its size, all of a small array, and little of a large one."""
     for gpu, rows, channels, inner in (
-        ("H200", 256 * 196, 512, 1), ("A100", 256 * 196, 512, 1), ("A100", 64, 256, 3136),
-        ("RTX 5090", 256, 512, 784),
+        ("h200", 256 * 196, 512, 1), ("a100", 256 * 196, 512, 1), ("a100", 64, 256, 3136),
+        ("rtx 5090", 256, 512, 784),
     ):  # fmt: skip
         for backward in (False, True):
             found = plan(rows, channels, inner, backward=backward, gpu=gpu)

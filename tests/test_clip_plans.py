@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from gpus import GPUS
+from gpus import GPUS, numbers
 
 from jax_gradops import _plans
 
@@ -23,12 +23,14 @@ def test_partial_sums_have_room(gpu: str) -> None:
     multiprocessors = GPUS[gpu][1]
     for chunks, groups in itertools.product(CHUNKS, GROUPS):
         room = groups * -(-2048 // groups)
-        found = _plans.clip_plan(
-            scales=False,
-            chunks=chunks,
-            groups=groups,
-            workspace_doubles=room,
-            multiprocessors=multiprocessors,
+        found = numbers(
+            _plans.clip_plan(
+                scales=False,
+                chunks=chunks,
+                groups=groups,
+                workspace_doubles=room,
+                multiprocessors=multiprocessors,
+            )
         )
         assert found["kernel"] == "PartialSumKernel"
         assert 1 <= found["segments"] <= chunks, found
@@ -43,12 +45,14 @@ def test_few_chunks_are_spread_over_the_gpu(gpu: str) -> None:
     """A block that scales has one chunk, or eight chunks if there are many."""
     multiprocessors = GPUS[gpu][1]
     for chunks, groups in itertools.product(CHUNKS, GROUPS):
-        found = _plans.clip_plan(
-            scales=True,
-            chunks=chunks,
-            groups=groups,
-            workspace_doubles=0,
-            multiprocessors=multiprocessors,
+        found = numbers(
+            _plans.clip_plan(
+                scales=True,
+                chunks=chunks,
+                groups=groups,
+                workspace_doubles=0,
+                multiprocessors=multiprocessors,
+            )
         )
         assert found["kernel"] == "ScaleKernel"
         many = chunks * groups >= 32 * multiprocessors

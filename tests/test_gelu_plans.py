@@ -10,12 +10,12 @@ import itertools
 from typing import Any
 
 import pytest
-from gpus import GPUS
+from gpus import GPUS, numbers
 
 from jax_gradops import _plans
 from jax_gradops._kernel import spec
 
-MULTIPROCESSORS = GPUS["H200"][1]
+MULTIPROCESSORS = GPUS["h200"][1]
 FORWARD_THREADS = 256  # threads of a forward block
 THREADS = 320  # maximum for a backward block
 RESIDENT = 2 * MULTIPROCESSORS  # resident backward blocks
@@ -39,16 +39,18 @@ def plan(
     """The plan for arrays whose vectors have `width` elements."""
     if partial_rows is None:
         partial_rows = spec.column_sum_workspace(groups, {"n": rows, "d": features}, 1)[1]
-    return _plans.gelu_plan(
-        backward=backward,
-        groups=groups,
-        rows=rows,
-        features=features,
-        element_bytes=16 // width if width > 1 else 4,
-        aligned=width > 1,
-        has_columns=True,
-        partial_rows=partial_rows if backward else 0,
-        multiprocessors=MULTIPROCESSORS,
+    return numbers(
+        _plans.gelu_plan(
+            backward=backward,
+            groups=groups,
+            rows=rows,
+            features=features,
+            element_bytes=16 // width if width > 1 else 4,
+            aligned=width > 1,
+            has_columns=True,
+            partial_rows=partial_rows if backward else 0,
+            multiprocessors=MULTIPROCESSORS,
+        )
     )
 
 

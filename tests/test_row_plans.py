@@ -11,7 +11,7 @@ import itertools
 from typing import Any
 
 import pytest
-from gpus import GPUS
+from gpus import GPUS, numbers
 
 from jax_gradops import _plans
 
@@ -53,22 +53,24 @@ def plan(
     backward: bool = True,
     aligned: bool = True,
     aligned_params: bool = True,
-    gpu: str = "H200",
+    gpu: str = "h200",
     **more: Any,
 ) -> dict[str, Any]:
     architecture, multiprocessors, shared_bytes, _ = GPUS[gpu]
-    return _plans.row_plan(
-        rows=rows,
-        features=features,
-        element_bytes=element_bytes,
-        arrays=arrays,
-        backward=backward,
-        aligned=aligned,
-        aligned_params=aligned_params,
-        architecture=architecture,
-        multiprocessors=multiprocessors,
-        shared_bytes=shared_bytes,
-        **more,
+    return numbers(
+        _plans.row_norm_plan(
+            rows=rows,
+            features=features,
+            element_bytes=element_bytes,
+            arrays=arrays,
+            backward=backward,
+            aligned=aligned,
+            aligned_params=aligned_params,
+            architecture=architecture,
+            multiprocessors=multiprocessors,
+            shared_bytes=shared_bytes,
+            **more,
+        )
     )
 
 
@@ -248,7 +250,7 @@ def test_the_forward_table() -> None:
     assert [forward(n)["cluster"] for n in (6001, 8193, 12_289, 16_385)] == [1, 3, 1, 6]
     assert [forward(n)["cluster"] for n in (32_768, 65_536)] == [2, 4]
     assert [floats(n)["cluster"] for n in (8193, 32_768, 65_536)] == [2, 4, 8]
-    assert streams(forward(65_536, gpu="A100"))
+    assert streams(forward(65_536, gpu="a100"))
     assert forward(8)["row_threads"] == 1 and forward(4097)["layout"] == MASKED
     assert forward(1000)["layout"] == PARTIAL and forward(1600)["layout"] == FULL
     # Two rows in flight, or one if the current row leaves its place at once.
@@ -276,7 +278,7 @@ def test_the_backward_table() -> None:
     assert plan(16_384)["cluster"] == 2
     assert plan(131_072)["cluster"] == 16
     assert streams(plan(200_000))
-    assert streams(plan(16_384, gpu="A100"))
+    assert streams(plan(16_384, gpu="a100"))
     assert plan(65_536, element_bytes=8)["cluster"] == 16
     assert plan(1000)["layout"] == PARTIAL
     assert plan(4097)["layout"] == MASKED and plan(4097)["alignment_period"] == 8
@@ -291,7 +293,7 @@ def test_the_backward_table() -> None:
     assert floats(4096)["row_threads"] == 512 and floats(4096)["cluster"] == 1
     assert floats(8192)["vectors"] == 2 and floats(8192)["cluster"] == 2
     assert floats(32_768)["vectors"] == 4 and floats(32_768)["cluster"] == 4
-    assert floats(8192, gpu="A100")["vectors"] == 4
+    assert floats(8192, gpu="a100")["vectors"] == 4
     assert floats(4097)["vectors"] == 3 and floats(4097)["cluster"] == 1
     assert plan(4096, element_bytes=8)["vectors"] == 2
     # More elements per thread if fewer would leave more threads idle.

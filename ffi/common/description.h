@@ -3,14 +3,20 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace gradops {
 
 struct Description {
+  struct Number {
+    const char* name;
+    std::int64_t value;
+    const char* meaning;
+  };
+
   std::string kernel;
-  std::vector<std::pair<const char*, std::int64_t>> numbers;
+  std::string file;  // in ffi/cuda
+  std::vector<Number> numbers;
 };
 
 }  // namespace gradops

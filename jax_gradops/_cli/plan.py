@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -76,9 +77,9 @@ def describe(found: dict[str, Any]) -> str:
         f"GPU:    {found['gpu']}, compute capability {gpu.architecture / 10}, "
         f"{gpu.multiprocessors} multiprocessors",
         f"kernel: {found['kernel']}, in {found['file']}",
-        f"words:  {found['words']}",
+        f"The words are explained, with pictures, in {str(Path(found['file']).parent)}/README.md.",
     ]
-    rows = [(name, str(n["value"]), n["meaning"]) for name, n in found["numbers"].items()]
+    rows = [(name, str(value), meaning) for name, (value, meaning) in found["numbers"].items()]
     left, middle = (max(len(row[i]) for row in rows) for i in (0, 1))
     lines += [f"  {name:<{left}}  {value:>{middle}}  {meaning}" for name, value, meaning in rows]
     return "\n".join(lines)

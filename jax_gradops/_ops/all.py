@@ -1,14 +1,18 @@
-"""All public ops."""
+"""All public ops. Each folder beside this file is a family, with the `SPECS` of its `spec.py`."""
 
 from __future__ import annotations
 
-from jax_gradops._ops.batch_norm import spec as batch_norm
-from jax_gradops._ops.clip import spec as clip
-from jax_gradops._ops.gelu import spec as gelu
-from jax_gradops._ops.op_spec import OpSpec
-from jax_gradops._ops.row_norm import spec as row_norm
+import importlib
+import pkgutil
 
-_FAMILIES = (row_norm, batch_norm, gelu, clip)
+from jax_gradops import _ops
+from jax_gradops._ops.op_spec import OpSpec
+
+_FAMILIES = sorted(module.name for module in pkgutil.iter_modules(_ops.__path__) if module.ispkg)
 
 #: The public ops by name.
-SPECS: dict[str, OpSpec] = {spec.name: spec for family in _FAMILIES for spec in family.SPECS}
+SPECS: dict[str, OpSpec] = {
+    spec.name: spec
+    for family in _FAMILIES
+    for spec in importlib.import_module(f"jax_gradops._ops.{family}.spec").SPECS
+}

@@ -64,9 +64,11 @@ constexpr ClipPlan ChooseScalePlan(const ClipTask& task) {
 // The plan in numbers, for tests and people.
 inline Description Describe(const ClipPlan& plan) {
   return {plan.scales ? "ScaleKernel" : "PartialSumKernel",
-          {{"segments", plan.segments},
-           {"threads", plan.threads},
-           {"finalize_threads", plan.finalize_threads}}};
+          "clip/global_norm.cu",
+          {{"segments", plan.segments, "blocks of a table of leaves, for each group"},
+           {"threads", plan.threads, "threads of a block"},
+           {"finalize_threads", plan.finalize_threads,
+            "threads of the block that adds up partial sums"}}};
 }
 
 }  // namespace gradops

@@ -231,18 +231,19 @@ constexpr GeluPlan ChooseGeluBackwardPlan(const GeluTask& task) {
 // The plan in numbers, for tests and people.
 inline Description Describe(const GeluPlan& plan) {
   return {plan.backward ? "GeluBackwardKernel" : "GeluForwardKernel",
-          {{"width", plan.width},
-           {"vectors", plan.vectors},
-           {"band_vectors", plan.band_vectors},
-           {"band_rows", plan.band_rows},
-           {"bands", plan.bands},
-           {"tiles", plan.tiles},
-           {"tile_vectors", plan.tile_vectors},
-           {"inverse", plan.inverse},
-           {"block_bands", plan.block_bands},
-           {"thread_vectors", plan.thread_vectors},
-           {"slices", plan.slices},
-           {"partial_rows", plan.partial_rows()}}};
+          "gelu/bias_gelu.cu",
+          {{"width", plan.width, "elements of a vector"},
+           {"vectors", plan.vectors, "whole vectors of a group"},
+           {"band_vectors", plan.band_vectors, "vectors of a band"},
+           {"band_rows", plan.band_rows, "rows of a band, which ends where a vector ends"},
+           {"bands", plan.bands, "bands of a group"},
+           {"tiles", plan.tiles, "tiles of a band"},
+           {"tile_vectors", plan.tile_vectors, "vectors of a tile in a band"},
+           {"inverse", plan.inverse, "2^20 / tile_vectors, rounded up"},
+           {"block_bands", plan.block_bands, "bands that a block takes at once"},
+           {"thread_vectors", plan.thread_vectors, "vectors of a thread"},
+           {"slices", plan.slices, "parts of the bands, one for each block of a tile"},
+           {"partial_rows", plan.partial_rows(), "partial rows of dbias for each block"}}};
 }
 
 }  // namespace gradops

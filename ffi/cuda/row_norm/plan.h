@@ -754,54 +754,72 @@ inline TileSchedule ScheduleTiles(const NarrowPlan& plan, std::int64_t groups, s
 
 inline Description DescribeNarrow(const char* kernel, const NarrowPlan& plan) {
   return {kernel,
-          {{"row_threads", plan.row_threads},
-           {"columns", plan.columns},
-           {"tile_steps", plan.tile_steps},
-           {"tile_rows", plan.tile_rows},
-           {"tile_bytes", plan.tile_bytes},
-           {"warps", plan.warps},
-           {"threads", plan.threads()},
-           {"shared_bytes", plan.shared_bytes}}};
+          "row_norm/narrow.cuh",
+          {{"row_threads", plan.row_threads, "threads that share a row in one block"},
+           {"columns", plan.columns, "columns of a thread"},
+           {"tile_steps", plan.tile_steps, "rows of a thread in a tile"},
+           {"tile_rows", plan.tile_rows, "rows of a tile"},
+           {"tile_bytes", plan.tile_bytes, "shared memory for a tile of one array, in bytes"},
+           {"warps", plan.warps, "warps of a block"},
+           {"threads", plan.threads(), "threads of a block"},
+           {"shared_bytes", plan.shared_bytes, "shared memory of a block, in bytes"}}};
 }
 
 // What both directions have.
 template <typename Split>
-Description DescribeSplit(const char* kernel, const Split& split) {
-  return {kernel,
-          {{"layout", static_cast<int>(split.layout)},
-           {"vectors", split.vectors},
-           {"row_threads", split.row_threads},
-           {"cluster", split.cluster},
-           {"block_columns", split.block_columns},
-           {"threads", split.threads()},
-           {"stages", split.stages},
-           {"shared_bytes", split.shared_bytes}}};
+Description DescribeSplit(const char* kernel, const char* file, const Split& split) {
+  return {
+      kernel,
+      file,
+      {{"layout", static_cast<int>(split.layout),
+        "0: all threads have an equal number of vectors; 1: some lack their last one; 2: unaligned "
+        "rows"},
+       {"vectors", split.vectors, "vectors of 16 bytes of a row that a thread has"},
+       {"row_threads", split.row_threads, "threads that share a row in one block"},
+       {"cluster", split.cluster, "blocks that share a row"},
+       {"block_columns", split.block_columns, "columns of each block that shares a row"},
+       {"threads", split.threads(), "threads of a block"},
+       {"stages", split.stages, "rows that a thread has in flight from global to shared memory"},
+       {"shared_bytes", split.shared_bytes, "shared memory of a block, in bytes"}}};
 }
 
 inline Description Describe(const ForwardPlan& plan) {
   const RowKernel kernel = plan.kernel();
   if (kernel == RowKernel::kStream) {
-    return {"ForwardStreamKernel", {{"reads_vectors", plan.reads_vectors}}};
+    return {"ForwardStreamKernel",
+            "row_norm/stream.cuh",
+            {{"reads_vectors", plan.reads_vectors,
+              "1: kernels that read rows again read vectors of 16 bytes; 0: single elements"}}};
   }
   if (kernel == RowKernel::kNarrow) return DescribeNarrow("ForwardNarrowKernel", plan.narrow);
   const char* const name = kernel == RowKernel::kOneRow ? "ForwardKernel" : "ForwardRowsKernel";
-  Description description = DescribeSplit(name, plan.split);
-  description.numbers.emplace_back("rows_per_block", plan.split.rows_per_block);
-  description.numbers.emplace_back("period", plan.split.period);
+  Description description = DescribeSplit(name, "row_norm/forward.cuh", plan.split);
+  description.numbers.push_back(
+      {"rows_per_block", plan.split.rows_per_block, "rows that a block works on at a time"});
+  description.numbers.push_back(
+      {"period", plan.split.period,
+       "rows this far apart start at an equal offset from a 16-byte boundary"});
   return description;
 }
 
 inline Description Describe(const BackwardPlan& plan) {
-  Description description{"BackwardStreamKernel", {}};
+  Description description{"BackwardStreamKernel", "row_norm/stream.cuh", {}};
   if (plan.kernel() == RowKernel::kNarrow) {
     description = DescribeNarrow("BackwardNarrowKernel", plan.narrow);
   } else if (plan.kernel() == RowKernel::kManyRows) {
-    description = DescribeSplit("BackwardKernel", plan.split);
-    description.numbers.emplace_back("teams", plan.split.teams);
-    description.numbers.emplace_back("alignment_period", plan.split.alignment_period);
+    description = DescribeSplit("BackwardKernel", "row_norm/backward.cuh", plan.split);
+    description.numbers.push_back(
+        {"teams", plan.split.teams, "groups of threads of a block that take row after row"});
+    description.numbers.push_back(
+        {"alignment_period", plan.split.alignment_period,
+         "rows this far apart start at an equal offset from a 16-byte boundary"});
   }
-  description.numbers.emplace_back("reads_vectors", plan.reads_vectors);
-  description.numbers.emplace_back("sums_by", static_cast<int>(plan.sums));
+  description.numbers.push_back(
+      {"reads_vectors", plan.reads_vectors,
+       "1: kernels that read rows again read vectors of 16 bytes; 0: single elements"});
+  description.numbers.push_back({"sums_by", static_cast<int>(plan.sums),
+                                 "column sums come from 0: nobody, 1: the kernel for dx, 2: a "
+                                 "kernel after it, 3: one beside it"});
   return description;
 }
 
