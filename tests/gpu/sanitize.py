@@ -63,7 +63,7 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Configurations that this GPU does not choose (ffi/cuda/row_norm/policy.h), on fewer shapes.
+# Configurations that this GPU does not choose (ffi/cuda/row_norm/plan.h), on fewer shapes.
 PLANS: dict[str, dict[str, Any]] = {
     "as chosen": {},
     "sm_80": {"architecture": 80},
