@@ -39,8 +39,8 @@ FORCED = {
     "streamed": {"stream": True},
     "small clusters": {"max_threads": 32},
     "clusters of up to 8": {"max_threads": 64, "max_cluster": 8},
-    "one row under way": {"max_stages": 1},
-    "two rows under way": {"max_stages": 2},
+    "one row in flight": {"max_stages": 1},
+    "two rows in flight": {"max_stages": 2},
     "2 vectors": {"vectors": 2},
     "3 vectors": {"vectors": 3},
     "4 vectors": {"vectors": 4},
@@ -155,7 +155,7 @@ def test_rings_do_not_change_results() -> None:
 
 
 def test_few_rows_of_groups() -> None:
-    """A unit gets rows of one group after another. Each group gets only one block."""
+    """A team gets rows of one group after another. Each group gets only one block."""
     if not gpus():
         pytest.skip("needs a CUDA device")
     rng = np.random.default_rng(5)
@@ -168,7 +168,7 @@ def test_few_rows_of_groups() -> None:
 
     with jax.default_device(gpus()[0]):
         dx, dscale, dbias = jax.vmap(gradients)(dy, x)
-        # More rows, so that more units work.
+        # More rows, so that more teams work.
         many = [np.concatenate([a.reshape(-1, features)] * 2) for a in (dy, x)]
         assert_bitwise_equal(dx, gradients(*many)[0][: groups * rows].reshape(shape))
         for group in range(0, groups, 33):

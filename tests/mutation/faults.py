@@ -1221,9 +1221,9 @@ CUDA = [
     ),
     Fault(
         "layer norm: the misalignment of rows is that of another row",
-        "ffi/cuda/row_norm/forward.cuh",
-        "static_cast<std::uint64_t>(features) % W));",
-        "static_cast<std::uint64_t>(features) % W) & (W / 2 - 1));",
+        "ffi/cuda/row_norm/place.cuh",
+        "static_cast<std::uint64_t>(features_) % W));",
+        "static_cast<std::uint64_t>(features_) % W) & (W / 2 - 1));",
         _gpu("layer_norm", "TestLayerNorm and test_sizes and ffi"),
     ),
     Fault(
@@ -1285,8 +1285,8 @@ CUDA = [
     Fault(
         "layer norm backward: all narrow rows count as well conditioned",
         "ffi/cuda/row_norm/narrow.cuh",
-        "(ill_conditioned >> of_tile & 1) != 0 ?",
-        "false ?",
+        "MeanRounding(ill_conditioned ?",
+        "MeanRounding(false ?",
         _gpu("norm_numerics", "(test_large_mean or test_rows_of_several_kinds) and (ffi or cuda)"),
     ),
     Fault(

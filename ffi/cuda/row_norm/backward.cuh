@@ -284,25 +284,25 @@ __device__ __forceinline__ void FinishRow(
     const A (&totals)[kValues], A inverse_n, T* dx, A (&dscale)[P][kVec<T>],
     A (&dbias)[P][kVec<T>]) {
   if (!kWellConditioned && has_dsum) ring.WaitForThird();
-  row.template ForDx<kWellConditioned>(totals, inverse_n, dscale, dbias,
-                                       [&]<bool kAll>(int i, auto& dx_i) {
-                                         if constexpr (!kWellConditioned) {
-                                           if (has_dsum) {
-                                             A dsum[kVec<T>];
-                                             Widen(ring.Third(i), dsum);
+  const auto finish = [&]<bool kAll>(int i, auto& dx_i) {
+    if constexpr (!kWellConditioned) {
+      if (has_dsum) {
+        A dsum[kVec<T>];
+        Widen(ring.Third(i), dsum);
 #pragma unroll
-                                             for (int j = 0; j < kVec<T>; ++j) dx_i[j] += dsum[j];
-                                           }
-                                           if (sums_dx) dx_sums.Add(i, dx_i);
-                                         }
-                                         const auto out = Narrow<T>(dx_i);
-                                         T* const to = row.place.InRow(dx, i);
-                                         if (!kAll) {
-                                           row.place.Store(to, out, i);
-                                         } else if (row.place.Owns(i)) {
-                                           StorePackOnce(to, out);
-                                         }
-                                       });
+        for (int j = 0; j < kVec<T>; ++j) dx_i[j] += dsum[j];
+      }
+      if (sums_dx) dx_sums.Add(i, dx_i);
+    }
+    const auto out = Narrow<T>(dx_i);
+    T* const to = row.place.InRow(dx, i);
+    if (!kAll) {
+      row.place.Store(to, out, i);
+    } else if (row.place.Owns(i)) {
+      StorePackOnce(to, out);
+    }
+  };
+  row.template ForDx<kWellConditioned>(totals, inverse_n, dscale, dbias, finish);
 }
 
 // Gives the block's column sums to the cluster's sums, which begin at `at`.

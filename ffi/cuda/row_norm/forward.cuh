@@ -201,7 +201,7 @@ __device__ __forceinline__ void AddRowResidual(const RowNormFwdArgs& args,
 // next rows are copied to shared memory.
 // kResidual: there may be a residual.
 template <typename T, bool kCentered, bool kResidual>
-__global__ void __launch_bounds__(ManyRowsThreads(sizeof(T)), 1)
+__global__ void __launch_bounds__(ThreadsPerMultiprocessor(sizeof(T)), 1)
     ForwardRowsKernel(const __grid_constant__ RowNormFwdArgs args,
                       const __grid_constant__ ForwardSplit split,
                       const __grid_constant__ ForwardSchedule schedule,
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(ManyRowsThreads(sizeof(T)), 1)
   // row until its mean and deviation are known. Then the row is read from shared memory again.
   // Otherwise the row stays in registers, and the next row is copied into its place at once.
   constexpr bool kRereads = kCentered && sizeof(T) == 2;
-  using Sum = RowSum<A, kCentered ? 3 : 1, ManyRowsThreads(sizeof(T)) / kWarp, kMaxCluster,
+  using Sum = RowSum<A, kCentered ? 3 : 1, ThreadsPerMultiprocessor(sizeof(T)) / kWarp, kMaxCluster,
                      /*kNarrow=*/false>;
   __shared__ typename Sum::Storage storage;
   extern __shared__ __align__(128) unsigned char shared[];

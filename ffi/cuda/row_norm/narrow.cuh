@@ -560,8 +560,8 @@ __device__ __forceinline__ unsigned IllConditioned(int count, A mean, A rstd, A 
                        has_row && (epsilon < 0 || !WellConditioned(mean, rstd, epsilon)));
 }
 
-// Replaces dy of a row by dx in shared memory, and adds to the column sums. kMore: adds dsum (if it
-// is there), and adds to the thread's sums of dx (if dx_sums is not null).
+// Replaces dy of a row by dx in shared memory, and adds to the column sums. kMore: adds dsum, if it
+// is there, to dx. If sums_dx, adds dx to the thread's sums of dx.
 template <bool kMore, typename T, bool kCentered, bool kFromOutput, int K, typename A>
 __device__ __forceinline__ void FinishNarrow(
     const NarrowGradient<T, kCentered, kFromOutput>& gradient, const RowNormBwdArgs& args,

@@ -56,6 +56,7 @@ enum class RowKernel : int {
   kManyRows,  // Blocks loop over rows. The next rows are copied to shared memory in advance.
   kNarrow,    // Warps loop over tiles of narrow rows in shared memory.
 };
+
 // How rows are split into threads' vectors (Place in place.cuh).
 enum class Layout : int {
   kFull,     // All threads have an equal number of vectors.
@@ -174,7 +175,7 @@ inline constexpr int kFewThreads = 512;       // The most, if its threads have f
 
 // Many rows: threads that a multiprocessor has registers for; the most of a block; vectors of a
 // thread.
-constexpr int ManyRowsThreads(int element_bytes) {
+constexpr int ThreadsPerMultiprocessor(int element_bytes) {
   return element_bytes == 2 ? 512 : element_bytes == 4 ? 768 : 640;
 }
 inline constexpr int kManyRowsThreads = 512;
@@ -422,7 +423,7 @@ inline std::optional<ForwardSplit> SplitMasked(const RowTask& task, const RowPla
   const auto with_residual =
       static_cast<int>((task.shared_bytes - kSparedBytes) / (StageBytes(2) + ParameterBytes(task)));
   const int threads = std::min({max_threads, kManyRowsThreads, kWarpThreads * with_residual});
-  const int room = ManyRowsThreads(task.element_bytes) / kWarpThreads;
+  const int room = ThreadsPerMultiprocessor(task.element_bytes) / kWarpThreads;
   const bool anywhere = task.features % width != 0;
   double least_cost = 0;
   std::optional<ForwardSplit> best;
