@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -156,128 +155,174 @@ void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
   if (streamed) StreamFence();
 }
 
+// A call on arrays with elements.
+template <typename T, Mask kMask, bool kFirst>
+class BackwardCall {
+  using A = Accum<T>;
+
+ public:
+  BackwardCall(const CpuContext& pool, const BatchNormBwdArgs& args)
+      : pool_(pool),
+        args_(args),
+        layout_(args.shape),
+        wide_(Layout<kFirst>::Wide(args.shape)),
+        dscale_(args.dscale, args.shape.outer),
+        dbias_(args.dbias, args.shape.outer),
+        streamed_(Prepare(args)),
+        of_elements_(Pieces<kFirst>::ForElements(wide_, 3 * sizeof(T))) {}
+
+  // dx from given means.
+  void ApplyGiven() const {
+    if (args_.dx == nullptr) return;
+    if (of_elements_.parts > 1) {
+      ApplyAll(AllNumbers());
+    } else {
+      ForPiecesReversed(pool_, of_elements_,
+                        [&](const Piece& piece) { ApplyTo(piece, NumbersOf(piece)); });
+    }
+  }
+
+  // The sums, and dx.
+  ffi::Error Compute() const {
+    const auto pieces = Pieces<kFirst>::ForSums(layout_, 2 * sizeof(T), args_.partial_rows);
+    if (pieces.parts == 1) {
+      ForPieces(pool_, pieces, [&](const Piece& piece) { WholeChannels(piece); });
+    } else {
+      const Numbers<A, kFirst> numbers = AllNumbers();
+      ForPieces(pool_, pieces, [&](const Piece& piece) { PartialSums(piece, numbers); });
+      ForChannelBlocks(
+          pool_, layout_, [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
+            Finish(numbers, group, channel, MergeParts(pieces.parts, group, channel, n));
+          });
+      if (args_.dx != nullptr) ApplyAll(numbers);
+    }
+    const ffi::Error error = dscale_.Store(pool_);
+    return error.failure() ? error : dbias_.Store(pool_);
+  }
+
+ private:
+  // dresidual is stored in the way that dx is stored.
+  static bool Prepare(const BatchNormBwdArgs& args) {
+    const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
+    const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
+    PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});
+    return streamed;
+  }
+
+  // Only dx needs level and slope. They are set again when the sums are known.
+  void SetNumbers(const Numbers<A, kFirst>& numbers, std::int64_t group, std::int64_t channel,
+                  A mean_dz, A mean_dz_x_hat) const {
+    const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
+    const A rstd = given(args_.rstd), delta = given(args_.delta);
+    const A factor = rstd * ReadParam(args_.scale, group, channel, A{1});
+    const A slope = mean_dz_x_hat * rstd;
+    numbers.Set(group, channel,
+                {given(args_.mean), factor, given(args_.bias) - delta * factor,
+                 mean_dz - delta * slope, slope});
+  }
+  void SetGiven(const Numbers<A, kFirst>& numbers, std::int64_t group, std::int64_t channel) const {
+    SetNumbers(numbers, group, channel, ReadParam(args_.mean_dz, group, channel, A{0}),
+               ReadParam(args_.mean_dz_x_hat, group, channel, A{0}));
+  }
+  Numbers<A, kFirst> NumbersOf(const Piece& piece) const {
+    Numbers<A, kFirst> numbers(wide_, piece.group);
+    for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
+      SetGiven(numbers, piece.group, c);
+    }
+    return numbers;
+  }
+  Numbers<A, kFirst> AllNumbers() const {
+    Numbers<A, kFirst> numbers(wide_);
+    ForChannels(pool_, layout_, [&](std::int64_t group, std::int64_t channel) {
+      SetGiven(numbers, group, channel);
+    });
+    return numbers;
+  }
+
+  void ApplyTo(const Piece& piece, const Numbers<A, kFirst>& numbers) const {
+    Apply<T, kMask>(args_, wide_, numbers, piece, streamed_);
+  }
+  void ApplyAll(const Numbers<A, kFirst>& numbers) const {
+    ForPiecesReversed(pool_, of_elements_, [&](const Piece& piece) { ApplyTo(piece, numbers); });
+  }
+
+  // Both sweeps of a piece with whole channels.
+  void WholeChannels(const Piece& piece) const {
+    Sums sums = Zeros(piece.channels());
+    const Numbers<A, kFirst> numbers = NumbersOf(piece);
+    AddSums<T, kMask>(args_, layout_, numbers, piece, sums);
+    Finish(numbers, piece.group, piece.channel, sums);
+    if (args_.dx != nullptr) ApplyTo(piece.OfWhole(wide_), numbers);
+  }
+
+  // The partial results of a part: [groups, partial_rows, 2, channels].
+  A* Partial(std::int64_t group, std::int64_t part) const {
+    return static_cast<A*>(args_.workspace) +
+           (group * args_.partial_rows + part) * 2 * layout_.channels;
+  }
+  void PartialSums(const Piece& piece, const Numbers<A, kFirst>& numbers) const {
+    Sums sums = Zeros(piece.channels());
+    AddSums<T, kMask>(args_, layout_, numbers, piece, sums);
+    A* partial = Partial(piece.group, piece.part) + piece.channel;
+    for (const std::vector<double>& sum : sums) {
+      std::transform(sum.begin(), sum.end(), partial,
+                     [](double value) { return static_cast<A>(value); });
+      partial += layout_.channels;
+    }
+  }
+  // The sums of n channels from `channel` on, over all parts.
+  Sums MergeParts(std::int64_t parts, std::int64_t group, std::int64_t channel,
+                  std::int64_t n) const {
+    Sums all = Zeros(n);
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const A* partial = Partial(group, part) + channel;
+      for (std::vector<double>& sum : all) {
+        for (std::int64_t c = 0; c < n; ++c)
+          sum[static_cast<std::size_t>(c)] += static_cast<double>(partial[c]);
+        partial += layout_.channels;
+      }
+    }
+    return all;
+  }
+
+  // Stores the sums of the channels from `first` on, and sets the numbers for dx.
+  void Finish(const Numbers<A, kFirst>& numbers, std::int64_t group, std::int64_t first,
+              const Sums& sums) const {
+    const auto terms = static_cast<double>(args_.shape.terms());
+    for (std::size_t c = 0; c < sums[0].size(); ++c) {
+      const std::int64_t channel = first + static_cast<std::int64_t>(c),
+                         i = group * layout_.channels + channel;
+      const A delta = ReadParam(args_.delta, group, channel, A{0}),
+              rstd = ReadParam(args_.rstd, group, channel, A{0});
+      const double of_dz = sums[0][c];
+      const double of_x_hat =
+          (sums[1][c] - static_cast<double>(delta) * of_dz) * static_cast<double>(rstd);
+      if (dscale_.data() != nullptr) dscale_.data()[i] = static_cast<A>(of_x_hat);
+      if (dbias_.data() != nullptr) dbias_.data()[i] = static_cast<A>(of_dz);
+      SetNumbers(numbers, group, channel, static_cast<A>(of_dz / terms),
+                 static_cast<A>(of_x_hat / terms));
+    }
+  }
+
+  const CpuContext& pool_;
+  const BatchNormBwdArgs& args_;
+  const Layout<kFirst> layout_, wide_;
+  const WideGrad<A> dscale_, dbias_;
+  const bool streamed_;
+  const Pieces<kFirst> of_elements_;
+};
+
 template <typename T, Mask kMask, bool kFirst>
 ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
-  using A = Accum<T>;
   if (args.shape.elements() == 0) {
     SetZero(args.dscale, args.shape.outer);
     SetZero(args.dbias, args.shape.outer);
     return ffi::Error::Success();
   }
-  const Layout<kFirst> layout(args.shape), wide = Layout<kFirst>::Wide(args.shape);
-  const std::int64_t channels = layout.channels;
-  // Only dx needs level and slope. They are set again when the sums are known.
-  const auto set_numbers = [&](const Numbers<A, kFirst>& numbers, std::int64_t group,
-                               std::int64_t channel, A mean_dz, A mean_dz_x_hat) {
-    const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
-    const A rstd = given(args.rstd), delta = given(args.delta);
-    const A factor = rstd * ReadParam(args.scale, group, channel, A{1});
-    const A slope = mean_dz_x_hat * rstd;
-    numbers.Set(group, channel,
-                {given(args.mean), factor, given(args.bias) - delta * factor,
-                 mean_dz - delta * slope, slope});
-  };
-  const auto set_given = [&](const Numbers<A, kFirst>& numbers, std::int64_t group,
-                             std::int64_t channel) {
-    set_numbers(numbers, group, channel, ReadParam(args.mean_dz, group, channel, A{0}),
-                ReadParam(args.mean_dz_x_hat, group, channel, A{0}));
-  };
-  const auto numbers_of = [&](const Piece& piece) {
-    Numbers<A, kFirst> numbers(wide, piece.group);
-    for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
-      set_given(numbers, piece.group, c);
-    }
-    return numbers;
-  };
-  const auto all_numbers = [&] {
-    Numbers<A, kFirst> numbers(wide);
-    ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
-      set_given(numbers, group, channel);
-    });
-    return numbers;
-  };
-  const bool wants_dx = args.dx != nullptr;
-  const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
-  const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
-  // Apply stores dresidual in the way that it stores dx.
-  PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});
-  const auto apply = [&](const Numbers<A, kFirst>& numbers, const Piece& piece) {
-    Apply<T, kMask>(args, wide, numbers, piece, streamed);
-  };
-  const Pieces<kFirst> of_elements = Pieces<kFirst>::ForElements(wide, 3 * sizeof(T));
-  const auto apply_all = [&](const Numbers<A, kFirst>& numbers) {
-    ForPiecesReversed(pool, of_elements, [&](const Piece& piece) { apply(numbers, piece); });
-  };
-  if (args.mean_dz.data != nullptr) {
-    if (!wants_dx) return ffi::Error::Success();
-    if (of_elements.parts > 1) {
-      apply_all(all_numbers());
-    } else {
-      ForPiecesReversed(pool, of_elements,
-                        [&](const Piece& piece) { apply(numbers_of(piece), piece); });
-    }
-    return ffi::Error::Success();
-  }
-
-  const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
-  const auto terms = static_cast<double>(args.shape.terms());
-  const auto finish = [&](const Numbers<A, kFirst>& numbers, std::int64_t group, std::int64_t first,
-                          const Sums& sums) {
-    for (std::size_t c = 0; c < sums[0].size(); ++c) {
-      const std::int64_t channel = first + static_cast<std::int64_t>(c),
-                         i = group * channels + channel;
-      const A delta = ReadParam(args.delta, group, channel, A{0}),
-              rstd = ReadParam(args.rstd, group, channel, A{0});
-      const double of_dz = sums[0][c];
-      const double of_x_hat =
-          (sums[1][c] - static_cast<double>(delta) * of_dz) * static_cast<double>(rstd);
-      if (dscale.data() != nullptr) dscale.data()[i] = static_cast<A>(of_x_hat);
-      if (dbias.data() != nullptr) dbias.data()[i] = static_cast<A>(of_dz);
-      set_numbers(numbers, group, channel, static_cast<A>(of_dz / terms),
-                  static_cast<A>(of_x_hat / terms));
-    }
-  };
-  const auto store = [&] {
-    const ffi::Error error = dscale.Store(pool);
-    return error.failure() ? error : dbias.Store(pool);
-  };
-  const Pieces<kFirst> pieces = Pieces<kFirst>::ForSums(layout, 2 * sizeof(T), args.partial_rows);
-  auto* const workspace = static_cast<A*>(args.workspace);  // [groups, partial_rows, 2, channels]
-  std::optional<Numbers<A, kFirst>> shared;
-  if (pieces.parts > 1) shared.emplace(all_numbers());
-  ForPieces(pool, pieces, [&](const Piece& piece) {
-    Sums sums = Zeros(piece.channels());
-    if (pieces.parts == 1) {
-      const Numbers<A, kFirst> numbers = numbers_of(piece);
-      AddSums<T, kMask>(args, layout, numbers, piece, sums);
-      finish(numbers, piece.group, piece.channel, sums);
-      if (wants_dx) apply(numbers, piece.OfWhole(wide));
-      return;
-    }
-    AddSums<T, kMask>(args, layout, *shared, piece, sums);
-    A* const partial = workspace + (piece.group * args.partial_rows + piece.part) * 2 * channels;
-    for (std::int64_t s = 0; s < 2; ++s) {
-      const std::vector<double>& sum = sums[static_cast<std::size_t>(s)];
-      std::transform(sum.begin(), sum.end(), partial + s * channels + piece.channel,
-                     [](double value) { return static_cast<A>(value); });
-    }
-  });
-  if (pieces.parts > 1) {
-    ForChannelBlocks(pool, layout, [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
-      Sums all = Zeros(n);
-      for (std::int64_t part = 0; part < pieces.parts; ++part) {
-        const A* partial = workspace + (group * args.partial_rows + part) * 2 * channels + channel;
-        for (std::vector<double>& sum : all) {
-          for (std::int64_t c = 0; c < n; ++c)
-            sum[static_cast<std::size_t>(c)] += static_cast<double>(partial[c]);
-          partial += channels;
-        }
-      }
-      finish(*shared, group, channel, all);
-    });
-    if (wants_dx) apply_all(*shared);
-  }
-  return store();
+  const BackwardCall<T, kMask, kFirst> call(pool, args);
+  if (args.mean_dz.data == nullptr) return call.Compute();
+  call.ApplyGiven();
+  return ffi::Error::Success();
 }
 
 }  // namespace

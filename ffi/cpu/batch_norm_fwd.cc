@@ -281,121 +281,164 @@ void EmptyStatistics(const BatchNormFwdArgs& args) {
               InverseDeviation(A{0}, Epsilon<A>(args.epsilon)));
 }
 
+// A call on arrays with elements.
 template <typename T, bool kFirst>
-ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
+class ForwardCall {
   using A = Accum<T>;
-  const bool own = args.mean.data == nullptr;
-  if (args.shape.elements() == 0) {
-    if (own) EmptyStatistics<A>(args);
-    return ffi::Error::Success();
-  }
-  const Layout<kFirst> layout(args.shape), wide = Layout<kFirst>::Wide(args.shape);
-  const std::int64_t channels = layout.channels;
   using Numbers = Coefficients<A, kFirst, kNumbers>;
-  const auto set_numbers = [&](const Numbers& numbers, std::int64_t group, std::int64_t channel,
-                               A mean, A rstd, A delta) {
-    const A factor = rstd * ReadParam(args.scale, group, channel, A{1});
-    const A offset = ReadParam(args.bias, group, channel, A{0}) - delta * factor;
-    numbers.Set(group, channel, {mean, factor, offset});
-  };
-  const bool streamed = PrepareResult(args.y, args.shape.elements() * std::int64_t{sizeof(T)},
-                                      {args.x, args.residual});
-  const auto apply = [&](const Numbers& numbers, const Piece& piece) {
-    Apply<T>(args, wide, numbers, piece, streamed);
-  };
-  const Pieces<kFirst> of_elements = Pieces<kFirst>::ForElements(wide, 2 * sizeof(T));
-  if (!own) {
-    const auto set_given = [&](const Numbers& numbers, std::int64_t group, std::int64_t channel) {
-      const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
-      set_numbers(numbers, group, channel, given(args.mean), given(args.rstd), given(args.delta));
-    };
-    if (of_elements.parts > 1) {
-      const Numbers numbers(wide);
-      ForChannels(pool, layout, [&](std::int64_t group, std::int64_t channel) {
-        set_given(numbers, group, channel);
+
+ public:
+  ForwardCall(const CpuContext& pool, const BatchNormFwdArgs& args)
+      : pool_(pool),
+        args_(args),
+        layout_(args.shape),
+        wide_(Layout<kFirst>::Wide(args.shape)),
+        streamed_(PrepareResult(args.y, args.shape.elements() * std::int64_t{sizeof(T)},
+                                {args.x, args.residual})),
+        of_elements_(Pieces<kFirst>::ForElements(wide_, 2 * sizeof(T))) {}
+
+  // y of given statistics.
+  void ApplyGiven() const {
+    if (of_elements_.parts > 1) {
+      const Numbers numbers(wide_);
+      ForChannels(pool_, layout_, [&](std::int64_t group, std::int64_t channel) {
+        SetGiven(numbers, group, channel);
       });
-      ForPiecesReversed(pool, of_elements, [&](const Piece& piece) { apply(numbers, piece); });
-      return ffi::Error::Success();
+      ApplyAll(numbers);
+      return;
     }
-    ForPiecesReversed(pool, of_elements, [&](const Piece& piece) {
-      const Numbers numbers(wide, piece.group);
+    ForPiecesReversed(pool_, of_elements_, [&](const Piece& piece) {
+      const Numbers numbers(wide_, piece.group);
       for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
-        set_given(numbers, piece.group, c);
+        SetGiven(numbers, piece.group, c);
       }
-      apply(numbers, piece);
+      Apply<T>(args_, wide_, numbers, piece, streamed_);
     });
-    return ffi::Error::Success();
   }
 
-  const auto first_element = [&](std::int64_t group, std::int64_t channel) {
-    const T* const x = static_cast<const T*>(args.x) + layout.offset(group, 0);
-    return static_cast<A>(x[channel * layout.inner]);
-  };
-  const auto finish = [&](const Numbers& numbers, std::int64_t group, std::int64_t channel,
-                          double offset, double squares) {
-    const A first = first_element(group, channel);
-    const A variance = static_cast<A>(squares / static_cast<double>(args.shape.terms()));
-    const A mean = static_cast<A>(static_cast<double>(first) + offset);
-    // Relative to the first element: the mean itself may have more digits than a double holds.
-    const A delta =
-        static_cast<A>((static_cast<double>(first) - static_cast<double>(mean)) + offset);
-    const A rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));
-    const std::int64_t i = group * channels + channel;
-    static_cast<A*>(args.batch_mean)[i] = mean;
-    static_cast<A*>(args.batch_variance)[i] = variance;
-    static_cast<A*>(args.batch_rstd)[i] = rstd;
-    static_cast<A*>(args.batch_delta)[i] = delta;
-    set_numbers(numbers, group, channel, mean, rstd, delta);
-  };
-  const auto finish_all = [&](const Numbers& numbers, std::int64_t group, std::int64_t channel,
-                              const Moments& moments) {
-    for (std::size_t i = 0; i < moments.means.size(); ++i) {
-      finish(numbers, group, channel + static_cast<std::int64_t>(i), moments.means[i],
-             moments.squares[i]);
-    }
-  };
-  const Pieces<kFirst> pieces = Pieces<kFirst>::ForSums(layout, sizeof(T), args.partial_rows);
-  auto* const workspace = static_cast<A*>(args.workspace);  // [groups, partial_rows, 4, channels]
-  const auto partial = [&](std::int64_t group, std::int64_t part, int value) {
-    return workspace + ((group * args.partial_rows + part) * 4 + value) * channels;
-  };
-  ForPieces(pool, pieces, [&](const Piece& piece) {
+  // The batch's own statistics, and y.
+  void Compute() const {
+    const auto pieces = Pieces<kFirst>::ForSums(layout_, sizeof(T), args_.partial_rows);
+    ForPieces(pool_, pieces, [&](const Piece& piece) { FirstSweep(piece, pieces.parts == 1); });
+    if (pieces.parts == 1) return;
+    const Numbers numbers(wide_);
+    ForChannelBlocks(pool_, layout_, [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
+      Finish(numbers, group, channel, MergeParts(pieces, group, channel, n));
+    });
+    if (args_.y != nullptr) ApplyAll(numbers);
+  }
+
+ private:
+  void ApplyAll(const Numbers& numbers) const {
+    ForPiecesReversed(pool_, of_elements_, [&](const Piece& piece) {
+      Apply<T>(args_, wide_, numbers, piece, streamed_);
+    });
+  }
+
+  void SetNumbers(const Numbers& numbers, std::int64_t group, std::int64_t channel, A mean, A rstd,
+                  A delta) const {
+    const A factor = rstd * ReadParam(args_.scale, group, channel, A{1});
+    const A offset = ReadParam(args_.bias, group, channel, A{0}) - delta * factor;
+    numbers.Set(group, channel, {mean, factor, offset});
+  }
+  void SetGiven(const Numbers& numbers, std::int64_t group, std::int64_t channel) const {
+    const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
+    SetNumbers(numbers, group, channel, given(args_.mean), given(args_.rstd), given(args_.delta));
+  }
+
+  A FirstElement(std::int64_t group, std::int64_t channel) const {
+    const T* const x = static_cast<const T*>(args_.x) + layout_.offset(group, 0);
+    return static_cast<A>(x[channel * layout_.inner]);
+  }
+
+  // The partial results of a part: [groups, partial_rows, 4, channels].
+  A* Partial(std::int64_t group, std::int64_t part, int value) const {
+    return static_cast<A*>(args_.workspace) +
+           ((group * args_.partial_rows + part) * 4 + value) * layout_.channels;
+  }
+
+  // The moments of a piece. If the piece has whole channels, also their statistics and y.
+  void FirstSweep(const Piece& piece, bool whole) const {
     Moments moments(piece.channels());
-    const Coefficients<A, kFirst, 1> base(layout, piece.group);
+    const Coefficients<A, kFirst, 1> base(layout_, piece.group);
     for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
-      base.Set(piece.group, c, {first_element(piece.group, c)});
+      base.Set(piece.group, c, {FirstElement(piece.group, c)});
     }
-    MomentsOf(static_cast<const T*>(args.x), layout, piece, base, moments);
-    if (pieces.parts == 1) {
-      const Numbers numbers(wide, piece.group);
-      finish_all(numbers, piece.group, piece.channel, moments);
-      if (args.y != nullptr) apply(numbers, piece.OfWhole(wide));
+    MomentsOf(static_cast<const T*>(args_.x), layout_, piece, base, moments);
+    if (whole) {
+      const Numbers numbers(wide_, piece.group);
+      Finish(numbers, piece.group, piece.channel, moments);
+      if (args_.y != nullptr) {
+        Apply<T>(args_, wide_, numbers, piece.OfWhole(wide_), streamed_);
+      }
       return;
     }
     const auto round = [](double value) { return static_cast<A>(value); };
     std::transform(moments.means.begin(), moments.means.end(),
-                   partial(piece.group, piece.part, 0) + piece.channel, round);
+                   Partial(piece.group, piece.part, 0) + piece.channel, round);
     std::transform(moments.squares.begin(), moments.squares.end(),
-                   partial(piece.group, piece.part, 1) + piece.channel, StoredSquares<A>);
-  });
-  if (pieces.parts == 1) return ffi::Error::Success();
+                   Partial(piece.group, piece.part, 1) + piece.channel, StoredSquares<A>);
+  }
 
-  const Numbers numbers(wide);
-  ForChannelBlocks(pool, layout, [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
+  // The moments of n channels from `channel` on, over all parts.
+  Moments MergeParts(const Pieces<kFirst>& pieces, std::int64_t group, std::int64_t channel,
+                     std::int64_t n) const {
     Moments all(n);
     double count = 0;
     for (std::int64_t part = 0; part < pieces.parts; ++part) {
-      const std::int64_t row = part * pieces.rows, end = std::min(layout.rows, row + pieces.rows);
+      const std::int64_t row = part * pieces.rows, end = std::min(layout_.rows, row + pieces.rows);
       const auto added = static_cast<double>(
-          (std::min(end * layout.width, layout.elements) - row * layout.width) / channels);
-      Merge(count, all.means.data(), all.squares.data(), added, partial(group, part, 0) + channel,
-            partial(group, part, 1) + channel, n);
+          (std::min(end * layout_.width, layout_.elements) - row * layout_.width) /
+          layout_.channels);
+      Merge(count, all.means.data(), all.squares.data(), added, Partial(group, part, 0) + channel,
+            Partial(group, part, 1) + channel, n);
       count += added;
     }
-    finish_all(numbers, group, channel, all);
-  });
-  if (args.y != nullptr) {
-    ForPiecesReversed(pool, of_elements, [&](const Piece& piece) { apply(numbers, piece); });
+    return all;
+  }
+
+  // Stores the statistics of the channels from `first_channel` on, and sets their numbers.
+  void Finish(const Numbers& numbers, std::int64_t group, std::int64_t first_channel,
+              const Moments& moments) const {
+    for (std::size_t k = 0; k < moments.means.size(); ++k) {
+      const std::int64_t channel = first_channel + static_cast<std::int64_t>(k);
+      const double offset = moments.means[k];
+      const A first = FirstElement(group, channel);
+      const A variance =
+          static_cast<A>(moments.squares[k] / static_cast<double>(args_.shape.terms()));
+      const A mean = static_cast<A>(static_cast<double>(first) + offset);
+      // Relative to the first element: the mean itself may have more digits than a double holds.
+      const A delta =
+          static_cast<A>((static_cast<double>(first) - static_cast<double>(mean)) + offset);
+      const A rstd = InverseDeviation(variance, Epsilon<A>(args_.epsilon));
+      const std::int64_t i = group * layout_.channels + channel;
+      static_cast<A*>(args_.batch_mean)[i] = mean;
+      static_cast<A*>(args_.batch_variance)[i] = variance;
+      static_cast<A*>(args_.batch_rstd)[i] = rstd;
+      static_cast<A*>(args_.batch_delta)[i] = delta;
+      SetNumbers(numbers, group, channel, mean, rstd, delta);
+    }
+  }
+
+  const CpuContext& pool_;
+  const BatchNormFwdArgs& args_;
+  const Layout<kFirst> layout_, wide_;
+  const bool streamed_;
+  const Pieces<kFirst> of_elements_;
+};
+
+template <typename T, bool kFirst>
+ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
+  const bool own = args.mean.data == nullptr;
+  if (args.shape.elements() == 0) {
+    if (own) EmptyStatistics<Accum<T>>(args);
+    return ffi::Error::Success();
+  }
+  const ForwardCall<T, kFirst> call(pool, args);
+  if (own) {
+    call.Compute();
+  } else {
+    call.ApplyGiven();
   }
   return ffi::Error::Success();
 }

@@ -170,11 +170,35 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   return ffi::Error::Success();
 }
 
+// Sets level and slope of a group's channels for dx. They follow from the sums, which become the
+// gradients of the parameters. If `sums` is null, they follow from given means.
+template <typename A>
+void SetSlopes(const BatchNormBwdArgs& args, const Group& of, std::int64_t group,
+               const double (*sums)[kMiddleChannels], A* dscale, A* dbias, Group::Row<A>& level,
+               Group::Row<A>& slope) {
+  const auto n = static_cast<double>(args.shape.terms());
+  for (std::int64_t c = 0; c < of.channels; ++c) {
+    const auto given = [&](const Param& param) { return ReadParam(param, group, c, A{0}); };
+    const A rstd = given(args.rstd), delta = given(args.delta);
+    A mean_dz = given(args.mean_dz), mean_dz_x_hat = given(args.mean_dz_x_hat);
+    if (sums != nullptr) {
+      const double of_x_hat =
+          (sums[1][c] - static_cast<double>(delta) * sums[0][c]) * static_cast<double>(rstd);
+      const std::int64_t i = group * of.channels + c;
+      if (dscale != nullptr) dscale[i] = static_cast<A>(of_x_hat);
+      if (dbias != nullptr) dbias[i] = static_cast<A>(sums[0][c]);
+      mean_dz = static_cast<A>(sums[0][c] / n);
+      mean_dz_x_hat = static_cast<A>(of_x_hat / n);
+    }
+    of.Set(slope, c, mean_dz_x_hat * rstd);
+    of.Set(level, c, mean_dz - delta * (mean_dz_x_hat * rstd));
+  }
+}
+
 template <typename T>
 ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   using A = Accum<T>;
   const Group of(args.shape);
-  const auto n = static_cast<double>(args.shape.terms());
   const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
   const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
   const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
@@ -224,22 +248,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
             },
             sums);
       }
-      for (std::int64_t c = 0; c < of.channels; ++c) {
-        const auto given = [&](const Param& param) { return ReadParam(param, group, c, A{0}); };
-        const A rstd = given(args.rstd), delta = given(args.delta);
-        A mean_dz = given(args.mean_dz), mean_dz_x_hat = given(args.mean_dz_x_hat);
-        if (own) {
-          const double of_x_hat =
-              (sums[1][c] - static_cast<double>(delta) * sums[0][c]) * static_cast<double>(rstd);
-          const std::int64_t i = group * of.channels + c;
-          if (dscale.data() != nullptr) dscale.data()[i] = static_cast<A>(of_x_hat);
-          if (dbias.data() != nullptr) dbias.data()[i] = static_cast<A>(sums[0][c]);
-          mean_dz = static_cast<A>(sums[0][c] / n);
-          mean_dz_x_hat = static_cast<A>(of_x_hat / n);
-        }
-        of.Set(slope, c, mean_dz_x_hat * rstd);
-        of.Set(level, c, mean_dz - delta * (mean_dz_x_hat * rstd));
-      }
+      SetSlopes(args, of, group, own ? sums : nullptr, dscale.data(), dbias.data(), level, slope);
       if (args.dx == nullptr) return;
       T* const dx = static_cast<T*>(args.dx) + offset;
       of.ForRows([&](std::int64_t start, std::int64_t count) {

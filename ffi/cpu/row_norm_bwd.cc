@@ -158,6 +158,48 @@ void BackwardSlice(const RowNormBwdArgs& args, const WideParams<Accum<T>>& param
   }
 }
 
+// A slice is a part of a group's rows with its own column sums. A chunk is one slice, or several
+// small slices. A group of one slice is added up in the results themselves.
+struct Slicing {
+  std::int64_t rows;          // Rows of a slice.
+  std::int64_t slices;        // Slices of a group.
+  std::int64_t chunk_slices;  // Slices of a chunk.
+  std::int64_t chunks;        // Chunks of all groups.
+
+  Slicing(std::int64_t groups, std::int64_t group_rows, std::int64_t bytes_per_row,
+          std::int64_t max_slices, bool is_narrow) {
+    const std::int64_t multiple = is_narrow ? 64 : 1;  // whole cache lines, of rows side by side
+    rows =
+        (RowsPerChunk(group_rows, bytes_per_row, max_slices) + multiple - 1) / multiple * multiple;
+    slices = (group_rows + rows - 1) / rows;
+    chunk_slices =
+        RowsPerChunk(groups * slices, std::min(group_rows, rows) * bytes_per_row, kMaxRowChunks);
+    chunks = (groups * slices + chunk_slices - 1) / chunk_slices;
+  }
+};
+
+// Adds up the column sums of each group's slices. slice_sums(group, slice, sum) is where they are.
+template <typename A>
+void AddSlices(const CpuContext& pool, const RowNormBwdArgs& args, std::int64_t slices,
+               std::int64_t groups, std::int64_t sums, const auto& slice_sums,
+               const PerSum<A*>& results) {
+  const std::int64_t features = args.shape.features;
+  const std::int64_t tiles = (features + kBlock - 1) / kBlock;
+  const std::int64_t items = groups * sums * tiles;
+  const std::int64_t bytes_per_item =
+      slices * std::min(kBlock, features) * static_cast<std::int64_t>(sizeof(A));
+  const std::int64_t chunk_items = RowsPerChunk(items, bytes_per_item, kMaxRowChunks);
+  ParallelFor(pool, (items + chunk_items - 1) / chunk_items, [&](std::int64_t chunk) {
+    const std::int64_t end = std::min(items, (chunk + 1) * chunk_items);
+    for (std::int64_t item = chunk * chunk_items; item < end; ++item) {
+      const std::int64_t start = item % tiles * kBlock;
+      const std::int64_t sum = item / tiles % sums, group = item / tiles / sums;
+      AddPartialRows(slice_sums(group, 0, sum) + start, slices, sums * features,
+                     std::min(kBlock, features - start), results[sum] + group * features + start);
+    }
+  });
+}
+
 template <typename T, bool kCentered, bool kFromOutput>
 ffi::Error Backward(const CpuContext& pool, const RowNormBwdArgs& args) {
   using A = Accum<T>;
@@ -191,17 +233,11 @@ ffi::Error Backward(const CpuContext& pool, const RowNormBwdArgs& args) {
   const std::int64_t groups = sums > 0 ? args.shape.groups : 1,
                      rows = args.shape.all_rows() / groups;
   const bool is_narrow = IsNarrow<T>(features);
-  // A slice is a part of a group's rows with its own column sums. A chunk is one slice, or several
-  // small slices. A group of one slice is added up in the results themselves.
   const std::int64_t bytes_per_row = 3 * features * ByteWidthOf(args.dtype);
   const std::int64_t max_slices =
       sums > 0 ? std::min(args.partial_rows, kMaxSlices) : kMaxRowChunks;
-  const std::int64_t multiple = is_narrow ? 64 : 1;  // whole cache lines, of rows side by side
-  const std::int64_t slice_rows =
-      (RowsPerChunk(rows, bytes_per_row, max_slices) + multiple - 1) / multiple * multiple;
-  const std::int64_t slices = (rows + slice_rows - 1) / slice_rows;
-  const std::int64_t chunk_slices =
-      RowsPerChunk(groups * slices, std::min(rows, slice_rows) * bytes_per_row, kMaxRowChunks);
+  const Slicing slicing(groups, rows, bytes_per_row, max_slices, is_narrow);
+  const std::int64_t slices = slicing.slices;
   auto* const workspace = static_cast<A*>(args.workspace);
   const auto slice_sums = [&](std::int64_t group, std::int64_t slice, std::int64_t sum) {
     return slices == 1 ? results[sum] + group * features
@@ -210,10 +246,9 @@ ffi::Error Backward(const CpuContext& pool, const RowNormBwdArgs& args) {
 
   const bool streamed = PrepareResult(args.dx, args.shape.all_rows() * bytes_per_row / 3,
                                       {args.dy, args.x, args.dsum});
-  const std::int64_t chunks = (groups * slices + chunk_slices - 1) / chunk_slices;
-  ParallelFor(pool, chunks, [&](std::int64_t chunk) {
-    const std::int64_t start = chunk * chunk_slices,
-                       end = std::min(groups * slices, start + chunk_slices);
+  ParallelFor(pool, slicing.chunks, [&](std::int64_t chunk) {
+    const std::int64_t start = chunk * slicing.chunk_slices,
+                       end = std::min(groups * slices, start + slicing.chunk_slices);
     std::optional<BackwardSide<T, kCentered, kFromOutput>> side;
     if (is_narrow) side.emplace(args, params);
     if (is_narrow && sums > 0 && rows < kSide<A>) {
@@ -228,8 +263,8 @@ ffi::Error Backward(const CpuContext& pool, const RowNormBwdArgs& args) {
       for (std::size_t s = 0; s < own.size(); ++s) {
         if (grads[s].data() != nullptr) own[s] = slice_sums(group, slice, numbers[s]);
       }
-      const std::int64_t first = group * rows + slice * slice_rows,
-                         last = group * rows + std::min(rows, (slice + 1) * slice_rows);
+      const std::int64_t first = group * rows + slice * slicing.rows,
+                         last = group * rows + std::min(rows, (slice + 1) * slicing.rows);
       if (is_narrow) {
         BackwardSliceSide(args, *side, first, last, own, streamed);
       } else {
@@ -239,20 +274,7 @@ ffi::Error Backward(const CpuContext& pool, const RowNormBwdArgs& args) {
     if (streamed) StreamFence();
   });
   if (slices > 1 && sums > 0) {
-    const std::int64_t tiles = (features + kBlock - 1) / kBlock;
-    const std::int64_t items = groups * sums * tiles;
-    const std::int64_t bytes_per_item =
-        slices * std::min(kBlock, features) * static_cast<std::int64_t>(sizeof(A));
-    const std::int64_t chunk_items = RowsPerChunk(items, bytes_per_item, kMaxRowChunks);
-    ParallelFor(pool, (items + chunk_items - 1) / chunk_items, [&](std::int64_t chunk) {
-      const std::int64_t end = std::min(items, (chunk + 1) * chunk_items);
-      for (std::int64_t item = chunk * chunk_items; item < end; ++item) {
-        const std::int64_t start = item % tiles * kBlock;
-        const std::int64_t sum = item / tiles % sums, group = item / tiles / sums;
-        AddPartialRows(slice_sums(group, 0, sum) + start, slices, sums * features,
-                       std::min(kBlock, features - start), results[sum] + group * features + start);
-      }
-    });
+    AddSlices<A>(pool, args, slices, groups, sums, slice_sums, results);
   }
   ffi::Error error = ffi::Error::Success();
   for (std::size_t s = 0; s < grads.size() && error.success(); ++s) error = grads[s].Store(pool);

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -22,191 +21,232 @@
 namespace gradops {
 namespace {
 
-// S is the dtype of scale, bias and their gradients.
+// The calls of a case, and the checks of their results. S is the dtype of scale, bias and their
+// gradients.
 template <typename T, typename S>
-int Run(const ChannelDevice& device, const Case& c) {
+struct CaseRun {
   using A = Accum<T>;
-  Arrays arrays;
-  const std::int64_t n = c.elements(), params = c.parameters(),
-                     of_params = c.shared ? c.channels : params;
-  const double unit = kUnit<T>, accum = kUnit<A>, epsilon = 1e-3;
-  const auto filled = [&](double mean_step, double size) {
+
+  CaseRun(const ChannelDevice& device, const Case& of)
+      : device(device),
+        c(of),
+        x(Filled(sizeof(T) > 2 ? 100 : 2, 2)),
+        residual(Filled(0, 1)),
+        dy(Filled(0.1, 1)) {}
+
+  // Returns the number of calls.
+  int Run() {
+    Forward();
+    CheckForward();
+    Backward();
+    CheckBackward();
+    return 6;
+  }
+
+  // An array of x's shape.
+  Array<T> Filled(double mean_step, double size) {
     return Array<T>(n, c.shift, arrays, [&](std::int64_t i) {
       const std::int64_t channel = i / c.inner % c.channels;
       return mean_step * static_cast<double>(channel % 7) +
              (channel % 11 == 3 ? 0 : size * Random());
     });
-  };
-  Array<T> x = filled(sizeof(T) > 2 ? 100 : 2, 2), residual = filled(0, 1), dy = filled(0.1, 1);
-  Array<T> y(n, c.shift, arrays), y_given(n, c.shift, arrays), dx(n, c.shift, arrays),
-      dresidual(n, c.shift, arrays);
-  Array<S> scale(of_params, 0, arrays, [](std::int64_t) { return 1 + Random() / 2; });
-  Array<S> bias(of_params, 0, arrays, [](std::int64_t) { return Random(); });
-  Array<S> dscale(params, 0, arrays), dbias(params, 0, arrays);
-  Array<A> mean(params, 0, arrays), variance(params, 0, arrays), rstd(params, 0, arrays),
-      delta(params, 0, arrays);
-  A* const workspace = arrays.Empty<A>(c.groups * c.partial_rows * 4 * c.channels);
-  const std::int64_t stride = c.shared ? 0 : c.channels;
-  const ChannelShape shape{{c.groups, c.rows, c.channels}, c.inner};
-  const auto param = [&](std::int64_t group, std::int64_t channel) {
-    return group * stride + channel;
-  };
+  }
 
-  BatchNormFwdArgs fwd{};
-  fwd.shape = shape, fwd.dtype = kDtype<T>, fwd.relu = c.relu, fwd.epsilon = epsilon;
-  fwd.x = x.device, fwd.residual = c.residual ? residual.device : nullptr;
-  if (c.scale)
-    fwd.scale = {scale.device, stride, kDtype<S>}, fwd.bias = {bias.device, stride, kDtype<S>};
-  fwd.y = y.device;
-  fwd.batch_mean = mean.device, fwd.batch_variance = variance.device;
-  fwd.batch_rstd = rstd.device, fwd.batch_delta = delta.device;
-  fwd.workspace = workspace, fwd.partial_rows = c.partial_rows;
-  Check(BatchNormFwdOn(device, nullptr, fwd));
-  // Statistics in one call, then y from these statistics, give equal results.
-  Array<A> again[4] = {
-      {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}};
-  BatchNormFwdArgs statistics = fwd, applied = fwd;
-  statistics.y = nullptr, statistics.residual = nullptr;
-  statistics.batch_mean = again[0].device, statistics.batch_variance = again[1].device;
-  statistics.batch_rstd = again[2].device, statistics.batch_delta = again[3].device;
-  Check(BatchNormFwdOn(device, nullptr, statistics));
-  applied.mean = {mean.device, c.channels, kDtype<A>},
-  applied.rstd = {rstd.device, c.channels, kDtype<A>};
-  applied.delta = {delta.device, c.channels, kDtype<A>};
-  applied.batch_mean = applied.batch_variance = applied.batch_rstd = applied.batch_delta = nullptr;
-  applied.workspace = nullptr, applied.partial_rows = 0, applied.y = y_given.device;
-  Check(BatchNormFwdOn(device, nullptr, applied));
-  Check(cudaDeviceSynchronize());
-  y.Download(), y_given.Download(), mean.Download(), variance.Download(), rstd.Download(),
-      delta.Download();
-  for (auto& array : again) array.Download();
-  for (std::int64_t i = 0; i < n; ++i) Near(c, "y of given statistics", i, y_given[i], y[i], 0);
-
-  const auto affine = [&](std::int64_t group, std::int64_t channel) {
-    const std::int64_t p = param(group, channel);
+  // scale and bias of a channel.
+  std::pair<double, double> AffineOf(std::int64_t group, std::int64_t channel) const {
+    const std::int64_t p = group * stride + channel;
     return std::pair(c.scale ? scale[p] : 1.0, c.scale ? bias[p] : 0.0);
-  };
-  for (std::int64_t group = 0; group < c.groups; ++group) {
-    for (std::int64_t channel = 0; channel < c.channels; ++channel) {
-      const std::int64_t p = group * c.channels + channel;
-      const auto terms = static_cast<double>(c.terms());
-      long double sum = 0, square = 0;
-      for (std::int64_t i = 0; i < c.terms(); ++i) sum += x[c.at(group, channel, i)];
-      const long double want = sum / terms;
-      for (std::int64_t i = 0; i < c.terms(); ++i) {
-        const long double distance = x[c.at(group, channel, i)] - want;
-        square += distance * distance;
-      }
-      const auto want_variance = static_cast<double>(square / terms);
-      const double want_rstd = 1 / std::sqrt(want_variance + epsilon);
-      Near(c, "mean", p, mean[p] + delta[p], static_cast<double>(want),
-           4 * accum * std::sqrt(want_variance) + 4e-16 * std::fabs(static_cast<double>(want)));
-      Near(c, "variance", p, variance[p], want_variance, 8 * accum * want_variance + 1e-14 * accum);
-      Near(c, "rstd", p, rstd[p], want_rstd, 8 * accum * want_rstd);
-      Near(c, "mean alone", p, again[0][p], mean[p], 0);
-      Near(c, "variance alone", p, again[1][p], variance[p], 0);
-      Near(c, "rstd alone", p, again[2][p], rstd[p], 0);
-      Near(c, "delta alone", p, again[3][p], delta[p], 0);
-      const auto [a, b] = affine(group, channel);
-      for (std::int64_t i = 0; i < c.terms(); ++i) {
-        const std::int64_t at = c.at(group, channel, i);
-        const double x_hat = static_cast<double>(x[at] - want) * want_rstd;
-        double z = x_hat * a + b + (c.residual ? residual[at] : 0.0);
-        const double size = std::fabs(x_hat * a) + 3;
-        if (c.relu) z = std::max(z, 0.0);
-        Near(c, "y", at, y[at], z, unit * std::fabs(z) + 16 * accum * size);
-      }
+  }
+  double XHat(std::int64_t p, std::int64_t at) const {
+    return (x[at] - mean[p] - delta[p]) * rstd[p];
+  }
+
+  // One call for all, then one for the statistics, and one for y from given statistics.
+  void Forward() {
+    fwd.shape = {{c.groups, c.rows, c.channels}, c.inner}, fwd.dtype = kDtype<T>;
+    fwd.relu = c.relu, fwd.epsilon = epsilon;
+    fwd.x = x.device, fwd.residual = c.residual ? residual.device : nullptr;
+    if (c.scale)
+      fwd.scale = {scale.device, stride, kDtype<S>}, fwd.bias = {bias.device, stride, kDtype<S>};
+    fwd.y = y.device;
+    fwd.batch_mean = mean.device, fwd.batch_variance = variance.device;
+    fwd.batch_rstd = rstd.device, fwd.batch_delta = delta.device;
+    fwd.workspace = workspace, fwd.partial_rows = c.partial_rows;
+    Check(BatchNormFwdOn(device, nullptr, fwd));
+    BatchNormFwdArgs statistics = fwd;
+    given = fwd;
+    statistics.y = nullptr, statistics.residual = nullptr;
+    statistics.batch_mean = again[0].device, statistics.batch_variance = again[1].device;
+    statistics.batch_rstd = again[2].device, statistics.batch_delta = again[3].device;
+    Check(BatchNormFwdOn(device, nullptr, statistics));
+    given.mean = {mean.device, c.channels, kDtype<A>};
+    given.rstd = {rstd.device, c.channels, kDtype<A>};
+    given.delta = {delta.device, c.channels, kDtype<A>};
+    given.batch_mean = given.batch_variance = given.batch_rstd = given.batch_delta = nullptr;
+    given.workspace = nullptr, given.partial_rows = 0, given.y = y_given.device;
+    Check(BatchNormFwdOn(device, nullptr, given));
+    Check(cudaDeviceSynchronize());
+    y.Download(), y_given.Download(), mean.Download(), variance.Download(), rstd.Download(),
+        delta.Download();
+    for (auto& array : again) array.Download();
+  }
+
+  void CheckForward() {
+    for (std::int64_t i = 0; i < n; ++i) Near(c, "y of given statistics", i, y_given[i], y[i], 0);
+    for (std::int64_t group = 0; group < c.groups; ++group) {
+      for (std::int64_t channel = 0; channel < c.channels; ++channel) CheckForward(group, channel);
+    }
+  }
+  void CheckForward(std::int64_t group, std::int64_t channel) {
+    const std::int64_t p = group * c.channels + channel;
+    const auto terms = static_cast<double>(c.terms());
+    long double sum = 0, square = 0;
+    for (std::int64_t i = 0; i < c.terms(); ++i) sum += x[c.at(group, channel, i)];
+    const long double want = sum / terms;
+    for (std::int64_t i = 0; i < c.terms(); ++i) {
+      const long double distance = x[c.at(group, channel, i)] - want;
+      square += distance * distance;
+    }
+    const auto want_variance = static_cast<double>(square / terms);
+    const double want_rstd = 1 / std::sqrt(want_variance + epsilon);
+    Near(c, "mean", p, mean[p] + delta[p], static_cast<double>(want),
+         4 * accum * std::sqrt(want_variance) + 4e-16 * std::fabs(static_cast<double>(want)));
+    Near(c, "variance", p, variance[p], want_variance, 8 * accum * want_variance + 1e-14 * accum);
+    Near(c, "rstd", p, rstd[p], want_rstd, 8 * accum * want_rstd);
+    Near(c, "mean alone", p, again[0][p], mean[p], 0);
+    Near(c, "variance alone", p, again[1][p], variance[p], 0);
+    Near(c, "rstd alone", p, again[2][p], rstd[p], 0);
+    Near(c, "delta alone", p, again[3][p], delta[p], 0);
+    const auto [a, b] = AffineOf(group, channel);
+    for (std::int64_t i = 0; i < c.terms(); ++i) {
+      const std::int64_t at = c.at(group, channel, i);
+      const double x_hat = static_cast<double>(x[at] - want) * want_rstd;
+      double z = x_hat * a + b + (c.residual ? residual[at] : 0.0);
+      const double size = std::fabs(x_hat * a) + 3;
+      if (c.relu) z = std::max(z, 0.0);
+      Near(c, "y", at, y[at], z, unit * std::fabs(z) + 16 * accum * size);
     }
   }
 
-  BatchNormBwdArgs bwd{};
-  bwd.shape = shape, bwd.dtype = kDtype<T>, bwd.relu = c.relu;
-  T* const dy_device = dy.device;
-  bwd.dy = dy_device, bwd.x = x.device;
-  const bool has_y = c.relu && (c.has_y || c.residual);  // with a residual, relu's gradient needs y
-  bwd.y = has_y ? y.device : nullptr;
-  bwd.scale = fwd.scale;
-  if (c.relu && !has_y) bwd.bias = fwd.bias;
-  bwd.mean = applied.mean, bwd.rstd = applied.rstd, bwd.delta = applied.delta;
-  bwd.workspace = workspace, bwd.partial_rows = c.partial_rows;
-  bwd.dscale = {dscale.device, kDtype<S>}, bwd.dbias = {dbias.device, kDtype<S>};
-  // Sums without dx.
-  BatchNormBwdArgs sums = bwd;
-  Array<S> sums_alone[2] = {{params, 0, arrays}, {params, 0, arrays}};
-  sums.dscale.data = sums_alone[0].device, sums.dbias.data = sums_alone[1].device;
-  Check(BatchNormBwdOn(device, nullptr, sums));
-  bwd.dx = c.in_place ? dy.device : dx.device;
-  if (c.residual) bwd.dresidual = dresidual.device;
-  Check(BatchNormBwdOn(device, nullptr, bwd));
-  Check(cudaDeviceSynchronize());
-  Array<T>& dx_array = c.in_place ? dy : dx;
-  const std::vector<T> dy_host = dy.host;
-  dx_array.Download();
-  const std::vector<T> dx_host = dx_array.host;
-  dy.host = dy_host;
-  if (c.residual) dresidual.Download();
-  dscale.Download(), dbias.Download();
-  for (auto& array : sums_alone) array.Download();
+  // One call for the sums, and one for all.
+  void Backward() {
+    bwd.shape = fwd.shape, bwd.dtype = kDtype<T>, bwd.relu = c.relu;
+    bwd.dy = dy.device, bwd.x = x.device;
+    bwd.y = has_y ? y.device : nullptr;
+    bwd.scale = fwd.scale;
+    if (c.relu && !has_y) bwd.bias = fwd.bias;
+    bwd.mean = given.mean, bwd.rstd = given.rstd, bwd.delta = given.delta;
+    bwd.workspace = workspace, bwd.partial_rows = c.partial_rows;
+    bwd.dscale = {dscale.device, kDtype<S>}, bwd.dbias = {dbias.device, kDtype<S>};
+    BatchNormBwdArgs sums = bwd;
+    sums.dscale.data = sums_alone[0].device, sums.dbias.data = sums_alone[1].device;
+    Check(BatchNormBwdOn(device, nullptr, sums));
+    bwd.dx = c.in_place ? dy.device : dx.device;
+    if (c.residual) bwd.dresidual = dresidual.device;
+    Check(BatchNormBwdOn(device, nullptr, bwd));
+    Check(cudaDeviceSynchronize());
+    Array<T>& dx_array = c.in_place ? dy : dx;
+    const std::vector<T> dy_host = dy.host;
+    dx_array.Download();
+    dx_host = dx_array.host;
+    dy.host = dy_host;
+    if (c.residual) dresidual.Download();
+    dscale.Download(), dbias.Download();
+    for (auto& array : sums_alone) array.Download();
+  }
 
-  Array<A> mean_dz(params, 0, arrays), mean_dz_x_hat(params, 0, arrays);
-  std::vector<double> want_dx(static_cast<std::size_t>(n));
-  const auto dz = [&](std::int64_t group, std::int64_t channel, std::int64_t at) {
+  // What dz of an element has to be.
+  double Dz(std::int64_t group, std::int64_t channel, std::int64_t at) const {
     if (!c.relu) return dy[at];
     if (has_y) return y[at] > 0 ? dy[at] : 0.0;
-    const auto [a, b] = affine(group, channel);
+    const auto [a, b] = AffineOf(group, channel);
+    return XHat(group * c.channels + channel, at) * a + b > 0 ? dy[at] : 0.0;
+  }
+
+  // The last call computes dx from given means.
+  void CheckBackward() {
+    for (std::int64_t group = 0; group < c.groups; ++group) {
+      for (std::int64_t channel = 0; channel < c.channels; ++channel) CheckSums(group, channel);
+    }
+    CheckDx(dx_host);
+    mean_dz.Upload(), mean_dz_x_hat.Upload(), dy.Upload();
+    bwd.mean_dz = {mean_dz.device, c.channels, kDtype<A>};
+    bwd.mean_dz_x_hat = {mean_dz_x_hat.device, c.channels, kDtype<A>};
+    bwd.dscale = bwd.dbias = {}, bwd.workspace = nullptr, bwd.partial_rows = 0;
+    bwd.dx = dx.device;
+    Check(BatchNormBwdOn(device, nullptr, bwd));
+    Check(cudaDeviceSynchronize());
+    dx.Download();
+    CheckDx(dx.host);
+  }
+  // Checks the sums of a channel, and sets what its dx has to be.
+  void CheckSums(std::int64_t group, std::int64_t channel) {
     const std::int64_t p = group * c.channels + channel;
-    return (x[at] - mean[p] - delta[p]) * rstd[p] * a + b > 0 ? dy[at] : 0.0;
-  };
-  const auto near_dx = [&](const std::vector<T>& got) {
+    const auto terms = static_cast<double>(c.terms());
+    long double dz_sum = 0, x_hat_sum = 0;
+    double size = 0, size_x_hat = 0;
+    for (std::int64_t i = 0; i < c.terms(); ++i) {
+      const std::int64_t at = c.at(group, channel, i);
+      const double d = Dz(group, channel, at);
+      dz_sum += d, x_hat_sum += d * XHat(p, at);
+      size += std::fabs(d), size_x_hat += std::fabs(d * XHat(p, at));
+    }
+    const auto of_dz = static_cast<double>(dz_sum), of_x_hat = static_cast<double>(x_hat_sum);
+    Near(c, "dbias", p, dbias[p], of_dz, kUnit<S> * std::fabs(of_dz) + 8 * accum * size);
+    Near(c, "dscale", p, dscale[p], of_x_hat,
+         kUnit<S> * std::fabs(of_x_hat) + 16 * accum * (size_x_hat + size));
+    Near(c, "dscale alone", p, sums_alone[0][p], dscale[p], 0);
+    Near(c, "dbias alone", p, sums_alone[1][p], dbias[p], 0);
+    mean_dz.host[static_cast<std::size_t>(p)] = static_cast<A>(of_dz / terms);
+    mean_dz_x_hat.host[static_cast<std::size_t>(p)] = static_cast<A>(of_x_hat / terms);
+    const double factor = AffineOf(group, channel).first * rstd[p];
+    for (std::int64_t i = 0; i < c.terms(); ++i) {
+      const std::int64_t at = c.at(group, channel, i);
+      const double d = Dz(group, channel, at);
+      want_dx[static_cast<std::size_t>(at)] =
+          factor * (d - of_dz / terms - XHat(p, at) * of_x_hat / terms);
+      if (c.residual) Near(c, "dresidual", at, dresidual[at], d, 0);
+    }
+  }
+  void CheckDx(const std::vector<T>& got) const {
     for (std::int64_t i = 0; i < n; ++i) {
       const auto at = static_cast<std::size_t>(i);
       Near(c, "dx", i, static_cast<double>(static_cast<A>(got[at])), want_dx[at],
            unit * std::fabs(want_dx[at]) + 64 * accum * (std::fabs(want_dx[at]) + 50));
     }
-  };
-  for (std::int64_t group = 0; group < c.groups; ++group) {
-    for (std::int64_t channel = 0; channel < c.channels; ++channel) {
-      const std::int64_t p = group * c.channels + channel;
-      const auto terms = static_cast<double>(c.terms());
-      const auto x_hat = [&](std::int64_t at) { return (x[at] - mean[p] - delta[p]) * rstd[p]; };
-      long double dz_sum = 0, x_hat_sum = 0;
-      double size = 0, size_x_hat = 0;
-      for (std::int64_t i = 0; i < c.terms(); ++i) {
-        const std::int64_t at = c.at(group, channel, i);
-        const double d = dz(group, channel, at);
-        dz_sum += d, x_hat_sum += d * x_hat(at);
-        size += std::fabs(d), size_x_hat += std::fabs(d * x_hat(at));
-      }
-      const auto of_dz = static_cast<double>(dz_sum), of_x_hat = static_cast<double>(x_hat_sum);
-      Near(c, "dbias", p, dbias[p], of_dz, kUnit<S> * std::fabs(of_dz) + 8 * accum * size);
-      Near(c, "dscale", p, dscale[p], of_x_hat,
-           kUnit<S> * std::fabs(of_x_hat) + 16 * accum * (size_x_hat + size));
-      Near(c, "dscale alone", p, sums_alone[0][p], dscale[p], 0);
-      Near(c, "dbias alone", p, sums_alone[1][p], dbias[p], 0);
-      mean_dz.host[static_cast<std::size_t>(p)] = static_cast<A>(of_dz / terms);
-      mean_dz_x_hat.host[static_cast<std::size_t>(p)] = static_cast<A>(of_x_hat / terms);
-      const double factor = affine(group, channel).first * rstd[p];
-      for (std::int64_t i = 0; i < c.terms(); ++i) {
-        const std::int64_t at = c.at(group, channel, i);
-        const double d = dz(group, channel, at);
-        want_dx[static_cast<std::size_t>(at)] =
-            factor * (d - of_dz / terms - x_hat(at) * of_x_hat / terms);
-        if (c.residual) Near(c, "dresidual", at, dresidual[at], d, 0);
-      }
-    }
   }
-  near_dx(dx_host);
-  // dx with given means.
-  mean_dz.Upload(), mean_dz_x_hat.Upload(), dy.Upload();
-  bwd.mean_dz = {mean_dz.device, c.channels, kDtype<A>},
-  bwd.mean_dz_x_hat = {mean_dz_x_hat.device, c.channels, kDtype<A>};
-  bwd.dscale = bwd.dbias = {}, bwd.workspace = nullptr, bwd.partial_rows = 0;
-  bwd.dx = dx.device;
-  Check(BatchNormBwdOn(device, nullptr, bwd));
-  Check(cudaDeviceSynchronize());
-  dx.Download();
-  near_dx(dx.host);
-  return 6;
+
+  static constexpr double unit = kUnit<T>, accum = kUnit<A>, epsilon = 1e-3;
+  const ChannelDevice device;
+  const Case c;
+  const std::int64_t n = c.elements(), params = c.parameters(),
+                     of_params = c.shared ? c.channels : params;
+  const std::int64_t stride = c.shared ? 0 : c.channels;
+  const bool has_y = c.relu && (c.has_y || c.residual);  // with a residual, relu's gradient needs y
+  Arrays arrays;
+  Array<T> x, residual, dy;
+  Array<T> y{n, c.shift, arrays}, y_given{n, c.shift, arrays}, dx{n, c.shift, arrays},
+      dresidual{n, c.shift, arrays};
+  Array<S> scale{of_params, 0, arrays, [](std::int64_t) { return 1 + Random() / 2; }};
+  Array<S> bias{of_params, 0, arrays, [](std::int64_t) { return Random(); }};
+  Array<S> dscale{params, 0, arrays}, dbias{params, 0, arrays};
+  Array<A> mean{params, 0, arrays}, variance{params, 0, arrays}, rstd{params, 0, arrays},
+      delta{params, 0, arrays};
+  A* const workspace = arrays.Empty<A>(c.groups * c.partial_rows * 4 * c.channels);
+  // Statistics and sums of calls without y and dx.
+  Array<A> again[4] = {
+      {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}};
+  Array<S> sums_alone[2] = {{params, 0, arrays}, {params, 0, arrays}};
+  Array<A> mean_dz{params, 0, arrays}, mean_dz_x_hat{params, 0, arrays};
+  BatchNormFwdArgs fwd{}, given{};
+  BatchNormBwdArgs bwd{};
+  std::vector<T> dx_host;
+  std::vector<double> want_dx = std::vector<double>(static_cast<std::size_t>(n));
+};
+
+template <typename T, typename S>
+int Run(const ChannelDevice& device, const Case& c) {
+  return CaseRun<T, S>(device, c).Run();
 }
 
 template <typename T, typename S>
@@ -236,7 +276,7 @@ int RunAll(const ChannelDevice& device) {
   run({1, 2, 3, 300}, {.relu = true, .shift = 1});
   run({1, 700, 2560, 1}, {.relu = true, .residual = true});
   run({1, 70, 24, 1}, {.relu = true, .has_y = false});
-  // A separate second pass: vectors of two channels, groups.
+  // Columns whose vectors have two channels, in groups.
   run({2, 64, 5, 20}, {.relu = true, .residual = true, .partial_rows = 20});
   run({3, 64, 9, 49}, {.relu = true, .has_y = false, .in_place = true});
   // On 132 multiprocessors, some block of a plane has only a step without elements.
@@ -247,7 +287,7 @@ int RunAll(const ChannelDevice& device) {
   return calls;
 }
 
-// The plan of the main kernel for these arrays.
+// The plan for these arrays.
 template <typename T>
 ChannelPlan PlanOf(const ChannelDevice& device, bool backward, const Size& size,
                    std::int64_t partial_rows, int transient_arrays) {
@@ -255,7 +295,7 @@ ChannelPlan PlanOf(const ChannelDevice& device, bool backward, const Size& size,
       TaskOf<T>(backward, {{size.groups, size.rows, size.channels}, size.inner}, device);
   task.aligned = task.statistics = task.apply = true;
   task.partial_rows = partial_rows, task.transient_arrays = transient_arrays;
-  return ChooseBatchNormPlan(task).channels;
+  return ChooseChannelPlan(task);
 }
 
 // Chunks with more steps, whose stages are used again many times. Many threads have no vector.
@@ -273,59 +313,28 @@ int RunLongChunks(ChannelDevice device) {
          Run<T, S>(device, {size, {.relu = true, .has_y = false, .in_place = true}});
 }
 
-// Arrays that are so large for two multiprocessors that there are dynamic chunks.
-template <typename T, typename S>
-int RunDynamic(ChannelDevice device) {
-  device.multiprocessors = 2;
-  int calls = 0;
-  const auto run = [&](const Size& size, const Options& options) {
-    const int forward = options.residual ? 1 : 0;
-    const int backward = options.relu && (options.has_y || options.residual) ? 1 : 0;
-    if (PlanOf<T>(device, false, size, options.partial_rows, forward).dynamic_chunks == 0 ||
-        PlanOf<T>(device, true, size, options.partial_rows, backward).dynamic_chunks == 0) {
-      std::printf("%s: no dynamic chunks\n", (Case{size, options}.Text().c_str()));
-      std::exit(1);
-    }
-    calls += Run<T, S>(device, {size, options});
-  };
-  run({1, 12'345, 512 / sizeof(T), 1}, {});
-  run({1, 16'383, 200 / sizeof(T), 1}, {.relu = true, .residual = true});
-  run({1, 3'001, 5, 49}, {.relu = true, .has_y = false, .in_place = true});
-  return calls;
-}
-
 }  // namespace
 }  // namespace gradops
 
-// The argument `dynamic` runs arrays with dynamic chunks. Without it, all others run.
-int main(int argc, char** argv) {
+int main() {
   using namespace gradops;
   const ChannelDevice device = CurrentChannelDevice();
-  int calls = 0;
-  if (argc == 1) {
-    calls += RunLongChunks<float, Half>(device) + RunLongChunks<BFloat16, float>(device) +
-             RunLongChunks<Half, double>(device) + RunLongChunks<double, BFloat16>(device) +
-             RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101}) +
-             RunBarriers(device);
-    const auto run_all = [](const ChannelDevice& on) {
-      return RunAll<float, Half>(on) + RunAll<BFloat16, float>(on) + RunAll<Half, double>(on) +
-             RunAll<double, BFloat16>(on);
-    };
-    calls += run_all(device);
-    // Some arrays are a little larger than this L2 cache.
-    ChannelDevice other = device;
-    other.prefers_separate = true, other.l2_bytes = 100'000;
-    calls += run_all(other);
-    // A GPU with little shared memory.
-    other = device, other.shared_bytes = 102'400;
-    calls += run_all(other);
-  } else if (argc == 2 && std::strcmp(argv[1], "dynamic") == 0) {
-    calls += RunDynamic<float, Half>(device) + RunDynamic<BFloat16, float>(device) +
-             RunDynamic<Half, double>(device) + RunDynamic<double, BFloat16>(device);
-  } else {
-    std::printf("unknown %s\n", argv[1]);
-    return 2;
-  }
+  int calls = RunLongChunks<float, Half>(device) + RunLongChunks<BFloat16, float>(device) +
+              RunLongChunks<Half, double>(device) + RunLongChunks<double, BFloat16>(device) +
+              RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101}) +
+              RunBarriers(device);
+  const auto run_all = [](const ChannelDevice& on) {
+    return RunAll<float, Half>(on) + RunAll<BFloat16, float>(on) + RunAll<Half, double>(on) +
+           RunAll<double, BFloat16>(on);
+  };
+  calls += run_all(device);
+  // Some arrays are a little larger than this L2 cache.
+  ChannelDevice other = device;
+  other.l2_bytes = 100'000;
+  calls += run_all(other);
+  // A GPU with little shared memory.
+  other = device, other.shared_bytes = 102'400;
+  calls += run_all(other);
   std::printf("ran everything that was asked for: %d calls\n", calls);
   return 0;
 }

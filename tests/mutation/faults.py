@@ -554,8 +554,8 @@ CPU = [
     Fault(
         "the variance of a sample",
         "ffi/cpu/batch_norm_fwd.cc",
-        "static_cast<A>(squares / static_cast<double>(args.shape.terms()))",
-        "static_cast<A>(squares / static_cast<double>(args.shape.terms() - 1))",
+        "moments.squares[k] / static_cast<double>(args_.shape.terms())",
+        "moments.squares[k] / static_cast<double>(args_.shape.terms() - 1)",
         _BATCH,
     ),
     Fault(
@@ -568,8 +568,8 @@ CPU = [
     Fault(
         "what the rounded mean is off by is lost",
         "ffi/cpu/batch_norm_fwd.cc",
-        "set_numbers(numbers, group, channel, mean, rstd, delta);",
-        "set_numbers(numbers, group, channel, mean, rstd, A{0});",
+        "SetNumbers(numbers, group, channel, mean, rstd, delta);",
+        "SetNumbers(numbers, group, channel, mean, rstd, A{0});",
         _BATCH_VALUES,
     ),
     Fault(
@@ -645,8 +645,8 @@ CPU = [
     Fault(
         "blocks of channels share a place for their sums",
         "ffi/cpu/batch_norm_bwd.cc",
-        "partial + s * channels + piece.channel,",
-        "partial + s * channels,",
+        "Partial(piece.group, piece.part) + piece.channel;",
+        "Partial(piece.group, piece.part);",
         _BATCH_LARGE,
     ),
     Fault(

@@ -170,7 +170,6 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
     });
     sums.EndSum();
 
-    BeginCounters(plan, part, partials);
     const std::int64_t row = plan.NumberOf(part, static_cast<int>(blockIdx.x));
     SumPart(plan, part, scratch, sums, 0, [&](int channel, const double2& total, double) {
       partials.at(part.group, row, part.channel + channel) = {static_cast<A>(total.x),
@@ -259,9 +258,8 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
       StoreLast(dx, start, Narrow<T>(x));
       if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
     };
-    ForSecondPass(plan, part, stages, last && args.mean_dz.data == nullptr,
-                  ChunkCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
-                  find_numbers, use);
+    ForVectors<true>(plan, part, stages, 0, last && args.mean_dz.data == nullptr, copy,
+                     find_numbers, use, [] {});
   });
 }
 
@@ -319,7 +317,7 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
   task.statistics = own, task.apply = args.dx != nullptr;
   task.transient_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
-  const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
+  const ChannelPlan plan = ChooseChannelPlan(task);
   const auto launch = [&]<Mask kMask>() {
     return DispatchPlan<kVec<T>, kBackwardNeeds>(plan, [&]<int W, bool kPlane, int kSteps>() {
       return LaunchChannels(kBackward, BatchNormBwdKernel<T, W, kPlane, kSteps, kMask>, stream,

@@ -34,8 +34,7 @@ struct ChannelDevice {
   int multiprocessors;
   std::int64_t shared_bytes;  // Shared memory of a multiprocessor.
   std::int64_t l2_bytes;
-  bool clusters;                  // The GPU can run a tile's blocks as a cluster.
-  bool prefers_separate = false;  // A separate kernel computes y wherever that is possible.
+  bool clusters;  // The GPU can run a tile's blocks as a cluster.
 };
 
 // What the choice depends on.
@@ -47,10 +46,9 @@ struct ChannelTask {
   int accum_bytes;            // Bytes of the accumulation type.
   bool aligned;               // All arrays start at 16-byte boundaries.
   bool statistics;            // There is a first pass, which adds up.
-  bool apply;                 // There is a second pass in this kernel.
+  bool apply;                 // There is a second pass.
   int transient_arrays;       // Arrays that are copied ahead, but do not stay.
   std::int64_t partial_rows;  // Partial rows in the workspace.
-  bool separate = false;      // ChooseBatchNormPlan: another kernel makes the second pass.
 
   constexpr const ChannelNeeds& needs() const { return backward ? kBackwardNeeds : kForwardNeeds; }
   constexpr std::int64_t elements() const { return groups * rows * channels * inner; }
@@ -122,7 +120,7 @@ struct ChannelPlan {
   std::int64_t tile_blocks, concurrent_tiles;  // Contiguous: 1 and 0.
   EvenSplit step_split, whole_step_split;      // Interleaved: a tile's steps and whole_steps.
   EvenSplit tile_split;                        // Interleaved: all tiles.
-  VectorDistance to_next, to_previous;         // To a thread's vector in the block's other steps.
+  VectorDistance to_next, to_previous;         // From a thread's vector to its next one.
   int blocks;
   int warp_rows;  // Columns: rows of a step in a warp, which adds these up with shuffles.
   // Columns: distance between a thread's neighbouring columns in the block's sums. The padding puts
@@ -140,13 +138,12 @@ struct ChannelPlan {
   int chunk_steps;
   int part_chunks;  // Chunks of a part that is a whole tile.
   int kept_chunks;  // First chunks of a block that stay for the second pass.
-  // Dynamic chunks of a tile, and how many of them are given to each block. 0: there are none.
-  int dynamic_chunks, static_chunks;
   // Offsets in shared memory, in bytes.
   int origins_offset;
   int transient_offset;  // The stages of the transient array.
   int scratch_bytes;     // The stages of the other arrays.
   int shared_bytes;      // The end.
+  bool backward;
 
   // This plan, with the way to cut tiles and the width of vectors known to the compiler.
   template <bool kPlane, int W>
@@ -380,20 +377,12 @@ struct ChannelPlan {
   }
 };
 
-// All kernels of a call.
-struct BatchNormPlan {
-  bool backward;
-  ChannelPlan channels;        // BatchNormFwdKernel or BatchNormBwdKernel
-  std::int64_t apply_vectors;  // Vectors of a group for BatchNormApplyKernel. 0: it does not run.
-};
-
 // --- The choice ----------------------------------------------------------------------------------
 // README.md has a table of the tiles that it chooses.
 
 inline constexpr int kUsualRowThreads = 256;  // the most row_threads of a group's only tile
 inline constexpr int kElementSteps = 4;       // steps of a chunk of single elements
 inline constexpr int kSumsPadding = 16;       // see sums_pitch
-inline constexpr int kChunkCounters = kChannelThreads / kWarpThreads;  // of a tile: one per warp
 
 // The most shared memory of a block. CUDA keeps 1 KB of a multiprocessor's, and static shared
 // memory takes less than another 1 KB.
@@ -437,7 +426,7 @@ constexpr std::int64_t PartialBytes(const ChannelTask& task, const Distribution&
 constexpr bool CombinesLocally(const ChannelTask& task, const Distribution& distribution,
                                std::int64_t channels) {
   constexpr std::int64_t kMaxBytes = 96 << 10, kMaxBlocks = 48;
-  return task.statistics && !task.separate && distribution.concurrent_tiles > 0 &&
+  return task.statistics && distribution.concurrent_tiles > 0 &&
          distribution.tile_blocks <= kMaxBlocks &&
          PartialBytes(task, distribution, channels) <= kMaxBytes;
 }
@@ -619,24 +608,6 @@ constexpr void DivideSteps(const ChannelTask& task, const Distribution& distribu
   }
 }
 
-// Sets how many chunks of the second pass are dynamic. None are if there are few, or if there is no
-// room for counters after a tile's partial results.
-constexpr void ChooseDynamicChunks(const ChannelTask& task, const Distribution& distribution,
-                                   ChannelPlan& plan) {
-  constexpr std::int64_t kLeastChunks = 16;  // per block
-  if (plan.plane || plan.width == 1 || !plan.interleaved()) return;
-  if (distribution.block_tiles > 1 || plan.tile_blocks == 1) return;
-  if (plan.tile_blocks + kChunkCounters > task.partial_rows) return;
-  const std::int64_t kept = plan.kept_chunks * plan.chunk_steps * plan.tile_blocks;
-  const std::int64_t chunks =
-      CeilDiv(std::max<std::int64_t>(plan.steps - kept, 0), plan.chunk_steps);
-  if (chunks < kLeastChunks * plan.tile_blocks) return;
-  if (chunks > std::numeric_limits<int>::max() / 16) return;
-  plan.dynamic_chunks = static_cast<int>(chunks);
-  plan.static_chunks =
-      static_cast<int>(std::max<std::int64_t>(2, chunks / plan.tile_blocks * 3 / 4));
-}
-
 // Steps of a chunk. There are more if at least a fifth of the threads have no vector, and the
 // multiprocessor has much shared memory.
 constexpr int ChunkSteps(const ChannelTask& task, const ChannelPlan& plan) {
@@ -718,16 +689,18 @@ constexpr void DivideMemory(const ChannelTask& task, const Distribution& distrib
   plan.kept_chunks =
       static_cast<int>(std::clamp<std::int64_t>(budget / (arrays * chunk_bytes), 0, chunks));
   plan.shared_bytes += plan.kept_chunks * arrays * chunk_bytes;
-  ChooseDynamicChunks(task, distribution, plan);
 }
 
-// The plan of the kernel that makes the first pass, or both.
+}  // namespace channel_choice
+
+// The plan for a task with elements.
 constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
+  using namespace channel_choice;
   ChannelPlan plan{};
   CutTiles(task, plan);
   const Distribution distribution = Distribute(task, plan.all_tiles, plan.steps);
   DivideSteps(task, distribution, plan);
-  plan.first_pass = task.statistics;
+  plan.first_pass = task.statistics, plan.backward = task.backward;
   plan.inverse_elements = 1.0 / (static_cast<double>(task.rows) * static_cast<double>(task.inner));
   plan.combines_locally = CombinesLocally(task, distribution, plan.tile_channels);
   ChooseCachedSteps(task, plan);
@@ -735,41 +708,10 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
   return plan;
 }
 
-// Whether the second pass is a separate kernel. It is if arrays are large, and channels have few
-// elements in a row: blocks that take memory in order are then faster than blocks that stay with
-// their channels.
-constexpr bool AppliesSeparately(const ChannelTask& task, const ChannelPlan& plan) {
-  constexpr std::int64_t kMaxGroups = 65535;
-  const std::int64_t width = 16 / task.element_bytes, group = task.elements() / task.groups;
-  if (task.backward || !task.statistics || !task.aligned) return false;
-  if (task.inner < width || group % width != 0) return false;
-  if (task.groups > kMaxGroups || group / width >= std::int64_t{1} << 31) return false;
-  // What the chip's memories may still hold of x.
-  const std::int64_t on_chip =
-      task.device.l2_bytes + task.device.multiprocessors * task.device.shared_bytes;
-  return task.device.prefers_separate ||
-         (!plan.plane && task.elements() * task.element_bytes > 4 * on_chip);
-}
-
-}  // namespace channel_choice
-
-// The plan for a task with elements.
-constexpr BatchNormPlan ChooseBatchNormPlan(const ChannelTask& task) {
-  using namespace channel_choice;
-  const ChannelPlan plan = ChooseChannelPlan(task);
-  if (!AppliesSeparately(task, plan)) return {task.backward, plan, 0};
-  // Also if y is not wanted, so that the statistics have the same bits with and without y.
-  ChannelTask statistics = task;
-  statistics.apply = false, statistics.separate = true;
-  const std::int64_t vectors = task.elements() / task.groups / (16 / task.element_bytes);
-  return {task.backward, ChooseChannelPlan(statistics), task.apply ? vectors : 0};
-}
-
 // The plan in numbers, for tests and people.
-inline Description Describe(const BatchNormPlan& of) {
-  const ChannelPlan& plan = of.channels;
-  return {of.backward ? "BatchNormBwdKernel" : "BatchNormFwdKernel",
-          of.backward ? "batch_norm/backward.cu" : "batch_norm/forward.cu",
+inline Description Describe(const ChannelPlan& plan) {
+  return {plan.backward ? "BatchNormBwdKernel" : "BatchNormFwdKernel",
+          plan.backward ? "batch_norm/backward.cu" : "batch_norm/forward.cu",
           {{"plane", plan.plane,
             "1: channels first, a tile is a part of one channel; 0: channels last"},
            {"width", plan.width, "elements of a vector"},
@@ -791,13 +733,7 @@ inline Description Describe(const BatchNormPlan& of) {
            {"chunk_steps", plan.chunk_steps, "steps of a chunk: copies are this many steps ahead"},
            {"kept_chunks", plan.kept_chunks,
             "first chunks of a block that stay in shared memory for the second pass"},
-           {"dynamic_chunks", plan.dynamic_chunks,
-            "chunks of a tile that blocks take when they are free; 0: none"},
-           {"static_chunks", plan.static_chunks,
-            "of these, chunks that each block gets from the start"},
-           {"shared_bytes", plan.shared_bytes, "shared memory of a block, in bytes"},
-           {"apply_vectors", of.apply_vectors,
-            "vectors of the separate kernel that computes y; 0: there is no such kernel"}}};
+           {"shared_bytes", plan.shared_bytes, "shared memory of a block, in bytes"}}};
 }
 
 }  // namespace gradops
