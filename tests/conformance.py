@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from meshes import MeshTests, RowMeshTests
 from transformations import TransformationTests, vjp_of
 
 from jax_gradops import _oracles as oracles
+from jax_gradops._ops.op_spec import Form
 from jax_gradops._oracles import Reference
 
 # Near the vector widths (2 to 16 elements), a warp, and the sizes of the kernels' blocks.
@@ -42,23 +43,34 @@ Arrays = Sequence[Any]
 class OpTests(TransformationTests, MeshTests):
     """The tests of every op. The operands are x and parameters of x's last axis, all arrays."""
 
-    kernels: tuple[str, ...]  # names of the handlers, the forward ones first
+    form: Form
+    options: Mapping[str, Any] = {}  # in place of the form's own
     forward_kernels: int = 1  # the number of forward handlers
     backward_attribute: str = ""  # an attribute that calls of backward handlers have
-    parameters: int = 0  # the number of operands after x
     # Whether the op is another op with an option. On the CPU, conftest.py drops some of its tests.
     variant: bool = False
 
-    # --- What an op says of itself ---
+    # --- What an op says of itself. The form says it, unless the op has other operands ---
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of the handlers, the forward ones first."""
+        return [kernel.name for kernel in self.form.kernels]
+
+    @property
+    def parameters(self) -> int:
+        """The number of operands after x."""
+        return self.form.parameters
 
     def op(self, *operands: Any, implementation: str | None = None) -> Any:
-        raise NotImplementedError
+        options = {**self.form.options, **self.options}
+        return self.form.call(*operands, **options, implementation=implementation)
 
     def oracle(self, *operands: np.ndarray) -> Reference:
-        raise NotImplementedError
+        return self.form.expected(*operands, **self.options)[0]
 
     def oracle_vjp(self, dy: np.ndarray, *operands: np.ndarray) -> Sequence[Reference]:
-        raise NotImplementedError
+        return self.form.expected_gradients(dy, *operands, **self.options)
 
     def sizes(self, implementation: str, dtype: Any) -> list[tuple[int, ...]]:
         """Shapes of x. A number of features meets another number of rows in each dtype.

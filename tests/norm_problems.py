@@ -13,6 +13,7 @@ from comparing import OPTIMIZED, accum, assert_matches, widen
 
 import jax_gradops
 from jax_gradops import _oracles as oracles
+from jax_gradops._ops.all import SPECS
 
 
 class Problem(NamedTuple):
@@ -35,7 +36,7 @@ def problem(
     **options: Any,
 ) -> Problem:
     given = {"x": x, "residual": residual, "residual_bias": residual_bias, "scale": scale}
-    given |= {"bias": bias} if op.endswith("layer_norm") else {}
+    given |= {"bias": bias} if SPECS[op].forms[0].parameters == 2 else {}
     return Problem(op, dy, {k: v for k, v in given.items() if v is not None}, options)
 
 
@@ -80,24 +81,20 @@ def references(p: Problem) -> dict[str, oracles.Reference]:
         else None
         for name in ("scale", "bias")
     )
-    settings = {
-        "epsilon": options.get("epsilon", 1e-6),
-        "centered": p.op.endswith("layer_norm"),
-        "scale_offset": options.get("scale_offset", 0.0),
-    }
-    adds = "residual" in p.parameters
-    dy, dsum = p.dy if adds else (p.dy, np.zeros_like(p.dy))
+    form = SPECS[p.op].forms[0]
+    settings = {k: options[k] for k in ("epsilon", "scale_offset") if k in options}
+    adds = form.arrays == 2
+    cotangents = jax.tree.map(lambda a: widen(a).reshape(flat), p.dy)
     given = (p.parameters.get(name) for name in ("residual", "residual_bias"))
     total = exact_sum(x, *given) if adds else x
-    wide, dy, dsum = (widen(a).reshape(flat) for a in (total, dy, dsum))
-    y = oracles.norm(wide, scale, bias, **settings)
-    dx, dscale, dbias, dtotal = oracles.add_norm_vjp(dy, dsum, wide, scale, **settings)
+    arrays = [widen(total).reshape(flat), 0.0][: form.arrays]
+    y, *sums = form.expected(*arrays, scale, bias, **settings)
+    dx, *_, dscale, dbias = form.expected_gradients(cotangents, *arrays, scale, bias, **settings)
     shapes = {"y": (y, x.shape), "x": (dx, x.shape)}
     if adds:
-        exact = oracles.Reference(wide, np.abs(wide))
-        shapes |= {"sum": (exact, x.shape), "residual": (dx, x.shape)}
-    sums = {"scale": dscale, "bias": dbias, "residual_bias": dtotal}
-    shapes |= {name: (r, inner) for name, r in sums.items() if name in p.parameters}
+        shapes |= {"sum": (sums[0], x.shape), "residual": (dx, x.shape)}
+    columns = {"scale": dscale, "bias": dbias, "residual_bias": oracles.over_rows(dx)}
+    shapes |= {name: (r, inner) for name, r in columns.items() if name in p.parameters}
     return {
         name: oracles.Reference(r.value.reshape(shape), r.magnitude.reshape(shape))
         for name, (r, shape) in shapes.items()

@@ -17,74 +17,68 @@ from transformations import vjp_of
 import jax_gradops
 from jax_gradops import _oracles as oracles
 from jax_gradops import backward
+from jax_gradops._ops.batch_norm.spec import BATCH_NORM
 
 
 class BatchNormTests(OpTests):
     """With scale and bias. Here x is [..., channels]; the op may get another layout."""
 
-    kernels = ("batch_norm_fwd", "batch_norm_bwd")
-    parameters = 2
+    form = BATCH_NORM.forms[0]
+    options = {"epsilon": EPSILON}
     # Forward: one for means, then one for squared distances from means. Backward: one for both
     # sums.
     all_reduces = (3,)
-    relu = False
 
-    def op(self, x, scale, bias, *, implementation=None):
+    def op(self, x, *parameters, implementation=None):
         if x.ndim == 1:  # x is one row
-            return self.op(x[None], scale, bias, implementation=implementation)[0]
-        options = {"activation": "relu", "residual": self.residual(jnp, x)} if self.relu else {}
-        return self.batch_norm(x, scale, bias, implementation=implementation, **options)
+            return self.op(x[None], *parameters, implementation=implementation)[0]
+        return self.batch_norm(*self.arrays(jnp, x), *parameters, implementation=implementation)
 
-    def batch_norm(self, x, *parameters, **options):
-        return jax_gradops.batch_norm(x, *parameters, epsilon=EPSILON, **options)[0]
+    def batch_norm(self, *operands, implementation):
+        return super().op(*operands, implementation=implementation)
 
-    def residual(self, numpy: Any, x: Any) -> Any:
-        """A residual that depends on x. Its derivative is 0."""
-        return numpy.where(x > 0.5, 0.75, -1.25).astype(x.dtype) if self.relu else None
+    def arrays(self, numpy: Any, x: Any) -> list[Any]:
+        """x and, if the form adds one, a residual that depends on x. Its derivative is 0."""
+        return [x, numpy.where(x > 0.5, 0.75, -1.25).astype(x.dtype)][: self.form.arrays]
 
-    def options(self, x: np.ndarray) -> dict[str, Any]:
-        return {"epsilon": EPSILON, "relu": self.relu, "residual": self.residual(np, x)}
-
-    def oracle(self, x, scale, bias):
+    def oracle(self, x, *parameters):
         if x.ndim == 1:
-            y = self.oracle(x[None], scale, bias)
+            y = self.oracle(x[None], *parameters)
             return oracles.Reference(y.value[0], y.magnitude[0])
-        return oracles.batch_norm(x, scale, bias, **self.options(x))
+        return super().oracle(*self.arrays(np, x), *parameters)
 
-    def oracle_vjp(self, dy, x, scale, bias):
+    def oracle_vjp(self, dy, x, *parameters):
         if x.ndim == 1:
-            dx, *rest = self.oracle_vjp(dy[None], x[None], scale, bias)
+            dx, *rest = self.oracle_vjp(dy[None], x[None], *parameters)
             return oracles.Reference(dx.value[0], dx.magnitude[0]), *rest
-        return oracles.batch_norm_vjp(dy, x, scale, bias, **self.options(x))[:3]
+        dx, *others = super().oracle_vjp(dy, *self.arrays(np, x), *parameters)
+        return dx, *others[-self.parameters :]
 
 
 @pytest.mark.newest_jax
 class TestChannelsFirst(BatchNormTests):
     variant = True
 
-    def batch_norm(self, x, *parameters, residual=None, **options):
+    def batch_norm(self, x, *parameters, implementation):
+        options = {**self.form.options, **self.options, "axis": 1}
         first = jnp.moveaxis(x, -1, 1)
-        if residual is not None:
-            residual = jnp.moveaxis(residual, -1, 1)
-        y = jax_gradops.batch_norm(
-            first, *parameters, axis=1, epsilon=EPSILON, residual=residual, **options
-        )[0]
+        y = self.form.call(first, *parameters, **options, implementation=implementation)
         return jnp.moveaxis(y, 1, -1)
 
 
 class TestWithResidual(BatchNormTests):
     """relu(bn(x) + residual) with channels last. `test_layouts` has all combinations."""
 
-    relu = True
+    form = BATCH_NORM.forms[2]
 
     def example(self, rng, shape, dtype, *parameter_dtypes):
         """Redraws small examples until no value is near a point without a derivative."""
         while True:
             dy, x, scale, bias = super().example(rng, shape, dtype, *parameter_dtypes)
-            z = oracles.batch_norm(
-                np.atleast_2d(widen(x)), widen(scale), widen(bias),
-                epsilon=EPSILON, residual=np.atleast_2d(self.residual(np, widen(x))),
-            )  # fmt: skip
+            arrays = self.arrays(np, np.atleast_2d(widen(x)))
+            (z,) = self.form.expected(
+                *arrays, widen(scale), widen(bias), epsilon=EPSILON, relu=False
+            )
             kinks = [widen(x) - 0.5, z.value]
             if x.size > 40 or all((np.abs(k) > 0.01).all() for k in kinks):
                 return [dy, x, scale, bias]

@@ -29,41 +29,22 @@ from meshes import mesh
 import jax_gradops
 from jax_gradops import _oracles as oracles
 from jax_gradops import backward
+from jax_gradops._ops.gelu.spec import BIAS_GELU, GELU
 
 
 @pytest.mark.newest_jax
 class TestBiasGelu(RowOpTests):
     """bias + GELU in the tanh form."""
 
-    kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
-    parameters = 1
-
-    def op(self, x, bias, *, implementation=None):
-        return jax_gradops.bias_gelu(x, bias, implementation=implementation)
-
-    def oracle(self, x, bias):
-        return oracles.bias_gelu(x, bias, approximate=True)
-
-    def oracle_vjp(self, dy, x, bias):
-        return oracles.bias_gelu_vjp(dy, x, bias, approximate=True)
+    form = BIAS_GELU.forms[0]
 
 
 class TestGelu(RowOpTests):
     """GELU in the exact form."""
 
     variant = True
-
-    kernels = ("bias_gelu_fwd", "bias_gelu_bwd")
+    form = GELU.forms[1]
     all_reduces = (0,)
-
-    def op(self, x, *, implementation=None):
-        return jax_gradops.gelu(x, False, implementation=implementation)
-
-    def oracle(self, x):
-        return oracles.bias_gelu(x, approximate=False)
-
-    def oracle_vjp(self, dy, x):
-        return oracles.bias_gelu_vjp(dy, x, approximate=False)[:1]
 
 
 # --- Accuracy ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from conformance import RANKS, WIDE, OpTests
 import jax_gradops
 from jax_gradops import _oracles as oracles
 from jax_gradops import clip_tree_by_global_norm
+from jax_gradops._ops.clip.spec import CLIP_TREE, GLOBAL_NORM, INPLACE_CLIP
 from jax_gradops.backward import inplace_clip_by_global_norm
 
 LIMIT = 0.5
@@ -24,18 +25,12 @@ class TestGlobalNorm(OpTests):
     """The global norm of a tree of two leaves."""
 
     variant = True  # of the clip
-    kernels = ("sum_of_squares",)
+    form = GLOBAL_NORM.forms[0]
     parameters = 1
 
     def op(self, x, p, *, implementation=None):
         with jax_gradops.use_implementation(implementation):
             return jax_gradops.global_norm({"x": x, "p": [p, None]})
-
-    def oracle(self, x, p):
-        return oracles.global_norm(x, p)
-
-    def oracle_vjp(self, dy, x, p):
-        return oracles.global_norm_vjp(dy, x, p)
 
     def sizes(self, implementation, dtype):
         shapes = super().sizes(implementation, dtype)
@@ -56,18 +51,16 @@ class TestClip(TestGlobalNorm):
     """The first leaf after clipping. The second leaf changes the norm."""
 
     variant = False
+    form = CLIP_TREE.forms[0]
+    options = {"max_norm": LIMIT}
     # One all-reduce for the norm. The inner product of dy and x needs one, or one per mesh axis.
     all_reduces = (2, 3)
 
     def op(self, x, p, *, implementation=None):
-        clipped, _ = clip_tree_by_global_norm((x, p), LIMIT, implementation=implementation)
-        return clipped[0]
-
-    def oracle(self, x, p):
-        return oracles.clip(x, p, max_norm=LIMIT)[0]
+        return OpTests.op(self, x, p, implementation=implementation)[0]
 
     def oracle_vjp(self, dy, x, p):
-        return oracles.clip_vjp((dy, np.zeros_like(p)), x, p, max_norm=LIMIT)
+        return super().oracle_vjp((dy, np.zeros_like(p)), x, p)
 
     def output_shape(self, shape):
         return shape
@@ -84,12 +77,8 @@ class TestInplaceClip(TestClip):
     """The clip with native scaling."""
 
     variant = True
-    kernels = ("sum_of_squares", "scale")
+    form = INPLACE_CLIP.forms[0]
     forward_kernels = 2
-
-    def op(self, x, p, *, implementation=None):
-        clipped, _ = inplace_clip_by_global_norm((x, p), LIMIT, implementation=implementation)
-        return clipped[0]
 
 
 # --- The norm ------------------------------------------------------------------------------------

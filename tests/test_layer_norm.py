@@ -18,7 +18,7 @@ from meshes import mesh
 from norm_problems import check, example, problem
 
 import jax_gradops
-from jax_gradops import _oracles as oracles
+from jax_gradops._ops.row_norm.spec import LAYER_NORM, RMS_NORM
 
 # Large, so that the place where it is added makes a difference (N14).
 EPSILON = 1e-2
@@ -26,34 +26,14 @@ EPSILON = 1e-2
 
 @pytest.mark.newest_jax
 class TestLayerNorm(RowOpTests):
-    kernels = ("row_norm_fwd", "row_norm_bwd")
-    parameters = 2
-
-    def op(self, x, scale, bias, *, implementation=None):
-        return jax_gradops.layer_norm(
-            x, scale, bias, epsilon=EPSILON, implementation=implementation
-        )
-
-    def oracle(self, x, scale, bias):
-        return oracles.norm(x, scale, bias, epsilon=EPSILON, centered=True)
-
-    def oracle_vjp(self, dy, x, scale, bias):
-        return oracles.norm_vjp(dy, x, scale, epsilon=EPSILON, centered=True)
+    form = LAYER_NORM.forms[0]
+    options = {"epsilon": EPSILON}
 
 
 class TestRmsNorm(RowOpTests):
     variant = True  # of layer norm
-    kernels = ("row_norm_fwd", "row_norm_bwd")
-    parameters = 1
-
-    def op(self, x, scale, *, implementation=None):
-        return jax_gradops.rms_norm(x, scale, epsilon=EPSILON, implementation=implementation)
-
-    def oracle(self, x, scale):
-        return oracles.norm(x, scale, epsilon=EPSILON, centered=False)
-
-    def oracle_vjp(self, dy, x, scale):
-        return oracles.norm_vjp(dy, x, scale, epsilon=EPSILON, centered=False)[:2]
+    form = RMS_NORM.forms[0]
+    options = {"epsilon": EPSILON}
 
 
 # --- Options: compared with the oracle of the flattened problem ----------------------------------

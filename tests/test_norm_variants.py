@@ -22,6 +22,8 @@ from transformations import vjp_of
 
 import jax_gradops
 from jax_gradops import _oracles as oracles
+from jax_gradops._ops.op_spec import OpSpec
+from jax_gradops._ops.row_norm.spec import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM, SPECS
 
 EPSILON = 1e-2
 OFFSET = 0.25
@@ -34,20 +36,17 @@ class AddNormTests(RowOpTests):
     """
 
     variant = True
-    centered: bool
+    options = {"epsilon": EPSILON}
     residual_bias = True  # whether the last parameter is a bias of the residual
 
+    @property
+    def parameters(self):
+        return self.form.parameters + self.residual_bias
+
     def both(self, x, residual, *parameters, implementation=None):
-        name = "add_layer_norm" if self.centered else "add_rms_norm"
-        *parameters, residual_bias = parameters if self.residual_bias else (*parameters, None)
-        return getattr(jax_gradops, name)(
-            x,
-            residual,
-            *parameters,
-            residual_bias=residual_bias,
-            epsilon=EPSILON,
-            implementation=implementation,
-        )
+        affine, bias = self.affine_and_bias(parameters, None)
+        options = {"residual_bias": bias, "implementation": implementation, **self.options}
+        return self.form.call(x, residual, *affine, **options)
 
     def op(self, x, *parameters, implementation=None):
         return jnp.concatenate(self.both(x, x, *parameters, implementation=implementation), -1)
@@ -66,7 +65,7 @@ class AddNormTests(RowOpTests):
         The results and gradients stay separate: XLA takes longest to compile their combination.
         """
         without = copy.copy(self)
-        without.residual_bias, without.parameters = False, self.parameters - 1
+        without.residual_bias = False
         cases = [(self, e) for e in examples] + [(without, e[:-1]) for e in examples]
 
         def run(cases_parts: Any) -> Any:
@@ -86,41 +85,37 @@ class AddNormTests(RowOpTests):
     def output_shape(self, shape):
         return (*shape[:-1], 2 * shape[-1])
 
-    def sum_and_affine(self, x, *parameters):
-        """The array that is normalised, and the norm's own parameters."""
-        *affine, bias = parameters if self.residual_bias else (*parameters, 0.0)
-        return x + (x + bias), *affine
+    def affine_and_bias(self, parameters, absent):
+        """The norm's own parameters, and the residual's bias."""
+        n = self.form.parameters
+        return parameters[:n], parameters[n] if self.residual_bias else absent
 
     def oracle(self, x, *parameters):
-        settings = {"epsilon": EPSILON, "centered": self.centered}
-        return oracles.add_norm(*self.sum_and_affine(x, *parameters), **settings)
+        affine, bias = self.affine_and_bias(parameters, 0.0)
+        y, total = self.form.expected(x, x + bias, *affine, **self.options)
+        pairs = zip(y[:2], total[:2], strict=True)
+        return oracles.Reference(*(np.concatenate(pair, -1) for pair in pairs))
 
     def oracle_vjp(self, dy, x, *parameters):
-        total, scale, *_ = self.sum_and_affine(x, *parameters)
-        settings = {"epsilon": EPSILON, "centered": self.centered}
-        dx, dscale, dbias, dtotal = oracles.add_norm_vjp(
-            *np.split(dy, 2, -1), total, scale, **settings
+        affine, bias = self.affine_and_bias(parameters, 0.0)
+        dx, _, *sums = self.form.expected_gradients(
+            np.split(dy, 2, -1), x, x + bias, *affine, **self.options
         )
-        sums = [dscale, dbias, dtotal] if self.centered else [dscale, dtotal]
-        return oracles.total([dx, dx]), *sums[: self.parameters]
+        return oracles.total([dx, dx]), *[*sums, oracles.over_rows(dx)][: self.parameters]
 
 
 class TestAddLayerNorm(AddNormTests):
-    kernels = ("row_norm_fwd", "row_norm_bwd")
-    parameters = 3
-    centered = True
+    form = ADD_LAYER_NORM.forms[0]
 
 
 class TestAddRmsNorm(AddNormTests):
-    kernels = ("row_norm_fwd", "row_norm_bwd")
-    parameters = 2
-    centered = False
+    form = ADD_RMS_NORM.forms[0]
 
 
 class FromOutputTests(RowOpTests):
     variant = True
     backward_attribute = "from_output = true"
-    centered: bool
+    options = {"epsilon": EPSILON, "scale_offset": OFFSET}
 
     @pytest.fixture(autouse=True)
     def not_the_reference(self, request):
@@ -130,32 +125,12 @@ class FromOutputTests(RowOpTests):
 
     test_transformation_of_reference: Any = None  # not here, for the reason above
 
-    def op(self, x, *parameters, implementation=None):
-        return getattr(jax_gradops, "layer_norm" if self.centered else "rms_norm")(
-            x,
-            *parameters,
-            epsilon=EPSILON,
-            scale_offset=OFFSET,
-            residuals="output",
-            implementation=implementation,
-        )
-
-    @property
-    def settings(self):
-        return {"epsilon": EPSILON, "centered": self.centered, "scale_offset": OFFSET}
-
     def example(self, rng, shape, dtype, *parameter_dtypes):
         """Avoids small scales, because they make the rounding error of y large."""
         dy, x, scale, *bias = super().example(rng, shape, dtype, *parameter_dtypes)
         wide = widen(scale) + OFFSET
         scale = (wide + np.copysign(0.5, wide) - OFFSET).astype(scale.dtype)
         return [dy, x, scale, *bias]
-
-    def oracle(self, x, *parameters):
-        return oracles.norm(x, *parameters, **self.settings)
-
-    def oracle_vjp(self, dy, x, *parameters):
-        return oracles.norm_vjp(dy, x, parameters[0], **self.settings)[: 1 + self.parameters]
 
     def expected(self, dy, x, *parameters):
         y, *gradients = super().expected(dy, x, *parameters)
@@ -165,21 +140,18 @@ class FromOutputTests(RowOpTests):
                 *map(widen, (dy, x, *parameters)),
                 unit=float(kind.eps) / 2,
                 smallest=float(kind.smallest_subnormal),
-                **self.settings,
+                **self.form.oracle.keywords,
+                **self.options,
             )
         return [y, *rounded[: len(gradients)]]
 
 
 class TestLayerNormFromOutput(FromOutputTests):
-    kernels = ("row_norm_fwd", "row_norm_bwd")
-    parameters = 2
-    centered = True
+    form = LAYER_NORM.forms[1]
 
 
 class TestRmsNormFromOutput(FromOutputTests):
-    kernels = ("row_norm_fwd", "row_norm_bwd")
-    parameters = 1
-    centered = False
+    form = RMS_NORM.forms[1]
 
 
 # --- From the output -----------------------------------------------------------------------------
@@ -251,52 +223,56 @@ def test_memory(op):
 # --- Parameters keep their dtypes ----------------------------------------------------------------
 
 
-NORMS = pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+NORMS = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 
 
-def norm(op: str, x: Any, *parameters: Any, **options: Any) -> Any:
+def adds(spec: OpSpec) -> bool:
+    return spec.forms[0].arrays == 2
+
+
+def norm(spec: OpSpec, x: Any, *parameters: Any, **options: Any) -> Any:
     """y, and the sum or None. With a sum, the last parameter is a bias."""
-    f = functools.partial(getattr(jax_gradops, op), scale_offset=1.0, **options)
-    if not op.startswith("add_"):
+    f = functools.partial(spec.forms[0].call, scale_offset=1.0, **options)
+    if not adds(spec):
         return f(x, *parameters), None
     *affine, residual_bias = parameters
     return f(x, x, *affine, residual_bias=residual_bias)
 
 
-def gradients_of_parameters(op: str, dy: Any, x: Any, *parameters: Any) -> Any:
-    _, pull = jax.vjp(functools.partial(norm, op, x, implementation="ffi"), *parameters)
-    return pull((dy, dy if op.startswith("add_") else None))
+def gradients_of_parameters(spec: OpSpec, dy: Any, x: Any, *parameters: Any) -> Any:
+    _, pull = jax.vjp(functools.partial(norm, spec, x, implementation="ffi"), *parameters)
+    return pull((dy, dy if adds(spec) else None))
 
 
-def operands_of(op: str, rng: Any, shape: Any = (64, 32)) -> list[Any]:
-    count = 1 + op.endswith("layer_norm") + op.startswith("add_")
+def operands_of(spec: OpSpec, rng: Any, shape: Any = (64, 32)) -> list[Any]:
+    count = spec.forms[0].parameters + adds(spec)
     parameters = [normal(rng, shape[-1], dtype=jnp.bfloat16)] * count
     return [normal(rng, *shape, dtype=jnp.bfloat16) for _ in range(2)] + parameters
 
 
 @NORMS
-def test_nothing_is_converted(platform, op, rng):
+def test_nothing_is_converted(platform, spec, rng):
     """Kernels handle scale_offset and dtypes. The program has no other operation for them."""
-    f = jax.jit(functools.partial(gradients_of_parameters, op))
-    text = f.lower(*operands_of(op, rng)).compile().as_text()
+    f = jax.jit(functools.partial(gradients_of_parameters, spec))
+    text = f.lower(*operands_of(spec, rng)).compile().as_text()
     assert "convert(" not in text and " add(" not in text
 
 
 @NORMS
 @pytest.mark.parametrize("inside", [False, True], ids=["jit", "shard_map"])
-def test_sums_over_shards_are_wide(platform, op, inside, rng):
+def test_sums_over_shards_are_wide(platform, spec, inside, rng):
     """Sums are sent between devices in float32, and rounded once after the last addition."""
     devices = mesh(platform, AxisType.Auto)
-    operands = operands_of(op, rng)
-    expected = jax.jit(functools.partial(gradients_of_parameters, op))(*operands)
+    operands = operands_of(spec, rng)
+    expected = jax.jit(functools.partial(gradients_of_parameters, spec))(*operands)
 
     def f(dy: Any, x: Any, *parameters: Any) -> Any:
-        apply = functools.partial(norm, op)
+        apply = functools.partial(norm, spec)
         if inside:
             specs = (P("data"), *[P()] * len(parameters))
             apply = jax.shard_map(apply, mesh=devices, in_specs=specs, out_specs=P("data"))
         _, pull = jax.vjp(functools.partial(apply, x), *parameters)
-        return pull((dy, dy if op.startswith("add_") else None))
+        return pull((dy, dy if adds(spec) else None))
 
     spread = NamedSharding(devices, P("data"))
     arrays = [jax.device_put(a, spread) for a in operands[:2]] + operands[2:]

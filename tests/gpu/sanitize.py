@@ -33,7 +33,7 @@ def run(spec: OpSpec, form: Form, dy: Any, x: Any, scale: Any, bias: Any) -> Any
 
 
 def runs(specs: Iterable[OpSpec]) -> dict[str, Callable[..., Any]]:
-    """A function of (dy, x, scale, bias) for each form of the ops, without those of XLA."""
+    """Maps the name of each form to a function of (dy, x, scale, bias). XLA's ops are left out."""
     return {
         f"{spec.name} {form.name}".strip(): functools.partial(run, spec, form)
         for spec in specs

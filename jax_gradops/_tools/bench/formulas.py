@@ -1,7 +1,7 @@
 """The ops in `jax.numpy`, as JAX users write them. XLA is timed with these formulas.
 
 They are the textbook's: two passes for the variance of rows, and backward passes from saved
-statistics. Batch norm is that of Flax. A formula takes the operands of a `Form`, and its options.
+statistics. Batch norm has Flax's formula. A formula takes a `Form`'s operands and options.
 """
 
 from __future__ import annotations
