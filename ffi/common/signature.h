@@ -231,10 +231,10 @@ class RowChecker {
     return 0;
   }
 
-  void Number(const Signature::Attribute& attribute, double value) {
-    if (!ok() || (std::isfinite(value) && (value >= 0 || !attribute.non_negative))) return;
-    message_ = op_ + ": " + std::string(attribute.name) + " must be finite" +
-               (attribute.non_negative ? " and >= 0" : "") + ", got " + std::to_string(value);
+  void Number(std::string_view name, double value, bool non_negative) {
+    if (!ok() || (std::isfinite(value) && (value >= 0 || !non_negative))) return;
+    message_ = op_ + ": " + std::string(name) + " must be finite" +
+               (non_negative ? " and >= 0" : "") + ", got " + std::to_string(value);
   }
 
   void Broken(const Signature::Rule& rule, const std::string& first, const std::string& second) {
@@ -386,11 +386,10 @@ class RowHandler {
             there ? buffer.element_type() : ffi::DataType::INVALID);
     }
     CheckRules(check, std::make_index_sequence<std::size(Op::kRules)>());
-    for (const auto& attribute : Op::kAttributes) {
-      if (const auto* const member = std::get_if<double Args::*>(&attribute.member)) {
-        check.Number({attribute.name, Signature::Type::kDouble, attribute.non_negative},
-                     args_.**member);
-      }
+    for (const AttributeOf<Args>& attribute : Op::kAttributes) {
+      if (!std::holds_alternative<double Args::*>(attribute.member)) continue;
+      const double value = args_.*std::get<double Args::*>(attribute.member);
+      check.Number(attribute.name, value, attribute.non_negative);
     }
     if constexpr (kWorkspace) {
       const ffi::AnyBuffer& workspace = *buffers_[kOperands + kResults];
