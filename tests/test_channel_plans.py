@@ -89,6 +89,12 @@ def test_every_step_has_a_block(gpu: str, element_bytes: int) -> None:
             assert 1 <= found["blocks"] <= multiprocessors, what
             assert found["shared_bytes"] <= shared_bytes - 2048, what
             assert found["most_parts"] <= partial_rows(groups, rows * inner, channels, backward)
+            if found["dynamic_chunks"] > 0:
+                most = found["dynamic_chunks"] / found["tile_blocks"]
+                assert 2 <= found["static_chunks"] <= most, what
+                # Each warp's counter has room after the partial results.
+                room = partial_rows(groups, rows * inner, channels, backward)
+                assert found["tile_blocks"] + 16 <= room, what
             if found["combines_locally"]:  # a block reads few partial results for its own sums
                 assert found["tile_blocks"] <= 48, what
                 numbers = found["tile_blocks"] * found["tile_channels"] * (2 if backward else 4)
@@ -184,3 +190,11 @@ def test_rows_of_a_step_lie_in_lines_as_in_memory() -> None:
     """
     assert plan(256, 2048, 49)["row_pitch"] == 104
     assert plan(256, 2048, 49)["row_threads"] == 98
+
+
+def test_last_chunks_are_dynamic() -> None:
+    """Large arrays with channels last have dynamic chunks. Small ones have none."""
+    large, small = 256 * 56 * 56, 1000
+    for backward in (False, True):
+        assert plan(large, 256, backward=backward)["dynamic_chunks"] > 0
+        assert plan(small, 2048, backward=backward)["dynamic_chunks"] == 0

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -313,28 +314,59 @@ int RunLongChunks(ChannelDevice device) {
          Run<T, S>(device, {size, {.relu = true, .has_y = false, .in_place = true}});
 }
 
+// Arrays that are so large for two multiprocessors that there are dynamic chunks.
+template <typename T, typename S>
+int RunDynamic(ChannelDevice device) {
+  device.multiprocessors = 2;
+  int calls = 0;
+  const auto run = [&](const Size& size, const Options& options) {
+    const int forward = options.residual ? 1 : 0;
+    const int backward = options.relu && (options.has_y || options.residual) ? 1 : 0;
+    if (PlanOf<T>(device, false, size, options.partial_rows, forward).dynamic_chunks == 0 ||
+        PlanOf<T>(device, true, size, options.partial_rows, backward).dynamic_chunks == 0) {
+      std::printf("%s: no dynamic chunks\n", (Case{size, options}.Text().c_str()));
+      std::exit(1);
+    }
+    calls += Run<T, S>(device, {size, options});
+  };
+  run({1, 12'345, 512 / sizeof(T), 1}, {});
+  run({1, 16'383, 200 / sizeof(T), 1}, {.relu = true, .residual = true});
+  run({1, 3'001, 5, 49}, {.relu = true, .has_y = false, .in_place = true});
+  return calls;
+}
+
 }  // namespace
 }  // namespace gradops
 
-int main() {
+// The argument `dynamic` runs arrays with dynamic chunks. Without it, all others run.
+int main(int argc, char** argv) {
   using namespace gradops;
   const ChannelDevice device = CurrentChannelDevice();
-  int calls = RunLongChunks<float, Half>(device) + RunLongChunks<BFloat16, float>(device) +
-              RunLongChunks<Half, double>(device) + RunLongChunks<double, BFloat16>(device) +
-              RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101}) +
-              RunBarriers(device);
-  const auto run_all = [](const ChannelDevice& on) {
-    return RunAll<float, Half>(on) + RunAll<BFloat16, float>(on) + RunAll<Half, double>(on) +
-           RunAll<double, BFloat16>(on);
-  };
-  calls += run_all(device);
-  // Some arrays are a little larger than this L2 cache.
-  ChannelDevice other = device;
-  other.l2_bytes = 100'000;
-  calls += run_all(other);
-  // A GPU with little shared memory.
-  other = device, other.shared_bytes = 102'400;
-  calls += run_all(other);
+  int calls = 0;
+  if (argc == 1) {
+    calls += RunLongChunks<float, Half>(device) + RunLongChunks<BFloat16, float>(device) +
+             RunLongChunks<Half, double>(device) + RunLongChunks<double, BFloat16>(device) +
+             RunHard({1, 3000, 16, 1}) + RunHard({1, 9, 6, 1024}) + RunHard({1, 31, 7, 101}) +
+             RunBarriers(device);
+    const auto run_all = [](const ChannelDevice& on) {
+      return RunAll<float, Half>(on) + RunAll<BFloat16, float>(on) + RunAll<Half, double>(on) +
+             RunAll<double, BFloat16>(on);
+    };
+    calls += run_all(device);
+    // Some arrays are a little larger than this L2 cache.
+    ChannelDevice other = device;
+    other.l2_bytes = 100'000;
+    calls += run_all(other);
+    // A GPU with little shared memory.
+    other = device, other.shared_bytes = 102'400;
+    calls += run_all(other);
+  } else if (argc == 2 && std::strcmp(argv[1], "dynamic") == 0) {
+    calls += RunDynamic<float, Half>(device) + RunDynamic<BFloat16, float>(device) +
+             RunDynamic<Half, double>(device) + RunDynamic<double, BFloat16>(device);
+  } else {
+    std::printf("unknown %s\n", argv[1]);
+    return 2;
+  }
   std::printf("ran everything that was asked for: %d calls\n", calls);
   return 0;
 }

@@ -123,6 +123,7 @@ checks() {
     echo "$tool-gelu $tool $gelu"
     echo "$tool-clip $tool $clip"
     echo "$tool-batch $tool $batch"
+    echo "$tool-batch-dynamic $tool $batch dynamic"
     case $tool in
       racecheck) parts="-variant" numbers="0 1 2 3 4 5 6 7 8 9 10 11" ;;
       *) parts="-plan" numbers="0 1 2 3 4 5 6" ;;

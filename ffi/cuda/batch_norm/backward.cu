@@ -170,6 +170,7 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
     });
     sums.EndSum();
 
+    BeginCounters(plan, part, partials);
     const std::int64_t row = plan.NumberOf(part, static_cast<int>(blockIdx.x));
     SumPart(plan, part, scratch, sums, 0, [&](int channel, const double2& total, double) {
       partials.at(part.group, row, part.channel + channel) = {static_cast<A>(total.x),
@@ -258,8 +259,9 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
       StoreLast(dx, start, Narrow<T>(x));
       if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
     };
-    ForVectors<true>(plan, part, stages, 0, last && args.mean_dz.data == nullptr, copy,
-                     find_numbers, use, [] {});
+    ForSecondPass(plan, part, stages, last && args.mean_dz.data == nullptr,
+                  ChunkCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
+                  find_numbers, use);
   });
 }
 

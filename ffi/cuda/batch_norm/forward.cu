@@ -150,6 +150,7 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
     });
     sums.EndSum();
 
+    BeginCounters(plan, part, partials);
     const std::int64_t row = plan.NumberOf(part, static_cast<int>(blockIdx.x));
     SumPart(plan, part, scratch, sums, elements,
             [&](int channel, const double2& sum, double count) {
@@ -303,8 +304,9 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
         Apply(numbers, kResidual, args.relu, terms, values);
         StoreLast(y, start, Narrow<T>(values));
       };
-      ForVectors<true>(plan, part, stages, 0, last && args.mean.data == nullptr, copy, find_numbers,
-                       use, [] {});
+      ForSecondPass(plan, part, stages, last && args.mean.data == nullptr,
+                    ChunkCounter(plan, part, partials, static_cast<int>(threadIdx.x) / kWarp), copy,
+                    find_numbers, use);
     };
     if (residual == nullptr) {
       stream.template operator()<false>();

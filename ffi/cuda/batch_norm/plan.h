@@ -120,7 +120,7 @@ struct ChannelPlan {
   std::int64_t tile_blocks, concurrent_tiles;  // Contiguous: 1 and 0.
   EvenSplit step_split, whole_step_split;      // Interleaved: a tile's steps and whole_steps.
   EvenSplit tile_split;                        // Interleaved: all tiles.
-  VectorDistance to_next, to_previous;         // From a thread's vector to its next one.
+  VectorDistance to_next, to_previous;         // To a thread's vector in the block's other steps.
   int blocks;
   int warp_rows;  // Columns: rows of a step in a warp, which adds these up with shuffles.
   // Columns: distance between a thread's neighbouring columns in the block's sums. The padding puts
@@ -138,6 +138,8 @@ struct ChannelPlan {
   int chunk_steps;
   int part_chunks;  // Chunks of a part that is a whole tile.
   int kept_chunks;  // First chunks of a block that stay for the second pass.
+  // Dynamic chunks of a tile, and how many of them are given to each block. 0: there are none.
+  int dynamic_chunks, static_chunks;
   // Offsets in shared memory, in bytes.
   int origins_offset;
   int transient_offset;  // The stages of the transient array.
@@ -383,6 +385,7 @@ struct ChannelPlan {
 inline constexpr int kUsualRowThreads = 256;  // the most row_threads of a group's only tile
 inline constexpr int kElementSteps = 4;       // steps of a chunk of single elements
 inline constexpr int kSumsPadding = 16;       // see sums_pitch
+inline constexpr int kChunkCounters = kChannelThreads / kWarpThreads;  // of a tile: one per warp
 
 // The most shared memory of a block. CUDA keeps 1 KB of a multiprocessor's, and static shared
 // memory takes less than another 1 KB.
@@ -608,6 +611,24 @@ constexpr void DivideSteps(const ChannelTask& task, const Distribution& distribu
   }
 }
 
+// Sets how many chunks of the second pass are dynamic. None are if there are few, or if there is no
+// room for counters after a tile's partial results.
+constexpr void ChooseDynamicChunks(const ChannelTask& task, const Distribution& distribution,
+                                   ChannelPlan& plan) {
+  constexpr std::int64_t kLeastChunks = 16;  // per block
+  if (plan.plane || plan.width == 1 || !plan.interleaved()) return;
+  if (distribution.block_tiles > 1 || plan.tile_blocks == 1) return;
+  if (plan.tile_blocks + kChunkCounters > task.partial_rows) return;
+  const std::int64_t kept = plan.kept_chunks * plan.chunk_steps * plan.tile_blocks;
+  const std::int64_t chunks =
+      CeilDiv(std::max<std::int64_t>(plan.steps - kept, 0), plan.chunk_steps);
+  if (chunks < kLeastChunks * plan.tile_blocks) return;
+  if (chunks > std::numeric_limits<int>::max() / 16) return;
+  plan.dynamic_chunks = static_cast<int>(chunks);
+  plan.static_chunks =
+      static_cast<int>(std::max<std::int64_t>(2, chunks / plan.tile_blocks * 3 / 4));
+}
+
 // Steps of a chunk. There are more if at least a fifth of the threads have no vector, and the
 // multiprocessor has much shared memory.
 constexpr int ChunkSteps(const ChannelTask& task, const ChannelPlan& plan) {
@@ -689,6 +710,7 @@ constexpr void DivideMemory(const ChannelTask& task, const Distribution& distrib
   plan.kept_chunks =
       static_cast<int>(std::clamp<std::int64_t>(budget / (arrays * chunk_bytes), 0, chunks));
   plan.shared_bytes += plan.kept_chunks * arrays * chunk_bytes;
+  ChooseDynamicChunks(task, distribution, plan);
 }
 
 }  // namespace channel_choice
@@ -733,6 +755,9 @@ inline Description Describe(const ChannelPlan& plan) {
            {"chunk_steps", plan.chunk_steps, "steps of a chunk: copies are this many steps ahead"},
            {"kept_chunks", plan.kept_chunks,
             "first chunks of a block that stay in shared memory for the second pass"},
+           {"dynamic_chunks", plan.dynamic_chunks,
+            "chunks of a tile that blocks take when they are free; 0: none"},
+           {"static_chunks", plan.static_chunks, "of these, chunks that each block gets at the start"},
            {"shared_bytes", plan.shared_bytes, "shared memory of a block, in bytes"}}};
 }
 

@@ -7,6 +7,7 @@
 
 #include "cuda/batch_norm/plan.h"
 #include "cuda/common/pipeline.cuh"
+#include "cuda/common/reduce.cuh"
 #include "cuda/common/vector.cuh"
 
 namespace gradops {
@@ -233,6 +234,88 @@ __device__ __forceinline__ void ForVectors(const ChannelPlan& plan, const Channe
     done += steps;
     end_chunk();
   }
+}
+
+// --- Dynamic chunks ------------------------------------------------------------------------------
+
+// The second pass over the steps of a tile that no block has kept, from the last chunk to the
+// first. Most chunks are given to the tile's blocks in turn. The others are taken by whichever
+// block is free, so that all blocks end together. Warp w of every block has the same vectors of
+// each step. These warps share a counter of the chunks that are given and taken.
+template <int kSteps, int W>
+__device__ __forceinline__ void ForDynamicChunks(const ChannelPlan& plan, const ChannelPart& part,
+                                                 const auto& stages, unsigned* counter,
+                                                 const auto& copy, const auto& between,
+                                                 const auto& use) {
+  const VectorPlace place = plan.PlaceOf(part, 0, static_cast<int>(threadIdx.x));
+  const bool idle = place.vector < 0;
+  const std::int64_t limit = plan.Limit(part);
+  const std::int64_t kept = plan.kept_chunks * kSteps * plan.tile_blocks;  // steps
+  const std::uint32_t shared = stages.Of(plan.kept_chunks);
+  const auto step_of = [&](int chunk, int k) { return plan.steps - (chunk + 1) * kSteps + k; };
+  const auto start_of = [&](int chunk, int k) {
+    return place.at + step_of(chunk, k) * plan.step_rows * plan.row_elements;
+  };
+  const auto whole = [&](int chunk) {
+    return step_of(chunk, 0) >= kept && step_of(chunk, kSteps) <= plan.whole_steps;
+  };
+  const auto has = [&](int chunk, int k) {
+    return !idle && step_of(chunk, k) >= kept && start_of(chunk, k) + W <= limit;
+  };
+  const auto fetch = [&](int chunk, int k) {
+    if (has(chunk, k)) copy(stages.At(shared, k), start_of(chunk, k), false);
+    CommitCopies();
+  };
+  const int block = static_cast<int>(part.first);  // the block's number among the tile's blocks
+  const int tile_blocks = static_cast<int>(plan.tile_blocks);
+#pragma unroll 1
+  for (int k = 0; k < kSteps; ++k) fetch(block, k);
+  between();
+  int chunk = block, next = chunk + tile_blocks;
+  for (int taken = 2; chunk < plan.dynamic_chunks; ++taken) {
+    const bool given = taken < plan.static_chunks;
+    unsigned from_counter = 0;
+    if (!given && threadIdx.x % kWarp == 0) from_counter = atomicAdd(counter, 1u);
+    if (whole(chunk) && whole(next)) {
+      if (!idle) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          WaitForCopies<kSteps - 1>();
+          use(stages.At(shared, k), start_of(chunk, k));
+          copy(stages.At(shared, k), start_of(next, k), false);
+          CommitCopies();
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < kSteps; ++k) {
+        WaitForCopies<kSteps - 1>();
+        if (has(chunk, k)) use(stages.At(shared, k), start_of(chunk, k));
+        fetch(next, k);
+      }
+    }
+    chunk = next;
+    next = given ? block + taken * tile_blocks
+                 : static_cast<int>(__shfl_sync(0xffffffffu, from_counter, 0));
+  }
+}
+
+// The second pass over the steps of a part: first dynamic chunks, if there are any, then others.
+template <typename T, int W, int kArrays, int kSteps>
+__device__ __forceinline__ void ForSecondPass(const ChannelPlan& plan, ChannelPart part,
+                                              Stages<T, W, kArrays, kSteps>& stages,
+                                              bool last_there, unsigned* counter, const auto& copy,
+                                              const auto& between, const auto& use) {
+  if constexpr (W > 1) {
+    if (!plan.plane && plan.dynamic_chunks > 0) {
+      stages.BeginPart(plan, part);
+      ForDynamicChunks<kSteps, W>(plan, part, stages, counter, copy, between, use);
+      part.count = plan.kept_chunks * kSteps;
+      ForVectors<true>(plan, part, stages, 0, false, copy, [] {}, use, [] {});
+      return;
+    }
+  }
+  ForVectors<true>(plan, part, stages, 0, last_there, copy, between, use, [] {});
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ namespace gradops {
 namespace {
 
 constexpr int kChannelWarps = kChannelThreads / kWarp;
+static_assert(kChunkCounters == kChannelWarps);
 
 // Two sums for each of a thread's columns. Regular calls of EndSum() keep rounding errors small:
 // they hardly grow with the number of rows.
@@ -207,6 +208,20 @@ struct ChannelPartials {
     return partial;
   }
 };
+
+// A warp's counter of a tile's chunks (stages.cuh). It lies after the tile's partial results.
+// Warps' counters are far apart, because one place takes one atomic operation at a time.
+__device__ __forceinline__ unsigned* ChunkCounter(const ChannelPlan& plan, const ChannelPart& part,
+                                                  const auto& partials, int warp) {
+  return reinterpret_cast<unsigned*>(
+      &partials.at(part.group, plan.tile_blocks + warp, part.channel));
+}
+__device__ __forceinline__ void BeginCounters(const ChannelPlan& plan, const ChannelPart& part,
+                                              const auto& partials) {
+  if (plan.dynamic_chunks == 0 || part.first != 0 || threadIdx.x >= kChannelWarps) return;
+  *ChunkCounter(plan, part, partials, static_cast<int>(threadIdx.x)) =
+      static_cast<unsigned>(plan.static_chunks * plan.tile_blocks);
+}
 
 // For each channel: state = begin(group, channel); add(sums, partial, state) for each of the
 // channel's partial results; finish(tile, group, channel, sums, state). If blocks combine their own
