@@ -56,13 +56,13 @@ struct RowChoice {
 };
 struct ChannelChoice {
   ChannelTask task{};
-  Description Choose() const { return Describe(ChooseChannelPlan(task)); }
+  Description Choose() const { return Describe(ChooseBatchNormPlan(task)); }
 };
 // What the plan of batch norm gives the blocks, over all tiles, for tests.
 struct ChannelCoverage {
   ChannelTask task{};
   Description Choose() const {
-    const ChannelPlan plan = ChooseChannelPlan(task);
+    const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
     std::vector<std::int64_t> steps(static_cast<std::size_t>(plan.all_tiles)), parts = steps;
     std::int64_t evict_first = 0;
     for (int block = 0; block < plan.blocks; ++block) {
@@ -146,6 +146,7 @@ constexpr Field<Choice> kChannelFields[] = {
     OfTask<Choice, &ChannelTask::device, &ChannelDevice::shared_bytes>("shared_bytes"),
     OfTask<Choice, &ChannelTask::device, &ChannelDevice::l2_bytes>("l2_bytes"),
     OfTask<Choice, &ChannelTask::device, &ChannelDevice::clusters>("clusters"),
+    OfTask<Choice, &ChannelTask::device, &ChannelDevice::prefers_separate>("prefers_separate"),
 };
 
 constexpr Field<GeluChoice> kGeluFields[] = {

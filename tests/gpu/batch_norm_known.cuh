@@ -69,7 +69,7 @@ int RunBarriers(ChannelDevice device) {
   for (const bool backward : {false, true}) {
     ChannelTask task = TaskOf<float>(backward, {{1, c.rows, c.channels}, c.inner}, device);
     task.aligned = task.statistics = task.apply = true, task.partial_rows = 512;
-    if (!ChooseChannelPlan(task).fits_cluster()) {
+    if (!ChooseBatchNormPlan(task).channels.fits_cluster()) {
       std::printf("%s: no clusters\n", c.Text().c_str());
       std::exit(1);
     }

@@ -277,7 +277,7 @@ int RunAll(const ChannelDevice& device) {
   run({1, 2, 3, 300}, {.relu = true, .shift = 1});
   run({1, 700, 2560, 1}, {.relu = true, .residual = true});
   run({1, 70, 24, 1}, {.relu = true, .has_y = false});
-  // Columns whose vectors have two channels, in groups.
+  // A separate second pass: vectors of two channels, groups.
   run({2, 64, 5, 20}, {.relu = true, .residual = true, .partial_rows = 20});
   run({3, 64, 9, 49}, {.relu = true, .has_y = false, .in_place = true});
   // On 132 multiprocessors, some block of a plane has only a step without elements.
@@ -288,7 +288,7 @@ int RunAll(const ChannelDevice& device) {
   return calls;
 }
 
-// The plan for these arrays.
+// The plan of the main kernel for these arrays.
 template <typename T>
 ChannelPlan PlanOf(const ChannelDevice& device, bool backward, const Size& size,
                    std::int64_t partial_rows, int transient_arrays) {
@@ -296,7 +296,7 @@ ChannelPlan PlanOf(const ChannelDevice& device, bool backward, const Size& size,
       TaskOf<T>(backward, {{size.groups, size.rows, size.channels}, size.inner}, device);
   task.aligned = task.statistics = task.apply = true;
   task.partial_rows = partial_rows, task.transient_arrays = transient_arrays;
-  return ChooseChannelPlan(task);
+  return ChooseBatchNormPlan(task).channels;
 }
 
 // Chunks with more steps, whose stages are used again many times. Many threads have no vector.
@@ -355,7 +355,7 @@ int main(int argc, char** argv) {
     calls += run_all(device);
     // Some arrays are a little larger than this L2 cache.
     ChannelDevice other = device;
-    other.l2_bytes = 100'000;
+    other.prefers_separate = true, other.l2_bytes = 100'000;
     calls += run_all(other);
     // A GPU with little shared memory.
     other = device, other.shared_bytes = 102'400;

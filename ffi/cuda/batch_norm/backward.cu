@@ -319,7 +319,7 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
   task.statistics = own, task.apply = args.dx != nullptr;
   task.transient_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
-  const ChannelPlan plan = ChooseChannelPlan(task);
+  const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
   const auto launch = [&]<Mask kMask>() {
     return DispatchPlan<kVec<T>, kBackwardNeeds>(plan, [&]<int W, bool kPlane, int kSteps>() {
       return LaunchChannels(kBackward, BatchNormBwdKernel<T, W, kPlane, kSteps, kMask>, stream,

@@ -339,6 +339,55 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   SecondPass(args, plan, partials, shared, stages);
 }
 
+constexpr int kApplyThreads = 256;  // threads of a block of BatchNormApplyKernel
+template <bool kResidual>
+constexpr int kApplyVectors = kResidual ? 2 : 4;  // vectors of such a thread
+
+// The second pass as a separate kernel of short blocks (AppliesSeparately in plan.h). It computes y
+// from the AffineNumbers that BatchNormFwdKernel has left in the workspace. It goes from the end of
+// the arrays to the start: the L2 cache still has what was read last. A thread loads all of its
+// vectors first. A vector belongs to one channel or two. A group has `vectors` vectors.
+template <typename T, bool kResidual>
+__global__ void __launch_bounds__(kApplyThreads, 4)
+    BatchNormApplyKernel(const __grid_constant__ BatchNormFwdArgs args, std::int64_t vectors) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>, kVectors = kApplyVectors<kResidual>;
+  const std::int64_t block = gridDim.x - 1 - blockIdx.x, group = blockIdx.y;
+  const std::int64_t first = block * kVectors * kApplyThreads + threadIdx.x;
+  const std::int64_t channels = args.shape.outer.features, inner = args.shape.inner;
+  const ChannelPartials<A, kMoments> partials{args.workspace, args.partial_rows, channels};
+  const T* const x = static_cast<const T*>(args.x) + group * vectors * W;
+  const T* const residual = static_cast<const T*>(args.residual) + group * vectors * W;
+  T* const y = static_cast<T*>(args.y) + group * vectors * W;
+  Pack<T, W> of_x[kVectors] = {}, of_residual[kVectors] = {};
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const std::int64_t i = first + k * kApplyThreads;
+    if (i < vectors) of_x[k] = LoadPackOnce<W>(x + i * W);
+    if (kResidual && i < vectors) of_residual[k] = LoadPackOnce<W>(residual + i * W);
+  }
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const std::int64_t i = first + k * kApplyThreads;
+    if (i >= vectors) break;
+    const std::int64_t row = i * W / inner, channel = row % channels;
+    const int left = static_cast<int>(min((row + 1) * inner - i * W, std::int64_t{W}));
+    const auto own = partials.at(group, 0, channel);
+    auto next = own;  // of the channel after
+    if (left < W) next = partials.at(group, 0, channel + 1 < channels ? channel + 1 : 0);
+    A numbers[kAffine][W], values[W], terms[W];
+#pragma unroll
+    for (int v = 0; v < kAffine; ++v) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) numbers[v][j] = j < left ? own.v[v] : next.v[v];
+    }
+    Widen(of_x[k], values);
+    if constexpr (kResidual) Widen(of_residual[k], terms);
+    Apply(numbers, kResidual, args.relu, terms, values);
+    StoreLast(y, i * W, Narrow<T>(values));
+  }
+}
+
 // Stores the statistics of channels without elements.
 template <typename A>
 __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
@@ -349,6 +398,15 @@ __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs a
 }
 
 // --- Launchers -----------------------------------------------------------------------------------
+
+template <typename T, bool kResidual>
+ffi::Error LaunchApply(cudaStream_t stream, const BatchNormFwdArgs& args, std::int64_t vectors) {
+  const std::int64_t blocks =
+      CeilDiv(vectors, std::int64_t{kApplyThreads} * kApplyVectors<kResidual>);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(args.shape.outer.groups));
+  BatchNormApplyKernel<T, kResidual><<<grid, kApplyThreads, 0, stream>>>(args, vectors);
+  return LastError(kForward);
+}
 
 template <typename T>
 ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const ChannelDevice& device) {
@@ -365,11 +423,17 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
   task.statistics = own, task.apply = args.y != nullptr;
   task.transient_arrays = args.residual == nullptr ? 0 : 1;
   task.partial_rows = args.partial_rows;
-  const ChannelPlan plan = ChooseChannelPlan(task);
-  return DispatchPlan<kVec<T>, kForwardNeeds>(plan, [&]<int W, bool kPlane, int kSteps>() {
-    return LaunchChannels(kForward, BatchNormFwdKernel<T, W, kPlane, kSteps>, stream, plan, device,
-                          args);
-  });
+  const BatchNormPlan plan = ChooseBatchNormPlan(task);
+  BatchNormFwdArgs main = args;
+  if (plan.apply_vectors > 0) main.y = nullptr;
+  const ffi::Error error =
+      DispatchPlan<kVec<T>, kForwardNeeds>(plan.channels, [&]<int W, bool kPlane, int kSteps>() {
+        return LaunchChannels(kForward, BatchNormFwdKernel<T, W, kPlane, kSteps>, stream,
+                              plan.channels, device, main);
+      });
+  if (error.failure() || plan.apply_vectors == 0) return error;
+  return args.residual == nullptr ? LaunchApply<T, false>(stream, args, plan.apply_vectors)
+                                  : LaunchApply<T, true>(stream, args, plan.apply_vectors);
 }
 
 // BatchNormFwd for a GPU like `device`. Tests pass devices that differ from the current one.

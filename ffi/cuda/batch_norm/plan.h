@@ -34,7 +34,8 @@ struct ChannelDevice {
   int multiprocessors;
   std::int64_t shared_bytes;  // Shared memory of a multiprocessor.
   std::int64_t l2_bytes;
-  bool clusters;  // The GPU can run a tile's blocks as a cluster.
+  bool clusters;                  // The GPU can run a tile's blocks as a cluster.
+  bool prefers_separate = false;  // A separate kernel computes y wherever that is possible.
 };
 
 // What the choice depends on.
@@ -46,9 +47,10 @@ struct ChannelTask {
   int accum_bytes;            // Bytes of the accumulation type.
   bool aligned;               // All arrays start at 16-byte boundaries.
   bool statistics;            // There is a first pass, which adds up.
-  bool apply;                 // There is a second pass.
+  bool apply;                 // There is a second pass in this kernel.
   int transient_arrays;       // Arrays that are copied ahead, but do not stay.
   std::int64_t partial_rows;  // Partial rows in the workspace.
+  bool separate = false;      // ChooseBatchNormPlan: another kernel makes the second pass.
 
   constexpr const ChannelNeeds& needs() const { return backward ? kBackwardNeeds : kForwardNeeds; }
   constexpr std::int64_t elements() const { return groups * rows * channels * inner; }
@@ -145,7 +147,6 @@ struct ChannelPlan {
   int transient_offset;  // The stages of the transient array.
   int scratch_bytes;     // The stages of the other arrays.
   int shared_bytes;      // The end.
-  bool backward;
 
   // This plan, with the way to cut tiles and the width of vectors known to the compiler.
   template <bool kPlane, int W>
@@ -379,6 +380,13 @@ struct ChannelPlan {
   }
 };
 
+// All kernels of a call.
+struct BatchNormPlan {
+  bool backward;
+  ChannelPlan channels;        // BatchNormFwdKernel or BatchNormBwdKernel
+  std::int64_t apply_vectors;  // Vectors of a group for BatchNormApplyKernel. 0: it does not run.
+};
+
 // --- The choice ----------------------------------------------------------------------------------
 // README.md has a table of the tiles that it chooses.
 
@@ -429,7 +437,7 @@ constexpr std::int64_t PartialBytes(const ChannelTask& task, const Distribution&
 constexpr bool CombinesLocally(const ChannelTask& task, const Distribution& distribution,
                                std::int64_t channels) {
   constexpr std::int64_t kMaxBytes = 96 << 10, kMaxBlocks = 48;
-  return task.statistics && distribution.concurrent_tiles > 0 &&
+  return task.statistics && !task.separate && distribution.concurrent_tiles > 0 &&
          distribution.tile_blocks <= kMaxBlocks &&
          PartialBytes(task, distribution, channels) <= kMaxBytes;
 }
@@ -713,16 +721,13 @@ constexpr void DivideMemory(const ChannelTask& task, const Distribution& distrib
   ChooseDynamicChunks(task, distribution, plan);
 }
 
-}  // namespace channel_choice
-
-// The plan for a task with elements.
+// The plan of the kernel that makes the first pass, or both.
 constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
-  using namespace channel_choice;
   ChannelPlan plan{};
   CutTiles(task, plan);
   const Distribution distribution = Distribute(task, plan.all_tiles, plan.steps);
   DivideSteps(task, distribution, plan);
-  plan.first_pass = task.statistics, plan.backward = task.backward;
+  plan.first_pass = task.statistics;
   plan.inverse_elements = 1.0 / (static_cast<double>(task.rows) * static_cast<double>(task.inner));
   plan.combines_locally = CombinesLocally(task, distribution, plan.tile_channels);
   ChooseCachedSteps(task, plan);
@@ -730,35 +735,69 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
   return plan;
 }
 
+// Whether the second pass is a separate kernel. It is if arrays are large, and channels have few
+// elements in a row: blocks that take memory in order are then faster than blocks that stay with
+// their channels.
+constexpr bool AppliesSeparately(const ChannelTask& task, const ChannelPlan& plan) {
+  constexpr std::int64_t kMaxGroups = 65535;
+  const std::int64_t width = 16 / task.element_bytes, group = task.elements() / task.groups;
+  if (task.backward || !task.statistics || !task.aligned) return false;
+  if (task.inner < width || group % width != 0) return false;
+  if (task.groups > kMaxGroups || group / width >= std::int64_t{1} << 31) return false;
+  // What the chip's memories may still hold of x.
+  const std::int64_t on_chip =
+      task.device.l2_bytes + task.device.multiprocessors * task.device.shared_bytes;
+  return task.device.prefers_separate ||
+         (!plan.plane && task.elements() * task.element_bytes > 4 * on_chip);
+}
+
+}  // namespace channel_choice
+
+// The plan for a task with elements.
+constexpr BatchNormPlan ChooseBatchNormPlan(const ChannelTask& task) {
+  using namespace channel_choice;
+  const ChannelPlan plan = ChooseChannelPlan(task);
+  if (!AppliesSeparately(task, plan)) return {task.backward, plan, 0};
+  // Also if y is not wanted, so that the statistics have the same bits with and without y.
+  ChannelTask statistics = task;
+  statistics.apply = false, statistics.separate = true;
+  const std::int64_t vectors = task.elements() / task.groups / (16 / task.element_bytes);
+  return {task.backward, ChooseChannelPlan(statistics), task.apply ? vectors : 0};
+}
+
 // The plan in numbers, for tests and people.
-inline Description Describe(const ChannelPlan& plan) {
-  return {plan.backward ? "BatchNormBwdKernel" : "BatchNormFwdKernel",
-          plan.backward ? "batch_norm/backward.cu" : "batch_norm/forward.cu",
-          {{"plane", plan.plane,
-            "1: channels first, a tile is a part of one channel; 0: channels last"},
-           {"width", plan.width, "elements of a vector"},
-           {"row_threads", plan.row_threads, "vectors of a tile in a row (channels last)"},
-           {"step_rows", plan.step_rows, "rows of a step (channels last)"},
-           {"fold", plan.fold, "rows of x in a row of the matrix"},
-           {"tile_channels", plan.tile_channels, "channels of a tile"},
-           {"tiles", plan.tiles, "tiles of a group"},
-           {"steps", plan.steps, "steps of a tile"},
-           {"tile_blocks", plan.tile_blocks, "blocks that share a tile"},
-           {"concurrent_tiles", plan.concurrent_tiles,
-            "tiles that are worked on at once; 0: blocks have contiguous steps"},
-           {"blocks", plan.blocks, "blocks of the grid"},
-           {"combines_locally", plan.combines_locally,
-            "1: each block combines the partial results of its tiles itself"},
-           {"row_pitch", plan.row_pitch, "vectors from one row of a step to the next in a stage"},
-           {"array_stage_bytes", plan.array_stage_bytes, "one array's part of a stage, in bytes"},
-           {"cached_steps", plan.cached_steps, "a block's last steps that stay in the L2 cache"},
-           {"chunk_steps", plan.chunk_steps, "steps of a chunk: copies are this many steps ahead"},
-           {"kept_chunks", plan.kept_chunks,
-            "first chunks of a block that stay in shared memory for the second pass"},
-           {"dynamic_chunks", plan.dynamic_chunks,
-            "chunks of a tile that blocks take when they are free; 0: none"},
-           {"static_chunks", plan.static_chunks, "of these, chunks that each block gets at the start"},
-           {"shared_bytes", plan.shared_bytes, "shared memory of a block, in bytes"}}};
+inline Description Describe(const BatchNormPlan& of) {
+  const ChannelPlan& plan = of.channels;
+  return {
+      of.backward ? "BatchNormBwdKernel" : "BatchNormFwdKernel",
+      of.backward ? "batch_norm/backward.cu" : "batch_norm/forward.cu",
+      {{"plane", plan.plane,
+        "1: channels first, a tile is a part of one channel; 0: channels last"},
+       {"width", plan.width, "elements of a vector"},
+       {"row_threads", plan.row_threads, "vectors of a tile in a row (channels last)"},
+       {"step_rows", plan.step_rows, "rows of a step (channels last)"},
+       {"fold", plan.fold, "rows of x in a row of the matrix"},
+       {"tile_channels", plan.tile_channels, "channels of a tile"},
+       {"tiles", plan.tiles, "tiles of a group"},
+       {"steps", plan.steps, "steps of a tile"},
+       {"tile_blocks", plan.tile_blocks, "blocks that share a tile"},
+       {"concurrent_tiles", plan.concurrent_tiles,
+        "tiles that are worked on at once; 0: blocks have contiguous steps"},
+       {"blocks", plan.blocks, "blocks of the grid"},
+       {"combines_locally", plan.combines_locally,
+        "1: each block combines the partial results of its tiles itself"},
+       {"row_pitch", plan.row_pitch, "vectors from one row of a step to the next in a stage"},
+       {"array_stage_bytes", plan.array_stage_bytes, "one array's part of a stage, in bytes"},
+       {"cached_steps", plan.cached_steps, "a block's last steps that stay in the L2 cache"},
+       {"chunk_steps", plan.chunk_steps, "steps of a chunk: copies are this many steps ahead"},
+       {"kept_chunks", plan.kept_chunks,
+        "first chunks of a block that stay in shared memory for the second pass"},
+       {"dynamic_chunks", plan.dynamic_chunks,
+        "chunks of a tile that blocks take when they are free; 0: none"},
+       {"static_chunks", plan.static_chunks, "of these, chunks that each block gets at the start"},
+       {"shared_bytes", plan.shared_bytes, "shared memory of a block, in bytes"},
+       {"apply_vectors", of.apply_vectors,
+        "vectors of the separate kernel that computes y; 0: there is no such kernel"}}};
 }
 
 }  // namespace gradops
