@@ -308,18 +308,20 @@ __device__ __forceinline__ void FinishRow(
 // Gives the block's column sums to the cluster's sums, which begin at `at`.
 template <bool kCentered, typename T, int P, Layout kLayout, typename A>
 __device__ __forceinline__ void GiveSums(const BlockSums<T, P, kLayout>& block,
-                                         const DxSums<T, P>& dx_sums, const PartialSums<A>& sums,
-                                         std::int64_t at, A (&dscale)[P][kVec<T>],
-                                         A (&dbias)[P][kVec<T>], bool store) {
-  const auto give = [&](int part, A(&values)[P][kVec<T>], A* result) {
-    block.Give(part, values, result == nullptr ? nullptr : result + at, store);
+                                         const DxSums<T, P>& dx_sums, bool sums_dx,
+                                         const PartialSums<A>& sums, std::int64_t at,
+                                         A (&dscale)[P][kVec<T>], A (&dbias)[P][kVec<T>],
+                                         bool store) {
+  const auto give = [&](int part, A(&values)[P][kVec<T>], int s) {
+    A* const to = sums.results[s] == nullptr ? nullptr : sums.results[s] + at;
+    block.Give(part, values, to, store);
   };
-  give(0, dscale, sums.results[0]);
-  if constexpr (kCentered) give(1, dbias, sums.results[1]);
-  if (sums.results[2] != nullptr) {
+  give(0, dscale, 0);
+  if constexpr (kCentered) give(1, dbias, 1);
+  if (sums_dx) {
     // In the place of dscale's sums, which have been read. RMS norm: of dbias's, which are absent.
     dx_sums.Get(dscale);
-    give(kCentered ? 0 : 1, dscale, sums.results[2]);
+    give(kCentered ? 0 : 1, dscale, 2);
   }
 }
 
@@ -433,7 +435,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
         }
 
         const std::int64_t sums_at = group * sums.group_pitch + cluster * sums.cluster_pitch;
-        GiveSums<kCentered>(block, dx_sums, sums, sums_at, dscale, dbias, store);
+        GiveSums<kCentered>(block, dx_sums, sums_dx, sums, sums_at, dscale, dbias, store);
         // All sums are read before the next are written. Masked: all are written before the next
         // sweep, in which other threads add to them.
         if (split.teams > 1 || kMasked) __syncthreads();
