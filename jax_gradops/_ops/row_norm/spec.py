@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jax_gradops import _oracles
 from jax_gradops._ops.op_spec import EPSILON, Form, OpSpec, PlanTask
-from jax_gradops._ops.row_norm import kernels
+from jax_gradops._ops.row_norm.kernels import BWD, FWD
 from jax_gradops._ops.row_norm.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-_LAYER_NORM = functools.partial(
-    Form,
-    oracle=functools.partial(_oracles.norm, centered=True),
-    oracle_vjp=functools.partial(_oracles.norm_vjp, centered=True),
-    kernels=(kernels.FWD, kernels.BWD),
-    options={"epsilon": EPSILON},
-    parameters=2,
-)
-_RMS_NORM = functools.partial(
-    Form,
-    oracle=functools.partial(_oracles.norm, centered=False),
-    oracle_vjp=functools.partial(_oracles.norm_vjp, centered=False),
-    kernels=(kernels.FWD, kernels.BWD),
-    options={"epsilon": EPSILON},
-    parameters=1,
-)
-_TRAFFIC = {"fwd": 2, "bwd": 3}
+
+def _form(call: Callable[..., Any], centered: bool, adds: bool = False, **settings: Any) -> Form:
+    oracle = _oracles.add_norm if adds else _oracles.norm
+    oracle_vjp = _oracles.add_norm_vjp if adds else _oracles.norm_vjp
+    return Form(
+        call,
+        functools.partial(oracle, centered=centered),
+        (FWD, BWD),
+        functools.partial(oracle_vjp, centered=centered),
+        options={"epsilon": EPSILON},
+        arrays=2 if adds else 1,
+        parameters=2 if centered else 1,
+        **settings,
+    )
 
 
 def _plan(task: PlanTask, *, centered: bool, arrays: int) -> dict[str, Any]:
@@ -51,56 +49,23 @@ def _plan(task: PlanTask, *, centered: bool, arrays: int) -> dict[str, Any]:
     )
 
 
-LAYER_NORM = OpSpec(
-    "layer_norm",
-    "rows",
-    (
-        _LAYER_NORM(layer_norm, traffic=_TRAFFIC),
-        _LAYER_NORM(
-            functools.partial(layer_norm, residuals="output"),
-            name="from output",
-            roundings=7,
-        ),
-    ),
-    plan=functools.partial(_plan, centered=True, arrays=1),
-)
-RMS_NORM = OpSpec(
-    "rms_norm",
-    "rows",
-    (
-        _RMS_NORM(rms_norm, traffic=_TRAFFIC),
-        _RMS_NORM(
-            functools.partial(rms_norm, residuals="output"),
-            name="from output",
-            roundings=7,
-        ),
-    ),
-    plan=functools.partial(_plan, centered=False, arrays=1),
-)
-ADD_LAYER_NORM = OpSpec(
-    "add_layer_norm",
-    "rows",
-    (
-        _LAYER_NORM(
-            add_layer_norm,
-            oracle=functools.partial(_oracles.add_norm, centered=True),
-            oracle_vjp=functools.partial(_oracles.add_norm_vjp, centered=True),
-            arrays=2,
-        ),
-    ),
-    plan=functools.partial(_plan, centered=True, arrays=2),
-)
-ADD_RMS_NORM = OpSpec(
-    "add_rms_norm",
-    "rows",
-    (
-        _RMS_NORM(
-            add_rms_norm,
-            oracle=functools.partial(_oracles.add_norm, centered=False),
-            oracle_vjp=functools.partial(_oracles.add_norm_vjp, centered=False),
-            arrays=2,
-        ),
-    ),
-    plan=functools.partial(_plan, centered=False, arrays=2),
-)
+def _norm(name: str, call: Callable[..., Any], centered: bool) -> OpSpec:
+    from_output = functools.partial(call, residuals="output")
+    forms = (
+        _form(call, centered, traffic={"fwd": 2, "bwd": 3}),
+        _form(from_output, centered, name="from output", roundings=7),
+    )
+    plan = functools.partial(_plan, centered=centered, arrays=1)
+    return OpSpec(name, "rows", forms, plan=plan)
+
+
+def _add_norm(name: str, call: Callable[..., Any], centered: bool) -> OpSpec:
+    plan = functools.partial(_plan, centered=centered, arrays=2)
+    return OpSpec(name, "rows", (_form(call, centered, adds=True),), plan=plan)
+
+
+LAYER_NORM = _norm("layer_norm", layer_norm, centered=True)
+RMS_NORM = _norm("rms_norm", rms_norm, centered=False)
+ADD_LAYER_NORM = _add_norm("add_layer_norm", add_layer_norm, centered=True)
+ADD_RMS_NORM = _add_norm("add_rms_norm", add_rms_norm, centered=False)
 SPECS = (LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM)
