@@ -801,8 +801,8 @@ CPU = [
     Fault(
         "attributes in the wrong order",
         "ffi/ops/row_norm.h",
-        '{"epsilon", &Args::epsilon, /*non_negative=*/true},\n      {"scale_offset", &Args::sc',
-        '{"epsilon", &Args::scale_offset, true},\n      {"scale_offset", &Args::epsilon}, // &Args::sc',
+        '{"epsilon", &Args::epsilon, /*non_negative=*/true},\n      {"scale_offset", &Args::s',
+        '{"epsilon", &Args::scale_offset, true},\n      {"scale_offset", &Args::epsilon}, // s',
         _k("layer_norm", "(test_epsilon or test_scale_offset) and ffi"),
     ),
     Fault(
