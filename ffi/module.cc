@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "common/build_info.h"
-#include "common/python.h"
 #include "common/devices.h"
+#include "common/python.h"
 #include "ops/handlers.h"
 
 namespace nb = nanobind;

@@ -48,16 +48,11 @@ struct LimitedNormBackward : RowNormBwdTable<Limited<RowNormBwdArgs>> {
   static constexpr char kName[] = "row_norm_bwd_limited";
   using Args = Limited<RowNormBwdArgs>;
   static constexpr AttributeOf<Args> kAttributes[] = {
-      {"centered", &Args::centered},
-      {"from_output", &Args::from_output},
-      {"scale_offset", &Args::scale_offset},
-      {"epsilon", &Args::epsilon},
-      {"architecture", &Args::architecture},
-      {"max_cluster", &Args::max_cluster},
-      {"max_threads", &Args::max_threads},
-      {"max_stages", &Args::max_stages},
-      {"vectors", &Args::vectors},
-      {"stream", &Args::stream},
+      {"centered", &Args::centered},         {"from_output", &Args::from_output},
+      {"scale_offset", &Args::scale_offset}, {"epsilon", &Args::epsilon},
+      {"architecture", &Args::architecture}, {"max_cluster", &Args::max_cluster},
+      {"max_threads", &Args::max_threads},   {"max_stages", &Args::max_stages},
+      {"vectors", &Args::vectors},           {"stream", &Args::stream},
   };
   static ffi::Error Launch(CudaContext stream, const Args& args) {
     return RowNormBwd(stream, args, args.limits());

@@ -5,8 +5,9 @@
 #include "checks.h"
 
 // Returns the number of failures, or -1 if no check has this name.
-extern "C" [[gnu::visibility("default")]] int RunCheck(
-    const char* check, const gradops::NamedHandler* handlers, std::size_t count) {
+extern "C" [[gnu::visibility("default")]] int RunCheck(const char* check,
+                                                       const gradops::NamedHandler* handlers,
+                                                       std::size_t count) {
   using namespace gradops::native;
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   DescribeCrashes();

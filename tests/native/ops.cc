@@ -72,9 +72,7 @@ Choice Choose(const Signature& op, Random& random) {
 Dims DimsOf(const Signature::Array& array, const Shape& shape) {
   Dims dims = shape.groups;
   for (const char letter : array.axes) {
-    dims = dims + (letter == 'n'   ? shape.rows
-                   : letter == 'm' ? shape.inner
-                                   : Dims{shape.features});
+    dims = dims + (letter == 'n' ? shape.rows : letter == 'm' ? shape.inner : Dims{shape.features});
   }
   return dims;
 }
@@ -99,11 +97,11 @@ Call MakeRowCall(const Signature& op, XLA_FFI_DataType dtype, const Shape& shape
   if (op.workspace) {
     constexpr std::array<std::int64_t, 4> kPartialRows{1, 2, 7, 64};
     const bool empty = sums == 0 || Product(DimsOf(op.operands[0], shape)) == 0;
-    call.results.push_back({"workspace", ScratchOf(dtype),
-                            empty ? Dims{0}
-                                  : Dims{Product(shape.groups), kPartialRows[random.Below(4)], sums,
-                                         shape.features},
-                            true});
+    call.results.push_back(
+        {"workspace", ScratchOf(dtype),
+         empty ? Dims{0}
+               : Dims{Product(shape.groups), kPartialRows[random.Below(4)], sums, shape.features},
+         true});
   }
   call.attributes.push_back(Int("group_rank", static_cast<std::int64_t>(shape.groups.size())));
   if (op.has_inner()) {
@@ -118,8 +116,7 @@ Call MakeRowCall(const Signature& op, XLA_FFI_DataType dtype, const Shape& shape
       case Signature::Type::kInt: call.attributes.push_back(Int(name.c_str(), 0)); break;
       case Signature::Type::kDouble:
         const double value = name == "epsilon" ? 1e-5 : random.Below(2) == 0 ? 0.0 : 1.0;
-        call.attributes.push_back(
-            {name, XLA_FFI_DataType_F64, std::bit_cast<std::int64_t>(value)});
+        call.attributes.push_back({name, XLA_FFI_DataType_F64, std::bit_cast<std::int64_t>(value)});
         break;
     }
   }
