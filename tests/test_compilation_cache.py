@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import platform as machine
+import re
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,20 @@ def test_texts_tell_programs_apart():
     for (others,) in rest:  # another build's results may differ
         ours = {n for n in others if "implementation=xla" not in n}
         assert not [n for n in ours if set(one[n]) & set(others[n])]
+
+
+def test_another_build_has_other_names(monkeypatch):
+    """The name of a program's function changes with the code that the results depend on."""
+
+    def names() -> set[str]:
+        jax.clear_caches()
+        text = jax.jit(jax_gradops.gelu).lower(np.ones((2, 3), np.float32)).as_text()
+        return set(re.findall(r"jax_gradops_bias_gelu_fwd_\w+", text))
+
+    before, again = names(), names()
+    monkeypatch.setattr(_registry, "identity", lambda platform: f"another build for {platform}")
+    assert before == again and before and not before & names()
+    jax.clear_caches()
 
 
 @pytest.mark.P5

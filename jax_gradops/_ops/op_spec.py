@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jax_gradops._kernel.spec import Kernel
+from jax_gradops._kernel.trees import TreeKernel
 from jax_gradops._oracles import Reference
 
 Direction = Literal["fwd", "bwd"]
@@ -65,7 +66,7 @@ class Form:
 
     call: Callable[..., Any]
     oracle: Callable[..., Reference | tuple[Reference, ...]]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Kernel | TreeKernel, ...]
     oracle_vjp: Callable[..., tuple[Reference, ...]] | None = None
     name: str = ""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -120,6 +121,6 @@ class OpSpec:
     plan: Callable[[PlanTask], dict[str, Any]] | None = None
 
     @property
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[Kernel | TreeKernel, ...]:
         """The kernels of all forms."""
         return tuple(dict.fromkeys(kernel for form in self.forms for kernel in form.kernels))

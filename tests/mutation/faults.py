@@ -951,7 +951,7 @@ CPU = [
         "jax_gradops/_kernel/invoke.py",
         'text = f"{self.call.text} {shape} {_registry.identity(platform)}"',
         'text = f"{self.call.text} {shape}"',
-        _k("compilation_cache", "test_texts"),
+        _k("compilation_cache", "test_another_build"),
     ),
     Fault(
         "a partitioning keeps the name that is an address",

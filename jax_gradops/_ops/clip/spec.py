@@ -23,8 +23,10 @@ def _clip(function: Callable[..., Any], *leaves: Any, **options: Any) -> tuple[A
 def _update(*leaves: Any, max_norm: float) -> tuple[Any, ...]:
     """The norm, and the clipped leaves, by the gradient transformation for Optax."""
     transform = module.clip_by_global_norm(max_norm)
+    updates: Any
+    state: Any
     updates, state = transform.update(leaves, transform.init(leaves))
-    return state.global_norm, *updates  # pyright: ignore[reportAttributeAccessIssue]
+    return state.global_norm, *updates
 
 
 def _update_oracle(*leaves: Any, max_norm: float) -> tuple[_oracles.Reference, ...]:

@@ -98,7 +98,7 @@ def forward(
     centered: bool,
     epsilon: float,
     scale_offset: float,
-) -> Arrays:
+) -> tuple[Any, ...]:
     wide = _to_normalize(x, residual, residual_bias)
     if not centered:
         rstd = inverse_deviation(_mean_square(wide), epsilon)
