@@ -266,7 +266,7 @@ int RunAll(const ChannelDevice& device) {
   run({1, 37, 1001, 1}, {.relu = true, .has_y = false, .partial_rows = 7});
   run({1, 300, 2056, 1}, {.partial_rows = 64, .shift = 1});
   run({300, 5, 12, 1}, {.relu = true, .shared = true, .partial_rows = 1});
-  // Channels first: planes of whole packs, framed planes, columns, single elements.
+  // Channels first: planes of whole vectors, framed planes, columns, single elements.
   run({1, 9, 5, 1024}, {.relu = true, .in_place = true});
   run({2, 7, 3, 1089}, {.relu = true, .residual = true, .partial_rows = 40});
   run({2, 3, 6, 777},

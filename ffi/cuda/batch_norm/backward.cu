@@ -150,10 +150,10 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
           LoadGrad<kMask>(place, dz, x, y);
           add(dz, x, y);
           if constexpr (kMask != Mask::kNone) {
-            const Pack<T, W> masked = Narrow<T>(dz);
+            const Vector<T, W> masked = Narrow<T>(dz);
             place.Put(0, masked);
             if (kMask == Mask::kOfY && arrays.dresidual != nullptr) {
-              StorePack(arrays.dresidual + start, masked);
+              StoreVector(arrays.dresidual + start, masked);
             }
           }
         },

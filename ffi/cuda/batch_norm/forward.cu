@@ -359,12 +359,12 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
   const T* const x = static_cast<const T*>(args.x) + group * vectors * W;
   const T* const residual = static_cast<const T*>(args.residual) + group * vectors * W;
   T* const y = static_cast<T*>(args.y) + group * vectors * W;
-  Pack<T, W> of_x[kVectors] = {}, of_residual[kVectors] = {};
+  Vector<T, W> of_x[kVectors] = {}, of_residual[kVectors] = {};
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const std::int64_t i = first + k * kApplyThreads;
-    if (i < vectors) of_x[k] = LoadPackOnce<W>(x + i * W);
-    if (kResidual && i < vectors) of_residual[k] = LoadPackOnce<W>(residual + i * W);
+    if (i < vectors) of_x[k] = LoadVectorOnce<W>(x + i * W);
+    if (kResidual && i < vectors) of_residual[k] = LoadVectorOnce<W>(residual + i * W);
   }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {

@@ -286,7 +286,7 @@ struct ChannelPlan {
   // a line of 128 bytes as the tile's first row does in global memory.
   constexpr int StagePlace(const ChannelPart& part, int thread) const {
     if (row_pitch == row_threads) return thread;
-    const int skew = static_cast<int>(part.element / width % kLinePacks);
+    const int skew = static_cast<int>(part.element / width % kLineVectors);
     return thread / row_threads * row_pitch + thread % row_threads + skew;
   }
 
@@ -476,7 +476,7 @@ constexpr std::int64_t Score(const ChannelTask& task, std::int64_t rows, std::in
                          : row_threads > 256 ? 130
                          : row_threads > 128 ? 80
                                              : 0;
-  if (tiles > 1 && row_threads % kLinePacks != 0) penalty += row_threads < 128 ? 100 : 40;
+  if (tiles > 1 && row_threads % kLineVectors != 0) penalty += row_threads < 128 ? 100 : 40;
   return (1024 + taken) / 2 * ideal / (slowest + overhead) - penalty;
 }
 
@@ -675,8 +675,8 @@ constexpr void PlaceVectors(const ChannelTask& task, ChannelPlan& plan) {
     plan.channel_pitch = static_cast<int>(CeilDiv(CeilDiv(tile_channels, plan.width), 8)) * 8 + 4;
   }
   // Rows start as far into a line as in global memory, if that takes little room.
-  const int whole_lines = static_cast<int>(CeilDiv(plan.row_threads, kLinePacks)) * kLinePacks;
-  const int skewed_places = plan.step_rows * whole_lines + kLinePacks;
+  const int whole_lines = static_cast<int>(CeilDiv(plan.row_threads, kLineVectors)) * kLineVectors;
+  const int skewed_places = plan.step_rows * whole_lines + kLineVectors;
   const bool skewed = !plan.plane && plan.tiles > 1 && plan.row_threads != whole_lines &&
                       4 * skewed_places <= 5 * kChannelThreads &&
                       Fits(task, tile_channels, plan.width, skewed_places);

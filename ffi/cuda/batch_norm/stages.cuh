@@ -49,27 +49,29 @@ struct StagePlace {
     CopyAsync(At(array), from, evict_first);
   }
   __device__ __forceinline__ void CopyTransient(const T* from) { CopyAsync(transient, from); }
-  __device__ __forceinline__ static Pack<T, W> Load(std::uint32_t from) {
+  __device__ __forceinline__ static Vector<T, W> Load(std::uint32_t from) {
     return LoadPlain<W>(static_cast<const T*>(__cvta_shared_to_generic(from)));
   }
-  __device__ __forceinline__ Pack<T, W> Get(int array) const { return Load(At(array)); }
-  __device__ __forceinline__ Pack<T, W> GetTransient() const { return Load(transient); }
-  __device__ __forceinline__ void Put(int array, const Pack<T, W>& vector) {
-    StorePack(static_cast<T*>(__cvta_shared_to_generic(At(array))), vector);
+  __device__ __forceinline__ Vector<T, W> Get(int array) const { return Load(At(array)); }
+  __device__ __forceinline__ Vector<T, W> GetTransient() const { return Load(transient); }
+  __device__ __forceinline__ void Put(int array, const Vector<T, W>& vector) {
+    StoreVector(static_cast<T*>(__cvta_shared_to_generic(At(array))), vector);
   }
 };
 
 // For single elements, in registers. Elements that stay are in shared memory (Stages::Element).
 template <typename T, int kArrays>
 struct StagePlace<T, 1, kArrays> {
-  Pack<T, 1> values[kArrays + 1];
+  Vector<T, 1> values[kArrays + 1];
 
   __device__ __forceinline__ void Copy(int array, const T* from) { values[array].v[0] = *from; }
   __device__ __forceinline__ void Copy(int array, const T* from, bool) { Copy(array, from); }
   __device__ __forceinline__ void CopyTransient(const T* from) { Copy(kArrays, from); }
-  __device__ __forceinline__ Pack<T, 1> Get(int array) const { return values[array]; }
-  __device__ __forceinline__ Pack<T, 1> GetTransient() const { return values[kArrays]; }
-  __device__ __forceinline__ void Put(int array, const Pack<T, 1>& value) { values[array] = value; }
+  __device__ __forceinline__ Vector<T, 1> Get(int array) const { return values[array]; }
+  __device__ __forceinline__ Vector<T, 1> GetTransient() const { return values[kArrays]; }
+  __device__ __forceinline__ void Put(int array, const Vector<T, 1>& value) {
+    values[array] = value;
+  }
 };
 
 // A block's stages. Each kept chunk has stages of its own. All other chunks share some stages.

@@ -15,7 +15,8 @@ namespace {
 
 // Stores a vector that is not read again. It should not push other data out of the L2 cache.
 template <int W, typename T>
-__device__ __forceinline__ void StoreLast(T* array, std::int64_t start, const Pack<T, W>& vector) {
+__device__ __forceinline__ void StoreLast(T* array, std::int64_t start,
+                                          const Vector<T, W>& vector) {
   if constexpr (W == 1) {
     __stcs(array + start, vector.v[0]);
   } else {

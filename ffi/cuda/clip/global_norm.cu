@@ -43,7 +43,7 @@ __device__ __forceinline__ double Square(T value) {
 }
 
 template <typename T>
-__device__ __forceinline__ double SumOfSquaresOf(const Pack<T, kVec<T>>& vector,
+__device__ __forceinline__ double SumOfSquaresOf(const Vector<T, kVec<T>>& vector,
                                                  float max_float_sum) {
   if constexpr (sizeof(T) == 2) {
     float sum = 0;
@@ -73,7 +73,7 @@ __device__ __forceinline__ double ThreadSum(const T* __restrict__ x, std::int64_
   const uint4* __restrict__ body = reinterpret_cast<const uint4*>(x + split.head);
   for (std::int64_t first = thread; first < split.vectors; first += kLoads * kSumThreads) {
     // All loads come before the first use, so that they are under way together.
-    Pack<T, kVec<T>> vectors[kLoads];
+    Vector<T, kVec<T>> vectors[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const bool inside = first + k * kSumThreads < split.vectors;
@@ -103,7 +103,8 @@ __device__ __forceinline__ T Scaled(T value, FactorPair<A> factors) {
 }
 
 template <int W, typename T, typename A>
-__device__ __forceinline__ Pack<T, W> ScaledPack(const Pack<T, W>& vector, FactorPair<A> factors) {
+__device__ __forceinline__ Vector<T, W> ScaledVector(const Vector<T, W>& vector,
+                                                     FactorPair<A> factors) {
   if constexpr (sizeof(T) == 2 && std::is_same_v<A, float>) {
     float values[W];
     Widen(vector, values);
@@ -111,7 +112,7 @@ __device__ __forceinline__ Pack<T, W> ScaledPack(const Pack<T, W>& vector, Facto
     for (float& value : values) value = value * factors.first * factors.second;
     return Narrow<T>(values);
   } else {
-    Pack<T, W> scaled;
+    Vector<T, W> scaled;
 #pragma unroll
     for (int j = 0; j < W; ++j) scaled.v[j] = Scaled(vector.v[j], factors);
     return scaled;
@@ -132,15 +133,15 @@ __device__ __forceinline__ void ScaleElements(T* x, std::int64_t count, FactorPa
     T* const p = x + split.head + first * W;
     const int last =
         static_cast<int>(min(split.vectors - first, std::int64_t{kAtOnce} * kScaleThreads));
-    Pack<T, W> vectors[kAtOnce] = {};
+    Vector<T, W> vectors[kAtOnce] = {};
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      if (k * kScaleThreads < last) vectors[k] = LoadPackOnce<W>(p + k * kScaleThreads * W);
+      if (k * kScaleThreads < last) vectors[k] = LoadVectorOnce<W>(p + k * kScaleThreads * W);
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       if (k * kScaleThreads < last) {
-        StorePackOnce(p + k * kScaleThreads * W, ScaledPack(vectors[k], factors));
+        StoreVectorOnce(p + k * kScaleThreads * W, ScaledVector(vectors[k], factors));
       }
     }
   }

@@ -5,7 +5,7 @@
 namespace gradops {
 
 inline constexpr int kLineBytes = 128;
-inline constexpr int kLinePacks = kLineBytes / 16;  // vectors of 16 bytes
+inline constexpr int kLineVectors = kLineBytes / 16;  // vectors of 16 bytes
 
 inline constexpr int kWarpThreads = 32;
 

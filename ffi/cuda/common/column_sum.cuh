@@ -56,7 +56,7 @@ template <typename A, int W>
 __global__ void __launch_bounds__(kColumnLanes* kColumnSlices)
     ColumnSumKernel(const A* workspace, ColumnSums sums, std::int64_t stride,
                     std::int64_t partial_rows, std::int64_t features, std::int64_t items) {
-  __shared__ Pack<A, W> slices[kColumnSlices][kColumnLanes];
+  __shared__ Vector<A, W> slices[kColumnSlices][kColumnLanes];
   WaitForKernelBefore();
   const std::int64_t tiles = (features + kColumnLanes * W - 1) / (kColumnLanes * W);
   for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kColumnLanes* kColumnSlices)
     const int sum = static_cast<int>(item / tiles % sums.count);
     const std::int64_t group = item / tiles / sums.count;
     const std::int64_t column = (tile * kColumnLanes + threadIdx.x) * W;
-    Pack<A, W> total{};
-    const auto add = [&total](const Pack<A, W>& more) {
+    Vector<A, W> total{};
+    const auto add = [&total](const Vector<A, W>& more) {
 #pragma unroll
       for (int j = 0; j < W; ++j) total.v[j] += more.v[j];
     };
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kColumnLanes* kColumnSlices)
         add(LoadPlain<W>(partial + row * pitch));
       }
     }
-    StorePack(slices[threadIdx.y][threadIdx.x].v, total);
+    StoreVector(slices[threadIdx.y][threadIdx.x].v, total);
     __syncthreads();  // every slice is written
     if (threadIdx.y == 0 && column < features) {
 #pragma unroll

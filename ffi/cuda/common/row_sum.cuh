@@ -173,10 +173,10 @@ class RowSum {
     const int from = static_cast<int>(threadIdx.x) & (vectors - 1);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      const Pack<A, W> pack = LoadPlain<W>(&all[i][from * W]);
-      values[i] = pack.v[0];
+      const Vector<A, W> vector = LoadPlain<W>(&all[i][from * W]);
+      values[i] = vector.v[0];
 #pragma unroll
-      for (int j = 1; j < W; ++j) values[i] += pack.v[j];
+      for (int j = 1; j < W; ++j) values[i] += vector.v[j];
     }
     buffer_ ^= 1;
     OverSpan(values, vectors);

@@ -31,23 +31,23 @@ template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 2, std::uint16_t,
                                 std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
 
-// A pack: the elements of one memory access, which are a vector of 16 bytes or one element.
+// A vector: the elements of one memory access, which are a vector of 16 bytes or one element.
 template <typename T, int W>
-struct alignas(W * sizeof(T)) Pack {
+struct alignas(W * sizeof(T)) Vector {
   static_assert(W == 1 || W == kVec<T>);
   T v[W];
 };
 
-// Loads a pack that no thread of the kernel writes; p is aligned to the pack.
+// Loads a vector that no thread of the kernel writes; p is aligned to the vector.
 template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> LoadPack(const T* p) {
-  Pack<T, W> pack;
+__device__ __forceinline__ Vector<T, W> LoadVector(const T* p) {
+  Vector<T, W> vector;
   if constexpr (W == 1) {
-    pack.v[0] = __ldg(p);
+    vector.v[0] = __ldg(p);
   } else {
-    *reinterpret_cast<uint4*>(&pack) = __ldg(reinterpret_cast<const uint4*>(p));
+    *reinterpret_cast<uint4*>(&vector) = __ldg(reinterpret_cast<const uint4*>(p));
   }
-  return pack;
+  return vector;
 }
 
 // Loads 16 bytes that are read once, and should not push parameters out of the L1 cache. The load
@@ -62,56 +62,56 @@ __device__ __forceinline__ uint4 LoadWordsOnce(const void* p) {
   return words;
 }
 
-// A pack as the words of one access. If a pack is also put together from elements somewhere, the
-// compiler takes all packs apart.
+// A vector as the words of one access. If a vector is also put together from elements somewhere,
+// the compiler takes all vectors apart.
 template <int W, typename T>
-__device__ __forceinline__ uint4& AsWords(Pack<T, W>& pack) {
-  static_assert(sizeof(pack) == kVecBytes);
-  return reinterpret_cast<uint4&>(pack);
+__device__ __forceinline__ uint4& AsWords(Vector<T, W>& vector) {
+  static_assert(sizeof(vector) == kVecBytes);
+  return reinterpret_cast<uint4&>(vector);
 }
 
 template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> LoadPackOnce(const T* p) {
-  Pack<T, W> pack;
+__device__ __forceinline__ Vector<T, W> LoadVectorOnce(const T* p) {
+  Vector<T, W> vector;
   if constexpr (W == 1) {
-    pack.v[0] = __ldcs(p);
+    vector.v[0] = __ldcs(p);
   } else {
-    AsWords(pack) = LoadWordsOnce(p);
+    AsWords(vector) = LoadWordsOnce(p);
   }
-  return pack;
+  return vector;
 }
 
-// Loads a pack that other threads read too, and that may stay in the L1 cache. Loads and stores
-// stay in order, so that a loaded pack does not take registers before it is needed.
+// Loads a vector that other threads read too, and that may stay in the L1 cache. Loads and stores
+// stay in order, so that a loaded vector does not take registers before it is needed.
 template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> LoadPackAgain(const T* p) {
-  Pack<T, W> pack;
-  uint4& words = AsWords(pack);
+__device__ __forceinline__ Vector<T, W> LoadVectorAgain(const T* p) {
+  Vector<T, W> vector;
+  uint4& words = AsWords(vector);
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
                : "l"(p)
                : "memory");
-  return pack;
+  return vector;
 }
 
-// Loads a pack that threads may write, in shared memory or in a workspace.
+// Loads a vector that threads may write, in shared memory or in a workspace.
 template <int W, typename T>
-__device__ __forceinline__ Pack<T, W> LoadPlain(const T* p) {
-  Pack<T, W> pack;
+__device__ __forceinline__ Vector<T, W> LoadPlain(const T* p) {
+  Vector<T, W> vector;
   if constexpr (W == 1) {
-    pack.v[0] = *p;
+    vector.v[0] = *p;
   } else {
-    *reinterpret_cast<uint4*>(&pack) = *reinterpret_cast<const uint4*>(p);
+    *reinterpret_cast<uint4*>(&vector) = *reinterpret_cast<const uint4*>(p);
   }
-  return pack;
+  return vector;
 }
 
-// Converts a pack's elements to the type of the arithmetic. A bfloat16 takes one instruction if it
-// comes from a 32-bit word, and two if the compiler has taken the word apart.
+// Converts a vector's elements to the type of the arithmetic. A bfloat16 takes one instruction if
+// it comes from a 32-bit word, and two if the compiler has taken the word apart.
 template <int W, typename T, typename A>
-__device__ __forceinline__ void Widen(const Pack<T, W>& pack, A (&values)[W]) {
+__device__ __forceinline__ void Widen(const Vector<T, W>& vector, A (&values)[W]) {
   if constexpr (std::is_same_v<T, BFloat16> && W > 1) {
-    const auto& words = reinterpret_cast<const std::uint32_t (&)[W / 2]>(pack);
+    const auto& words = reinterpret_cast<const std::uint32_t (&)[W / 2]>(vector);
 #pragma unroll
     for (int j = 0; j < W; j += 2) {
       values[j] = __uint_as_float(words[j / 2] << 16);
@@ -119,14 +119,14 @@ __device__ __forceinline__ void Widen(const Pack<T, W>& pack, A (&values)[W]) {
     }
   } else {
 #pragma unroll
-    for (int j = 0; j < W; ++j) values[j] = static_cast<A>(pack.v[j]);
+    for (int j = 0; j < W; ++j) values[j] = static_cast<A>(vector.v[j]);
   }
 }
 
-// Rounds values to a pack.
+// Rounds values to a vector.
 template <typename T, int W, typename A>
-__device__ __forceinline__ Pack<T, W> Narrow(const A (&values)[W]) {
-  Pack<T, W> pack;
+__device__ __forceinline__ Vector<T, W> Narrow(const A (&values)[W]) {
+  Vector<T, W> vector;
   if constexpr (sizeof(T) == 2 && W > 1) {
     using Pair = std::conditional_t<std::is_same_v<T, Half>, __half2, __nv_bfloat162>;
     Pair pairs[W / 2];
@@ -138,12 +138,12 @@ __device__ __forceinline__ Pack<T, W> Narrow(const A (&values)[W]) {
         pairs[j / 2] = __floats2bfloat162_rn(values[j], values[j + 1]);
       }
     }
-    *reinterpret_cast<uint4*>(&pack) = *reinterpret_cast<const uint4*>(pairs);
+    *reinterpret_cast<uint4*>(&vector) = *reinterpret_cast<const uint4*>(pairs);
   } else {
 #pragma unroll
-    for (int j = 0; j < W; ++j) pack.v[j] = static_cast<T>(values[j]);
+    for (int j = 0; j < W; ++j) vector.v[j] = static_cast<T>(values[j]);
   }
-  return pack;
+  return vector;
 }
 
 // Exchanges the first half of some values with the second one.
@@ -160,9 +160,9 @@ __device__ __forceinline__ void SwapHalves(A (&values)[W]) {
 // Makes the compiler convert 16-bit elements again in every pass over them. Converted elements
 // would take twice the registers.
 template <typename T, int W>
-__device__ __forceinline__ void KeepPacked(Pack<T, W>& pack) {
+__device__ __forceinline__ void KeepPacked(Vector<T, W>& vector) {
   if constexpr (sizeof(T) == 2 && W > 1) {
-    auto& words = *reinterpret_cast<uint4*>(&pack);
+    auto& words = *reinterpret_cast<uint4*>(&vector);
     asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
   }
 }
@@ -175,19 +175,19 @@ __device__ __forceinline__ void KeepWide(float (&values)[W]) {
 }
 
 template <int W, typename T>
-__device__ __forceinline__ void StorePack(T* p, const Pack<T, W>& pack) {
+__device__ __forceinline__ void StoreVector(T* p, const Vector<T, W>& vector) {
   if constexpr (W == 1) {
-    *p = pack.v[0];
+    *p = vector.v[0];
   } else {
-    *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
+    *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&vector);
   }
 }
 
-// StorePackOnce is for data that is not read again soon. StorePackOnceIf stores 16 bytes if
+// StoreVectorOnce is for data that is not read again soon. StoreVectorOnceIf stores 16 bytes if
 // `wanted`, without a branch.
 template <int W, typename T>
-__device__ __forceinline__ void StorePackOnceIf(bool wanted, T* p, const Pack<T, W>& pack) {
-  const auto& words = *reinterpret_cast<const uint4*>(&pack);
+__device__ __forceinline__ void StoreVectorOnceIf(bool wanted, T* p, const Vector<T, W>& vector) {
+  const auto& words = *reinterpret_cast<const uint4*>(&vector);
   asm volatile(
       "{\n"
       ".reg .pred wanted;\n"
@@ -198,11 +198,11 @@ __device__ __forceinline__ void StorePackOnceIf(bool wanted, T* p, const Pack<T,
       : "memory");
 }
 template <int W, typename T>
-__device__ __forceinline__ void StorePackOnce(T* p, const Pack<T, W>& pack) {
+__device__ __forceinline__ void StoreVectorOnce(T* p, const Vector<T, W>& vector) {
   if constexpr (W == 1) {
-    *p = pack.v[0];
+    *p = vector.v[0];
   } else {
-    const auto& words = *reinterpret_cast<const uint4*>(&pack);
+    const auto& words = *reinterpret_cast<const uint4*>(&vector);
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.x),
                  "r"(words.y), "r"(words.z), "r"(words.w)
                  : "memory");

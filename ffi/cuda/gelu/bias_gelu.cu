@@ -53,7 +53,7 @@ __device__ __forceinline__ void LoadBias(const Param& param, const GeluPlan& pla
     if (plan.band_rows == 1 && Aligned(all)) {
 #pragma unroll
       for (int j = 0; j < W; j += kVec<A>) {
-        const auto part = LoadPack<kVec<A>>(all + vector * W + j);
+        const auto part = LoadVector<kVec<A>>(all + vector * W + j);
 #pragma unroll
         for (int k = 0; k < kVec<A>; ++k) bias[j + k] = part.v[k];
       }
@@ -93,10 +93,10 @@ __global__ void __launch_bounds__(kGeluThreads, kGeluForwardBlocks)
   const std::int64_t stride = plan.block_bands * plan.band_vectors;
   const std::int64_t left = plan.vectors - first;
   const auto has = [&](int k) { return k < plan.thread_vectors && k * stride < left; };
-  Pack<T, W> vectors[kMost];
+  Vector<T, W> vectors[kMost];
 #pragma unroll
   for (int k = 0; k < kMost; ++k) {
-    if (has(k)) vectors[k] = LoadPackOnce<W>(x + k * stride * W);
+    if (has(k)) vectors[k] = LoadVectorOnce<W>(x + k * stride * W);
   }
   A bias[W];
   LoadBias(args.bias, plan, group, features, place.vector, bias);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kGeluThreads, kGeluForwardBlocks)
 #pragma unroll
     for (int j = 0; j < W; ++j)
       values[j] = Gelu<T, kApproximate>(GeluTail<T, kApproximate>(values[j] + bias[j]));
-    StorePackOnce(y + k * stride * W, Narrow<T>(values));
+    StoreVectorOnce(y + k * stride * W, Narrow<T>(values));
   }
   // The elements after the last whole vector: the thread that would have the next vector takes
   // them.
@@ -146,8 +146,8 @@ struct GradArrays {
 template <typename T, bool kApproximate, int W>
 __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const GradArrays<T>& arrays,
                                          const GeluPlan& plan, std::int64_t group,
-                                         const Place& place, Pack<T, W> (*stages)[kMostGeluThreads],
-                                         Accum<T>* sums) {
+                                         const Place& place,
+                                         Vector<T, W> (*stages)[kMostGeluThreads], Accum<T>* sums) {
   using A = Accum<T>;
   constexpr bool kCutSums = !std::is_same_v<A, double>;
   constexpr bool kPipeline = W > 1;  // asynchronous copies to shared memory are of 16 bytes
@@ -169,7 +169,7 @@ __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const Grad
   A bias[W];
   LoadBias(args.bias, plan, group, args.shape.features, place.vector, bias);
   A part[W] = {};
-  const auto dx_of = [&](const Pack<T, W>& of_dy, const Pack<T, W>& of_x) {
+  const auto dx_of = [&](const Vector<T, W>& of_dy, const Vector<T, W>& of_x) {
     A dz[W], z[W];
     Widen(of_x, z);
     Widen(of_dy, dz);
@@ -188,21 +188,21 @@ __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const Grad
     const std::int64_t end = kCutSums ? min(group_end, vector + kBandsPerSum * stride) : group_end;
 #pragma unroll 1
     for (; vector < end; vector += stride) {
-      Pack<T, W> out;
+      Vector<T, W> out;
       if constexpr (kPipeline) {
         WaitForCopies<kStages - 1>();
         out = dx_of(stages[2 * stage][threadIdx.x], stages[2 * stage + 1][threadIdx.x]);
         fetch(vector + kStages * stride, stage);
         stage = (stage + 1) % kStages;
       } else {
-        out = dx_of(LoadPackOnce<W>(dy + vector * W), LoadPackOnce<W>(x + vector * W));
+        out = dx_of(LoadVectorOnce<W>(dy + vector * W), LoadVectorOnce<W>(x + vector * W));
       }
-      StorePackOnce(dx + vector * W, out);
+      StoreVectorOnce(dx + vector * W, out);
     }
     end_part();
   }
   if (plan.rest > 0 && vector == group_end) {  // the elements after the last whole vector
-    Pack<T, W> of_dy{}, of_x{};
+    Vector<T, W> of_dy{}, of_x{};
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       if (j < plan.rest) of_dy.v[j] = dy[vector * W + j], of_x.v[j] = x[vector * W + j];
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kMostGeluThreads, kGeluBackwardBlocks)
                        const __grid_constant__ SliceSums<Accum<T>> slice_sums) {
   using A = Accum<T>;
   __shared__ __align__(kVecBytes) A shared[W * kMostGeluThreads];  // each thread's sums
-  __shared__ __align__(128) Pack<T, W> stages[kStages * 2][kMostGeluThreads];
+  __shared__ __align__(128) Vector<T, W> stages[kStages * 2][kMostGeluThreads];
   A* const sums = shared + threadIdx.x * W;
   LaunchNext();
   const GradArrays<T> arrays{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),

@@ -69,7 +69,7 @@ struct GeluPlan {
     return plan;
   }
   constexpr GeluPlan WithWholeLines() const {
-    return WithLongerBands(kLinePacks / std::gcd<std::int64_t>(band_vectors, kLinePacks));
+    return WithLongerBands(kLineVectors / std::gcd<std::int64_t>(band_vectors, kLineVectors));
   }
   constexpr int threads() const { return tile_vectors * block_bands; }
   // The part of the tiles' places that is within the band; and the part of a block's kGeluThreads
@@ -118,7 +118,7 @@ constexpr GeluPlan ShortestBands(const GeluTask& task, int width, bool backward)
 constexpr GeluPlan CutShortestBands(const GeluTask& task, int width) {
   const GeluPlan bands = ShortestBands(task, width, /*backward=*/true);
   const std::int64_t size = bands.band_vectors;
-  if (size % kLinePacks != 0 && bands.vectors >= Resident(task, true) * kGeluThreads &&
+  if (size % kLineVectors != 0 && bands.vectors >= Resident(task, true) * kGeluThreads &&
       8 * (kGeluThreads / size * size) >= 7 * kGeluThreads) {
     return bands.WithTiles(size);
   }
@@ -145,7 +145,7 @@ constexpr double BackwardCost(const GeluTask& task, const GeluPlan& plan) {
                 vectors * waves * (1 + kPerWave * waves);
   const std::int64_t run = plan.one_tile() ? plan.block_bands * plan.band_vectors
                                            : plan.band_vectors;  // vectors without a gap
-  if (run % kLinePacks != 0) cost *= kSharedLines;
+  if (run % kLineVectors != 0) cost *= kSharedLines;
   const std::int64_t rows = task.partial_rows > 0 ? plan.slices * plan.partial_rows() : 0;
   if (rows > 1) {
     const int sum_bytes = std::max(4, task.element_bytes);
@@ -184,7 +184,7 @@ constexpr GeluPlan ChooseBackward(const GeluTask& task, int width) {
   if (!task.has_columns || shortest.vectors < 8 * resident * kGeluThreads) return best;
   // For large arrays: bands that end with cache lines, in tiles of all sizes.
   const GeluPlan lines = shortest.WithWholeLines();
-  for (int size = 2 * kLinePacks; size <= kMostGeluThreads; size += kLinePacks) {
+  for (int size = 2 * kLineVectors; size <= kMostGeluThreads; size += kLineVectors) {
     const GeluPlan plan = lines.WithTiles(std::min<std::int64_t>(size, lines.band_vectors));
     consider_slices(plan);
     if (plan.one_tile()) break;

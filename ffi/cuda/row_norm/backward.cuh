@@ -35,11 +35,12 @@ __device__ __forceinline__ void StoreOrAdd(A* p, const A (&values)[N], bool stor
   constexpr int kStep = N == 1 ? 1 : kVec<A>;
 #pragma unroll
   for (int j = 0; j < N; j += kStep) {
-    Pack<A, kStep> pack{};
-    if (!store) pack = *reinterpret_cast<const Pack<A, kStep>*>(p + j);
+    Vector<A, kStep> vector{};
+    if (!store) vector = *reinterpret_cast<const Vector<A, kStep>*>(p + j);
 #pragma unroll
-    for (int k = 0; k < kStep; ++k) pack.v[k] = store ? values[j + k] : pack.v[k] + values[j + k];
-    StorePack(p + j, pack);
+    for (int k = 0; k < kStep; ++k)
+      vector.v[k] = store ? values[j + k] : vector.v[k] + values[j + k];
+    StoreVector(p + j, vector);
   }
 }
 
@@ -135,17 +136,17 @@ class DxSums {
 
   __device__ __forceinline__ void Clear() const {
 #pragma unroll
-    for (int at = 0; at < P * W / N; ++at) StorePack(Chunk(at), Pack<A, N>{});
+    for (int at = 0; at < P * W / N; ++at) StoreVector(Chunk(at), Vector<A, N>{});
   }
   // Adds dx to the sums of vector i.
   __device__ __forceinline__ void Add(int i, const A (&dx)[W]) const {
 #pragma unroll
     for (int j = 0; j < W; j += N) {
       A* const p = Chunk((i * W + j) / N);
-      auto pack = *reinterpret_cast<const Pack<A, N>*>(p);
+      auto vector = *reinterpret_cast<const Vector<A, N>*>(p);
 #pragma unroll
-      for (int k = 0; k < N; ++k) pack.v[k] += dx[j + k];
-      StorePack(p, pack);
+      for (int k = 0; k < N; ++k) vector.v[k] += dx[j + k];
+      StoreVector(p, vector);
     }
   }
   __device__ __forceinline__ void Get(A (&sums)[P][W]) const {
@@ -179,8 +180,8 @@ struct RowGradient {
   const Place<T, P, kLayout, false>& place;
   const A (&scale)[P][W];
   const A (&bias)[kBiases][W];
-  const Pack<T, W> (&dy_vectors)[P];
-  const Pack<T, W> (&x_vectors)[P];
+  const Vector<T, W> (&dy_vectors)[P];
+  const Vector<T, W> (&x_vectors)[P];
   const A mean, rstd;
 
   // Layer norm: x - mean. RMS norm: x. From the output: x_hat.
@@ -299,7 +300,7 @@ __device__ __forceinline__ void FinishRow(
     if (!kAll) {
       row.place.Store(to, out, i);
     } else if (row.place.Owns(i)) {
-      StorePackOnce(to, out);
+      StoreVectorOnce(to, out);
     }
   };
   row.template ForDx<kWellConditioned>(totals, inverse_n, dscale, dbias, finish);
@@ -408,7 +409,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
         for (; iteration < end; ++iteration) {
           A mean = 0, rstd;
           const bool well_conditioned = stats.Get(iteration, mean, rstd);
-          Pack<T, W> dy_vectors[P], x_vectors[P];
+          Vector<T, W> dy_vectors[P], x_vectors[P];
           ring.Load(dy_vectors, x_vectors);
           const RowGradient<T, P, kLayout, kCentered, kFromOutput> row{
               place, scale, bias, dy_vectors, x_vectors, mean, rstd};

@@ -18,7 +18,8 @@ namespace {
 template <typename ParamT, bool kBias, typename T, int P, Layout kLayout, typename VectorsOf>
 __device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int64_t group,
                                             const Place<T, P, kLayout, true>& place,
-                                            const VectorsOf& vectors_of, Pack<T, kVec<T>> (&x)[P]) {
+                                            const VectorsOf& vectors_of,
+                                            Vector<T, kVec<T>> (&x)[P]) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
   T* const p = vectors_of(args.sum);
@@ -26,7 +27,7 @@ __device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int
   constexpr int kAtOnce = kBias && (P == 8 || std::is_void_v<ParamT>) ? 1 : P == 3 ? 3 : 4;
 #pragma unroll
   for (int first = 0; first < P; first += kAtOnce) {
-    Pack<T, W> residual[kAtOnce];
+    Vector<T, W> residual[kAtOnce];
     const T* const from = vectors_of(args.residual);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -41,7 +42,7 @@ __device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int
 #pragma unroll
       for (int j = 0; j < W; ++j) ours[j] += others[j];
       x[first + i] = Narrow<T>(ours);
-      StorePackOnce(p + place.Begin(first + i), x[first + i]);
+      StoreVectorOnce(p + place.Begin(first + i), x[first + i]);
     }
   }
 }
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     asm volatile("" : "+l"(p));
     return reinterpret_cast<T*>(p);
   };
-  Pack<T, W> x[P];
+  Vector<T, W> x[P];
   {
     const T* const p = vectors_of(args.x);
 #pragma unroll
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       }
       auto out = Narrow<T>(values);
       if (parameters.Swaps()) SwapHalves(reinterpret_cast<unsigned (&)[4]>(out));
-      StorePackOnce(y + place.Begin(i), out);
+      StoreVectorOnce(y + place.Begin(i), out);
     }
   };
   // One branch for the whole row costs less than a branch for each element. Without a scale, the
@@ -153,10 +154,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 template <typename T, int P>
 __device__ __forceinline__ void StoreRow(const Place<T, P, Layout::kMasked, true>& place,
                                          void* array, std::int64_t at,
-                                         const Pack<T, kVec<T>> (&vectors)[P]) {
+                                         const Vector<T, kVec<T>> (&vectors)[P]) {
   T* const p = reinterpret_cast<T*>(static_cast<char*>(array) + at);
 #pragma unroll
-  for (int i = 0; i < P; ++i) StorePackOnceIf(place.HasAll(i), p + place.Begin(i), vectors[i]);
+  for (int i = 0; i < P; ++i) StoreVectorOnceIf(place.HasAll(i), p + place.Begin(i), vectors[i]);
   if (place.AllWhole()) return;
 #pragma unroll
   for (int i = 0; i < P; ++i) {
@@ -174,7 +175,7 @@ __device__ __forceinline__ void AddRowResidual(const RowNormFwdArgs& args,
                                                int iteration, HeldRow<T, P, kPacked>& h) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
-  Pack<T, W> vectors[P];
+  Vector<T, W> vectors[P];
 #pragma unroll
   for (int i = 0; i < P; ++i) {
     A ours[W], others[W];
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(ThreadsPerMultiprocessor(sizeof(T)), 1)
       StoreStatistics<kCentered>(args, row, moments);
     }
     const A shift = -moments.delta * moments.rstd;
-    Pack<T, W> vectors[P];
+    Vector<T, W> vectors[P];
 #pragma unroll
     for (int i = 0; i < P; ++i) {
       A values[W];

@@ -50,11 +50,11 @@ class HeldRow {
   static constexpr int W = kVec<T>;
 
  public:
-  __device__ __forceinline__ void Hold(int i, const Pack<T, W>& pack) {
+  __device__ __forceinline__ void Hold(int i, const Vector<T, W>& vector) {
     if constexpr (kPacked) {
-      packed_[i] = pack;
+      packed_[i] = vector;
     } else {
-      Widen(pack, values_[i]);
+      Widen(vector, values_[i]);
       if constexpr (sizeof(T) == 2) KeepWide(values_[i]);
     }
   }
@@ -94,7 +94,7 @@ class HeldRow {
   }
 
  private:
-  Pack<T, W> packed_[kPacked ? P : 1];
+  Vector<T, W> packed_[kPacked ? P : 1];
   A values_[kPacked ? 1 : P][W];
 };
 

@@ -178,20 +178,20 @@ class Place {
   }
 
   // Stores the row's columns of vector i at `p`. StoreSome: only if the row lacks some of them.
-  __device__ __forceinline__ void Store(T* p, const Pack<T, W>& pack, int i) const {
-    if (HasAll(i)) StorePackOnce(p, pack);
-    StoreSome(p, pack, i);
+  __device__ __forceinline__ void Store(T* p, const Vector<T, W>& vector, int i) const {
+    if (HasAll(i)) StoreVectorOnce(p, vector);
+    StoreSome(p, vector, i);
   }
-  __device__ __forceinline__ void StoreSome(T* p, const Pack<T, W>& pack, int i) const {
+  __device__ __forceinline__ void StoreSome(T* p, const Vector<T, W>& vector, int i) const {
     if (!HasAll(i)) {
-      const auto& words = reinterpret_cast<const std::uint32_t (&)[kVecBytes / 4]>(pack);
+      const auto& words = reinterpret_cast<const std::uint32_t (&)[kVecBytes / 4]>(vector);
 #pragma unroll
       for (int j = 0; j < W; ++j) {
         if (!Has(i, j)) continue;
         if constexpr (sizeof(T) == 2) {
           reinterpret_cast<Bits<T>*>(p)[j] = static_cast<std::uint16_t>(words[j / 2] >> j % 2 * 16);
         } else {
-          p[j] = pack.v[j];
+          p[j] = vector.v[j];
         }
       }
     }
@@ -249,7 +249,7 @@ __device__ __forceinline__ void LoadWide(const P* p, A added, A (&values)[W]) {
     constexpr int kStep = kVec<P>;
 #pragma unroll
     for (int j = 0; j < W; j += kStep) {
-      Widen(LoadPackAgain<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
+      Widen(LoadVectorAgain<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
     }
   } else if constexpr (W * sizeof(P) == 8) {
     const uint2 words = *reinterpret_cast<const uint2*>(p);

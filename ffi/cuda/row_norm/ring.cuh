@@ -70,8 +70,8 @@ class RowRing {
 #pragma unroll
       for (int i = 0; i < P; ++i) {
         if (place.Owns(i)) continue;
-        StorePack(Address(0, i, 0), Pack<T, W>{});
-        StorePack(Address(1, i, 0), Pack<T, W>{});
+        StoreVector(Address(0, i, 0), Vector<T, W>{});
+        StoreVector(Address(1, i, 0), Vector<T, W>{});
       }
       stage_ = last_stage_ - stage_;
     }
@@ -97,7 +97,7 @@ class RowRing {
   // Reads the next row's vectors of the first two arrays. With one stage, a later row is copied
   // into their place at once. That is safe: bytes from global memory are written long after the
   // thread's earlier reads are done.
-  __device__ __forceinline__ void Load(Pack<T, W> (&first)[P], Pack<T, W> (&second)[P]) {
+  __device__ __forceinline__ void Load(Vector<T, W> (&first)[P], Vector<T, W> (&second)[P]) {
     // Each iteration has two groups of copies. This waits for the first group of the oldest
     // iteration.
     if (stages_ == 1) {
@@ -126,7 +126,7 @@ class RowRing {
     }
   }
   // Vector i of the third array.
-  __device__ __forceinline__ Pack<T, W> Third(int i) const {
+  __device__ __forceinline__ Vector<T, W> Third(int i) const {
     return LoadPlain<W>(Address(2, i, loaded_));
   }
   // Ends an iteration, when the third array's vectors are read or absent. Copies a later row's.
@@ -311,18 +311,18 @@ class ForwardRing {
   }
   // Replaces vector i of x.
   __device__ __forceinline__ void Put(std::int64_t at, int iteration, int i,
-                                      const Pack<T, W>& pack) const {
-    const auto& words = reinterpret_cast<const uint4&>(pack);
+                                      const Vector<T, W>& vector) const {
+    const auto& words = reinterpret_cast<const uint4&>(vector);
     asm volatile(
         "st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(Room(at, iteration) + i * kWarpBytes),
         "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
         : "memory");
   }
   // Vector i of x; vector i of the residual.
-  __device__ __forceinline__ Pack<T, W> X(std::int64_t at, int iteration, int i) const {
+  __device__ __forceinline__ Vector<T, W> X(std::int64_t at, int iteration, int i) const {
     return Load(Room(at, iteration) + i * kWarpBytes);
   }
-  __device__ __forceinline__ Pack<T, W> Residual(std::int64_t at, int iteration, int i) const {
+  __device__ __forceinline__ Vector<T, W> Residual(std::int64_t at, int iteration, int i) const {
     return Load(Room(at, iteration) + (P + i) * kWarpBytes);
   }
 
@@ -333,14 +333,14 @@ class ForwardRing {
     return own_ + (split_.stages == 1 ? 0 : (iteration & 1) * split_.stage_bytes) +
            (first & (kLineBytes - kVecBytes));
   }
-  __device__ __forceinline__ static Pack<T, W> Load(std::uint32_t address) {
-    Pack<T, W> pack;
-    uint4& words = AsWords(pack);
+  __device__ __forceinline__ static Vector<T, W> Load(std::uint32_t address) {
+    Vector<T, W> vector;
+    uint4& words = AsWords(vector);
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
                  : "r"(address)
                  : "memory");
-    return pack;
+    return vector;
   }
   __device__ __forceinline__ void Copy(const void* array, std::int64_t at, std::uint32_t to) const {
     const char* const from = static_cast<const char*>(array) + at;

@@ -33,16 +33,16 @@ __device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int
   const T* const residual_row = static_cast<const T*>(args.residual) + row * features;
   T* const sum_row = static_cast<T*>(args.sum) + row * features;
   for (std::int64_t c = threadIdx.x * W; c < features; c += kStreamThreads * W) {
-    auto pack = LoadPackOnce<W>(x_row + c);
-    const auto other = LoadPackOnce<W>(residual_row + c);
+    auto vector = LoadVectorOnce<W>(x_row + c);
+    const auto other = LoadVectorOnce<W>(residual_row + c);
     A bias[W];
     LoadParamVector<void>(args.residual_bias, group, c, A{0}, A{0}, bias);
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       const A added = static_cast<A>(other.v[j]) + bias[j];
-      pack.v[j] = static_cast<T>(static_cast<A>(pack.v[j]) + added);
+      vector.v[j] = static_cast<T>(static_cast<A>(vector.v[j]) + added);
     }
-    StorePack(sum_row + c, pack);
+    StoreVector(sum_row + c, vector);
   }
 }
 
@@ -86,16 +86,16 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     }
     const bool has_shift = args.centered && threadIdx.x * W < features;
     const A shift =
-        has_shift ? static_cast<A>(LoadPackOnce<1>(h_row + threadIdx.x * W).v[0]) : A{0};
+        has_shift ? static_cast<A>(LoadVectorOnce<1>(h_row + threadIdx.x * W).v[0]) : A{0};
     int vectors_seen = 0;
     A share_mean = 0, squares = 0;  // of h - shift
     for (std::int64_t first = threadIdx.x * W; first < features; first += kAtOnce * kStep) {
-      Pack<T, W> h[kAtOnce];
+      Vector<T, W> h[kAtOnce];
       A part_sum = 0, part_squares = 0;
       int vectors = 0;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i * kStep < features) h[i] = LoadPackOnce<W>(h_row + first + i * kStep);
+        if (first + i * kStep < features) h[i] = LoadVectorOnce<W>(h_row + first + i * kStep);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     if (Overflowed(variance)) {  // true for all threads; sums of squares may have overflowed
       A large[1] = {};
       for (std::int64_t c = threadIdx.x * W; c < features; c += kStep) {
-        const auto h = LoadPackOnce<W>(h_row + c);
+        const auto h = LoadVectorOnce<W>(h_row + c);
 #pragma unroll
         for (int j = 0; j < W; ++j) {
           const A part = ((static_cast<A>(h.v[j]) - mean) - delta) * kLargeUnit<A>;
@@ -160,18 +160,18 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     for (std::int64_t i = vectors; i >= 0; --i) {
       const std::int64_t column = i * kStep + threadIdx.x * W;
       if (column < features) {
-        const auto h = LoadPackOnce<W>(h_row + column);
+        const auto h = LoadVectorOnce<W>(h_row + column);
         A scale[W], bias[W];
         LoadParamVector<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
                               scale);
         LoadParamVector<void>(args.bias, group, column, A{0}, A{0}, bias);
-        Pack<T, W> out;
+        Vector<T, W> out;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
           const A x_hat = ((static_cast<A>(h.v[j]) - mean) - delta) * rstd;
           out.v[j] = static_cast<T>(x_hat * scale[j] + bias[j]);
         }
-        StorePack(y + column, out);
+        StoreVector(y + column, out);
       }
     }
     if (threadIdx.x == 0 && args.rstd != nullptr) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
 // x_hat of W elements of a row. delta: the saved mean's rounding, if rows are centered.
 template <int W, typename T, typename A>
-__device__ __forceinline__ void NormalisedVector(const RowNormBwdArgs& args, const Pack<T, W>& x,
+__device__ __forceinline__ void NormalisedVector(const RowNormBwdArgs& args, const Vector<T, W>& x,
                                                  std::int64_t group, std::int64_t column,
                                                  const A (&scale)[W], A mean, A delta, A rstd,
                                                  A (&x_hat)[W]) {
@@ -229,8 +229,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     A total[2] = {}, differences[1] = {};  // sums of wdy * x_hat, wdy; of x - mean
     for (std::int64_t i = 0; i < iterations; ++i) {
       const std::int64_t column = start + i * kStep;
-      const auto x = LoadPack<W>(x_row + column);
-      const auto dy = LoadPack<W>(dy_row + column);
+      const auto x = LoadVector<W>(x_row + column);
+      const auto dy = LoadVector<W>(dy_row + column);
       A scale[W], x_hat[W];
       LoadParamVector<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
                             scale);
@@ -252,14 +252,14 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     // From the end to the start: what was read last is still in the caches.
     for (std::int64_t i = iterations - 1; i >= 0; --i) {
       const std::int64_t column = start + i * kStep;
-      const auto x = LoadPack<W>(x_row + column);
-      const auto dy = LoadPack<W>(dy_row + column);
+      const auto x = LoadVector<W>(x_row + column);
+      const auto dy = LoadVector<W>(dy_row + column);
       A scale[W], x_hat[W];
       LoadParamVector<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
                             scale);
       NormalisedVector(args, x, group, column, scale, mean, delta, rstd, x_hat);
-      Pack<T, W> out, dsum;
-      if (dsum_row != nullptr) dsum = LoadPack<W>(dsum_row + column);
+      Vector<T, W> out, dsum;
+      if (dsum_row != nullptr) dsum = LoadVector<W>(dsum_row + column);
 #pragma unroll
       for (int j = 0; j < W; ++j) {
         A dx = NormInputGrad(static_cast<A>(dy.v[j]) * scale[j], x_hat[j], mean_wdy, mean_wdy_x_hat,
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         if (dsum_row != nullptr) dx += static_cast<A>(dsum.v[j]);
         out.v[j] = static_cast<T>(dx);
       }
-      StorePack(dx_row + column, out);
+      StoreVector(dx_row + column, out);
     }
   }
 }
@@ -294,7 +294,7 @@ __device__ __forceinline__ void FewDeltas(const RowNormBwdArgs& args, std::int64
     const A mean = mean_of(r);
     A delta = 0;
     for (std::int64_t c = lane * W; c < features; c += kWarp * W) {
-      const auto x = LoadPack<W>(static_cast<const T*>(args.x) + (first + r) * features + c);
+      const auto x = LoadVector<W>(static_cast<const T*>(args.x) + (first + r) * features + c);
 #pragma unroll
       for (int j = 0; j < W; ++j) delta += static_cast<A>(x.v[j]) - mean;
     }
@@ -332,8 +332,8 @@ __global__ void __launch_bounds__(kColumnThreads* kRowThreads)
 #pragma unroll 4
         for (std::int64_t r = first; r < end; r += kRowThreads) {
           const std::int64_t row = group * rows + r;
-          const auto x = LoadPack<W>(static_cast<const T*>(args.x) + row * features + column);
-          const auto dy = LoadPack<W>(static_cast<const T*>(args.dy) + row * features + column);
+          const auto x = LoadVector<W>(static_cast<const T*>(args.x) + row * features + column);
+          const auto dy = LoadVector<W>(static_cast<const T*>(args.dy) + row * features + column);
           const A mean = shift ? __ldg(static_cast<const A*>(args.mean) + row) : A{0};
           A delta = 0;
           if (shift) delta = deltas == nullptr ? few_deltas[r] : __ldg(deltas + row);
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(kColumnThreads* kRowThreads)
             part_dbias[j] += static_cast<A>(dy.v[j]);
           }
           if (args.dresidual_bias.data != nullptr) {
-            const auto dx = LoadPack<W>(static_cast<const T*>(args.dx) + row * features + column);
+            const auto dx = LoadVector<W>(static_cast<const T*>(args.dx) + row * features + column);
 #pragma unroll
             for (int j = 0; j < W; ++j) part_dresidual_bias[j] += static_cast<A>(dx.v[j]);
           }
