@@ -212,7 +212,7 @@ def batch_norm_vjp(
     doubtful = xp.zeros_like(dy)
     if relu:
         z = batch_norm(x, scale, bias, epsilon=epsilon, residual=residual, axis=axis)
-        doubtful = abs(dy) * (abs(z.value) <= unit * z.magnitude)
+        doubtful = xp.where(abs(z.value) <= unit * z.magnitude, abs(dy), 0.0)
         dy = xp.where(z.value > 0, dy, 0.0)
     factor = rstd * (1.0 if scale is None else along(scale, x, axis))
     dx = dy - _mean(dy, rows) - x_hat * _mean(dy * x_hat, rows)
