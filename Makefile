@@ -10,13 +10,16 @@ PACKAGE ?= -e ".[$(EXTRAS)]"
 CPP := $(wildcard ffi/*.cc $(foreach kind,h cc cu cuh,$(wildcard ffi/*/*.$(kind) ffi/*/*/*.$(kind))) tests/native/*.h tests/native/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ffi/*.* ffi/*/*.* ffi/*/*/*.*)
 
-.PHONY: demo test fuzz mutate test-gpu native fuzz-native lint format clean
+.PHONY: demo test new-op fuzz mutate test-gpu native fuzz-native lint format clean
 
 demo: $(VENV)/.installed ## train a small GPT on real text with this library's ops
 	$(BIN)/python -m jax_gradops demo $(ARGS)
 
 test: $(VENV)/.installed ## the whole test suite; what needs a GPU skips where there is none
 	$(BIN)/python -P -m pytest -n auto $(ARGS)
+
+new-op: ## NAME=softplus: the files of a new op; ARGS=--apply also names it in the lists of ops
+	$(PYTHON) tests/new_op/new_op.py $(NAME) $(ARGS)
 
 mutate: $(VENV)/.installed ## faults, one at a time, that some test must find; half an hour and more (nightly)
 	$(BIN)/python -m pip install --quiet cmake ninja nanobind

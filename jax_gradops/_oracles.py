@@ -53,7 +53,7 @@ def _rows(x: Any, axis: int) -> tuple[int, ...]:
     return tuple(i for i in range(x.ndim) if i != axis % x.ndim)
 
 
-def _along(values: Any, x: Any, axis: int = -1) -> Any:
+def along(values: Any, x: Any, axis: int = -1) -> Any:
     """One value per column, in a shape that broadcasts over x."""
     return values.reshape([1 if i in _rows(x, axis) else -1 for i in range(x.ndim)])
 
@@ -92,8 +92,8 @@ def norm(
 ) -> Reference:
     """Layer norm (`centered`) or RMS norm over the last axis."""
     x_hat, size, _ = _normalized(x, -1, epsilon, centered)
-    gamma = 1.0 if scale is None else _along(scale + scale_offset, x)
-    beta = 0.0 if bias is None else _along(bias, x)
+    gamma = 1.0 if scale is None else along(scale + scale_offset, x)
+    beta = 0.0 if bias is None else along(bias, x)
     return Reference(x_hat * gamma + beta, size * abs(gamma) + abs(beta))
 
 
@@ -110,7 +110,7 @@ def norm_vjp(
     """Gradients with respect to x, scale and bias."""
     del bias
     x_hat, size, rstd = _normalized(x, -1, epsilon, centered)
-    wdy = dy if scale is None else dy * _along(scale + scale_offset, x)
+    wdy = dy if scale is None else dy * along(scale + scale_offset, x)
     dx = wdy - x_hat * _mean(wdy * x_hat)
     magnitude = abs(wdy) + size * _mean(abs(wdy) * size)
     if centered:
@@ -181,8 +181,8 @@ def batch_norm(
 ) -> Reference:
     """Batch norm over all axes but one, then the residual's addition, then relu."""
     x_hat, size, _ = _normalized(x, _rows(x, axis), epsilon, True)
-    gamma = 1.0 if scale is None else _along(scale, x, axis)
-    beta = 0.0 if bias is None else _along(bias, x, axis)
+    gamma = 1.0 if scale is None else along(scale, x, axis)
+    beta = 0.0 if bias is None else along(bias, x, axis)
     rest = 0.0 if residual is None else residual
     z = x_hat * gamma + beta + rest
     return Reference(
@@ -214,7 +214,7 @@ def batch_norm_vjp(
         z = batch_norm(x, scale, bias, epsilon=epsilon, residual=residual, axis=axis)
         doubtful = xp.where(abs(z.value) <= unit * z.magnitude, abs(dy), 0.0)
         dy = xp.where(z.value > 0, dy, 0.0)
-    factor = rstd * (1.0 if scale is None else _along(scale, x, axis))
+    factor = rstd * (1.0 if scale is None else along(scale, x, axis))
     dx = dy - _mean(dy, rows) - x_hat * _mean(dy * x_hat, rows)
     magnitude = abs(dy) + _mean(abs(dy), rows) + size * _mean(abs(dy) * size, rows)
     error = doubtful + _mean(doubtful, rows) + size * _mean(doubtful * size, rows)
@@ -228,7 +228,7 @@ def batch_norm_vjp(
 
 def batch_norm_inference(x: Any, mean: Any, var: Any, *, epsilon: float, axis: int) -> Reference:
     """Batch norm with given statistics, without scale and bias."""
-    mean, rstd = _along(mean, x, axis), 1 / _numpy(x).sqrt(_along(var, x, axis) + epsilon)
+    mean, rstd = along(mean, x, axis), 1 / _numpy(x).sqrt(along(var, x, axis) + epsilon)
     return Reference((x - mean) * rstd, (abs(x) + abs(mean)) * rstd)
 
 
@@ -285,7 +285,7 @@ def _gaussian(z: Any) -> tuple[Any, Any]:
 
 def bias_gelu(x: Any, bias: Any = None, *, approximate: bool) -> Reference:
     """gelu(x + bias)."""
-    beta = 0.0 if bias is None else _along(bias, x)
+    beta = 0.0 if bias is None else along(bias, x)
     y, slope = gelu_value(x + beta, approximate), gelu_derivative(x + beta, approximate)
     with np.errstate(invalid="ignore"):
         return Reference(y, abs(y) + (abs(x) + abs(beta)) * abs(slope))
@@ -295,7 +295,7 @@ def bias_gelu_vjp(
     dy: Any, x: Any, bias: Any = None, *, approximate: bool
 ) -> tuple[Reference, Reference]:
     """Gradients with respect to x and bias."""
-    slope = gelu_derivative(x + (0.0 if bias is None else _along(bias, x)), approximate)
+    slope = gelu_derivative(x + (0.0 if bias is None else along(bias, x)), approximate)
     dx = Reference(dy * slope, abs(dy) * (abs(slope) + 1))
     return dx, over_rows(dx)
 

@@ -169,7 +169,7 @@ def test_device_copy(platform: str, dtype: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--op", "layer_norm,softmax"), "unknown op 'softmax'; known are layer_norm, rms_norm"),
+        (("--op", "layer_norm,softmax"), f"unknown op 'softmax'; known are {', '.join(cases.OPS)}"),
         (("--op", "layernorm"), "unknown op 'layernorm'; did you mean layer_norm? known are "),
         (("--dtype", "int8"), "unknown dtype 'int8'; known are float16, bfloat16"),
         (("--direction", "up"), "unknown direction 'up'; known are fwd, bwd"),

@@ -145,7 +145,7 @@ def test_kernels_are_in_the_compiled_train_step(corpus: Path, precision: str):
     digest = text.load_corpus(str(corpus), SMALL["context"]).digest
     compiled = program(settings.new_run(given, "cpu"), digest, None)
     hlo = compiled.train_step_hlo()
-    for op in ("layer_norm", "bias_gelu"):
+    for op in ("row_norm", "bias_gelu"):
         for direction in ("fwd", "bwd"):
             assert f'custom_call_target="jax_gradops.{op}_{direction}"' in hlo
     assert 'custom_call_target="jax_gradops.sum_of_squares"' in hlo

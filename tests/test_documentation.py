@@ -218,6 +218,7 @@ def test_troubleshooting(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     texts = [
         (ROOT / "Makefile").read_text(),
         (ROOT / "CMakeLists.txt").read_text(),
+        (ROOT / "cmake" / "cuda.cmake").read_text(),
         *of_importing(monkeypatch),
         *of_calling(monkeypatch),
         *of_running(monkeypatch, capsys),

@@ -9,7 +9,12 @@
 
 namespace gradops {
 
-using AllOps = TypeList<RowNormForward, RowNormBackward, BiasGeluForward, BiasGeluBackward,
-                        BatchNormForward, BatchNormBackward, SumOfSquaresOfTree, ScaleTree>;
+// clang-format off: one family a line
+using AllOps = TypeList<
+    RowNormForward, RowNormBackward,
+    BiasGeluForward, BiasGeluBackward,
+    BatchNormForward, BatchNormBackward,
+    SumOfSquaresOfTree, ScaleTree>;
+// clang-format on
 
 }  // namespace gradops

@@ -32,7 +32,7 @@ class Operation:
     Attributes:
       options: the form's options, and the axis of channels.
       ours: the form's call, with these options.
-      xla: the formulas that XLA is timed with: `formulas.XLA` with these options.
+      xla: the formulas that XLA is timed with: those of `formulas_of` with these options.
       axis: x's axis of features or channels.
     """
 
@@ -57,7 +57,8 @@ def _operations() -> Iterator[tuple[Key, Operation]]:
             axis = layout.index("c") if layout else 1
             options = dict(form.options) | ({"axis": axis} if spec.kind == "channels" else {})
             ours = functools.partial(form.call, **options)
-            xla = {k: functools.partial(f, **options) for k, f in formulas.XLA[spec.name].items()}
+            found = formulas.formulas_of(spec.name, form)
+            xla = {k: functools.partial(f, **options) for k, f in found.items()}
             name = _SHORT_NAMES.get(spec.name, spec.name)
             yield (name, form.name, layout), Operation(spec, form, options, ours, xla, axis)
 
