@@ -19,7 +19,7 @@ test: $(VENV)/.installed ## the whole test suite; what needs a GPU skips where t
 	$(BIN)/python -P -m pytest -n auto $(ARGS)
 
 new-op: ## NAME=softplus: the files of a new op; ARGS=--apply also names it in the lists of ops
-	$(PYTHON) tests/new_op/new_op.py $(NAME) $(ARGS)
+	$(PYTHON) tests/new_op/scaffold.py $(NAME) $(ARGS)
 
 mutate: $(VENV)/.installed ## faults, one at a time, that some test must find; half an hour and more (nightly)
 	$(BIN)/python -m pip install --quiet cmake ninja nanobind

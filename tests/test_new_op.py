@@ -19,7 +19,7 @@ from jax_gradops import _ops
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests" / "new_op"))
 
-import new_op  # noqa: E402
+import scaffold  # noqa: E402
 
 NAMES = ("toy_op", "another_toy")
 
@@ -27,7 +27,7 @@ NAMES = ("toy_op", "another_toy")
 @pytest.mark.parametrize("name", NAMES)
 def test_files(name: str):
     """No placeholder is left. Python's files compile."""
-    files = new_op.files(name)
+    files = scaffold.files(name)
     assert len(files) == 9 and f"jax_gradops/_ops/{name}/spec.py" in files
     for path, text in files.items():
         assert "@" not in re.sub(r"^@(pytest|dataclasses|functools)\.", "", path + text, flags=re.M)
@@ -37,26 +37,26 @@ def test_files(name: str):
 
 def test_lines_are_short():
     """`make format` mends lines that a long name makes too long, but not lines of docstrings."""
-    for path, text in new_op.files("toy_op").items():
+    for path, text in scaffold.files("toy_op").items():
         assert path.endswith(".txt") or max(map(len, text.splitlines())) <= 100, path
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lines_elsewhere(name: str, tmp_path: Path):
     """Five lines are added to the present files. Sorted lists stay sorted."""
-    for path in {line.path for line in new_op.LINES}:
+    for path in {line.path for line in scaffold.LINES}:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
-    new_op.apply(name, tmp_path)
+    scaffold.apply(name, tmp_path)
     added = []
-    for path in {line.path for line in new_op.LINES}:
+    for path in {line.path for line in scaffold.LINES}:
         before, after = ((root / path).read_text().splitlines() for root in (ROOT, tmp_path))
         new = [line for line in after if line not in before]
         assert [line for line in after if line not in new] == before
         added += new
-    assert sorted(added) == sorted(new_op.expanded(line.text, name) for line in new_op.LINES)
+    assert sorted(added) == sorted(scaffold.expanded(line.text, name) for line in scaffold.LINES)
     assert len(added) == 5
-    for line in new_op.LINES:
+    for line in scaffold.LINES:
         if line.ordered:
             text = (tmp_path / line.path).read_text()
             like = re.findall(rf"^{line.before}.*", text, re.MULTILINE)
@@ -64,16 +64,16 @@ def test_lines_elsewhere(name: str, tmp_path: Path):
 
 
 def test_names(tmp_path: Path):
-    assert new_op.mistake("toy_op", tmp_path) is None
+    assert scaffold.mistake("toy_op", tmp_path) is None
     for name in ("Toy", "2d", "soft-plus", "lambda", "_gelu", "../x"):
-        assert "must be a name of lower-case words" in (new_op.mistake(name, tmp_path) or "")
-    new_op.create("toy_op", tmp_path)
-    assert "exists already" in (new_op.mistake("toy_op", tmp_path) or "")
+        assert "must be a name of lower-case words" in (scaffold.mistake(name, tmp_path) or "")
+    scaffold.create("toy_op", tmp_path)
+    assert "exists already" in (scaffold.mistake("toy_op", tmp_path) or "")
 
 
 def test_the_op_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng):
     """The op in `jax.numpy` equals its oracle, also in its gradients."""
-    new_op.create("toy_op", tmp_path)
+    scaffold.create("toy_op", tmp_path)
     monkeypatch.setattr(_ops, "__path__", [*_ops.__path__, str(tmp_path / "jax_gradops/_ops")])
     try:
         (spec,) = importlib.import_module("jax_gradops._ops.toy_op.spec").SPECS
