@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -300,6 +301,7 @@ class RowHandler {
   using Args = typename Op::Args;
   static constexpr std::size_t kOperands = std::size(Op::kOperands);
   static constexpr std::size_t kResults = std::size(Op::kResults);
+  static constexpr std::size_t kArrays = kOperands + kResults;
   static constexpr bool kWorkspace = requires { &Args::workspace; };
   static constexpr bool kInner = std::string_view(Op::kOperands[0].axes).ends_with('m');
 
@@ -318,7 +320,7 @@ class RowHandler {
     template <class... Values>
     ffi::Error operator()(Context ctx, std::int64_t group_rank, Values... values) const {
       RowHandler call(group_rank);
-      (call.Take(values), ...);
+      call.Take(std::tie(values...), std::index_sequence_for<Values...>());
       const ffi::Error error = call.Check();
       return error.success() ? Op::Launch(ctx, call.args_) : error;
     }
@@ -340,19 +342,23 @@ class RowHandler {
     }
   }
 
-  void Take(const ffi::AnyBuffer& operand) { buffers_[buffer_count_++] = &operand; }
-  void Take(Out& result) { buffers_[buffer_count_++] = &*result; }
-  template <class T>
-    requires std::is_arithmetic_v<T>
-  void Take(T value) {
-    if constexpr (kInner && std::is_same_v<T, std::int64_t>) {
-      if (!has_inner_rank_) {
-        has_inner_rank_ = true;
-        inner_rank_ = value;
-        return;
-      }
+  template <class Values, std::size_t... kPlaces>
+  void Take(Values values, std::index_sequence<kPlaces...>) {
+    (TakeOne<kPlaces>(std::get<kPlaces>(values)), ...);
+  }
+  template <std::size_t kPlace, class Value>
+  void TakeOne(Value& value) {
+    constexpr std::size_t kFirstAttribute = kInner ? 1 : 0;
+    constexpr std::size_t kFirstBuffer = kFirstAttribute + std::size(Op::kAttributes);
+    if constexpr (kPlace < kFirstAttribute) {
+      inner_rank_ = value;
+    } else if constexpr (kPlace < kFirstBuffer) {
+      args_.*std::get<Value Args::*>(Op::kAttributes[kPlace - kFirstAttribute].member) = value;
+    } else if constexpr (std::is_same_v<Value, Out>) {
+      buffers_[kPlace - kFirstBuffer] = &*value;
+    } else {
+      buffers_[kPlace - kFirstBuffer] = &value;
     }
-    args_.*std::get<T Args::*>(Op::kAttributes[attribute_count_++].member) = value;
   }
 
   static constexpr Signature::Array ArrayAt(std::size_t i) {
@@ -376,15 +382,7 @@ class RowHandler {
       args_.shape = check.shape().outer;
     }
     std::int64_t sums = 0;
-    for (std::size_t i = 0; i < kOperands + kResults; ++i) {
-      const Signature::Array array = ArrayAt(i);
-      const ffi::AnyBuffer& buffer = *buffers_[i];
-      const bool there = check.IsThere(array.presence, buffer);
-      const std::int64_t stride = there ? check.Check(array, buffer, i < kOperands) : 0;
-      sums += i >= kOperands && there && !array.has_rows();
-      Store(i, there ? buffer.untyped_data() : nullptr, stride,
-            there ? buffer.element_type() : ffi::DataType::INVALID);
-    }
+    CheckArrays(check, sums, std::make_index_sequence<kArrays>());
     CheckRules(check, std::make_index_sequence<std::size(Op::kRules)>());
     for (const AttributeOf<Args>& attribute : Op::kAttributes) {
       if (!std::holds_alternative<double Args::*>(attribute.member)) continue;
@@ -392,31 +390,42 @@ class RowHandler {
       check.Number(attribute.name, value, attribute.non_negative);
     }
     if constexpr (kWorkspace) {
-      const ffi::AnyBuffer& workspace = *buffers_[kOperands + kResults];
+      const ffi::AnyBuffer& workspace = *buffers_[kArrays];
       args_.workspace = workspace.untyped_data();
       args_.partial_rows = check.PartialRows(workspace, sums);
     }
     return check.ok() ? ffi::Error::Success() : check.error();
   }
 
-  void Store(std::size_t i, void* data, std::int64_t stride, ffi::DataType dtype) {
-    const BufferOf<Args>& b = i < kOperands ? Op::kOperands[i] : Op::kResults[i - kOperands];
-    std::visit(
-        [&]<class Member>(Member Args::* member) {
-          if constexpr (std::is_same_v<Member, Param>) {
-            args_.*member = {data, stride, dtype};
-          } else if constexpr (std::is_same_v<Member, ParamGrad>) {
-            args_.*member = {data, dtype};
-          } else {
-            args_.*member = data;
-          }
-        },
-        b.member);
+  // Checks each array and stores it in its member. Counts the sums over rows that are wanted.
+  template <std::size_t... kAll>
+  void CheckArrays(RowChecker& check, std::int64_t& sums, std::index_sequence<kAll...>) {
+    (CheckArray<kAll>(check, sums), ...);
+  }
+  template <std::size_t i>
+  void CheckArray(RowChecker& check, std::int64_t& sums) {
+    constexpr BufferOf<Args> kDeclared = i < kOperands
+                                             ? Op::kOperands[i < kOperands ? i : 0]
+                                             : Op::kResults[i < kOperands ? 0 : i - kOperands];
+    constexpr auto kMember = std::get<kDeclared.member.index()>(kDeclared.member);
+    constexpr Signature::Array kArray = ArrayAt(i);
+    const ffi::AnyBuffer& buffer = *buffers_[i];
+    const bool there = check.IsThere(kArray.presence, buffer);
+    const std::int64_t stride = there ? check.Check(kArray, buffer, i < kOperands) : 0;
+    void* const data = there ? buffer.untyped_data() : nullptr;
+    const ffi::DataType dtype = there ? buffer.element_type() : ffi::DataType::INVALID;
+    sums += i >= kOperands && there && !kArray.has_rows();
+    if constexpr (std::is_same_v<decltype(kMember), Param Args::* const>) {
+      args_.*kMember = {data, stride, dtype};
+    } else if constexpr (std::is_same_v<decltype(kMember), ParamGrad Args::* const>) {
+      args_.*kMember = {data, dtype};
+    } else {
+      args_.*kMember = data;
+    }
   }
 
   // What a rule is about: the number of an array (operands, then results), or of an attribute plus
   // the number of arrays.
-  static constexpr std::size_t kArrays = kOperands + kResults;
   static consteval std::size_t Find(std::string_view name) {
     std::size_t i = 0;
     for (const auto& operand : Op::kOperands) {
@@ -464,9 +473,7 @@ class RowHandler {
 
   Args args_{};
   std::int64_t group_rank_, inner_rank_ = 0;
-  bool has_inner_rank_ = false;
-  std::array<const ffi::AnyBuffer*, kOperands + kResults + kWorkspace> buffers_{};
-  std::size_t buffer_count_ = 0, attribute_count_ = 0;
+  std::array<const ffi::AnyBuffer*, kArrays + kWorkspace> buffers_{};
 };
 
 struct NamedHandler {
