@@ -34,16 +34,19 @@ IMAGES = full(3, 4, 2)  # channels first: 3 images with 4 channels and 2 points
 DECLARED: dict[str, dict[str, Any]] = {
     name: signature
     for modules in (_registry.MODULES, testing.MODULES)
+    if "cpu" in modules
     for name, signature in modules["cpu"].signatures().items()
 }
 GOOD = {name: good(signature) for name, signature in DECLARED.items() if name != "device_clock"}
-GOOD["device_clock"] = Good({}, {"ns": full(2, dtype=np.uint32)}, {})
-if "device_copy" in GOOD:
+if "device_copy" in GOOD:  # a release has no handlers of the benchmark
+    GOOD["device_clock"] = Good({}, {"ns": full(2, dtype=np.uint32)}, {})
     GOOD["device_copy"] = GOOD["device_copy"]._replace(attributes={})
 
 
 def call(target: str, **changes: Any) -> Any:
     """Runs a handler. Named operands, results and attributes are replaced."""
+    if target not in GOOD:
+        pytest.skip("needs the modules for tests")
     operands, results, attributes = (
         {name: changes.pop(name.replace(" ", "_"), value) for name, value in values.items()}
         for values in GOOD[target]
