@@ -44,9 +44,11 @@ Replace the formula in:
   _value, _derivative, docstring   jax_gradops/_ops/@name@/@name@.py
   _value, _derivative              jax_gradops/_ops/@name@/oracle.py (independent of the op's code)
   @Name@Value, @Name@Derivative    ffi/ops/@name@.h
+Say what the op computes in the new lines of README.md and CHANGELOG.md.
 Then format and test:
   make format
-  make test ARGS="tests/test_@name@.py tests/test_package.py tests/test_mistakes.py"
+  make test ARGS="tests/test_@name@.py tests/test_package.py tests/test_mistakes.py \\
+    tests/test_native_calls.py"
 """
 
 
