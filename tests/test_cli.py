@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -20,6 +21,7 @@ from jax_gradops.__main__ import main
 from jax_gradops._cli import NO_READER, cases, doctor, info
 from jax_gradops._ops.all import SPECS
 
+ROOT = Path(__file__).parents[1]
 CPU_LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.items() if usable]
 
 
@@ -43,6 +45,43 @@ def test_info() -> None:
     assert jax_gradops.__version__ in text
     assert all(op in text for op in SPECS)
     assert run("--version").stdout.strip() == jax_gradops.__version__
+
+
+PLANS = [
+    f"{op}_{direction} {shape} {dtype}"
+    for op, spec in SPECS.items()
+    if spec.plan
+    for direction in ("fwd", "bwd")
+    for shape, dtype in (("64x7", "float32"), ("8x3x4096", "bfloat16"), ("4x70000", "float64"))
+]
+
+
+@pytest.mark.parametrize("words", PLANS)
+def test_plan(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each plan names a kernel and its file, and explains its numbers. No GPU is needed."""
+    assert main(["info", "--plan", *words.split(), "--gpu", "h100"]) == 0
+    text = capsys.readouterr().out
+    found = re.search(r"^kernel: (\w+), in (ffi/cuda/\S+)$", text, re.MULTILINE)
+    assert found and f" {found[1]}(" in (ROOT / found[2]).read_text()
+    assert (ROOT / found[2]).with_name("README.md").exists()
+    assert all(len(line.split()) > 2 for line in text.splitlines()[4:]), text
+    assert main(["info", "--json", "--plan", *words.split(), "--gpu", "a100"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"] == "a100"
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "message"),
+    [
+        ("softmax_fwd 3x4 float32", "h100", "no plan is known for 'softmax_fwd': expected one of "),
+        ("layer_norm_fwd 32 float32", "h100", "the shape must have two or more sizes"),
+        ("layer_norm_fwd 9999999999x99999999 float32", "h100", "at most 2^48 elements"),
+        ("layer_norm_fwd 3x4 int32", "h100", "the dtype must be one of float16, bfloat16"),
+        ("layer_norm_fwd 3x4 float32", "h1000", "--gpu must be one of a100, "),
+    ],
+)
+def test_wrong_plan(words: str, gpu: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--plan", *words.split(), "--gpu", gpu]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_info_says_why_there_are_no_cuda_kernels() -> None:

@@ -90,7 +90,7 @@ struct Signature {
   // ScratchDtype, with one sum for each result without n. It has shape [0] without such results.
   bool workspace = false;
   // Whether the first operand stands for any number of arrays. All have the axes n, and any dtypes.
-  // If the first result has the axes n, it stands for one result for each of these arrays.
+  // If the first result has the axes n, each of the arrays has one result.
   bool variadic = false;
 
   bool has_inner() const {
@@ -115,9 +115,9 @@ struct AttributeOf {
   bool non_negative = false;
 };
 
-// An op is a struct with a kName. A row-wise op has Args, kOperands, kResults, kAttributes, kRules
-// and Launch(context, args): RowHandler makes its handler. Any other op has Declare(), which
-// returns a Signature, and its own Bind and Run.
+// An op is a struct with a kName. A row-wise op has its arguments' type Args, the tables kOperands
+// and kResults, kAttributes and kRules, and Launch(context, args). RowHandler makes its handler. Any
+// other op has Declare(), which returns a Signature, and its own Bind and Run.
 template <class Op>
 concept RowOp = requires { Op::kOperands; };
 

@@ -9,7 +9,7 @@
 
 namespace gradops {
 
-// The attributes of RowPlanLimits beside those of a norm.
+// A norm's arguments, and a RowPlanLimits as further attributes.
 template <class NormArgs>
 struct Limited : NormArgs {
   std::int64_t architecture, max_cluster, max_threads, max_stages, vectors;

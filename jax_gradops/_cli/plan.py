@@ -51,8 +51,10 @@ def find(words: Sequence[str], gpu: str | None) -> dict[str, Any]:
         raise PlanError(f"the dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     named = _this_gpu() if gpu is None else gpu.lower()
     if named not in GPUS:
-        raise PlanError(f"--gpu must be one of {', '.join(GPUS)}, got {gpu!r}")
+        raise PlanError(f"--gpu must be one of {', '.join(GPUS)}, got {named!r}")
     sizes = tuple(map(int, shape.split("x")))
+    if math.prod(sizes) > 2**48:
+        raise PlanError(f"the shape must have at most 2^48 elements, got {shape}")
     plan = SPECS[name].plan
     assert plan is not None
     way: Direction = "fwd" if direction == "fwd" else "bwd"

@@ -1,4 +1,4 @@
-// Sums over the threads of a row, which all of these threads get. The threads are some lanes of a
+// Sums over the threads of a row. Each thread gets the sums. The threads are some lanes of a
 // warp, warps of a block, or the blocks of a cluster. The order of additions is fixed.
 #pragma once
 
