@@ -116,8 +116,8 @@ struct AttributeOf {
 };
 
 // An op is a struct with a kName. A row-wise op has its arguments' type Args, the tables kOperands
-// and kResults, kAttributes and kRules, and Launch(context, args). RowHandler makes its handler. Any
-// other op has Declare(), which returns a Signature, and its own Bind and Run.
+// and kResults, kAttributes and kRules, and Launch(context, args). RowHandler makes its handler.
+// Any other op has Declare(), which returns a Signature, and its own Bind and Run.
 template <class Op>
 concept RowOp = requires { Op::kOperands; };
 
