@@ -114,7 +114,7 @@ def without_offset(instruction: tuple[int, int]) -> bytes:
     first, second = instruction
     if first >> 9 & 7 in CONSTANT_FORMS or first & OPCODE in CONSTANT_LOADS:
         first &= ~CONSTANT_OFFSET
-    return struct.vector("<QQ", first, second)
+    return struct.pack("<QQ", first, second)
 
 
 def shortened(name: str) -> str:
