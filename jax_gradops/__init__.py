@@ -11,6 +11,9 @@ from jax_gradops._ops.clip.global_norm import ClipByGlobalNormState as ClipByGlo
 from jax_gradops._ops.clip.global_norm import clip_by_global_norm as clip_by_global_norm
 from jax_gradops._ops.clip.global_norm import clip_tree_by_global_norm as clip_tree_by_global_norm
 from jax_gradops._ops.clip.global_norm import global_norm as global_norm
+from jax_gradops._ops.cross_entropy.cross_entropy import (
+    softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
+)
 from jax_gradops._ops.gelu.bias_gelu import bias_gelu as bias_gelu
 from jax_gradops._ops.gelu.bias_gelu import gelu as gelu
 from jax_gradops._ops.row_norm.layer_norm import add_layer_norm as add_layer_norm

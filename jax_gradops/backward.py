@@ -20,6 +20,9 @@ from jax_gradops._ops.batch_norm.backward import batch_norm_forward as batch_nor
 from jax_gradops._ops.clip.global_norm import (
     inplace_clip_by_global_norm as inplace_clip_by_global_norm,
 )
+from jax_gradops._ops.cross_entropy.cross_entropy import (
+    softmax_cross_entropy_backward as softmax_cross_entropy_backward,
+)
 from jax_gradops._ops.gelu.bias_gelu import bias_gelu_backward as bias_gelu_backward
 from jax_gradops._ops.gelu.bias_gelu import gelu_backward as gelu_backward
 from jax_gradops._ops.row_norm.backward import layer_norm_backward as layer_norm_backward

@@ -121,6 +121,7 @@ inline std::string Name(ffi::DataType dtype) {
     case ffi::BF16: return "bfloat16";
     case ffi::F32: return "float32";
     case ffi::F64: return "float64";
+    case ffi::S32: return "int32";
     case ffi::U32: return "uint32";
     case ffi::U64: return "uint64";
     default: return "dtype number " + std::to_string(static_cast<int>(dtype));

@@ -188,6 +188,26 @@ GRADOPS_HOST_DEVICE inline F Exp2(F f, I bits) {
   return Scaled<A>(e, bits);
 }
 
+// exp(x) for x <= 0, in F: A, or lanes of A. A result below 2^-150 (double: 2^-1074) may be 0. NaN
+// gives any number.
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline F ExpOfNegative(F x) {
+  // n is x / ln 2, rounded to an integer, and n times the upper part of ln 2 is exact.
+  constexpr A kUpper = kIsDouble<A> ? A(0x1.62e42feep-1) : A(0x1.62e4p-1);
+  constexpr A kLower = kIsDouble<A> ? A(1.90821492927058770002e-10) : A(1.4286068203094173e-06);
+  constexpr A kLeast = kIsDouble<A> ? A(-770) : A(-110);
+  F limited;
+  if constexpr (std::is_same_v<A, F>) {
+    limited = x < kLeast ? kLeast : x;
+  } else {
+    limited = Max(F(kLeast), x);
+  }
+  const F sum = MulAdd(limited, F(A(1.4426950408889634)), F(kMagic<A> + kUpPower<A>));
+  const auto [minus_n, bits] = ExponentOf<A>(sum);
+  const F rest = MulAdd(minus_n, F(kLower), MulAdd(minus_n, F(kUpper), limited));
+  return ExpHalf<A>(rest + rest, bits) * F(kDown<A>);
+}
+
 // 2^y in float, accurate to at least 16 bits.
 template <typename F>
 GRADOPS_HOST_DEVICE inline F ShortExp2(F y) {

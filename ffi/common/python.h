@@ -16,7 +16,7 @@ inline nanobind::str ToPython(std::string_view text) {
 }
 
 inline nanobind::list ToPython(const std::vector<Signature::Array>& arrays) {
-  constexpr const char* kDtypes[] = {"x", "accum", "any float"};
+  constexpr const char* kDtypes[] = {"x", "accum", "any float", "int32"};
   nanobind::list list;
   for (const auto& array : arrays) {
     nanobind::dict fields;

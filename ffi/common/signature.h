@@ -27,6 +27,7 @@ enum class DtypeRule {
   kX,         // the dtype of the operand "x"
   kAccum,     // the accumulation dtype
   kAnyFloat,  // any of the four float dtypes
+  kInt32,
 };
 
 // An absent array has shape [0] and the accumulation dtype.
@@ -209,11 +210,7 @@ class RowChecker {
     };
     take(x_.dimensions().first(groups));
     for (const char letter : array.axes) take(DimsOf(letter));
-    const bool has_dtype = array.dtype == DtypeRule::kAnyFloat
-                               ? IsFloat(buffer.element_type())
-                               : buffer.element_type() ==
-                                     (array.dtype == DtypeRule::kX ? dtype() : AccumDtype(dtype()));
-    if (!matches || !has_dtype) Fail(array.name, Expected(array), buffer);
+    if (!matches || !HasDtype(array.dtype, buffer.element_type())) Fail(array.name, Expected(array), buffer);
     return shared ? 0 : elements;
   }
 
@@ -253,6 +250,16 @@ class RowChecker {
  private:
   using Dims = ffi::Span<const std::int64_t>;
 
+  bool HasDtype(DtypeRule rule, ffi::DataType found) const {
+    switch (rule) {
+      case DtypeRule::kX: return found == dtype();
+      case DtypeRule::kAccum: return found == AccumDtype(dtype());
+      case DtypeRule::kAnyFloat: return IsFloat(found);
+      case DtypeRule::kInt32: return found == ffi::S32;
+    }
+    return false;
+  }
+
   // x's dimensions along the axes of a letter.
   Dims DimsOf(char letter) const {
     std::int64_t start = group_rank_;
@@ -275,6 +282,7 @@ class RowChecker {
     switch (array.dtype) {
       case DtypeRule::kX: return shape + " and dtype";
       case DtypeRule::kAnyFloat: return shape + ", in float16, bfloat16, float32 or float64";
+      case DtypeRule::kInt32: return shape + ", in int32";
       case DtypeRule::kAccum: break;
     }
     return shape + ", in the accumulation dtype " + Name(AccumDtype(dtype()));

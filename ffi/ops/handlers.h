@@ -4,6 +4,7 @@
 #include "common/signature.h"
 #include "ops/batch_norm.h"
 #include "ops/bias_gelu.h"
+#include "ops/cross_entropy.h"
 #include "ops/global_norm.h"
 #include "ops/row_norm.h"
 
@@ -14,6 +15,7 @@ using AllOps = TypeList<
     RowNormForward, RowNormBackward,
     BiasGeluForward, BiasGeluBackward,
     BatchNormForward, BatchNormBackward,
+    CrossEntropyForward, CrossEntropyBackward,
     SumOfSquaresOfTree, ScaleTree>;
 // clang-format on
 

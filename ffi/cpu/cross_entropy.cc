@@ -1,0 +1,196 @@
+// Softmax cross-entropy on the CPU.
+//
+// Rows are shared out among threads. Forward takes a row block by block. It looks for the block's
+// largest logit, and then adds up the exponentials while the block is in the L1 cache. Memory
+// traffic: forward reads x; backward reads x and writes dx, which may be x.
+#include "ops/cross_entropy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "common/exponential.h"
+#include "common/integers.h"
+#include "cpu/formulas.h"
+#include "cpu/lanes.h"
+#include "cpu/parallel.h"
+#include "cpu/stream.h"
+
+namespace gradops {
+namespace {
+
+template <typename A>
+constexpr A kInfinity = std::numeric_limits<A>::infinity();
+
+// What is subtracted from logits: the largest one. If no logit is larger than -inf, it is 0, as the
+// difference of infinities is NaN.
+template <typename A>
+A Base(A largest) {
+  return largest == -kInfinity<A> ? A{0} : largest;
+}
+
+template <typename A>
+struct RowNumbers {
+  A largest = -kInfinity<A>;
+  A total = 0;        // of exp(x - Base(largest))
+  A differences = 0;  // the sum of x - origin
+};
+
+// The largest of n logits, -inf for none, and whether a logit is NaN or +inf.
+template <typename A>
+struct Largest {
+  A value;
+  bool is_bad;
+};
+template <typename T>
+Largest<Accum<T>> LargestOf(const T* x, std::int64_t n) {
+  using A = Accum<T>;
+  using F = Lanes<A>;
+  F largest(-kInfinity<A>), bad(A{0});
+  A values[kLanes<A>], are_bad[kLanes<A>];
+  std::int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) {
+    const F some = LoadLanes<kLanes<A>>(x + i);
+    largest = Max(some, largest);  // NaN is left out
+    bad = IfGreater(F(kInfinity<A>), some, bad, F(A{1}));
+  }
+  StoreLanes(values, largest), StoreLanes(are_bad, bad);
+  Largest<A> found{-kInfinity<A>, false};
+  for (int lane = 0; lane < kLanes<A>; ++lane) {
+    found.value = Max(values[lane], found.value), found.is_bad |= are_bad[lane] > 0;
+  }
+  for (; i < n; ++i) {
+    const A one = static_cast<A>(x[i]);
+    found.value = Max(one, found.value), found.is_bad |= !(kInfinity<A> > one);
+  }
+  return found;
+}
+
+template <bool kDifferences, typename T>
+RowNumbers<Accum<T>> NumbersOf(const T* x, std::int64_t n, Accum<T> origin) {
+  using A = Accum<T>;
+  constexpr std::int64_t kBlock = 4096;
+  RowNumbers<A> row;
+  bool is_bad = false;
+  for (std::int64_t start = 0; start < n; start += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - start);
+    const Largest<A> largest = LargestOf(x + start, count);
+    is_bad |= largest.is_bad;
+    if (largest.value > row.largest) {
+      row.total *= std::exp(row.largest - largest.value);
+      row.largest = largest.value;
+    }
+    const A base = Base(row.largest);
+    const auto sums = LaneSums<A, 1 + kDifferences>(count, [=](auto at) {
+      const auto some = at(x + start);
+      using F = std::remove_const_t<decltype(some)>;
+      std::array<F, 1 + kDifferences> terms{gelu::ExpOfNegative<A>(some - F(base))};
+      if constexpr (kDifferences) terms[1] = some - F(origin);
+      return terms;
+    });
+    row.total += sums[0];
+    if constexpr (kDifferences) row.differences += sums[1];
+  }
+  if (is_bad) row.total = std::numeric_limits<A>::quiet_NaN();
+  return row;
+}
+
+// The column of a row's label, which is outside [0, features) for a label of another shard.
+std::int64_t ColumnOf(std::int32_t label, const Param& classes, std::int64_t group) {
+  return std::int64_t{label} -
+         static_cast<const std::int32_t*>(classes.data)[group * classes.group_stride];
+}
+
+// Calls body(row) for all rows. Short rows share a task.
+template <typename Body>
+void ForEachRow(const CpuContext& pool, const RowShape& shape, std::int64_t element_bytes,
+                const Body& body) {
+  constexpr std::int64_t kTaskBytes = 1 << 16;
+  const std::int64_t rows = shape.all_rows();
+  const std::int64_t per_task = CeilDiv(
+      kTaskBytes, std::max<std::int64_t>(1, shape.features * element_bytes));
+  ParallelFor(pool, CeilDiv(rows, per_task), [&](std::int64_t task) {
+    const std::int64_t end = std::min((task + 1) * per_task, rows);
+    for (std::int64_t row = task * per_task; row < end; ++row) body(row);
+  });
+}
+
+template <typename T, bool kDifferences>
+void Forward(const CpuContext& pool, const CrossEntropyFwdArgs& args) {
+  using A = Accum<T>;
+  const std::int64_t features = args.shape.features;
+  ForEachRow(pool, args.shape, sizeof(T), [&](std::int64_t row) {
+    const T* const x = static_cast<const T*>(args.x) + row * features;
+    const std::int32_t label = static_cast<const std::int32_t*>(args.labels)[row];
+    RowNumbers<A> numbers{0, 1, 0};
+    A logit = 0, origin = 0;
+    if (label != kIgnoredLabel) {
+      if (kDifferences && features > 0) origin = static_cast<A>(x[0]);
+      if (!std::isfinite(origin)) origin = 0;
+      numbers = NumbersOf<kDifferences>(x, features, origin);
+      if (features > 0) {
+        const std::int64_t column = ColumnOf(label, args.classes, row / args.shape.rows);
+        if (column >= 0 && column < features) logit = static_cast<A>(x[column]);
+      }
+      numbers.differences += static_cast<A>(features) * (origin - Base(numbers.largest));
+    }
+    static_cast<A*>(args.largest)[row] = numbers.largest;
+    static_cast<A*>(args.total)[row] = numbers.total;
+    static_cast<A*>(args.logit_of_label)[row] = logit;
+    if (kDifferences) static_cast<A*>(args.sum_of_differences)[row] = numbers.differences;
+  });
+}
+
+template <typename T>
+void Backward(const CpuContext& pool, const CrossEntropyBwdArgs& args) {
+  using A = Accum<T>;
+  const std::int64_t features = args.shape.features;
+  const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
+  const bool streamed = PrepareResult(args.dx, bytes, {args.x});
+  ForEachRow(pool, args.shape, sizeof(T), [&](std::int64_t row) {
+    const auto number = [row](const void* numbers) {
+      return numbers == nullptr ? A{0} : static_cast<const A*>(numbers)[row];
+    };
+    const T* const x = static_cast<const T*>(args.x) + row * features;
+    T* const dx = static_cast<T*>(args.dx) + row * features;
+    const std::int32_t label = static_cast<const std::int32_t*>(args.labels)[row];
+    if (label == kIgnoredLabel) {
+      std::fill_n(dx, features, static_cast<T>(0.0f));
+      return;
+    }
+    const A largest = number(args.largest), factor = number(args.factor);
+    const A uniform = number(args.uniform);
+    const auto derivative = [=](const auto& logits) {
+      using F = std::remove_cvref_t<decltype(logits)>;
+      return F(factor) * gelu::ExpOfNegative<A>(logits - F(largest)) + F(uniform);
+    };
+    const std::int64_t column = ColumnOf(label, args.classes, row / args.shape.rows);
+    const bool has_label = column >= 0 && column < features;
+    const A logit = has_label ? static_cast<A>(x[column]) : A{0};
+    StoreForLanes<kLanes<A>>(dx, features, streamed,
+                             [=](auto at) { return derivative(at(x)); });
+    if (streamed) StreamFence();
+    if (has_label) dx[column] = static_cast<T>(derivative(logit) + number(args.target));
+  });
+}
+
+}  // namespace
+
+ffi::Error CrossEntropyFwd(CpuContext pool, const CrossEntropyFwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, "softmax_cross_entropy_fwd", args.dtype, [&]<typename T>() {
+    args.sum_of_differences == nullptr ? Forward<T, false>(pool, args)
+                                       : Forward<T, true>(pool, args);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error CrossEntropyBwd(CpuContext pool, const CrossEntropyBwdArgs& args) {
+  return DispatchDtype(FloatTypes{}, "softmax_cross_entropy_bwd", args.dtype, [&]<typename T>() {
+    if (args.shape.elements() > 0) Backward<T>(pool, args);
+    return ffi::Error::Success();
+  });
+}
+
+}  // namespace gradops

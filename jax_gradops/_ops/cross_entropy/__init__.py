@@ -1,0 +1,1 @@
+"""GELU, with and without a bias."""

@@ -1,0 +1,299 @@
+"""Softmax cross-entropy with integer labels: public functions."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_gradops import _checks
+from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._kernel.array_types import accum_dtype, match_vma, reshard_like
+from jax_gradops._kernel.invoke import invoke, prepare
+from jax_gradops._ops.cross_entropy.kernels import BWD, FWD, IGNORED, RowSums, Sums
+
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+
+
+class Options(NamedTuple):
+    """What loss is computed. Each is a static argument."""
+
+    label_smoothing: float
+    z_loss: float
+    ignore_index: int | None
+    implementation: Implementation
+
+
+class _Rows(NamedTuple):
+    """Labels as the kernels read them.
+
+    Attributes:
+      labels: int32. An ignored row has the label `IGNORED`. A row of a label that is no class has
+        the label -1.
+      poison: the loss is multiplied by it: 1, or NaN for a label that is no class.
+    """
+
+    labels: jax.Array
+    poison: jax.Array
+
+
+def _rows(labels: jax.Array, classes: int, ignore_index: int | None, dtype: Any) -> _Rows:
+    limits = jnp.iinfo(labels.dtype)
+    is_class = (labels >= 0) & (labels <= min(classes - 1, limits.max))
+    found = jnp.where(is_class, labels, jnp.zeros_like(labels)).astype(jnp.int32)
+    found = jnp.where(is_class, found, -1)
+    poison = jnp.where(is_class, 1, jnp.nan).astype(dtype)
+    if ignore_index is not None and limits.min <= ignore_index <= limits.max:
+        ignored = labels == np.array(ignore_index, labels.dtype)
+        found, poison = jnp.where(ignored, IGNORED, found), jnp.where(ignored, 1, poison)
+    return _Rows(found, poison)
+
+
+def _loss(sums: RowSums, rows: _Rows, classes: Any, options: Options) -> jax.Array:
+    """The loss of each row. All terms are differences to the row's largest logit."""
+    log_total = jnp.log(sums.total)
+    smoothing = options.label_smoothing
+    loss = log_total + (1 - smoothing) * (sums.largest - sums.logit_of_label)
+    if sums.sum_of_differences is not None:
+        loss = loss - smoothing * (sums.sum_of_differences / classes)
+    if options.z_loss:
+        loss = loss + options.z_loss * jnp.square(sums.largest + log_total)
+    return jnp.where(rows.labels == IGNORED, 0, loss * rows.poison)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _apply(logits: jax.Array, labels: jax.Array, *, options: Options) -> jax.Array:
+    classes = logits.shape[-1]
+    rows = _rows(labels, classes, options.ignore_index, accum_dtype(logits.dtype))
+    x, spread, numbers = prepare(FWD, logits, rows.labels, jnp.arange(classes, dtype=jnp.int32))
+    differences = options.label_smoothing > 0
+    sums: Any
+    if options.implementation == "xla":  # differentiated by JAX itself
+        skip = [] if differences else ["sum_of_differences"]
+        sums = invoke(FWD, x, spread, numbers, skip=skip, implementation="xla")
+    else:
+        sums = Sums(differences, options.implementation)(x, spread, numbers)
+    poison = reshard_like(match_vma(rows.poison, sums[0])[0], sums[0])
+    loss = _loss(RowSums(*sums), _Rows(spread, poison), classes, options)
+    return reshard_like(loss, labels)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _apply_where(
+    logits: jax.Array, labels: jax.Array, where: jax.Array, *, options: Options
+) -> jax.Array:
+    """The loss with some logits left out. The logit of the label always counts."""
+    wide = logits.astype(accum_dtype(logits.dtype))
+    rows = _rows(labels, logits.shape[-1], options.ignore_index, wide.dtype)
+    ignored = (rows.labels == IGNORED)[..., None]
+    wide = jnp.where(ignored, 0, wide)
+    counted = jnp.where(where, wide, -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(counted, -1, initial=-jnp.inf))
+    total = jnp.sum(jnp.exp(counted - largest[..., None]), -1)
+    logit = jnp.take_along_axis(wide, jnp.maximum(rows.labels, 0)[..., None], -1)[..., 0]
+    differences = jnp.sum(jnp.where(where, wide - largest[..., None], 0), -1)
+    number = jnp.sum(jnp.broadcast_to(where, wide.shape), -1)
+    return _loss(RowSums(largest, total, logit, differences), rows, number, options)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _apply_backward(
+    dloss: jax.Array, logits: jax.Array, labels: jax.Array, lse: jax.Array, *, options: Options
+) -> jax.Array:
+    classes, smoothing = logits.shape[-1], options.label_smoothing
+    rows = _rows(labels, classes, options.ignore_index, lse.dtype)
+    scale = dloss.astype(lse.dtype) * rows.poison
+    operands = match_vma(
+        logits,
+        rows.labels,
+        jnp.arange(classes, dtype=jnp.int32),
+        lse,
+        scale * (1 + 2 * options.z_loss * lse),
+        scale * (smoothing - 1),
+        scale * (-smoothing / classes) if smoothing else None,
+    )
+    (dx,) = invoke(BWD, *prepare(BWD, *operands), implementation=options.implementation)
+    return reshard_like(dx, logits)
+
+
+# --- Public functions ----------------------------------------------------------------------------
+
+
+def _checked_options(
+    op: str, label_smoothing: Any, z_loss: Any, ignore_index: Any, implementation: Implementation
+) -> Options:
+    smoothing = _checks.number(op, "label_smoothing", label_smoothing, minimum=0)
+    if smoothing > 1:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {smoothing}")
+    if ignore_index is not None:
+        try:
+            ignore_index = operator.index(ignore_index)
+        except TypeError as error:
+            raise _checks.wrong(
+                op, "ignore_index", "an integer or None", ignore_index, TypeError
+            ) from error
+    z_loss = _checks.number(op, "z_loss", z_loss, minimum=0)
+    return Options(smoothing, z_loss, ignore_index, resolve_implementation(implementation, op))
+
+
+def _checked_labels(op: str, labels: ArrayLike, logits: jax.Array, axis: int) -> jax.Array:
+    checked = _checks.array(op, "labels", labels, _INTEGERS)
+    shape = logits.shape[:axis] + logits.shape[axis + 1 :]
+    if checked.shape != shape:
+        raise ValueError(
+            f"{op}: labels must have the shape of logits {logits.shape} without axis {axis}: "
+            f"{shape}, got {checked.shape}"
+        )
+    return checked
+
+
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    r"""Softmax cross-entropy of logits and integer labels, with a fused backward pass.
+
+    It replaces `optax.losses.softmax_cross_entropy_with_integer_labels`. For each row z of logits
+    and its label t:
+
+    .. math:: \text{loss} = \text{lse} - (1 - s)\,z_t - s\,\text{mean}(z)
+              + \text{z\_loss} \cdot \text{lse}^2, \qquad
+              \text{lse} = \log \sum_c e^{z_c}, \qquad s = \text{label\_smoothing}
+
+    The backward pass reads the logits once and writes their gradient. If nothing needs the logits
+    later, the gradient takes over their memory.
+
+    Args:
+      logits: an array in float16, bfloat16, float32 or float64. Classes are along `axis`.
+      labels: integers, of the shape of logits without `axis`. A label that is no class makes the
+        loss and the gradient of its row NaN.
+      axis: the axis of the classes. For another axis than the last one, XLA's operations are used.
+      where: which logits count, as in Optax. It is broadcast to the shape of logits. XLA's
+        operations are used. The logit of a label always counts.
+      label_smoothing: the part of each label that is spread over all classes, in [0, 1].
+      z_loss: the factor of the squared logsumexp, at least 0.
+      ignore_index: rows with this label have the loss 0 and the gradient 0, whatever their logits.
+      implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
+        selects the kernel if one is available.
+
+    Returns:
+      The loss of each row, in the labels' shape. Its dtype is float32, or float64 for float64
+      logits.
+
+    Raises:
+      TypeError: for an unsupported dtype.
+      ValueError: for a wrong shape or option. Also for ``implementation="ffi"`` if no kernel is
+        available.
+
+    All arithmetic is in float32 (float64 for float64). Loss and gradient are made of differences to
+    the row's largest logit: 11 equal logits of 1e38 have the loss log 11. A logit of -inf is a class
+    that cannot be. A logit of +inf or NaN makes its row NaN, and no other row.
+
+    If the rows are sharded, nothing is sent between devices. If the classes are sharded, two
+    all-reduces of a number per row are sent. The gradient is sharded as the logits are.
+
+    References:
+      ONNX Runtime, SoftmaxCrossEntropyLossGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
+
+    >>> import jax.numpy as jnp
+    >>> import jax_gradops
+    >>> loss = jax_gradops.softmax_cross_entropy_with_integer_labels(
+    ...     jnp.zeros((2, 4)), jnp.array([1, -100]), ignore_index=-100)
+    >>> print(loss)
+    [1.3862944 0.       ]
+    """
+    op = "softmax_cross_entropy_with_integer_labels"
+    x = _checks.array(op, "logits", logits)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: logits must have at least one axis, got a scalar")
+    axis = _checks.axis(op, "axis", axis, x.ndim)
+    checked = _checked_labels(op, labels, x, axis)
+    options = _checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
+    if axis != x.ndim - 1:
+        x, options = jnp.moveaxis(x, axis, -1), options._replace(implementation="xla")
+    if where is None:
+        return _apply(x, checked, options=options)
+    mask = _checks.array(op, "where", where, ("bool",))
+    try:
+        mask = jnp.moveaxis(jnp.broadcast_to(mask, jnp.shape(logits)), axis, -1)
+    except ValueError:
+        raise ValueError(
+            f"{op}: where must broadcast to the shape of logits {jnp.shape(logits)}, got "
+            f"{mask.shape}"
+        ) from None
+    return _apply_where(x, checked, mask, options=options)
+
+
+def softmax_cross_entropy_backward(
+    dloss: ArrayLike,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    lse: ArrayLike,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    r"""The gradient of softmax cross-entropy (SoftmaxCrossEntropyLossGrad, without weights).
+
+    .. math:: dz_c = d\text{loss} \cdot \bigl(p_c (1 + 2\,\text{z\_loss}\cdot\text{lse})
+              - (1 - s)\,[c = t] - s / \text{classes}\bigr), \qquad p_c = e^{z_c - \text{lse}}
+
+    Args:
+      dloss: the gradient of each row's loss, in any float dtype.
+      logits: an array in float16, bfloat16, float32 or float64. Classes are along the last axis.
+      labels: integers, of the shape of logits without the last axis.
+      lse: the logsumexp of each row, in float32, or float64 for float64 logits.
+      label_smoothing: as in `jax_gradops.softmax_cross_entropy_with_integer_labels`.
+      z_loss: as there.
+      ignore_index: as there.
+      implementation: as there.
+
+    Returns:
+      The gradient of the logits, in their shape and dtype. It may take over their memory.
+
+    Raises:
+      TypeError: for an unsupported dtype.
+      ValueError: for a wrong shape or option. Also for ``implementation="ffi"`` if no kernel is
+        available.
+
+    An lse of large magnitude has lost digits. The gradient of
+    `jax_gradops.softmax_cross_entropy_with_integer_labels` uses the largest logit instead.
+
+    References:
+      ONNX Runtime, SoftmaxCrossEntropyLossGrad: https://github.com/microsoft/onnxruntime/blob/main/orttraining/orttraining/core/graph/training_op_defs.cc
+
+    >>> import jax.numpy as jnp
+    >>> from jax_gradops import backward
+    >>> dx = backward.softmax_cross_entropy_backward(
+    ...     jnp.ones(1), jnp.zeros((1, 4)), jnp.array([1]), jnp.log(jnp.full(1, 4.0)))
+    >>> print(dx.round(6))
+    [[ 0.25 -0.75  0.25  0.25]]
+    """
+    op = "softmax_cross_entropy_backward"
+    x = _checks.array(op, "logits", logits)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: logits must have at least one axis, got a scalar")
+    checked = _checked_labels(op, labels, x, x.ndim - 1)
+    rows = {"dloss": _checks.array(op, "dloss", dloss), "lse": _checks.array(op, "lse", lse)}
+    for name, row in rows.items():
+        if row.shape != checked.shape:
+            raise ValueError(
+                f"{op}: {name} must have labels' shape {checked.shape}, got {row.shape}"
+            )
+    options = _checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
+    wide = rows["lse"].astype(accum_dtype(x.dtype))
+    return _apply_backward(rows["dloss"], x, checked, wide, options=options)

@@ -1,0 +1,51 @@
+"""What softmax cross-entropy is, as data: see `op_spec`. Its labels follow from the logits' shape."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from jax_gradops._ops.cross_entropy import cross_entropy as module
+from jax_gradops._ops.cross_entropy import oracle
+from jax_gradops._ops.cross_entropy.kernels import BWD, FWD
+from jax_gradops._ops.op_spec import Form, OpSpec, PlanTask
+
+
+def _call(logits: jax.Array, **options: Any) -> jax.Array:
+    labels = oracle.labels_of(logits, options.get("ignore_index"))
+    return module.softmax_cross_entropy_with_integer_labels(logits, labels, **options)
+
+
+def _plan(task: PlanTask) -> dict[str, Any]:
+    from jax_gradops import _plans
+
+    return _plans.cross_entropy_plan(
+        rows=math.prod(task.shape[:-1]),
+        features=task.shape[-1],
+        element_bytes=task.element_bytes,
+        architecture=task.gpu.architecture,
+        multiprocessors=task.gpu.multiprocessors,
+    )
+
+
+def _form(name: str, **options: Any) -> Form:
+    return Form(
+        _call,
+        oracle.softmax_cross_entropy,
+        (FWD, BWD),
+        oracle.softmax_cross_entropy_vjp,
+        name,
+        options,
+        traffic={} if name else {"fwd": 1, "bwd": 2},
+    )
+
+
+PLAIN = _form("")
+SMOOTHED = _form(
+    "smoothed", label_smoothing=0.1, z_loss=1e-4, ignore_index=oracle.IGNORE_INDEX
+)
+SPECS = (
+    OpSpec("softmax_cross_entropy_with_integer_labels", "rows", (PLAIN, SMOOTHED), plan=_plan),
+)
