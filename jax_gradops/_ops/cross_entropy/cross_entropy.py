@@ -47,11 +47,11 @@ def _rows(labels: jax.Array, classes: int, ignore_index: int | None, dtype: Any)
     is_class = (labels >= 0) & (labels <= min(classes - 1, limits.max))
     found = jnp.where(is_class, labels, jnp.zeros_like(labels)).astype(jnp.int32)
     found = jnp.where(is_class, found, -1)
-    poison = jnp.where(is_class, 1, jnp.nan).astype(dtype)
     if ignore_index is not None and limits.min <= ignore_index <= limits.max:
         ignored = labels == np.array(ignore_index, labels.dtype)
-        found, poison = jnp.where(ignored, IGNORED, found), jnp.where(ignored, 1, poison)
-    return _Rows(found, poison)
+        found, is_class = jnp.where(ignored, IGNORED, found), is_class | ignored
+    # The root of -1 makes the NaN. A NaN constant would always stop jax_debug_nans.
+    return _Rows(found, jnp.sqrt(jnp.where(is_class, 1, -1).astype(dtype)))
 
 
 def _loss(sums: RowSums, rows: _Rows, classes: Any, options: Options) -> jax.Array:

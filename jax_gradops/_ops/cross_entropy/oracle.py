@@ -1,9 +1,10 @@
-"""Softmax cross-entropy in float64: see `_oracles`. The labels follow from the shape of logits."""
+"""Softmax cross-entropy in float64: see `_oracles`. The labels follow from the logits."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,8 +14,12 @@ from jax_gradops._oracles import Reference
 IGNORE_INDEX = -100
 
 
+#: Maps logits and `ignore_index` to labels.
+LabelsOf: TypeAlias = Callable[[Any, int | None], Any]
+
+
 def labels_of(logits: Any, ignore_index: int | None = None) -> Any:
-    """Labels for logits of any shape: int32. With `ignore_index`, every fifth row is ignored."""
+    """Labels that follow from the shape. With `ignore_index`, every fifth row is ignored."""
     *rows, classes = logits.shape
     labels = np.arange(math.prod(rows)).reshape(rows) * 7919 % max(1, classes)
     if ignore_index is not None:
@@ -22,28 +27,37 @@ def labels_of(logits: Any, ignore_index: int | None = None) -> Any:
     return labels.astype(np.int32)
 
 
-def _parts(x: Any, label_smoothing: float, ignore_index: int | None) -> tuple[Any, ...]:
-    """Returns x, differences to the row's maximum, lse of these, weights of labels, who counts."""
+def _parts(
+    x: Any, labels_of: LabelsOf, label_smoothing: float, ignore_index: int | None
+) -> tuple[Any, ...]:
+    """x, its maximum, differences to it, lse of these, weights of classes, rows that count."""
     xp = x.__array_namespace__()
     labels = xp.asarray(labels_of(x, ignore_index))
     counts = labels != IGNORE_INDEX if ignore_index is not None else labels == labels
     x = xp.where(counts[..., None], x, 0.0)
-    differences = x - x.max(-1, keepdims=True)
-    lse = xp.log(xp.exp(differences).sum(-1))
+    largest = x.max(-1, initial=-math.inf)
+    differences = x - largest[..., None]
+    total = xp.exp(differences).sum(-1)
+    lse = xp.log(xp.where(total == 0, xp.nan, total))  # NaN for no classes
     is_label = labels[..., None] == xp.arange(x.shape[-1])
-    weights = (1 - label_smoothing) * is_label + label_smoothing / x.shape[-1]
-    return x, differences, lse, weights, counts
+    weights = (1 - label_smoothing) * is_label + label_smoothing / max(1, x.shape[-1])
+    return x, largest, differences, lse, weights, counts
 
 
 def softmax_cross_entropy(
-    x: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0, ignore_index: int | None = None
+    x: Any,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    labels_of: LabelsOf = labels_of,
 ) -> Reference:
     """The loss of each row."""
-    x, differences, lse, weights, counts = _parts(x, label_smoothing, ignore_index)
-    whole = lse + x.max(-1)
+    x, largest, differences, lse, weights, counts = _parts(x, labels_of, label_smoothing, ignore_index)
+    whole = lse + largest
     loss = lse - (weights * differences).sum(-1) + z_loss * whole * whole
     magnitude = abs(lse) + 1 + (weights * abs(differences)).sum(-1)
-    magnitude = magnitude + z_loss * (abs(whole) + abs(x).max(-1)) ** 2
+    magnitude = magnitude + z_loss * (abs(whole) + abs(x).max(-1, initial=0)) ** 2
     return Reference(loss * counts, magnitude * counts)
 
 
@@ -54,14 +68,15 @@ def softmax_cross_entropy_vjp(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int | None = None,
+    labels_of: LabelsOf = labels_of,
 ) -> tuple[Reference]:
     """The gradient with respect to the logits."""
     xp = x.__array_namespace__()
-    x, differences, lse, weights, counts = _parts(x, label_smoothing, ignore_index)
+    x, largest, differences, lse, weights, counts = _parts(x, labels_of, label_smoothing, ignore_index)
     p = xp.exp(differences - lse[..., None])
-    whole = (lse + x.max(-1))[..., None]
+    whole = (lse + largest)[..., None]
     dloss = (dloss * counts)[..., None]
     gradient = dloss * (p * (1 + 2 * z_loss * whole) - weights)
     # An error of a difference d is eps |d|.
-    size = p * (2 + abs(differences)) * (1 + 2 * z_loss * (abs(whole) + abs(x).max())) + weights
+    size = p * (2 + abs(differences)) * (1 + 2 * z_loss * (abs(whole) + abs(x).max(-1, initial=0, keepdims=True))) + weights
     return (Reference(gradient, abs(dloss) * size),)

@@ -1,4 +1,4 @@
-"""What softmax cross-entropy is, as data: see `op_spec`. Its labels follow from the logits' shape."""
+"""What softmax cross-entropy is, as data: see `op_spec`. The labels follow from the logits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from jax_gradops._ops.cross_entropy.kernels import BWD, FWD
 from jax_gradops._ops.op_spec import Form, OpSpec, PlanTask
 
 
-def _call(logits: jax.Array, **options: Any) -> jax.Array:
-    labels = oracle.labels_of(logits, options.get("ignore_index"))
+def _call(
+    logits: jax.Array, labels_of: oracle.LabelsOf = oracle.labels_of, **options: Any
+) -> jax.Array:
+    labels = labels_of(logits, options.get("ignore_index"))
     return module.softmax_cross_entropy_with_integer_labels(logits, labels, **options)
 
 
