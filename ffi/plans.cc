@@ -18,6 +18,7 @@
 #include "common/description.h"
 #include "cuda/batch_norm/plan.h"
 #include "cuda/clip/plan.h"
+#include "cuda/cross_entropy/plan.h"
 #include "cuda/gelu/plan.h"
 #include "cuda/row_norm/plan.h"
 
@@ -96,6 +97,10 @@ struct ClipChoice {
     return Describe(scales ? ChooseScalePlan(task) : ChooseSumPlan(task));
   }
 };
+struct CrossEntropyChoice {
+  CrossEntropyTask task{};
+  Description Choose() const { return Describe(ChooseCrossEntropyPlan(task)); }
+};
 
 template <class Choice, auto... kPath>
 constexpr Field<Choice> OfTask(std::string_view name) {
@@ -169,6 +174,15 @@ constexpr Field<ClipChoice> kClipFields[] = {
     OfTask<ClipChoice, &ClipTask::multiprocessors>("multiprocessors"),
 };
 
+constexpr Field<CrossEntropyChoice> kCrossEntropyFields[] = {
+    OfTask<CrossEntropyChoice, &CrossEntropyTask::shape, &RowShape::groups>("groups"),
+    OfTask<CrossEntropyChoice, &CrossEntropyTask::shape, &RowShape::rows>("rows"),
+    OfTask<CrossEntropyChoice, &CrossEntropyTask::shape, &RowShape::features>("features"),
+    OfTask<CrossEntropyChoice, &CrossEntropyTask::element_bytes>("element_bytes"),
+    OfTask<CrossEntropyChoice, &CrossEntropyTask::multiprocessors>("multiprocessors"),
+    OfTask<CrossEntropyChoice, &CrossEntropyTask::has_clusters>("has_clusters"),
+};
+
 nb::dict ToPython(const Description& description) {
   nb::dict numbers;
   for (const auto& [name, value, meaning] : description.numbers) {
@@ -207,4 +221,5 @@ NB_MODULE(_plans, m) {
   gradops::Define(m, "batch_norm_coverage", gradops::kChannelFields<gradops::ChannelCoverage>);
   gradops::Define(m, "gelu_plan", gradops::kGeluFields);
   gradops::Define(m, "clip_plan", gradops::kClipFields);
+  gradops::Define(m, "cross_entropy_plan", gradops::kCrossEntropyFields);
 }

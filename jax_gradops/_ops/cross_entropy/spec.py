@@ -24,11 +24,12 @@ def _plan(task: PlanTask) -> dict[str, Any]:
     from jax_gradops import _plans
 
     return _plans.cross_entropy_plan(
+        groups=1,
         rows=math.prod(task.shape[:-1]),
         features=task.shape[-1],
         element_bytes=task.element_bytes,
-        architecture=task.gpu.architecture,
         multiprocessors=task.gpu.multiprocessors,
+        has_clusters=task.gpu.architecture >= 90,
     )
 
 
