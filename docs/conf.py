@@ -52,6 +52,7 @@ default_role = "py:obj"  # single backticks: a link if the name is documented, e
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+maximum_signature_line_length = 60
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 
@@ -84,4 +85,5 @@ html_theme_options = {
     "use_fullscreen_button": False,
     "show_toc_level": 2,
     "show_navbar_depth": 1,
+    "navbar_persistent": [],  # the theme's second search button
 }

@@ -41,7 +41,7 @@ def support(arguments: str, _: str) -> str:
 
     facts = {name: op_facts.of(name) for name in arguments.split()}
     first = table(
-        ["function", "dtypes of x", *(f"{p} kernel" for p in op_facts.PLATFORMS), "elsewhere"],
+        ["function", "dtypes", *(f"{p} kernel" for p in op_facts.PLATFORMS), "elsewhere"],
         [
             [
                 f"`{name}`",
@@ -122,7 +122,7 @@ def gpu(arguments: str, _: str) -> str:
     contents: dict[str, dict[str, Any]] = {}
     for content, result in results(ROOT / "benchmarks" / arguments):
         contents[content["commands"][0]] = content
-        shape = " × ".join(map(str, result["shape"]))
+        shape = "\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}".join(map(str, result["shape"]))
         key = [shape, result["dtype"], _DIRECTIONS[result["direction"]]]
         tables.setdefault(_title(result), []).append([*key, *_numbers(result)])
     text = [f"Machine and versions: {_conditions(next(iter(contents.values())))}.", "", "```sh"]
@@ -148,6 +148,16 @@ def speed(arguments: str, _: str) -> str:
             text += [f"{conditions}. Shapes: {', '.join(sorted(shapes))}. {link}.", ""]
             text += [table(["op", "dtype", "direction", *_NUMBERS], rows)]
     return "\n".join(text) or "Not measured yet.\n"
+
+
+def ranges(arguments: str, _: str) -> str:
+    """The smallest and the largest speed-up over XLA of all shapes, for a folder."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for _content, result in results(ROOT / "benchmarks" / arguments):
+        key = _title(result), result["dtype"], _DIRECTIONS[result["direction"]]
+        found.setdefault(key, []).append(result["cold"]["speed_up_over_xla"])
+    rows = [[*key, f"{min(all_):.2f}", f"{max(all_):.2f}"] for key, all_ in found.items()]
+    return table(["op", "dtype", "direction", "least", "most"], rows)
 
 
 # --- Pictures ------------------------------------------------------------------------------------
@@ -176,7 +186,18 @@ def passes(_: str, body: str) -> str:
     return f'<div class="passes">{"".join(rows)}</div>\n'
 
 
-# --- The public names ----------------------------------------------------------------------------
+# --- Pages and public names ----------------------------------------------------------------------------
+
+
+def pages(arguments: str, _: str) -> str:
+    """A table of the pages of a folder: the title, and the first sentence."""
+    rows = []
+    for path in sorted((ROOT / "docs" / arguments).glob("*.md")):
+        if path.stem != "index":
+            title, text = path.read_text().split("\n\n")[:2]
+            sentence = re.split(r"(?<=\.)\s", text.replace("\n", " "))[0]
+            rows.append([f"[{title.removeprefix('# ')}]({path.name})", sentence])
+    return table(["page", "what it computes"], rows)
 
 
 def functions(arguments: str, _: str) -> str:
@@ -213,7 +234,9 @@ PARTS: dict[str, Callable[[str, str], str]] = {
     "support": support,
     "gpu": gpu,
     "speed": speed,
+    "ranges": ranges,
     "passes": passes,
+    "pages": pages,
     "functions": functions,
     "command": command,
 }

@@ -31,7 +31,9 @@ class Page(HTMLParser):
 
 def mistakes(site: Path) -> list[str]:
     """A line for each link to a file or an anchor that the site does not have."""
-    pages = {path: Page(path.read_text()) for path in site.rglob("*.html")}
+    pages = {
+        path: Page(path.read_text()) for path in site.rglob("*.html") if "_static" not in path.parts
+    }
     found = []
     for path, page in pages.items():
         for line, link in page.links:
