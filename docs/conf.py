@@ -26,6 +26,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_design",
+    "code_breaks",
     "notebooks",
     "generated",
     "repository_links",
