@@ -64,6 +64,21 @@ def test_page(name):
         exec(compile("\n" * line + code, PAGES[name], "exec"), namespace)
 
 
+def test_broken_links_are_found(tmp_path):
+    spec = importlib.util.spec_from_file_location("site_links", DOCS / "_ext" / "site_links.py")
+    site_links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site_links)
+    (tmp_path / "a.html").write_text('<h1 id="top-of-a"></h1><a href="folder/b.html#part">')
+    (tmp_path / "folder").mkdir()
+    page = tmp_path / "folder" / "b.html"
+    page.write_text('<p id="part"><a href="../a.html#top-of-a"><a href="https://x.org/y">')
+    assert site_links.mistakes(tmp_path) == []
+    page.write_text('<a href="../a.html#other">\n<img src="c.png">')
+    expected = [f"{tmp_path / 'a.html'}:1: no anchor for folder/b.html#part"]
+    expected += [f"{page}:1: no anchor for ../a.html#other", f"{page}:2: no file for c.png"]
+    assert sorted(site_links.mistakes(tmp_path)) == expected
+
+
 def documented() -> set[str]:
     """The names that some page documents by their docstring."""
     found = set()

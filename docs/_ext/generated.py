@@ -32,7 +32,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
-# --- What an op supports -------------------------------------------------------------------------
+# --- What an op supports --------------------------------------------------------------------------
 
 
 def support(arguments: str, _: str) -> str:
@@ -67,7 +67,7 @@ def support(arguments: str, _: str) -> str:
     return "\n".join([first, *notes, "", "What runs on a platform with kernels:", "", second])
 
 
-# --- Measurements --------------------------------------------------------------------------------
+# --- Measurements ---------------------------------------------------------------------------------
 
 _NAMES = {"ours": "this library", "xla": "XLA", "torch": "PyTorch", "cudnn": "cuDNN"}
 _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
@@ -160,7 +160,7 @@ def ranges(arguments: str, _: str) -> str:
     return table(["op", "dtype", "direction", "least", "most"], rows)
 
 
-# --- Pictures ------------------------------------------------------------------------------------
+# --- Pictures -------------------------------------------------------------------------------------
 
 
 def passes(_: str, body: str) -> str:
@@ -186,7 +186,7 @@ def passes(_: str, body: str) -> str:
     return f'<div class="passes">{"".join(rows)}</div>\n'
 
 
-# --- Pages and public names ----------------------------------------------------------------------------
+# --- Pages and public names -----------------------------------------------------------------------
 
 
 def pages(arguments: str, _: str) -> str:
