@@ -48,7 +48,7 @@ def mistakes(site: Path) -> list[str]:
             elif target in pages and unquote(parts.fragment) not in pages[target].anchors:
                 found.append(f"{path}:{line}: no anchor for {link}")
     print(f"{len(pages)} pages, {sum(len(p.links) for p in pages.values())} links")
-    return found
+    return found if pages else [f"{site}: no pages"]
 
 
 if __name__ == "__main__":

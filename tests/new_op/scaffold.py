@@ -1,7 +1,7 @@
 """Makes the files of a new row-wise op: `make new-op NAME=softplus`.
 
 The new op works. It computes x + bias, with gradients. Replace this formula by the op's own.
-Six lines of other files must name the op. The command prints them, and `--apply` inserts them.
+Five lines of other files must name the op. The command prints them, and `--apply` inserts them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ LINES = (
         "y = jax_gradops.@name@(x, jnp.zeros(256))  # x + bias",
         r"hidden = ",
     ),
-    Line("docs/index.md", "ops/@name@", r"ops/", ordered=True),
     Line("CHANGELOG.md", "- Op: `@name@` adds a bias. It has kernels for CPU and CUDA.", r"- "),
 )
 
