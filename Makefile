@@ -10,7 +10,7 @@ PACKAGE ?= -e ".[$(EXTRAS)]"
 CPP := $(wildcard ffi/*.cc $(foreach kind,h cc cu cuh,$(wildcard ffi/*/*.$(kind) ffi/*/*/*.$(kind))) tests/native/*.h tests/native/*.cc)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ffi/*.* ffi/*/*.* ffi/*/*/*.*)
 
-.PHONY: demo test new-op fuzz mutate test-gpu native fuzz-native lint format clean
+.PHONY: demo test new-op fuzz mutate test-gpu native fuzz-native lint format docs clean
 
 demo: $(VENV)/.installed ## train a small GPT on real text with this library's ops
 	$(BIN)/python -m jax_gradops demo $(ARGS)
@@ -64,6 +64,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
+# Warnings are errors. Then links and anchors inside the built site are followed, without the network.
+docs: $(VENV)/.docs ## the documentation site, in build/docs
+	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees docs build/docs
+	$(BIN)/python docs/_ext/site_links.py build/docs
+
 clean:
 	rm -rf build dist $(VENV) .venv-ci-*
 
@@ -75,8 +80,8 @@ $(VENV)/.installed: $(SOURCES)
 	$(BIN)/python -m pip install --quiet $(PACKAGE)
 	touch $@
 
-# The tools of the `dev` extra, without building the library once more.
-$(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*(d for d in extras["dev"] if "jax_gradops" not in d))' \
+# The tools of the extras `dev` and `docs`, without building the library once more.
+$(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: $(VENV)/.installed
+	$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*(d for d in extras["$*"] if "jax_gradops" not in d))' \
 	  | xargs $(BIN)/python -m pip install --quiet
 	touch $@

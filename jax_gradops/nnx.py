@@ -236,7 +236,7 @@ def add_norm(
     """``(norm(x + residual), x + residual)``, in one pass over memory if `norm` is of this module.
 
     The backward pass, too, is one pass: it adds the cotangents of both results. With a separate
-    norm, each addition to a residual stream is one more pass.
+    norm, each addition to a residual stream is one more pass::
 
         def __call__(self, x, update):  # a transformer's block: x + update is its input
             y, x = add_norm(self.attention_norm, x, update)
@@ -274,7 +274,7 @@ def add_norm(
 def deferred_bias(linear: Any, inputs: Any) -> tuple[jax.Array, jax.Array | None]:
     """A linear layer's result without its bias, and the bias, for `add_norm` to add.
 
-    A separate addition is one more pass over memory. So is a separate sum of the bias's gradient.
+    A separate addition is one more pass over memory. So is a separate sum of the bias's gradient::
 
         y, x = add_norm(self.mlp_norm, x, *deferred_bias(self.attention_out, y))
 

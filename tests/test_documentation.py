@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 
 import jax_gradops
 from jax_gradops import _implementation, _registry
@@ -25,12 +26,7 @@ from jax_gradops.__main__ import COMMANDS, carrier, main
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
-
-
-def section(title: str) -> str:
-    """The text below a heading, up to the next heading of its level."""
-    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
-    return found
+SITE = sorted((ROOT / "docs").rglob("*.md"))  # the build checks links of these pages
 
 
 # --- Figures -------------------------------------------------------------------------------------
@@ -76,8 +72,9 @@ def is_there(name: str) -> bool:
 
 def test_names():
     """All names in the text exist, including names of Flax and Optax."""
+    text = "\n".join([README, *(page.read_text() for page in SITE)])
     names = set(
-        re.findall(r'(?<![\w."])((?:jax_gradops|jax|flax|optax)\.[a-zA-Z][\w.]*\w)', README)
+        re.findall(r'(?<![\w."@])((?:jax_gradops|jax|flax|optax)\.(?!md)[a-zA-Z][\w.]*\w)', text)
     )
     assert [name for name in sorted(names) if not is_there(name)] == []
     assert len(names) > 50
@@ -101,7 +98,7 @@ def test_links():
 
 def commands() -> Iterator[str]:
     """All lines of shell blocks, and all code spans."""
-    for page in PAGES:
+    for page in [*PAGES, *SITE]:
         text = page.read_text()
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
             yield from block.replace("\\\n", "").splitlines()
@@ -132,11 +129,13 @@ def test_commands(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 # --- Messages ------------------------------------------------------------------------------------
 
-MESSAGES = re.findall(r"^\| `(.*?)` \| .* \|$", section("Troubleshooting"), re.MULTILINE)
-OF_OTHERS = {  # messages of pip, CMake and Python
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
+MESSAGES = re.findall(r"^\| `(.*?)` \| .* \|$", TROUBLES, re.MULTILINE)
+OF_OTHERS = {  # messages of pip, CMake, Python and Orbax
     "error: externally-managed-environment",
     "No CMAKE_CXX_COMPILER could be found.",
     "No module named 'flax'",
+    "User-provided restore item and on-disk value metadata tree structures do not match",
 }
 X = np.ones((2, 4), np.float32)
 
@@ -196,6 +195,9 @@ def of_calling(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     )
     yield said(jax_gradops.clip_by_global_norm, optax.constant_schedule(1.0))
     yield said(jax_gradops.clip_by_global_norm(1.0).update, {"w": X}, {"w": X})
+    old, new = optax.clip_by_global_norm(1.0), jax_gradops.clip_by_global_norm(1.0)
+    saved = serialization.to_state_dict((old.init({"w": X}),))
+    yield said(serialization.from_state_dict, (new.init({"w": X}),), saved)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "optax", None)
         yield said(jax_gradops.clip_by_global_norm, 1.0)

@@ -28,7 +28,7 @@ NAMES = ("toy_op", "another_toy")
 def test_files(name: str):
     """No placeholder is left. Python's files compile."""
     files = scaffold.files(name)
-    assert len(files) == 9 and f"jax_gradops/_ops/{name}/spec.py" in files
+    assert len(files) == 10 and f"jax_gradops/_ops/{name}/spec.py" in files
     for path, text in files.items():
         assert "@" not in re.sub(r"^@(pytest|dataclasses|functools)\.", "", path + text, flags=re.M)
         if path.endswith(".py"):

@@ -35,7 +35,11 @@ LINES = (
     ),
     Line("ffi/ops/handlers.h", '#include "ops/@name@.h"', r'#include "ops/', ordered=True),
     Line("ffi/ops/handlers.h", "    @Name@Forward, @Name@Backward,", r".*>;$"),
-    Line("README.md", "y = jax_gradops.@name@(x, jnp.zeros(256))  # x + bias", r"hidden = "),
+    Line(
+        "docs/start/quickstart.md",
+        "y = jax_gradops.@name@(x, jnp.zeros(256))  # x + bias",
+        r"hidden = ",
+    ),
     Line("CHANGELOG.md", "- Op: `@name@` adds a bias. It has kernels for CPU and CUDA.", r"- "),
 )
 
@@ -44,7 +48,8 @@ Replace the formula in:
   _value, _derivative, docstring   jax_gradops/_ops/@name@/@name@.py
   _value, _derivative              jax_gradops/_ops/@name@/oracle.py (independent of the op's code)
   @Name@Value, @Name@Derivative    ffi/ops/@name@.h
-Say what the op computes in the new lines of README.md and CHANGELOG.md.
+Say what the op computes in docs/ops/@name@.md, and in the new lines of docs/start/quickstart.md
+and CHANGELOG.md.
 Then format and test:
   make format
   make test ARGS="tests/test_@name@.py tests/test_package.py tests/test_mistakes.py \\
