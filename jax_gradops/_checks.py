@@ -156,3 +156,27 @@ def axis(op: str, name: str, value: Any, ndim: int) -> int:
             f"{op}: {name} must be in [{-ndim}, {ndim}) for an array of {ndim} axes, got {result}"
         )
     return result % ndim
+
+
+def axis_names(op: str, value: Any, under_jit: str) -> tuple[Any, ...] | None:
+    """`value` as a tuple of bound names, or None for no name. `under_jit` says what jit needs."""
+    if value is None or (isinstance(value, tuple | list) and not value):
+        return None
+    names = tuple(value) if isinstance(value, tuple | list) else (value,)
+    try:
+        repeated = len(set(names)) < len(names)
+    except TypeError:
+        repeated = None  # a value that cannot be hashed is not a name
+    if repeated is None or any(isinstance(name, int | tuple | list) for name in names):
+        expected = "the name of a mapped axis, or several"
+        raise wrong(op, "axis_name", expected, value, TypeError)
+    if repeated:
+        raise ValueError(f"{op}: axis_name={value!r} has a name twice")
+    try:
+        lax.axis_size(names)
+    except NameError:
+        raise UnboundAxisError(
+            f"{op}: axis_name={value!r} names no axis here. Names are bound inside jax.shard_map, "
+            f"jax.pmap or jax.vmap(..., axis_name=...); under jax.jit {under_jit}"
+        ) from None
+    return names

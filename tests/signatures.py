@@ -55,7 +55,7 @@ def good(signature: dict[str, Any]) -> Good:
     if signature["variadic"]:
         return _good_of_tree(signature)
     choice = fullest(signature)
-    dtypes = {"x": np.float32, "accum": np.float32, "any float": np.float16}
+    dtypes = {"x": np.float32, "accum": np.float32, "any float": np.float16, "int32": np.int32}
 
     def array(declared: dict[str, Any]) -> Any:
         if not choice[declared["name"]]:

@@ -85,6 +85,7 @@ Call MakeRowCall(const Signature& op, XLA_FFI_DataType dtype, const Shape& shape
     if (!choice.at(array.name)) return {name, AccumOf(dtype), {0}};
     sums += !operand && !array.has_rows();
     const XLA_FFI_DataType its = array.dtype == DtypeRule::kAnyFloat ? AnyFloat(random)
+                                 : array.dtype == DtypeRule::kInt32  ? XLA_FFI_DataType_S32
                                  : array.dtype == DtypeRule::kX      ? dtype
                                                                      : AccumOf(dtype);
     // All groups may share an operand without row axes.

@@ -89,7 +89,9 @@ def batch_norm(
      [ 1.  0.]] [2. 5.] [1. 0.]
     """
     op = "batch_norm"
-    names = _checked_axis_name(op, axis_name)
+    names = _checks.axis_names(
+        op, axis_name, "with a sharded batch, statistics are the whole batch's without one"
+    )
     x, axis = checked_x(op, x, axis, least=1 if names else 2)
     activation = _checks.choice(op, "activation", activation, "relu", None)
     return kernels.normalize(
@@ -105,31 +107,6 @@ def batch_norm(
             implementation=resolve_implementation(implementation, op),
         ),
     )
-
-
-def _checked_axis_name(op: str, value: Any) -> tuple[Any, ...] | None:
-    """Returns a tuple of names, or None for no name."""
-    if value is None or (isinstance(value, tuple | list) and not value):
-        return None
-    names = tuple(value) if isinstance(value, tuple | list) else (value,)
-    try:
-        repeated = len(set(names)) < len(names)
-    except TypeError:
-        repeated = None  # a value that cannot be hashed is not a name
-    if repeated is None or any(isinstance(name, int | tuple | list) for name in names):
-        expected = "the name of a mapped axis, or several"
-        raise _checks.wrong(op, "axis_name", expected, value, TypeError)
-    if repeated:
-        raise ValueError(f"{op}: axis_name={value!r} has a name twice")
-    try:
-        jax.lax.axis_size(names)
-    except NameError:
-        raise _checks.UnboundAxisError(
-            f"{op}: axis_name={value!r} names no axis here. Names are bound inside jax.shard_map, "
-            "jax.pmap or jax.vmap(..., axis_name=...); under jax.jit with a sharded batch, "
-            "statistics are the whole batch's without one"
-        ) from None
-    return names
 
 
 def batch_norm_inference(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
@@ -26,6 +27,7 @@ class Options(NamedTuple):
     label_smoothing: float
     z_loss: float
     ignore_index: int | None
+    axis_name: tuple[Any, ...] | None
     implementation: Implementation
 
 
@@ -68,19 +70,19 @@ def _loss(sums: RowSums, rows: _Rows, classes: Any, options: Options) -> jax.Arr
 
 @functools.partial(jax.jit, static_argnames="options")
 def _apply(logits: jax.Array, labels: jax.Array, *, options: Options) -> jax.Array:
-    classes = logits.shape[-1]
+    names, classes = options.axis_name, logits.shape[-1]
+    numbers = jnp.arange(classes, dtype=jnp.int32)
+    if names:
+        numbers = numbers + lax.axis_index(names) * classes
+        classes = classes * lax.axis_size(names)
     rows = _rows(labels, classes, options.ignore_index, accum_dtype(logits.dtype))
-    x, spread, numbers = prepare(FWD, logits, rows.labels, jnp.arange(classes, dtype=jnp.int32))
-    differences = options.label_smoothing > 0
-    sums: Any
-    if options.implementation == "xla":  # differentiated by JAX itself
-        skip = [] if differences else ["sum_of_differences"]
-        sums = invoke(FWD, x, spread, numbers, skip=skip, implementation="xla")
-    else:
-        sums = Sums(differences, options.implementation)(x, spread, numbers)
-    poison = reshard_like(match_vma(rows.poison, sums[0])[0], sums[0])
-    loss = _loss(RowSums(*sums), _Rows(spread, poison), classes, options)
-    return reshard_like(loss, labels)
+    operands = prepare(FWD, logits, rows.labels, numbers)
+    sums = Sums(options.label_smoothing > 0, names, options.implementation)
+    # With XLA's operations, JAX itself differentiates.
+    found = sums.compute(*operands) if options.implementation == "xla" else sums(*operands)
+    like = found[0]
+    rows = _Rows(*(reshard_like(match_vma(a, like)[0], like) for a in rows))
+    return reshard_like(_loss(RowSums(*found), rows, classes, options), labels)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -93,11 +95,11 @@ def _apply_where(
     ignored = (rows.labels == IGNORED)[..., None]
     wide = jnp.where(ignored, 0, wide)
     counted = jnp.where(where, wide, -jnp.inf)
-    largest = jax.lax.stop_gradient(jnp.max(counted, -1, initial=-jnp.inf))
+    largest = lax.stop_gradient(jnp.max(counted, -1, initial=-jnp.inf))
     total = jnp.sum(jnp.exp(counted - largest[..., None]), -1)
     logit = jnp.take_along_axis(wide, jnp.maximum(rows.labels, 0)[..., None], -1)[..., 0]
     differences = jnp.sum(jnp.where(where, wide - largest[..., None], 0), -1)
-    number = jnp.sum(jnp.broadcast_to(where, wide.shape), -1)
+    number = jnp.sum(jnp.broadcast_to(where, wide.shape).astype(wide.dtype), -1)
     return _loss(RowSums(largest, total, logit, differences), rows, number, options)
 
 
@@ -125,7 +127,12 @@ def _apply_backward(
 
 
 def _checked_options(
-    op: str, label_smoothing: Any, z_loss: Any, ignore_index: Any, implementation: Implementation
+    op: str,
+    label_smoothing: Any,
+    z_loss: Any,
+    ignore_index: Any,
+    implementation: Implementation,
+    axis_name: Any = None,
 ) -> Options:
     smoothing = _checks.number(op, "label_smoothing", label_smoothing, minimum=0)
     if smoothing > 1:
@@ -138,7 +145,9 @@ def _checked_options(
                 op, "ignore_index", "an integer or None", ignore_index, TypeError
             ) from error
     z_loss = _checks.number(op, "z_loss", z_loss, minimum=0)
-    return Options(smoothing, z_loss, ignore_index, resolve_implementation(implementation, op))
+    names = _checks.axis_names(op, axis_name, "with sharded classes, none is needed")
+    chosen = resolve_implementation(implementation, op)
+    return Options(smoothing, z_loss, ignore_index, names, chosen)
 
 
 def _checked_labels(op: str, labels: ArrayLike, logits: jax.Array, axis: int) -> jax.Array:
@@ -161,6 +170,7 @@ def softmax_cross_entropy_with_integer_labels(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int | None = None,
+    axis_name: Any = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     r"""Softmax cross-entropy of logits and integer labels, with a fused backward pass.
@@ -185,6 +195,9 @@ def softmax_cross_entropy_with_integer_labels(
       label_smoothing: the part of each label that is spread over all classes, in [0, 1].
       z_loss: the factor of the squared logsumexp, at least 0.
       ignore_index: rows with this label have the loss 0 and the gradient 0, whatever their logits.
+      axis_name: the name of a mapped axis of `jax.shard_map`, `jax.pmap` or `jax.vmap`, or a tuple
+        of names, over which the classes are sharded. Each shard has equally many. Labels are
+        numbers of all classes. Under `jax.jit` with sharded classes, no name is needed.
       implementation: ``"ffi"`` selects the native kernel, ``"xla"`` selects `jax.numpy`. None
         selects the kernel if one is available.
 
@@ -196,10 +209,12 @@ def softmax_cross_entropy_with_integer_labels(
       TypeError: for an unsupported dtype.
       ValueError: for a wrong shape or option. Also for ``implementation="ffi"`` if no kernel is
         available.
+      NameError: for an `axis_name` that is not bound, as from `jax.lax.psum`. The error is also a
+        ValueError.
 
-    All arithmetic is in float32 (float64 for float64). Loss and gradient are made of differences to
-    the row's largest logit: 11 equal logits of 1e38 have the loss log 11. A logit of -inf is a class
-    that cannot be. A logit of +inf or NaN makes its row NaN, and no other row.
+    All arithmetic is in float32 (float64 for float64). Loss and gradient are made of differences
+    to the row's largest logit: 11 equal logits of 1e38 have the loss log 11. A logit of -inf is a
+    class that cannot be. A logit of +inf or NaN makes its row NaN, and no other row.
 
     If the rows are sharded, nothing is sent between devices. If the classes are sharded, two
     all-reduces of a number per row are sent. The gradient is sharded as the logits are.
@@ -220,11 +235,13 @@ def softmax_cross_entropy_with_integer_labels(
         raise ValueError(f"{op}: logits must have at least one axis, got a scalar")
     axis = _checks.axis(op, "axis", axis, x.ndim)
     checked = _checked_labels(op, labels, x, axis)
-    options = _checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
+    options = _checked_options(op, label_smoothing, z_loss, ignore_index, implementation, axis_name)
     if axis != x.ndim - 1:
         x, options = jnp.moveaxis(x, axis, -1), options._replace(implementation="xla")
     if where is None:
         return _apply(x, checked, options=options)
+    if options.axis_name:
+        raise ValueError(f"{op}: where cannot be combined with axis_name")
     mask = _checks.array(op, "where", where, ("bool",))
     try:
         mask = jnp.moveaxis(jnp.broadcast_to(mask, jnp.shape(logits)), axis, -1)

@@ -73,7 +73,9 @@ def _combine(partial: Named, shards: Shards) -> tuple[Named, Named]:
     if "sum_of_differences" in partial:
         parts["sum_of_differences"] = partial["sum_of_differences"] + own * shards.lengths["d"]
     totals = shards.total("n", list(parts.values()))
-    return {"largest": largest, **dict(zip(parts, totals, strict=True))}, {}
+    # This sum is of all shards, too, where other kernels' sums stay each shard's own.
+    combined = {"largest": largest, "logit_of_label": partial["logit_of_label"]}
+    return combined | dict(zip(parts, totals, strict=True)), {}
 
 
 # --- Kernels -------------------------------------------------------------------------------------
@@ -125,29 +127,52 @@ class RowSums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sums(Operation):
-    """`RowSums` of logits, labels and classes."""
+    """`RowSums` of logits, labels and classes.
+
+    Attributes:
+      differences: whether the sum of differences is wanted.
+      names: names of mapped axes over which the classes are sharded.
+    """
 
     differences: bool
+    names: tuple[Any, ...] | None
     implementation: Implementation
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return self.names or ()
+
+    def common(self, mapped: Any) -> tuple[int, ...]:
+        del mapped
+        return (0, 1, 2, 3)
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
         skip = [] if self.differences else ["sum_of_differences"]
-        return invoke(FWD, *operands, skip=skip, implementation=self.implementation)
+        axis_names = {"d": self.names} if self.names else None
+        return invoke(
+            FWD, *operands, skip=skip, axis_names=axis_names, implementation=self.implementation
+        )
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
         results = self(*operands)
-        return results, _Tangents(self)(*operands, results[0], tangents[0])
+        changes = _Tangents(self.differences, self.implementation)(
+            *operands, results[0], tangents[0]
+        )
+        if self.names:
+            changes = [None if c is None else lax.psum(c, self.names) for c in changes]
+        return results, changes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tangents(Operation):
-    """The tangents of `RowSums`. The transpose is the backward pass.
+    """The tangents of `RowSums` of one shard. The transpose is the backward pass.
 
     The operands are the logits, the labels, the classes, `RowSums.largest`, and the logits'
     tangent.
     """
 
-    op: Sums
+    differences: bool
+    implementation: Implementation
     linear = (4,)
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
@@ -157,7 +182,7 @@ class _Tangents(Operation):
         exponentials = jnp.exp(wide - _base(largest)[..., None])
         of_label = jnp.where(_is_label(labels, classes), change, 0)
         sums = [jnp.sum(a, -1) for a in (exponentials * change, of_label, change)]
-        return None, *sums[:2], sums[2] if self.op.differences else None
+        return None, *sums[:2], sums[2] if self.differences else None
 
     def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
         x, labels, classes, largest, _ = operands
@@ -172,8 +197,6 @@ class _Tangents(Operation):
             zero if factor is None else factor,
             zero if target is None else target,
             uniform,
-            implementation=self.op.implementation,
+            implementation=self.implementation,
         )
         return None, None, None, None, dx
-
-

@@ -53,7 +53,9 @@ def softmax_cross_entropy(
     labels_of: LabelsOf = labels_of,
 ) -> Reference:
     """The loss of each row."""
-    x, largest, differences, lse, weights, counts = _parts(x, labels_of, label_smoothing, ignore_index)
+    x, largest, differences, lse, weights, counts = _parts(
+        x, labels_of, label_smoothing, ignore_index
+    )
     whole = lse + largest
     loss = lse - (weights * differences).sum(-1) + z_loss * whole * whole
     magnitude = abs(lse) + 1 + (weights * abs(differences)).sum(-1)
@@ -72,11 +74,18 @@ def softmax_cross_entropy_vjp(
 ) -> tuple[Reference]:
     """The gradient with respect to the logits."""
     xp = x.__array_namespace__()
-    x, largest, differences, lse, weights, counts = _parts(x, labels_of, label_smoothing, ignore_index)
+    x, largest, differences, lse, weights, counts = _parts(
+        x, labels_of, label_smoothing, ignore_index
+    )
     p = xp.exp(differences - lse[..., None])
     whole = (lse + largest)[..., None]
     dloss = (dloss * counts)[..., None]
     gradient = dloss * (p * (1 + 2 * z_loss * whole) - weights)
     # An error of a difference d is eps |d|.
-    size = p * (2 + abs(differences)) * (1 + 2 * z_loss * (abs(whole) + abs(x).max(-1, initial=0, keepdims=True))) + weights
+    size = (
+        p
+        * (2 + abs(differences))
+        * (1 + 2 * z_loss * (abs(whole) + abs(x).max(-1, initial=0, keepdims=True)))
+        + weights
+    )
     return (Reference(gradient, abs(dloss) * size),)

@@ -46,9 +46,7 @@ def _form(name: str, **options: Any) -> Form:
 
 
 PLAIN = _form("")
-SMOOTHED = _form(
-    "smoothed", label_smoothing=0.1, z_loss=1e-4, ignore_index=oracle.IGNORE_INDEX
-)
+SMOOTHED = _form("smoothed", label_smoothing=0.1, z_loss=1e-4, ignore_index=oracle.IGNORE_INDEX)
 SPECS = (
     OpSpec("softmax_cross_entropy_with_integer_labels", "rows", (PLAIN, SMOOTHED), plan=_plan),
 )
