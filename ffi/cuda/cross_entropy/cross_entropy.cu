@@ -22,7 +22,6 @@ namespace {
 
 constexpr int kThreads = kCrossEntropyThreads;
 constexpr int kLoads = kCrossEntropyLoads;
-constexpr int kLineBytes = 128;
 
 template <typename A>
 inline constexpr A kInfinity = std::numeric_limits<A>::infinity();
@@ -82,16 +81,16 @@ struct RowNumbers {
 
 // --- Rows that start anywhere --------------------------------------------------------------------
 
-// Elements [0, count) of an array: `head` ones before the first whole line, vectors of 16 bytes, and
-// the rest.
-template <typename T>
+// Elements [0, count) of an array: `head` ones before the first multiple of kBytes, vectors of 16
+// bytes from there on, and the rest.
+template <typename T, int kBytes>
 struct Split {
   std::int64_t head, vectors, tail;
 
   __device__ __forceinline__ Split(const T* x, std::int64_t count) {
-    const auto before = reinterpret_cast<std::uintptr_t>(x) % kLineBytes / sizeof(T);
-    constexpr int kLine = kLineBytes / int{sizeof(T)};
-    head = min(count, static_cast<std::int64_t>(before == 0 ? 0 : kLine - before));
+    const auto before = reinterpret_cast<std::uintptr_t>(x) % kBytes / sizeof(T);
+    constexpr int kElements = kBytes / int{sizeof(T)};
+    head = min(count, static_cast<std::int64_t>(before == 0 ? 0 : kElements - before));
     vectors = (count - head) / kVec<T>;
     tail = head + vectors * kVec<T>;
   }
@@ -116,7 +115,7 @@ __device__ __forceinline__ RowNumbers<T> NumbersOfThread(const T* x, std::int64_
                                                          int threads) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
-  const Split<T> split(x, count);
+  const Split<T, kVecBytes> split(x, count);
   RowNumbers<T> row = RowNumbers<T>::OfNone();
   for (std::int64_t i = thread; i < split.head; i += threads) row.Add(static_cast<A>(x[i]), origin);
   if (split.tail + thread < count) row.Add(static_cast<A>(x[split.tail + thread]), origin);
@@ -311,7 +310,7 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= groups * rows) return;
   const T* const x = static_cast<const T*>(args.x) + row * features;
   T* const dx = static_cast<T*>(args.dx) + row * features;
-  Split<T> split(x, features);
+  Split<T, 128> split(x, features);  // stores begin with cache lines
   if (Misalignment(x) != Misalignment(dx)) split.head = split.tail = features, split.vectors = 0;
   const RowDerivative<T> derivative(args, row);
   const auto element = [&](std::int64_t i) {

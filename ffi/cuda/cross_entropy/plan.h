@@ -30,19 +30,18 @@ struct CrossEntropyPlan {
   constexpr int block_rows() const { return kCrossEntropyThreads / row_threads; }
 };
 
-// A warp takes rows that its loads hold at once. A block takes longer ones. If rows are few, up to
-// eight blocks share a row forward.
+// A warp takes short rows, and a block takes longer ones. If rows are few, up to eight blocks share a
+// row forward: then all multiprocessors end at about the same time.
 constexpr CrossEntropyPlan ChooseCrossEntropyPlan(const CrossEntropyTask& task) {
-  constexpr std::int64_t kMostWarpBytes = 8192, kLeastBlockBytes = 16384;
+  constexpr std::int64_t kMostWarpBytes = 8192, kLeastBlockBytes = 32768;
   const std::int64_t bytes = task.shape.features * task.element_bytes;
   CrossEntropyPlan plan{.row_threads = 32, .cluster = 1, .chunks = 1};
   if (bytes <= kMostWarpBytes) return plan;
   plan.row_threads = kCrossEntropyThreads;
   while (task.has_clusters && plan.cluster < 8 && bytes >= 2 * plan.cluster * kLeastBlockBytes &&
-         task.shape.all_rows() * plan.cluster < 4 * task.multiprocessors) {
+         task.shape.all_rows() * plan.cluster < 24 * task.multiprocessors) {
     plan.cluster *= 2;
   }
-  // A row may start anywhere: a line of 128 bytes before its first whole one is not in the chunks.
   plan.chunks = CeilDiv(bytes, std::int64_t{16} * kCrossEntropyLoads * kCrossEntropyThreads);
   return plan;
 }
