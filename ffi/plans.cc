@@ -179,6 +179,7 @@ constexpr Field<CrossEntropyChoice> kCrossEntropyFields[] = {
     OfTask<CrossEntropyChoice, &CrossEntropyTask::shape, &RowShape::rows>("rows"),
     OfTask<CrossEntropyChoice, &CrossEntropyTask::shape, &RowShape::features>("features"),
     OfTask<CrossEntropyChoice, &CrossEntropyTask::element_bytes>("element_bytes"),
+    OfTask<CrossEntropyChoice, &CrossEntropyTask::backward>("backward"),
     OfTask<CrossEntropyChoice, &CrossEntropyTask::multiprocessors>("multiprocessors"),
     OfTask<CrossEntropyChoice, &CrossEntropyTask::has_clusters>("has_clusters"),
 };

@@ -55,12 +55,14 @@ def array(op: str, name: str, value: Any, dtypes: Sequence[str] = FLOAT_DTYPES) 
     x = value if isinstance(value, np.ndarray | np.generic) else jnp.asarray(value)
     is_float0 = x.dtype == jax.dtypes.float0  # the name of float0 is "void"
     if x.dtype.name not in dtypes:
+        others, last = ", ".join(dtypes[:-1]), dtypes[-1]
         is_number = x.dtype == bool or is_real(x)
-        fix = f". Cast it first: jnp.asarray({name}, jnp.float32)" if is_number else ""
+        usual = next((d for d in ("float32", "int32") if d in dtypes), dtypes[-1])
+        fix = f". Cast it first: jnp.asarray({name}, jnp.{usual})" if is_number else ""
         if is_float0:
             fix = ", the gradient by an integer. Put None in its place"
         raise TypeError(
-            f"{op}: {name} must have dtype {', '.join(dtypes[:-1])} or {dtypes[-1]}, "
+            f"{op}: {name} must have dtype {' or '.join(filter(None, (others, last)))}, "
             f"got {'float0' if is_float0 else x.dtype.name}{fix}"
         )
     # JAX accepts the machine's byte order only.

@@ -97,6 +97,14 @@ OF_CHANNELS: dict[str, Callable[[Any, Any], Any]] = {
         a.x, a.scale, a.bias, residual=a.dy, activation="relu", implementation=i
     ),
     "batch_norm, first axis": lambda a, i: jax_gradops.batch_norm(a.x, axis=0, implementation=i),
+    "softmax_cross_entropy_with_integer_labels": lambda a, i: (
+        jax_gradops.softmax_cross_entropy_with_integer_labels(
+            a.x, np.zeros(a.x.shape[:-1], np.int32), label_smoothing=0.2, implementation=i
+        )
+    ),
+    "softmax_cross_entropy_backward": lambda a, i: backward.softmax_cross_entropy_backward(
+        a.mean, a.x, np.zeros(a.x.shape[:-1], np.int32), a.rstd, z_loss=0.1, implementation=i
+    ),
     "batch_norm_inference": lambda a, i: jax_gradops.batch_norm_inference(
         a.x, a.bias, a.scale**2, a.scale, a.bias, implementation=i
     ),

@@ -63,6 +63,7 @@ def test_public_names():
         "rms_norm_forward",
         "rms_norm_backward",
         "rms_norm_backward_from_output",
+        "softmax_cross_entropy_backward",
     }
 
 

@@ -210,7 +210,8 @@ class RowChecker {
     };
     take(x_.dimensions().first(groups));
     for (const char letter : array.axes) take(DimsOf(letter));
-    if (!matches || !HasDtype(array.dtype, buffer.element_type())) Fail(array.name, Expected(array), buffer);
+    if (!matches || !HasDtype(array.dtype, buffer.element_type()))
+      Fail(array.name, Expected(array), buffer);
     return shared ? 0 : elements;
   }
 

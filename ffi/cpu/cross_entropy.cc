@@ -109,8 +109,8 @@ void ForEachRow(const CpuContext& pool, const RowShape& shape, std::int64_t elem
                 const Body& body) {
   constexpr std::int64_t kTaskBytes = 1 << 16;
   const std::int64_t rows = shape.all_rows();
-  const std::int64_t per_task = CeilDiv(
-      kTaskBytes, std::max<std::int64_t>(1, shape.features * element_bytes));
+  const std::int64_t per_task =
+      CeilDiv(kTaskBytes, std::max<std::int64_t>(1, shape.features * element_bytes));
   ParallelFor(pool, CeilDiv(rows, per_task), [&](std::int64_t task) {
     const std::int64_t end = std::min((task + 1) * per_task, rows);
     for (std::int64_t row = task * per_task; row < end; ++row) body(row);
@@ -169,8 +169,7 @@ void Backward(const CpuContext& pool, const CrossEntropyBwdArgs& args) {
     const std::int64_t column = ColumnOf(label, args.classes, row / args.shape.rows);
     const bool has_label = column >= 0 && column < features;
     const A logit = has_label ? static_cast<A>(x[column]) : A{0};
-    StoreForLanes<kLanes<A>>(dx, features, streamed,
-                             [=](auto at) { return derivative(at(x)); });
+    StoreForLanes<kLanes<A>>(dx, features, streamed, [=](auto at) { return derivative(at(x)); });
     if (streamed) StreamFence();
     if (has_label) dx[column] = static_cast<T>(derivative(logit) + number(args.target));
   });

@@ -22,13 +22,13 @@ inline constexpr std::int32_t kIgnoredLabel = std::numeric_limits<std::int32_t>:
 // label elsewhere belongs to another shard.
 struct CrossEntropyFwdArgs {
   RowShape shape;
-  ffi::DataType dtype;     // of x; all results are in the accumulation dtype
-  const void* x;           // [groups, rows, features]: the logits
-  const void* labels;      // [groups, rows], int32
-  Param classes;           // [features], int32
-  void* largest;           // [groups, rows]: the largest logit; NaN and +inf may be left out
-  void* total;             // [groups, rows]: the sum of exp(x - largest); NaN if a logit is NaN or +inf
-  void* logit_of_label;    // [groups, rows]: 0 if the label belongs to another shard
+  ffi::DataType dtype;  // of x; all results are in the accumulation dtype
+  const void* x;        // [groups, rows, features]: the logits
+  const void* labels;   // [groups, rows], int32
+  Param classes;        // [features], int32
+  void* largest;        // [groups, rows]: the largest logit; NaN and +inf may be left out
+  void* total;  // [groups, rows]: the sum of exp(x - largest); NaN if a logit is NaN or +inf
+  void* logit_of_label;      // [groups, rows]: 0 if the label belongs to another shard
   void* sum_of_differences;  // [groups, rows]: the sum of x - largest; null: not wanted
 };
 
@@ -67,7 +67,9 @@ struct CrossEntropyForward {
   };
   static constexpr std::array<AttributeOf<Args>, 0> kAttributes{};
   static constexpr std::array<Signature::Rule, 0> kRules{};
-  static ffi::Error Launch(auto context, const Args& args) { return CrossEntropyFwd(context, args); }
+  static ffi::Error Launch(auto context, const Args& args) {
+    return CrossEntropyFwd(context, args);
+  }
 };
 
 struct CrossEntropyBackward {
@@ -87,7 +89,9 @@ struct CrossEntropyBackward {
   };
   static constexpr std::array<AttributeOf<Args>, 0> kAttributes{};
   static constexpr std::array<Signature::Rule, 0> kRules{};
-  static ffi::Error Launch(auto context, const Args& args) { return CrossEntropyBwd(context, args); }
+  static ffi::Error Launch(auto context, const Args& args) {
+    return CrossEntropyBwd(context, args);
+  }
 };
 
 }  // namespace gradops

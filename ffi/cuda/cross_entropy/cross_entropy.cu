@@ -1,8 +1,8 @@
 // Softmax cross-entropy, CUDA. README.md has the words.
 //
 // Forward reads each logit once. A thread keeps the largest logit so far, and the sum of
-// exp(x - largest). If a larger logit comes, the sum is multiplied by exp(old - new). The numbers of
-// threads, warps and blocks are merged in the same way, in a fixed order.
+// exp(x - largest). If a larger logit comes, the sum is multiplied by exp(old - new). The numbers
+// of threads, warps and blocks are merged in the same way, in a fixed order.
 //
 // Backward reads each logit and writes its derivative to the same place of dx, which may be x.
 #include <cooperative_groups.h>
@@ -100,7 +100,7 @@ struct Split {
 template <typename T>
 __device__ __forceinline__ uint4 NoLogits() {
   if constexpr (std::is_same_v<T, double>) return {0, 0xfff00000u, 0, 0xfff00000u};
-  const unsigned word = std::is_same_v<T, float> ? 0xff800000u
+  const unsigned word = std::is_same_v<T, float>  ? 0xff800000u
                         : std::is_same_v<T, Half> ? 0xfc00fc00u
                                                   : 0xff80ff80u;
   return {word, word, word, word};
@@ -111,8 +111,7 @@ __device__ __forceinline__ uint4 NoLogits() {
 // The calling thread's part of x[0, count). Threads are numbered 0 to `threads` - 1.
 template <typename T, bool kDifferences>
 __device__ __forceinline__ RowNumbers<T> NumbersOfThread(const T* x, std::int64_t count,
-                                                         Accum<T> origin, int thread,
-                                                         int threads) {
+                                                         Accum<T> origin, int thread, int threads) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
   const Split<T, kVecBytes> split(x, count);
@@ -175,7 +174,8 @@ __device__ __forceinline__ RowNumbers<T> NumbersOfBlocks(const RowNumbers<T>& of
                                                          int cluster) {
   constexpr int kWarps = kThreads / kWarp, kMostBlocks = 8;
   __shared__ RowNumbers<T> all[kMostBlocks * kWarps];  // of block 0: the numbers of all warps
-  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp,
+            lane = static_cast<int>(threadIdx.x) % kWarp;
   RowNumbers<T>* place = all + warp;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (cluster > 1) {
@@ -344,17 +344,18 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- Launchers -----------------------------------------------------------------------------------
 
-CrossEntropyPlan PlanOf(const RowShape& shape, ffi::DataType dtype) {
+CrossEntropyPlan PlanOf(const RowShape& shape, ffi::DataType dtype, bool backward) {
   const Device device = CurrentDevice();
   return ChooseCrossEntropyPlan({.shape = shape,
                                  .element_bytes = static_cast<int>(ByteWidthOf(dtype)),
+                                 .backward = backward,
                                  .multiprocessors = device.multiprocessors,
                                  .has_clusters = device.architecture >= 90});
 }
 
 template <typename T, bool kDifferences>
 ffi::Error Forward(cudaStream_t stream, const CrossEntropyFwdArgs& args) {
-  const CrossEntropyPlan plan = PlanOf(args.shape, args.dtype);
+  const CrossEntropyPlan plan = PlanOf(args.shape, args.dtype, /*backward=*/false);
   const std::int64_t rows = args.shape.all_rows();
   if (rows == 0) return ffi::Error::Success();
   cudaLaunchAttribute cluster;
@@ -377,7 +378,7 @@ ffi::Error Forward(cudaStream_t stream, const CrossEntropyFwdArgs& args) {
 template <typename T>
 ffi::Error Backward(cudaStream_t stream, const CrossEntropyBwdArgs& args) {
   if (args.shape.elements() == 0) return ffi::Error::Success();
-  const CrossEntropyPlan plan = PlanOf(args.shape, args.dtype);
+  const CrossEntropyPlan plan = PlanOf(args.shape, args.dtype, /*backward=*/true);
   const std::int64_t rows = args.shape.all_rows();
   if (plan.row_threads == kWarp) {
     BackwardKernel<T, kWarp>

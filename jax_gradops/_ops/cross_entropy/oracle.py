@@ -19,9 +19,9 @@ LabelsOf: TypeAlias = Callable[[Any, int | None], Any]
 
 
 def labels_of(logits: Any, ignore_index: int | None = None) -> Any:
-    """Labels that follow from the shape. With `ignore_index`, every fifth row is ignored."""
+    """Equal labels for all rows. With `ignore_index`, every fifth row is ignored."""
     *rows, classes = logits.shape
-    labels = np.arange(math.prod(rows)).reshape(rows) * 7919 % max(1, classes)
+    labels = np.full(rows, 7919 % max(1, classes))
     if ignore_index is not None:
         labels.flat[4::5] = ignore_index
     return labels.astype(np.int32)

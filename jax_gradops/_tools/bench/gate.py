@@ -86,6 +86,8 @@ def _slices(case: Case, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     def part(array: jax.Array) -> jax.Array:
         if array.ndim == len(case.shape):
             return jnp.take(array, chosen, operation.apart)
+        if array.shape == case.shape[:-1] and operation.spec.kind == "rows":  # a number per row
+            return array[chosen]
         return array[chosen] if operation.apart == operation.axis else array
 
     return [part(array) for array in arrays]
