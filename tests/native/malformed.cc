@@ -107,6 +107,7 @@ void Malformed::Arrays() {
          {XLA_FFI_DataType_INVALID, XLA_FFI_DataType_S32, XLA_FFI_DataType_PRED,
           XLA_FFI_DataType_C64, XLA_FFI_DataType_S4, XLA_FFI_DataType_TOKEN,
           XLA_FFI_DataType_F8E4M3FN, static_cast<XLA_FFI_DataType>(63)}) {
+      if (dtype == array.dtype) continue;
       Refused("dtype", name, buffer([=](auto& b) { b.dtype = dtype; }));
     }
     if (!HasFreeDtype(call_.op, array.name)) {

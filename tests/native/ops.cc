@@ -239,12 +239,15 @@ bool HasFreeDtype(std::string_view op, std::string_view name) {
   if (op == "sum_of_squares") return name.starts_with("leaf");
   const Signature& signature = SignatureNamed(op);
   if (signature.variadic || op == "device_copy") return false;
+  int of_x = 0;
+  DtypeRule rule = DtypeRule::kAccum;
   for (const auto& arrays : {signature.operands, signature.results}) {
     for (const Signature::Array& array : arrays) {
-      if (name == array.name) return array.dtype == DtypeRule::kAnyFloat;
+      of_x += array.dtype == DtypeRule::kX;
+      if (name == array.name) rule = array.dtype;
     }
   }
-  return false;
+  return rule == DtypeRule::kAnyFloat || (rule == DtypeRule::kX && of_x == 1);
 }
 
 bool IsNonNegative(std::string_view op, std::string_view attribute) {

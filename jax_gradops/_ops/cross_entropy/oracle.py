@@ -34,14 +34,17 @@ def _parts(
     xp = x.__array_namespace__()
     labels = xp.asarray(labels_of(x, ignore_index))
     counts = labels != IGNORE_INDEX if ignore_index is not None else labels == labels
-    x = xp.where(counts[..., None], x, 0.0)
+    x = xp.where(counts[..., None], x, 0)
     largest = x.max(-1, initial=-math.inf)
     differences = x - largest[..., None]
     total = xp.exp(differences).sum(-1)
     lse = xp.log(xp.where(total == 0, xp.nan, total))  # NaN for no classes
-    is_label = labels[..., None] == xp.arange(x.shape[-1])
-    weights = (1 - label_smoothing) * is_label + label_smoothing / max(1, x.shape[-1])
-    return x, largest, differences, lse, weights, counts
+    classes = xp.arange(x.shape[-1], dtype=np.int32).reshape([1] * labels.ndim + [-1])
+    is_label = labels[..., None] == classes
+    weights = (1 - label_smoothing) * is_label.astype(x.dtype) + label_smoothing / max(
+        1, x.shape[-1]
+    )
+    return x, largest, differences, lse, weights, counts.astype(x.dtype)
 
 
 def softmax_cross_entropy(
