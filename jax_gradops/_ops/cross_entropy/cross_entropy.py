@@ -81,7 +81,8 @@ def _apply(logits: jax.Array, labels: jax.Array, *, options: Options) -> jax.Arr
     # With XLA's operations, JAX itself differentiates.
     found = sums.compute(*operands) if options.implementation == "xla" else sums(*operands)
     like = found[0]
-    rows = _Rows(*(reshard_like(match_vma(a, like)[0], like) for a in rows))
+    matched: Any = (match_vma(a, like)[0] for a in rows)
+    rows = _Rows(*(reshard_like(a, like) for a in matched))
     return reshard_like(_loss(RowSums(*found), rows, classes, options), labels)
 
 
