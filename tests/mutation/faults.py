@@ -44,6 +44,8 @@ _FROM_OUTPUT = _k("norm_variants", "FromOutput and test_sizes and ffi")
 _ADD = _k("norm_variants", "TestAddLayerNorm and test_sizes and ffi")
 _GELU = _k("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_many_groups")
 _GELU_VALUES = _k("bias_gelu", "test_float32 or test_every_small or test_float64 or test_special")
+_ENTROPY = _k("cross_entropy", "TestCrossEntropy and test_sizes and ffi")
+_SMOOTHED = _k("cross_entropy", "TestSmoothed and test_sizes and ffi")
 _BATCH = _k("batch_norm", "(test_sizes or test_layouts) and ffi")
 _BATCH_VALUES = _k("batch_norm_numerics", "(test_large or test_hard or test_outlier) and ffi")
 _BATCH_LARGE = _k("batch_norm_numerics", "test_large_results")
@@ -1121,6 +1123,77 @@ CPU = [
         "compiled[0] == runtime[0]",
         _k("compatibility", "test_ffi_version_guard or test_unusable"),
     ),
+    # --- Cross-entropy ---
+    Fault(
+        "cross-entropy: NaN and infinite logits are overlooked",
+        "ffi/cpu/cross_entropy.cc",
+        "if (is_bad) row.total = std::numeric_limits<A>::quiet_NaN();",
+        "(void)is_bad;",
+        _k("cross_entropy", "TestCrossEntropy and test_nonfinite and ffi"),
+    ),
+    Fault(
+        "cross-entropy: a larger logit does not scale the sum so far",
+        "ffi/cpu/cross_entropy.cc",
+        "row.total *= std::exp(row.largest - largest.value);",
+        "",
+        _ENTROPY,
+    ),
+    Fault(
+        "cross-entropy: the label has no derivative",
+        "ffi/cpu/cross_entropy.cc",
+        "derivative(logit) + number(args.target)",
+        "derivative(logit)",
+        _ENTROPY,
+    ),
+    Fault(
+        "cross-entropy: the gradient of an ignored row is not 0",
+        "ffi/cpu/cross_entropy.cc",
+        "std::fill_n(dx, features, static_cast<T>(0.0f));",
+        "",
+        _SMOOTHED,
+    ),
+    Fault(
+        "cross-entropy: differences are to the first logit",
+        "ffi/cpu/cross_entropy.cc",
+        "numbers.differences += static_cast<A>(features) * (origin - Base(numbers.largest));",
+        "",
+        _SMOOTHED,
+    ),
+    Fault(
+        "an exponential's argument lacks the rest of ln 2",
+        "ffi/common/exponential.h",
+        "MulAdd(minus_n, F(kLower), MulAdd(minus_n, F(kUpper), limited))",
+        "MulAdd(minus_n, F(kUpper), limited)",
+        _ENTROPY,
+    ),
+    Fault(
+        "cross-entropy: shards' sums are added as they are",
+        "jax_gradops/_ops/cross_entropy/kernels.py",
+        'partial["total"] * jnp.exp(partial["largest"] - _base(largest))',
+        'partial["total"]',
+        _k("cross_entropy", "test_collectives"),
+    ),
+    Fault(
+        "cross-entropy: shards' differences are to their own largest logits",
+        "jax_gradops/_ops/cross_entropy/kernels.py",
+        ' + own * shards.lengths["d"]',
+        "",
+        _k("cross_entropy", "test_collectives"),
+    ),
+    Fault(
+        "cross-entropy: each shard has the first classes",
+        "jax_gradops/_ops/cross_entropy/cross_entropy.py",
+        "lax.axis_index(names) * classes",
+        "0 * classes",
+        _k("cross_entropy", "test_axis_name"),
+    ),
+    Fault(
+        "cross-entropy: a label that is no class gives a number",
+        "jax_gradops/_ops/cross_entropy/cross_entropy.py",
+        "loss * rows.poison",
+        "loss",
+        _k("cross_entropy", "test_labels"),
+    ),
 ]
 
 CUDA = [
@@ -1483,5 +1556,26 @@ CUDA = [
         "return {mean_dz - delta * (mean_dz_x_hat * rstd),",
         "return {mean_dz,",
         _gpu("batch_norm_numerics", "test_large_means and ffi"),
+    ),
+    Fault(
+        "cross-entropy: sums of threads are added as they are",
+        "ffi/cuda/cross_entropy/cross_entropy.cu",
+        "total * Exp<T>(largest - base) + other.total * Exp<T>(other.largest - base)",
+        "total + other.total",
+        _gpu("cross_entropy", "TestCrossEntropy and test_sizes and ffi"),
+    ),
+    Fault(
+        "cross-entropy: a row loses the last element of its tail",
+        "ffi/cuda/cross_entropy/cross_entropy.cu",
+        "if (split.tail + thread < count) row.Add(",
+        "if (split.tail + thread + 1 < count) row.Add(",
+        _gpu("cross_entropy", "TestCrossEntropy and test_sizes and ffi"),
+    ),
+    Fault(
+        "cross-entropy: the label's derivative is at a vector's first element",
+        "ffi/cuda/cross_entropy/cross_entropy.cu",
+        "values[j] += j == place ? target : A{0};",
+        "values[j] += j == 0 ? target : A{0};",
+        _gpu("cross_entropy", "TestCrossEntropy and test_sizes and ffi"),
     ),
 ]
