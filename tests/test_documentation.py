@@ -28,7 +28,7 @@ from jax_gradops.__main__ import COMMANDS, carrier, main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("**/*.md")]
 SITE = sorted((ROOT / "docs").rglob("*.md"))  # the build checks links of these pages
 
 
