@@ -151,6 +151,15 @@ def test_addresses():
             )
 
 
+def test_conda_recipe():
+    """The recipe has the version and the requirements of pyproject.toml."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    recipe = (ROOT / "conda" / "recipe.yaml").read_text()
+    assert f'version: "{pyproject["project"]["version"]}"' in recipe
+    for required in pyproject["build-system"]["requires"] + pyproject["project"]["dependencies"]:
+        assert f"- {required.replace('>=', ' >=', 1)}\n" in recipe
+
+
 def test_links():
     for page in PAGES:
         for link in re.findall(r"\]\(([^)]*)\)", page.read_text()):
