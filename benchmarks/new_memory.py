@@ -1,11 +1,11 @@
-"""What results in memory that is new to the process cost on the CPU: the tables in README.md.
+"""Times results in memory that is new to the process, on the CPU: the table in README.md.
 
     taskset -c 0,1 python benchmarks/new_memory.py
 
-Milliseconds a call and its page faults: with the result in memory that is used again, an argument
-that the jitted function was given to keep, and in memory that the operating system gives anew, as
-where a function is jitted without more; and those of a chain of six layer norms and six bias +
-GELUs, value and gradient, all of whose results are new in each call. "xla" is
+It prints milliseconds and page faults per call. In the first case, the result is in memory that is
+used again: an argument that the jitted function may overwrite. In the second case, the operating
+system gives new memory, as for any jitted function without donation. The last lines are for a chain
+of six layer norms and six bias + GELUs, value and gradient, all in new memory. "xla" is
 `implementation="xla"`.
 """
 

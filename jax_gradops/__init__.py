@@ -1,5 +1,7 @@
 """Fused CUDA and CPU kernels for normalisation, GELU and gradient clipping in JAX."""
 
+import importlib as _importlib
+import typing as _typing
 from importlib import metadata as _metadata
 
 from jax_gradops import backward as backward
@@ -23,7 +25,23 @@ from jax_gradops._ops.row_norm.layer_norm import rms_norm as rms_norm
 from jax_gradops._status import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
 from jax_gradops._status import implementation_in_use as implementation_in_use
 
+if _typing.TYPE_CHECKING:
+    from jax_gradops import linen as linen
+    from jax_gradops import nnx as nnx
+
 try:
     __version__ = _metadata.version("jax_gradops")
 except _metadata.PackageNotFoundError:  # a source folder
     __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Imports `jax_gradops.linen` or `jax_gradops.nnx` at the first use: they import Flax."""
+    if name not in ("linen", "nnx"):
+        raise AttributeError(f"module 'jax_gradops' has no attribute {name!r}")
+    try:
+        return _importlib.import_module(f"jax_gradops.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "flax":
+            raise
+        raise ImportError(f"jax_gradops.{name} needs Flax: pip install flax") from error

@@ -24,17 +24,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "info": Command("_cli.info", "print versions, platforms, devices, and what each op runs"),
-    "doctor": Command(
-        "_cli.doctor", "run every op on every device, check the results, and say what is wrong"
-    ),
+    "doctor": Command("_cli.doctor", "run every op on every device and check the results"),
     "bench": Command(
-        "_tools.bench.command",
-        "time the ops against XLA, PyTorch, others that are installed, and a plain copy",
+        "_tools.bench.command", "time the ops beside XLA, other libraries, and a plain copy"
     ),
-    "demo": Command(
-        "_tools.demo.command",
-        "train a small language model, or a reader of digits, with these ops",
-    ),
+    "demo": Command("_tools.demo.command", "train a small language model, or a reader of digits"),
 }
 
 
@@ -54,22 +48,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="python -m jax_gradops", description="Fused kernels for JAX, and what tests them."
+        prog="python -m jax_gradops",
+        description="Fused kernels for JAX, and what tests them.",
+        epilog="COMMAND --help shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=jax_gradops.__version__)
-    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, title="commands"
+    )
     # Only the wanted command is imported: another may need a package that is not installed.
     wanted = next((a for a in arguments if not a.startswith("-")), None)
+    parsers = {}
     for name, (_, summary) in COMMANDS.items():
-        subparser = subparsers.add_parser(
+        parsers[name] = subparser = subparsers.add_parser(
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
         )
         if name == wanted:
             module = carrier(name)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run, command_line=arguments)
+    if not arguments:
+        parser.print_help()
+        return 0
     try:
-        args = parser.parse_args(arguments)
+        # `parse_args` would show the usage of the whole program, not of the command.
+        args, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
         return args.run(args)
     except KeyboardInterrupt:
         return INTERRUPTED

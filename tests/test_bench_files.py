@@ -306,6 +306,20 @@ def test_a_plot_has_a_line_for_each_peer_and_the_copy(tmp_path: Path) -> None:
         assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 1
     others = ("xla", "flax", "torch", "cudnn", "triton", "liger", "quack")
     assert len({plots.STYLES[name].color for name in ("ours", *others)}) == 8
+    assert figure.get_suptitle().strip() == "Fraction of memory bandwidth, copy = 1"
+
+
+def test_a_plot_of_one_width_has_bars(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    content = json.loads(a_file(tmp_path, "ops").read_text())
+    content["results"] = [r for r in content["results"] if r["shape"] == [64, 1024]]
+    panels = [axes for axes in plots.draw(content).axes if axes.axison]
+    assert len(panels) == 6
+    for axes in panels:
+        bars = {bar.get_label(): bar.patches[0].get_height() for bar in axes.containers[1::2]}
+        assert bars.keys() == {"jax_gradops", "XLA", "PyTorch"}
+        assert bars["jax_gradops"] == pytest.approx(10 / 44)
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["1024"]
 
 
 def test_plots_need_matplotlib(

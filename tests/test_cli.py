@@ -17,7 +17,7 @@ import pytest
 
 import jax_gradops
 from jax_gradops import _registry
-from jax_gradops.__main__ import main
+from jax_gradops.__main__ import COMMANDS, main
 from jax_gradops._cli import NO_READER, cases, doctor, info
 from jax_gradops._ops.all import SPECS
 
@@ -232,6 +232,20 @@ def test_mistakes_are_explained(args: list[str]) -> None:
     result = run(*args)
     assert result.returncode == 2
     assert "error" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_no_command_lists_the_commands(capsys: pytest.CaptureFixture) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^    {name} +\w", out, re.MULTILINE) for name in COMMANDS)
+
+
+def test_usage_is_of_the_command(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["info", "--foo"])
+    err = capsys.readouterr().err
+    assert err.startswith("usage: python -m jax_gradops info [-h] [--json]")
+    assert err.endswith("jax_gradops info: error: unrecognized arguments: --foo\n")
 
 
 def test_no_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

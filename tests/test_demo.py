@@ -185,6 +185,28 @@ def test_interrupted_and_resumed_equals_straight(
         np.testing.assert_array_equal(resumed, expected)
 
 
+def test_new_run_keeps_the_checkpoint_of_the_last_one(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """A new run says that there is an earlier one, and how to go on with that one."""
+    word = f"{tmp_path} has the checkpoint of an earlier run. --resume goes on with that run."
+    assert run(*options(corpus, tmp_path, steps=2)) == 0
+    assert run("--resume", "--output", tmp_path) == 0
+    assert word not in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert run(*options(corpus, tmp_path, steps=3)) == 0
+    out = capsys.readouterr().out
+    assert word in out and str(tmp_path / "checkpoint.previous") in out
+
+    def steps() -> int:
+        return len(checkpoint.load_about(tmp_path)["history"]["losses"])
+
+    assert steps() == 3
+    shutil.rmtree(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint.previous").rename(tmp_path / "checkpoint")
+    assert steps() == 2
+
+
 def test_second_interrupt_aborts(
     corpus: Path,
     tmp_path: Path,
@@ -209,6 +231,7 @@ def test_compare(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     out = capsys.readouterr().out
     assert "native kernel calls" in out and "XLA's own operations only" in out
     assert out.count(" tokens/s\n") == 2
+    assert out.count("than one character") + out.count("train longer (--steps)") == 2
 
 
 @pytest.mark.parametrize(

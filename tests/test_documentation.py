@@ -6,12 +6,15 @@ import importlib
 import json
 import re
 import shlex
+import statistics
 import sys
+import tomllib
 import types
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jax
 import numpy as np
@@ -25,7 +28,7 @@ from jax_gradops.__main__ import COMMANDS, carrier, main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("**/*.md")]
 SITE = sorted((ROOT / "docs").rglob("*.md"))  # the build checks links of these pages
 
 
@@ -40,18 +43,45 @@ OPS = {
 }
 
 
+def table_after(text: str, head: str) -> list[list[str]]:
+    """The rows of the table whose first line starts with `| head`."""
+    rows = text[text.index(f"\n| {head}") :].strip().split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
 def test_speeds_are_those_of_the_committed_figures():
-    """The first table: the smallest and largest speed over XLA of all widths."""
+    """The first table: the median of the speeds over XLA of all widths."""
     speeds = defaultdict(list)
     for path in (ROOT / "benchmarks" / "h200").glob("*.json"):
         for result in json.loads(path.read_text())["results"]:
             op = f"{result['op']} {result['form']}".strip()
             key = op, result["dtype"], result["direction"]
             speeds[key].append(result["cold"]["speed_up_over_xla"])
-    for name, op in OPS.items():
-        kinds = [(op, d, w) for d in ("bfloat16", "float32") for w in ("fwd", "bwd")]
-        cells = (f"{min(speeds[kind]):.2f} to {max(speeds[kind]):.2f}" for kind in kinds)
-        assert f"\n| {name} | {' | '.join(cells)} |\n" in README
+    expected = [
+        [name]
+        + [
+            f"{statistics.median(speeds[op, dtype, direction]):.2f}"
+            for dtype in ("bfloat16", "float32")
+            for direction in ("fwd", "bwd")
+        ]
+        for name, op in OPS.items()
+    ]
+    assert table_after(README, "op | bfloat16 forward") == expected
+
+
+def test_training_steps_are_those_of_the_site():
+    """README has some of the rows of the page about performance."""
+    page = (ROOT / "docs" / "performance" / "index.md").read_text()
+    measured = table_after(page, "model | GPU")
+    for _, _, stock, ours, speed in measured:
+        assert float(stock) / float(ours) == pytest.approx(float(speed), abs=0.015)
+    for model, gpu, speed in table_after(README, "whole training step"):
+        found = [m[4] for m in measured if m[0].startswith(model) and m[1].endswith(gpu)]
+        assert speed == " to ".join(sorted({min(found), max(found)})), model
 
 
 # --- Names, links and commands -------------------------------------------------------------------
@@ -73,6 +103,7 @@ def is_there(name: str) -> bool:
 def test_names():
     """All names in the text exist, including names of Flax and Optax."""
     text = "\n".join([README, *(page.read_text() for page in SITE)])
+    text = re.sub(r"https://[^)\s]*", "", text)
     names = set(
         re.findall(r'(?<![\w."@])((?:jax_gradops|jax|flax|optax)\.(?!md)[a-zA-Z][\w.]*\w)', text)
     )
@@ -86,12 +117,56 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+SOURCE = urlsplit(URLS["Source"]).path  # of OWNER
+
+
+def of_this_repository(link: str) -> str:
+    """For an address of this project's site or repository, the path of the file; else the link."""
+    site, raw = f"{URLS['Documentation']}/", f"https://raw.githubusercontent.com{SOURCE}/main/"
+    if link.startswith(site):
+        path, sharp, anchor = link.removeprefix(site).partition("#")
+        path = f"{path}index.html" if path.endswith("/") or not path else path
+        return f"{ROOT}/docs/{path.removesuffix('.html')}.md{sharp}{anchor}"
+    for start in (raw, f"{URLS['Source']}/blob/main/", f"{URLS['Source']}/actions/workflows/"):
+        if link.startswith(start):
+            folder = "/.github/workflows/" if "actions" in start else "/"
+            return f"{ROOT}{folder}{link.removeprefix(start).removesuffix('/badge.svg')}"
+    return link
+
+
+def test_addresses():
+    """All addresses of this project have the owner that pyproject.toml names."""
+    owner = SOURCE.split("/")[1]
+    addresses = re.compile(
+        r"https://(?:raw\.githubusercontent\.com|github\.com|img\.shields\.io/github/[\w/]+)"
+        r"/([\w-]+)/jax_gradops\b|https://([\w-]+)\.github\.io/jax_gradops\b"
+    )
+    files = [*PAGES, *SITE, ROOT / "pyproject.toml", ROOT / "CITATION.cff", *ROOT.glob("conda/*")]
+    for path in files:
+        for found in addresses.finditer(path.read_text()):
+            assert owner in found.groups(), (
+                f"{path.name}: {found[0]}, but pyproject.toml has {URLS['Source']}. "
+                "CONTRIBUTING.md, Packaging, has the command that changes the owner everywhere."
+            )
+
+
+def test_conda_recipe():
+    """The recipe has the version and the requirements of pyproject.toml."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    recipe = (ROOT / "conda" / "recipe.yaml").read_text()
+    assert f'version: "{pyproject["project"]["version"]}"' in recipe
+    for required in pyproject["build-system"]["requires"] + pyproject["project"]["dependencies"]:
+        assert f"- {required.replace('>=', ' >=', 1)}\n" in recipe
+
+
 def test_links():
     for page in PAGES:
         for link in re.findall(r"\]\(([^)]*)\)", page.read_text()):
+            link = of_this_repository(link)
             if not link.startswith("https://"):
                 path, _, anchor = link.partition("#")
-                target = page.parent / path if path else page
+                target = page.parent / path if path else page  # a path of ROOT is absolute
                 assert target.exists(), f"{page}: {link}"
                 assert not anchor or anchor in anchors(target), f"{page}: {link}"
 
@@ -174,6 +249,12 @@ def of_importing(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         with monkeypatch.context() as patch:
             patch.setenv(_registry.CPU_LEVEL, level)
             yield said(_registry._of_cpu_level, processor)
+    with monkeypatch.context() as patch:
+        if "nnx" in vars(jax_gradops):  # `hasattr` would import it
+            patch.delattr(jax_gradops, "nnx")
+        patch.delitem(sys.modules, "jax_gradops.nnx", raising=False)
+        patch.setitem(sys.modules, "flax", None)
+        yield said(lambda: jax_gradops.nnx)
 
 
 def of_calling(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:

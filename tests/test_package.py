@@ -237,6 +237,20 @@ def test_flax_is_optional():
     assert done.stdout == "set()\n"
 
 
+def test_flax_modules_are_imported_at_the_first_use():
+    """`import jax_gradops; jax_gradops.nnx` works. Without Flax, the error says what to do."""
+    code = (
+        "import sys, jax_gradops\n"
+        "print('flax' in sys.modules, jax_gradops.nnx.fuse.__name__, jax_gradops.linen.__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-Pc", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False fuse jax_gradops.linen\n"
+    code = "import sys; sys.modules['flax'] = None\nimport jax_gradops; jax_gradops.nnx"
+    done = subprocess.run([sys.executable, "-Pc", code], capture_output=True, text=True)
+    assert done.stderr.endswith("ImportError: jax_gradops.nnx needs Flax: pip install flax\n")
+    assert not hasattr(jax_gradops, "torch")
+
+
 def test_public_names_of_flax_modules():
     linen = importlib.import_module("jax_gradops.linen")
     nnx = importlib.import_module("jax_gradops.nnx")

@@ -320,7 +320,7 @@ def plus_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     cotangent may be a concatenation (the gradients of queries, keys and values). XLA then makes it
     again for each of two products and the bias's gradient. Here it is made once, before all three.
     XLA's column sums take twice the time of reading the cotangent. A product with ones takes only
-    the time of reading (benchmarks/README.md).
+    the time of reading (benchmarks/tuning/results.md).
     """
     return _PlusBias(bias.dtype.name)(y, bias)[0]
 

@@ -73,7 +73,13 @@ def change(
 def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
     """The path and the module for each module of a model, each once."""
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"{function}: model must be a flax.nnx.Module, got {type(model).__name__}")
+        got = type(model).__name__
+        if isinstance(model, linen.Module):
+            got += (
+                ", which is a flax.linen.Module. Linen modules cannot be changed in place: write "
+                "the classes of jax_gradops.linen in their code"
+            )
+        raise TypeError(f"{function}: model must be a flax.nnx.Module, got {got}")
     found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
     for path, module in found:
         yield ".".join(map(str, path)) or "the model", module

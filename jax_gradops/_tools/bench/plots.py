@@ -25,16 +25,16 @@ class Style(NamedTuple):
     marker: str
 
 
-# The palette of Okabe and Ito, and greys: colour-blind readers can tell the colours apart.
+# The palette of Okabe and Ito, olive and grey: colour-blind readers can tell the colours apart.
 STYLES = {
     "ours": Style("jax_gradops", "#E69F00", "o"),
-    "xla": Style("XLA", "#56B4E9", "s"),
+    "xla": Style("XLA", "#CC79A7", "s"),
     "flax": Style("Flax", "#0072B2", "^"),
     "optax": Style("Optax", "#0072B2", "v"),
     "torch": Style("PyTorch", "#D55E00", "D"),
     "cudnn": Style("cuDNN", "#000000", "P"),
     "triton": Style("Triton", "#009E73", "X"),
-    "liger": Style("Liger", "#CC79A7", "<"),
+    "liger": Style("Liger", "#999933", "<"),
     "quack": Style("QuACK", "#666666", ">"),
     # Variants of training steps.
     "stock": Style("Flax and Optax", "#0072B2", "^"),
@@ -87,8 +87,10 @@ def _figure(height: float, **options: Any) -> Any:
     )
 
 
-def _finish(figure: Any, content: dict[str, Any], title: str, drawn: Sequence[Any]) -> Any:
-    """Adds the title, the legend, and a line with the machine and the versions."""
+def _finish(
+    figure: Any, content: dict[str, Any], title: str, drawn: Sequence[Any], note: str = ""
+) -> Any:
+    """Adds the title, the legend, and a line with the note, the machine and the versions."""
     versions = content["versions"]
     shown = (
         "jax_gradops",
@@ -102,6 +104,7 @@ def _finish(figure: Any, content: dict[str, Any], title: str, drawn: Sequence[An
     )
     device = content["processor"] if content["platform"] == "cpu" else content["device"]
     text = ", ".join([device, *(f"{p} {versions[p]}" for p in shown if versions.get(p))])
+    text = f"{note}; {text}" if note else text
     figure.suptitle(f"{title}\n", fontsize=10.5, fontweight="bold")
     figure.text(
         0.5, 0.995 - 0.26 / figure.get_figheight(), text, ha="center", va="top", color="0.35"
@@ -149,48 +152,87 @@ def _draw_ops(content: dict[str, Any]) -> Any:
             if i == len(rows) - 1:
                 axes.set_xlabel("channels" if row[2] else "width")
         first = next(axes for axes in panels[i] if axes.axison)
-        first.set_ylabel("\n".join([" ".join(filter(None, row)), "fraction of copy"]))
+        first.set_ylabel("\n".join(filter(None, row)))
         first.tick_params(labelleft=True)
     panels[0][0].set_ylim(0, max(1.12, *(panel.get_ylim()[1] for panel in panels.flat)))
-    title = f"Rate over a copy's, {figure_name} in the cache; higher is better"
+    note = {"cold": "nothing is in the cache", "warm": "all is in the cache"}[figure_name]
+    title = "Fraction of memory bandwidth, copy = 1"
     order = [name for name in STYLES if name in peers]
-    return _finish(figure, content, title, [*(peers[n] for n in order), peers["copy"]])
+    return _finish(figure, content, title, [*(peers[n] for n in order), peers["copy"]], note)
 
 
 def _draw_panel(axes: Any, results: Sequence[dict[str, Any]], figure: str) -> dict[str, Any]:
-    """Draws a line per peer, from the largest shape of each width. Returns the lines by name."""
+    """Draws the largest shape of each width: a line per peer, or bars if there is one width.
+
+    Returns the lines or bars by name.
+    """
     largest: dict[int, dict[str, Any]] = {}
     for result in sorted(results, key=lambda r: r["bytes"]):
         largest[result["shape"][1 if result["layout"] == "nchw" else -1]] = result
     widths = sorted(largest)
     drawn = {"copy": axes.axhline(1.0, label="a copy", **_COPY)}
-    for name, style in STYLES.items():
+    all_timed = {}
+    for name in STYLES:
         timed = {w: largest[w][figure]["peers"].get(name) for w in widths}
         timed = {w: t for w, t in timed.items() if t and t["fraction_of_copy"]}
-        if not timed:
-            continue
-        middle = [t["fraction_of_copy"] for t in timed.values()]
-        ends = [
-            [t["fraction_of_copy"] * t["us"] / t[end] for t in timed.values()]
-            for end in ("p80", "p20")
-        ]
-        axes.fill_between(list(timed), *ends, color=style.color, alpha=0.2, linewidth=0)
-        own = name == "ours"
-        (drawn[name],) = axes.plot(
-            list(timed),
-            middle,
-            color=style.color,
-            marker=style.marker,
-            markersize=4.5 if own else 3.5,
-            linewidth=2.0 if own else 1.1,
-            zorder=4 if own else 3,
-            label=style.label,
-        )
+        if timed:
+            all_timed[name] = timed
+    if len(widths) == 1:
+        drawn |= _draw_bars(axes, {name: t[widths[0]] for name, t in all_timed.items()})
+        axes.set_xticks([(len(all_timed) - 1) / 2], [f"{widths[0]}"])
+        axes.tick_params(axis="x", length=0)
+        return drawn
+    for name, timed in all_timed.items():
+        drawn[name] = _draw_line(axes, name, timed)
     axes.set_xscale("log", base=2)
     every = -(-len(widths) // 4)
     axes.set_xticks(widths[::every], [f"{w}" for w in widths[::every]])
     axes.set_xticks(widths, minor=True, labels=[""] * len(widths))
     axes.grid(alpha=0.25, linewidth=0.5)
+    return drawn
+
+
+def _spread(timed: dict[str, Any]) -> tuple[float, float]:
+    """The fractions of copy at the 80th and at the 20th percentile of the times."""
+    scaled = timed["fraction_of_copy"] * timed["us"]
+    return scaled / timed["p80"], scaled / timed["p20"]
+
+
+def _draw_line(axes: Any, name: str, timed: dict[int, dict[str, Any]]) -> Any:
+    style, own = STYLES[name], name == "ours"
+    low, high = zip(*map(_spread, timed.values()), strict=True)
+    axes.fill_between(list(timed), low, high, color=style.color, alpha=0.2, linewidth=0)
+    (line,) = axes.plot(
+        list(timed),
+        [t["fraction_of_copy"] for t in timed.values()],
+        color=style.color,
+        marker=style.marker,
+        markersize=4.5 if own else 3.5,
+        linewidth=2.0 if own else 1.1,
+        zorder=4 if own else 3,
+        label=style.label,
+    )
+    return line
+
+
+def _draw_bars(axes: Any, timed: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    drawn = {}
+    for i, (name, time) in enumerate(timed.items()):
+        middle, (low, high) = time["fraction_of_copy"], _spread(time)
+        drawn[name] = axes.bar(
+            i,
+            middle,
+            0.8,
+            yerr=[[middle - low], [high - middle]],
+            ecolor="0.3",
+            color=STYLES[name].color,
+            label=STYLES[name].label,
+            zorder=2,
+        )
+        axes.text(
+            i, 0.03, f"{middle:.2f}", ha="center", va="bottom", rotation=90, fontsize=7, zorder=3
+        )
+    axes.grid(axis="y", alpha=0.25, linewidth=0.5)
     return drawn
 
 
@@ -232,9 +274,9 @@ def _draw_clips(content: dict[str, Any]) -> Any:
                 drawn[name] = bar
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set_xlabel("fraction of a copy's rate (hatched: the result is wrong)")
+    axes.set_xlabel("fraction of copy (hatched: the result is wrong)")
     axes.grid(axis="x", alpha=0.25, linewidth=0.5)
-    title = "Clipping by global norm: rate over a copy's; longer is better"
+    title = "Clipping by global norm: fraction of memory bandwidth, copy = 1"
     return _finish(figure, content, title, list(drawn.values()))
 
 

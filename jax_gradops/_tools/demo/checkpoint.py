@@ -17,8 +17,28 @@ from jax_gradops._tools.demo.settings import DemoError
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 
-def save(folder: Path, state: Any, about: dict[str, Any]) -> Path:
-    """Replaces the checkpoint in `folder`. The old one stays until the new one is complete."""
+def exists(folder: Path) -> bool:
+    """Whether `folder` has a checkpoint."""
+    return (folder / "checkpoint").exists()
+
+
+def previous(folder: Path) -> Path:
+    """Where `save` keeps the checkpoint of an earlier run."""
+    return folder / "checkpoint.previous"
+
+
+def save(folder: Path, state: Any, about: dict[str, Any], *, keep: bool) -> Path:
+    """Replaces the checkpoint in `folder`. The old one stays until the new one is complete.
+
+    Args:
+      folder: the output folder.
+      state: the state of the training.
+      about: the facts that are saved beside the state.
+      keep: keeps the old checkpoint as `previous`.
+
+    Returns:
+      The path of the checkpoint.
+    """
     state = jax.device_get(state)  # a checkpoint must not depend on the devices that it was made on
     path, new, old = (folder / f"checkpoint{suffix}" for suffix in ("", ".new", ".old"))
     try:
@@ -34,6 +54,9 @@ def save(folder: Path, state: Any, about: dict[str, Any]) -> Path:
         if path.exists():
             path.rename(old)
         new.rename(path)
+        if keep and old.exists():
+            shutil.rmtree(previous(folder), ignore_errors=True)
+            old.rename(previous(folder))
     except OSError as error:
         raise DemoError(f"cannot write to {path}: {error.strerror or error}") from None
     shutil.rmtree(old, ignore_errors=True)

@@ -64,6 +64,11 @@ class Run(abc.ABC, Generic[S]):
     def train(self, implementation: Implementation, saved: dict[str, Any] | None) -> int:
         """Trains from the start or from the checkpoint `saved`; returns the exit status."""
         self._introduce()
+        if not saved and checkpoint.exists(self._folder):
+            say(
+                f"{self._folder} has the checkpoint of an earlier run. --resume goes on with that "
+                f"run. This run keeps the checkpoint as {checkpoint.previous(self._folder)}"
+            )
         unit = self._settings.unit
         program, state = self._compile(implementation)
         history = History()
@@ -76,7 +81,7 @@ class Run(abc.ABC, Generic[S]):
                 state, speed = train(
                     program, state, history, report=report, stop=lambda: interrupt.requested
                 )
-            path = checkpoint.save(self._folder, state, self._about(history))
+            path = checkpoint.save(self._folder, state, self._about(history), keep=not saved)
         if interrupt.requested:
             say(f"Stopped at step {len(history.losses)} of {self._settings.steps}; saved {path}")
             again = resume_command(

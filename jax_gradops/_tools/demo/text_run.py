@@ -51,12 +51,14 @@ class TextRun(Run[TextSettings]):
         return {"charset": self._corpus.charset, "digest": self._corpus.digest}
 
     def _judgement(self, history: History) -> str:
-        loss, entropy = list(history.measured.values())[-1], self._entropy
-        side = "below" if loss < entropy else "NOT below"
-        return (
-            f"{loss:.3f} nats per character, {side} the validation text's own bigram "
-            f"entropy H(next | current) of {entropy:.3f}"
+        loss, steps = list(history.measured.values())[-1], len(history.losses)
+        text = (
+            f"{loss:.3f} nats per character. The best guess from one character alone has "
+            f"{self._entropy:.3f} (the bigram entropy). "
         )
+        if loss < self._entropy:
+            return text + "The model is better: it uses more of the text than one character"
+        return text + f"The model is not better yet, after {steps} steps: train longer (--steps)"
 
     def _write_examples(self, program: Program, state: TrainState) -> None:
         start = self._corpus.charset.find("\n")
