@@ -251,7 +251,8 @@ __global__ void __launch_bounds__(kThreads, 4)
       NumbersOfThread<T, kDifferences>(x + begin, end - begin, origin, thread, kRowThreads));
   if constexpr (kRows == 1) numbers = NumbersOfBlocks(numbers, cluster);
   if (thread > 0 || rank > 0) return;
-  const std::int64_t column = ColumnOf(label, args.classes, row, rows);
+  // Without classes there is nothing to read.
+  const std::int64_t column = features > 0 ? ColumnOf(label, args.classes, row, rows) : -1;
   const bool has_label = column >= 0 && column < features;
   StoreNumbers<T, kDifferences>(args, row, numbers, origin,
                                 has_label ? static_cast<A>(x[column]) : A{0});
