@@ -81,7 +81,7 @@ def path_of(name: str) -> str:
 
 
 def test_built_modules(build):
-    """Modules of every level that this processor has. Results are bitwise equal, except GELU's."""
+    """Modules of every level that this processor has. Results without exponentials are equal."""
     make(build, "library")
     command = [sys.executable, "-P", str(NATIVE / "host.py"), str(build / "library/driver.so")]
     if "cpu" in testing.MODULES:
@@ -94,7 +94,10 @@ def test_built_modules(build):
         found = dict(re.findall(r"memory (\w+): \d{2,} calls, results (\w{16})", output))
         assert found.keys() == handlers
         assert re.search(r"threads: \d{2,} calls", output)
-        results[level] = {op: bits for op, bits in found.items() if "gelu" not in op}
+        fused = ("gelu", "softmax")  # formulas with fused products and sums
+        results[level] = {
+            op: bits for op, bits in found.items() if not any(word in op for word in fused)
+        }
     assert all(found == results[LEVELS[0]] for found in results.values()), results
 
 
