@@ -196,3 +196,14 @@ def flax_settings(standard_promotion: None) -> Iterator[None]:
     """Sets the rank promotion that Flax's code needs, and turns TensorFloat-32 off."""
     with jax.numpy_rank_promotion("allow"), jax.default_matmul_precision("highest"):
         yield
+
+
+@pytest.fixture
+def as_users_have_it():
+    """JAX's default settings, not the strict ones of this suite."""
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield

@@ -8,14 +8,13 @@ import inspect
 import re
 from pathlib import Path
 
-import jax
 import pytest
 
 import jax_gradops
 import jax_gradops.linen
 import jax_gradops.nnx
 
-pytestmark = pytest.mark.newest_jax
+pytestmark = [pytest.mark.newest_jax, pytest.mark.usefixtures("as_users_have_it")]
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -26,17 +25,6 @@ PAGES = {
 }
 #: The text of all pages.
 TEXT = "\n".join(path.read_text() for path in sorted(DOCS.rglob("*.md")))
-
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    """JAX's default settings, not the strict ones of this suite."""
-    with (
-        jax.enable_x64(False),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
-        yield
 
 
 def missing_packages(code: str) -> list[str]:

@@ -7,14 +7,13 @@ import inspect
 import re
 from pathlib import Path
 
-import jax
 import pytest
 
 import jax_gradops
 import jax_gradops.linen
 import jax_gradops.nnx
 
-pytestmark = pytest.mark.newest_jax
+pytestmark = [pytest.mark.newest_jax, pytest.mark.usefixtures("as_users_have_it")]
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = [
@@ -36,17 +35,6 @@ DOCUMENTED = {
         if name != "FuseReport"  # FuseReport is only a result
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    """JAX's default settings, not the strict ones of this suite."""
-    with (
-        jax.enable_x64(False),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
-        yield
 
 
 def test_readme_has_examples():

@@ -1,8 +1,8 @@
 // Softmax cross-entropy: arguments, launchers and declarations shared by all backends.
 //
 // The kernels know neither label smoothing nor other options. Forward reduces each row of logits to
-// a few numbers, of which JAX's operations make the loss. Backward takes three numbers a row, which
-// the derivative of these operations gives:
+// a few numbers. JAX's operations compute the loss from these numbers. The derivative of these
+// operations gives three numbers for each row. Backward computes dx from them:
 //   dx[c] = factor * exp(x[c] - largest) + uniform + (c == label ? target : 0)
 #pragma once
 
@@ -26,7 +26,7 @@ struct CrossEntropyFwdArgs {
   const void* x;        // [groups, rows, features]: the logits
   const void* labels;   // [groups, rows], int32
   Param classes;        // [features], int32
-  void* largest;        // [groups, rows]: the largest logit; NaN and +inf may be left out
+  void* largest;        // [groups, rows]: the largest logit; NaN is left out
   void* total;  // [groups, rows]: the sum of exp(x - largest); NaN if a logit is NaN or +inf
   void* logit_of_label;      // [groups, rows]: 0 if the label belongs to another shard
   void* sum_of_differences;  // [groups, rows]: the sum of x - largest; null: not wanted

@@ -1,7 +1,7 @@
 """The kernels of softmax cross-entropy, and their differentiation.
 
 A kernel reduces each row of logits to a few numbers (`RowSums`). The loss is a formula of these
-numbers, which JAX differentiates. The derivative by the logits is a kernel, too.
+numbers. JAX differentiates this formula. The derivative by the logits is a kernel, too.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class RowSums(NamedTuple):
     """The numbers of each row of logits x.
 
     Attributes:
-      largest: the largest logit m. It counts as a constant: a function of all numbers that does not
-        change with m, as a loss, has the right derivative.
+      largest: the largest logit m. It counts as a constant. A loss does not change with m. So its
+        derivative is right.
       total: the sum of exp(x - m).
       logit_of_label: the logit of the row's label. 0 if no class is the label.
       sum_of_differences: the sum of x - m. None if not wanted.

@@ -30,7 +30,7 @@ def labels_of(logits: Any, ignore_index: int | None = None) -> Any:
 def _parts(
     x: Any, labels_of: LabelsOf, label_smoothing: float, ignore_index: int | None
 ) -> tuple[Any, ...]:
-    """x, its maximum, differences to it, lse of these, weights of classes, rows that count."""
+    """The values that both oracles need, in the order of the last line."""
     xp = x.__array_namespace__()
     labels = xp.asarray(labels_of(x, ignore_index))
     counts = labels != IGNORE_INDEX if ignore_index is not None else labels == labels
