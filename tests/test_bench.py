@@ -64,6 +64,13 @@ def test_every_op_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert any(line.startswith(case) for line in lines)
 
 
+def test_as_many_rows_as_columns(tmp_path: Path) -> None:
+    """A parameter then has the shape of a number per row."""
+    arguments = ("--op", "layer_norm", "--dtype", "f32", "--shape", "33x33")
+    status, report = bench(tmp_path, *arguments)
+    assert status == 0 and report["results"]
+
+
 def test_a_wrong_competitor_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -39,7 +39,8 @@ def program(case: Case, device: Any) -> Any:
         wide = [a.astype(jnp.float64) for a in arguments]
         for got, want in zip(results, _expected(case, *wide), strict=True):
             found.append(_error(jnp, got.astype(jnp.float64), want))
-        return found, _slices(case, results[:1]), _slices(case, arguments)
+        parameters = case.operation.form.parameters
+        return found, _slices(case, results[:1]), _slices(case, arguments, parameters)
 
     arrays, parameters = peers.input_types(case)
     with peers.scope(device):
@@ -73,8 +74,11 @@ def _error(xp: Any, got: Any, want: Any) -> tuple[Any, Any]:
     return xp.max(abs(difference)), xp.nanmax(abs(want))
 
 
-def _slices(case: Case, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """A few slices along the axis whose slices are independent. Empty without such an axis."""
+def _slices(case: Case, arrays: Sequence[jax.Array], parameters: int = 0) -> list[jax.Array]:
+    """A few slices along the axis whose slices are independent. Empty without such an axis.
+
+    The last `parameters` arrays have a number per feature or channel.
+    """
     operation = case.operation
     if operation.apart is None:
         return []
@@ -83,14 +87,9 @@ def _slices(case: Case, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     count = max(1, min(NUMPY_SLICES, count))
     chosen = np.unique(np.linspace(0, slices - 1, count).astype(int))
 
-    def part(array: jax.Array) -> jax.Array:
-        if array.ndim == len(case.shape):
-            return jnp.take(array, chosen, operation.apart)
-        if array.shape == case.shape[:-1] and operation.spec.kind == "rows":  # a number per row
-            return array[chosen]
-        return array[chosen] if operation.apart == operation.axis else array
-
-    return [part(array) for array in arrays]
+    arrays, numbers = arrays[: len(arrays) - parameters], arrays[len(arrays) - parameters :]
+    cut = [jnp.take(array, chosen, operation.apart) for array in arrays]
+    return [*cut, *(a[chosen] if operation.apart == operation.axis else a for a in numbers)]
 
 
 def _tolerance(case: Case, result: jax.Array, is_ours: bool) -> float:
