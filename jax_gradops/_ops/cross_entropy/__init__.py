@@ -1,1 +1,1 @@
-"""GELU, with and without a bias."""
+"""Softmax cross-entropy, of logits or of a linear layer."""

@@ -3,69 +3,26 @@
 from __future__ import annotations
 
 import functools
-import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
-from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._implementation import Implementation
 from jax_gradops._kernel.array_types import accum_dtype, match_vma, reshard_like
 from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._ops.cross_entropy.kernels import BWD, FWD, IGNORED, RowSums, Sums
-
-_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-
-
-class Options(NamedTuple):
-    """What loss is computed. Each is a static argument."""
-
-    label_smoothing: float
-    z_loss: float
-    ignore_index: int | None
-    axis_name: tuple[Any, ...] | None
-    implementation: Implementation
-
-
-class _Rows(NamedTuple):
-    """Labels as the kernels read them.
-
-    Attributes:
-      labels: int32. An ignored row has the label `IGNORED`. A row of a label that is no class has
-        the label -1.
-      poison: the loss is multiplied by it: 1, or NaN for a label that is no class.
-    """
-
-    labels: jax.Array
-    poison: jax.Array
-
-
-def _rows(labels: jax.Array, classes: int, ignore_index: int | None, dtype: Any) -> _Rows:
-    limits = jnp.iinfo(labels.dtype)
-    is_class = (labels >= 0) & (labels <= min(classes - 1, limits.max))
-    found = jnp.where(is_class, labels, jnp.zeros_like(labels)).astype(jnp.int32)
-    found = jnp.where(is_class, found, -1)
-    if ignore_index is not None and limits.min <= ignore_index <= limits.max:
-        ignored = labels == np.array(ignore_index, labels.dtype)
-        found, is_class = jnp.where(ignored, IGNORED, found), is_class | ignored
-    # The root of -1 makes the NaN. A NaN constant would always stop jax_debug_nans.
-    return _Rows(found, jnp.sqrt(jnp.where(is_class, 1, -1).astype(dtype)))
-
-
-def _loss(sums: RowSums, rows: _Rows, classes: Any, options: Options) -> jax.Array:
-    """The loss of each row. All terms are differences to the row's largest logit."""
-    log_total = jnp.log(sums.total)
-    smoothing = options.label_smoothing
-    loss = log_total + (1 - smoothing) * (sums.largest - sums.logit_of_label)
-    if sums.sum_of_differences is not None:
-        loss = loss - smoothing * (sums.sum_of_differences / classes)
-    if options.z_loss:
-        loss = loss + options.z_loss * jnp.square(sums.largest + log_total)
-    return jnp.where(rows.labels == IGNORED, 0, loss * rows.poison)
+from jax_gradops._ops.cross_entropy.loss import (
+    Options,
+    checked_labels,
+    checked_options,
+    class_labels,
+    loss_of,
+    poison,
+)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -75,15 +32,14 @@ def _apply(logits: jax.Array, labels: jax.Array, *, options: Options) -> jax.Arr
     if names:
         numbers = numbers + lax.axis_index(names) * classes
         classes = classes * lax.axis_size(names)
-    rows = _rows(labels, classes, options.ignore_index, accum_dtype(logits.dtype))
-    operands = prepare(FWD, logits, rows.labels, numbers)
+    found = class_labels(labels, classes, options.ignore_index)
+    operands = prepare(FWD, logits, found, numbers)
     sums = Sums(options.label_smoothing > 0, names, options.implementation)
     # With XLA's operations, JAX itself differentiates.
-    found = sums.compute(*operands) if options.implementation == "xla" else sums(*operands)
-    like = found[0]
-    matched: Any = (match_vma(a, like)[0] for a in rows)
-    rows = _Rows(*(reshard_like(a, like) for a in matched))
-    return reshard_like(_loss(RowSums(*found), rows, classes, options), labels)
+    row = RowSums(*(sums.compute if options.implementation == "xla" else sums)(*operands))
+    matched: Any = match_vma(found, row.largest)[0]
+    loss = loss_of(row, reshard_like(matched, row.largest), classes, options)
+    return reshard_like(loss, labels)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -92,16 +48,16 @@ def _apply_where(
 ) -> jax.Array:
     """The loss with some logits left out. The logit of the label always counts."""
     wide = logits.astype(accum_dtype(logits.dtype))
-    rows = _rows(labels, logits.shape[-1], options.ignore_index, wide.dtype)
-    ignored = (rows.labels == IGNORED)[..., None]
+    found = class_labels(labels, logits.shape[-1], options.ignore_index)
+    ignored = (found == IGNORED)[..., None]
     wide = jnp.where(ignored, 0, wide)
     counted = jnp.where(where, wide, -jnp.inf)
     largest = lax.stop_gradient(jnp.max(counted, -1, initial=-jnp.inf))
     total = jnp.sum(jnp.exp(counted - largest[..., None]), -1)
-    logit = jnp.take_along_axis(wide, jnp.maximum(rows.labels, 0)[..., None], -1)[..., 0]
+    logit = jnp.take_along_axis(wide, jnp.maximum(found, 0)[..., None], -1)[..., 0]
     differences = jnp.sum(jnp.where(where, wide - largest[..., None], 0), -1)
     number = jnp.sum(jnp.broadcast_to(where, wide.shape).astype(wide.dtype), -1)
-    return _loss(RowSums(largest, total, logit, differences), rows, number, options)
+    return loss_of(RowSums(largest, total, logit, differences), found, number, options)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -109,11 +65,11 @@ def _apply_backward(
     dloss: jax.Array, logits: jax.Array, labels: jax.Array, lse: jax.Array, *, options: Options
 ) -> jax.Array:
     classes, smoothing = logits.shape[-1], options.label_smoothing
-    rows = _rows(labels, classes, options.ignore_index, lse.dtype)
-    scale = dloss.astype(lse.dtype) * rows.poison
+    found = class_labels(labels, classes, options.ignore_index)
+    scale = dloss.astype(lse.dtype) * poison(found, lse.dtype)
     operands = match_vma(
         logits,
-        rows.labels,
+        found,
         jnp.arange(classes, dtype=jnp.int32),
         lse,
         scale * (1 + 2 * options.z_loss * lse),
@@ -125,41 +81,6 @@ def _apply_backward(
 
 
 # --- Public functions ----------------------------------------------------------------------------
-
-
-def _checked_options(
-    op: str,
-    label_smoothing: Any,
-    z_loss: Any,
-    ignore_index: Any,
-    implementation: Implementation,
-    axis_name: Any = None,
-) -> Options:
-    smoothing = _checks.number(op, "label_smoothing", label_smoothing, minimum=0)
-    if smoothing > 1:
-        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {smoothing}")
-    if ignore_index is not None:
-        try:
-            ignore_index = operator.index(ignore_index)
-        except TypeError as error:
-            raise _checks.wrong(
-                op, "ignore_index", "an integer or None", ignore_index, TypeError
-            ) from error
-    z_loss = _checks.number(op, "z_loss", z_loss, minimum=0)
-    names = _checks.axis_names(op, axis_name, "with sharded classes, none is needed")
-    chosen = resolve_implementation(implementation, op)
-    return Options(smoothing, z_loss, ignore_index, names, chosen)
-
-
-def _checked_labels(op: str, labels: ArrayLike, logits: jax.Array, axis: int) -> jax.Array:
-    checked = _checks.array(op, "labels", labels, _INTEGERS)
-    shape = logits.shape[:axis] + logits.shape[axis + 1 :]
-    if checked.shape != shape:
-        raise ValueError(
-            f"{op}: labels must have the shape of logits {logits.shape} without axis {axis}: "
-            f"{shape}, got {checked.shape}"
-        )
-    return checked
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -235,8 +156,8 @@ def softmax_cross_entropy_with_integer_labels(
     if x.ndim == 0:
         raise ValueError(f"{op}: logits must have at least one axis, got a scalar")
     axis = _checks.axis(op, "axis", axis, x.ndim)
-    checked = _checked_labels(op, labels, x, axis)
-    options = _checked_options(op, label_smoothing, z_loss, ignore_index, implementation, axis_name)
+    checked = checked_labels(op, labels, x, axis)
+    options = checked_options(op, label_smoothing, z_loss, ignore_index, implementation, axis_name)
     if axis != x.ndim - 1:
         x, options = jnp.moveaxis(x, axis, -1), options._replace(implementation="xla")
     if where is None:
@@ -305,13 +226,13 @@ def softmax_cross_entropy_backward(
     x = _checks.array(op, "logits", logits)
     if x.ndim == 0:
         raise ValueError(f"{op}: logits must have at least one axis, got a scalar")
-    checked = _checked_labels(op, labels, x, x.ndim - 1)
+    checked = checked_labels(op, labels, x, x.ndim - 1)
     rows = {"dloss": _checks.array(op, "dloss", dloss), "lse": _checks.array(op, "lse", lse)}
     for name, row in rows.items():
         if row.shape != checked.shape:
             raise ValueError(
                 f"{op}: {name} must have labels' shape {checked.shape}, got {row.shape}"
             )
-    options = _checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
+    options = checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
     wide = rows["lse"].astype(accum_dtype(x.dtype))
     return _apply_backward(rows["dloss"], x, checked, wide, options=options)

@@ -1,0 +1,95 @@
+"""The loss of a row: its options, its label, and its formula."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_gradops import _checks
+from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._ops.cross_entropy.kernels import IGNORED, RowSums
+
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_NO_CLASS = -1
+
+
+class Options(NamedTuple):
+    """What loss is computed. Each is a static argument."""
+
+    label_smoothing: float
+    z_loss: float
+    ignore_index: int | None
+    axis_name: tuple[Any, ...] | None
+    implementation: Implementation
+
+
+def checked_options(
+    op: str,
+    label_smoothing: Any,
+    z_loss: Any,
+    ignore_index: Any,
+    implementation: Implementation,
+    axis_name: Any = None,
+) -> Options:
+    smoothing = _checks.number(op, "label_smoothing", label_smoothing, minimum=0)
+    if smoothing > 1:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {smoothing}")
+    if ignore_index is not None:
+        try:
+            ignore_index = operator.index(ignore_index)
+        except TypeError as error:
+            raise _checks.wrong(
+                op, "ignore_index", "an integer or None", ignore_index, TypeError
+            ) from error
+    z_loss = _checks.number(op, "z_loss", z_loss, minimum=0)
+    names = _checks.axis_names(op, axis_name, "with sharded classes, none is needed")
+    chosen = resolve_implementation(implementation, op)
+    return Options(smoothing, z_loss, ignore_index, names, chosen)
+
+
+def checked_labels(op: str, labels: ArrayLike, logits: jax.Array, axis: int) -> jax.Array:
+    checked = _checks.array(op, "labels", labels, _INTEGERS)
+    shape = logits.shape[:axis] + logits.shape[axis + 1 :]
+    if checked.shape != shape:
+        raise ValueError(
+            f"{op}: labels must have the shape of logits {logits.shape} without axis {axis}: "
+            f"{shape}, got {checked.shape}"
+        )
+    return checked
+
+
+def class_labels(labels: jax.Array, classes: int, ignore_index: int | None) -> jax.Array:
+    """Labels as the kernels read them: int32.
+
+    An ignored row has the label `IGNORED`. A row of a label that is no class has the label -1.
+    """
+    limits = jnp.iinfo(labels.dtype)
+    is_class = (labels >= 0) & (labels <= min(classes - 1, limits.max))
+    found = jnp.where(is_class, labels, jnp.zeros_like(labels)).astype(jnp.int32)
+    found = jnp.where(is_class, found, _NO_CLASS)
+    if ignore_index is not None and limits.min <= ignore_index <= limits.max:
+        found = jnp.where(labels == np.array(ignore_index, labels.dtype), IGNORED, found)
+    return found
+
+
+def poison(labels: jax.Array, dtype: Any) -> jax.Array:
+    """A factor of the loss of each row: 1, or NaN if the label of `class_labels` is no class."""
+    # The root of -1 makes the NaN. A NaN constant would always stop jax_debug_nans.
+    return jnp.sqrt(jnp.where(labels == _NO_CLASS, -1, 1).astype(dtype))
+
+
+def loss_of(sums: RowSums, labels: jax.Array, classes: Any, options: Options) -> jax.Array:
+    """The loss of each row. All terms are differences to the row's largest logit."""
+    log_total = jnp.log(sums.total)
+    smoothing = options.label_smoothing
+    loss = log_total + (1 - smoothing) * (sums.largest - sums.logit_of_label)
+    if sums.sum_of_differences is not None:
+        loss = loss - smoothing * (sums.sum_of_differences / classes)
+    if options.z_loss:
+        loss = loss + options.z_loss * jnp.square(sums.largest + log_total)
+    return jnp.where(labels == IGNORED, 0, loss * poison(labels, loss.dtype))
