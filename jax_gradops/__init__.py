@@ -16,6 +16,9 @@ from jax_gradops._ops.clip.global_norm import global_norm as global_norm
 from jax_gradops._ops.cross_entropy.cross_entropy import (
     softmax_cross_entropy_with_integer_labels as softmax_cross_entropy_with_integer_labels,
 )
+from jax_gradops._ops.cross_entropy.linear import (
+    linear_softmax_cross_entropy as linear_softmax_cross_entropy,
+)
 from jax_gradops._ops.gelu.bias_gelu import bias_gelu as bias_gelu
 from jax_gradops._ops.gelu.bias_gelu import gelu as gelu
 from jax_gradops._ops.row_norm.layer_norm import add_layer_norm as add_layer_norm

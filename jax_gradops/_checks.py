@@ -130,6 +130,15 @@ def epsilon(op: str, value: Any, dtype: Any) -> float:
     return max(number(op, "epsilon", value, minimum=0), float(jnp.finfo(dtype).tiny))
 
 
+def count(op: str, name: str, value: Any) -> int:
+    """`value` as a positive Python int."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise wrong(op, name, "a positive integer", value, TypeError)
+    if value < 1:
+        raise wrong(op, name, "a positive integer", value, ValueError)
+    return int(value)
+
+
 def flag(op: str, name: str, value: Any) -> bool:
     """`value` as a Python bool; numbers and strings are refused."""
     if not isinstance(value, bool | np.bool_):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,57 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import assert_bitwise_equal
-from conformance import IMPLEMENTATIONS_AND_DTYPES, RowOpTests
+from conformance import IMPLEMENTATIONS_AND_DTYPES
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from losses import LossTests, as_columns
 from meshes import collectives, mesh
 
 import jax_gradops
 from jax_gradops import backward
 from jax_gradops._ops.cross_entropy.spec import PLAIN, SMOOTHED
-from jax_gradops._ops.op_spec import Form
-from jax_gradops._oracles import Reference
 
 cross_entropy = jax_gradops.softmax_cross_entropy_with_integer_labels
 
 
-def labels_by_content(x: Any, ignore_index: int | None = None) -> Any:
-    """Labels that follow from each row's logits, so that rows may be moved and sharded."""
-    if x.shape[-1] == 0:
-        return np.zeros(x.shape[:-1], np.int32)
-    xp = x.__array_namespace__()
-    labels = xp.argmin(x, -1).astype(np.int32)
-    return labels if ignore_index is None else xp.where(labels % 3 == 1, ignore_index, labels)
-
-
-def as_columns(form: Form) -> Form:
-    """The form with the loss as an array of x's rank: tests place dy on a mesh as x."""
-
-    def oracle(x: Any, **options: Any) -> Reference:
-        value, magnitude, _ = form.oracle(x, **options)
-        return Reference(value[..., None], magnitude[..., None])
-
-    return dataclasses.replace(
-        form,
-        call=lambda x, **options: form.call(x, **options)[..., None],
-        oracle=oracle,
-        oracle_vjp=lambda dy, x, **options: form.oracle_vjp(dy[..., 0], x, **options),
-    )
-
-
 @pytest.mark.newest_jax
-class TestCrossEntropy(RowOpTests):
+class TestCrossEntropy(LossTests):
     """Without options."""
 
     form = as_columns(PLAIN)
-    options: Mapping[str, Any] = {"labels_of": labels_by_content}
     all_reduces = (0,)
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:-1], 1)
-
-    def output_dtype(self, *operands: Any) -> Any:
-        return self.accum_dtype(*operands)
 
     def test_eager_is_jitted(self, platform, rng):
         """Equal up to rounding: XLA's operations make the loss of the kernel's sums."""
@@ -100,13 +66,6 @@ class TestCrossEntropy(RowOpTests):
             else:  # the class of -inf is the smallest logit: the label
                 assert np.isinf(results[0][11])
                 assert np.isfinite(np.asarray(results[1], np.float32)[11]).all()
-
-    def placed(self, mesh: Any, spec: Any, example: Any) -> list[Any]:
-        """The loss has no axis of classes that could be sharded."""
-        specs = [P(*spec[:2]) if a.shape[-1] == 1 else spec for a in example]
-        return [
-            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(example, specs, strict=True)
-        ]
 
     @pytest.mark.parametrize("spec", [P("data"), P(("data", "model"))], ids=str)
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

@@ -117,6 +117,8 @@ def formula(call: Call, *arrays: jax.Array) -> Arrays:
     axes = tuple(None if shared else 0 for shared in call.shared(arrays))
     for _ in range(call.groups):
         function = jax.vmap(function, in_axes=axes)
+    if isinstance(call, RowCall) and call.kernel.program is not None:
+        function = sharding.with_auto_axes(call, function)
     return function(*arrays)
 
 
@@ -156,7 +158,7 @@ class Invocation(Operation):
         name = f"jax_gradops_{self.call.name}_{digest}"
 
         def kernel(*arrays: jax.Array) -> Arrays:
-            return sharding.sharded(self.call, _ffi_call, name)(*arrays)
+            return sharding.sharded(self.call, _native, name)(*arrays)
 
         kernel.__name__ = name
         return jax.jit(kernel)
@@ -188,6 +190,13 @@ class Elsewhere(Operation):
             f"kernel for platform {platforms}. Use implementation=None, which takes XLA's "
             "operations where there is no kernel"
         )
+
+
+def _native(call: Call, *arrays: jax.Array) -> Arrays:
+    """Runs a call on one device's arrays."""
+    if isinstance(call, RowCall) and call.kernel.program is not None:
+        return call.by_program(_native, *arrays)
+    return _ffi_call(call, *arrays)
 
 
 def _ffi_call(call: Call, *arrays: jax.Array) -> Arrays:

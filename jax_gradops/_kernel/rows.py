@@ -141,9 +141,21 @@ class RowCall:
     # --- Computation -----------------------------------------------------------------------------
 
     def reference(self, *arrays: jax.Array) -> Arrays:
+        return self._results(self.kernel.reference, *arrays)
+
+    def by_program(self, compute: Compute, *arrays: jax.Array) -> Arrays:
+        """Runs `Kernel.program`. Groups run one after another."""
+        assert self.kernel.program is not None
+        function = functools.partial(self._results, functools.partial(self.kernel.program, compute))
+        shared = self.shared(arrays)
+        for _ in range(self.groups):
+            function = functools.partial(_for_groups, function, shared)
+        return function(*arrays)
+
+    def _results(self, function: Callable[..., Arrays], *arrays: jax.Array) -> Arrays:
         named = dict(zip(self.present, arrays, strict=True))
         operands = map(named.get, self.kernel.operands)
-        results = self.kernel.reference(*operands, **dict(self.static))
+        results = function(*operands, **dict(self.static))
         return self.rounded(dict(zip(self.kernel.results, results, strict=True)))
 
     def handler_call(self, arrays: Sequence[jax.Array]) -> HandlerCall:
@@ -239,7 +251,8 @@ class RowCall:
             lead, letters = (None,) * self.groups, _only(set.intersection(*sums), letters)
 
         def spec(dims: str, lead: Sequence[Any]) -> PartitionSpec:
-            return PartitionSpec(*lead, *(e for letter in dims for e in letters[letter]))
+            entries = (letters.get(letter, (None,)) for letter in dims)
+            return PartitionSpec(*lead, *(entry for found in entries for entry in found))
 
         return Layout(
             tuple(
@@ -266,9 +279,29 @@ class RowCall:
         left = (" ".join(term(d, n, d)) for d, n in zip(self.in_dims, ndims, strict=True))
         results = zip(self.wanted.values(), result_ndims, strict=True)
         right = (" ".join(term(r.dims, n, r.dims)) for r, n in results)
-        whole = tuple(term(self.dims, ndims[0], self.kernel.whole)[self.groups :])
-        options = {"need_replication_factors": whole} if whole else {}
+        whole = dict.fromkeys(
+            name
+            for dims, ndim in zip(self.in_dims, ndims, strict=True)
+            for name in term(dims, ndim, "".join(c for c in dims if c in self.kernel.whole))
+            if not name.startswith("vmap")
+        )
+        options = {"need_replication_factors": tuple(whole)} if whole else {}
         return f"{', '.join(left)} -> {', '.join(right)}", options
+
+
+def _for_groups(
+    function: Callable[..., Arrays], shared: Sequence[bool], *arrays: jax.Array
+) -> Arrays:
+    """Calls the function for each index of the first axis of the arrays that are not shared."""
+
+    def of_index(each: list[jax.Array]) -> Arrays:
+        found = iter(each)
+        return function(*(a if s else next(found) for a, s in zip(arrays, shared, strict=True)))
+
+    mapped = [a for a, s in zip(arrays, shared, strict=True) if not s]
+    if mapped[0].shape[0] == 1:  # see `Kernel.program`
+        return tuple(r[None] for r in of_index([a[0] for a in mapped]))
+    return lax.map(of_index, mapped)
 
 
 def _only(kept: set[str], entries: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:

@@ -31,10 +31,23 @@ def sharded(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:
 
     `name` identifies the call with all its static values.
     """
+    return with_auto_axes(call, lambda *arrays: _within_types(call, compute, name)(*arrays))
+
+
+def with_auto_axes(call: Call, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """A function of arrays on an Explicit mesh. Inside `function`, the Explicit axes are Auto."""
 
     def op(*arrays: jax.Array) -> Arrays:
-        explicit = axes_of(AxisType.Explicit, mesh_of(arrays))
-        return (_explicit if explicit else _within_types)(call, compute, name)(*arrays)
+        operands, layout = reshard_operands(call, arrays)
+        if layout is None:
+            return function(*arrays)
+        mesh = mesh_of(arrays)
+        within: Any = jax.sharding.auto_axes(
+            function,
+            axes=tuple(axes_of(AxisType.Explicit, mesh)),
+            out_sharding=tuple(NamedSharding(mesh, s) for s in layout.results),
+        )
+        return within(*operands)
 
     return op
 
@@ -60,18 +73,3 @@ def reshard_operands(
         jax.sharding.reshard(a, NamedSharding(mesh, s))
         for a, s in zip(arrays, layout.operands, strict=True)
     ], layout
-
-
-def _explicit(call: Call, compute: Compute, name: str) -> Callable[..., Arrays]:
-    def op(*arrays: jax.Array) -> Arrays:
-        operands, layout = reshard_operands(call, arrays)
-        assert layout is not None
-        mesh = mesh_of(arrays)
-        within: Any = jax.sharding.auto_axes(
-            lambda *a: _within_types(call, compute, name)(*a),
-            axes=tuple(axes_of(AxisType.Explicit, mesh)),
-            out_sharding=tuple(NamedSharding(mesh, s) for s in layout.results),
-        )
-        return within(*operands)
-
-    return op

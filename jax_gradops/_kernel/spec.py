@@ -69,9 +69,10 @@ class Kernel:
 
     Attributes:
       name: the handler's name; the custom call's target is ``jax_gradops.<name>``.
-      operands: name and axes of each operand. ``n`` comes first. The first operand has all axes.
-        The operand with all axes that is sharded the most decides the sharding of all operands. All
-        operands but the first may be absent (None).
+      operands: name and axes of each operand. ``n`` comes first. The first operand has all axes,
+        except for letters of `whole` that stand for one axis. The operand with the first one's axes
+        that is sharded the most decides the sharding of all operands. All operands but the first
+        may be absent (None).
       results: name, axes and dtype of each result.
       reference: computes all results in `jax.numpy`, without group axes. It takes the operands
         (None where absent). Its static arguments are the attributes and the numbers of axes in
@@ -86,6 +87,10 @@ class Kernel:
       in_place: result name to operand name. The result takes over the operand's memory. Both have
         equal axes and dtypes. XLA first copies an operand that is needed later. XLA also copies an
         argument that is not donated.
+      program: for a kernel without a handler. It computes all results by calls of other kernels, on
+        one device and without group axes. It takes a function that runs a call, and then what the
+        reference takes. It must have no loop that runs once: XLA's compiler (jaxlib 0.10) may then
+        never end on a mesh.
     """
 
     name: str
@@ -97,6 +102,7 @@ class Kernel:
     workspace: Callable[[int, Mapping[str, int], int], tuple[int, ...]] | None = None
     stages: Stages | None = None
     in_place: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    program: Callable[..., Arrays] | None = None
 
 
 # --- For declarations ----------------------------------------------------------------------------

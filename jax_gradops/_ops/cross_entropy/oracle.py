@@ -1,4 +1,4 @@
-"""Softmax cross-entropy in float64: see `_oracles`. The labels follow from the logits."""
+"""Softmax cross-entropy in float64: see `_oracles`. The labels follow from the first operand."""
 
 from __future__ import annotations
 
@@ -92,3 +92,56 @@ def softmax_cross_entropy_vjp(
         + weights
     )
     return (Reference(gradient, abs(dloss) * size),)
+
+
+# --- Of a linear layer ---------------------------------------------------------------------------
+
+#: The number of classes of `matrix`.
+CLASSES = 21
+
+
+def matrix(scale: Any) -> Any:
+    """A kernel [features, CLASSES]: `scale` [features] times fixed numbers."""
+    features = scale.shape[0]
+    angles = np.arange(features)[:, None] * np.arange(1, CLASSES + 1)[None]
+    fixed = np.cos(angles) / math.sqrt(max(1, features))
+    return scale[:, None] * scale.__array_namespace__().asarray(fixed, dtype=scale.dtype)
+
+
+def class_of(labels: Any, ignore_index: int | None) -> Any:
+    """Labels of any number of classes, as labels of `CLASSES` classes."""
+    if ignore_index is None:
+        return labels % CLASSES
+    return labels.__array_namespace__().where(labels == ignore_index, labels, labels % CLASSES)
+
+
+def _of(x: Any, labels_of: LabelsOf) -> LabelsOf:
+    return lambda _, ignore_index: class_of(labels_of(x, ignore_index), ignore_index)
+
+
+def linear_softmax_cross_entropy(
+    x: Any, scale: Any, *, labels_of: LabelsOf = labels_of, **options: Any
+) -> Reference:
+    """The loss of each row of the logits ``x @ matrix(scale)``."""
+    kernel = matrix(scale)
+    loss = softmax_cross_entropy(x @ kernel, labels_of=_of(x, labels_of), **options)
+    size = (abs(x) @ abs(kernel)).max(-1)
+    return Reference(loss.value, loss.magnitude + 2 * size)
+
+
+def linear_softmax_cross_entropy_vjp(
+    dloss: Any, x: Any, scale: Any, *, labels_of: LabelsOf = labels_of, **options: Any
+) -> tuple[Reference, Reference]:
+    """The gradients with respect to x and scale."""
+    kernel, fixed = matrix(scale), matrix(scale * 0 + 1)
+    labels = _of(x, labels_of)
+    (dlogits,) = softmax_cross_entropy_vjp(dloss, x @ kernel, labels_of=labels, **options)
+    # An error of a logit changes all gradients of its row.
+    size = (abs(x) @ abs(kernel)).max(-1)[..., None]
+    magnitude = dlogits.magnitude * (1 + 2 * size)
+    rows = x.reshape(-1, x.shape[-1]).T
+    value, sizes = (a.reshape(-1, CLASSES) for a in (dlogits.value, magnitude))
+    return (
+        Reference(dlogits.value @ kernel.T, magnitude @ abs(kernel).T),
+        Reference((rows @ value * fixed).sum(-1), (abs(rows) @ sizes * abs(fixed)).sum(-1)),
+    )
