@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from conformance import RowOpTests
 from jax.sharding import PartitionSpec as P
@@ -56,3 +58,10 @@ class LossTests(RowOpTests):
         found = super().placed(mesh, spec, example[1:])
         loss = super().placed(mesh, P(*spec[: np.ndim(example[0]) - 1]), example[:1])
         return [*loss, *found]
+
+    def test_eager_is_jitted(self, platform, rng):
+        """Equal up to rounding: XLA's operations make the loss of the kernel's sums."""
+        example = list(map(jnp.asarray, self.example(rng, (300, 129), jnp.float32)))
+        f = self.value_and_vjp("ffi")
+        for results in (f(*example), jax.jit(f)(*example)):
+            self.check(results, example)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance import IMPLEMENTATIONS_AND_DTYPES
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from losses import LossTests, as_columns
+from meshes import mesh
 
+import jax_gradops
 from jax_gradops._ops.cross_entropy.oracle import CLASSES
 from jax_gradops._ops.cross_entropy.spec import LINEAR
 from jax_gradops._oracles import Reference
+
+linear = jax_gradops.linear_softmax_cross_entropy
 
 
 class TestLinearCrossEntropy(LossTests):
@@ -26,3 +38,204 @@ class TestLinearCrossEntropy(LossTests):
         eps = float(jnp.finfo(operands[0].dtype).eps)
         found = super().expected(dy, *operands)
         return [r._replace(error=self.form.roundings * eps * r.magnitude) for r in found]
+
+    # A product's rounding depends on the number of rows.
+    test_rows_are_independent = None  # type: ignore[assignment]
+
+    @pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS_AND_DTYPES)
+    def test_nonfinite(self, platform, implementation, dtype, rng):
+        """NaN in a row of x changes its loss and its gradient, and the gradient of the kernel."""
+        dy, clean, scale = self.example(rng, (37, 129), dtype)
+        f, others = jax.jit(self.value_and_vjp(implementation)), np.arange(37) != 11
+        x = clean.copy()
+        x[11, 128] = np.nan
+        for spoilt, unspoilt in zip(f(dy, x, scale), f(dy, clean, scale), strict=True):
+            spoilt, unspoilt = (np.asarray(a, np.float64) for a in (spoilt, unspoilt))
+            if spoilt.ndim == 1:
+                assert np.isnan(spoilt).all()
+            else:
+                assert np.isnan(spoilt[11]).all()
+                np.testing.assert_array_equal(spoilt[others], unspoilt[others])
+
+
+# --- Beside the loss of all logits ----------------------------------------------------------------
+
+
+def problem(rng: Any, rows: tuple[int, ...] = (3, 50), dtype: Any = np.float64) -> list[Any]:
+    """X, kernel, bias and labels. One label is ignored."""
+    shapes = (*rows, 16), (16, 37), (37,)
+    labels = rng.integers(0, 37, rows).astype(np.int32)
+    labels[0, 3] = -100
+    return [*(rng.standard_normal(s).astype(dtype) for s in shapes), labels]
+
+
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-3, "ignore_index": -100}
+
+
+def of_all_logits(x: Any, kernel: Any, bias: Any, labels: Any) -> Any:
+    logits = x @ kernel + bias.reshape(1, 1, -1)
+    loss = jax_gradops.softmax_cross_entropy_with_integer_labels
+    return loss(logits, labels, **OPTIONS, implementation="xla")
+
+
+def in_chunks(x: Any, kernel: Any, bias: Any, labels: Any, **options: Any) -> Any:
+    return linear(x, kernel, labels, bias=bias, **OPTIONS, **options)
+
+
+def assert_close(found: Any, wanted: Any, rtol: float = 1e-11) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+@pytest.mark.parametrize("rows_per_chunk", [None, 1, 32, 150, 1000])
+def test_chunks(platform, implementation, rows_per_chunk, weighted, rng):
+    """Equal cotangents scale the gradients. Other ones need another computation."""
+    *layer, labels = problem(rng)
+    weights = rng.standard_normal(labels.shape) if weighted else np.ones(labels.shape)
+
+    def mean(loss: Any, **options: Any) -> Any:
+        weigh = lambda *layer: jnp.mean(loss(*layer, labels, **options) * weights)  # noqa: E731
+        return jax.jit(jax.value_and_grad(weigh, (0, 1, 2)))(*layer)
+
+    options = {"implementation": implementation, "rows_per_chunk": rows_per_chunk}
+    assert_close(mean(in_chunks, **options), mean(of_all_logits))
+
+
+@pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_some_gradients(platform, argnums, rng):
+    *layer, labels = problem(rng)
+
+    def gradients(loss: Any) -> Any:
+        return jax.jit(jax.grad(lambda *layer: jnp.mean(loss(*layer, labels)), argnums))(*layer)
+
+    assert_close(gradients(in_chunks), gradients(of_all_logits))
+
+
+def test_all_rows_ignored(platform, rng):
+    *layer, labels = problem(rng)
+    ignored = np.full_like(labels, -100)
+    gradient = jax.grad(lambda *layer: jnp.mean(in_chunks(*layer, ignored)), (0, 1, 2))
+    assert all((g == 0).all() for g in jax.jit(gradient)(*layer))
+
+
+def test_tied_embedding(platform, rng):
+    """The gradient of an embedding that is looked up and, transposed, the kernel."""
+    tokens = rng.integers(0, 37, (4, 9)).astype(np.int32)
+    table = rng.standard_normal((37, 16))
+
+    def loss(table: Any, of: Any) -> Any:
+        return jnp.mean(of(jnp.take(table, tokens[:, :-1], 0), table.T, tokens[:, 1:]))
+
+    def of_logits(x: Any, kernel: Any, labels: Any) -> Any:
+        return jax_gradops.softmax_cross_entropy_with_integer_labels(x @ kernel, labels)
+
+    found, wanted = (
+        jax.jit(jax.grad(functools.partial(loss, of=f)))(table) for f in (linear, of_logits)
+    )
+    assert_close(found, wanted)
+
+
+def test_mixed_dtypes(platform, rng):
+    """A float32 kernel beside bfloat16 x: the product is x's, the gradient is the kernel's."""
+    x, kernel, bias, labels = problem(rng, dtype=np.float32)
+    narrow = jnp.asarray(x, jnp.bfloat16)
+    value = jax.value_and_grad(lambda *a: jnp.mean(in_chunks(*a, labels)), (0, 1, 2))
+    loss, gradients = jax.jit(value)(narrow, kernel, bias)
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    wide = [np.asarray(a.astype(jnp.bfloat16), np.float32) for a in (x, kernel, bias)]
+    wanted = jax.value_and_grad(lambda *a: jnp.mean(of_all_logits(*a, labels)), (0, 1, 2))(*wide)
+    for a, b in zip((loss, *gradients), (wanted[0], *wanted[1]), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() < 0.02 * np.abs(b).max()
+
+
+# --- What a program has ---------------------------------------------------------------------------
+
+
+def program(f: Any, *arguments: Any) -> str:
+    return jax.jit(f).lower(*arguments).compile().as_text()
+
+
+def dots(text: str) -> int:
+    return len(re.findall(r"= \S+ (?:dot|custom-call)\([^)]*\).*(?:contracting_dims|matmul)", text))
+
+
+def test_program(platform, rng):
+    """No array of all logits exists, no product is computed twice, and no gradient in vain."""
+    rows, features, classes, step = 512, 24, 320, 64
+    x, kernel = rng.standard_normal((rows, features)), rng.standard_normal((features, classes))
+    labels = rng.integers(0, classes, rows).astype(np.int32)
+
+    def loss(x: Any, kernel: Any) -> Any:
+        return jnp.mean(linear(x, kernel, labels, rows_per_chunk=step))
+
+    forward = program(loss, x, kernel)
+    assert "softmax_cross_entropy_fwd" in forward and "softmax_cross_entropy_bwd" not in forward
+    both = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, kernel).compile()
+    assert "softmax_cross_entropy_bwd" in both.as_text()
+    assert f"[{rows},{classes}]" not in both.as_text()
+    if platform == "cpu":
+        # The labels are constants here, so that XLA leaves out the other computation.
+        assert (dots(forward), dots(both.as_text())) == (1, 3)
+    # A chunk's logits, the gradients, and what XLA adds to them.
+    limit = 8 * (2 * step * classes + 3 * features * classes + 3 * rows * features)
+    assert both.memory_analysis().temp_size_in_bytes < limit < 8 * rows * classes
+
+
+def test_remat(platform, rng):
+    *layer, labels = problem(rng)
+
+    def gradients(loss: Any) -> Any:
+        return jax.jit(jax.grad(lambda *a: jnp.mean(loss(*a, labels)), (0, 1, 2)))(*layer)
+
+    assert_close(gradients(jax.checkpoint(in_chunks)), gradients(of_all_logits))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(platform, check_vma, rng):
+    """Rows are sharded. The cotangents of the shards differ."""
+    devices = mesh(platform, AxisType.Auto)
+    *layer, labels = problem(rng, (8, 6))
+
+    def local(x: Any, kernel: Any, bias: Any, labels: Any) -> Any:
+        return in_chunks(x, kernel, bias, labels, rows_per_chunk=4)
+
+    specs = P("data"), P(), P(), P("data")
+    mapped = jax.shard_map(
+        local, mesh=devices, in_specs=specs, out_specs=P("data"), check_vma=check_vma
+    )
+    weights = np.repeat(np.arange(1.0, 5.0), 12).reshape(8, 6)
+
+    def gradients(loss: Any) -> Any:
+        weigh = lambda *layer: jnp.sum(loss(*layer, labels) * weights)  # noqa: E731
+        return jax.jit(jax.grad(weigh, (0, 1, 2)))(*layer)
+
+    assert_close(gradients(mapped), gradients(of_all_logits))
+
+
+# --- Arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"kernel": np.ones((15, 37))}, ValueError, r"kernel must have shape \(16, classes\)"),
+        ({"kernel": np.ones(16)}, ValueError, "kernel must have shape"),
+        ({"bias": np.ones(36)}, ValueError, r"bias must have shape \(37,\)"),
+        ({"labels": np.ones((3, 49), np.int32)}, ValueError, "labels must have the shape"),
+        ({"labels": np.ones((3, 50))}, TypeError, "labels"),
+        ({"rows_per_chunk": 0}, ValueError, "rows_per_chunk must be a positive integer, got 0"),
+        ({"rows_per_chunk": 2.0}, TypeError, "rows_per_chunk must be a positive integer"),
+        ({"rows_per_chunk": True}, TypeError, "rows_per_chunk must be a positive integer"),
+        ({"x": np.float64(1)}, ValueError, "x must have at least one axis"),
+        ({"label_smoothing": 2.0}, ValueError, "label_smoothing must be in"),
+    ],
+)
+def test_wrong_arguments(change, error, message, rng):
+    names = ("x", "kernel", "bias", "labels")
+    arguments = dict(zip(names, problem(rng), strict=True)) | change
+    with pytest.raises(error, match=f"linear_softmax_cross_entropy: {message}"):
+        linear(**arguments)

@@ -148,8 +148,9 @@ def _program(
         (dkernel, dbias), (loss, dx) = body(tuple(sums), [r if r is None else r[0] for r in rows])
     else:
         (dkernel, dbias), (loss, dx) = lax.scan(jax.checkpoint(body), tuple(sums), rows)
-    loss = loss.reshape(-1)[:count].reshape(labels.shape)
-    dx = None if dx is None else dx.reshape(-1, features)[:count].reshape(x.shape)
+    loss = loss.reshape(chunks * step)[:count].reshape(labels.shape)
+    if dx is not None:
+        dx = dx.reshape(chunks * step, features)[:count].reshape(x.shape)
     return loss, dx, dkernel, dbias
 
 

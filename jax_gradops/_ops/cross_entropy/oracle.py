@@ -139,9 +139,9 @@ def linear_softmax_cross_entropy_vjp(
     # An error of a logit changes all gradients of its row.
     size = (abs(x) @ abs(kernel)).max(-1)[..., None]
     magnitude = dlogits.magnitude * (1 + 2 * size)
-    rows = x.reshape(-1, x.shape[-1]).T
-    value, sizes = (a.reshape(-1, CLASSES) for a in (dlogits.value, magnitude))
+    rows = math.prod(x.shape[:-1])
+    wide, value, sizes = (a.reshape(rows, a.shape[-1]) for a in (x, dlogits.value, magnitude))
     return (
         Reference(dlogits.value @ kernel.T, magnitude @ abs(kernel).T),
-        Reference((rows @ value * fixed).sum(-1), (abs(rows) @ sizes * abs(fixed)).sum(-1)),
+        Reference((wide.T @ value * fixed).sum(-1), (abs(wide).T @ sizes * abs(fixed)).sum(-1)),
     )

@@ -27,7 +27,7 @@ def _linear_call(
 ) -> jax.Array:
     ignore_index = options.get("ignore_index")
     labels = oracle.class_of(jnp.asarray(labels_of(x, ignore_index)), ignore_index)
-    kernel = oracle.matrix(scale.astype(accum_dtype(scale.dtype)))
+    kernel = oracle.matrix(scale.astype(accum_dtype(x.dtype, scale.dtype)))
     return linear.linear_softmax_cross_entropy(x, kernel, labels, rows_per_chunk=16, **options)
 
 
