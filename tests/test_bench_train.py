@@ -15,7 +15,14 @@ import pytest
 
 import jax_gradops
 from jax_gradops.__main__ import main
-from jax_gradops._tools.bench import train, train_curves, train_gpt2, train_profile, train_resnet
+from jax_gradops._tools.bench import (
+    train,
+    train_curves,
+    train_gpt2,
+    train_profile,
+    train_resnet,
+    train_text,
+)
 
 TRAIN = ("--suite", "train", "--device", "cpu", "--rounds", "1")
 
@@ -109,7 +116,7 @@ GPT2 = ("--model", "gpt2", "--batch", "2", "--context", "16", "--steps", "12")
 def small_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
     small = train_gpt2.Config(layers=1, heads=2, width=32, vocabulary=200, padded=256)
     monkeypatch.setattr(train_gpt2, "CONFIG", small)
-    monkeypatch.setattr(train_gpt2, "read_text", lambda: "to be, or not to be: that is it\n" * 99)
+    monkeypatch.setattr(train_text, "read_text", lambda: "to be, or not to be: that is it\n" * 99)
 
 
 @pytest.mark.usefixtures("standard_promotion", "small_gpt2")
@@ -172,9 +179,9 @@ def test_gpt2_additions(variant: str, additions: int) -> None:
 
 def test_tokens() -> None:
     words = ["to", " be", ",", " or", " not", " to", " be", ":", "\n", " be"]
-    tokens = train_gpt2.tokens("".join(words), 5)
+    tokens = train_text.tokens("".join(words), 5)
     assert tokens.tolist() == [1, 0, 2, 3, 4, 4, 0, 4, 4, 0]
-    assert train_gpt2.tokens(train_gpt2.read_text(), 50257).size > 100_000
+    assert train_text.tokens(train_text.read_text(), 50257).size > 100_000
 
 
 @pytest.mark.parametrize(
