@@ -1,4 +1,4 @@
-"""What the suite's transformers share: attention, the residual stream, the optimizer and the step.
+"""What the suite's transformers share: attention, the residual stream, losses and the optimizer.
 
 A model is written once, in Flax NNX, as Flax users write it. `jax_gradops.nnx.fuse` replaces Flax's
 modules with this library's. `jax_gradops.nnx.deferred_bias` leaves the bias of a layer to the
@@ -183,10 +183,15 @@ def _fuse(variant: str, model: Any) -> Residual:
     return Residual(jax_gradops.nnx.deferred_bias, jax_gradops.nnx.add_norm)
 
 
-def _losses(head: Head, labels: jax.Array) -> jax.Array:
+def _losses(variant: str, head: Head, labels: jax.Array) -> jax.Array:
     """The loss of each token, in float32."""
-    logits = (head.y @ head.kernel.astype(head.y.dtype)).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    if variant == "linear_loss":
+        return jax_gradops.linear_softmax_cross_entropy(head.y, head.kernel, labels)
+    logits = head.y @ head.kernel.astype(head.y.dtype)
+    if variant in (STOCK, "stock_loss"):
+        logits = logits.astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jax_gradops.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
 def _optimizer(variant: str) -> optax.GradientTransformation:
@@ -217,7 +222,7 @@ def setup(case: TrainCase, make: Callable[[nnx.Rngs], Any], vocabulary: int) -> 
             key = jax.random.fold_in(jax.random.key(0), number)
             windows = text.sample_batch(corpus, key, examples, context)
             head = nnx.merge(graph, parameters)(windows[:, :-1], residual)
-            return jnp.mean(_losses(head, windows[:, 1:])), number + 1
+            return jnp.mean(_losses(variant, head, windows[:, 1:])), number + 1
 
         return apply
 
