@@ -204,8 +204,9 @@ def train_result() -> dict[str, Any]:
         }
 
     return {
-        "case": "gpt2 bf16 2x16",
-        **{"model": "gpt2", "dtype": "bfloat16", "shape": [2, 16], "unit": "tokens"},
+        "case": "llama bf16 2x16 99 words",
+        **{"model": "llama", "dtype": "bfloat16", "shape": [2, 16], "unit": "tokens"},
+        "vocabulary": 99,
         "variants": {"stock": variant(20.0), "jax_gradops": variant(18.0)},
         **{"noise": [0.1, 0.1, 0.1], "wrong": {}, "failed": {}, "problem": ""},
     }
@@ -254,7 +255,7 @@ def test_shows_a_file(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture)
     if suite == "train":
         assert [r["variant"] for r in rows] == ["stock", "jax_gradops"]
         assert float(rows[1]["ms_median"]) == 18 and rows[1]["shape"] == "2x16"
-        assert rows[0]["temporary_bytes"] == str(3 << 28)
+        assert (rows[0]["temporary_bytes"], rows[0]["vocabulary"]) == (str(3 << 28), "99")
     else:
         assert len(rows) == 4 * len(SUITES[suite])
         assert {r["peer"] for r in rows} == {"ours", "copy", "xla", "torch"}

@@ -308,7 +308,8 @@ def _draw_training(content: dict[str, Any]) -> Any:
                 linewidth=2.2 - 0.4 * i,
             )  # fmt: skip
         dtype = SHORT_DTYPES[result["dtype"]]
-        bars.set_title(f"{result['model']} {dtype}, batch {shape_text(result['shape'])}")
+        words = f", {result['vocabulary']} words" if "vocabulary" in result else ""
+        bars.set_title(f"{result['model']} {dtype}, batch {shape_text(result['shape'])}{words}")
         bars.set_yticks([])
         bars.invert_yaxis()
         bars.set_xlabel("milliseconds of a step; over Flax and Optax")

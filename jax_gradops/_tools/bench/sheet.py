@@ -59,6 +59,7 @@ def _of_training(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "device": content["device"],
                 **{n: result[n] for n in _TRAIN},
                 "shape": shape_text(result["shape"]),
+                "vocabulary": result.get("vocabulary"),
                 "variant": name,
                 **{f"ms_{s}": ms.get(s) for s in _SPREAD},
                 **{f"over_stock_{s}": over.get(s) for s in _SPREAD},
