@@ -26,7 +26,7 @@ from jax_gradops._tools.demo import text
 Update: TypeAlias = tuple[Any, ...]
 
 EPSILON = 1e-5
-DEVIATION = 0.02  # standard deviation of the initial parameters
+_DEVIATION = 0.02  # standard deviation of the initial parameters
 _MAX_NORM = 1.0
 _WEIGHT_DECAY = 0.1
 _LEARNING_RATE = 3e-4
@@ -73,7 +73,7 @@ def linear(
 
     The more layers add to the residual stream, the smaller their initial parameters are.
     """
-    deviation = DEVIATION / (updates or 1) ** 0.5
+    deviation = _DEVIATION / (updates or 1) ** 0.5
     return nnx.Linear(
         inputs,
         outputs,
@@ -90,7 +90,7 @@ def embed(words: int, width: int, rngs: nnx.Rngs) -> nnx.Embed:
     The gradient of a frequent token is a sum of hundreds of terms. 16-bit atomic additions would
     lose most of these terms, and are many times slower.
     """
-    return nnx.Embed(words, width, embedding_init=nnx.initializers.normal(DEVIATION), rngs=rngs)
+    return nnx.Embed(words, width, embedding_init=nnx.initializers.normal(_DEVIATION), rngs=rngs)
 
 
 class Attention(nnx.Module):
@@ -148,7 +148,7 @@ class Block(nnx.Module):
 
 
 def run_blocks(blocks: Any, norm: Any, x: jax.Array, residual: Residual) -> jax.Array:
-    """The norm of what all blocks make of x [batch, time, width]."""
+    """Runs all blocks and the last norm on x [batch, time, width]."""
     update: Update = ()
     for block in blocks:
         x, update = block(x, update, residual)
