@@ -244,8 +244,13 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         (("--suite", "train", "--model", "gpt2", "--stages", "1"), "--stages: for resnet50 only"),
         (
             ("--suite", "train", "--model", "resnet50", "--context", "8"),
-            "--context: for gpt2, gpt2-exact only",
+            "--context: for gpt2, gpt2-exact, llama only",
         ),
+        (
+            ("--suite", "train", "--model", "gpt2,resnet50", "--vocabulary", "128000"),
+            "--vocabulary: for llama only",
+        ),
+        (("--vocabulary", "128000"), "--vocabulary: for --suite train only"),
         (
             ("--suite", "train", "--model", "resnet50", "--variant", "unfused,save_output"),
             "--variant save_output: for gpt2, gpt2-exact only",

@@ -196,15 +196,17 @@ def train_result() -> dict[str, Any]:
     def variant(ms: float) -> dict[str, Any]:
         return {
             "ms": {"median": ms, "p20": 0.98 * ms, "p80": 1.03 * ms},
-            **{"host_bound": False, "examples_per_s": 1e3 / ms, "memory_bytes": 1 << 30},
+            **{"host_bound": False, "examples_per_s": 1e3 / ms},
+            **{"memory_bytes": 1 << 30, "temporary_bytes": 3 << 28},
             "over_stock": {"median": 20 / ms, "p20": 19 / ms, "p80": 21 / ms},
             **{"kernel_calls": {"row_norm_fwd": 3}, "compile_seconds": 2.0},
             **{"losses": [7.0, 6.0, 5.5], "losses_off_by": 1e-3, "profile": None},
         }
 
     return {
-        "case": "gpt2 bf16 2x16",
-        **{"model": "gpt2", "dtype": "bfloat16", "shape": [2, 16], "unit": "tokens"},
+        "case": "llama bf16 2x16 99 words",
+        **{"model": "llama", "dtype": "bfloat16", "shape": [2, 16], "unit": "tokens"},
+        "vocabulary": 99,
         "variants": {"stock": variant(20.0), "jax_gradops": variant(18.0)},
         **{"noise": [0.1, 0.1, 0.1], "wrong": {}, "failed": {}, "problem": ""},
     }
@@ -253,6 +255,7 @@ def test_shows_a_file(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture)
     if suite == "train":
         assert [r["variant"] for r in rows] == ["stock", "jax_gradops"]
         assert float(rows[1]["ms_median"]) == 18 and rows[1]["shape"] == "2x16"
+        assert (rows[0]["temporary_bytes"], rows[0]["vocabulary"]) == (str(3 << 28), "99")
     else:
         assert len(rows) == 4 * len(SUITES[suite])
         assert {r["peer"] for r in rows} == {"ours", "copy", "xla", "torch"}

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
-import gzip
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_gradops
 from jax_gradops.__main__ import main
-from jax_gradops._tools.bench import train, train_curves, train_gpt2, train_profile, train_resnet
+from jax_gradops._tools.bench import (
+    options,
+    train,
+    train_curves,
+    train_gpt2,
+    train_llama,
+    train_resnet,
+    train_text,
+)
 
 TRAIN = ("--suite", "train", "--device", "cpu", "--rounds", "1")
 
@@ -109,14 +118,14 @@ GPT2 = ("--model", "gpt2", "--batch", "2", "--context", "16", "--steps", "12")
 def small_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
     small = train_gpt2.Config(layers=1, heads=2, width=32, vocabulary=200, padded=256)
     monkeypatch.setattr(train_gpt2, "CONFIG", small)
-    monkeypatch.setattr(train_gpt2, "read_text", lambda: "to be, or not to be: that is it\n" * 99)
+    monkeypatch.setattr(train_text, "read_text", lambda: "to be, or not to be: that is it\n" * 99)
 
 
 @pytest.mark.usefixtures("standard_promotion", "small_gpt2")
 def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    names = ["stock", "jax_gradops", "unfused", "save_output"]
-    options = ("--dtype", "f32", "--variant", ",".join(names), "--profile", str(tmp_path))
-    status, report = bench_training(tmp_path, *GPT2, *options)
+    names = ["stock", "jax_gradops", "linear_loss", "stock_loss", "unfused", "save_output"]
+    arguments = ("--dtype", "f32", "--variant", ",".join(names), "--profile", str(tmp_path))
+    status, report = bench_training(tmp_path, *GPT2, *arguments)
     assert status == 0
     (result,) = report["results"]
     assert (result["shape"], result["unit"], result["steps"]) == ([2, 16], "tokens", 12)
@@ -124,11 +133,19 @@ def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert list(result["variants"]) == names
     gelu, clip = {"bias_gelu_bwd": 1, "bias_gelu_fwd": 1}, {"sum_of_squares": 1}
     norms = {"row_norm_bwd": 3, "row_norm_fwd": 3}
-    expected = [{}, gelu | norms | clip, norms | clip, gelu | norms | clip]
-    for variant, kernels in zip(result["variants"].values(), expected, strict=True):
-        assert variant["kernel_calls"] == kernels
+    loss = {"softmax_cross_entropy_bwd": 1, "softmax_cross_entropy_fwd": 1}
+    fused = gelu | norms | clip
+    expected = [{}, fused | loss, fused | loss, fused, norms | clip | loss, fused | loss]
+    for name, kernels in zip(names, expected, strict=True):
+        variant = result["variants"][name]
+        calls = variant["kernel_calls"]
+        if name == "linear_loss":  # its gradients are also computed again, if cotangents differ
+            assert calls.keys() == kernels.keys() and all(calls[n] >= kernels[n] for n in kernels)
+        else:
+            assert calls == kernels
         assert variant["examples_per_s"] == pytest.approx(32e3 / variant["ms"]["median"], rel=1e-4)
-        assert variant["memory_bytes"] > 0 and variant["compile_seconds"] > 0
+        assert variant["memory_bytes"] > variant["temporary_bytes"] > 0
+        assert variant["compile_seconds"] > 0
         assert len(variant["losses"]) == 12 and variant["losses_off_by"] < 1e-4
         assert variant["losses"][0] == pytest.approx(np.log(256), rel=0.1)
         assert variant["losses"][-1] < variant["losses"][0] - 0.01
@@ -170,67 +187,85 @@ def test_gpt2_additions(variant: str, additions: int) -> None:
     assert len(re.findall(r"stablehlo\.add .*tensor<2x16x32x", text)) == additions
 
 
-def test_tokens() -> None:
-    words = ["to", " be", ",", " or", " not", " to", " be", ":", "\n", " be"]
-    tokens = train_gpt2.tokens("".join(words), 5)
-    assert tokens.tolist() == [1, 0, 2, 3, 4, 4, 0, 4, 4, 0]
-    assert train_gpt2.tokens(train_gpt2.read_text(), 50257).size > 100_000
+@pytest.mark.usefixtures("standard_promotion", "small_gpt2")
+@pytest.mark.parametrize(
+    ("variant", "dtypes"),
+    [
+        ("stock", ["bf16", "f32"]),
+        ("jax_gradops", ["bf16"]),
+        ("linear_loss", []),
+        ("stock_loss", ["bf16", "f32"]),
+        ("unfused", ["bf16"]),
+    ],
+)
+def test_gpt2_logits(variant: str, dtypes: list[str]) -> None:
+    """The dtypes of arrays of all logits, in a step of more rows than one chunk has."""
+    with jax.enable_x64(False):
+        setup = train.TrainCase("gpt2", "bfloat16", "cpu", (2, 4096), (variant,)).setup()
+        arguments = jax.eval_shape(setup.init, jax.random.key(0))
+        gradient = jax.grad(setup.loss(variant), has_aux=True)
+        text = jax.jit(gradient).lower(*arguments, setup.batch(jax.random.key(1))).as_text()
+    assert sorted(set(re.findall(r"<(?:2x4096|8192)x256x(b?f\d+)>", text))) == dtypes
+
+
+@pytest.fixture
+def small_llama(monkeypatch: pytest.MonkeyPatch, small_gpt2: None) -> None:
+    small = train_llama.Config(layers=1, heads=2, width=32, hidden=48)
+    monkeypatch.setattr(train_llama, "CONFIG", small)
+
+
+@pytest.mark.usefixtures("standard_promotion", "small_llama")
+def test_llama(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    names = ["stock", "jax_gradops", "linear_loss", "stock_loss", "unfused"]
+    arguments = ("--dtype", "f32", "--vocabulary", "96", "--variant", ",".join(names))
+    status, report = bench_training(tmp_path, "--model", "llama", *GPT2[2:], *arguments)
+    assert status == 0
+    (result,) = report["results"]
+    assert (result["case"], result["vocabulary"]) == ("llama f32 2x16 96 words", 96)
+    assert list(result["variants"]) == names and result["wrong"] == result["failed"] == {}
+    loss = {"softmax_cross_entropy_bwd", "softmax_cross_entropy_fwd"}
+    for name, variant in result["variants"].items():
+        calls = dict(variant["kernel_calls"])
+        with_loss = name in ("jax_gradops", "linear_loss", "unfused")
+        assert {kernel for kernel in loss if calls.pop(kernel, 0)} == (loss if with_loss else set())
+        others = {"row_norm_bwd": 3, "row_norm_fwd": 3, "sum_of_squares": 1}
+        assert calls == (others if name != "stock" else {})
+        assert variant["losses_off_by"] < 1e-4
+        assert variant["losses"][0] == pytest.approx(np.log(96), rel=0.1)
+        assert variant["losses"][-1] < variant["losses"][0] - 0.01
 
 
 @pytest.mark.parametrize(
-    ("name", "group", "short"),
+    ("model", "expected"),
     [
-        (
-            "void gradops::(anonymous namespace)::ForwardKernel<float, 1>(RowNormFwdArgs)",
-            "jax_gradops norms",
-            "gradops::ForwardKernel",
-        ),
-        ("_ZN7gradops13ForwardKernelENS_15BiasGeluFwdArgsE", "jax_gradops GELU", None),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_9x1", "attention", None),
-        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "matrix product", None),
-        ("gemm_fusion_dot_12", "matrix product", "gemm_fusion_dot"),
-        ("sm90_xmma_wgrad_implicit_gemm_bf16", "convolution", None),
-        ("input_scatter_fusion_3", "scatter, gather", "input_scatter_fusion"),
-        ("input_reduce_fusion.17", "reduction", "input_reduce_fusion"),
-        ("loop_convert_fusion_2", "other fusion", "loop_convert_fusion"),
-        ("wrapped_transpose", "copy", None),
-        ("MemcpyD2D", "copy", None),
-        ("RaggedKernel", "other", None),
+        ("gpt2", "gpt2 bf16 32x1024"),
+        ("llama", "llama bf16 4x2048 32000 words"),
+        ("resnet50", "resnet50 bf16 256x224x224x3"),
     ],
 )
-def test_groups_of_kernels(name: str, group: str, short: str | None) -> None:
-    assert train_profile.group_of(name) == group
-    assert train_profile.short_name(name) == (short or name)
+def test_default_sizes(model: str, expected: str) -> None:
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    arguments = ["--suite", "train", "--model", model]
+    (case,) = train.select(parser.parse_args(arguments), "cpu")
+    assert str(case) == expected and case.variants == ("stock", "jax_gradops")
 
 
-def test_profile_of_a_gpu(tmp_path: Path) -> None:
-    """A profile has only the events of the GPU's streams."""
+def test_rotary() -> None:
+    """Products of queries and keys depend on the difference of their positions only."""
+    with jax.enable_x64(False):
+        q, k = np.random.default_rng(0).standard_normal((2, 8), np.float32)
+        turned = [train_llama.rotary(jnp.tile(a, (1, 6, 1, 1))) for a in (q, k)]
+        products = np.einsum("iqhf,ikhf->qk", *turned)
+    for difference in range(-5, 6):
+        diagonal = np.diagonal(products, difference)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+    assert products[0, 0] == pytest.approx(q @ k, rel=1e-4)
+    assert abs(products[0, 3] - products[0, 0]) > 0.1
 
-    def named(kind: str, pid: int, name: str, **thread: int) -> dict[str, Any]:
-        return {"ph": "M", "pid": pid, "name": kind, "args": {"name": name}, **thread}
 
-    def ran(pid: int, tid: int, name: str, us: float, ts: float = 0) -> dict[str, Any]:
-        args = {"hlo_op": "fusion"}
-        return {"ph": "X", "pid": pid, "tid": tid, "ts": ts, "dur": us, "name": name, "args": args}
-
-    events = [
-        named("process_name", 1, "/device:GPU:0"),
-        named("thread_name", 1, "Stream #13(Compute)", tid=2),
-        named("thread_name", 1, "XLA Ops", tid=3),
-        named("process_name", 9, "/host:CPU"),
-        named("thread_name", 9, "python", tid=2),
-        *(ran(1, 2, f"gemm_fusion_dot_{i}", 500, 400 * i) for i in range(4)),
-        ran(1, 2, "input_reduce_fusion_1", 3000, 2700),
-        ran(1, 3, "input_reduce_fusion_1", 3000),
-        ran(9, 2, "a function", 7000),
-        {"ph": "C", "pid": 1, "name": "a counter", "args": {}},
-        {},
-    ]
-    path = tmp_path / "plugins" / "profile" / "2026" / "host.trace.json.gz"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    reduction, product, idle = train_profile.read(tmp_path, 2)
-    assert (reduction.name, reduction.calls, reduction.ms) == ("reduction", 0.5, 1.5)
-    assert product.kernels == (train_profile.Kernel("gemm_fusion_dot", 2, 1.0),)
-    assert idle.kernels == (train_profile.Kernel("idle", 0.5, 0.5),)  # from 1,700 to 2,700
-    assert train_profile.read(tmp_path / "nothing", 2) == []
+def test_tokens() -> None:
+    words = ["to", " be", ",", " or", " not", " to", " be", ":", "\n", " be"]
+    tokens = train_text.tokens("".join(words), 5)
+    assert tokens.tolist() == [1, 0, 2, 3, 4, 4, 0, 4, 4, 0]
+    assert train_text.tokens(train_text.read_text(), 50257).size > 100_000

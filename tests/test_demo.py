@@ -145,11 +145,12 @@ def test_kernels_are_in_the_compiled_train_step(corpus: Path, precision: str):
     digest = text.load_corpus(str(corpus), SMALL["context"]).digest
     compiled = program(settings.new_run(given, "cpu"), digest, None)
     hlo = compiled.train_step_hlo()
-    for op in ("row_norm", "bias_gelu"):
+    for op in ("row_norm", "bias_gelu", "softmax_cross_entropy"):
         for direction in ("fwd", "bwd"):
             assert f'custom_call_target="jax_gradops.{op}_{direction}"' in hlo
     assert 'custom_call_target="jax_gradops.sum_of_squares"' in hlo
     if precision == "mixed":
+        assert re.search(r"bf16\[.*jax_gradops\.softmax_cross_entropy_bwd", hlo)
         state, metrics = compiled.train_step(compiled.initial_state())
         assert np.isfinite(float(metrics.loss))
         assert str(metrics.loss.dtype) == "float32"

@@ -131,6 +131,7 @@ def test_kernels_are_in_the_compiled_train_step():
     calls = re.findall(r'custom_call_target="jax_gradops\.(\w+)"', hlo)
     # The stem has one batch norm, each block two, each shortcut one.
     expected = {"batch_norm_fwd": 9, "batch_norm_bwd": 9, "sum_of_squares": 1}
+    expected |= {"softmax_cross_entropy_fwd": 1, "softmax_cross_entropy_bwd": 1}
     assert collections.Counter(calls) == expected
 
 

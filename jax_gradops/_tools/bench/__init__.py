@@ -10,5 +10,6 @@
 
 The suite "clip" has its own modules: `trees`, `clips`, `clip_loops`, `torch_clip`, `clip_gate` and
 `clip_measuring`. They do the work of the modules above in this order. The suite "train" has `train`
-(cases), models such as `train_resnet`, `train_measuring` and `train_report`.
+(cases), models such as `train_resnet`, `train_measuring` and `train_report`. Its language models
+share `train_transformer` and `train_text`.
 """

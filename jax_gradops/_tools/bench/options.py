@@ -32,7 +32,7 @@ OPTIONS = {
 #: Options that only matter for a run. They are refused with a file of results.
 _OF_RUNS = (
     "suite", "device", "rounds", "time_limit", "json", "resume", "layout", "batch", "image_size",
-    "context", "steps", "stages", "profile",
+    "context", "vocabulary", "steps", "stages", "profile",
 )  # fmt: skip
 #: The forms of ops, or of the clip, by suite.
 FORMS = {"ops": cases.FORMS, "clip": tuple(clips.FORMS)}
@@ -68,10 +68,13 @@ are timed, too, and marked.
 
 The suite "train" has whole training steps, jitted, their state donated: as users of Flax and Optax
 write them ("stock"), and with this library's ops. All train from the same parameters on the same
-data: resnet50 on one random batch, gpt2 (GELU by tanh, as GPT-2 has it; gpt2-exact: by erf) each
-step on other windows of Python's language reference and standard library, whose words are its
-tokens. Figures are milliseconds; "over stock" is stock's time over the variant's, in the same
-rounds. It is an error if a variant's losses differ from stock's by more than roundings explain.
+data. resnet50 has one random batch, and Optax's loss in all variants. gpt2 has GELU by tanh, and
+gpt2-exact by erf. llama has RMS norm, rotary positions and SwiGLU. Each step of these has other
+windows of Python's language reference and standard library, and words are its tokens. "linear_loss"
+has no array of all logits. "stock_loss" has Optax's loss. Figures are milliseconds; "over stock" is
+stock's time over the variant's, in the same rounds. "temporary" is the memory of a step beside its
+arguments and results. It is an error if a variant's losses differ from stock's by more than
+roundings explain.
 """
 
 

@@ -39,6 +39,8 @@ STYLES = {
     # Variants of training steps.
     "stock": Style("Flax and Optax", "#0072B2", "^"),
     "jax_gradops": Style("jax_gradops", "#E69F00", "o"),
+    "linear_loss": Style("jax_gradops, no array of logits", "#56B4E9", "P"),
+    "stock_loss": Style("jax_gradops, Optax's loss", "#D55E00", "v"),
     "unfused": Style("jax_gradops, not fused", "#009E73", "s"),
     "save_output": Style("jax_gradops, from results", "#CC79A7", "D"),
 }
@@ -306,7 +308,8 @@ def _draw_training(content: dict[str, Any]) -> Any:
                 linewidth=2.2 - 0.4 * i,
             )  # fmt: skip
         dtype = SHORT_DTYPES[result["dtype"]]
-        bars.set_title(f"{result['model']} {dtype}, batch {shape_text(result['shape'])}")
+        words = f", {result['vocabulary']} words" if "vocabulary" in result else ""
+        bars.set_title(f"{result['model']} {dtype}, batch {shape_text(result['shape'])}{words}")
         bars.set_yticks([])
         bars.invert_yaxis()
         bars.set_xlabel("milliseconds of a step; over Flax and Optax")

@@ -14,7 +14,10 @@ _OPS = ("op", "form", "direction", "dtype", "shape", "layout")
 _CLIP = ("form", "tree", "dtype", "clipping")
 _FIGURES = ("us", "p20", "p80", "gb_per_s", "fraction_of_copy", "host_bound")
 _TRAIN = ("model", "dtype", "shape")
-_VARIANT = ("examples_per_s", "memory_bytes", "losses_off_by", "compile_seconds", "host_bound")
+_VARIANT = (
+    "examples_per_s", "memory_bytes", "temporary_bytes", "losses_off_by", "compile_seconds",
+    "host_bound",
+)  # fmt: skip
 _SPREAD = ("median", "p20", "p80")
 
 
@@ -56,9 +59,10 @@ def _of_training(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "device": content["device"],
                 **{n: result[n] for n in _TRAIN},
                 "shape": shape_text(result["shape"]),
+                "vocabulary": result.get("vocabulary"),
                 "variant": name,
                 **{f"ms_{s}": ms.get(s) for s in _SPREAD},
                 **{f"over_stock_{s}": over.get(s) for s in _SPREAD},
-                **{n: variant[n] for n in _VARIANT},
+                **{n: variant.get(n) for n in _VARIANT},
                 "wrong": result["wrong"].get(name),
             }

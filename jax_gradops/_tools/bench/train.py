@@ -19,14 +19,18 @@ from jax_gradops._tools.bench.cases import SHORT_DTYPES
 
 STOCK = "stock"
 #: "stock" has ops of Flax, Optax and XLA. "jax_gradops" has this library's ops, fused with their
-#: neighbours. "unfused" has this library's ops without fusion. "save_output" is fused too, but
-#: norms save their results for the backward pass, not their inputs.
-VARIANTS = (STOCK, "jax_gradops", "unfused", "save_output")
+#: neighbours. Three variants are like "jax_gradops" but for one thing. "linear_loss" computes loss
+#: and last matrix product chunk by chunk: no array has all logits. "stock_loss" has Optax's loss.
+#: Norms of "save_output" save their results for the backward pass, not their inputs. "unfused" has
+#: this library's ops without fusion.
+VARIANTS = (STOCK, "jax_gradops", "linear_loss", "stock_loss", "unfused", "save_output")
 #: Stages of resnet50. Stage 0 is the part before the first stage.
 STAGES = ("0", "1", "2", "3", "4")
 #: The first one is the default.
 DTYPES = ("bfloat16", "float32")
-STEPS, IMAGES, IMAGE_SIZE, WINDOWS, CONTEXT = 10, 256, 224, 32, 1024
+STEPS, IMAGES, IMAGE_SIZE = 10, 256, 224
+#: The llama model's number of different tokens, if no option gives another one.
+VOCABULARY = 32000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +55,20 @@ def _images(args: argparse.Namespace) -> tuple[int, ...]:
     return (args.batch or IMAGES, size, size, 3)
 
 
-def _windows(args: argparse.Namespace) -> tuple[int, ...]:
-    return (args.batch or WINDOWS, args.context or CONTEXT)
+def _windows(batch: int, context: int) -> Callable[[argparse.Namespace], tuple[int, ...]]:
+    return lambda args: (args.batch or batch, args.context or context)
 
 
-_GPT2 = Model("train_gpt2", _windows, VARIANTS, ("context",))
+_GPT2 = Model("train_gpt2", _windows(32, 1024), VARIANTS, ("context",))
+_LLAMA = Model("train_llama", _windows(4, 2048), VARIANTS[:-1], ("context", "vocabulary"))
 #: Models by name.
 MODELS = {
-    "resnet50": Model("train_resnet", _images, VARIANTS[:3], ("image_size", "stages")),
+    "resnet50": Model(
+        "train_resnet", _images, (STOCK, "jax_gradops", "unfused"), ("image_size", "stages")
+    ),
     "gpt2": _GPT2,
     "gpt2-exact": _GPT2,
+    "llama": _LLAMA,
 }
 
 
@@ -74,6 +82,7 @@ class TrainCase:
       steps: of the loss curves.
       stages: of resnet50: the stages that differ between variants.
       profile: the folder for profiles, or None.
+      vocabulary: of llama: the number of different tokens.
     """
 
     model: str
@@ -84,15 +93,17 @@ class TrainCase:
     steps: int = STEPS
     stages: tuple[str, ...] = STAGES
     profile: Path | None = None
+    vocabulary: int = VOCABULARY
 
     def __str__(self) -> str:
-        return f"{self.model} {SHORT_DTYPES[self.dtype]} {'x'.join(map(str, self.shape))}"
+        name = f"{self.model} {SHORT_DTYPES[self.dtype]} {'x'.join(map(str, self.shape))}"
+        words = "vocabulary" in MODELS[self.model].options
+        return f"{name} {self.vocabulary} words" if words else name
 
     def describe(self) -> dict[str, Any]:
         """The values that identify the case, for JSON."""
-        left_out = {"platform", "profile"}
-        if "stages" not in MODELS[self.model].options:
-            left_out.add("stages")
+        of_some_models = {"stages", "vocabulary"}
+        left_out = {"platform", "profile"} | of_some_models - {*MODELS[self.model].options}
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def setup(self) -> Setup:
@@ -140,9 +151,10 @@ def add_arguments(
     add("variant", VARIANTS, others, "suite train: where ops come from")
     add("stages", STAGES, "all", "suite train: where resnet50 has jax_gradops's batch norm")
     for name, default, what in (
-        ("batch", f"{IMAGES} images, {WINDOWS} windows of text", "examples of a step"),
+        ("batch", f"{IMAGES} images; windows: 32 of gpt2, 4 of llama", "examples of a step"),
         ("image-size", IMAGE_SIZE, "pixels of a side, of resnet50"),
-        ("context", CONTEXT, "tokens of a window, of gpt2"),
+        ("context", "1024 of gpt2, 2048 of llama", "tokens of a window"),
+        ("vocabulary", VOCABULARY, "different tokens of llama"),
         ("steps", STEPS, "steps of the loss curves; a sample has as many, or 10"),
     ):
         parser.add_argument(
@@ -156,7 +168,10 @@ def add_arguments(
     )
 
 
-OPTIONS = ("model", "variant", "stages", "batch", "image_size", "context", "steps", "profile")
+OPTIONS = (
+    "model", "variant", "stages", "batch", "image_size", "context", "vocabulary", "steps",
+    "profile",
+)  # fmt: skip
 
 
 def why_not(args: argparse.Namespace) -> str:
@@ -189,6 +204,7 @@ def select(args: argparse.Namespace, platform: str) -> list[TrainCase]:
             args.steps or STEPS,
             tuple(args.stages or STAGES),
             args.profile,
+            args.vocabulary or VOCABULARY,
         )
         for name in args.model or MODELS
         for dtype in args.dtype or DTYPES[:1]

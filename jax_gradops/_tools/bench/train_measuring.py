@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,8 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_gradops import _registry
-from jax_gradops._tools.bench import timing, train_curves, train_profile
+from jax_gradops._tools.bench import timing, train_curves, train_profile, train_program
 from jax_gradops._tools.bench.train import STOCK, Setup, TrainCase
 
 #: The possible competitors. "xla" always takes part.
@@ -46,7 +44,7 @@ class Variant:
       losses: of the first steps, each before its update.
       off: the largest difference of the losses from stock's losses, as a fraction of stock's.
       kernel_calls: the number of calls of each of this library's kernels in the compiled program.
-      memory: peak bytes of arguments, results and temporary arrays.
+      memory: of the compiled step. None if XLA does not say.
       profile: the step's time by groups of kernels, if requested.
     """
 
@@ -55,7 +53,7 @@ class Variant:
     losses: list[float] = dataclasses.field(default_factory=list)
     off: float | None = None
     kernel_calls: dict[str, int] = dataclasses.field(default_factory=dict)
-    memory: int | None = None
+    memory: train_program.Memory | None = None
     compile_seconds: float = 0.0
     profile: list[train_profile.Group] | None = None
 
@@ -189,8 +187,8 @@ class Trainer:
         del state  # frees memory: XLA needs memory to try algorithms
         self._compiled = lowered.compile()
         variant.compile_seconds = time.perf_counter() - began
-        variant.kernel_calls = kernel_calls(self._compiled)
-        variant.memory = _memory(self._compiled)
+        variant.kernel_calls = train_program.kernel_calls(self._compiled)
+        variant.memory = train_program.memory(self._compiled)
         if bool(variant.kernel_calls) != (name != STOCK):
             found = variant.kernel_calls or "no kernel of this library"
             raise RuntimeError(f"the compiled step has {found}")
@@ -238,25 +236,6 @@ class Trainer:
             jax.block_until_ready([self._step() for _ in range(_PROFILED_STEPS)])
         self._state = None
         return train_profile.read(directory, _PROFILED_STEPS)
-
-
-def kernel_calls(compiled: Any) -> dict[str, int]:
-    """The number of calls of each of this library's kernels in a compiled program."""
-    prefix = re.escape(_registry.TARGET_PREFIX)
-    found = re.findall(rf'custom_call_target="{prefix}(\w+)', compiled.as_text() or "")
-    return dict(sorted(collections.Counter(found).items()))
-
-
-def _memory(compiled: Any) -> int | None:
-    stats = compiled.memory_analysis()
-    if stats is None:
-        return None
-    return (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
 
 
 # --- Figures -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 GROUPS = {
     "jax_gradops norms": r"gradops.*(Row|Batch)Norm",
     "jax_gradops GELU": r"gradops.*BiasGelu",
+    "jax_gradops loss": r"gradops.*CrossEntropy",
     "jax_gradops clip": r"gradops.*(PartialSum|Finalize|Scale)Kernel",
     "jax_gradops, other": r"gradops",
     "attention": r"sdpa|attention|flash|fmha|dot_do_o|convert_dq",

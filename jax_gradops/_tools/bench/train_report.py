@@ -13,7 +13,7 @@ from jax_gradops._tools.bench.train_profile import Group
 
 _COLUMNS = {
     "case": 32, "variant": 12, "ms a step": 24, "rate": 17, "memory GB": 10,
-    "over stock": 22, "losses off by": 14, "compile s": 10, "kernel calls": 0,
+    "temporary GB": 12, "over stock": 22, "losses off by": 14, "compile s": 10, "kernel calls": 0,
 }  # fmt: skip
 _SHOWN_LOSSES = 11  # points of a curve: the first, the last and some between; --json has all
 _SHOWN_KERNELS = 20  # kernels of a profile
@@ -40,7 +40,8 @@ def _variant(result: Result, variant: Variant) -> dict[str, Any]:
         "host_bound": time and time.host_bound,
         "examples_per_s": _rate(result, variant),
         "over_stock": over and dict(zip(("median", "p20", "p80"), over, strict=True)),
-        "memory_bytes": variant.memory,
+        "memory_bytes": variant.memory and variant.memory.peak,
+        "temporary_bytes": variant.memory and variant.memory.temporary,
         "kernel_calls": variant.kernel_calls,
         "compile_seconds": variant.compile_seconds,
         "losses": variant.losses,
@@ -143,7 +144,8 @@ class Report:
 
 def _cells(result: dict[str, Any], name: str, variant: dict[str, Any]) -> list[str]:
     ms, over, rate = variant["ms"], variant["over_stock"], variant["examples_per_s"]
-    memory, off = variant["memory_bytes"], variant["losses_off_by"]
+    memory = (variant["memory_bytes"], variant.get("temporary_bytes"))  # old files have the first
+    off = variant["losses_off_by"]
     calls = (f"{count} {kernel}" for kernel, count in variant["kernel_calls"].items())
     mark = "*" if variant["host_bound"] else ""
     return [
@@ -151,7 +153,7 @@ def _cells(result: dict[str, Any], name: str, variant: dict[str, Any]) -> list[s
         name,
         "{median:.2f}{mark} ({p20:.2f}–{p80:.2f})".format(**ms, mark=mark) if ms else "-",
         f"{rate:.0f} {result['unit']}/s" if rate else "-",
-        "-" if memory is None else f"{memory / 1e9:.2f}",
+        *("-" if size is None else f"{size / 1e9:.2f}" for size in memory),
         "{median:.3f}× ({p20:.3f}–{p80:.3f})".format(**over) if over else "-",
         "-" if off is None else f"{off:.1e}",
         f"{variant['compile_seconds']:.1f}",

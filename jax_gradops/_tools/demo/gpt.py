@@ -91,13 +91,13 @@ class GPT(nnx.Module):
         self.norm = _norm(config, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps integer tokens [batch, time] to float32 logits [batch, time, vocabulary]."""
+        """Maps integer tokens [batch, time] to logits [batch, time, vocabulary] in `dtype`."""
         x = self.tokens(tokens)
         update = jnp.broadcast_to(self.positions(jnp.arange(tokens.shape[-1])), x.shape)
         for block in self.blocks:
             x, update = block(x, update)
         y, _ = add_norm(self.norm, x, update)
-        return self.tokens.attend(y).astype(jnp.float32)
+        return self.tokens.attend(y)
 
 
 def _norm(config: GPTConfig, rngs: nnx.Rngs) -> LayerNorm:

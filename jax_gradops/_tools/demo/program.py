@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
+import jax_gradops
 from jax_gradops._tools.demo import text
 from jax_gradops._tools.demo.gpt import GPT, GPTConfig
 from jax_gradops._tools.demo.settings import TextSettings
@@ -59,7 +59,7 @@ class Program(Trainable[TextSettings]):
         """The loss of each window. The last token is only predicted; it is not an input."""
         params, windows = self._spread(params, windows)
         logits = self._logits(params, windows[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+        losses = jax_gradops.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
         return jnp.mean(losses, axis=-1)
 
     def _loss(self, params: Any, averages: Any, data: jax.Array, key: jax.Array) -> Any:
@@ -80,7 +80,7 @@ class Program(Trainable[TextSettings]):
 
         def next_token(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> Any:
             window, length = carry
-            logits = self._logits(params, window[None])[0, length - 1]
+            logits = self._logits(params, window[None])[0, length - 1].astype(jnp.float32)
             token = jax.random.categorical(key, logits / temperature).astype(window.dtype)
             # Attention is causal: the last token does not see the positions after it.
             full = jnp.concatenate([window[1:], token[None]])

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
+import jax_gradops
 from jax_gradops._tools.demo.digits.data import CLASSES, Digits, sample_batch
 from jax_gradops._tools.demo.digits.resnet import ResNet, ResNetConfig
 from jax_gradops._tools.demo.settings import DigitsSettings
@@ -45,7 +45,7 @@ class Program(Trainable[DigitsSettings]):
         # `copy=True`: the model changes its running averages in place.
         model = nnx.merge(self._graph, params, averages, copy=True)
         logits = model(images, training=True)
-        loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+        loss = jnp.mean(jax_gradops.softmax_cross_entropy_with_integer_labels(logits, labels))
         return loss, nnx.state(model, nnx.BatchStat)
 
     def _classes(self, params: Any, averages: Any, images: jax.Array) -> jax.Array:
