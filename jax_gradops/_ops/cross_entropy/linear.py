@@ -20,12 +20,7 @@ from jax.typing import ArrayLike
 
 from jax_gradops import _checks
 from jax_gradops._implementation import Implementation
-from jax_gradops._kernel.array_types import (
-    Arrays,
-    accum_dtype,
-    match_vma,
-    reshard_like,
-)
+from jax_gradops._kernel.array_types import accum_dtype, match_vma, reshard_like
 from jax_gradops._kernel.call import Compute
 from jax_gradops._kernel.invoke import formula, invoke, prepare
 from jax_gradops._kernel.primitive import Operands, Operation, Unknown
@@ -106,8 +101,8 @@ def _program(
     *,
     wanted: tuple[str, ...],
     static: Static,
-) -> Arrays:
-    """The results of `LINEAR` for one device's rows."""
+) -> Any:
+    """The results of `LINEAR` for one device's rows. None stands for an unwanted one."""
     features, classes = kernel.shape
     count, accum = labels.size, accum_dtype(x.dtype)
     if isinstance(count, int):
