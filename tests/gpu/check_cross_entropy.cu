@@ -124,15 +124,14 @@ std::int64_t RandomBelow(std::int64_t n) {
   return std::clamp<std::int64_t>(index, 0, n - 1);
 }
 
-// The smallest normal number of T. Arithmetic may replace smaller ones by 0. float16 has smaller
-// ones, whose spacing is this number.
+// An error that is always allowed. Arithmetic may replace numbers below the smallest normal number
+// by 0. For float16, it is the spacing of its smallest numbers.
 template <typename T>
 constexpr double kLeast = sizeof(T) == 8            ? 0x1p-1022
                           : std::is_same_v<T, Half> ? 0x1p-24
                                                     : 0x1p-126;
 
-// A call forward with each plan, and calls backward. `number` chooses the kinds of logits and
-// labels.
+// Calls forward and backward with each plan. `number` chooses the kinds of logits and labels.
 template <typename T>
 class CaseRun {
   using A = Accum<T>;
@@ -320,7 +319,7 @@ class CaseRun {
     }
   }
 
-  // The handler's launcher chooses a plan. Two of its calls give equal bits.
+  // The handler's launcher chooses the plan. Two equal calls must give equal bits.
   void CheckChosenForward() {
     std::array<std::string, 2> bits;
     for (std::string& all : bits) {
@@ -336,8 +335,8 @@ class CaseRun {
 
   // --- Backward
 
-  // The numbers of a row are arbitrary, but the exponential must not overflow. An ignored row's are
-  // NaN.
+  // The numbers of a row are arbitrary, but the exponential must not overflow. The numbers of an
+  // ignored row are NaN.
   DerivativeOfRow NumbersOf(std::int64_t row) const {
     if (IsIgnored(row)) {
       constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -406,7 +405,7 @@ int RunAll() {
                              {.differences = true, .uniform = true, .in_place = true},
                              {.differences = true, .shared = false, .groups = 3, .shift = 1},
                              {.uniform = true, .in_place = true, .groups = 2, .shift = 1},
-                             // The element after a boundary of x is not one of dx.
+                             // x starts at a 16-byte boundary, and dx does not.
                              {.differences = true, .uniform = true, .dx_shift = 1}};
   std::int64_t number = 0;
   int calls = 0;

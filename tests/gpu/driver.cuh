@@ -44,7 +44,7 @@ __global__ void FillSmall(T* p, std::int64_t n, std::uint32_t seed) {
   }
 }
 
-// Arrays of exact sizes. The destructor frees all.
+// Arrays of exact sizes. An array without elements is null. The destructor frees all.
 class Arrays {
  public:
   ~Arrays() {
@@ -53,7 +53,7 @@ class Arrays {
   template <typename T>
   T* Empty(std::int64_t n) {
     void* p = nullptr;
-    Check(cudaMalloc(&p, static_cast<std::size_t>(n) * sizeof(T)));
+    if (n > 0) Check(cudaMalloc(&p, static_cast<std::size_t>(n) * sizeof(T)));
     all_.push_back(p);
     return static_cast<T*>(p);
   }
@@ -91,8 +91,8 @@ class Array {
     }
     Upload();
   }
-  void Upload() { Check(cudaMemcpy(device, host.data(), bytes(), cudaMemcpyHostToDevice)); }
-  void Download() { Check(cudaMemcpy(host.data(), device, bytes(), cudaMemcpyDeviceToHost)); }
+  void Upload() { Copy(device, host.data(), cudaMemcpyHostToDevice); }
+  void Download() { Copy(host.data(), device, cudaMemcpyDeviceToHost); }
   double operator[](std::int64_t i) const {
     return static_cast<double>(static_cast<Accum<T>>(host[static_cast<std::size_t>(i)]));
   }
@@ -100,6 +100,11 @@ class Array {
 
   std::vector<T> host;
   T* device;
+
+ private:
+  void Copy(T* to, const T* from, cudaMemcpyKind kind) {
+    if (!host.empty()) Check(cudaMemcpy(to, from, bytes(), kind));
+  }
 };
 
 template <typename T>
