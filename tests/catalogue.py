@@ -6,7 +6,10 @@ A test has marks with the names of its bugs. `pytest -m N1` runs the tests again
 
 from __future__ import annotations
 
-#: The bug, and its reports on GitHub: owner/repository#number.
+#: For a bug that is known without a report that we have read.
+UNREPORTED = "no report read"
+
+#: The bug, and its reports on GitHub (owner/repository#number) or UNREPORTED.
 ROWS: dict[str, tuple[str, str]] = {
     # --- Numerics
     "N1": ("variance as E[x²] − E[x]²: 48425 for randn + 2000", "pytorch/pytorch#51102"),
@@ -124,6 +127,16 @@ ROWS: dict[str, tuple[str, str]] = {
     "B3": ("float16, channels last: NaN backward", "pytorch/pytorch#147303"),
     "B4": ("statistics saved in float16", "chainer/chainer#6323"),
     "B5": ("which variance, biased or unbiased", "apache/mxnet#21111"),
+    # --- Softmax cross-entropy
+    "E1": ("label smoothing also counts ignored rows: in the sum, or in the mean", UNREPORTED),
+    "E2": ("mean over all rows, not over those that count; 0/0 where all are ignored", UNREPORTED),
+    "E3": ("inf - inf: NaN for rows, or parts of rows, of -inf", UNREPORTED),
+    "E4": ("an odd number of classes: lanes beyond the row take part", UNREPORTED),
+    "E5": ("rows * classes in 32 bits: other rows' logits, or a crash", UNREPORTED),
+    "E6": ("tied embedding: a gradient is lost, or overwrites logits in use", UNREPORTED),
+    "E7": ("gradients computed forward, for the cotangent 1", UNREPORTED),
+    "E8": ("the loss of 16-bit logits in 16 bits", UNREPORTED),
+    "E9": ("the ignored label is an index: a read outside the array", UNREPORTED),
     # --- Installation and runtime
     "P1": (
         "built for another version of XLA's FFI",

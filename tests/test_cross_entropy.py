@@ -219,6 +219,7 @@ def test_equal_logits_of_any_size(platform, implementation, value):
     np.testing.assert_allclose(gradient[0, 3], 1 / 11 - 1, rtol=1e-5)
 
 
+@pytest.mark.E9
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64"])
 def test_labels(platform, implementation, dtype):
     """Labels of every dtype: classes, ignored ones, and ones that are no class."""

@@ -17,6 +17,7 @@ from comparing import assert_matches, widen
 
 import jax_gradops
 from jax_gradops import _oracles as oracles
+from jax_gradops._ops.cross_entropy import oracle as cross_entropy_oracle
 from jax_gradops.backward import inplace_clip_by_global_norm
 
 # Each test takes most of a GPU's memory. There, `make test-gpu` runs them alone.
@@ -106,6 +107,48 @@ def check_rows(op: str, rows: int, distinct: np.ndarray) -> None:
         x_hat = oracles.norm(x, epsilon=1e-2, centered=op == "layer_norm").value
         terms = dy * x_hat + (dy if op == "layer_norm" else 0)
     assert_matches(gradient, repeated_sum(terms, rows), np.float32, np.float32, "gradient")
+
+
+@pytest.mark.M1
+@pytest.mark.M2
+@pytest.mark.E5
+@pytest.mark.parametrize("classes", [FEATURES, FEATURES * DISTINCT])
+def test_cross_entropy(platform, rows, distinct, classes):
+    """Every row's loss and gradient is right. Long rows share blocks, too."""
+    if classes > FEATURES:
+        rows, distinct = rows // DISTINCT, distinct.reshape(2, 1, -1)
+        distinct = np.concatenate([np.roll(distinct, shift, -1) for shift in range(5)], 1)
+    x, weights = distinct[1], distinct[0, :, 0].astype(np.float32)
+    labels = np.arange(len(x), dtype=np.int32) * 97 % classes
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3}
+
+    def f(weights: Any, x: Any, labels: Any) -> Any:
+        loss, pull = jax.vjp(
+            lambda x: jax_gradops.softmax_cross_entropy_with_integer_labels(
+                x, labels, **options, implementation="ffi"
+            ),
+            x,
+        )
+        return loss, *pull(weights)
+
+    @jax.jit
+    def f_repeated(*few: Any) -> Any:
+        index = jnp.arange(rows) % len(x)
+        loss, dx = f(*(a[index] for a in few))
+        expected_loss, expected_dx = f(*few)
+        # XLA may round the loss of other numbers of rows in other ways.
+        wrong_loss = jnp.sum(jnp.abs(loss - expected_loss[index]) > np.float32(1e-5))
+        one = jnp.finfo(dx.dtype).eps * jnp.abs(expected_dx)[index]
+        wrong_dx = jnp.sum(jnp.any(jnp.abs(dx - expected_dx[index]) > one, 1))
+        return (wrong_loss, wrong_dx), (expected_loss, expected_dx)
+
+    wrong, results = f_repeated(weights, x, labels)
+    assert wrong == (0, 0)
+    options["labels_of"] = lambda *_: labels
+    loss = cross_entropy_oracle.softmax_cross_entropy(widen(x), **options)
+    (dx,) = cross_entropy_oracle.softmax_cross_entropy_vjp(widen(weights), widen(x), **options)
+    assert_matches(results[0], loss, np.float32, np.float32, "loss")
+    assert_matches(results[1], dx, x.dtype, np.float32, "dx")
 
 
 @pytest.mark.M1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests" / "mutation"))
 
 import faults  # noqa: E402
+import run  # noqa: E402
 
 
 @pytest.mark.parametrize("fault", faults.CPU + faults.CUDA, ids=lambda f: f"{f.path}: {f.name}")
@@ -27,3 +29,9 @@ def test_faults_have_names():
     names = [(f.path, f.name) for f in faults.CPU + faults.CUDA]
     assert len(names) == len(set(names))
     assert len(faults.CPU) >= 25 and len(faults.CUDA) >= 10
+
+
+def test_copy_has_what_the_build_reads():
+    """`run.py` builds a copy of some folders. CMakeLists.txt reads no other folder."""
+    read = set(re.findall(r"\b(\w+)/", (ROOT / "CMakeLists.txt").read_text()))
+    assert {name for name in read if (ROOT / name).is_dir()} <= set(run.COPIED) | {"build"}

@@ -1,4 +1,4 @@
-// A test case of check_batch_norm.cu: its sizes, options, and arrays on host and device.
+// A test case of check_batch_norm.cu: its sizes and options, and comparisons.
 #pragma once
 
 #include <cmath>
@@ -6,10 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <type_traits>
-#include <vector>
 
-#include "common/dtype.h"
 #include "driver.cuh"
 
 namespace gradops {
@@ -45,46 +42,6 @@ struct Case : Size, Options {
     return text + " " + std::to_string(partial_rows) + " " + std::to_string(shift);
   }
 };
-
-// A number from -1 to 1.
-double Random() {
-  static std::uint32_t state = 12345;
-  state = state * 1664525u + 1013904223u;
-  std::uint32_t h = state;
-  h = (h ^ (h >> 16)) * 2246822519u;
-  return static_cast<double>(h ^ (h >> 13)) / 2147483648.0 - 1;
-}
-
-// An array on the host and on the device.
-template <typename T>
-class Array {
- public:
-  Array(std::int64_t n, std::int64_t shift, Arrays& arrays)
-      : host(static_cast<std::size_t>(n)), device(arrays.Empty<T>(n + shift) + shift) {}
-  template <typename Fn>  // fn(index)
-  Array(std::int64_t n, std::int64_t shift, Arrays& arrays, const Fn& fn)
-      : Array(n, shift, arrays) {
-    for (std::int64_t i = 0; i < n; ++i) {
-      host[static_cast<std::size_t>(i)] = static_cast<T>(static_cast<Accum<T>>(fn(i)));
-    }
-    Upload();
-  }
-  void Upload() { Check(cudaMemcpy(device, host.data(), bytes(), cudaMemcpyHostToDevice)); }
-  void Download() { Check(cudaMemcpy(host.data(), device, bytes(), cudaMemcpyDeviceToHost)); }
-  double operator[](std::int64_t i) const {
-    return static_cast<double>(static_cast<Accum<T>>(host[static_cast<std::size_t>(i)]));
-  }
-  std::size_t bytes() const { return host.size() * sizeof(T); }
-
-  std::vector<T> host;
-  T* device;
-};
-
-template <typename T>
-constexpr double kUnit = sizeof(T) == 8            ? 1e-15
-                         : sizeof(T) == 4          ? 1.2e-7
-                         : std::is_same_v<T, Half> ? 0x1p-10
-                                                   : 0x1p-7;
 
 void Near(const Case& c, const char* name, std::int64_t i, double got, double want, double error) {
   if (std::fabs(got - want) <= error) return;

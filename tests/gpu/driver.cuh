@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <source_location>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "common/dtype.h"
@@ -43,7 +44,7 @@ __global__ void FillSmall(T* p, std::int64_t n, std::uint32_t seed) {
   }
 }
 
-// Arrays of exact sizes. The destructor frees all.
+// Arrays of exact sizes. An array without elements is null. The destructor frees all.
 class Arrays {
  public:
   ~Arrays() {
@@ -52,7 +53,7 @@ class Arrays {
   template <typename T>
   T* Empty(std::int64_t n) {
     void* p = nullptr;
-    Check(cudaMalloc(&p, static_cast<std::size_t>(n) * sizeof(T)));
+    if (n > 0) Check(cudaMalloc(&p, static_cast<std::size_t>(n) * sizeof(T)));
     all_.push_back(p);
     return static_cast<T*>(p);
   }
@@ -66,6 +67,51 @@ class Arrays {
  private:
   std::vector<void*> all_;
 };
+
+// A number from -1 to 1.
+inline double Random() {
+  static std::uint32_t state = 12345;
+  state = state * 1664525u + 1013904223u;
+  std::uint32_t h = state;
+  h = (h ^ (h >> 16)) * 2246822519u;
+  return static_cast<double>(h ^ (h >> 13)) / 2147483648.0 - 1;
+}
+
+// An array on the host and on the device.
+template <typename T>
+class Array {
+ public:
+  Array(std::int64_t n, std::int64_t shift, Arrays& arrays)
+      : host(static_cast<std::size_t>(n)), device(arrays.Empty<T>(n + shift) + shift) {}
+  template <typename Fn>  // fn(index)
+  Array(std::int64_t n, std::int64_t shift, Arrays& arrays, const Fn& fn)
+      : Array(n, shift, arrays) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      host[static_cast<std::size_t>(i)] = static_cast<T>(static_cast<Accum<T>>(fn(i)));
+    }
+    Upload();
+  }
+  void Upload() { Copy(device, host.data(), cudaMemcpyHostToDevice); }
+  void Download() { Copy(host.data(), device, cudaMemcpyDeviceToHost); }
+  double operator[](std::int64_t i) const {
+    return static_cast<double>(static_cast<Accum<T>>(host[static_cast<std::size_t>(i)]));
+  }
+  std::size_t bytes() const { return host.size() * sizeof(T); }
+
+  std::vector<T> host;
+  T* device;
+
+ private:
+  void Copy(T* to, const T* from, cudaMemcpyKind kind) {
+    if (!host.empty()) Check(cudaMemcpy(to, from, bytes(), kind));
+  }
+};
+
+template <typename T>
+constexpr double kUnit = sizeof(T) == 8            ? 1e-15
+                         : sizeof(T) == 4          ? 1.2e-7
+                         : std::is_same_v<T, Half> ? 0x1p-10
+                                                   : 0x1p-7;
 
 }  // namespace
 }  // namespace gradops

@@ -100,10 +100,10 @@ sanitize() {
 }
 
 # The kernels without JAX, on buffers of exact size, under all four tools. DRIVERS: a folder with
-# check_norms, check_batch_norm, check_gelu and check_clip, compiled; otherwise that is done here, in
-# five minutes.
-# TOOLS: some of them. CHECKS: a pattern of the runs' names: racecheck-bf16-9, say, racecheck-f64-9-5
-# or memcheck.*
+# check_norms, check_batch_norm, check_gelu, check_clip and check_cross_entropy, compiled; otherwise
+# that is done here, in six minutes.
+# TOOLS: some of them. CHECKS: a pattern of the runs' names: racecheck-bf16-9, say, racecheck-f64-9-5,
+# memcheck.* or .*-entropy-.*
 driver() {
   if [ -n "${DRIVERS:-}" ]; then
     echo "$DRIVERS/$1"
@@ -116,9 +116,9 @@ driver() {
 
 # One line a run: name, tool, command. The slowest come first, and in parts.
 checks() {
-  local norms batch gelu clip tool dtype number parts numbers plan
+  local norms batch gelu clip entropy tool dtype number parts numbers plan
   norms=$(driver check_norms) && batch=$(driver check_batch_norm) && gelu=$(driver check_gelu) &&
-    clip=$(driver check_clip) || return
+    clip=$(driver check_clip) && entropy=$(driver check_cross_entropy) || return
   for tool in ${TOOLS:-racecheck memcheck initcheck synccheck}; do
     echo "$tool-gelu $tool $gelu"
     echo "$tool-clip $tool $clip"
@@ -129,6 +129,7 @@ checks() {
       *) parts="-plan" numbers="0 1 2 3 4 5 6" ;;
     esac
     for dtype in f64 f32 bf16 f16; do
+      echo "$tool-entropy-$dtype $tool $entropy $dtype"
       for number in $numbers; do
         [ "$tool-$number" = synccheck-5 ] && continue # check_norms.cu says why
         if [ "$tool-$dtype" = racecheck-f64 ]; then # a variant whole takes ten minutes

@@ -23,7 +23,7 @@ from typing import Any
 
 from faults import CPU, CUDA, ROOT, Fault
 
-COPIED = ("CMakeLists.txt", "README.md", "pyproject.toml", "ffi", "jax_gradops", "tests")
+COPIED = ("CMakeLists.txt", "README.md", "cmake", "pyproject.toml", "ffi", "jax_gradops", "tests")
 # Hides an editable installation of the repository from every process of a test.
 SITE = """import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]

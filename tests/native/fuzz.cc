@@ -80,7 +80,8 @@ Extent ExtentOf(const Array& array) {
 // XLA's header knows only the widths of dtypes that it names.
 bool HasWidth(const Array& array) {
   const auto dtype = static_cast<ffi::DataType>(array.dtype);
-  return IsFloat(dtype) || dtype == ffi::U8 || dtype == ffi::U32 || dtype == ffi::U64;
+  return IsFloat(dtype) || dtype == ffi::S32 || dtype == ffi::U8 || dtype == ffi::U32 ||
+         dtype == ffi::U64;
 }
 
 // Arrays of exactly their sizes.

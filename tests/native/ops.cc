@@ -164,6 +164,23 @@ void FillWith(const Array& array, Random& random, bool positive) {
   }
 }
 
+// Classes are consecutive numbers, and each group has its own. Labels are mostly small. Some are no
+// class, and some are the ignored label.
+void FillIntegers(const Array& array, Random& random) {
+  auto* const values = static_cast<std::int32_t*>(array.data);
+  const auto count = static_cast<std::int64_t>(array.bytes() / sizeof(std::int32_t));
+  // fuzz.cc makes arrays without axes, too.
+  const std::int64_t features = array.dims.empty() ? 1 : array.dims.back();
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (array.name == "classes") {
+      values[i] = static_cast<std::int32_t>(i % features + 3 * (i / features));
+    } else {
+      const auto label = static_cast<std::int32_t>(random.Below(2ull << random.Below(11)));
+      values[i] = random.Below(6) == 0 ? kIgnoredLabel : label - 1;
+    }
+  }
+}
+
 void FillOperand(const Array& array, Random random) {
   if (array.bytes() == 0) return;
   if (array.name.ends_with("factor") && random.Below(3) > 0) {
@@ -180,6 +197,7 @@ void FillOperand(const Array& array, Random random) {
     case XLA_FFI_DataType_BF16: return FillWith<BFloat16>(array, random, positive);
     case XLA_FFI_DataType_F32: return FillWith<float>(array, random, positive);
     case XLA_FFI_DataType_F64: return FillWith<double>(array, random, positive);
+    case XLA_FFI_DataType_S32: return FillIntegers(array, random);
     default: std::memset(array.data, 0x5a, array.bytes());
   }
 }
@@ -228,7 +246,7 @@ Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, R
 void FillOperands(const Call& call, Random random) {
   for (const Array& operand : call.operands) FillOperand(operand, Random(random()));
   // Only bias_gelu_fwd, which sums nothing, gets NaNs. A sum of several NaNs may be any of them.
-  if (call.op == "bias_gelu_fwd") AddNaNs(call.operands[0], random);
+  if (call.op == "bias_gelu_fwd" && !call.operands.empty()) AddNaNs(call.operands[0], random);
 }
 
 bool HasFreeShape(std::string_view op, std::string_view name) {

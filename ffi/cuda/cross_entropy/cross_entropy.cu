@@ -355,8 +355,8 @@ CrossEntropyPlan PlanOf(const RowShape& shape, ffi::DataType dtype, bool backwar
 }
 
 template <typename T, bool kDifferences>
-ffi::Error Forward(cudaStream_t stream, const CrossEntropyFwdArgs& args) {
-  const CrossEntropyPlan plan = PlanOf(args.shape, args.dtype, /*backward=*/false);
+ffi::Error Forward(cudaStream_t stream, const CrossEntropyFwdArgs& args,
+                   const CrossEntropyPlan& plan) {
   const std::int64_t rows = args.shape.all_rows();
   if (rows == 0) return ffi::Error::Success();
   cudaLaunchAttribute cluster;
@@ -377,9 +377,9 @@ ffi::Error Forward(cudaStream_t stream, const CrossEntropyFwdArgs& args) {
 }
 
 template <typename T>
-ffi::Error Backward(cudaStream_t stream, const CrossEntropyBwdArgs& args) {
+ffi::Error Backward(cudaStream_t stream, const CrossEntropyBwdArgs& args,
+                    const CrossEntropyPlan& plan) {
   if (args.shape.elements() == 0) return ffi::Error::Success();
-  const CrossEntropyPlan plan = PlanOf(args.shape, args.dtype, /*backward=*/true);
   const std::int64_t rows = args.shape.all_rows();
   if (plan.row_threads == kWarp) {
     BackwardKernel<T, kWarp>
@@ -391,18 +391,30 @@ ffi::Error Backward(cudaStream_t stream, const CrossEntropyBwdArgs& args) {
   return LastError("softmax_cross_entropy_bwd");
 }
 
-}  // namespace
-
-ffi::Error CrossEntropyFwd(CudaContext stream, const CrossEntropyFwdArgs& args) {
+// A call with a given plan. tests/gpu/check_cross_entropy.cu has plans that this GPU does not
+// choose.
+ffi::Error ForwardWith(const CrossEntropyPlan& plan, cudaStream_t stream,
+                       const CrossEntropyFwdArgs& args) {
   return DispatchDtype(FloatTypes{}, "softmax_cross_entropy_fwd", args.dtype, [&]<typename T>() {
-    return args.sum_of_differences == nullptr ? Forward<T, false>(stream, args)
-                                              : Forward<T, true>(stream, args);
+    return args.sum_of_differences == nullptr ? Forward<T, false>(stream, args, plan)
+                                              : Forward<T, true>(stream, args, plan);
   });
 }
 
-ffi::Error CrossEntropyBwd(CudaContext stream, const CrossEntropyBwdArgs& args) {
+ffi::Error BackwardWith(const CrossEntropyPlan& plan, cudaStream_t stream,
+                        const CrossEntropyBwdArgs& args) {
   return DispatchDtype(FloatTypes{}, "softmax_cross_entropy_bwd", args.dtype,
-                       [&]<typename T>() { return Backward<T>(stream, args); });
+                       [&]<typename T>() { return Backward<T>(stream, args, plan); });
+}
+
+}  // namespace
+
+ffi::Error CrossEntropyFwd(CudaContext stream, const CrossEntropyFwdArgs& args) {
+  return ForwardWith(PlanOf(args.shape, args.dtype, /*backward=*/false), stream, args);
+}
+
+ffi::Error CrossEntropyBwd(CudaContext stream, const CrossEntropyBwdArgs& args) {
+  return BackwardWith(PlanOf(args.shape, args.dtype, /*backward=*/true), stream, args);
 }
 
 }  // namespace gradops
