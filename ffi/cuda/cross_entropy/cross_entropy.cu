@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "cuda/common/launch.cuh"
+#include "cuda/common/pipeline.cuh"
 #include "cuda/common/reduce.cuh"
 #include "cuda/common/vector.cuh"
 #include "cuda/cross_entropy/plan.h"
@@ -181,6 +182,7 @@ __device__ __forceinline__ RowNumbers<T> NumbersOfBlocks(const RowNumbers<T>& of
   if (cluster > 1) {
     const auto blocks = cooperative_groups::this_cluster();
     place = blocks.map_shared_rank(all, 0) + blocks.block_rank() * kWarps + warp;
+    ClusterWait();  // block 0 has started
   }
 #endif
   if (lane == 0) *place = of_warp;
@@ -240,6 +242,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (thread == 0) StoreNumbers<T, kDifferences>(args, row, {0, 1, 0}, A{0}, A{0});
     return;
   }
+  if (cluster > 1) ClusterArrive();
   A origin = 0;
   if constexpr (kDifferences) {
     origin = features > 0 ? static_cast<A>(x[0]) : A{0};

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from jax_gradops import _checks
 from jax_gradops._implementation import Implementation
-from jax_gradops._kernel.array_types import accum_dtype, match_vma, reshard_like
+from jax_gradops._kernel.array_types import accum_dtype, match_vma
 from jax_gradops._kernel.call import Compute
 from jax_gradops._kernel.invoke import formula, invoke, prepare
 from jax_gradops._kernel.primitive import Operands, Operation, Unknown
@@ -135,14 +135,15 @@ def _program(
         return (dkernel, dbias), (loss, dx)
 
     rows = cut(x, 0, features), cut(labels, IGNORED), cut(cotangents, 0)
-    sums = [
-        match_vma(jnp.zeros(shape, accum), x, labels)[0] if name in wanted else None
-        for name, shape in (("dkernel", (features, classes)), ("dbias", (classes,)))
-    ]
+
+    def zeros(name: str, *shape: int) -> jax.Array | None:
+        return match_vma(jnp.zeros(shape, accum), x, labels)[0] if name in wanted else None
+
+    sums = zeros("dkernel", features, classes), zeros("dbias", classes)
     if chunks == 1:  # see `Kernel.program`
-        (dkernel, dbias), (loss, dx) = body(tuple(sums), [r if r is None else r[0] for r in rows])
+        (dkernel, dbias), (loss, dx) = body(sums, [r if r is None else r[0] for r in rows])
     else:
-        (dkernel, dbias), (loss, dx) = lax.scan(jax.checkpoint(body), tuple(sums), rows)
+        (dkernel, dbias), (loss, dx) = lax.scan(jax.checkpoint(body), sums, rows)
     loss = loss.reshape(chunks * step)[:count].reshape(labels.shape)
     if dx is not None:
         dx = dx.reshape(chunks * step, features)[:count].reshape(x.shape)
@@ -290,8 +291,7 @@ def _apply(
     loss = _Loss(static)
     xla = static.options.implementation == "xla"
     # With XLA's operations, JAX itself differentiates.
-    (losses,) = (loss.compute if xla else loss)(*operands)
-    return reshard_like(losses, labels)
+    return (loss.compute if xla else loss)(*operands)[0]
 
 
 def linear_softmax_cross_entropy(
