@@ -214,28 +214,3 @@ def test_shard_map(platform, check_vma, rng):
         return jax.jit(jax.grad(weigh, (0, 1, 2)))(*layer)
 
     assert_close(gradients(mapped), gradients(of_all_logits))
-
-
-# --- Arguments ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"kernel": np.ones((15, 37))}, ValueError, r"kernel must have shape \(16, classes\)"),
-        ({"kernel": np.ones(16)}, ValueError, "kernel must have shape"),
-        ({"bias": np.ones(36)}, ValueError, r"bias must have shape \(37,\)"),
-        ({"labels": np.ones((3, 49), np.int32)}, ValueError, "labels must have the shape"),
-        ({"labels": np.ones((3, 50))}, TypeError, "labels"),
-        ({"rows_per_chunk": 0}, ValueError, "rows_per_chunk must be a positive integer, got 0"),
-        ({"rows_per_chunk": 2.0}, TypeError, "rows_per_chunk must be a positive integer"),
-        ({"rows_per_chunk": True}, TypeError, "rows_per_chunk must be a positive integer"),
-        ({"x": np.float64(1)}, ValueError, "x must have at least one axis"),
-        ({"label_smoothing": 2.0}, ValueError, "label_smoothing must be in"),
-    ],
-)
-def test_wrong_arguments(change, error, message, rng):
-    names = ("x", "kernel", "bias", "labels")
-    arguments = dict(zip(names, problem(rng), strict=True)) | change
-    with pytest.raises(error, match=f"linear_softmax_cross_entropy: {message}"):
-        linear(**arguments)

@@ -353,6 +353,9 @@ def linear_softmax_cross_entropy(
     row is sent. The kernel is gathered to each device. For classes that stay sharded, use
     `jax_gradops.softmax_cross_entropy_with_integer_labels`.
 
+    References:
+      Hsu et al., Liger Kernel, FusedLinearCrossEntropy: https://arxiv.org/abs/2410.10989
+
     >>> import jax.numpy as jnp
     >>> import jax_gradops
     >>> x, kernel = jnp.ones((2, 3)), jnp.zeros((3, 4))
@@ -376,7 +379,7 @@ def linear_softmax_cross_entropy(
             f"{op}: bias must have shape {matrix.shape[1:]} for kernel {matrix.shape}, got "
             f"{vector.shape}"
         )
-    found = checked_labels(op, labels, checked, checked.ndim - 1)
+    found = checked_labels(op, labels, checked, checked.ndim - 1, "x")
     if rows_per_chunk is not None:
         rows_per_chunk = _checks.count(op, "rows_per_chunk", rows_per_chunk)
     options = checked_options(op, label_smoothing, z_loss, ignore_index, implementation)

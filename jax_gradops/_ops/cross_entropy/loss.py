@@ -52,12 +52,14 @@ def checked_options(
     return Options(smoothing, z_loss, ignore_index, names, chosen)
 
 
-def checked_labels(op: str, labels: ArrayLike, logits: jax.Array, axis: int) -> jax.Array:
+def checked_labels(
+    op: str, labels: ArrayLike, logits: jax.Array, axis: int, name: str = "logits"
+) -> jax.Array:
     checked = _checks.array(op, "labels", labels, _INTEGERS)
     shape = logits.shape[:axis] + logits.shape[axis + 1 :]
     if checked.shape != shape:
         raise ValueError(
-            f"{op}: labels must have the shape of logits {logits.shape} without axis {axis}: "
+            f"{op}: labels must have the shape of {name} {logits.shape} without axis {axis}: "
             f"{shape}, got {checked.shape}"
         )
     return checked
