@@ -135,6 +135,18 @@ def test_nan_of_any_bits(platform, implementation, dtype, rng):
     assert np.isnan(loss).all() and np.isnan(gradient).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], indirect=True)
+def test_backward_of_a_nan(platform, implementation, dtype, rng):
+    """The given lse may be finite although a logit is NaN. Then its gradient is NaN."""
+    logits = rng.standard_normal((3, 70)).astype(dtype)
+    logits[1, 3:70:33] = np.nan
+    found = backward.softmax_cross_entropy_backward(
+        np.ones(3, np.float32), logits, np.zeros(3, np.int32), np.full(3, 5.0, np.float32),
+        implementation=implementation,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(logits))
+
+
 # --- Sizes ---------------------------------------------------------------------------------------
 
 

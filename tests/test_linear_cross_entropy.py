@@ -185,6 +185,20 @@ def test_program(platform, rng):
     assert both.memory_analysis().temp_size_in_bytes < limit < 8 * rows * classes
 
 
+def test_tied_embedding_is_not_copied(platform, rng):
+    rows, features, classes = 512, 24, 320
+
+    def loss(x: Any, table: Any, labels: Any) -> Any:
+        return jnp.mean(linear(x, table.T, labels, rows_per_chunk=64))
+
+    arrays = rng.standard_normal((rows, features)), rng.standard_normal((classes, features))
+    labels = rng.integers(0, classes, rows).astype(np.int32)
+    text = program(jax.grad(loss, (0, 1)), *arrays, labels)
+    sizes = rf"\[(?:{classes},{features}|{features},{classes})\]"
+    assert re.search(sizes, text)
+    assert re.findall(rf"= \w+{sizes}\S* (?:copy|transpose)\(.*", text) == []
+
+
 def test_remat(platform, rng):
     *layer, labels = problem(rng)
 

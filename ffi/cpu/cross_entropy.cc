@@ -164,7 +164,10 @@ void Backward(const CpuContext& pool, const CrossEntropyBwdArgs& args) {
     const A uniform = number(args.uniform);
     const auto derivative = [=](const auto& logits) {
       using F = std::remove_cvref_t<decltype(logits)>;
-      return F(factor) * gelu::ExpOfNegative<A>(logits - F(largest)) + F(uniform);
+      const F difference = logits - F(largest);
+      // NaN for NaN and +inf, which the exponential may miss, and 0 for all other differences.
+      const F missed = F(A{0}) * Max(F(std::numeric_limits<A>::lowest()), difference);
+      return F(factor) * gelu::ExpOfNegative<A>(difference) + (F(uniform) + missed);
     };
     const std::int64_t column = ColumnOf(label, args.classes, row / args.shape.rows);
     const bool has_label = column >= 0 && column < features;

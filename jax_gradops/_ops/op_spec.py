@@ -61,7 +61,7 @@ class Form:
       traffic: by direction, the least number of arrays of x's size to read or write. The benchmark
         times these directions.
       roundings: how often a value is rounded to x's dtype before the last rounding.
-      in_place: whether the gradient of x may take over the memory of y's cotangent.
+      in_place: what the gradient of x may take over the memory of: y's cotangent, x, or neither.
     """
 
     call: Callable[..., Any]
@@ -74,7 +74,7 @@ class Form:
     parameters: int = 0
     traffic: Mapping[Direction, int] = dataclasses.field(default_factory=dict)
     roundings: int = 0
-    in_place: bool = False
+    in_place: Literal["", "dy", "x"] = ""
 
     def value_and_vjp(self, cotangents: Any, *operands: Any, **options: Any) -> tuple[Any, Any]:
         """The results, and the gradients of all operands: none without an `oracle_vjp`."""

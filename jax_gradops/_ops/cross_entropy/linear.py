@@ -4,6 +4,9 @@ The rows are cut into chunks. A program makes the logits of one chunk, their los
 gradients for a cotangent of 1. The memory of these logits is used again for the next chunk. The
 program's results are the losses and the gradients of the operands. The backward pass scales these
 gradients. It computes them again if the losses' cotangents differ.
+
+Here the kernel has shape [classes, features], as an embedding. A kernel that is the transpose of an
+embedding is transposed twice, which XLA leaves out. A loop needs a copy of any other transpose.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ def _chunk(
     `rows` are x, labels, and the losses' cotangents: 1 if absent.
     """
     x, labels, cotangents = rows
-    logits = jnp.dot(x, kernel)
+    logits = lax.dot_general(x, kernel, (((1,), (1,)), ((), ())))
     if bias is not None:
         logits = logits + bias[None]
     skip = frozenset() if options.label_smoothing else frozenset({"sum_of_differences"})
@@ -103,7 +106,7 @@ def _program(
     static: Static,
 ) -> Any:
     """The results of `LINEAR` for one device's rows. None stands for an unwanted one."""
-    features, classes = kernel.shape
+    classes, features = kernel.shape
     count, accum = labels.size, accum_dtype(x.dtype)
     if isinstance(count, int):
         step = static.rows_per_chunk or _rows_of_chunk(count, classes, x.dtype.itemsize)
@@ -127,9 +130,9 @@ def _program(
     def body(sums: tuple[Any, Any], rows: Operands) -> tuple[Any, Any]:
         chunk, dkernel, dbias = rows[0], *sums
         loss, dlogits = _chunk(compute, gradients, static.options, *layer, *rows)
-        dx = jnp.dot(dlogits, layer[0].T) if "dx" in wanted else None
+        dx = jnp.dot(dlogits, layer[0]) if "dx" in wanted else None
         if dkernel is not None:
-            dkernel = dkernel + jnp.dot(chunk.T, dlogits, preferred_element_type=accum)
+            dkernel = dkernel + jnp.dot(dlogits.T, chunk, preferred_element_type=accum)
         if dbias is not None:
             dbias = dbias + jnp.sum(dlogits, 0, dtype=accum)
         return (dkernel, dbias), (loss, dx)
@@ -139,7 +142,7 @@ def _program(
     def zeros(name: str, *shape: int) -> jax.Array | None:
         return match_vma(jnp.zeros(shape, accum), x, labels)[0] if name in wanted else None
 
-    sums = zeros("dkernel", features, classes), zeros("dbias", classes)
+    sums = zeros("dkernel", classes, features), zeros("dbias", classes)
     if chunks == 1:  # see `Kernel.program`
         (dkernel, dbias), (loss, dx) = body(sums, [r if r is None else r[0] for r in rows])
     else:
@@ -150,14 +153,14 @@ def _program(
     return loss, dx, dkernel, dbias
 
 
-# The letter c has the classes of the kernel. No array has rows of classes.
+# The letter c stands for the classes. No array has rows of classes.
 LINEAR = Kernel(
     name="linear_softmax_cross_entropy",
-    operands={"x": "nd", "kernel": "dc", "bias": "c", "labels": "n", "cotangents": "n"},
+    operands={"x": "nd", "kernel": "cd", "bias": "c", "labels": "n", "cotangents": "n"},
     results={
         "loss": Result("n"),
         "dx": Result("nd", "x"),
-        "dkernel": Result("dc"),
+        "dkernel": Result("cd"),
         "dbias": Result("c"),
     },
     reference=functools.partial(_program, formula),
@@ -287,7 +290,7 @@ def _apply(
     x: jax.Array, kernel: jax.Array, bias: jax.Array | None, labels: jax.Array, *, static: Static
 ) -> jax.Array:
     found = class_labels(labels, kernel.shape[-1], static.options.ignore_index)
-    operands = prepare(LINEAR, x, kernel, bias, found, None)[:4]
+    operands = prepare(LINEAR, x, kernel.T, bias, found, None)[:4]
     loss = _Loss(static)
     xla = static.options.implementation == "xla"
     # With XLA's operations, JAX itself differentiates.

@@ -53,8 +53,8 @@ def _form(name: str, **options: Any) -> Form:
         oracle.softmax_cross_entropy_vjp,
         name,
         options,
-        # The gradient is timed in training steps only: it takes over the memory of the logits.
-        traffic={} if name else {"fwd": 1},
+        traffic={} if name else {"fwd": 1, "bwd": 2},
+        in_place="x",
     )
 
 

@@ -45,7 +45,7 @@ def _spec(name: str, function: Callable[..., Any], parameters: int) -> OpSpec:
             {"approximate": approximate},
             parameters=parameters,
             traffic={"fwd": 2, "bwd": 3},
-            in_place=True,
+            in_place="dy",
         )
         for form, approximate in (("tanh", True), ("exact", False))
     )

@@ -63,7 +63,10 @@ def _operations() -> Iterator[tuple[Key, Operation]]:
             yield (name, form.name, layout), Operation(spec, form, options, ours, xla, axis)
 
 
-_SHORT_NAMES = {"clip_tree_by_global_norm": "clip"}
+_SHORT_NAMES = {
+    "clip_tree_by_global_norm": "clip",
+    "softmax_cross_entropy_with_integer_labels": "softmax_cross_entropy",
+}
 OPERATIONS: dict[Key, Operation] = dict(_operations())
 OPS = tuple(dict.fromkeys(name for name, *_ in OPERATIONS))
 PLAIN = "plain"  # the name of the form "" on the command line
@@ -124,6 +127,8 @@ WIDTHS = (64, 128, 256, 512, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 12288, 16
 # The widths in a plot of rates over widths.
 POWERS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 FEW_ROWS = tuple(itertools.product((1, 37, 199), (4096, 65536)))
+# Sizes of vocabularies. GPT-2's is odd, and often padded.
+CLASSES = (32000, 50257, 50304, 128256, 151936, 256000)
 _NORM_ROWS = ((131072, 1024), (32768, 4096), (8192, 16384))
 #: Shapes by device and op. The entry "" is for all other ops.
 DEFAULT_SHAPES: dict[str, dict[str, tuple[Shape, ...]]] = {
@@ -136,9 +141,14 @@ DEFAULT_SHAPES: dict[str, dict[str, tuple[Shape, ...]]] = {
             (256, 14, 14, 1024),
             (256, 7, 7, 2048),
         ),
+        "softmax_cross_entropy": tuple((2**28 // n, n) for n in CLASSES),
         "": ((32768, 4096),),
     },
-    "cpu": {"batch_norm": ((16, 56, 56, 256), (16, 14, 14, 1024)), "": ((8192, 2048),)},
+    "cpu": {
+        "batch_norm": ((16, 56, 56, 256), (16, 14, 14, 1024)),
+        "softmax_cross_entropy": ((1024, 32000),),
+        "": ((8192, 2048),),
+    },
 }
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_gradops._ops.cross_entropy import oracle as cross_entropy_oracle
 from jax_gradops._ops.op_spec import EPSILON as EPSILON
 from jax_gradops._ops.op_spec import MAX_NORM as MAX_NORM
 from jax_gradops._ops.op_spec import Form
@@ -161,6 +162,29 @@ def gelu_vjp(dy: jax.Array, x: jax.Array, *bias: jax.Array, approximate: bool) -
     return [dz.astype(x.dtype), *([jnp.sum(dz, 0)] if bias else [])]
 
 
+# --- Softmax cross-entropy ------------------------------------------------------------------------
+
+
+def cross_entropy_statistics(x: jax.Array) -> Arrays:
+    """The value that a backward pass saves: the logsumexp of each row."""
+    return [jax.nn.logsumexp(_wide(x), -1)]
+
+
+def cross_entropy(x: jax.Array) -> Arrays:
+    """Softmax cross-entropy."""
+    labels = jnp.asarray(cross_entropy_oracle.labels_of(x))
+    of_label = jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+    return [cross_entropy_statistics(x)[0] - _wide(of_label)]
+
+
+def cross_entropy_vjp(dloss: jax.Array, x: jax.Array, lse: jax.Array) -> Arrays:
+    """The gradient of softmax cross-entropy."""
+    labels = jnp.asarray(cross_entropy_oracle.labels_of(x))[..., None]
+    is_label = jax.lax.broadcasted_iota(labels.dtype, x.shape, x.ndim - 1) == labels
+    softmax = jnp.exp(_wide(x) - lse[..., None])
+    return [(dloss[..., None] * (softmax - is_label.astype(softmax.dtype))).astype(x.dtype)]
+
+
 # --- Clipping ------------------------------------------------------------------------------------
 
 
@@ -184,6 +208,11 @@ XLA: dict[str, dict[str, Callable[..., Arrays]]] = {
     "batch_norm": {"fwd": batch_norm, "bwd": batch_norm_vjp, "saved": batch_norm_statistics},
     "gelu": {"fwd": gelu, "bwd": gelu_vjp},
     "bias_gelu": {"fwd": gelu, "bwd": gelu_vjp},
+    "softmax_cross_entropy_with_integer_labels": {
+        "fwd": cross_entropy,
+        "bwd": cross_entropy_vjp,
+        "saved": cross_entropy_statistics,
+    },
     "global_norm": {"fwd": global_norm},
     "clip_tree_by_global_norm": {"fwd": clip},
 }

@@ -110,11 +110,15 @@ def random(shape: tuple[int, ...], dtype: str, result: str, device: Any) -> Call
 def input_types(case: Case) -> tuple[list[Any], list[Any]]:
     """The types of one call's arrays (backward: dy, then x and similar ones) and parameters."""
     wide = formulas.wide_dtype(case.dtype)
-    x = jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))
     operation = case.operation
+    arrays = [jax.ShapeDtypeStruct(case.shape, jnp.dtype(case.dtype))] * operation.form.arrays
     parameter = jax.ShapeDtypeStruct((case.shape[operation.axis],), wide)
-    count = operation.form.arrays + (case.direction == "bwd")
-    return [x] * count, [parameter] * operation.form.parameters
+    parameters = [parameter] * operation.form.parameters
+    if case.direction == "fwd":
+        return arrays, parameters
+    with jax.enable_x64(True):
+        y, *_ = jax.tree.leaves(jax.eval_shape(operation.ours, *arrays, *parameters))
+    return [jax.ShapeDtypeStruct(y.shape, y.dtype), *arrays], parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +136,12 @@ class Inputs:
     @classmethod
     def make(cls, case: Case, plan: Plan) -> Inputs:
         """Makes the inputs of all calls of the plan's cold program."""
-        array, parameter = _generators(case, plan)
-        each, count = len(input_types(case)[0]), max(1, plan.calls)
-        arrays = [array(seed) for seed in range(each * count)]
-        parameters = [parameter(1000 + i) for i in range(case.operation.form.parameters)]
-        calls = [tuple(arrays[each * k : each * (k + 1)]) for k in range(count)]
-        return cls(case, calls, tuple(parameters))
+        arrays, parameters = _generators(case, plan)
+        calls = [
+            tuple(array(len(arrays) * k + i) for i, array in enumerate(arrays))
+            for k in range(max(1, plan.calls))
+        ]
+        return cls(case, calls, tuple(p(1000 + i) for i, p in enumerate(parameters)))
 
     @staticmethod
     def compile(case: Case, plan: Plan) -> None:
@@ -145,12 +149,11 @@ class Inputs:
         _generators(case, plan)
 
 
-def _generators(case: Case, plan: Plan) -> list[Callable[[int], Any]]:
-    """The generators of x and dy, and of parameters."""
-    arrays, parameters = input_types(case)
+def _generators(case: Case, plan: Plan) -> list[list[Callable[[int], Any]]]:
+    """The generators of the arrays, and of the parameters."""
     return [
-        random(t.shape, case.dtype, t.dtype.name, plan.device)
-        for t in (arrays[0], *(parameters or arrays)[:1])
+        [random(t.shape, case.dtype, t.dtype.name, plan.device) for t in types]
+        for types in input_types(case)
     ]
 
 
@@ -213,14 +216,19 @@ class JaxPeer:
                 count = plan.calls if figure == "cold" else 1
                 self._compiled[figure] = self._compile(program, [types] * count)
 
-    @property
-    def _in_place(self) -> bool:
-        form = self.case.operation.form
-        return self.case.direction == "bwd" and form.in_place and self.save is not None
+    def _in_place(self, arguments: Sequence[Any]) -> int | None:
+        """The position of the argument of a call whose memory the first result may take over."""
+        what = self.case.operation.form.in_place
+        if self.case.direction == "fwd" or not what or self.save is None:
+            return None
+        if what == "dy":
+            return 0
+        return next(i for i, a in enumerate(arguments) if i and a.shape == self.case.shape)
 
     def _compile(self, program: Callable[..., Any], types: Sequence[Any]) -> Any:
-        if self._in_place:
-            compiled = timing.InPlace.compile(program, types)
+        position = self._in_place(types[0])
+        if position is not None:
+            compiled = timing.InPlace.compile(program, types, position)
         elif self.plan.platform == "cpu":
             spare = jax.eval_shape(program, types)
             donating = jax.jit(lambda spare, a: program(a), donate_argnums=0, keep_unused=True)
@@ -240,12 +248,13 @@ class JaxPeer:
         compiled: Any = self._compiled[figure]
         calls = 1
         arguments = all_arguments if figure == "cold" else all_arguments[:1]
-        if self._in_place:
-            compiled = timing.InPlace(compiled, arguments)
+        position = self._in_place(arguments[0])
+        if position is not None:
+            compiled = timing.InPlace(compiled, arguments, position)
         if figure != "latency":
             calls = self.plan.calls if figure == "cold" else self.plan.warm_calls
         if self.plan.platform == "cpu":
-            if self._in_place:
+            if position is not None:
                 return timing.BlockingProgram(compiled, arguments, calls, None)
             zeros = jax.tree.map(lambda r: np.zeros(r.shape, r.dtype), compiled.out_info)
             spare = jax.device_put(zeros, self.plan.device)

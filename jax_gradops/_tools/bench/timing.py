@@ -104,39 +104,41 @@ def warm_program(call: Call, calls: int) -> Callable[[Sequence[Any]], list[Any]]
 
 
 class InPlace:
-    """A program whose calls write their first results into the memory of their first arguments.
+    """A program whose calls write their first results into the memory of one of their arguments.
 
-    These results are the first arguments of the next run, so that a run needs no copies. `restart`
-    begins again with copies of the given arguments.
+    These results are this argument of the next run, so that a run needs no copies. `restart` begins
+    again with copies of the given arguments. `position` is the place of the argument.
     """
 
-    def __init__(self, compiled: Any, arguments: Sequence[Any]) -> None:
+    def __init__(self, compiled: Any, arguments: Sequence[Any], position: int) -> None:
         self._compiled = compiled
-        self._arguments = arguments
-        self._others = [others for _, *others in arguments]
+        self._given = [each[position] for each in arguments]
+        self._others = [(*a[:position], *a[position + 1 :]) for a in arguments]
         self.restart()
 
     @staticmethod
-    def compile(program: Callable[..., Any], types: Sequence[Any]) -> Any:
+    def compile(program: Callable[..., Any], types: Sequence[Any], position: int) -> Any:
         """Compiles any of the programs above for the constructor."""
 
-        def split(firsts: Sequence[Any], others: Sequence[Any]) -> Any:
-            return program([(first, *rest) for first, rest in zip(firsts, others, strict=True)])
+        def joined(taken: Sequence[Any], others: Sequence[Any]) -> Any:
+            pairs = zip(taken, others, strict=True)
+            return program([(*o[:position], t, *o[position:]) for t, o in pairs])
 
-        firsts, others = [first for first, *_ in types], [rest for _, *rest in types]
-        return jax.jit(split, donate_argnums=0).lower(firsts, others).compile()
+        taken = [each[position] for each in types]
+        others = [(*each[:position], *each[position + 1 :]) for each in types]
+        return jax.jit(joined, donate_argnums=0).lower(taken, others).compile()
 
     def restart(self) -> None:
         """Restores the arguments. After hundreds of runs, most numbers would be 0 or infinite."""
-        self._firsts = []
-        for first, *_ in self._arguments:
-            with jax.default_device(first.device):
-                self._firsts.append(jax.numpy.copy(first))
+        self._taken = []
+        for array in self._given:
+            with jax.default_device(array.device):
+                self._taken.append(jax.numpy.copy(array))
 
     def __call__(self, *_: Any) -> Any:
         """Runs on the results of the last run."""
-        results = self._compiled(self._firsts, self._others)
-        self._firsts = [result[0] for result in results[-len(self._firsts) :]]
+        results = self._compiled(self._taken, self._others)
+        self._taken = [result[0] for result in results[-len(self._taken) :]]
         return results
 
 

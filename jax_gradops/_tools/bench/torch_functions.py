@@ -11,6 +11,9 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from jax_gradops._ops.cross_entropy import oracle
 from jax_gradops._tools.bench import formulas
 from jax_gradops._tools.bench.cases import Case
 
@@ -157,6 +160,27 @@ def _torch_gelu(case: Case) -> TorchFunction:
     return _of(case, lambda x, *bias: gelu(x + bias[0] if bias else x))
 
 
+def _torch_cross_entropy(case: Case) -> TorchFunction:
+    """The loss of bfloat16 logits is rounded to bfloat16."""
+    torch = torch_module()
+    wide = torch.float64 if case.dtype == "float64" else torch.float32
+    cross_entropy = torch.nn.functional.cross_entropy
+
+    def forward(x: Any) -> Any:
+        return cross_entropy(x, _labels(case, x), reduction="none").to(wide)
+
+    return _of(case, forward)
+
+
+@functools.cache
+def _class(case: Case) -> int:
+    return int(oracle.labels_of(np.empty((1, case.shape[-1])))[0])
+
+
+def _labels(case: Case, x: Any) -> Any:
+    return x.new_full(case.shape[:-1], _class(case), dtype=torch_module().int64)
+
+
 def _torch_global_norm(case: Case) -> TorchFunction:
     torch = torch_module()
     wide = None if case.dtype == "float64" else torch.float32
@@ -204,6 +228,11 @@ def _quack_layer_norm(case: Case) -> TorchFunction:
     )
 
 
+def _quack_cross_entropy(case: Case) -> TorchFunction:
+    cross_entropy = importlib.import_module("quack.cross_entropy").cross_entropy
+    return _of(case, lambda x: cross_entropy(x, _labels(case, x), reduction="none"))
+
+
 def _triton(case: Case) -> TorchFunction:
     if case.direction == "bwd":
         raise Unsupported("forward only")
@@ -220,12 +249,17 @@ MAKERS: dict[str, dict[str, Callable[[Case], TorchFunction]]] = {
         "batch_norm": _torch_batch_norm,
         "gelu": _torch_gelu,
         "bias_gelu": _torch_gelu,
+        "softmax_cross_entropy": _torch_cross_entropy,
         "global_norm": _torch_global_norm,
         "clip": _torch_clip,
     },
     "cudnn": {"batch_norm": _cudnn_batch_norm},
     "liger": {"layer_norm": _liger_layer_norm, "rms_norm": _liger_rms_norm},
-    "quack": {"layer_norm": _quack_layer_norm, "rms_norm": _quack_rms_norm},
+    "quack": {
+        "layer_norm": _quack_layer_norm,
+        "rms_norm": _quack_rms_norm,
+        "softmax_cross_entropy": _quack_cross_entropy,
+    },
     "triton": {"layer_norm": _triton, "rms_norm": _triton},
 }
 #: By peer: the modules that it needs, and whether it runs on the CPU.
