@@ -55,9 +55,11 @@ class LossTests(RowOpTests):
 
     def placed(self, mesh: Any, spec: Any, example: Any) -> list[Any]:
         """The loss has no axis of features that could be sharded."""
-        found = super().placed(mesh, spec, example[1:])
-        loss = super().placed(mesh, P(*spec[: np.ndim(example[0]) - 1]), example[:1])
-        return [*loss, *found]
+        found = []
+        for a in example:
+            of_rows = P(*spec[: np.ndim(a) - 1])
+            found += super().placed(mesh, of_rows if np.shape(a)[-1:] == (1,) else spec, [a])
+        return found
 
     def test_eager_is_jitted(self, platform, rng):
         """Equal up to rounding: XLA's operations make the loss of the kernel's sums."""
