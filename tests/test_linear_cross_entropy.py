@@ -28,7 +28,7 @@ class TestLinearCrossEntropy(LossTests):
     """The kernel is made of a parameter of x's features."""
 
     variant = True
-    # Of the gradient, of its other computation, and of the comparison of the cotangents.
+    # The gradient, its other computation and the comparison of the cotangents have one each.
     all_reduces = (0, 3, 4)
     largest_parameter = LossTests.mesh_shape[-1] * CLASSES
     form = as_columns(LINEAR)

@@ -1,7 +1,7 @@
 """Softmax cross-entropy of a linear layer's outputs, without an array of all logits.
 
 The rows are cut into chunks. A program makes the logits of one chunk, their losses, and their
-gradients for a cotangent of 1. The memory of these logits is used again for the next chunk. The
+gradients for a cotangent of 1. The next chunk uses the memory of these logits again. The
 program's results are the losses and the gradients of the operands. The backward pass scales these
 gradients. It computes them again if the losses' cotangents differ.
 
@@ -204,8 +204,8 @@ class _Loss(Operation):
 class _Tangent(Operation):
     """The tangent of each row's loss. The transpose is the backward pass.
 
-    The operands are those of `_Loss`, the gradients of x, kernel and bias for cotangents of 1, and
-    the tangents of x, kernel and bias.
+    The operands of `_Loss` come first, then the gradients of x, kernel and bias for
+    cotangents of 1, and the tangents of x, kernel and bias.
     """
 
     static: Static
@@ -235,8 +235,8 @@ class _Tangent(Operation):
 class _Pullback(Operation):
     """The gradients of x, kernel and bias.
 
-    The operands are those of `_Loss`, the gradients for cotangents of 1 (None if not wanted), and
-    the cotangents.
+    The operands of `_Loss` come first, then the gradients for cotangents of 1 (None
+    if not wanted), and the cotangents.
     """
 
     static: Static
@@ -344,13 +344,13 @@ def linear_softmax_cross_entropy(
       ValueError: for a wrong shape or option. Also for ``implementation="ffi"`` if no kernel is
         available.
 
-    The logits of a chunk have x's dtype, as those of a linear layer. The gradients of kernel and
+    The logits of a chunk have x's dtype, as a linear layer's result. The gradients of kernel and
     bias are summed in float32 (float64 for float64) and rounded once to their dtypes. The gradient
     of x is rounded to x's dtype twice: before it is scaled, and after.
 
     The gradients are scaled if all losses that are not ignored have the same cotangent, as with a
     sum or a mean. Otherwise the gradients of kernel and bias are computed again, which takes two
-    products more. To leave rows out, use `ignore_index` rather than weights.
+    products more. Leave rows out by `ignore_index`, not by weights.
 
     If the rows are sharded, the gradients of kernel and bias are summed by one all-reduce, and no
     row is sent. The kernel is gathered to each device. For classes that stay sharded, use
