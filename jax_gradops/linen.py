@@ -48,6 +48,10 @@ class LayerNorm(linen.LayerNorm):
     .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
               \cdot \text{scale} + \text{bias}
 
+    Args:
+      epsilon: the number that is added to the variance. The default is 1e-6.
+      **others: all other arguments of `flax.linen.LayerNorm`, such as `dtype` and `use_bias`.
+
     A subclass with `residuals = "output"` saves its result for the backward pass, not its input.
     This saves memory if the result is kept anyway, for example for a matrix product in the dtype
     of the result. A scale that is 0 then stays 0, as the result says nothing about the input. See
@@ -82,6 +86,10 @@ class RMSNorm(linen.RMSNorm):
 
     Numerics and references: see `jax_gradops.rms_norm`.
 
+    Args:
+      epsilon: the number that is added to the mean square. The default is 1e-6.
+      **others: all other arguments of `flax.linen.RMSNorm`, such as `dtype` and `use_scale`.
+
     >>> import jax, jax.numpy as jnp, jax_gradops.linen, numpy as np
     >>> norm, x = jax_gradops.linen.RMSNorm(), jnp.array([[3.0, 4.0]])
     >>> print(np.asarray(norm.apply(norm.init(jax.random.key(0), x), x)).round(3))
@@ -105,6 +113,12 @@ class BatchNorm(linen.BatchNorm):
     With running averages, Flax's code runs: XLA fuses it with the operations around it. The
     running averages are updated from the batch's statistics. These have no gradient. Numerics and
     references: see `jax_gradops.batch_norm`.
+
+    Args:
+      use_running_average: whether the call is for inference. Give it here or to the call.
+      momentum: the weight of the old running average in an update. The default is 0.99.
+      epsilon: the number that is added to the variance. The default is 1e-5.
+      **others: all other arguments of `flax.linen.BatchNorm`, such as `axis` and `axis_name`.
 
     >>> import jax, jax.numpy as jnp, jax_gradops.linen
     >>> norm = jax_gradops.linen.BatchNorm(use_running_average=False, momentum=0.9)
@@ -157,8 +171,10 @@ class DenseGelu(linen.Dense):
     ("Dense_0", say) to load that layer's checkpoint. Numerics and references: see
     `jax_gradops.gelu`.
 
-    Attributes:
+    Args:
+      features: the size of y's last axis.
       approximate: whether GELU has the tanh form, as in `jax.nn.gelu`.
+      **others: all other arguments of `flax.linen.Dense`, such as `dtype` and `use_bias`.
 
     >>> import jax, jax.numpy as jnp, jax_gradops.linen
     >>> layer = jax_gradops.linen.DenseGelu(8)
@@ -184,6 +200,10 @@ class DeferredBiasDense(linen.Dense):
     A separate addition is one more pass over memory. So is a separate sum of the bias's gradient.
     Parameters are `kernel` and `bias`, as in Flax. Give it the name of the `Dense` that it replaces
     ("Dense_0", say) to load that layer's checkpoint.
+
+    Args:
+      features: the size of the product's last axis.
+      **others: all other arguments of `flax.linen.Dense`, such as `dtype` and `kernel_init`.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import linen as nn

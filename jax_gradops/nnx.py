@@ -61,6 +61,12 @@ class LayerNorm(nnx.LayerNorm):
     .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
               \cdot \text{scale} + \text{bias}
 
+    Args:
+      num_features: the size of the last axis, which is normalised.
+      epsilon: the number that is added to the variance. The default is 1e-6.
+      rngs: Flax's random keys, such as ``nnx.Rngs(0)``.
+      **others: all other arguments of `flax.nnx.LayerNorm`, such as `dtype` and `use_bias`.
+
     Attributes:
       residuals: "input", or "output" to save the result for the backward pass, not the input. This
         saves memory if the result is kept anyway, for example for a matrix product in the dtype of
@@ -96,6 +102,12 @@ class RMSNorm(nnx.RMSNorm):
 
     Numerics and references: see `jax_gradops.rms_norm`.
 
+    Args:
+      num_features: the size of the last axis, which is normalised.
+      epsilon: the number that is added to the mean square. The default is 1e-6.
+      rngs: Flax's random keys, such as ``nnx.Rngs(0)``.
+      **others: all other arguments of `flax.nnx.RMSNorm`, such as `dtype` and `use_scale`.
+
     >>> import jax.numpy as jnp, jax_gradops.nnx, numpy as np
     >>> from flax import nnx
     >>> norm = jax_gradops.nnx.RMSNorm(2, rngs=nnx.Rngs(0))
@@ -119,6 +131,14 @@ class BatchNorm(nnx.BatchNorm):
     With running averages, Flax's code runs: XLA fuses it with the operations around it. The
     running averages are updated from the batch's statistics. These have no gradient. Numerics and
     references: see `jax_gradops.batch_norm`.
+
+    Args:
+      num_features: the number of channels: the size of the last axis.
+      use_running_average: whether the call is for inference. The default is False: for training.
+      momentum: the weight of the old running average in an update. The default is 0.99.
+      epsilon: the number that is added to the variance. The default is 1e-5.
+      rngs: Flax's random keys, such as ``nnx.Rngs(0)``.
+      **others: all other arguments of `flax.nnx.BatchNorm`, such as `axis` and `axis_name`.
 
     >>> import jax.numpy as jnp, jax_gradops.nnx
     >>> from flax import nnx
@@ -163,6 +183,12 @@ class Linear(nnx.Linear):
     elements on an NVIDIA GPU, a matrix product with ones sums up the columns. Its products are
     exact, and its float32 sums are rounded once, to the bias's dtype. XLA sums up the columns in
     all other cases, and for arrays that are sharded on an Explicit mesh.
+
+    Args:
+      in_features: the size of x's last axis.
+      out_features: the size of y's last axis.
+      rngs: Flax's random keys, such as ``nnx.Rngs(0)``.
+      **others: all other arguments of `flax.nnx.Linear`, such as `dtype` and `use_bias`.
 
     >>> import jax.numpy as jnp, jax_gradops.nnx
     >>> from flax import nnx
@@ -214,6 +240,9 @@ class Sequential(nnx.Sequential):
     A GELU is `jax.nn.gelu` (also named `nnx.gelu`), `jax_gradops.gelu`, or a `functools.partial` of
     one of them with `approximate`. The layers themselves are not changed. Code that watches calls,
     such as `nnx.tabulate`, does not see the call of such a `Linear`.
+
+    Args:
+      *fns: the layers, as in Flax.
 
     >>> import jax, jax.numpy as jnp, jax_gradops.nnx
     >>> from flax import nnx
