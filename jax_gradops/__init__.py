@@ -48,7 +48,8 @@ except _metadata.PackageNotFoundError:  # a source folder
 def __getattr__(name: str) -> _typing.Any:
     """Imports `jax_gradops.linen` or `jax_gradops.nnx` at the first use: they import Flax."""
     if name not in ("linen", "nnx"):
-        raise AttributeError(f"module 'jax_gradops' has no attribute {name!r}")
+        hint = f": did you mean jax_gradops.nnx.{name}?" if name in ("fuse", "unfuse") else ""
+        raise AttributeError(f"module 'jax_gradops' has no attribute {name!r}{hint}")
     try:
         return _importlib.import_module(f"jax_gradops.{name}")
     except ModuleNotFoundError as error:

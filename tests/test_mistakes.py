@@ -33,6 +33,7 @@ ARRAYS = {
 }
 NAMES: dict[str, Any] = {
     **{name: value for name, value in vars(jax_gradops).items() if not name.startswith("_")},
+    "jax_gradops": jax_gradops,
     "linen": jax_gradops.linen,
     "nnx": jax_gradops.nnx,
     "flax": flax,
