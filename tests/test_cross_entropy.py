@@ -96,11 +96,15 @@ class TestSmoothed(TestCrossEntropy):
 
 
 def problem(rng: Any, classes: int = 32, dtype: Any = np.float64) -> tuple[Any, ...]:
-    """Weights of the losses, logits and labels. One label is ignored, and one is no class."""
+    """Weights of the losses, logits and labels.
+
+    One label is ignored. Two are no class, and the loss of one of these has the weight 0.
+    """
     logits = 3 * rng.standard_normal((8, 4, classes))
     labels = rng.integers(0, classes, (8, 4))
-    labels[1, 2], labels[3, 3] = -100, classes
+    labels[1, 2], labels[3, 3], labels[5, 0] = -100, classes, -1
     weights = rng.standard_normal((8, 4))
+    weights[5, 0] = 0
     return weights.astype(dtype), logits.astype(dtype), labels.astype(np.int32)
 
 
@@ -236,6 +240,41 @@ def test_labels(platform, implementation, dtype):
         implementation=implementation,
     )  # fmt: skip
     np.testing.assert_array_equal(ignored == 0, np.arange(5) == 3)
+
+
+@pytest.mark.parametrize("where", [None, True])
+def test_masked_labels(platform, implementation, where, rng):
+    """A label that is no class adds 0 to a gradient if the cotangent of its loss is 0, else NaN."""
+    logits = rng.standard_normal((5, 7))
+    labels, mask = np.array([3, -1, 7, 2, -1]), np.array([True, False, False, True, True])
+    options = {"where": where, "z_loss": 0.1, "implementation": implementation}
+
+    def masked(logits: Any, labels: Any = labels, mask: Any = mask) -> Any:
+        return jnp.where(mask, cross_entropy(logits, labels, **options), 0)
+
+    def gradient(logits: Any, *rest: Any) -> Any:
+        return jax.grad(lambda x: masked(x, *rest).sum())(logits)
+
+    def second(logits: Any, *rest: Any) -> Any:
+        return jax.grad(lambda x: jnp.sum(gradient(x, *rest)[mask] ** 2))(logits)
+
+    loss = cross_entropy(logits, labels, **options)
+    np.testing.assert_array_equal(np.isnan(loss), labels % 7 != labels)
+    # With one class, the loss would be 0.
+    assert np.isnan(cross_entropy(np.zeros((1, 1)), np.array([1]), implementation=implementation))
+    expected = (f(logits[mask], labels[mask], True) for f in (masked, gradient))
+    found = jax.jit(lambda x: (masked(x), gradient(x)))(logits)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a)[mask], b, rtol=1e-12)
+        assert (np.asarray(a)[~mask] == 0).all()
+    assert np.isnan(found[1][4]).all()
+    # Each row alone, and further derivatives.
+    each = jax.vmap(lambda x, t, m: gradient(x[None], t[None], m[None])[0])(logits, labels, mask)
+    np.testing.assert_allclose(each, found[1], rtol=1e-12)
+    tangent = jax.jvp(masked, [logits], [np.ones_like(logits)])[1]
+    twice = jax.jvp(gradient, [logits], [np.ones_like(logits)])[1]
+    for a in map(np.asarray, (tangent, twice, jax.jit(second)(logits))):
+        assert (a[~mask] == 0).all() and np.isnan(a[4]).all() and np.isfinite(a[[0, 3]]).all()
 
 
 def test_no_class_can_be(platform, implementation):

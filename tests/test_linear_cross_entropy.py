@@ -104,6 +104,34 @@ def test_chunks(platform, implementation, rows_per_chunk, weighted, rng):
     assert_close(mean(in_chunks, **options), mean(of_all_logits))
 
 
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_masked_labels(platform, implementation, rng):
+    """A label that is no class adds 0 to a gradient if the cotangent of its loss is 0, else NaN."""
+    *layer, labels = problem(rng)
+    labels[0, 5], labels[2, 49] = -1, 37
+    ignored = np.where(labels % 37 != labels, -100, labels)
+
+    def value(loss: Any, labels: Any, mask: Any) -> Any:
+        def total(*layer: Any) -> Any:
+            return jnp.where(mask, loss(*layer, labels), 0).sum()
+
+        def twice(*layer: Any) -> Any:
+            return jnp.sum(jax.grad(total, 1)(*layer)[0] ** 2)
+
+        each = [jax.value_and_grad(f, (0, 1, 2)) for f in (total, twice)]
+        return jax.jit(lambda *layer: [f(*layer) for f in each])(*layer)
+
+    chunks = functools.partial(in_chunks, rows_per_chunk=32, implementation=implementation)
+    good = ignored == labels
+    assert_close(value(chunks, labels, good), value(of_all_logits, ignored, good))
+    assert all((a == 0).all() for a in jax.tree.leaves(value(chunks, labels, good & False)))
+    for mask in (good | (labels == -1), good | True):
+        (loss, (dx, *others)), _ = value(chunks, labels, mask)
+        assert all(np.isnan(a).all() for a in (loss, *others))
+        np.testing.assert_array_equal(np.isnan(dx).all(-1), mask & ~good)
+        np.testing.assert_array_equal(np.isnan(dx).any(-1), mask & ~good)
+
+
 @pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_some_gradients(platform, argnums, rng):
     *layer, labels = problem(rng)
@@ -210,9 +238,10 @@ def test_remat(platform, rng):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(platform, check_vma, rng):
-    """Rows are sharded. The cotangents of the shards differ."""
+    """Rows are sharded. The cotangents of the shards differ. One is 0: its label is no class."""
     devices = mesh(platform, AxisType.Auto)
     *layer, labels = problem(rng, (8, 6))
+    labels[4, 1] = -1
 
     def local(x: Any, kernel: Any, bias: Any, labels: Any) -> Any:
         return in_chunks(x, kernel, bias, labels, rows_per_chunk=4)
@@ -222,6 +251,7 @@ def test_shard_map(platform, check_vma, rng):
         local, mesh=devices, in_specs=specs, out_specs=P("data"), check_vma=check_vma
     )
     weights = np.repeat(np.arange(1.0, 5.0), 12).reshape(8, 6)
+    weights[4, 1] = 0
 
     def gradients(loss: Any) -> Any:
         weigh = lambda *layer: jnp.sum(loss(*layer, labels) * weights)  # noqa: E731

@@ -17,11 +17,12 @@ from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._ops.cross_entropy.kernels import BWD, FWD, IGNORED, RowSums, Sums
 from jax_gradops._ops.cross_entropy.loss import (
     Options,
+    Poison,
     checked_labels,
     checked_options,
     class_labels,
     loss_of,
-    poison,
+    poisoned,
 )
 
 
@@ -39,7 +40,7 @@ def _apply(logits: jax.Array, labels: jax.Array, *, options: Options) -> jax.Arr
     row = RowSums(*(sums.compute if options.implementation == "xla" else sums)(*operands))
     matched: Any = match_vma(found, row.largest)[0]
     loss = loss_of(row, reshard_like(matched, row.largest), classes, options)
-    return reshard_like(loss, labels)
+    return reshard_like(poisoned(loss, matched), labels)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -57,7 +58,8 @@ def _apply_where(
     logit = jnp.take_along_axis(wide, jnp.maximum(found, 0)[..., None], -1)[..., 0]
     differences = jnp.sum(jnp.where(where, wide - largest[..., None], 0), -1)
     number = jnp.sum(jnp.broadcast_to(where, wide.shape).astype(wide.dtype), -1)
-    return loss_of(RowSums(largest, total, logit, differences), found, number, options)
+    loss = loss_of(RowSums(largest, total, logit, differences), found, number, options)
+    return poisoned(loss, found)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -66,7 +68,7 @@ def _apply_backward(
 ) -> jax.Array:
     classes, smoothing = logits.shape[-1], options.label_smoothing
     found = class_labels(labels, classes, options.ignore_index)
-    scale = dloss.astype(lse.dtype) * poison(found, lse.dtype)
+    (scale,) = Poison()(dloss.astype(lse.dtype), found)
     operands = match_vma(
         logits,
         found,
@@ -110,7 +112,8 @@ def softmax_cross_entropy_with_integer_labels(
     Args:
       logits: an array in float16, bfloat16, float32 or float64. Classes are along `axis`.
       labels: integers, of the shape of logits without `axis`. A label that is no class makes the
-        loss and the gradient of its row NaN.
+        loss of its row NaN. The gradient of this row is 0 if the cotangent of its loss is 0, as
+        after a mask. Otherwise it is NaN.
       axis: the axis of the classes. For another axis than the last one, XLA's operations are used.
       where: which logits count, as in Optax. It is broadcast to the shape of logits. XLA's
         operations are used. The logit of a label always counts.
@@ -194,7 +197,8 @@ def softmax_cross_entropy_backward(
     Args:
       dloss: the gradient of each row's loss, in any float dtype.
       logits: an array in float16, bfloat16, float32 or float64. Classes are along the last axis.
-      labels: integers, of the shape of logits without the last axis.
+      labels: integers, of the shape of logits without the last axis. A label that is no class
+        makes the gradient of its row NaN, or 0 if its dloss is 0.
       lse: the logsumexp of each row, in float32, or float64 for float64 logits.
       label_smoothing: as in `jax_gradops.softmax_cross_entropy_with_integer_labels`.
       z_loss: as there.

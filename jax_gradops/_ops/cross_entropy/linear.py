@@ -36,6 +36,7 @@ from jax_gradops._ops.cross_entropy.loss import (
     checked_options,
     class_labels,
     loss_of,
+    poisoned,
 )
 
 # A chunk has at most this number of rows, and its logits at most this number of bytes. For each
@@ -266,7 +267,9 @@ class _Pullback(Operation):
         if not wanted:
             return self._rounded(operands, (dx, *sums))
         # The gradient of an ignored row is 0 for each cotangent. One maximum is one all-reduce.
+        # A maximum of several devices may lose a NaN. The bounds inf and inf are not equal.
         bounds = jnp.stack([-cotangents, cotangents])
+        bounds = jnp.where(jnp.isnan(bounds), jnp.inf, bounds)
         counted = jnp.where((labels != IGNORED)[None], bounds, -jnp.inf)
         negative_least, most = jnp.max(counted, tuple(range(1, counted.ndim)), initial=-jnp.inf)
 
@@ -294,7 +297,7 @@ def _apply(
     loss = _Loss(static)
     xla = static.options.implementation == "xla"
     # With XLA's operations, JAX itself differentiates.
-    return (loss.compute if xla else loss)(*operands)[0]
+    return poisoned((loss.compute if xla else loss)(*operands)[0], found)
 
 
 def linear_softmax_cross_entropy(
@@ -323,8 +326,8 @@ def linear_softmax_cross_entropy(
       x: an array ``[..., features]`` in float16, bfloat16, float32 or float64.
       kernel: an array ``[features, classes]`` in any of these dtypes. It is cast to x's dtype. For
         an embedding ``[classes, features]`` with tied weights, pass ``embedding.T``.
-      labels: integers ``[...]``. A label that is no class makes the loss of its row NaN, and with
-        it the gradients of kernel and bias.
+      labels: integers ``[...]``. A label that is no class makes the loss of its row NaN. The
+        gradients of kernel and bias are then NaN, unless the cotangent of this loss is 0.
       bias: an array ``[classes]``, cast to x's dtype, or None.
       rows_per_chunk: the number of rows whose logits exist at a time, on each device. None selects
         chunks of up to 4096 rows, and of up to 1 GiB of logits. A symbolic number of rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from jax.typing import ArrayLike
 
 from jax_gradops import _checks
 from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._kernel.array_types import reshard_like
+from jax_gradops._kernel.primitive import Operands, Operation
 from jax_gradops._ops.cross_entropy.kernels import IGNORED, RowSums
 
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -79,14 +82,11 @@ def class_labels(labels: jax.Array, classes: int, ignore_index: int | None) -> j
     return found
 
 
-def poison(labels: jax.Array, dtype: Any) -> jax.Array:
-    """A factor of the loss of each row: 1, or NaN if the label of `class_labels` is no class."""
-    # The root of -1 makes the NaN. A NaN constant would always stop jax_debug_nans.
-    return jnp.sqrt(jnp.where(labels == _NO_CLASS, -1, 1).astype(dtype))
-
-
 def loss_of(sums: RowSums, labels: jax.Array, classes: Any, options: Options) -> jax.Array:
-    """The loss of each row. All terms are differences to the row's largest logit."""
+    """The loss of each row. All terms are differences to the row's largest logit.
+
+    A label that is no class counts as a class of logit 0. See `poisoned`.
+    """
     log_total = jnp.log(sums.total)
     smoothing = options.label_smoothing
     loss = log_total + (1 - smoothing) * (sums.largest - sums.logit_of_label)
@@ -94,4 +94,41 @@ def loss_of(sums: RowSums, labels: jax.Array, classes: Any, options: Options) ->
         loss = loss - smoothing * (sums.sum_of_differences / classes)
     if options.z_loss:
         loss = loss + options.z_loss * jnp.square(sums.largest + log_total)
-    return jnp.where(labels == IGNORED, 0, loss * poison(labels, loss.dtype))
+    return jnp.where(labels == IGNORED, 0, loss)
+
+
+# --- Labels that are no class --------------------------------------------------------------------
+
+
+def _nan_if(condition: jax.Array, dtype: Any) -> jax.Array:
+    """NaN or 0."""
+    # The root of -1 makes the NaN. A NaN constant would always stop jax_debug_nans.
+    return jnp.sqrt(jnp.where(condition, -1, 0).astype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Poison(Operation):
+    """Makes the values of rows NaN if their label is no class. A value of 0 stays 0.
+
+    The operands are the values and the labels of `class_labels`. The operation counts as linear in
+    the values. So tangents and cotangents become NaN in the same way: a row whose cotangent is 0
+    adds 0 to the gradient.
+    """
+
+    linear = (0,)
+
+    def compute(self, *operands: Any) -> tuple[Any, ...]:
+        values, labels = operands
+        return (values + _nan_if((labels == _NO_CLASS) & (values != 0), values.dtype),)
+
+    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
+        return self(*operands), self(tangents[0], operands[1])
+
+    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
+        return *self(cotangents[0], operands[1]), None
+
+
+def poisoned(loss: jax.Array, labels: jax.Array) -> jax.Array:
+    """The loss of each row, or NaN if its label is no class."""
+    labels = reshard_like(labels, loss)
+    return Poison()(loss, labels)[0] + _nan_if(labels == _NO_CLASS, loss.dtype)
