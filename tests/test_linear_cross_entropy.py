@@ -24,6 +24,13 @@ from jax_gradops._oracles import Reference
 linear = jax_gradops.linear_softmax_cross_entropy
 
 
+@pytest.fixture(autouse=True)
+def precise():
+    """GPUs multiply float32 with fewer digits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
 class TestLinearCrossEntropy(LossTests):
     """The kernel is made of a parameter of x's features."""
 
@@ -258,3 +265,18 @@ def test_shard_map(platform, check_vma, rng):
         return jax.jit(jax.grad(weigh, (0, 1, 2)))(*layer)
 
     assert_close(gradients(mapped), gradients(of_all_logits))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_precision_of_products(implementation):
+    """Every product has the precision that was set when the loss was called."""
+    x, kernel, labels = jnp.ones((4, 3)), jnp.ones((3, 5)), jnp.zeros(4, jnp.int32)
+
+    def loss(x, kernel):
+        with jax.default_matmul_precision("highest"):
+            return linear(x, kernel, labels, implementation=implementation).mean()
+
+    with jax.default_matmul_precision("bfloat16"):
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(x, kernel).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) >= 3 and all("[HIGHEST, HIGHEST]" in line for line in products), products

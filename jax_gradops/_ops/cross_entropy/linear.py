@@ -48,18 +48,27 @@ _MOST_BYTES = 2**30
 _TILE = 128
 
 
+class Static(NamedTuple):
+    """The static arguments of the program."""
+
+    options: Options
+    rows_per_chunk: int | None
+    precision: str | None  # of products
+
+
 # --- One chunk -----------------------------------------------------------------------------------
 
 
 def _chunk(
-    compute: Compute, gradients: bool, options: Options, kernel: Any, bias: Any, *rows: Any
+    compute: Compute, gradients: bool, static: Static, kernel: Any, bias: Any, *rows: Any
 ) -> tuple[jax.Array, Any]:
     """The loss of each row, and the gradient of the logits if it is wanted.
 
     `rows` are x, labels, and the losses' cotangents: 1 if absent.
     """
     x, labels, cotangents = rows
-    logits = lax.dot_general(x, kernel, (((1,), (1,)), ((), ())))
+    logits = lax.dot_general(x, kernel, (((1,), (1,)), ((), ())), precision=static.precision)
+    options = static.options
     if bias is not None:
         logits = logits + bias[None]
     skip = frozenset() if options.label_smoothing else frozenset({"sum_of_differences"})
@@ -86,13 +95,6 @@ def _rows_of_chunk(rows: int, classes: int, itemsize: int) -> int:
     most = max(_TILE, min(_MOST_ROWS, _MOST_BYTES // max(1, classes * itemsize) // _TILE * _TILE))
     each = -(-rows // max(1, -(-rows // most)))  # chunks of about equal sizes
     return min(most, -(-each // _TILE) * _TILE)
-
-
-class Static(NamedTuple):
-    """The static arguments of the program."""
-
-    options: Options
-    rows_per_chunk: int | None
 
 
 def _program(
@@ -126,14 +128,16 @@ def _program(
         return flat.reshape(chunks, step, *axes)
 
     layer = kernel.astype(x.dtype), None if bias is None else bias.astype(x.dtype)
-    gradients = wanted != ("loss",)
+    gradients, precision = wanted != ("loss",), static.precision
 
     def body(sums: tuple[Any, Any], rows: Operands) -> tuple[Any, Any]:
         chunk, dkernel, dbias = rows[0], *sums
-        loss, dlogits = _chunk(compute, gradients, static.options, *layer, *rows)
-        dx = jnp.dot(dlogits, layer[0]) if "dx" in wanted else None
+        loss, dlogits = _chunk(compute, gradients, static, *layer, *rows)
+        dx = jnp.dot(dlogits, layer[0], precision=precision) if "dx" in wanted else None
         if dkernel is not None:
-            dkernel = dkernel + jnp.dot(dlogits.T, chunk, preferred_element_type=accum)
+            dkernel = dkernel + jnp.dot(
+                dlogits.T, chunk, precision=precision, preferred_element_type=accum
+            )
         if dbias is not None:
             dbias = dbias + jnp.sum(dlogits, 0, dtype=accum)
         return (dkernel, dbias), (loss, dx)
@@ -389,4 +393,6 @@ def linear_softmax_cross_entropy(
     if rows_per_chunk is not None:
         rows_per_chunk = _checks.count(op, "rows_per_chunk", rows_per_chunk)
     options = checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
-    return _apply(checked, matrix, vector, found, static=Static(options, rows_per_chunk))
+    # Read here: JAX traces the program later, where a user's setting may no longer hold.
+    static = Static(options, rows_per_chunk, jax.config.jax_default_matmul_precision)
+    return _apply(checked, matrix, vector, found, static=static)
