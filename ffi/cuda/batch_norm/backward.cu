@@ -26,9 +26,9 @@ constexpr int kGradChunksPerSum = 16;
 
 // --- An element ----------------------------------------------------------------------------------
 
-// What dz is: dy, or dy where relu's argument was positive and 0 elsewhere. The argument's sign is
-// taken from y, or computed again from x.
-enum class Mask { kNone, kOfY, kOfX };
+// What dz is: dy, or dy where relu's argument was positive and 0 elsewhere, or dy times silu's
+// derivative. The sign of relu's argument is taken from y, or the argument is computed again from x.
+enum class Mask { kNone, kOfY, kOfX, kSilu };
 
 // The arrays of a pass; dresidual is null if the pass does not write dresidual.
 template <typename T>
@@ -52,61 +52,72 @@ __device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const Edge
   if constexpr (kMask == Mask::kOfY) LoadEdge(arrays.y, edge, y);
 }
 
-// Turns x into x - mean and dy into dz. NaN is not positive.
-template <Mask kMask, typename A, int W>
+// Turns x into x - mean and dy into dz. The activation's argument is x * factor + offset. NaN is not
+// positive.
+template <Mask kMask, typename T, int W, typename A = Accum<T>>
 __device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W],
                                          const A (&offset)[W], const A (&y)[W], A (&x)[W],
                                          A (&dy)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     x[j] -= mean[j];
+    const A argument = x[j] * factor[j] + offset[j];
     if constexpr (kMask == Mask::kOfY) dy[j] = y[j] > 0 ? dy[j] : A{0};
-    if constexpr (kMask == Mask::kOfX) dy[j] = x[j] * factor[j] + offset[j] > 0 ? dy[j] : A{0};
+    if constexpr (kMask == Mask::kOfX) dy[j] = argument > 0 ? dy[j] : A{0};
+    if constexpr (kMask == Mask::kSilu) {
+      const A sigmoid = Sigmoid<T>(argument);
+      dy[j] *= sigmoid * (1 + argument * (1 - sigmoid));
+    }
   }
 }
 
-// Level and slope of dx = factor * (dz - level - (x - mean) * slope).
+// The numbers of a channel that dx is computed from.
+enum DxNumbers { kDxMean, kDxRstd, kDxScale, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
+static_assert(kDxNumbers == kBackwardNeeds.parameters);
+
+// Level and slope of dx = (dz * scale - level - (x - mean) * slope) * rstd.
 template <typename A>
 struct Line {
   A level, slope;
 };
 
-// The numbers of a channel that dx is computed from.
-enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
-static_assert(kDxNumbers == kBackwardNeeds.parameters);
-
-// A channel's numbers for relu's argument, (x - mean) * factor + offset.
+// A channel's numbers without its line.
 template <typename A>
 struct Affine {
-  A mean, rstd, delta, factor, offset;
+  A mean, rstd, delta, scale, offset;
 
-  __device__ __forceinline__ Affine(const BatchNormBwdArgs& args, std::int64_t group,
-                                    std::int64_t channel) {
-    mean = ParamAt<A>(args.mean, group, channel, 0);
-    rstd = ParamAt<A>(args.rstd, group, channel, 0);
-    delta = ParamAt<A>(args.delta, group, channel, 0);
-    const A scale = ParamAt<A>(args.scale, group, channel, 1);
-    const A bias = ParamAt<A>(args.bias, group, channel, 0);
-    factor = rstd * scale, offset = bias - delta * factor;
+  __device__ __forceinline__ Affine(const BatchNormBwdArgs& args, const ChannelPlan& plan,
+                                    std::int64_t group, std::int64_t channel) {
+    const std::int64_t bundle = plan.BundleOf(channel);
+    mean = ParamAt<A>(args.mean, group, bundle, 0);
+    rstd = ParamAt<A>(args.rstd, group, bundle, 0);
+    delta = ParamAt<A>(args.delta, group, bundle, 0);
+    scale = ParamAt<A>(args.scale, group, channel, 1);
+    offset = ParamAt<A>(args.bias, group, channel, 0) - delta * (rstd * scale);
   }
-  // The line that follows from the means of dz and dz * x_hat.
+  // The line that follows from the means of scale * dz and scale * dz * x_hat.
   __device__ __forceinline__ Line<A> LineOf(A mean_dz, A mean_dz_x_hat) const {
     return {mean_dz - delta * (mean_dz_x_hat * rstd), mean_dz_x_hat * rstd};
   }
   __device__ __forceinline__ void SetNumbers(const Line<A>& line, A (&numbers)[kDxNumbers]) const {
-    numbers[kDxMean] = mean, numbers[kDxFactor] = factor, numbers[kDxOffset] = offset;
+    numbers[kDxMean] = mean, numbers[kDxRstd] = rstd;
+    numbers[kDxScale] = scale, numbers[kDxOffset] = offset;
     numbers[kDxLevel] = line.level, numbers[kDxSlope] = line.slope;
   }
 };
 
 // Turns dy into dz and x into dx.
-template <Mask kMask, typename A, int W>
+template <Mask kMask, typename T, int W, typename A = Accum<T>>
 __device__ __forceinline__ void ApplyGrad(const A (&numbers)[kDxNumbers][W], const A (&y)[W],
                                           A (&dy)[W], A (&x)[W]) {
-  MaskGrad<kMask>(numbers[kDxMean], numbers[kDxFactor], numbers[kDxOffset], y, x, dy);
+  A factor[W];
+#pragma unroll
+  for (int j = 0; j < W; ++j) factor[j] = numbers[kDxRstd][j] * numbers[kDxScale][j];
+  MaskGrad<kMask, T>(numbers[kDxMean], factor, numbers[kDxOffset], y, x, dy);
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    x[j] = (dy[j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) * numbers[kDxFactor][j];
+    x[j] = (dy[j] * numbers[kDxScale][j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) *
+           numbers[kDxRstd][j];
   }
 }
 
@@ -124,14 +135,15 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
       LoadNumbers(
           plan, part, reinterpret_cast<A*>(scratch), false,
           [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
-            const Affine<A> affine(args, group, channel);
-            numbers[0] = affine.mean, numbers[1] = affine.factor, numbers[2] = affine.offset;
+            const Affine<A> affine(args, plan, group, channel);
+            numbers[0] = affine.mean, numbers[1] = affine.rstd * affine.scale;
+            numbers[2] = affine.offset;
           },
           parameters);
     };
     ThreadSums<A, W> sums;
     const auto add = [&](A(&dz)[W], A(&x)[W], const A(&y)[W]) {
-      MaskGrad<kMask>(parameters[0], parameters[1], parameters[2], y, x, dz);
+      MaskGrad<kMask, T>(parameters[0], parameters[1], parameters[2], y, x, dz);
 #pragma unroll
       for (int j = 0; j < W; ++j) sums.Add(j, dz[j], dz[j] * x[j]);
     };
@@ -149,7 +161,7 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
           A dz[W], x[W], y[W];
           LoadGrad<kMask>(place, dz, x, y);
           add(dz, x, y);
-          if constexpr (kMask != Mask::kNone) {
+          if constexpr (kMask == Mask::kOfX || kMask == Mask::kOfY) {
             const Vector<T, W> masked = Narrow<T>(dz);
             place.Put(0, masked);
             if (kMask == Mask::kOfY && arrays.dresidual != nullptr) {
@@ -179,35 +191,75 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
   });
 }
 
-// Adds up the partial results, and stores the gradients of the parameters. Level and slope of a
-// channel replace its first partial result. If the block has one tile only, all DxNumbers go to
-// `shared`.
+// Adds up the partial results of each bundle, and stores the gradients of the parameters. Level and
+// slope of a channel replace its first partial result. If the block has one tile only, all
+// DxNumbers go to `shared`.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
                                        const ChannelPartials<A, 2>& partials, A* shared) {
-  ForChannelSums(
-      plan, args.shape.outer.groups, partials,
-      [&](std::int64_t group, std::int64_t channel) { return Affine<A>(args, group, channel); },
-      [](double (&sums)[2], const auto& part, const Affine<A>&) {
-        sums[0] += static_cast<double>(part.v[0]), sums[1] += static_cast<double>(part.v[1]);
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const auto add = [](double(&sums)[2], const auto& part, const Affine<A>&) {
+    sums[0] += static_cast<double>(part.v[0]), sums[1] += static_cast<double>(part.v[1]);
+  };
+  // Stores a channel's sums as the gradients of its parameters, and multiplies them by scale.
+  const auto end_channel = [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+                               double(&sums)[2], const Affine<A>& affine, A scale) {
+    sums[1] = (sums[1] - static_cast<double>(affine.delta) * sums[0]) *
+              static_cast<double>(affine.rstd);
+    const std::int64_t i = group * plan.channels + channel;
+    const auto store = [&](const ParamGrad& grad, double value) {
+      if (tile.first == 0 && grad.data != nullptr) StoreAs(grad.data, grad.dtype, i, value);
+    };
+    store(args.dscale, sums[1]), store(args.dbias, sums[0]);
+    sums[0] *= static_cast<double>(scale), sums[1] *= static_cast<double>(scale);
+  };
+  // Stores the sums of a bundle. Returns its line.
+  const auto end_bundle = [&](bool stores, std::int64_t group, std::int64_t channel,
+                              const double(&sums)[2], const Affine<A>& affine) {
+    if (stores && args.sum_dz != nullptr) {
+      const std::int64_t i = plan.BundleOf(group * plan.channels + channel);
+      static_cast<A*>(args.sum_dz)[i] = static_cast<A>(sums[0]);
+      static_cast<A*>(args.sum_dz_x_hat)[i] = static_cast<A>(sums[1]);
+    }
+    return affine.LineOf(static_cast<A>(sums[0] * plan.inverse_elements),
+                         static_cast<A>(sums[1] * plan.inverse_elements));
+  };
+  const auto set_numbers = [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+                               const Line<A>& line, const Affine<A>& affine) {
+    if (plan.has_one_tile()) {
+      A numbers[kDxNumbers];
+      affine.SetNumbers(line, numbers);
+      PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
+    } else {
+      partials.at(group, 0, channel) = {line.level, line.slope};
+    }
+  };
+  const auto begin = [&](std::int64_t group, std::int64_t channel) {
+    return Affine<A>(args, plan, group, channel);
+  };
+  if (plan.bundle == 1) {
+    ForChannelSums(plan, args.shape.outer.groups, partials, begin, add,
+                   [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+                       double(&sums)[2], const Affine<A>& affine) {
+                     end_channel(tile, group, channel, sums, affine, affine.scale);
+                     const Line<A> line = end_bundle(tile.first == 0, group, channel, sums, affine);
+                     set_numbers(tile, group, channel, line, affine);
+                   });
+    return;
+  }
+  ForBundleSums(
+      plan, args.shape.outer.groups, partials, begin, add,
+      [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double(&sums)[2],
+          double(&totals)[2], const Affine<A>& affine) {
+        end_channel(tile, group, channel, sums, affine, ParamAt<A>(args.scale, group, channel, 1));
+        totals[0] += sums[0], totals[1] += sums[1];
       },
       [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-          const double (&sums)[2], const Affine<A>& affine) {
-        const double of_x_hat = (sums[1] - static_cast<double>(affine.delta) * sums[0]) *
-                                static_cast<double>(affine.rstd);
-        const std::int64_t i = group * plan.channels + channel;
-        const auto store = [&](const ParamGrad& grad, double value) {
-          if (tile.first == 0 && grad.data != nullptr) StoreAs(grad.data, grad.dtype, i, value);
-        };
-        store(args.dscale, of_x_hat), store(args.dbias, sums[0]);
-        const Line<A> line = affine.LineOf(static_cast<A>(sums[0] * plan.inverse_elements),
-                                           static_cast<A>(of_x_hat * plan.inverse_elements));
-        if (plan.has_one_tile()) {
-          A numbers[kDxNumbers];
-          affine.SetNumbers(line, numbers);
-          PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
-        } else {
-          partials.at(group, 0, channel) = {line.level, line.slope};
+          const double(&totals)[2], const Affine<A>& affine) {
+        const bool stores = tile.first == 0 && lane == 0;
+        const Line<A> line = end_bundle(stores, group, channel, totals, affine);
+        for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
+          set_numbers(tile, group, i, line, Affine<A>(args, plan, group, i));
         }
       });
 }
@@ -230,10 +282,12 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
         const auto found = partials.Load(group, 0, channel);
         line = {found.v[0], found.v[1]};
       }
-      const Affine<A> affine(args, group, channel);
+      const Affine<A> affine(args, plan, group, channel);
       if (given) {
-        line = affine.LineOf(ParamAt<A>(args.mean_dz, group, channel, 0),
-                             ParamAt<A>(args.mean_dz_x_hat, group, channel, 0));
+        const A weight = args.weighted ? A{1} : affine.scale;
+        const std::int64_t bundle = plan.BundleOf(channel);
+        line = affine.LineOf(weight * ParamAt<A>(args.mean_dz, group, bundle, 0),
+                             weight * ParamAt<A>(args.mean_dz_x_hat, group, bundle, 0));
       }
       affine.SetNumbers(line, of_channel);
     };
@@ -243,7 +297,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
       ForEdges<W>(plan, part, [&](const EdgeVector& edge) {
         A dz[W], x[W], y[W];
         LoadGrad<kMask>(arrays, edge, dz, x, y);
-        ApplyGrad<kMask>(numbers, y, dz, x);
+        ApplyGrad<kMask, T>(numbers, y, dz, x);
         StoreEdge(dx, edge, x);
         if (arrays.dresidual != nullptr) StoreEdge(arrays.dresidual, edge, dz);
       });
@@ -255,7 +309,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
     const auto use = [&](auto&& place, std::int64_t start) {
       A dz[W], x[W], y[W];
       LoadGrad<kMask>(place, dz, x, y);
-      ApplyGrad<kMask>(numbers, y, dz, x);
+      ApplyGrad<kMask, T>(numbers, y, dz, x);
       StoreLast(dx, start, Narrow<T>(x));
       if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
     };
@@ -307,8 +361,17 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
     ColumnSums sums;
     sums.Add(args.dscale);
     sums.Add(args.dbias);
-    return ToError(kBackward, ZeroColumnSums(stream, sums, args.shape.outer.groups,
-                                             args.shape.outer.features));
+    const ffi::Error error = ToError(
+        kBackward,
+        ZeroColumnSums(stream, sums, args.shape.outer.groups, args.shape.outer.features));
+    if (error.failure() || args.sum_dz == nullptr || args.bundle == 0) return error;
+    const std::int64_t bundles = args.shape.outer.groups * args.shape.outer.features / args.bundle;
+    for (void* const sum : {args.sum_dz, args.sum_dz_x_hat}) {
+      const auto bytes = static_cast<std::size_t>(bundles) * sizeof(Accum<T>);
+      const cudaError_t status = cudaMemsetAsync(sum, 0, bytes, stream);
+      if (status != cudaSuccess) return ToError(kBackward, status);
+    }
+    return error;
   }
   if (args.dx == nullptr && (!own || (args.dscale.data == nullptr && args.dbias.data == nullptr))) {
     return ffi::Error::Success();
@@ -317,7 +380,7 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
   ChannelTask task = TaskOf<T>(/*backward=*/true, args.shape, device);
   task.aligned = Aligned(args.dy, args.x, y, args.dx) &&
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
-  task.statistics = own, task.apply = args.dx != nullptr;
+  task.bundle = args.bundle, task.statistics = own, task.apply = args.dx != nullptr;
   task.transient_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
   const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
   const auto launch = [&]<Mask kMask>() {
@@ -326,6 +389,7 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
                             plan, device, args);
     });
   };
+  if (args.silu) return launch.template operator()<Mask::kSilu>();
   if (!args.relu) return launch.template operator()<Mask::kNone>();
   return y != nullptr ? launch.template operator()<Mask::kOfY>()
                       : launch.template operator()<Mask::kOfX>();

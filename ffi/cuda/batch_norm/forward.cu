@@ -1,8 +1,8 @@
 // Batch norm forward, CUDA: one kernel computes the statistics of x, and then y.
 //
 // First pass: for each channel of its part, a block adds up distances from an origin, and their
-// squares. Origin, mean, squared deviations and count go to the workspace. After a barrier, parts
-// are combined in a fixed order. Usually each block combines the parts of its tiles. If tiles have
+// squares. Origin, mean, squared deviations and count go to the workspace. After a barrier, the
+// parts of all channels of a bundle are combined in a fixed order. Usually each block combines the parts of its tiles. If tiles have
 // many blocks, the channels are spread over all blocks, and a second barrier follows. Second pass:
 // y is computed, from the last vector back to the first: the L2 cache has the last vectors.
 //
@@ -199,8 +199,8 @@ __device__ __forceinline__ void SetAffine(A scale, A bias, A mean, A rstd, A del
   numbers[kOffset] = bias - delta * numbers[kFactor];
 }
 
-// Combines the partial results, and stores the statistics. A channel's AffineNumbers replace its
-// first partial result. If the block has one tile only, they go to `shared`.
+// Combines the partial results of each bundle, and stores the statistics. A channel's AffineNumbers
+// replace its first partial result. If the block has one tile only, they go to `shared`.
 template <typename A>
 __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
                                        const ChannelPartials<A, kMoments>& partials, A* shared) {
@@ -209,35 +209,63 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
     Partial first;
     A scale, bias;
   };
-  ForChannelSums(
-      plan, args.shape.outer.groups, partials,
-      [&](std::int64_t group, std::int64_t channel) {
-        return Given{partials.Load(group, 0, channel), ParamAt<A>(args.scale, group, channel, 1),
-                     ParamAt<A>(args.bias, group, channel, 0)};
-      },
-      [](double (&sums)[2], const Partial& part, const Given& given) {
-        const auto difference = [&](PartialMoments which) {
-          return static_cast<double>(part.v[which]) - static_cast<double>(given.first.v[which]);
-        };
-        // Distance from the first part's mean.
-        const double mean = difference(kOrigin) + difference(kMean);
-        const double count = static_cast<double>(part.v[kCount]);
-        sums[0] += count * mean;
-        sums[1] += LoadedSquares(part.v[kSquares]) + count * mean * mean;
-      },
+  const auto begin = [&](std::int64_t group, std::int64_t channel) {
+    return Given{partials.Load(group, 0, channel), ParamAt<A>(args.scale, group, channel, 1),
+                 ParamAt<A>(args.bias, group, channel, 0)};
+  };
+  const auto add = [](double(&sums)[2], const Partial& part, const Given& given) {
+    const auto difference = [&](PartialMoments which) {
+      return static_cast<double>(part.v[which]) - static_cast<double>(given.first.v[which]);
+    };
+    // Distance from the first part's mean.
+    const double mean = difference(kOrigin) + difference(kMean);
+    const double count = static_cast<double>(part.v[kCount]);
+    sums[0] += count * mean;
+    sums[1] += LoadedSquares(part.v[kSquares]) + count * mean * mean;
+  };
+  // `stores`: whether to store the statistics.
+  const auto find_statistics = [&](bool stores, std::int64_t group, std::int64_t channel,
+                                   const double(&sums)[2], const Given& given,
+                                   A(&mean_rstd_delta)[3]) {
+    const double mean = sums[0] * plan.inverse_elements;
+    const double variance = (sums[1] - sums[0] * mean) * plan.inverse_elements;
+    SetStatistics(args, stores, plan.BundleOf(group * plan.channels + channel),
+                  given.first.v[kOrigin], static_cast<double>(given.first.v[kMean]) + mean,
+                  variance < 0 ? 0.0 : variance, mean_rstd_delta);
+  };
+  const auto set_numbers = [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+                               A scale, A bias, const A(&mean_rstd_delta)[3]) {
+    const auto& [mean, rstd, delta] = mean_rstd_delta;
+    A numbers[kAffine];
+    SetAffine(scale, bias, mean, rstd, delta, numbers);
+    if (plan.has_one_tile()) {
+      PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
+    } else {
+      partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
+    }
+  };
+  if (plan.bundle == 1) {
+    ForChannelSums(plan, args.shape.outer.groups, partials, begin, add,
+                   [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+                       const double(&sums)[2], const Given& given) {
+                     A own[3];
+                     find_statistics(tile.first == 0, group, channel, sums, given, own);
+                     set_numbers(tile, group, channel, given.scale, given.bias, own);
+                   });
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  ForBundleSums(
+      plan, args.shape.outer.groups, partials, begin, add,
+      [](const ChannelPart&, std::int64_t, std::int64_t, const double(&sums)[2],
+         double(&totals)[2], const Given&) { totals[0] += sums[0], totals[1] += sums[1]; },
       [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-          const double (&sums)[2], const Given& given) {
-        const double mean = sums[0] * plan.inverse_elements;
-        const double variance = (sums[1] - sums[0] * mean) * plan.inverse_elements;
-        A own[3], numbers[kAffine];
-        SetStatistics(args, tile.first == 0, group * plan.channels + channel,
-                      given.first.v[kOrigin], static_cast<double>(given.first.v[kMean]) + mean,
-                      variance < 0 ? 0.0 : variance, own);
-        SetAffine(given.scale, given.bias, own[0], own[1], own[2], numbers);
-        if (plan.has_one_tile()) {
-          PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
-        } else {
-          partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
+          const double(&totals)[2], const Given& given) {
+        A own[3];
+        find_statistics(tile.first == 0 && lane == 0, group, channel, totals, given, own);
+        for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
+          set_numbers(tile, group, i, ParamAt<A>(args.scale, group, i, 1),
+                      ParamAt<A>(args.bias, group, i, 0), own);
         }
       });
 }
@@ -245,17 +273,22 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
 // --- y -------------------------------------------------------------------------------------------
 
 // Turns elements of x into elements of y. `terms`: the residual's elements.
-template <typename A, int W>
-__device__ __forceinline__ void Apply(const A (&numbers)[kAffine][W], bool residual, bool relu,
+template <typename T, int W, typename A = Accum<T>>
+__device__ __forceinline__ void Apply(const BatchNormFwdArgs& args,
+                                      const A (&numbers)[kAffine][W], bool residual,
                                       const A (&terms)[W], A (&values)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     values[j] = (values[j] - numbers[kAffineMean][j]) * numbers[kFactor][j] + numbers[kOffset][j];
     if (residual) values[j] += terms[j];
   }
-  if (relu) {
+  if (args.relu) {
 #pragma unroll
     for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays NaN
+  }
+  if (args.silu) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[j] *= Sigmoid<T>(values[j]);
   }
 }
 
@@ -277,8 +310,9 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
       } else {
         SetAffine(
             ParamAt<A>(args.scale, group, channel, 1), ParamAt<A>(args.bias, group, channel, 0),
-            ParamAt<A>(args.mean, group, channel, 0), ParamAt<A>(args.rstd, group, channel, 0),
-            ParamAt<A>(args.delta, group, channel, 0), of_channel);
+            ParamAt<A>(args.mean, group, plan.BundleOf(channel), 0),
+            ParamAt<A>(args.rstd, group, plan.BundleOf(channel), 0),
+            ParamAt<A>(args.delta, group, plan.BundleOf(channel), 0), of_channel);
       }
     };
     const auto find_numbers = [&] {
@@ -288,7 +322,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
         A values[W], terms[W];
         LoadEdge(x, edge, values);
         if (residual != nullptr) LoadEdge(residual, edge, terms);
-        Apply(numbers, residual != nullptr, args.relu, terms, values);
+        Apply<T, W>(args, numbers, residual != nullptr, terms, values);
         StoreEdge(y, edge, values);
       });
     };
@@ -301,7 +335,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
         A values[W], terms[W];
         Widen(place.Get(0), values);
         if constexpr (kResidual) Widen(place.GetTransient(), terms);
-        Apply(numbers, kResidual, args.relu, terms, values);
+        Apply<T, W>(args, numbers, kResidual, terms, values);
         StoreLast(y, start, Narrow<T>(values));
       };
       ForSecondPass(plan, part, stages, last && args.mean.data == nullptr,
@@ -383,15 +417,15 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     }
     Widen(of_x[k], values);
     if constexpr (kResidual) Widen(of_residual[k], terms);
-    Apply(numbers, kResidual, args.relu, terms, values);
+    Apply<T, W>(args, numbers, kResidual, terms, values);
     StoreLast(y, i * W, Narrow<T>(values));
   }
 }
 
-// Stores the statistics of channels without elements.
+// Stores the statistics of bundles without elements.
 template <typename A>
 __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
-  const std::int64_t all = args.shape.outer.groups * args.shape.outer.features;
+  const std::int64_t all = args.shape.outer.groups * args.shape.outer.features / args.bundle;
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   A unused[3];
   if (i < all) SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
@@ -412,7 +446,8 @@ template <typename T>
 ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const ChannelDevice& device) {
   const bool own = args.mean.data == nullptr;
   if (args.shape.elements() == 0) {
-    const std::int64_t all = args.shape.outer.groups * args.shape.channels();
+    const std::int64_t all =
+        args.bundle == 0 ? 0 : args.shape.outer.groups * args.shape.channels() / args.bundle;
     if (!own || all == 0) return ffi::Error::Success();
     EmptyStatisticsKernel<Accum<T>><<<GridBlocks(CeilDiv(all, 256)), 256, 0, stream>>>(args);
     return LastError(kForward);
@@ -420,7 +455,7 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
   if (!own && args.y == nullptr) return ffi::Error::Success();
   ChannelTask task = TaskOf<T>(/*backward=*/false, args.shape, device);
   task.aligned = Aligned(args.x, args.residual, args.y);
-  task.statistics = own, task.apply = args.y != nullptr;
+  task.bundle = args.bundle, task.statistics = own, task.apply = args.y != nullptr;
   task.transient_arrays = args.residual == nullptr ? 0 : 1;
   task.partial_rows = args.partial_rows;
   const BatchNormPlan plan = ChooseBatchNormPlan(task);
