@@ -24,7 +24,7 @@ namespace gradops {
 struct BatchNormFwdArgs {
   ChannelShape shape;
   ffi::DataType dtype;  // of x, residual and y
-  std::int64_t bundle;  // channels of a bundle
+  std::int64_t bundle = 1;  // channels of a bundle
   bool relu, silu;      // at most one of them
   double epsilon;
   const void* x;         // [groups, rows, channels, inner]
@@ -55,7 +55,7 @@ struct BatchNormFwdArgs {
 struct BatchNormBwdArgs {
   ChannelShape shape;
   ffi::DataType dtype;  // of dy, x, y, dx and dresidual
-  std::int64_t bundle;  // channels of a bundle
+  std::int64_t bundle = 1;  // channels of a bundle
   bool relu, silu;      // at most one of them
   const void* dy;                // [groups, rows, channels, inner]
   const void* x;                 // [groups, rows, channels, inner]
