@@ -52,15 +52,12 @@ __device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const Edge
   if constexpr (kMask == Mask::kOfY) LoadEdge(arrays.y, edge, y);
 }
 
-// Turns x into x - mean and dy into dz. The activation's argument is x * factor + offset. NaN is not
-// positive.
+// Turns dy into dz. The activation's argument is x * factor + offset. NaN is not positive.
 template <Mask kMask, typename T, int W, typename A = Accum<T>>
-__device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W],
-                                         const A (&offset)[W], const A (&y)[W], A (&x)[W],
-                                         A (&dy)[W]) {
+__device__ __forceinline__ void MaskGrad(const A (&x)[W], const A (&factor)[W],
+                                         const A (&offset)[W], const A (&y)[W], A (&dy)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    x[j] -= mean[j];
     const A argument = x[j] * factor[j] + offset[j];
     if constexpr (kMask == Mask::kOfY) dy[j] = y[j] > 0 ? dy[j] : A{0};
     if constexpr (kMask == Mask::kOfX) dy[j] = argument > 0 ? dy[j] : A{0};
@@ -75,7 +72,7 @@ __device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W
 enum DxNumbers { kDxMean, kDxRstd, kDxScale, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
 static_assert(kDxNumbers == kBackwardNeeds.parameters);
 
-// Level and slope of dx = (dz * scale - level - (x - mean) * slope) * rstd.
+// Level and slope of dx = (dz * scale - level - (x - mean) * rstd * slope) * rstd.
 template <typename A>
 struct Line {
   A level, slope;
@@ -97,7 +94,7 @@ struct Affine {
   }
   // The line that follows from the means of scale * dz and scale * dz * x_hat.
   __device__ __forceinline__ Line<A> LineOf(A mean_dz, A mean_dz_x_hat) const {
-    return {mean_dz - delta * (mean_dz_x_hat * rstd), mean_dz_x_hat * rstd};
+    return {mean_dz - delta * (mean_dz_x_hat * rstd), mean_dz_x_hat};
   }
   __device__ __forceinline__ void SetNumbers(const Line<A>& line, A (&numbers)[kDxNumbers]) const {
     numbers[kDxMean] = mean, numbers[kDxRstd] = rstd;
@@ -110,10 +107,9 @@ struct Affine {
 template <Mask kMask, typename T, int W, typename A = Accum<T>>
 __device__ __forceinline__ void ApplyGrad(const A (&numbers)[kDxNumbers][W], const A (&y)[W],
                                           A (&dy)[W], A (&x)[W]) {
-  A factor[W];
 #pragma unroll
-  for (int j = 0; j < W; ++j) factor[j] = numbers[kDxRstd][j] * numbers[kDxScale][j];
-  MaskGrad<kMask, T>(numbers[kDxMean], factor, numbers[kDxOffset], y, x, dy);
+  for (int j = 0; j < W; ++j) x[j] = (x[j] - numbers[kDxMean][j]) * numbers[kDxRstd][j];
+  MaskGrad<kMask, T>(x, numbers[kDxScale], numbers[kDxOffset], y, dy);
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     x[j] = (dy[j] * numbers[kDxScale][j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) *
@@ -143,7 +139,9 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
     };
     ThreadSums<A, W> sums;
     const auto add = [&](A(&dz)[W], A(&x)[W], const A(&y)[W]) {
-      MaskGrad<kMask, T>(parameters[0], parameters[1], parameters[2], y, x, dz);
+#pragma unroll
+      for (int j = 0; j < W; ++j) x[j] -= parameters[0][j];
+      MaskGrad<kMask, T>(x, parameters[1], parameters[2], y, dz);
 #pragma unroll
       for (int j = 0; j < W; ++j) sums.Add(j, dz[j], dz[j] * x[j]);
     };
@@ -191,19 +189,25 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
   });
 }
 
-// Adds up the partial results of each bundle, and stores the gradients of the parameters. Level and
-// slope of a channel replace its first partial result. If the block has one tile only, all
-// DxNumbers go to `shared`.
+// Adds up the partial results, stores the sums, and sets the numbers for dx. Level and slope of a
+// channel replace its first partial result. If the block has one tile only, all DxNumbers go to
+// `shared`.
 template <typename A>
-__device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, 2>& partials, A* shared) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const auto add = [](double(&sums)[2], const auto& part, const Affine<A>&) {
+struct GradFinish {
+  using Partials = ChannelPartials<A, 2>;
+  const BatchNormBwdArgs& args;
+  const ChannelPlan& plan;
+  const Partials& partials;
+  A* const shared;
+
+  static __device__ __forceinline__ void Add(double (&sums)[2],
+                                             const typename Partials::Partial& part) {
     sums[0] += static_cast<double>(part.v[0]), sums[1] += static_cast<double>(part.v[1]);
-  };
+  }
   // Stores a channel's sums as the gradients of its parameters, and multiplies them by scale.
-  const auto end_channel = [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-                               double(&sums)[2], const Affine<A>& affine, A scale) {
+  __device__ __forceinline__ void EndChannel(const ChannelPart& tile, std::int64_t group,
+                                             std::int64_t channel, A scale,
+                                             const Affine<A>& affine, double (&sums)[2]) const {
     sums[1] = (sums[1] - static_cast<double>(affine.delta) * sums[0]) *
               static_cast<double>(affine.rstd);
     const std::int64_t i = group * plan.channels + channel;
@@ -212,10 +216,11 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
     };
     store(args.dscale, sums[1]), store(args.dbias, sums[0]);
     sums[0] *= static_cast<double>(scale), sums[1] *= static_cast<double>(scale);
-  };
+  }
   // Stores the sums of a bundle. Returns its line.
-  const auto end_bundle = [&](bool stores, std::int64_t group, std::int64_t channel,
-                              const double(&sums)[2], const Affine<A>& affine) {
+  __device__ __forceinline__ Line<A> EndBundle(bool stores, std::int64_t group,
+                                               std::int64_t channel, const Affine<A>& affine,
+                                               const double (&sums)[2]) const {
     if (stores && args.sum_dz != nullptr) {
       const std::int64_t i = plan.BundleOf(group * plan.channels + channel);
       static_cast<A*>(args.sum_dz)[i] = static_cast<A>(sums[0]);
@@ -223,9 +228,10 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
     }
     return affine.LineOf(static_cast<A>(sums[0] * plan.inverse_elements),
                          static_cast<A>(sums[1] * plan.inverse_elements));
-  };
-  const auto set_numbers = [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-                               const Line<A>& line, const Affine<A>& affine) {
+  }
+  __device__ __forceinline__ void Set(const ChannelPart& tile, std::int64_t group,
+                                      std::int64_t channel, const Line<A>& line,
+                                      const Affine<A>& affine) const {
     if (plan.has_one_tile()) {
       A numbers[kDxNumbers];
       affine.SetNumbers(line, numbers);
@@ -233,35 +239,54 @@ __device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const Chann
     } else {
       partials.at(group, 0, channel) = {line.level, line.slope};
     }
-  };
-  const auto begin = [&](std::int64_t group, std::int64_t channel) {
-    return Affine<A>(args, plan, group, channel);
-  };
-  if (plan.bundle == 1) {
-    ForChannelSums(plan, args.shape.outer.groups, partials, begin, add,
-                   [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-                       double(&sums)[2], const Affine<A>& affine) {
-                     end_channel(tile, group, channel, sums, affine, affine.scale);
-                     const Line<A> line = end_bundle(tile.first == 0, group, channel, sums, affine);
-                     set_numbers(tile, group, channel, line, affine);
-                   });
-    return;
   }
-  ForBundleSums(
-      plan, args.shape.outer.groups, partials, begin, add,
-      [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double(&sums)[2],
-          double(&totals)[2], const Affine<A>& affine) {
-        end_channel(tile, group, channel, sums, affine, ParamAt<A>(args.scale, group, channel, 1));
-        totals[0] += sums[0], totals[1] += sums[1];
-      },
-      [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-          const double(&totals)[2], const Affine<A>& affine) {
-        const bool stores = tile.first == 0 && lane == 0;
-        const Line<A> line = end_bundle(stores, group, channel, totals, affine);
-        for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
-          set_numbers(tile, group, i, line, Affine<A>(args, plan, group, i));
-        }
-      });
+
+  __device__ __forceinline__ void OfChannels() const {
+    ForChannelSums(
+        plan, args.shape.outer.groups, partials,
+        [&](std::int64_t group, std::int64_t channel) {
+          return Affine<A>(args, plan, group, channel);
+        },
+        [](double(&sums)[2], const auto& part, const Affine<A>&) { Add(sums, part); },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double(&sums)[2],
+            const Affine<A>& affine) {
+          EndChannel(tile, group, channel, affine.scale, affine, sums);
+          Set(tile, group, channel, EndBundle(tile.first == 0, group, channel, affine, sums),
+              affine);
+        });
+  }
+  __device__ __forceinline__ void OfBundles() const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    ForBundleSums(
+        plan, args.shape.outer.groups, partials,
+        [&](std::int64_t group, std::int64_t channel) {
+          return Affine<A>(args, plan, group, channel);
+        },
+        [](double(&sums)[2], const auto& part, const Affine<A>&) { Add(sums, part); },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double(&sums)[2],
+            double(&totals)[2], const Affine<A>& affine) {
+          const A scale = ParamAt<A>(args.scale, group, channel, 1);
+          EndChannel(tile, group, channel, scale, affine, sums);
+          totals[0] += sums[0], totals[1] += sums[1];
+        },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+            const double(&totals)[2], const Affine<A>& affine) {
+          const bool stores = tile.first == 0 && lane == 0;
+          const Line<A> line = EndBundle(stores, group, channel, affine, totals);
+          for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
+            Set(tile, group, i, line, Affine<A>(args, plan, group, i));
+          }
+        });
+  }
+};
+
+// GradFinish::OfBundles. It is not inlined, as it would take registers from the loops. `args` and `plan`
+// are the kernel's own parameters: changed copies would lie in local memory.
+template <typename A>
+__device__ __noinline__ void FinishBundles(const BatchNormBwdArgs& args, const ChannelPlan& plan,
+                                           A* shared) {
+  const ChannelPartials<A, 2> partials{args.workspace, args.partial_rows, plan.channels};
+  GradFinish<A>{args, plan, partials, shared}.OfBundles();
 }
 
 // --- dx ------------------------------------------------------------------------------------------
@@ -335,7 +360,12 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     if (args.dx == nullptr) arrays.dresidual = nullptr;
     FirstPass<kMask>(args, arrays, plan, partials, shared, stages);
     SyncBlocks(plan);  // partial sums are written
-    Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
+    auto* const numbers = reinterpret_cast<Accum<T>*>(shared);
+    if (plan.bundle == 1) {
+      GradFinish<Accum<T>>{args, plan, partials, numbers}.OfChannels();
+    } else {
+      FinishBundles(args, any_plan, numbers);
+    }
     if (args.dx == nullptr) return;
     if (!plan.combines_locally) {
       cooperative_groups::this_grid().sync();  // levels and slopes are written

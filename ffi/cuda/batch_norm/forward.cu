@@ -199,42 +199,41 @@ __device__ __forceinline__ void SetAffine(A scale, A bias, A mean, A rstd, A del
   numbers[kOffset] = bias - delta * numbers[kFactor];
 }
 
-// Combines the partial results of each bundle, and stores the statistics. A channel's AffineNumbers
-// replace its first partial result. If the block has one tile only, they go to `shared`.
+// Combines the partial results, and stores the statistics. A channel's AffineNumbers replace its
+// first partial result. If the block has one tile only, they go to `shared`.
 template <typename A>
-__device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, kMoments>& partials, A* shared) {
-  using Partial = typename ChannelPartials<A, kMoments>::Partial;
-  struct Given {
-    Partial first;
-    A scale, bias;
-  };
-  const auto begin = [&](std::int64_t group, std::int64_t channel) {
-    return Given{partials.Load(group, 0, channel), ParamAt<A>(args.scale, group, channel, 1),
-                 ParamAt<A>(args.bias, group, channel, 0)};
-  };
-  const auto add = [](double(&sums)[2], const Partial& part, const Given& given) {
+struct MomentsFinish {
+  using Partials = ChannelPartials<A, kMoments>;
+  using Partial = typename Partials::Partial;
+  const BatchNormFwdArgs& args;
+  const ChannelPlan& plan;
+  const Partials& partials;
+  A* const shared;
+
+  // Adds distances from `first`'s mean.
+  static __device__ __forceinline__ void Add(double (&sums)[2], const Partial& part,
+                                             const Partial& first) {
     const auto difference = [&](PartialMoments which) {
-      return static_cast<double>(part.v[which]) - static_cast<double>(given.first.v[which]);
+      return static_cast<double>(part.v[which]) - static_cast<double>(first.v[which]);
     };
-    // Distance from the first part's mean.
     const double mean = difference(kOrigin) + difference(kMean);
     const double count = static_cast<double>(part.v[kCount]);
     sums[0] += count * mean;
     sums[1] += LoadedSquares(part.v[kSquares]) + count * mean * mean;
-  };
-  // `stores`: whether to store the statistics.
-  const auto find_statistics = [&](bool stores, std::int64_t group, std::int64_t channel,
-                                   const double(&sums)[2], const Given& given,
-                                   A(&mean_rstd_delta)[3]) {
+  }
+  // The statistics of a bundle, from the sums of Add. `stores`: whether to store them.
+  __device__ __forceinline__ void Statistics(bool stores, std::int64_t group, std::int64_t channel,
+                                             const double (&sums)[2], const Partial& first,
+                                             A (&mean_rstd_delta)[3]) const {
     const double mean = sums[0] * plan.inverse_elements;
     const double variance = (sums[1] - sums[0] * mean) * plan.inverse_elements;
-    SetStatistics(args, stores, plan.BundleOf(group * plan.channels + channel),
-                  given.first.v[kOrigin], static_cast<double>(given.first.v[kMean]) + mean,
-                  variance < 0 ? 0.0 : variance, mean_rstd_delta);
-  };
-  const auto set_numbers = [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-                               A scale, A bias, const A(&mean_rstd_delta)[3]) {
+    SetStatistics(args, stores, plan.BundleOf(group * plan.channels + channel), first.v[kOrigin],
+                  static_cast<double>(first.v[kMean]) + mean, variance < 0 ? 0.0 : variance,
+                  mean_rstd_delta);
+  }
+  __device__ __forceinline__ void Set(const ChannelPart& tile, std::int64_t group,
+                                      std::int64_t channel, A scale, A bias,
+                                      const A (&mean_rstd_delta)[3]) const {
     const auto& [mean, rstd, delta] = mean_rstd_delta;
     A numbers[kAffine];
     SetAffine(scale, bias, mean, rstd, delta, numbers);
@@ -243,31 +242,56 @@ __device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const Chann
     } else {
       partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
     }
-  };
-  if (plan.bundle == 1) {
-    ForChannelSums(plan, args.shape.outer.groups, partials, begin, add,
-                   [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-                       const double(&sums)[2], const Given& given) {
-                     A own[3];
-                     find_statistics(tile.first == 0, group, channel, sums, given, own);
-                     set_numbers(tile, group, channel, given.scale, given.bias, own);
-                   });
-    return;
   }
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  ForBundleSums(
-      plan, args.shape.outer.groups, partials, begin, add,
-      [](const ChannelPart&, std::int64_t, std::int64_t, const double(&sums)[2],
-         double(&totals)[2], const Given&) { totals[0] += sums[0], totals[1] += sums[1]; },
-      [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-          const double(&totals)[2], const Given& given) {
-        A own[3];
-        find_statistics(tile.first == 0 && lane == 0, group, channel, totals, given, own);
-        for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
-          set_numbers(tile, group, i, ParamAt<A>(args.scale, group, i, 1),
-                      ParamAt<A>(args.bias, group, i, 0), own);
-        }
-      });
+
+  __device__ __forceinline__ void OfChannels() const {
+    struct Given {
+      Partial first;
+      A scale, bias;
+    };
+    ForChannelSums(
+        plan, args.shape.outer.groups, partials,
+        [&](std::int64_t group, std::int64_t channel) {
+          return Given{partials.Load(group, 0, channel), ParamAt<A>(args.scale, group, channel, 1),
+                       ParamAt<A>(args.bias, group, channel, 0)};
+        },
+        [](double(&sums)[2], const Partial& part, const Given& given) {
+          Add(sums, part, given.first);
+        },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+            const double(&sums)[2], const Given& given) {
+          A own[3];
+          Statistics(tile.first == 0, group, channel, sums, given.first, own);
+          Set(tile, group, channel, given.scale, given.bias, own);
+        });
+  }
+  __device__ __forceinline__ void OfBundles() const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    ForBundleSums(
+        plan, args.shape.outer.groups, partials,
+        [&](std::int64_t group, std::int64_t channel) { return partials.Load(group, 0, channel); },
+        [](double(&sums)[2], const Partial& part, const Partial& first) { Add(sums, part, first); },
+        [](const ChannelPart&, std::int64_t, std::int64_t, const double(&sums)[2],
+           double(&totals)[2], const Partial&) { totals[0] += sums[0], totals[1] += sums[1]; },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+            const double(&totals)[2], const Partial& first) {
+          A own[3];
+          Statistics(tile.first == 0 && lane == 0, group, channel, totals, first, own);
+          for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
+            Set(tile, group, i, ParamAt<A>(args.scale, group, i, 1),
+                ParamAt<A>(args.bias, group, i, 0), own);
+          }
+        });
+  }
+};
+
+// MomentsFinish::OfBundles. It is not inlined, as it would take registers from the loops. `args` and `plan`
+// are the kernel's own parameters: changed copies would lie in local memory.
+template <typename A>
+__device__ __noinline__ void FinishBundles(const BatchNormFwdArgs& args, const ChannelPlan& plan,
+                                           A* shared) {
+  const ChannelPartials<A, kMoments> partials{args.workspace, args.partial_rows, plan.channels};
+  MomentsFinish<A>{args, plan, partials, shared}.OfBundles();
 }
 
 // --- y -------------------------------------------------------------------------------------------
@@ -364,7 +388,12 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   if (args.mean.data == nullptr) {
     FirstPass(static_cast<const T*>(args.x), plan, partials, shared, stages);
     SyncBlocks(plan);  // partial results are written
-    Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
+    auto* const numbers = reinterpret_cast<Accum<T>*>(shared);
+    if (plan.bundle == 1) {
+      MomentsFinish<Accum<T>>{args, plan, partials, numbers}.OfChannels();
+    } else {
+      FinishBundles(args, any_plan, numbers);
+    }
     if (args.y == nullptr) return;
     if (!plan.combines_locally) {
       cooperative_groups::this_grid().sync();  // all AffineNumbers are written
