@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "cuda/batch_norm/bundle.cuh"
 #include "cuda/batch_norm/stages.cuh"
 #include "cuda/batch_norm/sums.cuh"
 #include "cuda/batch_norm/tiles.cuh"
@@ -344,7 +345,97 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
   });
 }
 
-// --- The kernel and its launcher -----------------------------------------------------------------
+// --- Kernels and launchers -----------------------------------------------------------------------
+
+// One bundle of channels first: the sums of its channels, then dx.
+template <typename T, Mask kMask>
+__global__ void __launch_bounds__(kBundleWarps* kWarp)
+    BundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
+                    const __grid_constant__ BundlePieces cut) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  extern __shared__ __align__(128) char shared[];
+  const BundleBlock<T> block{cut, shared};
+  const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
+  const std::int64_t of_group = channels / cut.bundle;
+  if (item >= args.shape.outer.groups * of_group) return;
+  const std::int64_t group = item / of_group, first_channel = item % of_group * cut.bundle;
+  const std::int64_t start = item * cut.bundle * args.shape.inner;
+  block.Load({static_cast<const T*>(args.dy) + start, static_cast<const T*>(args.x) + start});
+  const A mean = ParamAt<A>(args.mean, group, item % of_group, 0);
+  const A rstd = ParamAt<A>(args.rstd, group, item % of_group, 0);
+  const A delta = ParamAt<A>(args.delta, group, item % of_group, 0);
+  A* const scales = block.Numbers(2);
+  A* const offsets = scales + cut.bundle;
+  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
+    scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
+    offsets[c] =
+        ParamAt<A>(args.bias, group, first_channel + c, 0) - delta * (rstd * scales[c]);
+  }
+  __syncthreads();  // scales and offsets are written
+
+  // Loads x_hat, without delta, and dz.
+  const auto load = [&](int vector, int channel, A(&x)[W], A(&dz)[W]) {
+    A scale[W], offset[W], y[W];
+    Widen(LoadPlain<W>(block.Array(0) + vector * W), dz);
+    Widen(LoadPlain<W>(block.Array(1) + vector * W), x);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      x[j] = (x[j] - mean) * rstd, scale[j] = scales[channel], offset[j] = offsets[channel];
+    }
+    MaskGrad<kMask, T>(x, scale, offset, y, dz);
+  };
+  double* const of_pieces = block.Sums(2);
+  A dz_sum = 0, x_hat_sum = 0;
+  block.ForLoaded(
+      [&](int vector, int channel) {
+        A x[W], dz[W];
+        load(vector, channel, x, dz);
+#pragma unroll
+        for (int j = 0; j < W; ++j) dz_sum += dz[j], x_hat_sum += dz[j] * x[j];
+      },
+      [&](int piece, int) {
+        double sums[2] = {static_cast<double>(dz_sum), static_cast<double>(x_hat_sum)};
+        WarpSums<kWarp>(sums);
+        if (block.lane() == 0) of_pieces[2 * piece] = sums[0], of_pieces[2 * piece + 1] = sums[1];
+        dz_sum = x_hat_sum = 0;
+      });
+  __syncthreads();  // the sums of pieces are written
+  double totals[2] = {};
+  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
+    double sums[2] = {};
+    for (int p = c * cut.channel_pieces; p < (c + 1) * cut.channel_pieces; ++p) {
+      sums[0] += of_pieces[2 * p], sums[1] += of_pieces[2 * p + 1];
+    }
+    sums[1] -= static_cast<double>(delta * rstd) * sums[0];
+    const std::int64_t i = group * channels + first_channel + c;
+    if (args.dscale.data != nullptr) StoreAs(args.dscale.data, args.dscale.dtype, i, sums[1]);
+    if (args.dbias.data != nullptr) StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
+    const auto scale = static_cast<double>(scales[c]);
+    totals[0] += scale * sums[0], totals[1] += scale * sums[1];
+  }
+  block.Sum(of_pieces + 2 * cut.pieces(), totals);
+  if (threadIdx.x == 0 && args.sum_dz != nullptr) {
+    static_cast<A*>(args.sum_dz)[item] = static_cast<A>(totals[0]);
+    static_cast<A*>(args.sum_dz_x_hat)[item] = static_cast<A>(totals[1]);
+  }
+  const double per_element = 1.0 / (static_cast<double>(cut.bundle) * args.shape.inner);
+  const A slope = static_cast<A>(totals[1] * per_element);
+  const A level = static_cast<A>(totals[0] * per_element) - delta * (slope * rstd);
+
+  if (args.dx == nullptr) return;
+  T* const dx = static_cast<T*>(args.dx) + start;
+  T* const dresidual = static_cast<T*>(args.dresidual);
+  block.ForVectors([&](int vector, int channel) {
+    A x[W], dz[W];
+    load(vector, channel, x, dz);
+    if (dresidual != nullptr) StoreLast(dresidual + start, vector * W, Narrow<T>(dz));
+    const A scale = scales[channel];
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] = (dz[j] * scale - level - x[j] * slope) * rstd;
+    StoreLast(dx, vector * W, Narrow<T>(x));
+  });
+}
 
 template <typename T, int W, bool kPlane, int kSteps, Mask kMask>
 __global__ void __launch_bounds__(kChannelThreads, 1)
@@ -407,6 +498,17 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
     return ffi::Error::Success();
   }
   const void* const y = args.relu ? args.y : nullptr;
+  if (own && y == nullptr && Aligned(args.dy, args.x, args.dx, args.dresidual)) {
+    const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, /*arrays=*/2, 2);
+    const auto launch = [&]<Mask kMask>() {
+      return LaunchBundles(kBackward, BundleBwdKernel<T, kMask>, stream, cut, args);
+    };
+    if (cut.warps > 0) {
+      if (args.silu) return launch.template operator()<Mask::kSilu>();
+      return args.relu ? launch.template operator()<Mask::kOfX>()
+                       : launch.template operator()<Mask::kNone>();
+    }
+  }
   ChannelTask task = TaskOf<T>(/*backward=*/true, args.shape, device);
   task.aligned = Aligned(args.dy, args.x, y, args.dx) &&
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);

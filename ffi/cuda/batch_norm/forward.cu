@@ -15,6 +15,7 @@
 
 #include "common/math.h"
 #include "common/stored_squares.h"
+#include "cuda/batch_norm/bundle.cuh"
 #include "cuda/batch_norm/stages.cuh"
 #include "cuda/batch_norm/sums.cuh"
 #include "cuda/batch_norm/tiles.cuh"
@@ -402,6 +403,95 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   SecondPass(args, plan, partials, shared, stages);
 }
 
+// One bundle of channels first: statistics by two passes over shared memory, then y.
+template <typename T>
+__global__ void __launch_bounds__(kBundleWarps* kWarp)
+    BundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
+                    const __grid_constant__ BundlePieces cut) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  extern __shared__ __align__(128) char shared[];
+  const BundleBlock<T> block{cut, shared};
+  const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
+  const std::int64_t of_group = channels / cut.bundle;
+  if (item >= args.shape.outer.groups * of_group) return;
+  const std::int64_t group = item / of_group, first_channel = item % of_group * cut.bundle;
+  const std::int64_t start = item * cut.bundle * args.shape.inner;
+  const T* const x = static_cast<const T*>(args.x) + start;
+  block.Load({x});
+  A* const scales = block.Numbers(1);
+  A* const biases = scales + cut.bundle;
+  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
+    scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
+    biases[c] = ParamAt<A>(args.bias, group, first_channel + c, 0);
+  }
+  double* const room = block.Sums(1);
+  const double per_element = 1.0 / (static_cast<double>(cut.bundle) * args.shape.inner);
+  const A origin = isfinite(static_cast<A>(x[0])) ? static_cast<A>(x[0]) : A{0};
+  const auto load = [&](int vector, A(&values)[W]) {
+    Widen(LoadPlain<W>(block.Array(0) + vector * W), values);
+  };
+
+  A distance = 0;
+  double of_first[1] = {};
+  block.ForLoaded(
+      [&](int vector, int) {
+        A values[W];
+        load(vector, values);
+#pragma unroll
+        for (int j = 0; j < W; ++j) distance += values[j] - origin;
+      },
+      [&](int, int) { of_first[0] += static_cast<double>(distance), distance = 0; });
+  block.Sum(room, of_first);
+  const A center = static_cast<A>(static_cast<double>(origin) + of_first[0] * per_element);
+
+  // Sums of distances from `center`, which is almost the mean, and of their squares. S: their type.
+  const auto sum_squares = [&]<typename S>(double(&sums)[2]) {
+    S offset = 0, square = 0;
+    sums[0] = sums[1] = 0;
+    block.ForVectors(
+        0, cut.pieces(),
+        [&](int vector, int) {
+          A values[W];
+          load(vector, values);
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            const S centered = static_cast<S>(values[j]) - static_cast<S>(center);
+            offset += centered, square += centered * centered;
+          }
+        },
+        [&](int, int) {
+          sums[0] += static_cast<double>(offset), sums[1] += static_cast<double>(square);
+          offset = square = 0;
+        });
+    block.Sum(room, sums);
+  };
+  double sums[2];
+  sum_squares.template operator()<A>(sums);
+  if (NeedsSecondLook<T>(double2{sums[0], sums[1]})) sum_squares.template operator()<double>(sums);
+  const double offset = sums[0] * per_element;
+  const double variance = (sums[1] - sums[0] * offset) * per_element;
+  A own[3];
+  SetStatistics(args, threadIdx.x == 0, item, center, offset, variance < 0 ? 0.0 : variance, own);
+
+  if (args.y == nullptr) return;
+  T* const y = static_cast<T*>(args.y) + start;
+  const T* const residual = static_cast<const T*>(args.residual);
+  block.ForVectors([&](int vector, int channel) {
+    A terms[W], column[kAffine], numbers[kAffine][W], values[W];
+    SetAffine(scales[channel], biases[channel], own[0], own[1], own[2], column);
+#pragma unroll
+    for (int v = 0; v < kAffine; ++v) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) numbers[v][j] = column[v];
+    }
+    load(vector, values);
+    if (residual != nullptr) Widen(LoadVectorOnce<W>(residual + start + vector * W), terms);
+    Apply<T, W>(args, numbers, residual != nullptr, terms, values);
+    StoreLast(y, vector * W, Narrow<T>(values));
+  });
+}
+
 constexpr int kApplyThreads = 256;  // threads of a block of BatchNormApplyKernel
 template <bool kResidual>
 constexpr int kApplyVectors = kResidual ? 2 : 4;  // vectors of such a thread
@@ -482,6 +572,10 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
     return LastError(kForward);
   }
   if (!own && args.y == nullptr) return ffi::Error::Success();
+  if (own && Aligned(args.x, args.residual, args.y)) {
+    const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, /*arrays=*/1, 2);
+    if (cut.warps > 0) return LaunchBundles(kForward, BundleFwdKernel<T>, stream, cut, args);
+  }
   ChannelTask task = TaskOf<T>(/*backward=*/false, args.shape, device);
   task.aligned = Aligned(args.x, args.residual, args.y);
   task.bundle = args.bundle, task.statistics = own, task.apply = args.y != nullptr;
