@@ -140,6 +140,7 @@ constexpr Field<Choice> kChannelFields[] = {
     OfTask<Choice, &ChannelTask::rows>("rows"),
     OfTask<Choice, &ChannelTask::channels>("channels"),
     OfTask<Choice, &ChannelTask::inner>("inner"),
+    OfTask<Choice, &ChannelTask::bundle>("bundle"),
     OfTask<Choice, &ChannelTask::element_bytes>("element_bytes"),
     OfTask<Choice, &ChannelTask::accum_bytes>("accum_bytes"),
     OfTask<Choice, &ChannelTask::aligned>("aligned"),

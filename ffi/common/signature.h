@@ -37,7 +37,8 @@ enum class Presence { kRequired, kOptional };
 //
 // Letters name the axes: n is for the row axes (any number), d for the features, and m for the axes
 // after the features. m is a row axis, too. The attribute inner_rank says how many axes m has. Any
-// other letter stands for one axis. The group axes (of jax.vmap) come before all. An operand
+// other letter stands for one axis. Features may also be two axes: g for bundles and c for the
+// features of a bundle. The group axes (of jax.vmap) come before all. An operand
 // without n may lack the group axes: all groups then share it.
 struct Signature {
   struct Array {
@@ -171,6 +172,7 @@ class RowChecker {
       shape_ = {Product(Dims(x.dimensions().begin(), static_cast<std::size_t>(group_rank))),
                 Product(DimsOf('n')), 1};
       inner_ = Product(DimsOf('m'));
+      if (axes.find('c') != axes.npos) bundle_ = Product(DimsOf('c'));
       for (const char letter : axes) {
         if (letter != 'n' && letter != 'm') shape_.features *= Product(DimsOf(letter));
       }
@@ -246,6 +248,7 @@ class RowChecker {
   bool ok() const { return message_.empty(); }
   ffi::Error error() const { return ffi::Error::InvalidArgument(message_); }
   ChannelShape shape() const { return {shape_, inner_}; }
+  std::int64_t bundle() const { return bundle_; }
   ffi::DataType dtype() const { return x_.element_type(); }
 
  private:
@@ -275,7 +278,10 @@ class RowChecker {
     std::string shape = "x's shape";
     const bool last = inner_rank_ == 0;
     const auto feature = std::to_string(group_rank_ + row_rank_);
-    if (!array.has_rows()) {
+    if (axes_.find('c') != axes_.npos && array.axes != axes_) {
+      shape = "x's group axes and axis " + feature;
+      if (array.axes.ends_with('c')) shape += " and the next one";
+    } else if (!array.has_rows()) {
       shape = "x's group axes and " + (last ? "last axis" : "axis " + feature);
     } else if (array.axes != axes_) {
       shape += " without the " + (last ? "last axis" : "axis " + feature);
@@ -299,7 +305,7 @@ class RowChecker {
   std::string_view axes_;
   std::int64_t group_rank_ = 0, row_rank_ = 0, inner_rank_;
   RowShape shape_{0, 0, 0};
-  std::int64_t inner_ = 1;
+  std::int64_t inner_ = 1, bundle_ = 1;
   std::string message_;
 };
 
@@ -390,6 +396,7 @@ class RowHandler {
     } else {
       args_.shape = check.shape().outer;
     }
+    if constexpr (requires { args_.bundle; }) args_.bundle = check.bundle();
     std::int64_t sums = 0;
     CheckArrays(check, sums, std::make_index_sequence<kArrays>());
     CheckRules(check, std::make_index_sequence<std::size(Op::kRules)>());

@@ -1,7 +1,9 @@
-// Batch norm: arguments, launchers and declarations shared by all backends.
+// Batch norm and group norm: arguments, launchers and declarations shared by all backends.
 //
-// x is [groups, rows, channels, inner]. A channel has rows * inner elements in a group. Its
-// statistics are computed from these elements. With channels last, inner is 1.
+// x is [groups, rows, channels, inner]. With channels last, inner is 1. A bundle is some
+// neighbouring channels. Statistics are computed from the elements of a bundle in a group. In batch
+// norm, each channel is a bundle. In group norm, the groups of x are the samples, and the bundles
+// are what the op calls groups.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +13,8 @@
 namespace gradops {
 
 // y = act(x_hat * scale + bias + residual) with x_hat = ((x - mean) - delta) * rstd. With relu, act
-// is max(0, .), and a NaN stays a NaN. Without relu, act does nothing. All of this is computed in
-// the accumulation dtype. Only y is rounded.
+// is max(0, .), and a NaN stays a NaN. With silu, act is z / (1 + exp(-z)). Otherwise act does
+// nothing. All of this is computed in the accumulation dtype. Only y is rounded.
 //
 // mean is rounded to the accumulation dtype. delta is the rounding error: mean + delta is the exact
 // mean. Without delta, x_hat would be wrong in channels whose mean is much larger than their
@@ -22,17 +24,18 @@ namespace gradops {
 struct BatchNormFwdArgs {
   ChannelShape shape;
   ffi::DataType dtype;  // of x, residual and y
-  bool relu;
+  std::int64_t bundle = 1;  // channels of a bundle
+  bool relu, silu;      // at most one of them
   double epsilon;
   const void* x;         // [groups, rows, channels, inner]
   const void* residual;  // [groups, rows, channels, inner]; null: none
   Param scale;           // [channels]
   Param bias;            // [channels]
-  // Given statistics: [channels] in the accumulation dtype. mean and rstd are null together. Null
+  // Given statistics: [bundles] in the accumulation dtype. mean and rstd are null together. Null
   // delta: 0.
   Param mean, rstd, delta;
   void* y;  // [groups, rows, channels, inner]; null: only the batch's statistics are wanted
-  // The batch's own statistics: [groups, channels] in the accumulation dtype. All are null if mean
+  // The batch's own statistics: [groups, bundles] in the accumulation dtype. All are null if mean
   // is given, and only then. The variance is biased. rstd is its InverseDeviation (common/math.h).
   void *batch_mean, *batch_variance, *batch_rstd, *batch_delta;
   // Scratch: [groups, partial_rows, 4, channels] in the accumulation dtype. partial_rows is an
@@ -41,26 +44,34 @@ struct BatchNormFwdArgs {
   std::int64_t partial_rows;
 };
 
-// dz is dy. With relu, dz is 0 where act's argument was not positive. Means are over the elements
-// of a channel:
-//   dx = scale * rstd * (dz - mean(dz) - x_hat * mean(dz * x_hat)),
+// dz is dy times the derivative of act. With relu, this is 0 where act's argument was not positive.
+// Means are over the elements of a bundle, sums over the elements of a channel:
+//   dx = rstd * (scale * dz - mean(scale * dz) - x_hat * mean(scale * dz * x_hat)),
 //   dresidual = dz, dscale = sum(dz * x_hat), dbias = sum(dz).
 //
 // relu's argument was positive where y is positive. Without y: where x_hat * scale + bias is
-// positive. The means are the batch's own, unless `mean_dz` is given.
+// positive. silu's argument is x_hat * scale + bias. The means are the batch's own, unless
+// `mean_dz` is given.
 struct BatchNormBwdArgs {
   ChannelShape shape;
   ffi::DataType dtype;  // of dy, x, y, dx and dresidual
-  bool relu;
+  std::int64_t bundle = 1;  // channels of a bundle
+  bool relu, silu;      // at most one of them
   const void* dy;                // [groups, rows, channels, inner]
   const void* x;                 // [groups, rows, channels, inner]
   const void* y;                 // [groups, rows, channels, inner]; null: see above
-  Param scale, bias;             // [channels]; bias is null, except for relu without y
-  Param mean, rstd, delta;       // [channels] in the accumulation dtype; null delta: 0
-  Param mean_dz, mean_dz_x_hat;  // [channels] in the accumulation dtype; both null: not given
+  Param scale, bias;        // [channels]; bias is null, except for relu without y, and silu
+  Param mean, rstd, delta;  // [bundles] in the accumulation dtype; null delta: 0
+  // The means of dz and dz * x_hat. With `weighted`, the means of scale * dz and scale * dz * x_hat.
+  // [bundles] in the accumulation dtype; both null: not given.
+  Param mean_dz, mean_dz_x_hat;
+  bool weighted;
   void* dx;                      // x's shape; null: only sums are wanted
   void* dresidual;               // x's shape; null: not wanted; null without dx
   ParamGrad dscale, dbias;       // [groups, channels]; null if means are given
+  // Sums of scale * dz and scale * dz * x_hat: [groups, bundles] in the accumulation dtype. Null:
+  // not wanted.
+  void *sum_dz, *sum_dz_x_hat;
   // Scratch: [groups, partial_rows, 2, channels] in the accumulation dtype. See forward.
   void* workspace;
   std::int64_t partial_rows;

@@ -6,6 +6,7 @@
 #include "ops/bias_gelu.h"
 #include "ops/cross_entropy.h"
 #include "ops/global_norm.h"
+#include "ops/group_norm.h"
 #include "ops/row_norm.h"
 
 namespace gradops {
@@ -15,6 +16,7 @@ using AllOps = TypeList<
     RowNormForward, RowNormBackward,
     BiasGeluForward, BiasGeluBackward,
     BatchNormForward, BatchNormBackward,
+    GroupNormForward, GroupNormBackward,
     CrossEntropyForward, CrossEntropyBackward,
     SumOfSquaresOfTree, ScaleTree>;
 // clang-format on

@@ -1,4 +1,4 @@
-// Runs batch norm's kernels without JAX, on small awkward shapes and exact cudaMalloc buffers. The
+// Runs the kernels of batch norm and group norm without JAX, on small awkward shapes and exact cudaMalloc buffers. The
 // expected results are long expressions in double on the host. compute-sanitizer's four tools run
 // the program too.
 //
@@ -58,14 +58,30 @@ struct CaseRun {
     const std::int64_t p = group * stride + channel;
     return std::pair(c.scale ? scale[p] : 1.0, c.scale ? bias[p] : 0.0);
   }
-  double XHat(std::int64_t p, std::int64_t at) const {
-    return (x[at] - mean[p] - delta[p]) * rstd[p];
+  // The number of a channel's bundle.
+  std::int64_t BundleOf(std::int64_t group, std::int64_t channel) const {
+    return (group * c.channels + channel) / c.bundle;
+  }
+  double XHat(std::int64_t bundle, std::int64_t at) const {
+    return (x[at] - mean[bundle] - delta[bundle]) * rstd[bundle];
+  }
+  // Calls fn(channel, index in x) for each element of a bundle, which starts at a channel.
+  void ForElements(std::int64_t group, std::int64_t first, const auto& fn) const {
+    for (std::int64_t channel = first; channel < first + c.bundle; ++channel) {
+      for (std::int64_t i = 0; i < c.terms(); ++i) fn(channel, c.at(group, channel, i));
+    }
+  }
+  // Calls fn(group, first channel) for each bundle.
+  void ForBundles(const auto& fn) const {
+    for (std::int64_t group = 0; group < c.groups; ++group) {
+      for (std::int64_t channel = 0; channel < c.channels; channel += c.bundle) fn(group, channel);
+    }
   }
 
   // One call for all, then one for the statistics, and one for y from given statistics.
   void Forward() {
     fwd.shape = {{c.groups, c.rows, c.channels}, c.inner}, fwd.dtype = kDtype<T>;
-    fwd.relu = c.relu, fwd.epsilon = epsilon;
+    fwd.bundle = c.bundle, fwd.relu = c.relu, fwd.silu = c.silu, fwd.epsilon = epsilon;
     fwd.x = x.device, fwd.residual = c.residual ? residual.device : nullptr;
     if (c.scale)
       fwd.scale = {scale.device, stride, kDtype<S>}, fwd.bias = {bias.device, stride, kDtype<S>};
@@ -80,9 +96,9 @@ struct CaseRun {
     statistics.batch_mean = again[0].device, statistics.batch_variance = again[1].device;
     statistics.batch_rstd = again[2].device, statistics.batch_delta = again[3].device;
     Check(BatchNormFwdOn(device, nullptr, statistics));
-    given.mean = {mean.device, c.channels, kDtype<A>};
-    given.rstd = {rstd.device, c.channels, kDtype<A>};
-    given.delta = {delta.device, c.channels, kDtype<A>};
+    given.mean = {mean.device, c.channels / c.bundle, kDtype<A>};
+    given.rstd = {rstd.device, c.channels / c.bundle, kDtype<A>};
+    given.delta = {delta.device, c.channels / c.bundle, kDtype<A>};
     given.batch_mean = given.batch_variance = given.batch_rstd = given.batch_delta = nullptr;
     given.workspace = nullptr, given.partial_rows = 0, given.y = y_given.device;
     Check(BatchNormFwdOn(device, nullptr, given));
@@ -94,20 +110,18 @@ struct CaseRun {
 
   void CheckForward() {
     for (std::int64_t i = 0; i < n; ++i) Near(c, "y of given statistics", i, y_given[i], y[i], 0);
-    for (std::int64_t group = 0; group < c.groups; ++group) {
-      for (std::int64_t channel = 0; channel < c.channels; ++channel) CheckForward(group, channel);
-    }
+    ForBundles([&](std::int64_t group, std::int64_t first) { CheckForward(group, first); });
   }
-  void CheckForward(std::int64_t group, std::int64_t channel) {
-    const std::int64_t p = group * c.channels + channel;
-    const auto terms = static_cast<double>(c.terms());
+  void CheckForward(std::int64_t group, std::int64_t first) {
+    const std::int64_t p = BundleOf(group, first);
+    const auto terms = static_cast<double>(c.terms() * c.bundle);
     long double sum = 0, square = 0;
-    for (std::int64_t i = 0; i < c.terms(); ++i) sum += x[c.at(group, channel, i)];
+    ForElements(group, first, [&](std::int64_t, std::int64_t at) { sum += x[at]; });
     const long double want = sum / terms;
-    for (std::int64_t i = 0; i < c.terms(); ++i) {
-      const long double distance = x[c.at(group, channel, i)] - want;
+    ForElements(group, first, [&](std::int64_t, std::int64_t at) {
+      const long double distance = x[at] - want;
       square += distance * distance;
-    }
+    });
     const auto want_variance = static_cast<double>(square / terms);
     const double want_rstd = 1 / std::sqrt(want_variance + epsilon);
     Near(c, "mean", p, mean[p] + delta[p], static_cast<double>(want),
@@ -118,27 +132,30 @@ struct CaseRun {
     Near(c, "variance alone", p, again[1][p], variance[p], 0);
     Near(c, "rstd alone", p, again[2][p], rstd[p], 0);
     Near(c, "delta alone", p, again[3][p], delta[p], 0);
-    const auto [a, b] = AffineOf(group, channel);
-    for (std::int64_t i = 0; i < c.terms(); ++i) {
-      const std::int64_t at = c.at(group, channel, i);
+    ForElements(group, first, [&](std::int64_t channel, std::int64_t at) {
+      const auto [a, b] = AffineOf(group, channel);
       const double x_hat = static_cast<double>(x[at] - want) * want_rstd;
       double z = x_hat * a + b + (c.residual ? residual[at] : 0.0);
       const double size = std::fabs(x_hat * a) + 3;
       if (c.relu) z = std::max(z, 0.0);
+      if (c.silu) z *= Logistic(z);
       Near(c, "y", at, y[at], z, unit * std::fabs(z) + 16 * accum * size);
-    }
+    });
   }
+  static double Logistic(double z) { return 1 / (1 + std::exp(-z)); }
 
   // One call for the sums, and one for all.
   void Backward() {
-    bwd.shape = fwd.shape, bwd.dtype = kDtype<T>, bwd.relu = c.relu;
+    bwd.shape = fwd.shape, bwd.dtype = kDtype<T>;
+    bwd.bundle = c.bundle, bwd.relu = c.relu, bwd.silu = c.silu, bwd.weighted = c.bundle > 1;
     bwd.dy = dy.device, bwd.x = x.device;
     bwd.y = has_y ? y.device : nullptr;
     bwd.scale = fwd.scale;
-    if (c.relu && !has_y) bwd.bias = fwd.bias;
+    if ((c.relu && !has_y) || c.silu) bwd.bias = fwd.bias;
     bwd.mean = given.mean, bwd.rstd = given.rstd, bwd.delta = given.delta;
     bwd.workspace = workspace, bwd.partial_rows = c.partial_rows;
     bwd.dscale = {dscale.device, kDtype<S>}, bwd.dbias = {dbias.device, kDtype<S>};
+    if (c.bundle > 1) bwd.sum_dz = sum_dz.device, bwd.sum_dz_x_hat = sum_dz_x_hat.device;
     BatchNormBwdArgs sums = bwd;
     sums.dscale.data = sums_alone[0].device, sums.dbias.data = sums_alone[1].device;
     Check(BatchNormBwdOn(device, nullptr, sums));
@@ -152,27 +169,28 @@ struct CaseRun {
     dx_host = dx_array.host;
     dy.host = dy_host;
     if (c.residual) dresidual.Download();
-    dscale.Download(), dbias.Download();
+    dscale.Download(), dbias.Download(), sum_dz.Download(), sum_dz_x_hat.Download();
     for (auto& array : sums_alone) array.Download();
   }
 
   // What dz of an element has to be.
   double Dz(std::int64_t group, std::int64_t channel, std::int64_t at) const {
-    if (!c.relu) return dy[at];
+    if (!c.relu && !c.silu) return dy[at];
     if (has_y) return y[at] > 0 ? dy[at] : 0.0;
     const auto [a, b] = AffineOf(group, channel);
-    return XHat(group * c.channels + channel, at) * a + b > 0 ? dy[at] : 0.0;
+    const double z = XHat(BundleOf(group, channel), at) * a + b;
+    if (c.silu) return dy[at] * Logistic(z) * (1 + z * (1 - Logistic(z)));
+    return z > 0 ? dy[at] : 0.0;
   }
 
   // The last call computes dx from given means.
   void CheckBackward() {
-    for (std::int64_t group = 0; group < c.groups; ++group) {
-      for (std::int64_t channel = 0; channel < c.channels; ++channel) CheckSums(group, channel);
-    }
+    ForBundles([&](std::int64_t group, std::int64_t first) { CheckBundle(group, first); });
     CheckDx(dx_host);
     mean_dz.Upload(), mean_dz_x_hat.Upload(), dy.Upload();
-    bwd.mean_dz = {mean_dz.device, c.channels, kDtype<A>};
-    bwd.mean_dz_x_hat = {mean_dz_x_hat.device, c.channels, kDtype<A>};
+    bwd.mean_dz = {mean_dz.device, c.channels / c.bundle, kDtype<A>};
+    bwd.mean_dz_x_hat = {mean_dz_x_hat.device, c.channels / c.bundle, kDtype<A>};
+    bwd.sum_dz = bwd.sum_dz_x_hat = nullptr;
     bwd.dscale = bwd.dbias = {}, bwd.workspace = nullptr, bwd.partial_rows = 0;
     bwd.dx = dx.device;
     Check(BatchNormBwdOn(device, nullptr, bwd));
@@ -180,17 +198,38 @@ struct CaseRun {
     dx.Download();
     CheckDx(dx.host);
   }
-  // Checks the sums of a channel, and sets what its dx has to be.
-  void CheckSums(std::int64_t group, std::int64_t channel) {
-    const std::int64_t p = group * c.channels + channel;
-    const auto terms = static_cast<double>(c.terms());
+  // Checks the sums of a bundle, and sets what its dx has to be.
+  void CheckBundle(std::int64_t group, std::int64_t first) {
+    const std::int64_t p = BundleOf(group, first);
+    const auto terms = static_cast<double>(c.terms() * c.bundle);
+    double sums[2] = {}, size = 0;  // of scale * dz, and of scale * dz * x_hat
+    for (std::int64_t channel = first; channel < first + c.bundle; ++channel) {
+      size += CheckSums(group, channel, sums);
+    }
+    if (c.bundle > 1) {
+      Near(c, "sum_dz", p, sum_dz[p], sums[0], 16 * accum * size);
+      Near(c, "sum_dz_x_hat", p, sum_dz_x_hat[p], sums[1], 16 * accum * size);
+    }
+    const double weight = c.bundle > 1 ? 1 : AffineOf(group, first).first;
+    mean_dz.host[static_cast<std::size_t>(p)] = static_cast<A>(sums[0] / terms / weight);
+    mean_dz_x_hat.host[static_cast<std::size_t>(p)] = static_cast<A>(sums[1] / terms / weight);
+    ForElements(group, first, [&](std::int64_t channel, std::int64_t at) {
+      const double d = Dz(group, channel, at), scaled = d * AffineOf(group, channel).first;
+      want_dx[static_cast<std::size_t>(at)] =
+          rstd[p] * (scaled - sums[0] / terms - XHat(p, at) * sums[1] / terms);
+      if (c.residual) Near(c, "dresidual", at, dresidual[at], d, 0);
+    });
+  }
+  // Checks the sums of a channel, and adds them to the bundle's. Returns the size of their terms.
+  double CheckSums(std::int64_t group, std::int64_t channel, double (&sums)[2]) {
+    const std::int64_t p = group * c.channels + channel, bundle = BundleOf(group, channel);
     long double dz_sum = 0, x_hat_sum = 0;
     double size = 0, size_x_hat = 0;
     for (std::int64_t i = 0; i < c.terms(); ++i) {
       const std::int64_t at = c.at(group, channel, i);
       const double d = Dz(group, channel, at);
-      dz_sum += d, x_hat_sum += d * XHat(p, at);
-      size += std::fabs(d), size_x_hat += std::fabs(d * XHat(p, at));
+      dz_sum += d, x_hat_sum += d * XHat(bundle, at);
+      size += std::fabs(d), size_x_hat += std::fabs(d * XHat(bundle, at));
     }
     const auto of_dz = static_cast<double>(dz_sum), of_x_hat = static_cast<double>(x_hat_sum);
     Near(c, "dbias", p, dbias[p], of_dz, kUnit<S> * std::fabs(of_dz) + 8 * accum * size);
@@ -198,16 +237,9 @@ struct CaseRun {
          kUnit<S> * std::fabs(of_x_hat) + 16 * accum * (size_x_hat + size));
     Near(c, "dscale alone", p, sums_alone[0][p], dscale[p], 0);
     Near(c, "dbias alone", p, sums_alone[1][p], dbias[p], 0);
-    mean_dz.host[static_cast<std::size_t>(p)] = static_cast<A>(of_dz / terms);
-    mean_dz_x_hat.host[static_cast<std::size_t>(p)] = static_cast<A>(of_x_hat / terms);
-    const double factor = AffineOf(group, channel).first * rstd[p];
-    for (std::int64_t i = 0; i < c.terms(); ++i) {
-      const std::int64_t at = c.at(group, channel, i);
-      const double d = Dz(group, channel, at);
-      want_dx[static_cast<std::size_t>(at)] =
-          factor * (d - of_dz / terms - XHat(p, at) * of_x_hat / terms);
-      if (c.residual) Near(c, "dresidual", at, dresidual[at], d, 0);
-    }
+    const double a = AffineOf(group, channel).first;
+    sums[0] += a * of_dz, sums[1] += a * of_x_hat;
+    return std::fabs(a) * (size + size_x_hat);
   }
   void CheckDx(const std::vector<T>& got) const {
     for (std::int64_t i = 0; i < n; ++i) {
@@ -220,7 +252,7 @@ struct CaseRun {
   static constexpr double unit = kUnit<T>, accum = kUnit<A>, epsilon = 1e-3;
   const ChannelDevice device;
   const Case c;
-  const std::int64_t n = c.elements(), params = c.parameters(),
+  const std::int64_t n = c.elements(), params = c.parameters(), bundles = c.bundles(),
                      of_params = c.shared ? c.channels : params;
   const std::int64_t stride = c.shared ? 0 : c.channels;
   const bool has_y = c.relu && (c.has_y || c.residual);  // with a residual, relu's gradient needs y
@@ -231,14 +263,14 @@ struct CaseRun {
   Array<S> scale{of_params, 0, arrays, [](std::int64_t) { return 1 + Random() / 2; }};
   Array<S> bias{of_params, 0, arrays, [](std::int64_t) { return Random(); }};
   Array<S> dscale{params, 0, arrays}, dbias{params, 0, arrays};
-  Array<A> mean{params, 0, arrays}, variance{params, 0, arrays}, rstd{params, 0, arrays},
-      delta{params, 0, arrays};
+  Array<A> mean{bundles, 0, arrays}, variance{bundles, 0, arrays}, rstd{bundles, 0, arrays},
+      delta{bundles, 0, arrays}, sum_dz{bundles, 0, arrays}, sum_dz_x_hat{bundles, 0, arrays};
   A* const workspace = arrays.Empty<A>(c.groups * c.partial_rows * 4 * c.channels);
   // Statistics and sums of calls without y and dx.
   Array<A> again[4] = {
-      {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}, {params, 0, arrays}};
+      {bundles, 0, arrays}, {bundles, 0, arrays}, {bundles, 0, arrays}, {bundles, 0, arrays}};
   Array<S> sums_alone[2] = {{params, 0, arrays}, {params, 0, arrays}};
-  Array<A> mean_dz{params, 0, arrays}, mean_dz_x_hat{params, 0, arrays};
+  Array<A> mean_dz{bundles, 0, arrays}, mean_dz_x_hat{bundles, 0, arrays};
   BatchNormFwdArgs fwd{}, given{};
   BatchNormBwdArgs bwd{};
   std::vector<T> dx_host;
@@ -283,6 +315,16 @@ int RunAll(const ChannelDevice& device) {
   // On 132 multiprocessors, some block of a plane has only a step without elements.
   run({1, 3, 3, sizeof(T) == 2 ? 1356 : 3799}, {});
   run({1, 7, 5, 3799}, {});
+  // Group norm. Channels last: tiles with whole bundles, and without. Channels first: planes.
+  run({3, 40, 24, 1}, {.shared = true, .bundle = 3, .silu = true});
+  run({2, 300, 640, 1}, {.partial_rows = 64, .bundle = 20, .silu = true});
+  run({1, 200, 1280, 1}, {.relu = true, .has_y = false, .shared = true, .bundle = 40});
+  run({2, 100, 1999 * 3, 1}, {.partial_rows = 5, .bundle = 1999});
+  run({70, 1, 12, 1}, {.relu = true, .has_y = false, .partial_rows = 7, .bundle = 12});
+  run({2, 1, 12, 1024}, {.partial_rows = 40, .bundle = 4, .silu = true});
+  run({3, 2, 10, 777}, {.scale = false, .partial_rows = 9, .bundle = 5, .silu = true});
+  run({2, 3, 64, 49}, {.shared = true, .bundle = 2, .silu = true});
+  run({2, 33, 6, 5}, {.shared = true, .shift = 1, .bundle = 3, .silu = true});
   // The arrays do not fit in the shared memory of all blocks.
   run({1, 40000, 256 / sizeof(T), 1}, {.relu = true, .residual = true});
   return calls;

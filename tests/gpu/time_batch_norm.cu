@@ -11,6 +11,7 @@
 //     jaxlib)
 //   ./time_batch_norm [-t bf16|f16|f32|f64] [-l last|first] [-o fwd|bwd] [-s 256x56x56x64 (batch,
 //     two of space, channels)] [-relu] [-residual] [-statistics: these alone]
+//     [-groups 32: group norm] [-silu: of group norm]
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -35,10 +36,11 @@ struct Options {
   std::vector<Shape> shapes{{256, 112, 112, 64}, {256, 56, 56, 256},  {256, 56, 56, 64},
                             {256, 28, 28, 128},  {256, 14, 14, 1024}, {256, 14, 14, 256},
                             {256, 7, 7, 2048},   {256, 7, 7, 512}};
-  bool relu = false, residual = false, statistics = false;
+  bool relu = false, residual = false, statistics = false, silu = false;
+  std::int64_t groups = 0;  // of group norm; 0: batch norm
 };
 
-constexpr std::int64_t kPartialRows = 512;
+constexpr std::int64_t kAllPartialRows = 512;
 
 template <typename T>
 void Run(const Options& options, const Shape& of) {
@@ -54,13 +56,17 @@ void Run(const Options& options, const Shape& of) {
   }
   const Param scale{arrays.Filled<float>(channels), 0, ffi::F32};
   const Param bias{arrays.Filled<float>(channels), 0, ffi::F32};
-  A* const mean = arrays.Empty<A>(channels);
-  A* const variance = arrays.Empty<A>(channels);
-  A* const rstd = arrays.Empty<A>(channels);
-  A* const delta = arrays.Empty<A>(channels);
-  A* const dscale = arrays.Empty<A>(channels);
-  A* const dbias = arrays.Empty<A>(channels);
-  A* const workspace = arrays.Empty<A>(kPartialRows * 4 * channels);
+  const bool grouped = options.groups > 0;
+  const std::int64_t samples = grouped ? of.batch : 1, numbers = samples * channels;
+  const std::int64_t bundle = grouped ? channels / options.groups : 1;
+  const std::int64_t partial_rows = kAllPartialRows / samples;
+  A* const mean = arrays.Empty<A>(numbers);
+  A* const variance = arrays.Empty<A>(numbers);
+  A* const rstd = arrays.Empty<A>(numbers);
+  A* const delta = arrays.Empty<A>(numbers);
+  A* const dscale = arrays.Empty<A>(numbers);
+  A* const dbias = arrays.Empty<A>(numbers);
+  A* const workspace = arrays.Empty<A>(kAllPartialRows * 4 * channels);
   const auto bytes = static_cast<std::size_t>(n) * sizeof(T);
   Check(cudaDeviceSynchronize());
   const Timing copy = Time([&](int k) {
@@ -70,27 +76,31 @@ void Run(const Options& options, const Shape& of) {
   for (const bool last : {true, false}) {
     if (!options.layout.empty() && options.layout != (last ? "last" : "first")) continue;
     const std::int64_t space = of.height * of.width;
-    const ChannelShape shape{{1, last ? of.batch * space : of.batch, channels}, last ? 1 : space};
+    const std::int64_t rows = of.batch / samples;
+    const ChannelShape shape{{samples, last ? rows * space : rows, channels}, last ? 1 : space};
     const auto forward = [&](int k) {
       BatchNormFwdArgs args{};
-      args.shape = shape, args.dtype = kDtype<T>, args.relu = options.relu, args.epsilon = 1e-5;
+      args.shape = shape, args.dtype = kDtype<T>, args.epsilon = 1e-5;
+      args.relu = options.relu, args.silu = options.silu, args.bundle = bundle;
       args.x = x[k], args.residual = residual[k], args.scale = scale, args.bias = bias;
       args.y = options.statistics ? nullptr : y[k];
       args.batch_mean = mean, args.batch_variance = variance;
       args.batch_rstd = rstd, args.batch_delta = delta;
-      args.workspace = workspace, args.partial_rows = kPartialRows;
+      args.workspace = workspace, args.partial_rows = partial_rows;
       Check(BatchNormFwd(CudaContext{Stream()}, args));
     };
     const auto backward = [&](int k) {
       BatchNormBwdArgs args{};
-      args.shape = shape, args.dtype = kDtype<T>, args.relu = options.relu;
+      args.shape = shape, args.dtype = kDtype<T>;
+      args.relu = options.relu, args.silu = options.silu, args.bundle = bundle;
       args.dy = dy[k], args.x = x[k], args.y = options.residual ? y[k] : nullptr;
       args.scale = scale, args.bias = bias;
-      args.mean = {mean, 0, kDtype<A>}, args.rstd = {rstd, 0, kDtype<A>};
-      args.delta = {delta, 0, kDtype<A>};
+      const std::int64_t stride = grouped ? options.groups : 0;
+      args.mean = {mean, stride, kDtype<A>}, args.rstd = {rstd, stride, kDtype<A>};
+      args.delta = {delta, stride, kDtype<A>};
       args.dx = options.statistics ? nullptr : dx[k], args.dresidual = dresidual[k];
       args.dscale = {dscale, kDtype<A>}, args.dbias = {dbias, kDtype<A>};
-      args.workspace = workspace, args.partial_rows = kPartialRows;
+      args.workspace = workspace, args.partial_rows = partial_rows;
       Check(BatchNormBwd(CudaContext{Stream()}, args));
     };
     for (const bool is_forward : {true, false}) {
@@ -128,6 +138,10 @@ int Main(int argc, char** argv) {
       options.shapes = {{n[0], n[1], n[2], n[3]}};
     } else if (flag == "-relu") {
       options.relu = true;
+    } else if (flag == "-silu") {
+      options.silu = true;
+    } else if (flag == "-groups") {
+      options.groups = std::atoll(value().c_str());
     } else if (flag == "-residual") {
       options.residual = true;
     } else if (flag == "-statistics") {

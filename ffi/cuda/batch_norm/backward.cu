@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "cuda/batch_norm/bundle.cuh"
 #include "cuda/batch_norm/stages.cuh"
 #include "cuda/batch_norm/sums.cuh"
 #include "cuda/batch_norm/tiles.cuh"
@@ -26,9 +27,9 @@ constexpr int kGradChunksPerSum = 16;
 
 // --- An element ----------------------------------------------------------------------------------
 
-// What dz is: dy, or dy where relu's argument was positive and 0 elsewhere. The argument's sign is
-// taken from y, or computed again from x.
-enum class Mask { kNone, kOfY, kOfX };
+// What dz is: dy, or dy where relu's argument was positive and 0 elsewhere, or dy times silu's
+// derivative. The sign of relu's argument is taken from y, or the argument is computed again from x.
+enum class Mask { kNone, kOfY, kOfX, kSilu };
 
 // The arrays of a pass; dresidual is null if the pass does not write dresidual.
 template <typename T>
@@ -52,61 +53,68 @@ __device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const Edge
   if constexpr (kMask == Mask::kOfY) LoadEdge(arrays.y, edge, y);
 }
 
-// Turns x into x - mean and dy into dz. NaN is not positive.
-template <Mask kMask, typename A, int W>
-__device__ __forceinline__ void MaskGrad(const A (&mean)[W], const A (&factor)[W],
-                                         const A (&offset)[W], const A (&y)[W], A (&x)[W],
-                                         A (&dy)[W]) {
+// Turns dy into dz. The activation's argument is x * factor + offset. NaN is not positive.
+template <Mask kMask, typename T, int W, typename A = Accum<T>>
+__device__ __forceinline__ void MaskGrad(const A (&x)[W], const A (&factor)[W],
+                                         const A (&offset)[W], const A (&y)[W], A (&dy)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    x[j] -= mean[j];
+    const A argument = x[j] * factor[j] + offset[j];
     if constexpr (kMask == Mask::kOfY) dy[j] = y[j] > 0 ? dy[j] : A{0};
-    if constexpr (kMask == Mask::kOfX) dy[j] = x[j] * factor[j] + offset[j] > 0 ? dy[j] : A{0};
+    if constexpr (kMask == Mask::kOfX) dy[j] = argument > 0 ? dy[j] : A{0};
+    if constexpr (kMask == Mask::kSilu) {
+      const A sigmoid = Sigmoid<T>(argument);
+      dy[j] *= sigmoid * (1 + argument * (1 - sigmoid));
+    }
   }
 }
 
-// Level and slope of dx = factor * (dz - level - (x - mean) * slope).
+// The numbers of a channel that dx is computed from.
+enum DxNumbers { kDxMean, kDxRstd, kDxScale, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
+static_assert(kDxNumbers == kBackwardNeeds.parameters);
+
+// Level and slope of dx = (dz * scale - level - (x - mean) * rstd * slope) * rstd.
 template <typename A>
 struct Line {
   A level, slope;
 };
 
-// The numbers of a channel that dx is computed from.
-enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
-static_assert(kDxNumbers == kBackwardNeeds.parameters);
-
-// A channel's numbers for relu's argument, (x - mean) * factor + offset.
+// A channel's numbers without its line.
 template <typename A>
 struct Affine {
-  A mean, rstd, delta, factor, offset;
+  A mean, rstd, delta, scale, offset;
 
-  __device__ __forceinline__ Affine(const BatchNormBwdArgs& args, std::int64_t group,
-                                    std::int64_t channel) {
-    mean = ParamAt<A>(args.mean, group, channel, 0);
-    rstd = ParamAt<A>(args.rstd, group, channel, 0);
-    delta = ParamAt<A>(args.delta, group, channel, 0);
-    const A scale = ParamAt<A>(args.scale, group, channel, 1);
-    const A bias = ParamAt<A>(args.bias, group, channel, 0);
-    factor = rstd * scale, offset = bias - delta * factor;
+  __device__ __forceinline__ Affine(const BatchNormBwdArgs& args, const ChannelPlan& plan,
+                                    std::int64_t group, std::int64_t channel) {
+    const std::int64_t bundle = plan.BundleOf(channel);
+    mean = ParamAt<A>(args.mean, group, bundle, 0);
+    rstd = ParamAt<A>(args.rstd, group, bundle, 0);
+    delta = ParamAt<A>(args.delta, group, bundle, 0);
+    scale = ParamAt<A>(args.scale, group, channel, 1);
+    offset = ParamAt<A>(args.bias, group, channel, 0) - delta * (rstd * scale);
   }
-  // The line that follows from the means of dz and dz * x_hat.
+  // The line that follows from the means of scale * dz and scale * dz * x_hat.
   __device__ __forceinline__ Line<A> LineOf(A mean_dz, A mean_dz_x_hat) const {
-    return {mean_dz - delta * (mean_dz_x_hat * rstd), mean_dz_x_hat * rstd};
+    return {mean_dz - delta * (mean_dz_x_hat * rstd), mean_dz_x_hat};
   }
   __device__ __forceinline__ void SetNumbers(const Line<A>& line, A (&numbers)[kDxNumbers]) const {
-    numbers[kDxMean] = mean, numbers[kDxFactor] = factor, numbers[kDxOffset] = offset;
+    numbers[kDxMean] = mean, numbers[kDxRstd] = rstd;
+    numbers[kDxScale] = scale, numbers[kDxOffset] = offset;
     numbers[kDxLevel] = line.level, numbers[kDxSlope] = line.slope;
   }
 };
 
 // Turns dy into dz and x into dx.
-template <Mask kMask, typename A, int W>
+template <Mask kMask, typename T, int W, typename A = Accum<T>>
 __device__ __forceinline__ void ApplyGrad(const A (&numbers)[kDxNumbers][W], const A (&y)[W],
                                           A (&dy)[W], A (&x)[W]) {
-  MaskGrad<kMask>(numbers[kDxMean], numbers[kDxFactor], numbers[kDxOffset], y, x, dy);
+#pragma unroll
+  for (int j = 0; j < W; ++j) x[j] = (x[j] - numbers[kDxMean][j]) * numbers[kDxRstd][j];
+  MaskGrad<kMask, T>(x, numbers[kDxScale], numbers[kDxOffset], y, dy);
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    x[j] = (dy[j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) * numbers[kDxFactor][j];
+    x[j] = (dy[j] * numbers[kDxScale][j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) *
+           numbers[kDxRstd][j];
   }
 }
 
@@ -124,14 +132,17 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
       LoadNumbers(
           plan, part, reinterpret_cast<A*>(scratch), false,
           [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
-            const Affine<A> affine(args, group, channel);
-            numbers[0] = affine.mean, numbers[1] = affine.factor, numbers[2] = affine.offset;
+            const Affine<A> affine(args, plan, group, channel);
+            numbers[0] = affine.mean, numbers[1] = affine.rstd * affine.scale;
+            numbers[2] = affine.offset;
           },
           parameters);
     };
     ThreadSums<A, W> sums;
     const auto add = [&](A(&dz)[W], A(&x)[W], const A(&y)[W]) {
-      MaskGrad<kMask>(parameters[0], parameters[1], parameters[2], y, x, dz);
+#pragma unroll
+      for (int j = 0; j < W; ++j) x[j] -= parameters[0][j];
+      MaskGrad<kMask, T>(x, parameters[1], parameters[2], y, dz);
 #pragma unroll
       for (int j = 0; j < W; ++j) sums.Add(j, dz[j], dz[j] * x[j]);
     };
@@ -149,7 +160,7 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
           A dz[W], x[W], y[W];
           LoadGrad<kMask>(place, dz, x, y);
           add(dz, x, y);
-          if constexpr (kMask != Mask::kNone) {
+          if constexpr (kMask == Mask::kOfX || kMask == Mask::kOfY) {
             const Vector<T, W> masked = Narrow<T>(dz);
             place.Put(0, masked);
             if (kMask == Mask::kOfY && arrays.dresidual != nullptr) {
@@ -179,37 +190,104 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
   });
 }
 
-// Adds up the partial results, and stores the gradients of the parameters. Level and slope of a
+// Adds up the partial results, stores the sums, and sets the numbers for dx. Level and slope of a
 // channel replace its first partial result. If the block has one tile only, all DxNumbers go to
 // `shared`.
 template <typename A>
-__device__ __forceinline__ void Finish(const BatchNormBwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, 2>& partials, A* shared) {
-  ForChannelSums(
-      plan, args.shape.outer.groups, partials,
-      [&](std::int64_t group, std::int64_t channel) { return Affine<A>(args, group, channel); },
-      [](double (&sums)[2], const auto& part, const Affine<A>&) {
-        sums[0] += static_cast<double>(part.v[0]), sums[1] += static_cast<double>(part.v[1]);
-      },
-      [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-          const double (&sums)[2], const Affine<A>& affine) {
-        const double of_x_hat = (sums[1] - static_cast<double>(affine.delta) * sums[0]) *
-                                static_cast<double>(affine.rstd);
-        const std::int64_t i = group * plan.channels + channel;
-        const auto store = [&](const ParamGrad& grad, double value) {
-          if (tile.first == 0 && grad.data != nullptr) StoreAs(grad.data, grad.dtype, i, value);
-        };
-        store(args.dscale, of_x_hat), store(args.dbias, sums[0]);
-        const Line<A> line = affine.LineOf(static_cast<A>(sums[0] * plan.inverse_elements),
-                                           static_cast<A>(of_x_hat * plan.inverse_elements));
-        if (plan.has_one_tile()) {
-          A numbers[kDxNumbers];
-          affine.SetNumbers(line, numbers);
-          PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
-        } else {
-          partials.at(group, 0, channel) = {line.level, line.slope};
-        }
-      });
+struct GradFinish {
+  using Partials = ChannelPartials<A, 2>;
+  const BatchNormBwdArgs& args;
+  const ChannelPlan& plan;
+  const Partials& partials;
+  A* const shared;
+
+  static __device__ __forceinline__ void Add(double (&sums)[2],
+                                             const typename Partials::Partial& part) {
+    sums[0] += static_cast<double>(part.v[0]), sums[1] += static_cast<double>(part.v[1]);
+  }
+  // Stores a channel's sums as the gradients of its parameters, and multiplies them by scale.
+  __device__ __forceinline__ void EndChannel(const ChannelPart& tile, std::int64_t group,
+                                             std::int64_t channel, A scale,
+                                             const Affine<A>& affine, double (&sums)[2]) const {
+    sums[1] = (sums[1] - static_cast<double>(affine.delta) * sums[0]) *
+              static_cast<double>(affine.rstd);
+    const std::int64_t i = group * plan.channels + channel;
+    const auto store = [&](const ParamGrad& grad, double value) {
+      if (tile.first == 0 && grad.data != nullptr) StoreAs(grad.data, grad.dtype, i, value);
+    };
+    store(args.dscale, sums[1]), store(args.dbias, sums[0]);
+    sums[0] *= static_cast<double>(scale), sums[1] *= static_cast<double>(scale);
+  }
+  // Stores the sums of a bundle. Returns its line.
+  __device__ __forceinline__ Line<A> EndBundle(bool stores, std::int64_t group,
+                                               std::int64_t channel, const Affine<A>& affine,
+                                               const double (&sums)[2]) const {
+    if (stores && args.sum_dz != nullptr) {
+      const std::int64_t i = plan.BundleOf(group * plan.channels + channel);
+      static_cast<A*>(args.sum_dz)[i] = static_cast<A>(sums[0]);
+      static_cast<A*>(args.sum_dz_x_hat)[i] = static_cast<A>(sums[1]);
+    }
+    return affine.LineOf(static_cast<A>(sums[0] * plan.inverse_elements),
+                         static_cast<A>(sums[1] * plan.inverse_elements));
+  }
+  __device__ __forceinline__ void Set(const ChannelPart& tile, std::int64_t group,
+                                      std::int64_t channel, const Line<A>& line,
+                                      const Affine<A>& affine) const {
+    if (plan.has_one_tile()) {
+      A numbers[kDxNumbers];
+      affine.SetNumbers(line, numbers);
+      PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
+    } else {
+      partials.at(group, 0, channel) = {line.level, line.slope};
+    }
+  }
+
+  __device__ __forceinline__ void OfChannels() const {
+    ForChannelSums(
+        plan, args.shape.outer.groups, partials,
+        [&](std::int64_t group, std::int64_t channel) {
+          return Affine<A>(args, plan, group, channel);
+        },
+        [](double(&sums)[2], const auto& part, const Affine<A>&) { Add(sums, part); },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double(&sums)[2],
+            const Affine<A>& affine) {
+          EndChannel(tile, group, channel, affine.scale, affine, sums);
+          Set(tile, group, channel, EndBundle(tile.first == 0, group, channel, affine, sums),
+              affine);
+        });
+  }
+  __device__ __forceinline__ void OfBundles() const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    ForBundleSums(
+        plan, args.shape.outer.groups, partials,
+        [&](std::int64_t group, std::int64_t channel) {
+          return Affine<A>(args, plan, group, channel);
+        },
+        [](double(&sums)[2], const auto& part, const Affine<A>&) { Add(sums, part); },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double(&sums)[2],
+            double(&totals)[2], const Affine<A>& affine) {
+          const A scale = ParamAt<A>(args.scale, group, channel, 1);
+          EndChannel(tile, group, channel, scale, affine, sums);
+          totals[0] += sums[0], totals[1] += sums[1];
+        },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+            const double(&totals)[2], const Affine<A>& affine) {
+          const bool stores = tile.first == 0 && lane == 0;
+          const Line<A> line = EndBundle(stores, group, channel, affine, totals);
+          for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
+            Set(tile, group, i, line, Affine<A>(args, plan, group, i));
+          }
+        });
+  }
+};
+
+// GradFinish::OfBundles. It is not inlined, as it would take registers from the loops. `args` and `plan`
+// are the kernel's own parameters: changed copies would lie in local memory.
+template <typename A>
+__device__ __noinline__ void FinishBundles(const BatchNormBwdArgs& args, const ChannelPlan& plan,
+                                           A* shared) {
+  const ChannelPartials<A, 2> partials{args.workspace, args.partial_rows, plan.channels};
+  GradFinish<A>{args, plan, partials, shared}.OfBundles();
 }
 
 // --- dx ------------------------------------------------------------------------------------------
@@ -230,10 +308,12 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
         const auto found = partials.Load(group, 0, channel);
         line = {found.v[0], found.v[1]};
       }
-      const Affine<A> affine(args, group, channel);
+      const Affine<A> affine(args, plan, group, channel);
       if (given) {
-        line = affine.LineOf(ParamAt<A>(args.mean_dz, group, channel, 0),
-                             ParamAt<A>(args.mean_dz_x_hat, group, channel, 0));
+        const A weight = args.weighted ? A{1} : affine.scale;
+        const std::int64_t bundle = plan.BundleOf(channel);
+        line = affine.LineOf(weight * ParamAt<A>(args.mean_dz, group, bundle, 0),
+                             weight * ParamAt<A>(args.mean_dz_x_hat, group, bundle, 0));
       }
       affine.SetNumbers(line, of_channel);
     };
@@ -243,7 +323,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
       ForEdges<W>(plan, part, [&](const EdgeVector& edge) {
         A dz[W], x[W], y[W];
         LoadGrad<kMask>(arrays, edge, dz, x, y);
-        ApplyGrad<kMask>(numbers, y, dz, x);
+        ApplyGrad<kMask, T>(numbers, y, dz, x);
         StoreEdge(dx, edge, x);
         if (arrays.dresidual != nullptr) StoreEdge(arrays.dresidual, edge, dz);
       });
@@ -255,7 +335,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
     const auto use = [&](auto&& place, std::int64_t start) {
       A dz[W], x[W], y[W];
       LoadGrad<kMask>(place, dz, x, y);
-      ApplyGrad<kMask>(numbers, y, dz, x);
+      ApplyGrad<kMask, T>(numbers, y, dz, x);
       StoreLast(dx, start, Narrow<T>(x));
       if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
     };
@@ -265,7 +345,97 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
   });
 }
 
-// --- The kernel and its launcher -----------------------------------------------------------------
+// --- Kernels and launchers -----------------------------------------------------------------------
+
+// One bundle of channels first: the sums of its channels, then dx.
+template <typename T, Mask kMask>
+__global__ void __launch_bounds__(kBundleWarps* kWarp)
+    BundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
+                    const __grid_constant__ BundlePieces cut) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  extern __shared__ __align__(128) char shared[];
+  const BundleBlock<T> block{cut, shared};
+  const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
+  const std::int64_t of_group = channels / cut.bundle;
+  if (item >= args.shape.outer.groups * of_group) return;
+  const std::int64_t group = item / of_group, first_channel = item % of_group * cut.bundle;
+  const std::int64_t start = item * cut.bundle * args.shape.inner;
+  block.Load({static_cast<const T*>(args.dy) + start, static_cast<const T*>(args.x) + start});
+  const A mean = ParamAt<A>(args.mean, group, item % of_group, 0);
+  const A rstd = ParamAt<A>(args.rstd, group, item % of_group, 0);
+  const A delta = ParamAt<A>(args.delta, group, item % of_group, 0);
+  A* const scales = block.Numbers(2);
+  A* const offsets = scales + cut.bundle;
+  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
+    scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
+    offsets[c] =
+        ParamAt<A>(args.bias, group, first_channel + c, 0) - delta * (rstd * scales[c]);
+  }
+  __syncthreads();  // scales and offsets are written
+
+  // Loads x_hat, without delta, and dz.
+  const auto load = [&](int vector, int channel, A(&x)[W], A(&dz)[W]) {
+    A scale[W], offset[W], y[W];
+    Widen(LoadPlain<W>(block.Array(0) + vector * W), dz);
+    Widen(LoadPlain<W>(block.Array(1) + vector * W), x);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      x[j] = (x[j] - mean) * rstd, scale[j] = scales[channel], offset[j] = offsets[channel];
+    }
+    MaskGrad<kMask, T>(x, scale, offset, y, dz);
+  };
+  double* const of_pieces = block.Sums(2);
+  A dz_sum = 0, x_hat_sum = 0;
+  block.ForLoaded(
+      [&](int vector, int channel) {
+        A x[W], dz[W];
+        load(vector, channel, x, dz);
+#pragma unroll
+        for (int j = 0; j < W; ++j) dz_sum += dz[j], x_hat_sum += dz[j] * x[j];
+      },
+      [&](int piece, int) {
+        double sums[2] = {static_cast<double>(dz_sum), static_cast<double>(x_hat_sum)};
+        WarpSums<kWarp>(sums);
+        if (block.lane() == 0) of_pieces[2 * piece] = sums[0], of_pieces[2 * piece + 1] = sums[1];
+        dz_sum = x_hat_sum = 0;
+      });
+  __syncthreads();  // the sums of pieces are written
+  double totals[2] = {};
+  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
+    double sums[2] = {};
+    for (int p = c * cut.channel_pieces; p < (c + 1) * cut.channel_pieces; ++p) {
+      sums[0] += of_pieces[2 * p], sums[1] += of_pieces[2 * p + 1];
+    }
+    sums[1] -= static_cast<double>(delta * rstd) * sums[0];
+    const std::int64_t i = group * channels + first_channel + c;
+    if (args.dscale.data != nullptr) StoreAs(args.dscale.data, args.dscale.dtype, i, sums[1]);
+    if (args.dbias.data != nullptr) StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
+    const auto scale = static_cast<double>(scales[c]);
+    totals[0] += scale * sums[0], totals[1] += scale * sums[1];
+  }
+  block.Sum(of_pieces + 2 * cut.pieces(), totals);
+  if (threadIdx.x == 0 && args.sum_dz != nullptr) {
+    static_cast<A*>(args.sum_dz)[item] = static_cast<A>(totals[0]);
+    static_cast<A*>(args.sum_dz_x_hat)[item] = static_cast<A>(totals[1]);
+  }
+  const double per_element = 1.0 / (static_cast<double>(cut.bundle) * args.shape.inner);
+  const A slope = static_cast<A>(totals[1] * per_element);
+  const A level = static_cast<A>(totals[0] * per_element) - delta * (slope * rstd);
+
+  if (args.dx == nullptr) return;
+  T* const dx = static_cast<T*>(args.dx) + start;
+  T* const dresidual = static_cast<T*>(args.dresidual);
+  block.ForVectors([&](int vector, int channel) {
+    A x[W], dz[W];
+    load(vector, channel, x, dz);
+    if (dresidual != nullptr) StoreLast(dresidual + start, vector * W, Narrow<T>(dz));
+    const A scale = scales[channel];
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] = (dz[j] * scale - level - x[j] * slope) * rstd;
+    StoreLast(dx, vector * W, Narrow<T>(x));
+  });
+}
 
 template <typename T, int W, bool kPlane, int kSteps, Mask kMask>
 __global__ void __launch_bounds__(kChannelThreads, 1)
@@ -281,7 +451,12 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     if (args.dx == nullptr) arrays.dresidual = nullptr;
     FirstPass<kMask>(args, arrays, plan, partials, shared, stages);
     SyncBlocks(plan);  // partial sums are written
-    Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
+    auto* const numbers = reinterpret_cast<Accum<T>*>(shared);
+    if (plan.bundle == 1) {
+      GradFinish<Accum<T>>{args, plan, partials, numbers}.OfChannels();
+    } else {
+      FinishBundles(args, any_plan, numbers);
+    }
     if (args.dx == nullptr) return;
     if (!plan.combines_locally) {
       cooperative_groups::this_grid().sync();  // levels and slopes are written
@@ -307,17 +482,37 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
     ColumnSums sums;
     sums.Add(args.dscale);
     sums.Add(args.dbias);
-    return ToError(kBackward, ZeroColumnSums(stream, sums, args.shape.outer.groups,
-                                             args.shape.outer.features));
+    const ffi::Error error = ToError(
+        kBackward,
+        ZeroColumnSums(stream, sums, args.shape.outer.groups, args.shape.outer.features));
+    if (error.failure() || args.sum_dz == nullptr || args.bundle == 0) return error;
+    const std::int64_t bundles = args.shape.outer.groups * args.shape.outer.features / args.bundle;
+    for (void* const sum : {args.sum_dz, args.sum_dz_x_hat}) {
+      const auto bytes = static_cast<std::size_t>(bundles) * sizeof(Accum<T>);
+      const cudaError_t status = cudaMemsetAsync(sum, 0, bytes, stream);
+      if (status != cudaSuccess) return ToError(kBackward, status);
+    }
+    return error;
   }
   if (args.dx == nullptr && (!own || (args.dscale.data == nullptr && args.dbias.data == nullptr))) {
     return ffi::Error::Success();
   }
   const void* const y = args.relu ? args.y : nullptr;
+  if (own && y == nullptr && Aligned(args.dy, args.x, args.dx, args.dresidual)) {
+    const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, /*arrays=*/2, 2);
+    const auto launch = [&]<Mask kMask>() {
+      return LaunchBundles(kBackward, BundleBwdKernel<T, kMask>, stream, cut, args);
+    };
+    if (cut.warps > 0) {
+      if (args.silu) return launch.template operator()<Mask::kSilu>();
+      return args.relu ? launch.template operator()<Mask::kOfX>()
+                       : launch.template operator()<Mask::kNone>();
+    }
+  }
   ChannelTask task = TaskOf<T>(/*backward=*/true, args.shape, device);
   task.aligned = Aligned(args.dy, args.x, y, args.dx) &&
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
-  task.statistics = own, task.apply = args.dx != nullptr;
+  task.bundle = args.bundle, task.statistics = own, task.apply = args.dx != nullptr;
   task.transient_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
   const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
   const auto launch = [&]<Mask kMask>() {
@@ -326,6 +521,7 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
                             plan, device, args);
     });
   };
+  if (args.silu) return launch.template operator()<Mask::kSilu>();
   if (!args.relu) return launch.template operator()<Mask::kNone>();
   return y != nullptr ? launch.template operator()<Mask::kOfY>()
                       : launch.template operator()<Mask::kOfX>();

@@ -1,8 +1,8 @@
 // Batch norm forward, CUDA: one kernel computes the statistics of x, and then y.
 //
 // First pass: for each channel of its part, a block adds up distances from an origin, and their
-// squares. Origin, mean, squared deviations and count go to the workspace. After a barrier, parts
-// are combined in a fixed order. Usually each block combines the parts of its tiles. If tiles have
+// squares. Origin, mean, squared deviations and count go to the workspace. After a barrier, the
+// parts of all channels of a bundle are combined in a fixed order. Usually each block combines the parts of its tiles. If tiles have
 // many blocks, the channels are spread over all blocks, and a second barrier follows. Second pass:
 // y is computed, from the last vector back to the first: the L2 cache has the last vectors.
 //
@@ -15,6 +15,7 @@
 
 #include "common/math.h"
 #include "common/stored_squares.h"
+#include "cuda/batch_norm/bundle.cuh"
 #include "cuda/batch_norm/stages.cuh"
 #include "cuda/batch_norm/sums.cuh"
 #include "cuda/batch_norm/tiles.cuh"
@@ -202,60 +203,117 @@ __device__ __forceinline__ void SetAffine(A scale, A bias, A mean, A rstd, A del
 // Combines the partial results, and stores the statistics. A channel's AffineNumbers replace its
 // first partial result. If the block has one tile only, they go to `shared`.
 template <typename A>
-__device__ __forceinline__ void Finish(const BatchNormFwdArgs& args, const ChannelPlan& plan,
-                                       const ChannelPartials<A, kMoments>& partials, A* shared) {
-  using Partial = typename ChannelPartials<A, kMoments>::Partial;
-  struct Given {
-    Partial first;
-    A scale, bias;
-  };
-  ForChannelSums(
-      plan, args.shape.outer.groups, partials,
-      [&](std::int64_t group, std::int64_t channel) {
-        return Given{partials.Load(group, 0, channel), ParamAt<A>(args.scale, group, channel, 1),
-                     ParamAt<A>(args.bias, group, channel, 0)};
-      },
-      [](double (&sums)[2], const Partial& part, const Given& given) {
-        const auto difference = [&](PartialMoments which) {
-          return static_cast<double>(part.v[which]) - static_cast<double>(given.first.v[which]);
-        };
-        // Distance from the first part's mean.
-        const double mean = difference(kOrigin) + difference(kMean);
-        const double count = static_cast<double>(part.v[kCount]);
-        sums[0] += count * mean;
-        sums[1] += LoadedSquares(part.v[kSquares]) + count * mean * mean;
-      },
-      [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-          const double (&sums)[2], const Given& given) {
-        const double mean = sums[0] * plan.inverse_elements;
-        const double variance = (sums[1] - sums[0] * mean) * plan.inverse_elements;
-        A own[3], numbers[kAffine];
-        SetStatistics(args, tile.first == 0, group * plan.channels + channel,
-                      given.first.v[kOrigin], static_cast<double>(given.first.v[kMean]) + mean,
-                      variance < 0 ? 0.0 : variance, own);
-        SetAffine(given.scale, given.bias, own[0], own[1], own[2], numbers);
-        if (plan.has_one_tile()) {
-          PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
-        } else {
-          partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
-        }
-      });
+struct MomentsFinish {
+  using Partials = ChannelPartials<A, kMoments>;
+  using Partial = typename Partials::Partial;
+  const BatchNormFwdArgs& args;
+  const ChannelPlan& plan;
+  const Partials& partials;
+  A* const shared;
+
+  // Adds distances from `first`'s mean.
+  static __device__ __forceinline__ void Add(double (&sums)[2], const Partial& part,
+                                             const Partial& first) {
+    const auto difference = [&](PartialMoments which) {
+      return static_cast<double>(part.v[which]) - static_cast<double>(first.v[which]);
+    };
+    const double mean = difference(kOrigin) + difference(kMean);
+    const double count = static_cast<double>(part.v[kCount]);
+    sums[0] += count * mean;
+    sums[1] += LoadedSquares(part.v[kSquares]) + count * mean * mean;
+  }
+  // The statistics of a bundle, from the sums of Add. `stores`: whether to store them.
+  __device__ __forceinline__ void Statistics(bool stores, std::int64_t group, std::int64_t channel,
+                                             const double (&sums)[2], const Partial& first,
+                                             A (&mean_rstd_delta)[3]) const {
+    const double mean = sums[0] * plan.inverse_elements;
+    const double variance = (sums[1] - sums[0] * mean) * plan.inverse_elements;
+    SetStatistics(args, stores, plan.BundleOf(group * plan.channels + channel), first.v[kOrigin],
+                  static_cast<double>(first.v[kMean]) + mean, variance < 0 ? 0.0 : variance,
+                  mean_rstd_delta);
+  }
+  __device__ __forceinline__ void Set(const ChannelPart& tile, std::int64_t group,
+                                      std::int64_t channel, A scale, A bias,
+                                      const A (&mean_rstd_delta)[3]) const {
+    const auto& [mean, rstd, delta] = mean_rstd_delta;
+    A numbers[kAffine];
+    SetAffine(scale, bias, mean, rstd, delta, numbers);
+    if (plan.has_one_tile()) {
+      PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
+    } else {
+      partials.at(group, 0, channel) = {numbers[0], numbers[1], numbers[2], 0};
+    }
+  }
+
+  __device__ __forceinline__ void OfChannels() const {
+    struct Given {
+      Partial first;
+      A scale, bias;
+    };
+    ForChannelSums(
+        plan, args.shape.outer.groups, partials,
+        [&](std::int64_t group, std::int64_t channel) {
+          return Given{partials.Load(group, 0, channel), ParamAt<A>(args.scale, group, channel, 1),
+                       ParamAt<A>(args.bias, group, channel, 0)};
+        },
+        [](double(&sums)[2], const Partial& part, const Given& given) {
+          Add(sums, part, given.first);
+        },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+            const double(&sums)[2], const Given& given) {
+          A own[3];
+          Statistics(tile.first == 0, group, channel, sums, given.first, own);
+          Set(tile, group, channel, given.scale, given.bias, own);
+        });
+  }
+  __device__ __forceinline__ void OfBundles() const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    ForBundleSums(
+        plan, args.shape.outer.groups, partials,
+        [&](std::int64_t group, std::int64_t channel) { return partials.Load(group, 0, channel); },
+        [](double(&sums)[2], const Partial& part, const Partial& first) { Add(sums, part, first); },
+        [](const ChannelPart&, std::int64_t, std::int64_t, const double(&sums)[2],
+           double(&totals)[2], const Partial&) { totals[0] += sums[0], totals[1] += sums[1]; },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
+            const double(&totals)[2], const Partial& first) {
+          A own[3];
+          Statistics(tile.first == 0 && lane == 0, group, channel, totals, first, own);
+          for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
+            Set(tile, group, i, ParamAt<A>(args.scale, group, i, 1),
+                ParamAt<A>(args.bias, group, i, 0), own);
+          }
+        });
+  }
+};
+
+// MomentsFinish::OfBundles. It is not inlined, as it would take registers from the loops. `args` and `plan`
+// are the kernel's own parameters: changed copies would lie in local memory.
+template <typename A>
+__device__ __noinline__ void FinishBundles(const BatchNormFwdArgs& args, const ChannelPlan& plan,
+                                           A* shared) {
+  const ChannelPartials<A, kMoments> partials{args.workspace, args.partial_rows, plan.channels};
+  MomentsFinish<A>{args, plan, partials, shared}.OfBundles();
 }
 
 // --- y -------------------------------------------------------------------------------------------
 
 // Turns elements of x into elements of y. `terms`: the residual's elements.
-template <typename A, int W>
-__device__ __forceinline__ void Apply(const A (&numbers)[kAffine][W], bool residual, bool relu,
+template <typename T, int W, typename A = Accum<T>>
+__device__ __forceinline__ void Apply(const BatchNormFwdArgs& args,
+                                      const A (&numbers)[kAffine][W], bool residual,
                                       const A (&terms)[W], A (&values)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     values[j] = (values[j] - numbers[kAffineMean][j]) * numbers[kFactor][j] + numbers[kOffset][j];
     if (residual) values[j] += terms[j];
   }
-  if (relu) {
+  if (args.relu) {
 #pragma unroll
     for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays NaN
+  }
+  if (args.silu) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[j] *= Sigmoid<T>(values[j]);
   }
 }
 
@@ -277,8 +335,9 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
       } else {
         SetAffine(
             ParamAt<A>(args.scale, group, channel, 1), ParamAt<A>(args.bias, group, channel, 0),
-            ParamAt<A>(args.mean, group, channel, 0), ParamAt<A>(args.rstd, group, channel, 0),
-            ParamAt<A>(args.delta, group, channel, 0), of_channel);
+            ParamAt<A>(args.mean, group, plan.BundleOf(channel), 0),
+            ParamAt<A>(args.rstd, group, plan.BundleOf(channel), 0),
+            ParamAt<A>(args.delta, group, plan.BundleOf(channel), 0), of_channel);
       }
     };
     const auto find_numbers = [&] {
@@ -288,7 +347,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
         A values[W], terms[W];
         LoadEdge(x, edge, values);
         if (residual != nullptr) LoadEdge(residual, edge, terms);
-        Apply(numbers, residual != nullptr, args.relu, terms, values);
+        Apply<T, W>(args, numbers, residual != nullptr, terms, values);
         StoreEdge(y, edge, values);
       });
     };
@@ -301,7 +360,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
         A values[W], terms[W];
         Widen(place.Get(0), values);
         if constexpr (kResidual) Widen(place.GetTransient(), terms);
-        Apply(numbers, kResidual, args.relu, terms, values);
+        Apply<T, W>(args, numbers, kResidual, terms, values);
         StoreLast(y, start, Narrow<T>(values));
       };
       ForSecondPass(plan, part, stages, last && args.mean.data == nullptr,
@@ -330,13 +389,107 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   if (args.mean.data == nullptr) {
     FirstPass(static_cast<const T*>(args.x), plan, partials, shared, stages);
     SyncBlocks(plan);  // partial results are written
-    Finish(args, plan, partials, reinterpret_cast<Accum<T>*>(shared));
+    auto* const numbers = reinterpret_cast<Accum<T>*>(shared);
+    if (plan.bundle == 1) {
+      MomentsFinish<Accum<T>>{args, plan, partials, numbers}.OfChannels();
+    } else {
+      FinishBundles(args, any_plan, numbers);
+    }
     if (args.y == nullptr) return;
     if (!plan.combines_locally) {
       cooperative_groups::this_grid().sync();  // all AffineNumbers are written
     }
   }
   SecondPass(args, plan, partials, shared, stages);
+}
+
+// One bundle of channels first: statistics by two passes over shared memory, then y.
+template <typename T>
+__global__ void __launch_bounds__(kBundleWarps* kWarp)
+    BundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
+                    const __grid_constant__ BundlePieces cut) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  extern __shared__ __align__(128) char shared[];
+  const BundleBlock<T> block{cut, shared};
+  const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
+  const std::int64_t of_group = channels / cut.bundle;
+  if (item >= args.shape.outer.groups * of_group) return;
+  const std::int64_t group = item / of_group, first_channel = item % of_group * cut.bundle;
+  const std::int64_t start = item * cut.bundle * args.shape.inner;
+  const T* const x = static_cast<const T*>(args.x) + start;
+  block.Load({x});
+  A* const scales = block.Numbers(1);
+  A* const biases = scales + cut.bundle;
+  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
+    scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
+    biases[c] = ParamAt<A>(args.bias, group, first_channel + c, 0);
+  }
+  double* const room = block.Sums(1);
+  const double per_element = 1.0 / (static_cast<double>(cut.bundle) * args.shape.inner);
+  const A origin = isfinite(static_cast<A>(x[0])) ? static_cast<A>(x[0]) : A{0};
+  const auto load = [&](int vector, A(&values)[W]) {
+    Widen(LoadPlain<W>(block.Array(0) + vector * W), values);
+  };
+
+  A distance = 0;
+  double of_first[1] = {};
+  block.ForLoaded(
+      [&](int vector, int) {
+        A values[W];
+        load(vector, values);
+#pragma unroll
+        for (int j = 0; j < W; ++j) distance += values[j] - origin;
+      },
+      [&](int, int) { of_first[0] += static_cast<double>(distance), distance = 0; });
+  block.Sum(room, of_first);
+  const A center = static_cast<A>(static_cast<double>(origin) + of_first[0] * per_element);
+
+  // Sums of distances from `center`, which is almost the mean, and of their squares. S: their type.
+  const auto sum_squares = [&]<typename S>(double(&sums)[2]) {
+    S offset = 0, square = 0;
+    sums[0] = sums[1] = 0;
+    block.ForVectors(
+        0, cut.pieces(),
+        [&](int vector, int) {
+          A values[W];
+          load(vector, values);
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            const S centered = static_cast<S>(values[j]) - static_cast<S>(center);
+            offset += centered, square += centered * centered;
+          }
+        },
+        [&](int, int) {
+          sums[0] += static_cast<double>(offset), sums[1] += static_cast<double>(square);
+          offset = square = 0;
+        });
+    block.Sum(room, sums);
+  };
+  double sums[2];
+  sum_squares.template operator()<A>(sums);
+  if (NeedsSecondLook<T>(double2{sums[0], sums[1]})) sum_squares.template operator()<double>(sums);
+  const double offset = sums[0] * per_element;
+  const double variance = (sums[1] - sums[0] * offset) * per_element;
+  A own[3];
+  SetStatistics(args, threadIdx.x == 0, item, center, offset, variance < 0 ? 0.0 : variance, own);
+
+  if (args.y == nullptr) return;
+  T* const y = static_cast<T*>(args.y) + start;
+  const T* const residual = static_cast<const T*>(args.residual);
+  block.ForVectors([&](int vector, int channel) {
+    A terms[W], column[kAffine], numbers[kAffine][W], values[W];
+    SetAffine(scales[channel], biases[channel], own[0], own[1], own[2], column);
+#pragma unroll
+    for (int v = 0; v < kAffine; ++v) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) numbers[v][j] = column[v];
+    }
+    load(vector, values);
+    if (residual != nullptr) Widen(LoadVectorOnce<W>(residual + start + vector * W), terms);
+    Apply<T, W>(args, numbers, residual != nullptr, terms, values);
+    StoreLast(y, vector * W, Narrow<T>(values));
+  });
 }
 
 constexpr int kApplyThreads = 256;  // threads of a block of BatchNormApplyKernel
@@ -383,15 +536,15 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     }
     Widen(of_x[k], values);
     if constexpr (kResidual) Widen(of_residual[k], terms);
-    Apply(numbers, kResidual, args.relu, terms, values);
+    Apply<T, W>(args, numbers, kResidual, terms, values);
     StoreLast(y, i * W, Narrow<T>(values));
   }
 }
 
-// Stores the statistics of channels without elements.
+// Stores the statistics of bundles without elements.
 template <typename A>
 __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
-  const std::int64_t all = args.shape.outer.groups * args.shape.outer.features;
+  const std::int64_t all = args.shape.outer.groups * args.shape.outer.features / args.bundle;
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   A unused[3];
   if (i < all) SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
@@ -412,15 +565,20 @@ template <typename T>
 ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const ChannelDevice& device) {
   const bool own = args.mean.data == nullptr;
   if (args.shape.elements() == 0) {
-    const std::int64_t all = args.shape.outer.groups * args.shape.channels();
+    const std::int64_t all =
+        args.bundle == 0 ? 0 : args.shape.outer.groups * args.shape.channels() / args.bundle;
     if (!own || all == 0) return ffi::Error::Success();
     EmptyStatisticsKernel<Accum<T>><<<GridBlocks(CeilDiv(all, 256)), 256, 0, stream>>>(args);
     return LastError(kForward);
   }
   if (!own && args.y == nullptr) return ffi::Error::Success();
+  if (own && Aligned(args.x, args.residual, args.y)) {
+    const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, /*arrays=*/1, 2);
+    if (cut.warps > 0) return LaunchBundles(kForward, BundleFwdKernel<T>, stream, cut, args);
+  }
   ChannelTask task = TaskOf<T>(/*backward=*/false, args.shape, device);
   task.aligned = Aligned(args.x, args.residual, args.y);
-  task.statistics = own, task.apply = args.y != nullptr;
+  task.bundle = args.bundle, task.statistics = own, task.apply = args.y != nullptr;
   task.transient_arrays = args.residual == nullptr ? 0 : 1;
   task.partial_rows = args.partial_rows;
   const BatchNormPlan plan = ChooseBatchNormPlan(task);

@@ -27,7 +27,7 @@ struct ChannelNeeds {
   int partial_numbers;   // Numbers of a channel in a partial result.
 };
 inline constexpr ChannelNeeds kForwardNeeds{1, 4, 6, 3, 1, 4};
-inline constexpr ChannelNeeds kBackwardNeeds{2, 3, 3, 5, 0, 2};
+inline constexpr ChannelNeeds kBackwardNeeds{2, 3, 3, 6, 0, 2};
 
 // The GPU. Tests pass devices that differ from the current one.
 struct ChannelDevice {
@@ -51,6 +51,7 @@ struct ChannelTask {
   int transient_arrays;       // Arrays that are copied ahead, but do not stay.
   std::int64_t partial_rows;  // Partial rows in the workspace.
   bool separate = false;      // ChooseBatchNormPlan: another kernel makes the second pass.
+  std::int64_t bundle = 1;    // Channels of a bundle.
 
   constexpr const ChannelNeeds& needs() const { return backward ? kBackwardNeeds : kForwardNeeds; }
   constexpr std::int64_t elements() const { return groups * rows * channels * inner; }
@@ -107,6 +108,7 @@ struct ChannelPlan {
   int width;                   // Elements of a vector.
   int row_threads, step_rows;  // Columns: vectors of a tile in a row, rows of a step.
   std::int64_t channels, inner;
+  std::int64_t bundle;         // Channels of a bundle.
   std::int64_t fold;           // Columns: rows of x in a row of the matrix.
   std::int64_t tile_channels;  // Channels of a tile. A group's last tile may have fewer.
   std::int64_t tiles;          // Tiles of a group.
@@ -131,7 +133,7 @@ struct ChannelPlan {
   int row_pitch;               // Columns: vectors from one row of a step to the next in a stage.
   int array_stage_bytes;       // One array's part of a stage.
   std::uint32_t unknown_zero;  // 0, but the compiler of a kernel cannot know that.
-  double inverse_elements;     // 1 / (elements of a channel).
+  double inverse_elements;     // 1 / (elements of a bundle).
   bool first_pass;
   bool combines_locally;            // Each block combines the partial results of its tiles itself.
   bool clustered;                   // A tile's blocks are a cluster.
@@ -232,6 +234,11 @@ struct ChannelPlan {
       i = i < inner ? i : inner - 1;
     }
     return part.element + row * row_elements + channel * inner + i;
+  }
+
+  // The bundle of a channel, in the numbers of a group's bundles.
+  constexpr std::int64_t BundleOf(std::int64_t channel) const {
+    return bundle == 1 ? channel : channel / bundle;
   }
 
   // How many times all threads have to call EdgeVectorOf.
@@ -429,7 +436,8 @@ constexpr Distribution Distribute(const ChannelTask& task, std::int64_t tiles, s
 }
 
 // Bytes of a tile's partial results. A block combines them itself if they are few bytes from few
-// blocks. Larger ones are combined by all blocks, and all blocks wait for that.
+// blocks, and if the tile has whole bundles. Otherwise they are combined by all blocks, and all
+// blocks wait for that.
 constexpr std::int64_t PartialBytes(const ChannelTask& task, const Distribution& distribution,
                                     std::int64_t channels) {
   return distribution.tile_blocks * channels * task.needs().partial_numbers * task.accum_bytes;
@@ -438,6 +446,7 @@ constexpr bool CombinesLocally(const ChannelTask& task, const Distribution& dist
                                std::int64_t channels) {
   constexpr std::int64_t kMaxBytes = 96 << 10, kMaxBlocks = 48;
   return task.statistics && !task.separate && distribution.concurrent_tiles > 0 &&
+         channels % task.bundle == 0 &&
          distribution.tile_blocks <= kMaxBlocks &&
          PartialBytes(task, distribution, channels) <= kMaxBytes;
 }
@@ -553,7 +562,7 @@ constexpr void CutTiles(const ChannelTask& task, ChannelPlan& plan) {
   const auto block_tiles = [&](const ChannelPlan& cut) {
     return Distribute(task, task.groups * cut.tiles, cut.steps).block_tiles;
   };
-  plan.channels = task.channels, plan.inner = task.inner;
+  plan.channels = task.channels, plan.inner = task.inner, plan.bundle = task.bundle;
   plan.group_rows = task.rows, plan.group_elements = task.rows * task.channels * task.inner;
   plan.width = task.aligned ? 16 / task.element_bytes : 1;
   const std::int64_t width = plan.width;
@@ -728,7 +737,8 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
   const Distribution distribution = Distribute(task, plan.all_tiles, plan.steps);
   DivideSteps(task, distribution, plan);
   plan.first_pass = task.statistics;
-  plan.inverse_elements = 1.0 / (static_cast<double>(task.rows) * static_cast<double>(task.inner));
+  plan.inverse_elements = 1.0 / (static_cast<double>(task.rows) *
+                                 static_cast<double>(task.inner * task.bundle));
   plan.combines_locally = CombinesLocally(task, distribution, plan.tile_channels);
   ChooseCachedSteps(task, plan);
   DivideMemory(task, distribution, plan);

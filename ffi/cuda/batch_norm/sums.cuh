@@ -223,29 +223,57 @@ __device__ __forceinline__ void BeginCounters(const ChannelPlan& plan, const Cha
       static_cast<unsigned>(plan.static_chunks * plan.tile_blocks);
 }
 
-// For each channel: state = begin(group, channel); add(sums, partial, state) for each of the
-// channel's partial results; finish(tile, group, channel, sums, state). If blocks combine their own
-// tiles, these are the channels of the block's tiles, tile by tile. Otherwise they are all
-// channels, spread over the grid. Then `tile` has no steps, and its first step is 0.
-__device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
-                                               const auto& partials, const auto& begin,
-                                               const auto& add, const auto& finish) {
+// Adds up a channel's partial results: add(sums, partial) for each. All lanes of a warp call it. If
+// `warp_channels`, a power of two, is below 32, a warp has as many channels, and lane i has the
+// channel of lane i % warp_channels. The order of additions is fixed.
+__device__ __forceinline__ void SumPartials(const ChannelPlan& plan, const auto& partials,
+                                            std::int64_t group, std::int64_t channel,
+                                            int warp_channels, const auto& add, double (&sums)[2]) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, lanes = kWarp / warp_channels;
+  const int parts = plan.BlocksOf(group, channel);
+#pragma unroll 4
+  for (int part = lane / warp_channels; part < parts; part += lanes) {
+    add(sums, partials.Load(group, part, channel));
+  }
+  for (int distance = kWarp / 2; distance >= warp_channels; distance /= 2) {
+#pragma unroll
+    for (double& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  }
+}
+
+// Calls fn(tile, first, channels, warp, warps) for the channels that a block combines: `channels`
+// channels from `first` on, counted through all groups. The calling warp is one of `warps` warps that
+// share them. If blocks combine their own tiles, these are the channels of the block's tiles, tile
+// by tile. Otherwise they are all channels, spread over the grid. Then `tile` has no steps, and its
+// first step is 0.
+__device__ __forceinline__ void ForCombined(const ChannelPlan& plan, std::int64_t groups,
+                                            const auto& fn) {
   const BlockSteps block = plan.StepsOfBlock(static_cast<int>(blockIdx.x));
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
   std::int64_t warp = threadIdx.x / kWarp, warps = kChannelWarps;
   if (!plan.combines_locally) warp = warp * gridDim.x + blockIdx.x, warps *= gridDim.x;
   const int tiles = plan.combines_locally ? block.parts : 1;
 #pragma unroll 1
   for (int t = 0; t < tiles; ++t) {
-    ChannelPart tile{};
-    std::int64_t first_channel = 0, channels = groups * plan.channels;  // of all groups
     if (plan.combines_locally) {
-      tile = plan.PartOf(block, t);
-      first_channel = tile.group * plan.channels + tile.channel, channels = tile.channels;
+      const ChannelPart tile = plan.PartOf(block, t);
+      fn(tile, tile.group * plan.channels + tile.channel, std::int64_t{tile.channels}, warp, warps);
+    } else {
+      fn(ChannelPart{}, std::int64_t{0}, groups * plan.channels, warp, warps);
     }
+  }
+}
+
+// For each channel: state = begin(group, channel); add(sums, partial, state) for each of the
+// channel's partial results; finish(tile, group, channel, sums, state).
+__device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int64_t groups,
+                                               const auto& partials, const auto& begin,
+                                               const auto& add, const auto& finish) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  ForCombined(plan, groups, [&](const ChannelPart& tile, std::int64_t first_channel,
+                                std::int64_t channels, std::int64_t warp, std::int64_t warps) {
     // Lanes for the partial results of one channel. With several channels in a warp, neighbouring
     // lanes read neighbouring results, and reads are longer.
-    const int lanes = channels <= warps ? kWarp : 4, warp_channels = kWarp / lanes;
+    const int warp_channels = channels <= warps ? 1 : kWarp / 4;
     for (std::int64_t first = warp * warp_channels; first < channels;
          first += warps * warp_channels) {
       const std::int64_t own = first + lane % warp_channels;
@@ -254,19 +282,51 @@ __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int
       const std::int64_t group = plan.all_tiles == plan.tiles ? 0 : i / plan.channels;
       const std::int64_t channel = i - group * plan.channels;
       const auto state = begin(group, channel);
-      const int parts = plan.BlocksOf(group, channel);
       double sums[2] = {};
-#pragma unroll 4
-      for (int part = lane / warp_channels; part < parts; part += lanes) {
-        add(sums, partials.Load(group, part, channel), state);
-      }
-      for (int distance = kWarp / 2; distance >= warp_channels; distance /= 2) {
-#pragma unroll
-        for (double& sum : sums) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-      }
+      SumPartials(
+          plan, partials, group, channel, warp_channels,
+          [&](double(&of_channel)[2], const auto& partial) { add(of_channel, partial, state); },
+          sums);
       if (lane < warp_channels && own < channels) finish(tile, group, channel, sums, state);
     }
-  }
+  });
+}
+
+// For each bundle, in a warp: state = begin(group, first channel); add(sums, partial, state) for
+// each partial result of a channel; end_channel(tile, group, channel, sums, totals, state), in one
+// lane, for each channel, adds the channel's sums to the totals of the bundle; finish(tile, group,
+// first channel, totals, state) in all lanes.
+__device__ __forceinline__ void ForBundleSums(const ChannelPlan& plan, std::int64_t groups,
+                                              const auto& partials, const auto& begin,
+                                              const auto& add, const auto& end_channel,
+                                              const auto& finish) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, bundle = static_cast<int>(plan.bundle);
+  int warp_channels = 1;  // the largest power of two up to the bundle and the warp
+  while (warp_channels < kWarp && 2 * warp_channels <= bundle) warp_channels *= 2;
+  ForCombined(plan, groups, [&](const ChannelPart& tile, std::int64_t first_channel,
+                                std::int64_t channels, std::int64_t warp, std::int64_t warps) {
+    for (std::int64_t first = warp * bundle; first < channels; first += warps * bundle) {
+      const std::int64_t i = first_channel + first;
+      const std::int64_t group = plan.all_tiles == plan.tiles ? 0 : i / plan.channels;
+      const std::int64_t channel = i - group * plan.channels;
+      const auto state = begin(group, channel);
+      double totals[2] = {};
+#pragma unroll 1
+      for (int start = 0; start < bundle; start += warp_channels) {
+        const int own = start + lane % warp_channels;
+        double sums[2] = {};
+        SumPartials(
+            plan, partials, group, channel + min(own, bundle - 1), warp_channels,
+            [&](double(&of_channel)[2], const auto& partial) { add(of_channel, partial, state); },
+            sums);
+        if (own < bundle && lane < warp_channels) {
+          end_channel(tile, group, channel + own, sums, totals, state);
+        }
+      }
+      WarpSums<kWarp>(totals);
+      finish(tile, group, channel, totals, state);
+    }
+  });
 }
 
 }  // namespace

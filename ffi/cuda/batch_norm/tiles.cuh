@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
+#include "common/exponential.h"
 #include "common/shape.h"
 #include "cuda/batch_norm/plan.h"
 #include "cuda/common/launch.cuh"
@@ -82,6 +84,20 @@ __device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std
       return static_cast<A>(static_cast<float>(static_cast<const BFloat16*>(param.data)[i]));
     case ffi::F32: return static_cast<A>(static_cast<const float*>(param.data)[i]);
     default: return static_cast<A>(static_cast<const double*>(param.data)[i]);
+  }
+}
+
+// 1 / (1 + exp(-z)), for elements of type T. For 16-bit types, 21 bits are right.
+template <typename T>
+__device__ __forceinline__ Accum<T> Sigmoid(Accum<T> z) {
+  if constexpr (sizeof(T) == 2) {
+    float e;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * -1.44269504f));
+    return gelu::Reciprocal(1 + e);
+  } else if constexpr (std::is_same_v<T, float>) {
+    return gelu::Reciprocal(1 + expf(-z));
+  } else {
+    return 1 / (1 + exp(-z));
   }
 }
 
