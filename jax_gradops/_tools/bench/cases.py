@@ -46,16 +46,16 @@ class Operation:
     @property
     def apart(self) -> int | None:
         """X's axis whose slices are independent in the first result, if there is one."""
-        return {"rows": 0, "channels": self.axis, "leaves": None}[self.spec.kind]
+        return {"rows": 0, "samples": 0, "channels": self.axis, "leaves": None}[self.spec.kind]
 
 
 def _operations() -> Iterator[tuple[Key, Operation]]:
     """Every form of an op that is timed, in all layouts. A tree has one leaf."""
     forms = ((spec, form) for spec in SPECS.values() for form in spec.forms if form.traffic)
     for spec, form in forms:
-        for layout in ("", *LAYOUTS) if spec.kind == "channels" else ("",):
+        for layout in ("", *LAYOUTS) if spec.has_channels else ("",):
             axis = layout.index("c") if layout else 1
-            options = dict(form.options) | ({"axis": axis} if spec.kind == "channels" else {})
+            options = dict(form.options) | ({"axis": axis} if spec.has_channels else {})
             ours = functools.partial(form.call, **options)
             found = formulas.formulas_of(spec.name, form)
             xla = {k: functools.partial(f, **options) for k, f in found.items()}
