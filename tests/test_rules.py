@@ -40,6 +40,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "gelu": lambda x, **k: jax_gradops.gelu(x, **k),
     "bias_gelu": lambda x, **k: jax_gradops.bias_gelu(x, _vector(x), False, **k),
     "batch_norm": lambda x, **k: jax_gradops.batch_norm(x, _vector(x), activation="relu", **k)[0],
+    "group_norm": lambda x, **k: jax_gradops.group_norm(
+        x, _vector(x), num_groups=4, activation="silu", **k
+    ),
     "clip": lambda x, **k: jax_gradops.clip_tree_by_global_norm([x], 1.0, **k)[0][0],
     "in place": lambda x, **k: backward.inplace_clip_by_global_norm([x], 1.0, **k)[0][0],
 }

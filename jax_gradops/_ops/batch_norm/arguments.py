@@ -67,7 +67,8 @@ def group_count(op: str, value: Any, x: jax.Array, axis: int) -> int:
     if x.shape[axis] % groups:
         raise ValueError(
             f"{op}: num_groups must divide the number of channels x.shape[{axis}] = "
-            f"{x.shape[axis]}, got {groups}"
+            f"{x.shape[axis]}, got {groups}. The channels' axis is {axis}: is that the `axis` that "
+            "was meant?"
         )
     return groups
 
