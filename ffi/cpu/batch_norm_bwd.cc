@@ -378,8 +378,8 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
 }  // namespace
 
 ffi::Error BatchNormBwd(CpuContext pool, const BatchNormBwdArgs& args) {
-  if (!args.weighted && IsSmall(args.shape)) return SmallBatchNormBwd(pool, args);
-  if (!args.weighted && IsMiddle(args.shape)) return MiddleBatchNormBwd(pool, args);
+  if (IsSmall(args.shape)) return SmallBatchNormBwd(pool, args);
+  if (IsMiddle(args.shape)) return MiddleBatchNormBwd(pool, args);
   return DispatchDtype(FloatTypes{}, "batch_norm_bwd", args.dtype, [&]<typename T>() {
     const auto run = [&]<Act kAct, bool kWeighted>() {
       return args.shape.inner > 1 ? Backward<T, kAct, kWeighted, true>(pool, args)
