@@ -1,7 +1,7 @@
 """Fused CUDA and CPU kernels for norms, GELU, cross-entropy and gradient clipping in JAX.
 
 Norms: `layer_norm`, `rms_norm`, `add_layer_norm`, `add_rms_norm`, `batch_norm`,
-`batch_norm_inference`. Activations: `gelu`, `bias_gelu`. Losses:
+`batch_norm_inference`, `group_norm`, `instance_norm`. Activations: `gelu`, `bias_gelu`. Losses:
 `softmax_cross_entropy_with_integer_labels`, `linear_softmax_cross_entropy`. Clipping:
 `clip_by_global_norm` for Optax, `clip_tree_by_global_norm`, `global_norm`. `jax_gradops.nnx` and
 `jax_gradops.linen` have modules for Flax. `jax_gradops.backward` has the gradient operators.
@@ -16,6 +16,8 @@ from jax_gradops._implementation import ImplementationInUse as ImplementationInU
 from jax_gradops._implementation import use_implementation as use_implementation
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm as batch_norm
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm_inference as batch_norm_inference
+from jax_gradops._ops.batch_norm.group_norm import group_norm as group_norm
+from jax_gradops._ops.batch_norm.group_norm import instance_norm as instance_norm
 from jax_gradops._ops.clip.global_norm import ClipByGlobalNormState as ClipByGlobalNormState
 from jax_gradops._ops.clip.global_norm import clip_by_global_norm as clip_by_global_norm
 from jax_gradops._ops.clip.global_norm import clip_tree_by_global_norm as clip_tree_by_global_norm

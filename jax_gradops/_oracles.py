@@ -232,6 +232,91 @@ def batch_norm_inference(x: Any, mean: Any, var: Any, *, epsilon: float, axis: i
     return Reference((x - mean) * rstd, (abs(x) + abs(mean)) * rstd)
 
 
+# --- Group norm ----------------------------------------------------------------------------------
+
+
+def _by_group(x: Any, groups: int, axis: int) -> tuple[Any, tuple[int, ...]]:
+    """Splits the channels of x into groups. Also returns the axes of a group's elements."""
+    axis %= x.ndim
+    sizes = groups, x.shape[axis] // max(1, groups)
+    parts = x.reshape((*x.shape[:axis], *sizes, *x.shape[axis + 1 :]))
+    return parts, tuple(i for i in range(1, parts.ndim) if i != axis)
+
+
+def _normalized_groups(x: Any, groups: int, axis: int, epsilon: float) -> tuple[Any, Any, Any]:
+    """As `_normalized`, in x's shape."""
+    parts, axes = _by_group(x, groups, axis)
+    x_hat, size, rstd = _normalized(parts, axes, epsilon, True)
+    each = _numpy(x).broadcast_to(rstd, parts.shape)
+    return x_hat.reshape(x.shape), size.reshape(x.shape), each.reshape(x.shape)
+
+
+def group_norm(
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    num_groups: int,
+    epsilon: float,
+    activation: str | None = None,
+    axis: int = -1,
+) -> Reference:
+    """Group norm, then the activation. Axis 0 has the samples."""
+    x_hat, size, _ = _normalized_groups(x, num_groups, axis, epsilon)
+    gamma = 1.0 if scale is None else along(scale, x, axis)
+    beta = 0.0 if bias is None else along(bias, x, axis)
+    z, magnitude = x_hat * gamma + beta, size * abs(gamma) + abs(beta)
+    if activation == "relu":
+        return Reference(_numpy(x).maximum(z, 0), magnitude)
+    if activation == "silu":
+        s, rest = _sigmoid(z), _sigmoid(-z)
+        return Reference(z * s, abs(z * s) + magnitude * s * (1 + abs(z) * rest))
+    return Reference(z, magnitude)
+
+
+def group_norm_vjp(
+    dy: Any,
+    x: Any,
+    scale: Any = None,
+    bias: Any = None,
+    *,
+    num_groups: int,
+    epsilon: float,
+    activation: str | None = None,
+    axis: int = -1,
+    unit: float = 2.0**-21,
+) -> tuple[Reference, Reference, Reference]:
+    """Gradients with respect to x, scale and bias. `unit` is as in `batch_norm_vjp`."""
+    xp, options = _numpy(x), {"num_groups": num_groups, "epsilon": epsilon, "axis": axis}
+    x_hat, size, rstd = _normalized_groups(x, num_groups, axis, epsilon)
+    gamma = 1.0 if scale is None else along(scale, x, axis)
+    z = group_norm(x, scale, bias, **options)
+    dz = Reference(dy, abs(dy), xp.zeros_like(dy))
+    if activation == "relu":
+        doubtful = xp.where(abs(z.value) <= unit * z.magnitude, abs(dy), 0.0)
+        dz = exact(xp.where(z.value > 0, dy, 0.0))._replace(error=doubtful)
+    if activation == "silu":
+        s, rest = _sigmoid(z.value), _sigmoid(-z.value)
+        slope = s * (1 + z.value * rest)
+        # The second derivative says how an error of z changes the slope.
+        second = s * rest * (2 + z.value * (rest - s))
+        change = s * (1 + abs(z.value) * rest) + abs(second) * z.magnitude
+        dz = Reference(dy * slope, abs(dy) * change, xp.zeros_like(dy))
+
+    def mean(a: Any) -> Any:
+        parts, axes = _by_group(a, num_groups, axis)
+        return xp.broadcast_to(_mean(parts, axes), parts.shape).reshape(a.shape)
+
+    wdz, (_, *others) = dz.value * gamma, dz
+    dx = wdz - mean(wdz) - x_hat * mean(wdz * x_hat)
+    sizes = [w + mean(w) + size * mean(w * size) for w in (o * abs(gamma) for o in others)]
+    return (
+        Reference(dx * rstd, *(s * rstd for s in sizes)),
+        over_rows(Reference(dz.value * x_hat, *(o * size for o in others)), axis),
+        over_rows(dz, axis),
+    )
+
+
 # --- GELU ----------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """The gradient operators as functions: call them without autodiff, with saved statistics.
 
 Use them in training loops without autodiff, and for comparisons with other frameworks. They run the
-kernels that the derivatives of `jax_gradops.layer_norm`, `rms_norm`, `batch_norm`, `gelu` and
-`bias_gelu` run. Their names elsewhere are:
+kernels that the derivatives of `jax_gradops.layer_norm`, `rms_norm`, `batch_norm`, `group_norm`,
+`gelu` and `bias_gelu` run. Their names elsewhere are:
 
 - ONNX Runtime: LayerNormalizationGrad, InvertibleLayerNormalizationGrad,
   SimplifiedLayerNormalizationGrad, BatchNormalizationGrad; GeluGrad, FastGeluGrad, BiasGeluGrad_dX,
@@ -17,6 +17,8 @@ over the device's own rows. Add them up by `jax.lax.psum`.
 
 from jax_gradops._ops.batch_norm.backward import batch_norm_backward as batch_norm_backward
 from jax_gradops._ops.batch_norm.backward import batch_norm_forward as batch_norm_forward
+from jax_gradops._ops.batch_norm.group_backward import group_norm_backward as group_norm_backward
+from jax_gradops._ops.batch_norm.group_backward import group_norm_forward as group_norm_forward
 from jax_gradops._ops.clip.global_norm import (
     inplace_clip_by_global_norm as inplace_clip_by_global_norm,
 )

@@ -45,6 +45,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[Any, Any]]] = {
     "bias_gelu": {"approximate": (True, False)},
     "batch_norm": {"epsilon": (1e-5, 1.0), "activation": (None, "relu"), "residual": (False, True)},
     "batch_norm_inference": {"epsilon": (1e-5, 1.0)},
+    "group_norm": {"num_groups": (1, 4), "epsilon": (1e-5, 1.0), "activation": (None, "silu")},
     "clip_tree_by_global_norm": {"max_norm": (1.0, 2.0), "nonfinite": ("propagate", "zero")},
     "inplace_clip_by_global_norm": {"max_norm": (1.0, 2.0)},
     "layer_norm_backward": {"scale_offset": (0.0, 1.0), "has_bias": (True, False)},
@@ -66,7 +67,7 @@ def called(op: str, arguments: dict[str, Any], x: jax.Array) -> Any:
     operands: dict[str, tuple[Any, ...]] = {
         "gelu": (x,), "bias_gelu": (x, vector), "bias_gelu_backward": (x, x, vector),
         "add_layer_norm": (x, x, vector), "add_rms_norm": (x, x, vector),
-        "batch_norm_inference": (x, vector, vector),
+        "batch_norm_inference": (x, vector, vector), "group_norm": (x, vector, vector),
         "layer_norm_backward": (x, x, vector, row, row), "rms_norm_backward": (x, x, vector, row),
         "clip_tree_by_global_norm": ([x],), "inplace_clip_by_global_norm": ([x],),
     }  # fmt: skip

@@ -18,6 +18,7 @@ import pytest
 import test_batch_norm
 import test_bias_gelu
 import test_global_norm
+import test_group_norm
 import test_layer_norm
 from comparing import assert_bitwise_equal, assert_matches, widen
 from conformance import EMPTY
@@ -105,6 +106,26 @@ OF_CHANNELS: dict[str, Callable[[Any, Any], Any]] = {
     "softmax_cross_entropy_backward": lambda a, i: backward.softmax_cross_entropy_backward(
         a.mean, a.x, np.zeros(a.x.shape[:-1], np.int32), a.rstd, z_loss=0.1, implementation=i
     ),
+    "group_norm": lambda a, i: jax_gradops.group_norm(
+        a.x, a.scale, a.bias, num_groups=1, activation="silu", implementation=i
+    ),
+    "instance_norm, relu": lambda a, i: jax_gradops.instance_norm(
+        a.x[None], a.scale, a.bias, activation="relu", implementation=i
+    ),
+    "group_norm_forward": lambda a, i: backward.group_norm_forward(
+        a.x[None], a.scale, a.bias, num_groups=1, implementation=i
+    ),
+    "group_norm_backward": lambda a, i: backward.group_norm_backward(
+        a.dy[None],
+        a.x[None],
+        a.scale,
+        a.bias,
+        a.bias[None],
+        a.scale[None],
+        num_groups=a.x.shape[-1] or 1,
+        activation="silu",
+        implementation=i,
+    ),
     "batch_norm_inference": lambda a, i: jax_gradops.batch_norm_inference(
         a.x, a.bias, a.scale**2, a.scale, a.bias, implementation=i
     ),
@@ -187,6 +208,7 @@ def test_every_function_of_nothing(platform, rng):
         test_layer_norm.TestRmsNorm,
         test_bias_gelu.TestBiasGelu,
         test_batch_norm.TestWithResidual,
+        test_group_norm.TestGroupNorm,
         test_global_norm.TestClip,
     ],
 )

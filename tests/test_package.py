@@ -56,6 +56,8 @@ def test_public_names():
         "batch_norm_backward",
         "bias_gelu_backward",
         "gelu_backward",
+        "group_norm_backward",
+        "group_norm_forward",
         "inplace_clip_by_global_norm",
         "layer_norm_forward",
         "layer_norm_backward",

@@ -20,7 +20,8 @@ from meshes import collectives, mesh
 
 import jax_gradops
 from jax_gradops import backward
-from jax_gradops._ops.batch_norm.kernels import BatchNorm, _Normalize
+from jax_gradops._ops.batch_norm.axes import Axes
+from jax_gradops._ops.batch_norm.kernels import ChannelNorm, _Normalize
 
 pytestmark = pytest.mark.newest_jax
 
@@ -39,6 +40,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "gelu": lambda x, **k: jax_gradops.gelu(x, **k),
     "bias_gelu": lambda x, **k: jax_gradops.bias_gelu(x, _vector(x), False, **k),
     "batch_norm": lambda x, **k: jax_gradops.batch_norm(x, _vector(x), activation="relu", **k)[0],
+    "group_norm": lambda x, **k: jax_gradops.group_norm(
+        x, _vector(x), num_groups=4, activation="silu", **k
+    ),
     "clip": lambda x, **k: jax_gradops.clip_tree_by_global_norm([x], 1.0, **k)[0][0],
     "in place": lambda x, **k: backward.inplace_clip_by_global_norm([x], 1.0, **k)[0][0],
 }
@@ -191,11 +195,11 @@ def test_named_axis_in_context(context, derivative, implementation, rng):
 def test_cotangent_of_common_result(rng):
     """All indices of a named axis share a result. The result's cotangent counts only once."""
     x = rng.standard_normal((4, FEATURES))
-    operation = _Normalize(BatchNorm(inner=0, epsilon=1e-5, axis_name=("rows",)))
+    operation = _Normalize(ChannelNorm(Axes(0), epsilon=1e-5, axis_name=("rows",)))
     mapped = jax.vmap(
         lambda x: operation(x, None, None, None)[:3], axis_name="rows", out_axes=(0, None, None)
     )
-    whole = _Normalize(BatchNorm(inner=0, epsilon=1e-5))
+    whole = _Normalize(ChannelNorm(Axes(0), epsilon=1e-5))
     for f in (mapped, lambda x: whole(x, None, None, None)[:3]):
         y, mean, variance = f(x)
         assert mean.shape == variance.shape == (FEATURES,)

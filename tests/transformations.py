@@ -240,6 +240,7 @@ POLICIES = jax.checkpoint_policies
 SAVED = (
     "layer_norm_mean", "layer_norm_rstd", "rms_norm_rstd",
     "batch_norm_mean", "batch_norm_rstd", "batch_norm_delta",
+    "group_norm_mean", "group_norm_rstd", "group_norm_delta",
 )  # fmt: skip
 
 TRANSFORMATIONS: dict[str, Callable[[Op, Sequence[Example]], Outcomes]] = {

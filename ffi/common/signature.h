@@ -172,9 +172,12 @@ class RowChecker {
       shape_ = {Product(Dims(x.dimensions().begin(), static_cast<std::size_t>(group_rank))),
                 Product(DimsOf('n')), 1};
       inner_ = Product(DimsOf('m'));
-      if (axes.find('c') != axes.npos) bundle_ = Product(DimsOf('c'));
       for (const char letter : axes) {
         if (letter != 'n' && letter != 'm') shape_.features *= Product(DimsOf(letter));
+      }
+      bundles_ = shape_.features;
+      if (axes.find('c') != axes.npos) {
+        bundle_ = Product(DimsOf('c')), bundles_ = Product(DimsOf('g'));
       }
     }
   }
@@ -249,6 +252,7 @@ class RowChecker {
   ffi::Error error() const { return ffi::Error::InvalidArgument(message_); }
   ChannelShape shape() const { return {shape_, inner_}; }
   std::int64_t bundle() const { return bundle_; }
+  std::int64_t bundles() const { return bundles_; }
   ffi::DataType dtype() const { return x_.element_type(); }
 
  private:
@@ -305,7 +309,7 @@ class RowChecker {
   std::string_view axes_;
   std::int64_t group_rank_ = 0, row_rank_ = 0, inner_rank_;
   RowShape shape_{0, 0, 0};
-  std::int64_t inner_ = 1, bundle_ = 1;
+  std::int64_t inner_ = 1, bundle_ = 1, bundles_ = 0;
   std::string message_;
 };
 
@@ -396,7 +400,9 @@ class RowHandler {
     } else {
       args_.shape = check.shape().outer;
     }
-    if constexpr (requires { args_.bundle; }) args_.bundle = check.bundle();
+    if constexpr (requires { args_.bundle; }) {
+      args_.bundle = check.bundle(), args_.bundles = check.bundles();
+    }
     std::int64_t sums = 0;
     CheckArrays(check, sums, std::make_index_sequence<kArrays>());
     CheckRules(check, std::make_index_sequence<std::size(Op::kRules)>());

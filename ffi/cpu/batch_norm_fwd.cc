@@ -1,5 +1,7 @@
-// Batch norm on the CPU, forward, in two sweeps over memory. The first sweep makes the statistics,
-// and the second sweep makes y.
+// Batch norm and group norm on the CPU, forward, in two sweeps over memory. The first sweep makes
+// the statistics, and the second sweep makes y. Statistics are those of channels. In group norm,
+// the channels of a bundle are then put together, in double. If a bundle's elements lie together,
+// it counts as one channel.
 //
 // The statistics use differences from a guess of the channel's mean. Elements are taken in blocks:
 // with channels last, kRowsPerSum rows; with channels first, a piece. If the guess is off by more
@@ -28,6 +30,7 @@
 #include "cpu/batch_norm_pieces.h"
 #include "cpu/batch_norm_small.h"
 #include "cpu/column_sum.h"
+#include "cpu/silu.h"
 #include "ops/batch_norm.h"
 
 namespace gradops {
@@ -251,7 +254,12 @@ void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
       StoreRowsForLanes<kLanes<A>, kRows>(static_cast<T*>(args.y) + block.offset, block.rows,
                                           layout.width, block.n, streamed, fn);
     };
-    if (all_residual == nullptr) {
+    if (args.silu) {  // group norm, without a residual
+      store([=](auto at) {
+        const auto of_row = normalised(at);
+        return [=](std::int64_t skipped) { return Silu<A>(of_row(skipped)); };
+      });
+    } else if (all_residual == nullptr) {
       store([=](auto at) {
         const auto of_row = normalised(at);
         return [=](std::int64_t skipped) { return Max(least, of_row(skipped)); };  // NaN stays
@@ -273,7 +281,7 @@ void Apply(const BatchNormFwdArgs& args, const Layout<kFirst>& layout,
 // The statistics of arrays without elements: mean and variance are 0.
 template <typename A>
 void EmptyStatistics(const BatchNormFwdArgs& args) {
-  const std::int64_t n = args.shape.outer.groups * args.shape.channels();
+  const std::int64_t n = args.shape.outer.groups * args.bundles;
   for (void* const zeros : {args.batch_mean, args.batch_variance, args.batch_delta}) {
     std::fill_n(static_cast<A*>(zeros), n, A{0});
   }
@@ -318,13 +326,19 @@ class ForwardCall {
 
   // The batch's own statistics, and y.
   void Compute() const {
-    const auto pieces = Pieces<kFirst>::ForSums(layout_, sizeof(T), args_.partial_rows);
-    ForPieces(pool_, pieces, [&](const Piece& piece) { FirstSweep(piece, pieces.parts == 1); });
-    if (pieces.parts == 1) return;
+    const auto pieces =
+        Pieces<kFirst>::ForSums(layout_, args_.bundle, sizeof(T), args_.partial_rows);
+    if (pieces.HasWhole(args_.bundle)) {
+      ForPieces(pool_, pieces, [&](const Piece& piece) { BothSweeps(piece); });
+      return;
+    }
+    ForPieces(pool_, pieces, [&](const Piece& piece) { PartialMoments(piece); });
     const Numbers numbers(wide_);
-    ForChannelBlocks(pool_, layout_, [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
-      Finish(numbers, group, channel, MergeParts(pieces, group, channel, n));
-    });
+    ForChannelBlocks(pool_, layout_, args_.bundle,
+                     [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
+                       Finish(numbers, group, channel,
+                              OfBundles(group, channel, MergeParts(pieces, group, channel, n)));
+                     });
     if (args_.y != nullptr) ApplyAll(numbers);
   }
 
@@ -342,7 +356,9 @@ class ForwardCall {
     numbers.Set(group, channel, {mean, factor, offset});
   }
   void SetGiven(const Numbers& numbers, std::int64_t group, std::int64_t channel) const {
-    const auto given = [&](const Param& param) { return ReadParam(param, group, channel, A{0}); };
+    const auto given = [&](const Param& param) {
+      return ReadParam(param, group, channel / args_.bundle, A{0});
+    };
     SetNumbers(numbers, group, channel, given(args_.mean), given(args_.rstd), given(args_.delta));
   }
 
@@ -357,22 +373,68 @@ class ForwardCall {
            ((group * args_.partial_rows + part) * 4 + value) * layout_.channels;
   }
 
-  // The moments of a piece. If the piece has whole channels, also their statistics and y.
-  void FirstSweep(const Piece& piece, bool whole) const {
+  // The moments of a piece's channels. Here and below, `layout` may be of other channels than x's.
+  template <bool kFirstHere>
+  Moments MomentsOfPiece(const Layout<kFirstHere>& layout, const Piece& piece) const {
     Moments moments(piece.channels());
-    const Coefficients<A, kFirst, 1> base(layout_, piece.group);
+    const Coefficients<A, kFirstHere, 1> base(layout, piece.group);
     for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
-      base.Set(piece.group, c, {FirstElement(piece.group, c)});
+      const T* const x = static_cast<const T*>(args_.x) + layout.offset(piece.group, 0);
+      base.Set(piece.group, c, {static_cast<A>(x[c * layout.inner])});
     }
-    MomentsOf(static_cast<const T*>(args_.x), layout_, piece, base, moments);
-    if (whole) {
-      const Numbers numbers(wide_, piece.group);
-      Finish(numbers, piece.group, piece.channel, moments);
-      if (args_.y != nullptr) {
-        Apply<T>(args_, wide_, numbers, piece.OfWhole(wide_), streamed_);
+    MomentsOf(static_cast<const T*>(args_.x), layout, piece, base, moments);
+    return moments;
+  }
+
+  // The moments of the bundles from `first_channel` on, relative to the first element of each
+  // bundle. They are made from the moments of the channels.
+  Moments OfBundles(std::int64_t group, std::int64_t first_channel, Moments channels) const {
+    if (args_.bundle == 1) return channels;
+    const std::int64_t bundles = static_cast<std::int64_t>(channels.means.size()) / args_.bundle;
+    const auto terms = static_cast<double>(args_.shape.terms());
+    Moments all(bundles);
+    for (std::int64_t b = 0; b < bundles; ++b) {
+      const std::int64_t first = first_channel + b * args_.bundle;
+      const auto base = static_cast<double>(FirstElement(group, first));
+      double* const means = channels.means.data() + b * args_.bundle;
+      const double* const squares = channels.squares.data() + b * args_.bundle;
+      double mean = 0, sum_squares = 0;
+      for (std::int64_t c = 0; c < args_.bundle; ++c) {
+        means[c] += static_cast<double>(FirstElement(group, first + c)) - base;
+        mean += means[c] / static_cast<double>(args_.bundle);
       }
-      return;
+      for (std::int64_t c = 0; c < args_.bundle; ++c) {
+        sum_squares += squares[c] + terms * ((means[c] - mean) * (means[c] - mean));
+      }
+      all.means[static_cast<std::size_t>(b)] = mean;
+      all.squares[static_cast<std::size_t>(b)] = sum_squares;
     }
+    return all;
+  }
+
+  // Statistics and y of a piece with whole bundles.
+  void BothSweeps(const Piece& piece) const {
+    const Numbers numbers(wide_, piece.group);
+    if (args_.bundle > 1 && args_.shape.outer.rows == 1) {  // a bundle's elements lie together
+      const Layout<true> joined(
+          ChannelShape{{layout_.groups, 1, args_.bundles}, layout_.inner * args_.bundle});
+      const Piece bundles{.group = piece.group,
+                          .part = 0,
+                          .row = 0,
+                          .end_row = 1,
+                          .channel = piece.channel / args_.bundle,
+                          .end_channel = piece.end_channel / args_.bundle};
+      Finish(numbers, piece.group, piece.channel, MomentsOfPiece(joined, bundles));
+    } else {
+      Finish(numbers, piece.group, piece.channel,
+             OfBundles(piece.group, piece.channel, MomentsOfPiece(layout_, piece)));
+    }
+    if (args_.y != nullptr) Apply<T>(args_, wide_, numbers, piece.OfWhole(wide_), streamed_);
+  }
+
+  // Stores the moments of a piece in the workspace.
+  void PartialMoments(const Piece& piece) const {
+    const Moments moments = MomentsOfPiece(layout_, piece);
     const auto round = [](double value) { return static_cast<A>(value); };
     std::transform(moments.means.begin(), moments.means.end(),
                    Partial(piece.group, piece.part, 0) + piece.channel, round);
@@ -397,26 +459,29 @@ class ForwardCall {
     return all;
   }
 
-  // Stores the statistics of the channels from `first_channel` on, and sets their numbers.
+  // Stores the statistics of the bundles from `first_channel` on. Sets the numbers of their
+  // channels.
   void Finish(const Numbers& numbers, std::int64_t group, std::int64_t first_channel,
               const Moments& moments) const {
+    const auto elements = static_cast<double>(args_.shape.terms() * args_.bundle);
     for (std::size_t k = 0; k < moments.means.size(); ++k) {
-      const std::int64_t channel = first_channel + static_cast<std::int64_t>(k);
+      const std::int64_t channel = first_channel + static_cast<std::int64_t>(k) * args_.bundle;
       const double offset = moments.means[k];
       const A first = FirstElement(group, channel);
-      const A variance =
-          static_cast<A>(moments.squares[k] / static_cast<double>(args_.shape.terms()));
+      const A variance = static_cast<A>(moments.squares[k] / elements);
       const A mean = static_cast<A>(static_cast<double>(first) + offset);
       // Relative to the first element: the mean itself may have more digits than a double holds.
       const A delta =
           static_cast<A>((static_cast<double>(first) - static_cast<double>(mean)) + offset);
       const A rstd = InverseDeviation(variance, Epsilon<A>(args_.epsilon));
-      const std::int64_t i = group * layout_.channels + channel;
+      const std::int64_t i = group * args_.bundles + channel / args_.bundle;
       static_cast<A*>(args_.batch_mean)[i] = mean;
       static_cast<A*>(args_.batch_variance)[i] = variance;
       static_cast<A*>(args_.batch_rstd)[i] = rstd;
       static_cast<A*>(args_.batch_delta)[i] = delta;
-      SetNumbers(numbers, group, channel, mean, rstd, delta);
+      for (std::int64_t c = channel; c < channel + args_.bundle; ++c) {
+        SetNumbers(numbers, group, c, mean, rstd, delta);
+      }
     }
   }
 

@@ -1,4 +1,5 @@
-// What both directions of batch norm on the CPU share: how arrays are cut, and numbers per channel.
+// What both directions of batch norm and group norm on the CPU share: how arrays are cut, and
+// numbers per channel.
 #pragma once
 
 #include <algorithm>
@@ -65,26 +66,31 @@ struct Pieces {
   Layout<kFirst> layout;
   std::int64_t rows, parts, channels, blocks;  // rows of a part; parts; channels of a block; blocks
 
-  Pieces(const Layout<kFirst>& layout, std::int64_t bytes_per_element, std::int64_t max_parts)
+  // A block has a multiple of `unit` channels.
+  Pieces(const Layout<kFirst>& layout, std::int64_t bytes_per_element, std::int64_t max_parts,
+         std::int64_t unit = 1)
       : layout(layout) {
     // With channels first, parts are shorter: pieces of long parts would lie in many places.
     rows =
         std::min(layout.rows, RowsPerChunk(layout.rows, layout.width * bytes_per_element, max_parts,
                                            kFirst ? kMinChunkBytes : kLongChunkBytes));
-    CutChannels(bytes_per_element);
+    CutChannels(bytes_per_element, unit);
   }
 
-  // Pieces for sums over channels. There is room for `max_parts` partial sums. Pieces have whole
-  // channels if there are enough channels for many threads, and no channel is too large. Such a
-  // piece stays in a cache until it is read again.
-  static Pieces ForSums(const Layout<kFirst>& layout, std::int64_t bytes_per_element,
-                        std::int64_t max_parts) {
-    constexpr std::int64_t kMinChannels = 16, kMaxBytes = 1 << 20;
+  // Pieces for sums over bundles of `bundle` channels. There is room for `max_parts` partial sums.
+  // Pieces have whole bundles if there are enough bundles for many threads, and no bundle is too
+  // large. Such a piece stays in a cache until it is read again.
+  static Pieces ForSums(const Layout<kFirst>& layout, std::int64_t bundle,
+                        std::int64_t bytes_per_element, std::int64_t max_parts) {
+    constexpr std::int64_t kMinBundles = 16, kMaxBytes = 1 << 20;
     constexpr std::int64_t kMaxParts = 64;  // more would add traffic, but keep no more threads busy
-    const bool whole = kFirst && layout.groups * layout.channels >= kMinChannels &&
-                       layout.rows * layout.inner * bytes_per_element <= kMaxBytes;
-    return Pieces(layout, bytes_per_element, whole ? 1 : std::min(max_parts, kMaxParts));
+    const bool whole = kFirst && layout.groups * layout.channels / bundle >= kMinBundles &&
+                       layout.rows * layout.inner * bundle * bytes_per_element <= kMaxBytes;
+    return Pieces(layout, bytes_per_element, whole ? 1 : std::min(max_parts, kMaxParts),
+                  whole ? bundle : 1);
   }
+  // Whether each piece has whole bundles.
+  bool HasWhole(std::int64_t bundle) const { return parts == 1 && channels % bundle == 0; }
 
   // Pieces for work that is done element by element.
   static Pieces ForElements(const Layout<kFirst>& layout, std::int64_t bytes_per_element) {
@@ -104,13 +110,14 @@ struct Pieces {
   }
 
  private:
-  void CutChannels(std::int64_t bytes_per_element) {
+  void CutChannels(std::int64_t bytes_per_element, std::int64_t unit) {
     parts = (layout.rows + rows - 1) / std::max<std::int64_t>(1, rows);
     channels = layout.channels;
     if (kFirst) {
+      const std::int64_t units = channels / unit;
       channels = std::min(channels,
-                          RowsPerChunk(channels, rows * layout.inner * bytes_per_element, channels,
-                                       kMinChunkBytes));  // a piece stays in a cache
+                          unit * RowsPerChunk(units, rows * layout.inner * unit * bytes_per_element,
+                                              units, kMinChunkBytes));  // stays in a cache
     }
     blocks = (layout.channels + channels - 1) / std::max<std::int64_t>(1, channels);
   }
@@ -180,13 +187,16 @@ void ForChannels(const CpuContext& pool, const Layout<kFirst>& layout, const Fn&
           [&](std::int64_t i) { fn(i / layout.channels, i % layout.channels); });
 }
 
-// Calls fn(group, channel, n) for blocks of up to kBlock channels, in the thread pool.
+// Calls fn(group, channel, n) for blocks of about kBlock channels, in the thread pool. Blocks have
+// whole bundles of `bundle` channels.
 template <bool kFirst, typename Fn>
-void ForChannelBlocks(const CpuContext& pool, const Layout<kFirst>& layout, const Fn& fn) {
-  const std::int64_t blocks = (layout.channels + kBlock - 1) / kBlock;
+void ForChannelBlocks(const CpuContext& pool, const Layout<kFirst>& layout, std::int64_t bundle,
+                      const Fn& fn) {
+  const std::int64_t block = std::max<std::int64_t>(1, kBlock / bundle) * bundle;
+  const std::int64_t blocks = (layout.channels + block - 1) / block;
   ParallelFor(pool, layout.groups * blocks, [&](std::int64_t i) {
-    const std::int64_t channel = i % blocks * kBlock;
-    fn(i / blocks, channel, std::min(kBlock, layout.channels - channel));
+    const std::int64_t channel = i % blocks * block;
+    fn(i / blocks, channel, std::min(block, layout.channels - channel));
   });
 }
 

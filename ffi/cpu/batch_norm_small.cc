@@ -1,6 +1,7 @@
-// Batch norm of small groups: see batch_norm_small.h. Memory is read or written once per array.
+// Batch norm and group norm of small groups: see batch_norm_small.h. Memory is read or written once
+// per array.
 //
-// Statistics are made as in layer norm. The mean comes from differences to the channel's first
+// Statistics are made as in layer norm. The mean comes from differences to the bundle's first
 // element. The variance comes from differences to that mean, corrected by the mean's error.
 #include "cpu/batch_norm_small.h"
 
@@ -13,6 +14,7 @@
 #include "common/math.h"
 #include "cpu/parallel.h"
 #include "cpu/side_by_side.h"
+#include "cpu/silu.h"
 
 namespace gradops {
 namespace {
@@ -20,7 +22,7 @@ namespace {
 template <typename A>
 using Elements = Side<A, kSmallGroup>;
 
-// Where a group's elements are, channel by channel.
+// Where a group's elements are, channel by channel. The elements of a bundle follow one another.
 class Channels {
  public:
   explicit Channels(const ChannelShape& shape)
@@ -44,9 +46,13 @@ class Channels {
   std::array<std::int16_t, kSmallGroup> columns_;
 };
 
-// The shape of arrays with one number per channel: a group is a row of its channels.
+// The shapes of arrays with one number per channel, or per bundle: a group is a row.
 RowShape ChannelRows(const ChannelShape& shape) {
   return {shape.outer.groups, 1, shape.channels()};
+}
+template <class Args>
+RowShape BundleRows(const Args& args) {
+  return {args.shape.outer.groups, 1, args.bundles};
 }
 
 // Calls do_some(group, groups) for up to kSide groups at a time, in the thread pool. Each task
@@ -126,22 +132,22 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   using A = Accum<T>;
   const ChannelShape& shape = args.shape;
   const Channels channels(shape);
-  const RowShape rows = ChannelRows(shape);
+  const RowShape rows = ChannelRows(shape), bundle_rows = BundleRows(args);
   const bool own = args.mean.data == nullptr;
-  const WideParam<A, 1> scale(pool, args.scale, rows, 0), rstd(pool, args.rstd, rows, 0);
-  const WideParam<A, 0> bias(pool, args.bias, rows, 0), mean(pool, args.mean, rows, 0),
-      delta(pool, args.delta, rows, 0);
+  const WideParam<A, 1> scale(pool, args.scale, rows, 0), rstd(pool, args.rstd, bundle_rows, 0);
+  const WideParam<A, 0> bias(pool, args.bias, rows, 0), mean(pool, args.mean, bundle_rows, 0),
+      delta(pool, args.delta, bundle_rows, 0);
   const bool streamed =
       PrepareResult(args.y, shape.elements() * std::int64_t{sizeof(T)}, {args.x, args.residual});
   // If channels have few elements, the statistics are as large as y.
   for (void* const statistic :
        {args.batch_mean, args.batch_variance, args.batch_rstd, args.batch_delta}) {
-    PrepareResult(statistic, shape.outer.groups * channels.count * std::int64_t{sizeof(A)}, {});
+    PrepareResult(statistic, shape.outer.groups * args.bundles * std::int64_t{sizeof(A)}, {});
   }
   const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
   ForSides<T>(pool, shape, 2, [&](const auto& for_some) {
-    SideParam<A, kSmallGroup> scales(scale, rows), biases(bias, rows), means(mean, rows),
-        rstds(rstd, rows), deltas(delta, rows);
+    SideParam<A, kSmallGroup> scales(scale, rows), biases(bias, rows), means(mean, bundle_rows),
+        rstds(rstd, bundle_rows), deltas(delta, bundle_rows);
     Elements<A> x, residual;
     std::array<Elements<A>, 4> results;
     for_some([&](std::int64_t group, std::int64_t groups) {
@@ -154,21 +160,24 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
         LoadSide(static_cast<const T*>(args.residual) + offset, groups, channels.elements,
                  residual);
       }
-      for (std::int64_t c = 0; c < channels.count; ++c) {
-        const std::int16_t* const columns = channels[c];
-        Statistics<A> statistics{means[c], Lanes<A>(0), rstds[c], deltas[c]};
+      for (std::int64_t b = 0; b < args.bundles; ++b) {
+        Statistics<A> statistics{means[b], Lanes<A>(0), rstds[b], deltas[b]};
         if (own) {
-          statistics = StatisticsOf(x, columns, channels.terms, Epsilon<A>(args.epsilon));
-          results[0].Set(c, statistics.mean), results[1].Set(c, statistics.variance);
-          results[2].Set(c, statistics.rstd), results[3].Set(c, statistics.delta);
+          statistics = StatisticsOf(x, channels[b * args.bundle], args.bundle * channels.terms,
+                                    Epsilon<A>(args.epsilon));
+          results[0].Set(b, statistics.mean), results[1].Set(b, statistics.variance);
+          results[2].Set(b, statistics.rstd), results[3].Set(b, statistics.delta);
         }
-        const Lanes<A> factor = statistics.rstd * scales[c];
-        const Lanes<A> shift = biases[c] - statistics.delta * factor;
-        for (std::int64_t k = 0; k < channels.terms; ++k) {
-          const std::int64_t j = columns[k];
-          Lanes<A> y = (x[j] - statistics.mean) * factor + shift;
-          if (args.residual != nullptr) y += residual[j];
-          x.Set(j, Max(Lanes<A>(least), y));  // NaN stays
+        for (std::int64_t c = b * args.bundle; c < (b + 1) * args.bundle; ++c) {
+          const std::int16_t* const columns = channels[c];
+          const Lanes<A> factor = statistics.rstd * scales[c];
+          const Lanes<A> shift = biases[c] - statistics.delta * factor;
+          for (std::int64_t k = 0; k < channels.terms; ++k) {
+            const std::int64_t j = columns[k];
+            Lanes<A> y = (x[j] - statistics.mean) * factor + shift;
+            if (args.residual != nullptr) y += residual[j];
+            x.Set(j, args.silu ? Silu<A>(y) : Max(Lanes<A>(least), y));  // NaN stays
+          }
         }
       }
       if (args.y != nullptr) {
@@ -177,8 +186,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
       if (!own) return;
       const std::array to{args.batch_mean, args.batch_variance, args.batch_rstd, args.batch_delta};
       for (std::size_t i = 0; i < to.size(); ++i) {
-        StoreSide(static_cast<A*>(to[i]) + group * channels.count, groups, channels.count,
-                  results[i]);
+        StoreSide(static_cast<A*>(to[i]) + group * args.bundles, groups, args.bundles, results[i]);
       }
     });
     if (streamed) StreamFence();
@@ -193,21 +201,22 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   using A = Accum<T>;
   const ChannelShape& shape = args.shape;
   const Channels channels(shape);
-  const RowShape rows = ChannelRows(shape);
+  const RowShape rows = ChannelRows(shape), bundle_rows = BundleRows(args);
   const bool own = args.mean_dz.data == nullptr;
-  const WideParam<A, 1> scale(pool, args.scale, rows, 0), rstd(pool, args.rstd, rows, 0);
-  const WideParam<A, 0> bias(pool, args.bias, rows, 0), mean(pool, args.mean, rows, 0),
-      delta(pool, args.delta, rows, 0), mean_dz(pool, args.mean_dz, rows, 0),
-      mean_dz_x_hat(pool, args.mean_dz_x_hat, rows, 0);
+  const WideParam<A, 1> scale(pool, args.scale, rows, 0), rstd(pool, args.rstd, bundle_rows, 0);
+  const WideParam<A, 0> bias(pool, args.bias, rows, 0), mean(pool, args.mean, bundle_rows, 0),
+      delta(pool, args.delta, bundle_rows, 0), mean_dz(pool, args.mean_dz, bundle_rows, 0),
+      mean_dz_x_hat(pool, args.mean_dz_x_hat, bundle_rows, 0);
   const WideGrad<A> dscale(args.dscale, shape.outer), dbias(args.dbias, shape.outer);
   const std::int64_t bytes = shape.elements() * std::int64_t{sizeof(T)};
   const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
   PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});
-  const Lanes<A> per_term = A{1} / static_cast<A>(channels.terms), zero = 0;
+  const Lanes<A> per_element = A{1} / static_cast<A>(args.bundle * channels.terms), zero = 0;
   ForSides<T>(pool, shape, 3, [&](const auto& for_some) {
-    SideParam<A, kSmallGroup> scales(scale, rows), biases(bias, rows), means(mean, rows),
-        rstds(rstd, rows), deltas(delta, rows), levels(mean_dz, rows), slopes(mean_dz_x_hat, rows);
-    Elements<A> dz, x, y, dscales, dbiases;
+    SideParam<A, kSmallGroup> scales(scale, rows), biases(bias, rows), means(mean, bundle_rows),
+        rstds(rstd, bundle_rows), deltas(delta, bundle_rows), levels(mean_dz, bundle_rows),
+        slopes(mean_dz_x_hat, bundle_rows);
+    Elements<A> dz, x, y, dscales, dbiases, sums_dz, sums_dz_x_hat;
     for_some([&](std::int64_t group, std::int64_t groups) {
       scales.MoveTo(scale, group, groups), biases.MoveTo(bias, group, groups);
       means.MoveTo(mean, group, groups), rstds.MoveTo(rstd, group, groups);
@@ -219,34 +228,53 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
       };
       load(args.dy, dz), load(args.x, x);
       if (args.relu && args.y != nullptr) load(args.y, y);
-      for (std::int64_t c = 0; c < channels.count; ++c) {
-        const std::int16_t* const columns = channels[c];
-        const Lanes<A> channel_rstd = rstds[c], channel_delta = deltas[c];
-        const Lanes<A> factor = channel_rstd * scales[c];
-        const Lanes<A> shift = biases[c] - channel_delta * factor;
-        const auto sums = SideSums<A, 2>(channels.terms, [&](std::int64_t k) {
-          const std::int64_t j = columns[k];
-          const Lanes<A> centered = x[j] - means[c];
-          x.Set(j, centered);
-          Lanes<A> gradient = dz[j];
-          if (args.relu) {
-            const Lanes<A> argument = args.y != nullptr ? y[j] : centered * factor + shift;
-            gradient = IfGreater(argument, zero, gradient, zero);
-            dz.Set(j, gradient);
-          }
-          return std::array{gradient, gradient * centered};
-        });
-        Lanes<A> level = levels[c], slope = slopes[c];
-        if (own) {
-          const Lanes<A> of_x_hat = (sums[1] - channel_delta * sums[0]) * channel_rstd;
+      for (std::int64_t b = 0; b < args.bundles; ++b) {
+        const std::int64_t first = b * args.bundle, end = first + args.bundle;
+        const Lanes<A> own_rstd = rstds[b], own_delta = deltas[b];
+        Lanes<A> sum_dz = zero, sum_dz_x_hat = zero;
+        for (std::int64_t c = first; c < end; ++c) {
+          const std::int16_t* const columns = channels[c];
+          const Lanes<A> factor = own_rstd * scales[c];
+          const Lanes<A> shift = biases[c] - own_delta * factor;
+          const auto sums = SideSums<A, 2>(channels.terms, [&](std::int64_t k) {
+            const std::int64_t j = columns[k];
+            const Lanes<A> centered = x[j] - means[b];
+            x.Set(j, centered);
+            Lanes<A> gradient = dz[j];
+            if (args.relu) {
+              const Lanes<A> argument = args.y != nullptr ? y[j] : centered * factor + shift;
+              gradient = IfGreater(argument, zero, gradient, zero);
+              dz.Set(j, gradient);
+            } else if (args.silu) {
+              gradient = gradient * SiluDerivative<A>(centered * factor + shift);
+              dz.Set(j, gradient);
+            }
+            return std::array{gradient, gradient * centered};
+          });
+          if (!own) continue;
+          const Lanes<A> of_x_hat = (sums[1] - own_delta * sums[0]) * own_rstd;
           dscales.Set(c, of_x_hat), dbiases.Set(c, sums[0]);
-          level = sums[0] * per_term, slope = of_x_hat * per_term;
+          if (args.weighted) {
+            sum_dz += scales[c] * sums[0], sum_dz_x_hat += scales[c] * of_x_hat;
+          } else {
+            sum_dz = sums[0], sum_dz_x_hat = of_x_hat;
+          }
         }
-        slope = slope * channel_rstd;
-        level = level - channel_delta * slope;
-        for (std::int64_t k = 0; k < channels.terms; ++k) {
-          const std::int64_t j = columns[k];
-          x.Set(j, (dz[j] - level - x[j] * slope) * factor);
+        Lanes<A> level = levels[b], slope = slopes[b];
+        if (own) {
+          sums_dz.Set(b, sum_dz), sums_dz_x_hat.Set(b, sum_dz_x_hat);
+          level = sum_dz * per_element, slope = sum_dz_x_hat * per_element;
+        }
+        slope = slope * own_rstd;
+        level = level - own_delta * slope;
+        for (std::int64_t c = first; c < end; ++c) {
+          const std::int16_t* const columns = channels[c];
+          const Lanes<A> factor = own_rstd * scales[c];
+          for (std::int64_t k = 0; k < channels.terms; ++k) {  // see batch_norm_bwd.cc
+            const std::int64_t j = columns[k];
+            x.Set(j, args.weighted ? dz[j] * factor - (level + x[j] * slope) * own_rstd
+                                   : (dz[j] - level - x[j] * slope) * factor);
+          }
         }
       }
       const auto store = [&](void* to, const Elements<A>& from) {
@@ -254,11 +282,13 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
         StoreSide(static_cast<T*>(to) + offset, groups, channels.elements, from, streamed);
       };
       store(args.dx, x), store(args.dresidual, dz);
-      const auto store_sums = [&](const WideGrad<A>& to, const Elements<A>& from) {
-        if (to.data() == nullptr) return;
-        StoreSide(to.data() + group * channels.count, groups, channels.count, from);
+      const auto store_sums = [&](void* to, std::int64_t count, const Elements<A>& from) {
+        if (to != nullptr) StoreSide(static_cast<A*>(to) + group * count, groups, count, from);
       };
-      store_sums(dscale, dscales), store_sums(dbias, dbiases);
+      store_sums(dscale.data(), channels.count, dscales);
+      store_sums(dbias.data(), channels.count, dbiases);
+      store_sums(args.sum_dz, args.bundles, sums_dz);
+      store_sums(args.sum_dz_x_hat, args.bundles, sums_dz_x_hat);
     });
     if (streamed) StreamFence();
   });

@@ -1,4 +1,4 @@
-// Batch norm on the CPU for small groups, such as vmap makes.
+// Batch norm and group norm on the CPU for small groups, such as vmap makes.
 #pragma once
 
 #include "ops/batch_norm.h"

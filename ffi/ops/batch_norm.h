@@ -23,9 +23,9 @@ namespace gradops {
 // The statistics are the batch's own, unless `mean` is given.
 struct BatchNormFwdArgs {
   ChannelShape shape;
-  ffi::DataType dtype;  // of x, residual and y
-  std::int64_t bundle = 1;  // channels of a bundle
-  bool relu, silu;      // at most one of them
+  ffi::DataType dtype;               // of x, residual and y
+  std::int64_t bundle = 1, bundles;  // channels of a bundle; bundles of a group
+  bool relu, silu;                   // at most one of them
   double epsilon;
   const void* x;         // [groups, rows, channels, inner]
   const void* residual;  // [groups, rows, channels, inner]; null: none
@@ -54,21 +54,21 @@ struct BatchNormFwdArgs {
 // `mean_dz` is given.
 struct BatchNormBwdArgs {
   ChannelShape shape;
-  ffi::DataType dtype;  // of dy, x, y, dx and dresidual
-  std::int64_t bundle = 1;  // channels of a bundle
-  bool relu, silu;      // at most one of them
+  ffi::DataType dtype;               // of dy, x, y, dx and dresidual
+  std::int64_t bundle = 1, bundles;  // channels of a bundle; bundles of a group
+  bool relu, silu;                   // at most one of them
   const void* dy;                // [groups, rows, channels, inner]
   const void* x;                 // [groups, rows, channels, inner]
   const void* y;                 // [groups, rows, channels, inner]; null: see above
-  Param scale, bias;        // [channels]; bias is null, except for relu without y, and silu
-  Param mean, rstd, delta;  // [bundles] in the accumulation dtype; null delta: 0
-  // The means of dz and dz * x_hat. With `weighted`, the means of scale * dz and scale * dz * x_hat.
-  // [bundles] in the accumulation dtype; both null: not given.
+  Param scale, bias;             // [channels]; bias is null, except for relu without y, and silu
+  Param mean, rstd, delta;       // [bundles] in the accumulation dtype; null delta: 0
+  // The means of dz and dz * x_hat. With `weighted`, the means of scale * dz and scale * dz *
+  // x_hat. [bundles] in the accumulation dtype; both null: not given.
   Param mean_dz, mean_dz_x_hat;
   bool weighted;
-  void* dx;                      // x's shape; null: only sums are wanted
-  void* dresidual;               // x's shape; null: not wanted; null without dx
-  ParamGrad dscale, dbias;       // [groups, channels]; null if means are given
+  void* dx;                 // x's shape; null: only sums are wanted
+  void* dresidual;          // x's shape; null: not wanted; null without dx
+  ParamGrad dscale, dbias;  // [groups, channels]; null if means are given
   // Sums of scale * dz and scale * dz * x_hat: [groups, bundles] in the accumulation dtype. Null:
   // not wanted.
   void *sum_dz, *sum_dz_x_hat;

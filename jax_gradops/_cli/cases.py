@@ -45,7 +45,7 @@ class Case:
             return [([array(shape) for shape in ((), *ROWS)], {})]
         channels = [(shape, {"axis": axis}) for shape, axis in IMAGES]
         found = []
-        for shape, options in channels if self.spec.kind == "channels" else [(s, {}) for s in ROWS]:
+        for shape, options in channels if self.spec.has_channels else [(s, {}) for s in ROWS]:
             x = array(shape)
             # The further arrays are -x/2: the sum with x is exact in each dtype.
             arrays = [x, *[(-0.5 * x).astype(x.dtype)] * (self.form.arrays - 1)]

@@ -113,12 +113,6 @@ def along_features(parameter: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.expand_dims(parameter, tuple(range(x.ndim - 1)))
 
 
-def along_channels(parameter: jax.Array, x: jax.Array, inner: int) -> jax.Array:
-    """Like `along_features`, for an x with `inner` axes after the parameter's axis."""
-    axes = [i for i in range(x.ndim) if i != x.ndim - 1 - inner]
-    return jnp.expand_dims(parameter, axes)
-
-
 def column_sum_workspace(groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, ...]:
     """Shape of the scratch for partial column sums: [groups, partial rows, sums, features].
 

@@ -106,7 +106,8 @@ class OpSpec:
     Attributes:
       name: the name of the public function.
       kind: "rows": the op works on each row of x, along the last axis. "channels": it works on each
-        channel, and its calls and oracles have the option `axis`. "leaves": it takes a tree.
+        channel. "samples": it works on each sample, along axis 0. Calls and oracles of these two
+        kinds have the option `axis`, the channel axis. "leaves": it takes a tree.
       forms: the ways to call it.
       by_xla: why the op runs XLA's operations by default, although there is a kernel.
       requires: a package that the op needs.
@@ -114,11 +115,16 @@ class OpSpec:
     """
 
     name: str
-    kind: Literal["rows", "channels", "leaves"]
+    kind: Literal["rows", "channels", "samples", "leaves"]
     forms: tuple[Form, ...]
     by_xla: str = ""
     requires: str = ""
     plan: Callable[[PlanTask], dict[str, Any]] | None = None
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether calls have the option `axis`."""
+        return self.kind in ("channels", "samples")
 
     @property
     def kernels(self) -> tuple[Kernel | TreeKernel, ...]:

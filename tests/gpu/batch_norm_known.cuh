@@ -126,7 +126,7 @@ int RunEmpty() {
   Arrays arrays;
   Array<A> results[4] = {{3, 0, arrays}, {3, 0, arrays}, {3, 0, arrays}, {3, 0, arrays}};
   BatchNormFwdArgs fwd{};
-  fwd.shape = {{1, 0, 3}, 1}, fwd.dtype = kDtype<T>, fwd.epsilon = 0.25;
+  fwd.shape = {{1, 0, 3}, 1}, fwd.bundles = 3, fwd.dtype = kDtype<T>, fwd.epsilon = 0.25;
   fwd.batch_mean = results[0].device, fwd.batch_variance = results[1].device;
   fwd.batch_rstd = results[2].device, fwd.batch_delta = results[3].device;
   Check(BatchNormFwd(CudaContext{nullptr}, fwd));

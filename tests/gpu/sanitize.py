@@ -66,6 +66,15 @@ OPS = (
         "batch_norm, channels first": lambda dy, x, s, b: jax.vjp(
             lambda x, r: jax_gradops.batch_norm(x, axis=0, activation="relu", residual=r)[0], x, dy
         )[1](dy),
+        "group_norm, channels first": lambda dy, x, s, b: jax.vjp(
+            functools.partial(
+                jax_gradops.group_norm, num_groups=x.shape[0], axis=1, activation="silu"
+            ),
+            x[None],
+        )[1](dy[None]),
+        "group_norm of spread rows": lambda dy, x, s, b: jax.vmap(
+            lambda x: jax_gradops.instance_norm(x[None], s, b)
+        )(jnp.stack([x, dy])),
     }
 )
 

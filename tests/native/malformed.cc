@@ -263,7 +263,7 @@ void Malformed::Frames() {
 
 int Malformed::Run() {
   // No two sizes are equal. The call is the one with the most operands.
-  const Shape shape{.groups = {2}, .rows = {3, 7}, .features = 5, .inner = {11}};
+  const Shape shape{.groups = {2}, .rows = {3, 7}, .features = 65, .inner = {11}};
   for (std::uint64_t seed = 0; seed < 64; ++seed) {
     Call call = MakeCall(handler_.name, XLA_FFI_DataType_F32, shape, Random(seed));
     const auto arrays = [](const Call& c) {
@@ -294,15 +294,15 @@ int Malformed::Run() {
   return failures_;
 }
 
-// With given statistics, batch norm computes only y. A call without y must be refused. XLA removes
-// calls whose results have no elements, so only this driver makes such a call.
+// With given statistics, batch norm and group norm compute only y. A call without y must be
+// refused. XLA removes calls whose results have no elements, so only this driver makes such a call.
 int CheckNothingWanted(const NamedHandler& handler) {
   const Shape shape{.groups = {}, .rows = {3}, .features = 5, .inner = {}};
   Pool pool(Helpers::kNone, 1);
   for (std::uint64_t seed = 0;; ++seed) {
     Call call = MakeCall(handler.name, XLA_FFI_DataType_F32, shape, Random(seed));
-    const bool given = call.operands[4].name == "mean" && call.operands[4].bytes() > 0;
-    if (!given) continue;
+    const auto is_given = [](const Array& a) { return a.name == "mean" && a.bytes() > 0; };
+    if (std::ranges::none_of(call.operands, is_given)) continue;
     call.results[0].dims = {0};
     const Heap memory(call, Random(seed), 0);
     const auto error = Frame(call).Run(handler.call, pool);
@@ -340,7 +340,10 @@ int CheckMalformed(Handlers handlers) {
   int failures = 0;
   for (const NamedHandler& handler : handlers) {
     failures += Malformed(handler).Run() + CheckManyEmptyGroups(handler);
-    if (handler.name == std::string_view("batch_norm_fwd")) failures += CheckNothingWanted(handler);
+    const std::string_view name = handler.name;
+    if (name == "batch_norm_fwd" || name == "group_norm_fwd") {
+      failures += CheckNothingWanted(handler);
+    }
   }
   if (LeakedErrors() != 0) {
     std::printf("FAILED: %lld errors were not destroyed\n", static_cast<long long>(LeakedErrors()));

@@ -69,16 +69,41 @@ Choice Choose(const Signature& op, Random& random) {
   return choice;
 }
 
-Dims DimsOf(const Signature::Array& array, const Shape& shape) {
-  Dims dims = shape.groups;
-  for (const char letter : array.axes) {
-    dims = dims + (letter == 'n' ? shape.rows : letter == 'm' ? shape.inner : Dims{shape.features});
+// The axes of x without the groups, by letter. The features are the axis d, or the axes g and c: g
+// bundles of c features.
+class Axes {
+ public:
+  Axes(const Signature& op, const Shape& shape, Random& random) : shape_(shape) {
+    if (op.operands[0].axes.find('c') == std::string_view::npos) return;
+    // The smallest factor of the features is c or g.
+    std::int64_t few = 2;
+    while (few * few <= shape.features && shape.features % few != 0) ++few;
+    if (shape.features % few != 0) few = shape.features;
+    if (shape.features == 0) few = 3;
+    const std::int64_t others = shape.features / few;
+    const bool swap = random.Below(2) == 0;
+    bundles_ = swap ? few : others, bundle_ = swap ? others : few;
   }
-  return dims;
-}
+  Dims operator()(std::string_view letters) const {
+    Dims dims;
+    for (const char letter : letters) {
+      dims = dims + (letter == 'n'   ? shape_.rows
+                     : letter == 'm' ? shape_.inner
+                     : letter == 'g' ? Dims{bundles_}
+                     : letter == 'c' ? Dims{bundle_}
+                                     : Dims{shape_.features});
+    }
+    return dims;
+  }
+
+ private:
+  const Shape& shape_;
+  std::int64_t bundles_ = 0, bundle_ = 0;
+};
 
 Call MakeRowCall(const Signature& op, XLA_FFI_DataType dtype, const Shape& shape, Random& random) {
   const Choice choice = Choose(op, random);
+  const Axes axes(op, shape, random);
   std::int64_t sums = 0;
   const auto make = [&](const Signature::Array& array, bool operand) -> Array {
     const std::string name(array.name);
@@ -90,14 +115,14 @@ Call MakeRowCall(const Signature& op, XLA_FFI_DataType dtype, const Shape& shape
                                                                      : AccumOf(dtype);
     // All groups may share an operand without row axes.
     const bool shared = operand && !array.has_rows() && random.Below(2) == 0;
-    return {name, its, shared ? Dims{shape.features} : DimsOf(array, shape)};
+    return {name, its, (shared ? Dims{} : shape.groups) + axes(array.axes)};
   };
   Call call{.op = std::string(op.name)};
   for (const auto& array : op.operands) call.operands.push_back(make(array, /*operand=*/true));
   for (const auto& array : op.results) call.results.push_back(make(array, /*operand=*/false));
   if (op.workspace) {
     constexpr std::array<std::int64_t, 4> kPartialRows{1, 2, 7, 64};
-    const bool empty = sums == 0 || Product(DimsOf(op.operands[0], shape)) == 0;
+    const bool empty = sums == 0 || Product(shape.groups + axes(op.operands[0].axes)) == 0;
     call.results.push_back(
         {"workspace", ScratchOf(dtype),
          empty ? Dims{0}

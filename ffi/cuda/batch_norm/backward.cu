@@ -485,8 +485,8 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
     const ffi::Error error = ToError(
         kBackward,
         ZeroColumnSums(stream, sums, args.shape.outer.groups, args.shape.outer.features));
-    if (error.failure() || args.sum_dz == nullptr || args.bundle == 0) return error;
-    const std::int64_t bundles = args.shape.outer.groups * args.shape.outer.features / args.bundle;
+    if (error.failure() || args.sum_dz == nullptr) return error;
+    const std::int64_t bundles = args.shape.outer.groups * args.bundles;
     for (void* const sum : {args.sum_dz, args.sum_dz_x_hat}) {
       const auto bytes = static_cast<std::size_t>(bundles) * sizeof(Accum<T>);
       const cudaError_t status = cudaMemsetAsync(sum, 0, bytes, stream);

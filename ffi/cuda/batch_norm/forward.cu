@@ -544,7 +544,7 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
 // Stores the statistics of bundles without elements.
 template <typename A>
 __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
-  const std::int64_t all = args.shape.outer.groups * args.shape.outer.features / args.bundle;
+  const std::int64_t all = args.shape.outer.groups * args.bundles;
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   A unused[3];
   if (i < all) SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
@@ -565,8 +565,7 @@ template <typename T>
 ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const ChannelDevice& device) {
   const bool own = args.mean.data == nullptr;
   if (args.shape.elements() == 0) {
-    const std::int64_t all =
-        args.bundle == 0 ? 0 : args.shape.outer.groups * args.shape.channels() / args.bundle;
+    const std::int64_t all = args.shape.outer.groups * args.bundles;
     if (!own || all == 0) return ffi::Error::Success();
     EmptyStatisticsKernel<Accum<T>><<<GridBlocks(CeilDiv(all, 256)), 256, 0, stream>>>(args);
     return LastError(kForward);

@@ -13,7 +13,8 @@ from jax_gradops._implementation import Implementation, resolve_implementation
 from jax_gradops._kernel.array_types import accum_dtype
 from jax_gradops._ops.batch_norm import kernels as kernels
 from jax_gradops._ops.batch_norm.arguments import checked_x, per_channel, statistic
-from jax_gradops._ops.batch_norm.kernels import BatchNorm
+from jax_gradops._ops.batch_norm.axes import Axes
+from jax_gradops._ops.batch_norm.kernels import ChannelNorm
 
 
 def batch_norm_forward(
@@ -64,8 +65,8 @@ def batch_norm_forward(
         x,
         per_channel(op, "scale", scale, x, axis),
         per_channel(op, "bias", bias, x, axis),
-        norm=BatchNorm(
-            inner=x.ndim - 1 - axis,
+        norm=ChannelNorm(
+            Axes(x.ndim - 1 - axis),
             epsilon=_checks.epsilon(op, epsilon, accum_dtype(x.dtype)),
             implementation=resolve_implementation(implementation, op),
         ),
@@ -187,9 +188,9 @@ def batch_norm_backward(
         beta,
         statistic(op, "mean", mean, x, axis),
         statistic(op, "rstd", rstd, x, axis),
-        norm=BatchNorm(
-            inner=x.ndim - 1 - axis,
-            relu=activation == "relu",
+        norm=ChannelNorm(
+            Axes(x.ndim - 1 - axis),
+            activation=activation,
             implementation=resolve_implementation(implementation, op),
         ),
         dtypes=tuple((name, jnp.dtype(dtype).name) for name, dtype in dtypes.items()),

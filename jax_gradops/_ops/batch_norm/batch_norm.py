@@ -12,7 +12,8 @@ from jax_gradops._implementation import Implementation, resolve_implementation
 from jax_gradops._kernel.array_types import accum_dtype
 from jax_gradops._ops.batch_norm import kernels as kernels
 from jax_gradops._ops.batch_norm.arguments import checked_x, per_channel, statistic
-from jax_gradops._ops.batch_norm.kernels import BatchNorm
+from jax_gradops._ops.batch_norm.axes import Axes
+from jax_gradops._ops.batch_norm.kernels import ChannelNorm
 
 
 def batch_norm(
@@ -99,11 +100,11 @@ def batch_norm(
         None if residual is None else _checks.like(op, "residual", residual, "x", x),
         per_channel(op, "scale", scale, x, axis),
         per_channel(op, "bias", bias, x, axis),
-        norm=BatchNorm(
-            inner=x.ndim - 1 - axis,
+        norm=ChannelNorm(
+            Axes(x.ndim - 1 - axis),
             epsilon=_checks.epsilon(op, epsilon, accum_dtype(x.dtype)),
             axis_name=names,
-            relu=activation == "relu",
+            activation=activation,
             implementation=resolve_implementation(implementation, op),
         ),
     )
@@ -167,8 +168,8 @@ def batch_norm_inference(
         statistic(op, "var", var, x, axis),
         per_channel(op, "scale", scale, x, axis),
         per_channel(op, "bias", bias, x, axis),
-        norm=BatchNorm(
-            inner=x.ndim - 1 - axis,
+        norm=ChannelNorm(
+            Axes(x.ndim - 1 - axis),
             epsilon=_checks.epsilon(op, epsilon, accum_dtype(x.dtype)),
             implementation=resolve_implementation(implementation, op) or "xla",
         ),

@@ -1,4 +1,7 @@
-"""The kernels of batch norm, their references in `jax.numpy`, and their differentiation."""
+"""The kernels of batch norm and group norm, and the differentiation of both norms.
+
+The kernels of group norm normalise one sample. `jax.vmap` maps them over the samples.
+"""
 
 from __future__ import annotations
 
@@ -13,259 +16,161 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from jax_gradops._implementation import Implementation
 from jax_gradops._kernel.array_types import Arrays, accum_dtype, match_vma, reshard_like
 from jax_gradops._kernel.invoke import invoke, prepare
-from jax_gradops._kernel.primitive import Function, Operands, Operation, Unknown, unchanged
+from jax_gradops._kernel.layout import mesh_axes, padded
+from jax_gradops._kernel.primitive import Operands, Operation, Unknown
 from jax_gradops._kernel.shards import Shards
-from jax_gradops._kernel.spec import (
-    Kernel,
-    Named,
-    Result,
-    Stages,
-    along_channels,
-    column_sum_workspace,
-)
+from jax_gradops._kernel.spec import Kernel, Named, Result, Stages, column_sum_workspace
+from jax_gradops._ops.batch_norm import reference
+from jax_gradops._ops.batch_norm.axes import Axes, at_least_one
+from jax_gradops._ops.batch_norm.reference import Activation, as_rounded, split
 from jax_gradops._ops.row_norm.reference import inverse_deviation, root_of_count
 
-Array = jax.Array
+# --- The references, with the kernels' operands ---------------------------------------------------
 
 
-# --- What the kernels mean -----------------------------------------------------------------------
+def _activation(relu: bool, silu: bool = False) -> Activation:
+    return "relu" if relu else "silu" if silu else None
 
 
-def _count(x: Array, inner: int) -> Any:
-    """The number of elements of a channel, at least 1."""
-    sizes = [n for i, n in enumerate(x.shape) if i != x.ndim - 1 - inner]
-    return _at_least_one(math.prod(sizes), x.dtype)
+def _batch_forward(*operands: Any, inner: int, epsilon: float, relu: bool) -> Arrays:
+    options = {"epsilon": epsilon, "activation": _activation(relu)}
+    return reference.forward(Axes(inner), *operands, **options)
 
 
-def _at_least_one(count: Any, dtype: Any) -> Any:
-    if not isinstance(count, int):  # symbolic dimensions of jax.export
-        return jnp.asarray(count).astype(dtype)
-    return max(1, count)
+def _batch_backward(*operands: Any, inner: int, relu: bool) -> Arrays:
+    return reference.backward(Axes(inner), *operands, activation=_activation(relu))[:4]
 
 
-def _channel_sum(x: Array, inner: int) -> Array:
-    return jnp.sum(x, [i for i in range(x.ndim) if i != x.ndim - 1 - inner])
-
-
-def _normalized(x: Array, mean: Array, delta: Array | None, rstd: Array, inner: int) -> Array:
-    """Returns x_hat. x has the accumulation dtype."""
-    centered = x - along_channels(mean, x, inner)
-    if delta is not None:
-        centered = centered - along_channels(delta, x, inner)
-    return centered * along_channels(rstd, x, inner)
-
-
-def _argument(
-    x_hat: Array, scale: Array | None, bias: Array | None, residual: Array | None, inner: int
-) -> Array:
-    """The argument of the activation."""
-    z = x_hat
-    if scale is not None:
-        z = z * along_channels(scale.astype(z.dtype), z, inner)
-    if bias is not None:
-        z = z + along_channels(bias.astype(z.dtype), z, inner)
-    return z if residual is None else z + residual.astype(z.dtype)
-
-
-def _forward(
-    x: Array,
-    residual: Array | None,
-    scale: Array | None,
-    bias: Array | None,
-    mean: Array | None,
-    rstd: Array | None,
-    delta: Array | None,
-    *,
-    inner: int,
-    epsilon: float,
-    relu: bool,
+def _group_forward(
+    x: Any, *others: Any, inner: int, epsilon: float, relu: bool, silu: bool
 ) -> Arrays:
-    wide = x.astype(accum_dtype(x.dtype))
-    if mean is None or rstd is None:
-        n = _count(wide, inner)
-        # The mean's rounding error is delta. The number that is subtracted first does not change y
-        # or y's gradient, so it comes from stop_gradient.
-        first = _as_rounded(_channel_sum(lax.stop_gradient(wide), inner) / n)
-        shifted = wide - along_channels(first, wide, inner)
-        offset = _channel_sum(shifted, inner) / n
-        centered = shifted - along_channels(offset, wide, inner)
-        unit = root_of_count(n)
-        variance = _channel_sum(jnp.square(centered * (1 / unit)), inner) / n * unit**2
-        mean, delta = _split(first, offset)
-        rstd = inverse_deviation(variance, epsilon)
-        x_hat = centered * along_channels(rstd, wide, inner)
-    else:
-        x_hat = _normalized(wide, mean, delta, rstd, inner)
-        variance = delta = jnp.zeros_like(mean)  # not asked for
-    z = _argument(x_hat, scale, bias, residual, inner)
-    y = jax.nn.relu(z) if relu else z
-    return y.astype(x.dtype), mean, variance, rstd, delta
+    options = {"epsilon": epsilon, "activation": _activation(relu, silu)}
+    return reference.forward(Axes(inner, grouped=True), x, None, *others, **options)
 
 
-def _through_integers(x: Array) -> Array:
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return lax.bitcast_convert_type(bits | (x != x).astype(bits.dtype), x.dtype)
-
-
-def _as_rounded(x: Array) -> Array:
-    """Returns x, and makes all users of x see one rounded number.
-
-    XLA may compute x again inside a fused user, with fewer roundings (x * y + z has one rounding).
-    A bitcast to integers and back prevents this. A barrier does not: XLA's CPU compiler drops it.
-    """
-    return Function(_through_integers, unchanged)(x)[0]
-
-
-def _split(first: Array, offset: Array) -> tuple[Array, Array]:
-    """Returns the rounded first + offset, and the rounding error, which has no derivative."""
-    first, offset = _as_rounded(first), _as_rounded(offset)
-    mean = _as_rounded(first + offset)
-    return mean, lax.stop_gradient((first - mean) + offset)
-
-
-def tangents(
-    x: Array,
-    y: Array | None,
-    scale: Array | None,
-    bias: Array | None,
-    mean: Array,
-    rstd: Array,
-    delta: Array | None,
-    dx: Array | None,
-    dresidual: Array | None,
-    dscale: Array | None,
-    dbias: Array | None,
-    *,
-    inner: int,
-    relu: bool,
-    axis_name: Any,
-) -> Arrays:
-    """Returns the tangents of y, mean, variance and rstd.
-
-    They are linear in dx to dbias. None stands for zero.
-    """
-    x_hat = _normalized(x.astype(mean.dtype), mean, delta, rstd, inner)
-    wide = jnp.zeros_like(x_hat) if dx is None else dx.astype(x_hat.dtype)
-    n, sums = _count(wide, inner), [_channel_sum(wide, inner), _channel_sum(wide * x_hat, inner)]
-    if axis_name is not None:
-        n, sums = lax.psum(1, axis_name) * n, lax.psum(sums, axis_name)
-    level, slope = (along_channels(part / n, wide, inner) for part in sums)
-    dx_hat = (wide - level - x_hat * slope) * along_channels(rstd, wide, inner)
-    dz = _argument(dx_hat, scale, dbias, dresidual, inner)
-    if dscale is not None:
-        dz = dz + x_hat * along_channels(dscale.astype(dz.dtype), dz, inner)
-    if relu:
-        dz = jnp.where((_argument(x_hat, scale, bias, None, inner) if y is None else y) > 0, dz, 0)
-    dmean, dslope = (part / n for part in sums)
-    drstd = -jnp.square(rstd) * dslope
-    return dz.astype(x.dtype), dmean, 2 * dslope / rstd, drstd
-
-
-def _backward(
-    dy: Array,
-    x: Array,
-    y: Array | None,
-    scale: Array | None,
-    bias: Array | None,
-    mean: Array,
-    rstd: Array,
-    delta: Array | None,
-    mean_dz: Array | None,
-    mean_dz_x_hat: Array | None,
-    *,
-    inner: int,
-    relu: bool,
-) -> Arrays:
-    x_hat = _normalized(x.astype(mean.dtype), mean, delta, rstd, inner)
-    dz = dy.astype(x_hat.dtype)
-    if relu:
-        z = _argument(x_hat, scale, bias, None, inner) if y is None else y
-        dz = jnp.where(z > 0, dz, 0)
-    dscale, dbias = _channel_sum(dz * x_hat, inner), _channel_sum(dz, inner)
-    n = _count(dz, inner)
-    level = along_channels(dbias / n if mean_dz is None else mean_dz, dz, inner)
-    slope = along_channels(dscale / n if mean_dz_x_hat is None else mean_dz_x_hat, dz, inner)
-    factor = rstd if scale is None else rstd * scale.astype(rstd.dtype)
-    dx = (dz - level - x_hat * slope) * along_channels(factor, dz, inner)
-    return dx.astype(dy.dtype), dz.astype(dy.dtype), dscale, dbias
+def _group_backward(dy: Any, x: Any, *others: Any, inner: int, relu: bool, silu: bool) -> Arrays:
+    axes, activation = Axes(inner, grouped=True), _activation(relu, silu)
+    dx, _, *rest = reference.backward(axes, dy, x, None, *others, activation=activation)
+    return dx, *rest
 
 
 # --- Statistics of several shards ----------------------------------------------------------------
 
 
 def _merge_statistics(
-    partial: Named, shards: Shards, *, epsilon: float, **_: Any
+    dims: str, partial: Named, shards: Shards, *, epsilon: float, **_: Any
 ) -> tuple[Named, Named]:
     """Combines the statistics of shards that all have an equal number of rows.
+
+    `dims` are the axes of a statistic.
 
     Source: Chan, Golub, LeVeque, Algorithms for computing the sample variance (1983). The formula
     uses the distance of each shard's mean from the mean of all shards.
     """
-    number = shards.number("d")
+    number = shards.number(dims)
 
-    def means(*parts: Array) -> list[Array]:
-        return [part / number for part in shards.total("d", list(parts))]
+    def means(*parts: jax.Array) -> list[jax.Array]:
+        return [part / number for part in shards.total(dims, list(parts))]
 
-    first = _as_rounded(means(partial["batch_mean"])[0])
+    first = as_rounded(means(partial["batch_mean"])[0])
     offset = (partial["batch_mean"] - first) + partial["batch_delta"]
     unit = root_of_count(number) ** 2  # the sum over shards may overflow; their mean does not
     spread, variance = means(offset, (partial["batch_variance"] + jnp.square(offset)) / unit)
     # spread is a rounding error, and almost 0
     variance = variance * unit - jnp.square(spread)
-    mean, delta = _split(first, spread)
+    mean, delta = split(first, spread)
     rstd = inverse_deviation(variance, epsilon)
     given = {"mean": mean, "rstd": rstd, "delta": delta}
     return {"batch_variance": variance, **{f"batch_{k}": v for k, v in given.items()}}, given
 
 
-def _means(totals: Named, shards: Shards, **_: Any) -> tuple[Named, Named]:
-    """The means over the rows of all shards."""
-    n = _at_least_one(shards.terms("d"), totals["dbias"].dtype)
-    return {}, {"mean_dz": totals["dbias"] / n, "mean_dz_x_hat": totals["dscale"] / n}
+def _means(
+    dims: str, sum_dz: str, sum_dz_x_hat: str, totals: Named, shards: Shards, **_: Any
+) -> tuple[Named, Named]:
+    """The means over the rows of all shards, from the totals with these names."""
+    n = at_least_one(shards.terms(dims), totals[sum_dz].dtype)
+    return {}, {"mean_dz": totals[sum_dz] / n, "mean_dz_x_hat": totals[sum_dz_x_hat] / n}
 
 
 # --- The kernels ---------------------------------------------------------------------------------
 
 
 def _workspace(values: int, groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, ...]:
-    """Scratch shape: partial results of `values` numbers per channel. Empty if `sums` is 0."""
-    return column_sum_workspace(groups, sizes, values if sums else 0)
+    """Scratch shape: partial results of `values` numbers per channel. Empty if `sums` is 0.
+
+    With 0 `values`, there is one number for each sum.
+    """
+    channels = [letter for letter in ("d", "g", "c") if letter in sizes]
+    rows = {letter: size for letter, size in sizes.items() if letter not in channels}
+    sizes = {**rows, "d": math.prod(sizes[letter] for letter in channels)}
+    return column_sum_workspace(groups, sizes, values or sums if sums else 0)
 
 
+_PARAMETERS = ("scale", "bias")
+_GIVEN = ("mean", "rstd", "delta")
 _STATISTICS = ("batch_mean", "batch_variance", "batch_rstd", "batch_delta")
 _SUMS = ("dscale", "dbias")
-_PARAMETERS = {"scale": "d", "bias": "d"}
-_GIVEN = {"mean": "d", "rstd": "d", "delta": "d"}
 _MEANS = ("mean_dz", "mean_dz_x_hat")
+_SUMS_OF_GROUP = ("sum_dz", "sum_dz_x_hat")
+# For each part: its origin (an element), its mean, squared deviations, number of elements.
+_FORWARD_WORKSPACE = functools.partial(_workspace, 4)
 
-FWD = Kernel(
+BATCH_FWD = Kernel(
     name="batch_norm_fwd",
-    operands={"x": "ndm", "residual": "ndm", **_PARAMETERS, **_GIVEN},
-    results={"y": Result("ndm", "x"), **{name: Result("d", sum=False) for name in _STATISTICS}},
-    reference=_forward,
+    operands={"x": "ndm", "residual": "ndm", **dict.fromkeys((*_PARAMETERS, *_GIVEN), "d")},
+    results={"y": Result("ndm", "x"), **dict.fromkeys(_STATISTICS, Result("d", sum=False))},
+    reference=_batch_forward,
     ranks={"m": "inner"},
-    # For each part: its origin (an element), its mean, squared deviations, number of elements.
-    workspace=functools.partial(_workspace, 4),
-    stages=Stages("nm", tuple(_GIVEN), _merge_statistics),
+    workspace=_FORWARD_WORKSPACE,
+    stages=Stages("nm", _GIVEN, functools.partial(_merge_statistics, "d")),
 )
-BWD = Kernel(
+BATCH_BWD = Kernel(
     name="batch_norm_bwd",
     operands={
-        "dy": "ndm", "x": "ndm", "y": "ndm", **_PARAMETERS, **_GIVEN,
-        **dict.fromkeys(_MEANS, "d"),
+        "dy": "ndm", "x": "ndm", "y": "ndm",
+        **dict.fromkeys((*_PARAMETERS, *_GIVEN, *_MEANS), "d"),
     },
     results={
         "dx": Result("ndm", "x"), "dresidual": Result("ndm", "x"),
-        **{name: Result("d") for name in _SUMS},
+        **dict.fromkeys(_SUMS, Result("d")),
     },
-    reference=_backward,
+    reference=_batch_backward,
     ranks={"m": "inner"},
     workspace=functools.partial(_workspace, 2),
-    stages=Stages("nm", _MEANS, _means),
+    stages=Stages("nm", _MEANS, functools.partial(_means, "d", "dbias", "dscale")),
+)  # fmt: skip
+GROUP_FWD = Kernel(
+    name="group_norm_fwd",
+    operands={
+        "x": "ngcm", **dict.fromkeys(_PARAMETERS, "gc"), **dict.fromkeys(_GIVEN, "g"),
+    },
+    results={"y": Result("ngcm", "x"), **dict.fromkeys(_STATISTICS, Result("g", sum=False))},
+    reference=_group_forward,
+    whole="c",
+    ranks={"m": "inner"},
+    workspace=_FORWARD_WORKSPACE,
+    stages=Stages("nm", _GIVEN, functools.partial(_merge_statistics, "g")),
+)  # fmt: skip
+GROUP_BWD = Kernel(
+    name="group_norm_bwd",
+    operands={
+        "dy": "ngcm", "x": "ngcm", **dict.fromkeys(_PARAMETERS, "gc"),
+        **dict.fromkeys((*_GIVEN, *_MEANS), "g"),
+    },
+    results={
+        "dx": Result("ngcm", "x"), **dict.fromkeys(_SUMS, Result("gc")),
+        **dict.fromkeys(_SUMS_OF_GROUP, Result("g")),
+    },
+    reference=_group_backward,
+    whole="c",
+    ranks={"m": "inner"},
+    workspace=functools.partial(_workspace, 1),
+    stages=Stages("nm", _MEANS, functools.partial(_means, "g", *_SUMS_OF_GROUP)),
 )  # fmt: skip
 
 
@@ -273,35 +178,62 @@ BWD = Kernel(
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchNorm:
-    """The static parameters of a batch norm."""
+class ChannelNorm:
+    """The static parameters of a batch norm, or of the group norm of one sample.
 
-    inner: int  # number of axes after the channel axis
+    Group norm has no residual, no `y` in the backward pass, and no `axis_name`.
+    """
+
+    axes: Axes
     epsilon: float = 0.0
     axis_name: Any = None
-    relu: bool = False
+    activation: Activation = None
     implementation: Implementation = None
 
+    @property
+    def name(self) -> str:
+        """The start of the names of saved statistics."""
+        return "group_norm" if self.axes.grouped else "batch_norm"
+
+    @property
+    def kernels(self) -> tuple[Kernel, Kernel]:
+        """The kernels of the forward and the backward pass."""
+        return (GROUP_FWD, GROUP_BWD) if self.axes.grouped else (BATCH_FWD, BATCH_BWD)
+
     def _options(self) -> dict[str, Any]:
-        return {"inner": self.inner, "relu": self.relu, "implementation": self.implementation}
+        options = {"inner": self.axes.inner, "relu": self.activation == "relu"}
+        if self.axes.grouped:
+            options["silu"] = self.activation == "silu"
+        return {**options, "implementation": self.implementation}
 
     @property
     def _axis_names(self) -> dict[str, Any]:
         return {"n": self.axis_name} if self.axis_name else {}
 
+    def _forward_operands(self, x: Any, residual: Any, *others: Any) -> tuple[Any, ...]:
+        """The operands of the forward kernel: only batch norm's has a residual."""
+        return (x, *others) if self.axes.grouped else (x, residual, *others)
+
+    def prepared(self, *operands: Any) -> tuple[Any, ...]:
+        """Gives x, residual, scale, bias, mean, rstd and delta types that fit together."""
+        present = self._forward_operands(*operands)
+        x, *others = prepare(self.kernels[0], *present, inner=self.axes.inner)
+        return (x, None, *others) if self.axes.grouped else (x, *others)
+
     def forward(self, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, ...]:
         """Returns y, mean, variance, rstd and delta."""
-        operands = (x, residual, scale, bias, None, None, None)
+        operands = self._forward_operands(x, residual, scale, bias, None, None, None)
         options = {**self._options(), "epsilon": np.float64(self.epsilon)}
-        return invoke(FWD, *operands, axis_names=self._axis_names, **options)
+        return invoke(self.kernels[0], *operands, axis_names=self._axis_names, **options)
 
     def apply(
         self, x: Any, residual: Any, scale: Any, bias: Any, mean: Any, rstd: Any, delta: Any
-    ) -> Array:
+    ) -> jax.Array:
         """Returns y, computed with given statistics."""
         operands = match_vma(x, residual, scale, bias, mean, rstd, delta)
-        epsilon = np.float64(self.epsilon)
-        return invoke(FWD, *operands, skip=_STATISTICS, epsilon=epsilon, **self._options())[0]
+        options = {**self._options(), "epsilon": np.float64(self.epsilon)}
+        present = self._forward_operands(*operands)
+        return invoke(self.kernels[0], *present, skip=_STATISTICS, **options)[0]
 
     def backward(
         self,
@@ -319,23 +251,26 @@ class BatchNorm:
 
         dscale and dbias are None without an entry in `dtypes`.
         """
-        dx, dresidual, *sums = invoke(
-            BWD, dy, x, y, scale, bias, *statistics, None, None,
-            skip=[] if residual and self.relu else ["dresidual"], dtypes=dtypes,
-            axis_names=self._axis_names, **self._options(),
+        plain = self.activation is None
+        given, skip = (dy, x, y), [] if residual and not plain else ["dresidual"]
+        if self.axes.grouped:
+            given, skip = (dy, x), list(_SUMS_OF_GROUP)
+        found = invoke(
+            self.kernels[1], *given, scale, bias, *statistics, None, None,
+            skip=skip, dtypes=dtypes, axis_names=self._axis_names, **self._options(),
         )  # fmt: skip
+        named = dict(zip(self.kernels[1].results, found, strict=True))
         dscale, dbias = (
-            value.astype(dtypes[name]) if name in dtypes else None
-            for name, value in zip(_SUMS, sums, strict=True)
+            named[name].astype(dtypes[name]) if name in dtypes else None for name in _SUMS
         )
-        return dx, dy if residual and not self.relu else dresidual, dscale, dbias
+        return named["dx"], dy if residual and plain else named.get("dresidual"), dscale, dbias
 
 
 @dataclasses.dataclass(frozen=True)
 class _Normalize(Operation):
-    """`BatchNorm.forward` with a derivative, for the operands x, residual, scale and bias."""
+    """`ChannelNorm.forward` with a derivative, for the operands x, residual, scale and bias."""
 
-    norm: BatchNorm
+    norm: ChannelNorm
 
     @property
     def axis_names(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -351,11 +286,12 @@ class _Normalize(Operation):
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
         x, residual, scale, bias = operands
         y, mean, variance, *rest = results = self(*operands)
-        names = [f"batch_norm_{name}" for name in ("mean", "rstd", "delta")]
+        names = [f"{self.norm.name}_{name}" for name in _GIVEN]
         statistics = tuple(map(checkpoint_name, (mean, *rest), names))
-        # relu's derivative needs the sign of relu's argument: from x or, with a residual, from y.
+        # An activation's derivative needs the activation's argument, computed from x. With a
+        # residual, relu's derivative needs the sign of y instead.
         saved_y, saved_bias = (y, None) if residual is not None else (None, bias)
-        if not self.norm.relu:
+        if self.norm.activation is None:
             saved_y = saved_bias = None
         parameters = {"dscale": scale, "dbias": bias}
         dtypes = tuple((n, p.dtype.name) for n, p in parameters.items() if p is not None)
@@ -368,11 +304,11 @@ class _Normalize(Operation):
 class _Tangents(Operation):
     """The tangents of all results of `_Normalize` but delta. The transpose is the backward pass.
 
-    First come the operands of `BatchNorm.backward`: x, y, scale, bias, mean, rstd and delta. Then
+    First come the operands of `ChannelNorm.backward`: x, y, scale, bias, mean, rstd and delta. Then
     come the tangents of `_Normalize`'s operands.
     """
 
-    norm: BatchNorm
+    norm: ChannelNorm
     dtypes: tuple[tuple[str, str], ...]
     linear = (7, 8, 9, 10)
     # Statistics over all devices are equal on each device, and so are their tangents.
@@ -389,7 +325,8 @@ class _Tangents(Operation):
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
         norm = self.norm
-        return tangents(*operands, inner=norm.inner, relu=norm.relu, axis_name=norm.axis_name)
+        options = {"activation": norm.activation, "axis_name": norm.axis_name}
+        return reference.tangents(norm.axes, *operands, **options)
 
     def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
         dy, *others = cotangents
@@ -408,38 +345,40 @@ class _Tangents(Operation):
 # --- What is traced ------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames="norm")
-def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
-    """Returns y, and the mean and variance of the batch. Only y is differentiable."""
-    nothing = (None, None, None)
-    operands = prepare(FWD, x, residual, scale, bias, *nothing, inner=norm.inner)[:4]
-    if norm.implementation == "xla":  # differentiated by JAX itself
-        y, *statistics = norm.forward(*operands)[:3]
-    else:
-        y, *statistics = _Normalize(norm)(*operands)[:3]
-    mean, variance = map(lax.stop_gradient, statistics)
-    return reshard_like(y, x), mean, variance
-
-
-@functools.partial(jax.jit, static_argnames="norm")
-def forward(x: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
-    """Returns y, mean and rstd."""
-    operands = prepare(FWD, x, None, scale, bias, None, None, None, inner=norm.inner)[:4]
+def _normalized(norm: ChannelNorm, x: Any, residual: Any, scale: Any, bias: Any) -> Any:
+    """Returns y, mean, variance and rstd."""
+    operands = norm.prepared(x, residual, scale, bias, None, None, None)[:4]
+    # JAX itself differentiates the reference.
     by = norm.forward if norm.implementation == "xla" else _Normalize(norm)
-    y, mean, _, rstd, _ = by(*operands)
-    return reshard_like(y, x), mean, rstd
+    y, *statistics, _ = by(*operands)
+    return reshard_like(y, x), *statistics
 
 
 @functools.partial(jax.jit, static_argnames="norm")
-def apply(x: Any, mean: Any, variance: Any, scale: Any, bias: Any, *, norm: BatchNorm) -> Any:
+def normalize(x: Any, residual: Any, scale: Any, bias: Any, *, norm: ChannelNorm) -> Any:
+    """Returns y, and the mean and variance of the batch. Only y is differentiable."""
+    y, mean, variance, _ = _normalized(norm, x, residual, scale, bias)
+    return y, lax.stop_gradient(mean), lax.stop_gradient(variance)
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def forward(x: Any, scale: Any, bias: Any, *, norm: ChannelNorm) -> Any:
+    """Returns y, mean and rstd."""
+    y, mean, _, rstd = _normalized(norm, x, None, scale, bias)
+    return y, mean, rstd
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def apply(x: Any, mean: Any, variance: Any, scale: Any, bias: Any, *, norm: ChannelNorm) -> Any:
     """Returns y, computed with given statistics."""
     rstd = inverse_deviation(variance, norm.epsilon)
-    operands = prepare(FWD, x, None, scale, bias, mean, rstd, None, inner=norm.inner)
+    operands = norm.prepared(x, None, scale, bias, mean, rstd, None)
     return reshard_like(norm.apply(*operands), x)
 
 
-@functools.partial(jax.jit, static_argnames=("norm", "dtypes"))
-def differentiate(
+def _gradients(
+    norm: ChannelNorm,
+    dtypes: dict[str, Any],
     dy: Any,
     x: Any,
     y: Any,
@@ -447,17 +386,87 @@ def differentiate(
     bias: Any,
     mean: Any,
     rstd: Any,
+) -> tuple[Any, ...]:
+    """Returns dx, dresidual, dscale and dbias. If y is given, the norm added a residual."""
+    residual = y is not None
+    # Only an activation's derivative uses y or the bias. It uses the bias if y is not given.
+    y, bias = (y, None if residual else bias) if norm.activation else (None, None)
+    dy, x, y, scale, bias, mean, rstd = match_vma(dy, x, y, scale, bias, mean, rstd)
+    dx, dresidual, *sums = norm.backward(
+        dy, x, y, scale, bias, (mean, rstd, None), dtypes, residual=residual
+    )
+    return reshard_like(dx, x), reshard_like(dresidual, x) if residual else None, *sums
+
+
+@functools.partial(jax.jit, static_argnames=("norm", "dtypes"))
+def differentiate(*operands: Any, norm: ChannelNorm, dtypes: tuple[tuple[str, Any], ...]) -> Any:
+    """Returns dx, dscale and dbias, and also dresidual if y is given.
+
+    The operands are dy, x, y, scale, bias, mean and rstd.
+    """
+    dx, dresidual, *sums = _gradients(norm, dict(dtypes), *operands)
+    return dx, *sums, *([] if operands[2] is None else [dresidual])
+
+
+# --- Group norm: the samples are mapped ----------------------------------------------------------
+
+
+def _split(x: Any, axis: int, groups: int) -> Any:
+    """Splits the channels, x's axis `axis`, into the axes of groups and of a group's channels.
+
+    On an Explicit mesh, the channels are gathered if a device does not have whole groups.
+    """
+    if x is None:
+        return None
+    sharding, channels = jax.typeof(x).sharding, x.shape[axis]
+    spec = list(padded(sharding.spec, x.ndim))
+    if groups % math.prod(sharding.mesh.shape[name] for name in mesh_axes([spec[axis]])):
+        spec[axis] = None
+        x = jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*spec)))
+    sizes = groups, channels // max(1, groups)
+    return jnp.reshape(x, (*x.shape[:axis], *sizes, *x.shape[axis + 1 :]))
+
+
+def _wide(parameter: Any, x: Any, groups: int) -> Any:
+    """A parameter by group, in the accumulation dtype: gradients of samples are added in it."""
+    wide = None if parameter is None else parameter.astype(accum_dtype(x.dtype))
+    return _split(wide, 0, groups)
+
+
+@functools.partial(jax.jit, static_argnames=("norm", "groups"))
+def normalize_samples(x: Any, scale: Any, bias: Any, *, norm: ChannelNorm, groups: int) -> Any:
+    """Returns y, and the mean and rstd of each sample and group."""
+    parts = _split(x, x.ndim - 1 - norm.axes.inner, groups)
+    of_sample = jax.vmap(functools.partial(_normalized, norm), (0, None, None, None))
+    y, mean, _, rstd = of_sample(parts, None, _wide(scale, x, groups), _wide(bias, x, groups))
+    return reshard_like(jnp.reshape(y, x.shape), x), mean, rstd
+
+
+@functools.partial(jax.jit, static_argnames=("norm", "groups", "dtypes"))
+def differentiate_samples(
+    dy: Any,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    mean: Any,
+    rstd: Any,
     *,
-    norm: BatchNorm,
+    norm: ChannelNorm,
+    groups: int,
     dtypes: tuple[tuple[str, Any], ...],
 ) -> Any:
-    """Returns dx, dscale and dbias, and also dresidual if y is given."""
-    residual = y is not None
-    # Only relu's derivative uses y or the bias. It uses the bias if y is not given.
-    y, bias = (y, None if residual else bias) if norm.relu else (None, None)
-    dy, x, y, scale, bias, mean, rstd = match_vma(dy, x, y, scale, bias, mean, rstd)
-    dx, dresidual, dscale, dbias = norm.backward(
-        dy, x, y, scale, bias, (mean, rstd, None), dict(dtypes), residual=residual
+    """Returns dx, dscale and dbias."""
+    axis, wide = x.ndim - 1 - norm.axes.inner, accum_dtype(x.dtype).name
+    of_sample = jax.vmap(
+        functools.partial(_gradients, norm, {name: wide for name, _ in dtypes}),
+        (0, 0, None, None, None, 0, 0),
     )
-    gradients = reshard_like(dx, x), dscale, dbias
-    return (*gradients, reshard_like(dresidual, x)) if residual else gradients
+    dx, _, *sums = of_sample(
+        _split(dy, axis, groups), _split(x, axis, groups), None,
+        _wide(scale, x, groups), _wide(bias, x, groups), mean, rstd,
+    )  # fmt: skip
+    dscale, dbias = (
+        None if s is None else jnp.sum(s, 0).reshape(-1).astype(dict(dtypes)[name])
+        for name, s in zip(_SUMS, sums, strict=True)
+    )
+    return reshard_like(jnp.reshape(dx, x.shape), x), dscale, dbias

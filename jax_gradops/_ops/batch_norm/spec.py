@@ -1,15 +1,17 @@
-"""What batch norm is, as data: see `op_spec`."""
+"""What batch norm and group norm are, as data: see `op_spec`."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jax_gradops import _oracles
 from jax_gradops._ops.batch_norm import kernels
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm, batch_norm_inference
-from jax_gradops._ops.op_spec import EPSILON, Form, OpSpec, PlanTask
+from jax_gradops._ops.batch_norm.group_norm import group_norm, instance_norm
+from jax_gradops._ops.op_spec import EPSILON, Direction, Form, OpSpec, PlanTask
 
 
 def _call(x: Any, *others: Any, relu: bool, **options: Any) -> Any:
@@ -35,7 +37,7 @@ def _form(name: str, relu: bool, **settings: Any) -> Form:
     return Form(
         _call,
         _oracle,
-        (kernels.FWD, kernels.BWD),
+        (kernels.BATCH_FWD, kernels.BATCH_BWD),
         _oracle_vjp,
         name,
         {"epsilon": EPSILON, "relu": relu},
@@ -48,7 +50,8 @@ def _form(name: str, relu: bool, **settings: Any) -> Form:
 # the first pass reads x and dy for sums. The second one reads both again and writes dx. With a
 # residual, the first pass may write dz, the residual's gradient. The second pass then reads dz
 # instead of dy and y.
-_TRAFFIC, _TRAFFIC_OF_ADD = {"fwd": 3, "bwd": 5}, {"fwd": 4, "bwd": 7}
+_TRAFFIC: dict[Direction, int] = {"fwd": 3, "bwd": 5}
+_TRAFFIC_OF_ADD: dict[Direction, int] = {"fwd": 4, "bwd": 7}
 
 
 def _plan(task: PlanTask) -> dict[str, Any]:
@@ -57,7 +60,7 @@ def _plan(task: PlanTask) -> dict[str, Any]:
 
     rows, channels = math.prod(task.shape[:-1]), task.shape[-1]
     backward = task.direction == "bwd"
-    kernel = kernels.BWD if backward else kernels.FWD
+    kernel = kernels.BATCH_BWD if backward else kernels.BATCH_FWD
     assert kernel.workspace is not None
     shape = kernel.workspace(1, {"n": rows, "d": channels, "m": 1}, 2)
     return _plans.batch_norm_plan(
@@ -97,7 +100,7 @@ BATCH_NORM_INFERENCE = OpSpec(
         Form(
             functools.partial(batch_norm_inference, implementation=None),
             _oracles.batch_norm_inference,
-            (kernels.FWD,),
+            (kernels.BATCH_FWD,),
             options={"epsilon": EPSILON},
             parameters=2,
         ),
@@ -105,4 +108,57 @@ BATCH_NORM_INFERENCE = OpSpec(
     by_xla="XLA fuses it with what comes before and after; pass implementation='ffi' for the "
     "kernel",
 )
-SPECS = (BATCH_NORM, BATCH_NORM_INFERENCE)
+
+
+# --- Group norm -----------------------------------------------------------------------------------
+
+
+def groups_of(channels: int) -> int:
+    """The number of groups: 32, as models have. If 64 does not divide the channels, 1 to 6."""
+    return 32 if channels % 64 == 0 else math.gcd(channels, 6)
+
+
+def _with_groups(
+    function: Callable[..., Any], groups: Callable[[int], int], position: int = 0
+) -> Callable[..., Any]:
+    """`function` with a number of groups for its operand x at `position`."""
+
+    def of_groups(*operands: Any, axis: int = -1, **options: Any) -> Any:
+        number = groups(operands[position].shape[axis])
+        return function(*operands, num_groups=number, axis=axis, **options)
+
+    return of_groups
+
+
+def _group_forms(
+    call: Callable[..., Any], groups: Callable[[int], int], timed: Collection[str]
+) -> tuple[Form, ...]:
+    """A form for each activation. The benchmark times some."""
+    return tuple(
+        Form(
+            call,
+            _with_groups(_oracles.group_norm, groups),
+            (kernels.GROUP_FWD, kernels.GROUP_BWD),
+            _with_groups(_oracles.group_norm_vjp, groups, position=1),
+            activation,
+            {"epsilon": EPSILON, "activation": activation or None},
+            parameters=2,
+            traffic=_TRAFFIC if activation in timed else {},
+        )
+        for activation in ("", "silu", "relu")
+    )
+
+
+def _channel_groups(channels: int) -> int:
+    return channels
+
+
+GROUP_NORM = OpSpec(
+    "group_norm",
+    "samples",
+    _group_forms(_with_groups(group_norm, groups_of), groups_of, timed=("", "silu")),
+)
+INSTANCE_NORM = OpSpec(
+    "instance_norm", "samples", _group_forms(instance_norm, _channel_groups, timed=("",))
+)
+SPECS = (BATCH_NORM, BATCH_NORM_INFERENCE, GROUP_NORM, INSTANCE_NORM)

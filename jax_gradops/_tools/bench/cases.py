@@ -46,16 +46,16 @@ class Operation:
     @property
     def apart(self) -> int | None:
         """X's axis whose slices are independent in the first result, if there is one."""
-        return {"rows": 0, "channels": self.axis, "leaves": None}[self.spec.kind]
+        return {"rows": 0, "samples": 0, "channels": self.axis, "leaves": None}[self.spec.kind]
 
 
 def _operations() -> Iterator[tuple[Key, Operation]]:
     """Every form of an op that is timed, in all layouts. A tree has one leaf."""
     forms = ((spec, form) for spec in SPECS.values() for form in spec.forms if form.traffic)
     for spec, form in forms:
-        for layout in ("", *LAYOUTS) if spec.kind == "channels" else ("",):
+        for layout in ("", *LAYOUTS) if spec.has_channels else ("",):
             axis = layout.index("c") if layout else 1
-            options = dict(form.options) | ({"axis": axis} if spec.kind == "channels" else {})
+            options = dict(form.options) | ({"axis": axis} if spec.has_channels else {})
             ours = functools.partial(form.call, **options)
             found = formulas.formulas_of(spec.name, form)
             xla = {k: functools.partial(f, **options) for k, f in found.items()}
@@ -130,6 +130,14 @@ FEW_ROWS = tuple(itertools.product((1, 37, 199), (4096, 65536)))
 # Sizes of vocabularies. GPT-2's is odd, and often padded.
 CLASSES = (32000, 50257, 50304, 128256, 151936, 256000)
 _NORM_ROWS = ((131072, 1024), (32768, 4096), (8192, 16384))
+# Images in the UNet and in the autoencoder of a latent diffusion model.
+_GROUP_NORM_IMAGES = (
+    (16, 64, 64, 320),
+    (16, 32, 32, 640),
+    (16, 16, 16, 1280),
+    (4, 256, 256, 128),
+    (4, 512, 512, 128),
+)
 #: Shapes by device and op. The entry "" is for all other ops.
 DEFAULT_SHAPES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "gpu": {
@@ -141,11 +149,15 @@ DEFAULT_SHAPES: dict[str, dict[str, tuple[Shape, ...]]] = {
             (256, 14, 14, 1024),
             (256, 7, 7, 2048),
         ),
+        "group_norm": _GROUP_NORM_IMAGES,
+        "instance_norm": _GROUP_NORM_IMAGES,
         "softmax_cross_entropy": tuple((2**28 // n, n) for n in CLASSES),
         "": ((32768, 4096),),
     },
     "cpu": {
         "batch_norm": ((16, 56, 56, 256), (16, 14, 14, 1024)),
+        "group_norm": ((4, 64, 64, 320), (4, 16, 16, 1280)),
+        "instance_norm": ((4, 64, 64, 320),),
         "softmax_cross_entropy": ((1024, 32000),),
         "": ((8192, 2048),),
     },
@@ -178,7 +190,7 @@ def shapes_of(key: Key, dtype: str, device: str, wanted: Sequence[Shape | str]) 
             shapes: Iterable[Shape] = [shape]
         elif shape == "widths":
             shapes = _rows(dtype, device, POWERS)
-        elif shape == "all" and op != "batch_norm":
+        elif shape == "all" and not OPERATIONS[key].spec.has_channels:
             shapes = (*_rows(dtype, device), *FEW_ROWS)
         else:
             shapes = defaults

@@ -123,7 +123,9 @@ def _chosen(args: argparse.Namespace, platform: str) -> Sequence[Any]:
         where = f" in shape {asked}" if asked else ""
         raise BenchError(f"{', '.join(ops)} has no {', '.join(directions)} to time{formed}{where}")
     if args.layout and not any(case.layout for case in chosen):
-        raise BenchError("--layout: for shapes of four axes only, which batch_norm has")
+        raise BenchError(
+            "--layout: for shapes of four axes only, which batch_norm and group_norm have"
+        )
     return chosen
 
 

@@ -1,7 +1,8 @@
 """The ops in `jax.numpy`, as JAX users write them. XLA is timed with these formulas.
 
 They are the textbook's: two passes for the variance of rows, and backward passes from saved
-statistics. Batch norm has Flax's formula. A formula takes a `Form`'s operands and options.
+statistics. Batch norm and group norm have Flax's formulas. A formula takes a `Form`'s operands and
+options.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_gradops._ops.batch_norm import spec as batch_norm_spec
 from jax_gradops._ops.cross_entropy import oracle as cross_entropy_oracle
 from jax_gradops._ops.op_spec import EPSILON as EPSILON
 from jax_gradops._ops.op_spec import MAX_NORM as MAX_NORM
@@ -146,6 +148,73 @@ def batch_norm_vjp(
     return [dx.astype(x.dtype), *dresidual, dscale, dbias]
 
 
+# --- Group norm: flax.linen.GroupNorm, then silu --------------------------------------------------
+
+#: The number of groups of a number of channels.
+Groups: TypeAlias = Callable[[int], int]
+
+
+def _by_group(x: jax.Array, groups: int, axis: int) -> jax.Array:
+    sizes = groups, x.shape[axis] // groups
+    return x.reshape((*x.shape[:axis], *sizes, *x.shape[axis + 1 :]))
+
+
+def group_norm_statistics(groups: Groups, x: jax.Array, *, axis: int, **options: Any) -> Arrays:
+    """Mean and variance of each sample and group, by E[x²] - E[x]², the default of Flax."""
+    del options
+    parts = _by_group(x.astype(wide_dtype(x.dtype)), groups(x.shape[axis]), axis)
+    others = [i for i in range(1, parts.ndim) if i != axis]
+    mean, mean_square = (jnp.mean(v, others) for v in (parts, jnp.square(parts)))
+    return [mean, jnp.maximum(0, mean_square - jnp.square(mean))]
+
+
+def _each_channel(statistic: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """A number per sample and group, as a number per sample and channel that broadcasts over x."""
+    repeated = jnp.repeat(statistic, x.shape[axis] // statistic.shape[1], 1)
+    return repeated.reshape([s if i in (0, axis) else 1 for i, s in enumerate(x.shape)])
+
+
+def _normalize_groups(
+    x: jax.Array, mean: Any, var: Any, scale: Any, bias: Any,
+    *, axis: int, epsilon: float, activation: str | None, dtype: Any,
+) -> jax.Array:  # fmt: skip
+    """Applies group norm with given statistics. x has its accumulation dtype."""
+    mean, var = (_each_channel(s, x, axis) for s in (mean, var))
+    factor = jax.lax.rsqrt(var + epsilon) * _along(scale, x, axis)
+    y = ((x - mean) * factor + _along(bias, x, axis)).astype(dtype)
+    return y if activation is None else {"relu": jax.nn.relu, "silu": jax.nn.silu}[activation](y)
+
+
+def group_norm(
+    groups: Groups, x: jax.Array, scale: jax.Array, bias: jax.Array, **options: Any
+) -> Arrays:
+    """Group norm, then the activation."""
+    mean, var = group_norm_statistics(groups, x, **options)
+    wide = x.astype(mean.dtype)
+    return [_normalize_groups(wide, mean, var, scale, bias, **options, dtype=x.dtype)]
+
+
+def group_norm_vjp(
+    groups: Groups, dy: jax.Array, x: jax.Array, *others: jax.Array, axis: int, **options: Any
+) -> Arrays:
+    """The gradients of group norm, as those of batch norm."""
+    scale, bias, mean, var = others
+    wide = x.astype(mean.dtype)
+    normalize = functools.partial(_normalize_groups, axis=axis, **options, dtype=x.dtype)
+    pullback = jax.vjp(normalize, wide, mean, var, scale, bias)[1]
+    dx, dmean, dvar, dscale, dbias = pullback(dy)
+    count = x.size // (x.shape[0] * groups(x.shape[axis]))
+    dvar = jnp.where(var > 0, dvar, 0) * (2 / count)
+    rest = _each_channel(dmean / count - mean * dvar, x, axis)
+    dx = dx + wide * _each_channel(dvar, x, axis) + rest
+    return [dx.astype(x.dtype), dscale, dbias]
+
+
+def _group_norm_formulas(groups: Groups) -> dict[str, Callable[..., Arrays]]:
+    found = {"fwd": group_norm, "bwd": group_norm_vjp, "saved": group_norm_statistics}
+    return {name: functools.partial(f, groups) for name, f in found.items()}
+
+
 # --- GELU ----------------------------------------------------------------------------------------
 
 
@@ -206,6 +275,8 @@ XLA: dict[str, dict[str, Callable[..., Arrays]]] = {
     "layer_norm": {"fwd": layer_norm, "bwd": layer_norm_vjp, "saved": layer_norm_statistics},
     "rms_norm": {"fwd": rms_norm, "bwd": rms_norm_vjp, "saved": rms_norm_statistics},
     "batch_norm": {"fwd": batch_norm, "bwd": batch_norm_vjp, "saved": batch_norm_statistics},
+    "group_norm": _group_norm_formulas(batch_norm_spec.groups_of),
+    "instance_norm": _group_norm_formulas(lambda channels: channels),
     "gelu": {"fwd": gelu, "bwd": gelu_vjp},
     "bias_gelu": {"fwd": gelu, "bwd": gelu_vjp},
     "softmax_cross_entropy_with_integer_labels": {

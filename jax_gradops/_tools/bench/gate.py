@@ -60,8 +60,9 @@ def _expected(case: Case, *arguments: Any) -> list[Any]:
         return [r.value for r in form.expected(*arguments, **options)]
     dy, *operands = arguments
     found = [r.value for r in form.expected_gradients(dy, *operands, **options)]
-    if options.get("relu"):
-        (z,) = form.expected(*operands, **options | {"relu": False})
+    plain = {"relu": False} if options.get("relu") else {"activation": None}
+    if options.get("relu") or options.get("activation") == "relu":
+        (z,) = form.expected(*operands, **options | plain)
         decided = abs(z.value) > _UNDECIDED * z.magnitude
         where = decided.__array_namespace__().where
         found[: form.arrays] = [where(decided, a, np.nan) for a in found[: form.arrays]]

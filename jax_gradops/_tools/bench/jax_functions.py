@@ -1,6 +1,7 @@
 """The ops as functions of Flax and Optax with their default options.
 
-Batch norm and GELU are not here: the formulas that XLA is timed with are Flax's already.
+Batch norm, group norm and GELU are not here: the formulas that XLA is timed with are Flax's
+already.
 """
 
 from __future__ import annotations

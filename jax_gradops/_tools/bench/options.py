@@ -44,7 +44,7 @@ COMPETITORS = {
 }
 ROUNDS = 15
 FORMATS = (
-    "ROWSxFEATURES, as in 32768x4096, or of images, which batch_norm has too, "
+    "ROWSxFEATURES, as in 32768x4096, or of images, which batch_norm and group_norm have too, "
     "BATCHxHEIGHTxWIDTHxCHANNELS, as in 256x56x56x256, or default, widths, or all"
 )
 NOTE = """

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_gradops._ops.batch_norm.spec import groups_of
 from jax_gradops._ops.cross_entropy import oracle
 from jax_gradops._tools.bench import formulas
 from jax_gradops._tools.bench.cases import Case
@@ -153,6 +154,25 @@ def _cudnn_batch_norm(case: Case) -> TorchFunction:
     return _batch_norm(case, forward, backward)
 
 
+def _torch_group_norm(case: Case) -> TorchFunction:
+    """Group norm, then the activation: two functions.
+
+    PyTorch's channels are the second axis, as in `_batch_norm`.
+    """
+    functional, axis = torch_module().nn.functional, case.operation.axis
+    activation = {"silu": functional.silu, "relu": functional.relu, None: None}[
+        case.operation.options["activation"]
+    ]
+    channels = case.shape[axis]
+    groups = channels if case.op == "instance_norm" else groups_of(channels)
+
+    def forward(x: Any, w: Any, b: Any) -> Any:
+        z = functional.group_norm(x.movedim(axis, 1), groups, w, b, formulas.EPSILON)
+        return (activation(z) if activation else z).movedim(1, axis)
+
+    return _of(case, forward)
+
+
 def _torch_gelu(case: Case) -> TorchFunction:
     """GELU. With a bias it takes two functions, because PyTorch has no function for both."""
     form = "tanh" if case.operation.options["approximate"] else "none"
@@ -247,6 +267,8 @@ MAKERS: dict[str, dict[str, Callable[[Case], TorchFunction]]] = {
         "layer_norm": _torch_layer_norm,
         "rms_norm": _torch_rms_norm,
         "batch_norm": _torch_batch_norm,
+        "group_norm": _torch_group_norm,
+        "instance_norm": _torch_group_norm,
         "gelu": _torch_gelu,
         "bias_gelu": _torch_gelu,
         "softmax_cross_entropy": _torch_cross_entropy,
