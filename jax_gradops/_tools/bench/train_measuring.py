@@ -211,22 +211,21 @@ class Trainer:
     def sample(self, steps: int) -> timing.Sample:
         """Seconds of one step, from `steps` steps; and whether the device waited for the host."""
         self._restart()
+        jax.block_until_ready(self._step())
+        # Not later: if the program makes the host wait, as conditionals do, several steps have ended
+        # before the host looks.
+        start = time.perf_counter()
         waiting: collections.deque[Any] = collections.deque()
-        ends, waited = [], False
-
-        def wait() -> None:
-            jax.block_until_ready(waiting.popleft())
-            ends.append(time.perf_counter())
-
-        for _ in range(steps + 1):  # the clock starts at the end of the first step
+        waited = False
+        for _ in range(steps):
             waited |= bool(waiting) and waiting[-1].is_ready()
             waiting.append(self._step())
             if len(waiting) > _AHEAD:
-                wait()
-        while waiting:
-            wait()
+                jax.block_until_ready(waiting.popleft())
+        jax.block_until_ready(list(waiting))
+        end = time.perf_counter()
         self._state = None
-        return (ends[-1] - ends[0]) / steps, waited
+        return (end - start) / steps, waited
 
     def profile(self, directory: Path) -> list[train_profile.Group]:
         """The time of a few steps by groups of kernels. Traces are written to the directory."""
