@@ -180,13 +180,15 @@ def why_uncovered(module: Any) -> str:
         return "axis_index_groups is set"
     if not getattr(module, "force_float32_reductions", True):
         return "force_float32_reductions is False"
-    if hasattr(module, "axis"):  # BatchNorm
+    # Of Flax's norms, only LayerNorm and RMSNorm have both kinds of axes, and BatchNorm has none.
+    reduces, has_features = (hasattr(module, n) for n in ("reduction_axes", "feature_axes"))
+    if not reduces and not has_features:
         return _why_not_one(module.axis)
     if module.axis_name is not None:
         return "axis_name is set"
-    if hasattr(module, "num_groups"):  # GroupNorm
+    if not has_features:  # GroupNorm
         return _why_not_per_sample(module.reduction_axes)
-    if not hasattr(module, "reduction_axes"):  # InstanceNorm
+    if not reduces:  # InstanceNorm
         return _why_not_one(module.feature_axes)
     last = canonical_axes(_MANY_AXES, module.reduction_axes)
     if last != canonical_axes(_MANY_AXES, module.feature_axes):
@@ -349,7 +351,7 @@ def samples(module: Any, x: Any, mask: Any) -> tuple[int, int | None] | None:
     shape = np.shape(x)
     if not _is_covered(module, x, mask) or len(shape) < 2:
         return None
-    if not hasattr(module, "num_groups"):
+    if not hasattr(module, "reduction_axes"):  # InstanceNorm
         axis = canonical_axes(len(shape), module.feature_axes)[0]
         return (axis, None) if 0 < axis < len(shape) else None
     axes, channels = module.reduction_axes, shape[-1]
