@@ -14,6 +14,8 @@ Flax's own code computes what the kernels do not cover:
 - `mask`, `axis_index_groups`, `force_float32_reductions=False`, complex or integer arrays.
 - LayerNorm and RMSNorm with an `axis_name`, or with axes that are not the last ones.
 - BatchNorm with several axes, or with running averages.
+- GroupNorm and InstanceNorm with an `axis_name`, or with statistics of less than a sample. A sample
+  is all axes but the first. InstanceNorm with several `feature_axes`.
 
 Results differ from Flax's by rounding. The variance is always the mean of the squared deviations,
 never E[x²] - E[x]², whatever `use_fast_variance` says. No gradient flows through the running
@@ -22,8 +24,9 @@ averages that BatchNorm stores.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +36,28 @@ from jax import lax
 
 from jax_gradops._flax import common
 
-__all__ = ["BatchNorm", "DeferredBiasDense", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"]
+__all__ = [
+    "BatchNorm",
+    "DeferredBiasDense",
+    "DenseGelu",
+    "GroupNorm",
+    "InstanceNorm",
+    "LayerNorm",
+    "RMSNorm",
+    "add_norm",
+]
 
 
 # Without linen's wrapper: interceptors and captures of results have already seen the call.
-_LAYER_NORM, _RMS_NORM, _BATCH_NORM = (
-    inspect.unwrap(module.__call__) for module in (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
+_LAYER_NORM, _RMS_NORM, _BATCH_NORM, _GROUP_NORM, _INSTANCE_NORM = (
+    inspect.unwrap(module.__call__)
+    for module in (
+        linen.LayerNorm,
+        linen.RMSNorm,
+        linen.BatchNorm,
+        linen.GroupNorm,
+        linen.InstanceNorm,
+    )
 )
 
 
@@ -105,14 +124,19 @@ class RMSNorm(linen.RMSNorm):
 
 
 class BatchNorm(linen.BatchNorm):
-    r"""`flax.linen.BatchNorm`, in training by `jax_gradops.batch_norm`. Arguments are Flax's.
+    r"""`flax.linen.BatchNorm`, in training by `jax_gradops.batch_norm`, and a ReLU.
 
-    .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
-              \cdot \text{scale} + \text{bias}
+    .. math:: y = \text{activation}\left(\frac{x - \text{mean}}{\sqrt{\text{var} +
+              \text{epsilon}}} \cdot \text{scale} + \text{bias} + \text{residual}\right)
 
     With running averages, Flax's code runs: XLA fuses it with the operations around it. The
     running averages are updated from the batch's statistics. These have no gradient. Numerics and
-    references: see `jax_gradops.batch_norm`.
+    references: see `jax_gradops.batch_norm`. All arguments but `activation` and `residual` are
+    Flax's.
+
+    Attributes:
+      activation: "relu", or None. In training it takes no extra pass over memory, and no mask is
+        saved.
 
     Args:
       use_running_average: whether the call is for inference. Give it here or to the call.
@@ -128,6 +152,8 @@ class BatchNorm(linen.BatchNorm):
     [-1.  1.] [0.2]
     """
 
+    activation: Literal["relu"] | None = dataclasses.field(default=None, kw_only=True)
+
     @linen.compact
     def __call__(
         self,
@@ -135,16 +161,29 @@ class BatchNorm(linen.BatchNorm):
         use_running_average: bool | None = None,
         *,
         mask: jax.Array | None = None,
+        residual: Any = None,
     ) -> jax.Array:
         """Normalises `x` as `flax.linen.BatchNorm` does: see `LayerNorm`.
 
         Flax's code handles an `x` with fewer than two or more than five axes.
+
+        Args:
+          x: as in Flax.
+          use_running_average: as in Flax.
+          mask: as in Flax.
+          residual: an array of x's shape, or None. It is added before the activation. In training,
+            the addition takes no extra pass if `residual` has the dtype of the norm's result.
+
+        Returns:
+          An array of x's shape, in `dtype`, or else in the promoted dtype of x and the parameters.
+          With a residual of another dtype, the dtype of the sum.
         """
+        after = common.after_batch_norm(self.activation, x, residual)
         axis = common.channel_axis(self, x, mask)
         if axis is None or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         ):
-            return _BATCH_NORM(self, x, use_running_average, mask=mask)
+            return after.plain(_BATCH_NORM(self, x, use_running_average, mask=mask))
         shape = (jnp.shape(x)[axis],)
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
         var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
@@ -155,11 +194,60 @@ class BatchNorm(linen.BatchNorm):
             *_parameters(self, shape),
             axis=axis,
             axis_name=None if initializing else self.axis_name,
+            after=after,
         )
         if not initializing:
             mean.value = common.running(self, mean.value, batch_mean)
             var.value = common.running(self, var.value, batch_var)
         return y
+
+
+class GroupNorm(linen.GroupNorm):
+    r"""`flax.linen.GroupNorm` by `jax_gradops.group_norm`, and an activation.
+
+    .. math:: y = \text{activation}\left(\frac{x - \text{mean}}{\sqrt{\text{var} +
+              \text{epsilon}}} \cdot \text{scale} + \text{bias}\right)
+
+    Channels are the last axis. All arguments but `activation` are Flax's. Numerics and references:
+    see `jax_gradops.group_norm`.
+
+    Attributes:
+      activation: "silu" (also named swish), "relu", or None. It takes no extra pass over memory.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops.linen
+    >>> norm, x = jax_gradops.linen.GroupNorm(num_groups=2), jnp.array([[1.0, 3.0, 5.0, 9.0]])
+    >>> print(norm.apply(norm.init(jax.random.key(0), x), x).round(3))
+    [[-1.  1. -1.  1.]]
+    """
+
+    activation: Literal["silu", "relu"] | None = dataclasses.field(default=None, kw_only=True)
+
+    @linen.compact
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalises `x`, as `flax.linen.GroupNorm` does: see `LayerNorm`."""
+        return _group_norm(self, _GROUP_NORM, x, mask)
+
+
+class InstanceNorm(linen.InstanceNorm):
+    r"""`flax.linen.InstanceNorm` by `jax_gradops.instance_norm`. `activation` is as in `GroupNorm`.
+
+    .. math:: y = \text{activation}\left(\frac{x - \text{mean}}{\sqrt{\text{var} +
+              \text{epsilon}}} \cdot \text{scale} + \text{bias}\right)
+
+    Numerics and references: see `jax_gradops.instance_norm`.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops.linen
+    >>> norm, x = jax_gradops.linen.InstanceNorm(), jnp.array([[[1.0], [3.0]]])
+    >>> print(norm.apply(norm.init(jax.random.key(0), x), x)[..., 0].round(3))
+    [[-1.  1.]]
+    """
+
+    activation: Literal["silu", "relu"] | None = dataclasses.field(default=None, kw_only=True)
+
+    @linen.compact
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalises `x`, as `flax.linen.InstanceNorm` does: see `LayerNorm`."""
+        return _group_norm(self, _INSTANCE_NORM, x, mask)
 
 
 class DenseGelu(linen.Dense):
@@ -280,6 +368,19 @@ def _norm(module: Any, flax: Any, x: Any, mask: Any) -> Any:
         return flax(module, total, mask=mask), total
     centered = flax is _LAYER_NORM
     return common.norm(module, x, shape, *_parameters(module, shape), centered=centered)
+
+
+def _group_norm(module: Any, flax: Any, x: Any, mask: Any) -> jax.Array:
+    """The result of a GroupNorm or InstanceNorm. `flax` is the method in Flax."""
+    after = common.after_group_norm(module, module.activation)
+    axes = common.samples(module, x, mask)
+    if axes is None:
+        return after.plain(flax(module, x, mask=mask))
+    axis, groups = axes
+    parameters = _parameters(module, (jnp.shape(x)[axis],))
+    return common.group_norm(
+        module, x, *parameters, axis=axis, groups=groups, activation=after.activation
+    )
 
 
 def _product(dense: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:

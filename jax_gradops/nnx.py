@@ -16,6 +16,8 @@ Flax's own code computes what the kernels do not cover:
 - `mask`, `axis_index_groups`, complex or integer arrays.
 - LayerNorm and RMSNorm with an `axis_name`, or with axes that are not the last ones.
 - BatchNorm with several axes, or with running averages.
+- GroupNorm and InstanceNorm with an `axis_name`, or with statistics of less than a sample. A sample
+  is all axes but the first. InstanceNorm with several `feature_axes`.
 
 Results differ from Flax's by rounding. If `dtype` is narrower than the parameters, Flax rounds the
 parameters; these modules do not. The variance is always the mean of the squared deviations, never
@@ -31,7 +33,6 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_gradops import _checks
@@ -42,6 +43,8 @@ __all__ = [
     "BatchNorm",
     "DenseGelu",
     "FuseReport",
+    "GroupNorm",
+    "InstanceNorm",
     "LayerNorm",
     "Linear",
     "RMSNorm",
@@ -123,14 +126,19 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class BatchNorm(nnx.BatchNorm):
-    r"""`flax.nnx.BatchNorm`, in training by `jax_gradops.batch_norm`. Arguments are Flax's.
+    r"""`flax.nnx.BatchNorm`, in training by `jax_gradops.batch_norm`, and a ReLU.
 
-    .. math:: y = \frac{x - \text{mean}}{\sqrt{\text{var} + \text{epsilon}}}
-              \cdot \text{scale} + \text{bias}
+    .. math:: y = \text{activation}\left(\frac{x - \text{mean}}{\sqrt{\text{var} +
+              \text{epsilon}}} \cdot \text{scale} + \text{bias} + \text{residual}\right)
 
     With running averages, Flax's code runs: XLA fuses it with the operations around it. The
     running averages are updated from the batch's statistics. These have no gradient. Numerics and
-    references: see `jax_gradops.batch_norm`.
+    references: see `jax_gradops.batch_norm`. All arguments but `activation` and `residual` are
+    Flax's.
+
+    Attributes:
+      activation: "relu", or None. In training it takes no extra pass over memory, and no mask is
+        saved.
 
     Args:
       num_features: the number of channels: the size of the last axis.
@@ -147,29 +155,92 @@ class BatchNorm(nnx.BatchNorm):
     [-1.  1.] [0.2]
     """
 
+    activation: Literal["relu"] | None = None
+    __init__: Any = nnx_calls.with_activation(nnx.BatchNorm)
+
     def __call__(
         self,
         x: Any,
         use_running_average: bool | None = None,
         *,
         mask: jax.Array | None = None,
+        residual: Any = None,
     ) -> jax.Array:
         """Normalises `x` as `flax.nnx.BatchNorm` does: see `LayerNorm`.
 
         Flax's code handles an `x` with fewer than two or more than five axes.
+
+        Args:
+          x: as in Flax.
+          use_running_average: as in Flax.
+          mask: as in Flax.
+          residual: an array of x's shape, or None. It is added before the activation. In training,
+            the addition takes no extra pass if `residual` has the dtype of the norm's result.
+
+        Returns:
+          An array of x's shape, in `dtype`, or else in the promoted dtype of x and the parameters.
+          With a residual of another dtype, the dtype of the sum.
         """
-        x = jnp.asarray(x)
-        axis = common.channel_axis(self, x, mask)
-        running = self.use_running_average if use_running_average is None else use_running_average
-        if axis is None or running is None or running:
-            return nnx_calls.BATCH_NORM(self, x, use_running_average, mask=mask)
-        given = [nnx_calls.value(v) for v in (self.mean, self.var, self.scale, self.bias)]
-        x, *promoted = self.promote_dtype((x, *given), dtype=self.dtype)
-        _, _, scale, bias = nnx_calls.not_rounded(self, given, promoted)
-        y, mean, var = common.batch_norm(self, x, scale, bias, axis=axis, axis_name=self.axis_name)
-        for average, new in ((self.mean, mean), (self.var, var)):
-            average[...] = common.running(self, average[...], new).astype(average[...].dtype)
-        return y
+        return nnx_calls.batch_norm(
+            self.activation, self, x, use_running_average, mask=mask, residual=residual
+        )
+
+
+nnx_calls.ACTIVATED[BatchNorm] = nnx_calls.batch_norm, ("relu",)
+
+
+class GroupNorm(nnx.GroupNorm):
+    r"""`flax.nnx.GroupNorm` by `jax_gradops.group_norm`, and an activation.
+
+    .. math:: y = \text{activation}\left(\frac{x - \text{mean}}{\sqrt{\text{var} +
+              \text{epsilon}}} \cdot \text{scale} + \text{bias}\right)
+
+    Channels are the last axis. All arguments but `activation` are Flax's. Numerics and references:
+    see `jax_gradops.group_norm`.
+
+    Attributes:
+      activation: "silu" (also named swish), "relu", or None. It takes no extra pass over memory.
+
+    >>> import jax.numpy as jnp, jax_gradops.nnx
+    >>> from flax import nnx
+    >>> norm = jax_gradops.nnx.GroupNorm(4, num_groups=2, rngs=nnx.Rngs(0))
+    >>> print(norm(jnp.array([[1.0, 3.0, 5.0, 9.0]])).round(3))
+    [[-1.  1. -1.  1.]]
+    """
+
+    activation: Literal["silu", "relu"] | None = None
+    __init__: Any = nnx_calls.with_activation(nnx.GroupNorm)
+
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalises `x`, as `flax.nnx.GroupNorm` does: see `LayerNorm`."""
+        return nnx_calls.group_norm(self.activation, self, x, mask=mask)
+
+
+class InstanceNorm(nnx.InstanceNorm):
+    r"""`flax.nnx.InstanceNorm` by `jax_gradops.instance_norm`. `activation` is as in `GroupNorm`.
+
+    .. math:: y = \text{activation}\left(\frac{x - \text{mean}}{\sqrt{\text{var} +
+              \text{epsilon}}} \cdot \text{scale} + \text{bias}\right)
+
+    Numerics and references: see `jax_gradops.instance_norm`.
+
+    >>> import jax.numpy as jnp, jax_gradops.nnx
+    >>> from flax import nnx
+    >>> norm = jax_gradops.nnx.InstanceNorm(1, rngs=nnx.Rngs(0))
+    >>> print(norm(jnp.array([[[1.0], [3.0]]]))[..., 0].round(3))
+    [[-1.  1.]]
+    """
+
+    activation: Literal["silu", "relu"] | None = None
+    __init__: Any = nnx_calls.with_activation(nnx.InstanceNorm)
+
+    def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalises `x`, as `flax.nnx.InstanceNorm` does: see `LayerNorm`."""
+        return nnx_calls.group_norm(self.activation, self, x, mask=mask)
+
+
+for _norm in (GroupNorm, InstanceNorm):
+    nnx_calls.ACTIVATED[_norm] = nnx_calls.group_norm, ("silu", "relu")
 
 
 class Linear(nnx.Linear):
@@ -235,11 +306,21 @@ class DenseGelu(nnx.Linear):
 
 
 class Sequential(nnx.Sequential):
-    """`flax.nnx.Sequential` that computes a `Linear` and the GELU after it as `DenseGelu` does.
+    """`flax.nnx.Sequential` that computes some pairs of neighbouring layers as one operation.
 
-    A GELU is `jax.nn.gelu` (also named `nnx.gelu`), `jax_gradops.gelu`, or a `functools.partial` of
-    one of them with `approximate`. The layers themselves are not changed. Code that watches calls,
-    such as `nnx.tabulate`, does not see the call of such a `Linear`.
+    One pair is a `Linear` and the GELU after it: see `DenseGelu`. A GELU is `jax.nn.gelu` (also
+    named `nnx.gelu`), `jax_gradops.gelu`, or a `functools.partial` of one of them with
+    `approximate`.
+
+    The other pair is a norm of this module and `jax.nn.relu` or `jax.nn.silu` (also named
+    `nnx.relu`, `nnx.silu`, `nnx.swish`) after it: see `activation` of `BatchNorm` and `GroupNorm`.
+
+    The layers themselves are not changed. Code that watches calls, such as `nnx.tabulate`, does not
+    see the call of the first layer of a pair.
+
+    Attributes:
+      gelu: whether a `Linear` and a GELU become one operation. `fuse` sets it to False if it was
+        not asked for that.
 
     Args:
       *fns: the layers, as in Flax.
@@ -251,9 +332,11 @@ class Sequential(nnx.Sequential):
     True
     """
 
+    gelu: bool = True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls one layer after the other, as `flax.nnx.Sequential` does."""
-        return nnx_calls.sequential(nnx_calls.with_pairs(self), *args, **kwargs)
+        return nnx_calls.sequential(nnx_calls.with_pairs(self, self.gelu), *args, **kwargs)
 
 
 nnx_calls.SEQUENTIALS[Sequential] = Sequential.__call__
@@ -339,6 +422,8 @@ _OURS = {
     nnx.LayerNorm: LayerNorm,
     nnx.RMSNorm: RMSNorm,
     nnx.BatchNorm: BatchNorm,
+    nnx.GroupNorm: GroupNorm,
+    nnx.InstanceNorm: InstanceNorm,
     nnx.Linear: Linear,
     nnx.Sequential: Sequential,
 }
@@ -352,10 +437,14 @@ def fuse(
     residuals: Literal["input", "output"] | None = None,
     report: Callable[[FuseReport], Any] | None = None,
 ) -> _Model:
-    """Changes a model's layer, RMS and batch norms to the classes of this module, in place.
+    """Changes a model's norms to the classes of this module, in place.
 
     Modules and parameters keep their identity and their names: optimizers, checkpoints and
     references stay valid. Call it outside of `nnx.jit`.
+
+    The norms are layer, RMS, batch, group and instance norms. In an `nnx.Sequential`, a batch norm
+    and the `jax.nn.relu` after it become one operation. So do a group or instance norm and the
+    `jax.nn.silu` or `jax.nn.relu` after it. No other code can see the result between them.
 
     Args:
       model: an NNX module. Its norms and the norms of all modules in it are changed.
@@ -397,7 +486,7 @@ def fuse(
 def unfuse(model: _Model) -> _Model:
     """Undoes `fuse`, in place: changes modules of `jax_gradops.nnx` to Flax's classes.
 
-    `DenseGelu` stays: Flax has no module that computes the same.
+    `DenseGelu` and norms with an `activation` stay: Flax has no modules that compute the same.
 
     Args:
       model: an NNX module.
@@ -416,8 +505,8 @@ def unfuse(model: _Model) -> _Model:
     """
     flax = {ours: flax for flax, ours in _OURS.items()}
     for _, module in nnx_fuse.modules_of("unfuse", model):
-        if type(module) in flax:
+        if type(module) in flax and getattr(module, "activation", None) is None:
             object.__setattr__(module, "__class__", flax[type(module)])
-            if "residuals" in vars(module):
-                del module.residuals
+            for own in {"residuals", "gelu", "activation"} & vars(module).keys():
+                delattr(module, own)
     return model

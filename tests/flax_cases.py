@@ -69,6 +69,7 @@ def _some(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
 
 _DTYPES = (None, "bfloat16", "float16", "float32")
 _TRAINING = {"use_running_average": False}
+_GROUPS = {"num_groups": 2}
 CASES = [
     *(
         Case(module, {"dtype": dtype, "scale_init": _some, **more}, dtype=x)
@@ -76,6 +77,8 @@ CASES = [
             ("LayerNorm", {"bias_init": _some}),
             ("RMSNorm", {}),
             ("BatchNorm", _TRAINING),
+            ("GroupNorm", {**_GROUPS, "bias_init": _some}),
+            ("InstanceNorm", {"bias_init": _some}),
         )
         for x in ("bfloat16", "float16", "float32", "float64")
         for dtype in _DTYPES
@@ -83,7 +86,12 @@ CASES = [
     ),
     *(
         Case(module, {**more, **options})
-        for module, more in (("LayerNorm", {}), ("BatchNorm", _TRAINING))
+        for module, more in (
+            ("LayerNorm", {}),
+            ("BatchNorm", _TRAINING),
+            ("GroupNorm", _GROUPS),
+            ("InstanceNorm", {}),
+        )
         for options in (
             {"use_bias": False},
             {"use_scale": False, "bias_init": _some},
@@ -112,6 +120,25 @@ CASES = [
     Case("BatchNorm", {**_TRAINING, "axis": 0}),
     Case("BatchNorm", {**_TRAINING, "axis": (1, 2)}, kernel=False, only="linen"),
     Case("BatchNorm", _TRAINING, (2, 2, 2, 2, 2, 3), kernel=False),
+    # Groups
+    Case("GroupNorm", shape=(3, 5, 64)),
+    Case("GroupNorm", {"num_groups": None, "group_size": 4}),
+    Case("GroupNorm", {"num_groups": 1}),
+    Case("GroupNorm", {"num_groups": 8}, (3, 2, 5, 8)),
+    Case("GroupNorm", {**_GROUPS, "scale_init": _some}, (4, 8)),
+    Case("GroupNorm", {**_GROUPS, "scale_init": _some}, (2, 2, 3, 2, 2, 2, 4)),
+    *(
+        Case("GroupNorm", {**_GROUPS, "reduction_axes": axes})
+        for axes in ((1, 2), (-1, 1), [2, -2])
+    ),
+    Case("GroupNorm", {**_GROUPS, "reduction_axes": -1}, (4, 8), only="linen"),
+    Case("GroupNorm", {**_GROUPS, "reduction_axes": (-1,)}, kernel=False, only="linen"),
+    Case("GroupNorm", {**_GROUPS, "reduction_axes": (0, 1, 2)}, kernel=False, only="linen"),
+    Case("GroupNorm", _GROUPS, (0, 3, 8), kernel=False),
+    Case("InstanceNorm", {"feature_axes": 1, "scale_init": _some}, (4, 3, 5, 6)),
+    Case("InstanceNorm", {"feature_axes": (-1,), "scale_init": _some}, (2, 3, 2, 2, 2, 4)),
+    Case("InstanceNorm", {"feature_axes": (1, 2)}, (4, 3, 5, 6), kernel=False),
+    Case("InstanceNorm", {"bias_init": _some}, (4, 8)),
     # Running averages
     Case("BatchNorm", {**_TRAINING, "momentum": 0.5}),
     Case("BatchNorm", {"use_running_average": True}, kernel=False),
@@ -129,19 +156,31 @@ CASES = [
     # Flax's own path
     *(
         Case(module, more, call={"mask": _mask(4, 6, 8)}, kernel=False)
-        for module, more in (("LayerNorm", {}), ("RMSNorm", {}), ("BatchNorm", _TRAINING))
+        for module, more in (
+            ("LayerNorm", {}),
+            ("RMSNorm", {}),
+            ("BatchNorm", _TRAINING),
+            ("GroupNorm", _GROUPS),
+            ("InstanceNorm", {}),
+        )
     ),
-    Case("LayerNorm", dtype="complex64", kernel=False),
-    Case("LayerNorm", dtype="int32", kernel=False),
+    *(
+        Case(module, more, dtype=dtype, kernel=False)
+        for module, more in (("LayerNorm", {}), ("GroupNorm", _GROUPS), ("InstanceNorm", {}))
+        for dtype in ("complex64", "int32")
+    ),
     Case("BatchNorm", _TRAINING, dtype="complex64", kernel=False, only="linen"),
     Case("BatchNorm", _TRAINING, dtype="int32", kernel=False),
     Case("LayerNorm", {"param_dtype": jnp.complex64}, kernel=False),
-    Case(
-        "LayerNorm",
-        {"force_float32_reductions": False},
-        dtype="bfloat16",
-        kernel=False,
-        only="linen",
+    *(
+        Case(
+            module,
+            {**more, "force_float32_reductions": False},
+            dtype="bfloat16",
+            kernel=False,
+            only="linen",
+        )
+        for module, more in (("LayerNorm", {}), ("GroupNorm", _GROUPS), ("InstanceNorm", {}))
     ),
 ]
 

@@ -54,6 +54,8 @@ class Block(linen.Module):
         y = self.modules.LayerNorm(name="layer")(x)
         y = self.modules.RMSNorm(name="rms")(linen.Dense(WIDTH, name="dense")(y))
         y = self.modules.BatchNorm(use_running_average=False, name="batch")(y)
+        y = self.modules.GroupNorm(num_groups=2, name="group")(jnp.sin(y))
+        y = y + self.modules.InstanceNorm(name="instance")(y)
         return x + y, None
 
 
@@ -131,6 +133,8 @@ class Model(nnx.Module):
         self.layer = modules.LayerNorm(WIDTH, rngs=rngs)
         self.blocks = nnx.List([modules.RMSNorm(WIDTH, rngs=rngs) for _ in range(2)])
         self.batch = modules.BatchNorm(WIDTH, rngs=rngs)
+        self.group = modules.GroupNorm(WIDTH, num_groups=2, rngs=rngs)
+        self.instance = modules.InstanceNorm(WIDTH, rngs=rngs)
         self.mlp = nnx.Sequential(
             nnx.Linear(WIDTH, 16, rngs=rngs), jax.nn.gelu, nnx.Linear(16, WIDTH, rngs=rngs)
         )
@@ -139,7 +143,8 @@ class Model(nnx.Module):
         y, x = add_norm(self.layer, x, jnp.sin(x))
         for norm in self.blocks:
             y = norm(y + 1)
-        return x + self.batch(self.mlp(y))
+        y = self.group(jnp.sin(self.batch(self.mlp(y))))
+        return x + y + self.instance(y)
 
 
 def loss_of(model: Any, x: jax.Array) -> jax.Array:

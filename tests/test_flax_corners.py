@@ -319,19 +319,20 @@ def test_captured_results_of_a_sum_are_arrays() -> None:
 
 # --- Flax's names given to our classes -----------------------------------------------------------
 
-_NORMS = ("LayerNorm", "RMSNorm", "BatchNorm")
+_NORMS = ("LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm")
 
 
 def test_fuse_after_flax_has_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
     before = mlp(nnx.Rngs(0))
-    group_norm, norm = nnx.GroupNorm(WIDTH, num_groups=1, rngs=nnx.Rngs(0)), nnx.LayerNorm
+    linear, norm = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), nnx.LayerNorm
+    weight_norm = nnx.WeightNorm(linear, rngs=nnx.Rngs(0))
     expected = before(x_of())
     for name in (*_NORMS, "Linear", "Sequential"):
         monkeypatch.setattr(nnx, name, getattr(jax_gradops.nnx, name))
     for name in _NORMS:
         monkeypatch.setattr(linen, name, getattr(jax_gradops.linen, name))
     monkeypatch.setattr(jax.nn, "gelu", jax_gradops.gelu)
-    monkeypatch.setattr(nnx, "GroupNorm", None)
+    monkeypatch.setattr(nnx, "WeightNorm", None)
     after = mlp(nnx.Rngs(0))
     reports: list[Any] = []
     for model in (before, after):
@@ -339,8 +340,8 @@ def test_fuse_after_flax_has_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(model) is jax_gradops.nnx.Sequential
         assert type(model.layers[0]) is jax_gradops.nnx.LayerNorm
         np.testing.assert_allclose(model(x_of()), expected, rtol=1e-5, atol=1e-5)
-    fuse(nnx.Sequential(group_norm), report=reports.append)
-    assert reports[-1].left == {"layers.0": "no kernel for GroupNorm"}
+    fuse(nnx.Sequential(weight_norm), report=reports.append)
+    assert reports[-1].left == {"layers.0": "no kernel for WeightNorm"}
     assert type(unfuse(before).layers[0]) is norm
 
 

@@ -37,6 +37,8 @@ def test_fuse_and_unfuse() -> None:
         "batch": "jax_gradops.nnx.BatchNorm",
         "blocks.0": "jax_gradops.nnx.RMSNorm, residuals='output'",
         "blocks.1": "jax_gradops.nnx.RMSNorm, residuals='output'",
+        "group": "jax_gradops.nnx.GroupNorm",
+        "instance": "jax_gradops.nnx.InstanceNorm",
         "layer": "jax_gradops.nnx.LayerNorm, residuals='output'",
         "mlp": "jax_gradops.nnx.Sequential",
     }
@@ -44,7 +46,7 @@ def test_fuse_and_unfuse() -> None:
     assert isinstance(model.layer, nnx.LayerNorm) and model.layer.residuals == "output"
     graph, state = nnx.split(model)
     found = kernels(lambda s, x: nnx.merge(graph, s)(x), state, x_of())
-    assert found == {"row_norm_fwd", "batch_norm_fwd", "bias_gelu_fwd"}
+    assert found == {"row_norm_fwd", "batch_norm_fwd", "group_norm_fwd", "bias_gelu_fwd"}
     assert unfuse(model) is model
     assert nnx.graphdef(model) == before
 
@@ -59,7 +61,11 @@ def test_fuse_says_what_it_leaves() -> None:
     linear = functools.partial(nnx.Linear, WIDTH, WIDTH, rngs=rngs)
     model = nnx.Dict(
         own=Own(WIDTH, rngs=rngs),
-        group=nnx.GroupNorm(WIDTH, num_groups=2, rngs=rngs),
+        group=nnx.GroupNorm(WIDTH, num_groups=2, reduction_axes=(-2, -1), rngs=rngs),
+        rows=nnx.GroupNorm(WIDTH, num_groups=2, reduction_axes=(0, -1), rngs=rngs),
+        devices=nnx.GroupNorm(WIDTH, num_groups=2, axis_name="devices", rngs=rngs),
+        instance=nnx.InstanceNorm(WIDTH, feature_axes=(-1, 1), rngs=rngs),
+        weight=nnx.WeightNorm(linear(), rngs=rngs),
         axis=nnx.LayerNorm(WIDTH, axis_name="devices", rngs=rngs),
         other=nnx.RMSNorm(WIDTH, reduction_axes=-2, feature_axes=-2, rngs=rngs),
         differ=nnx.RMSNorm(WIDTH, reduction_axes=(-2, -1), rngs=rngs),
@@ -73,19 +79,23 @@ def test_fuse_says_what_it_leaves() -> None:
     fuse(model, gelu=True, report=reports.append)
     assert reports[0].changed == {
         "exact": "jax_gradops.nnx.Sequential",
+        "group": "jax_gradops.nnx.GroupNorm",
         "sure": "jax_gradops.nnx.LayerNorm",
     }
     assert reports[0].left == {
         "axis": "axis_name is set",
         "complex": "no kernel for complex64",
+        "devices": "axis_name is set",
         "differ": "reduction_axes and feature_axes differ",
-        "group": "no kernel for GroupNorm",
         "groups": "axis_index_groups is set",
+        "instance": "more than one axis",
         "other": "reduction_axes are not the last ones",
         "own": "Own is a subclass of LayerNorm, maybe with code of its own",
+        "rows": "reduction_axes are not all axes but the first",
+        "weight": "no kernel for WeightNorm",
     }
     assert str(reports[0]).splitlines()[:2] == [
-        "fused 2, left 7",
+        "fused 3, left 10",
         "  exact: now jax_gradops.nnx.Sequential",
     ]
     x = x_of()
@@ -106,7 +116,7 @@ def test_fuse_refuses(caplog: pytest.LogCaptureFixture) -> None:
         fuse(Model(nnx.Rngs(0)), residuals="both")  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, logger="jax_gradops"):
         fuse(Model(nnx.Rngs(0)))
-    assert "fused 4, left 0" in caplog.text
+    assert "fused 6, left 0" in caplog.text
 
 
 def test_training_goes_on_after_fuse() -> None:

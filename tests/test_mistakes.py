@@ -101,6 +101,10 @@ OF_FLAX = [
     "nnx.LayerNorm(4)",
     "nnx.LayerNorm(4, residuals='output', rngs=rngs())",
     "nnx.BatchNorm(4, rngs=rngs())(objects)",
+    "nnx.GroupNorm(4, rngs=rngs())",
+    "nnx.GroupNorm(4, 2, 2, rngs=rngs())",
+    "nnx.GroupNorm(6, 2, rngs=rngs())(x)",
+    "nnx.InstanceNorm(4, feature_axes=0, rngs=rngs())(x)",
     "linen.LayerNorm().init(jax.random.key(0), None)",
     "linen.LayerNorm().init(jax.random.key(0), 'x')",
     "linen.RMSNorm().init(jax.random.key(0), np.float32(1))",
@@ -110,6 +114,12 @@ OF_FLAX = [
     "linen.LayerNorm(reduction_axes=None).init(jax.random.key(0), x)",
     "linen.BatchNorm().init(jax.random.key(0), x)",
     "linen.BatchNorm(use_running_average=False, axis=3).init(jax.random.key(0), x)",
+    "linen.GroupNorm().init(jax.random.key(0), x)",
+    "linen.GroupNorm(2, 2).init(jax.random.key(0), x)",
+    "linen.GroupNorm(2, reduction_axes=(1,)).init(jax.random.key(0), x)",
+    "linen.GroupNorm(None, 0).init(jax.random.key(0), x)",
+    "linen.InstanceNorm(feature_axes=(0, -1)).init(jax.random.key(0), x)",
+    "linen.InstanceNorm(feature_axes=3).init(jax.random.key(0), x)",
 ]
 
 

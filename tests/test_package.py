@@ -255,7 +255,8 @@ def test_flax_modules_are_imported_at_the_first_use():
 def test_public_names_of_flax_modules():
     linen = importlib.import_module("jax_gradops.linen")
     nnx = importlib.import_module("jax_gradops.nnx")
-    both = {"BatchNorm", "DenseGelu", "LayerNorm", "RMSNorm", "add_norm"}
+    norms = {"BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"}
+    both = norms | {"DenseGelu", "add_norm"}
     only_nnx = {"FuseReport", "Linear", "Sequential", "deferred_bias", "fuse", "unfuse"}
     assert set(linen.__all__) == both | {"DeferredBiasDense"}
     assert set(nnx.__all__) == both | only_nnx

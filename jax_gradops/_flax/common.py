@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +26,16 @@ from jax_gradops._implementation import default_implementation
 from jax_gradops._kernel.array_types import accum_dtype, match_vma
 from jax_gradops._kernel.primitive import Operands, Operation, Unknown
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm as _batch_norm
+from jax_gradops._ops.batch_norm.group_norm import group_norm as _group_norm
+from jax_gradops._ops.batch_norm.group_norm import instance_norm as _instance_norm
 from jax_gradops._ops.gelu.bias_gelu import bias_gelu, gelu
 from jax_gradops._ops.row_norm.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _FLOATS = tuple(map(jnp.dtype, _checks.FLOAT_DTYPES))
 #: Saved at import: later, a user may set `jax.nn.gelu` to this library's function.
 JAX_GELU: Any = jax.nn.gelu
+#: JAX's activations that norms compute too, by their names in the ops.
+ACTIVATIONS: dict[str, Any] = {"relu": jax.nn.relu, "silu": jax.nn.silu}
 
 
 class Sum(NamedTuple):
@@ -176,17 +180,39 @@ def why_uncovered(module: Any) -> str:
         return "axis_index_groups is set"
     if not getattr(module, "force_float32_reductions", True):
         return "force_float32_reductions is False"
-    if hasattr(module, "reduction_axes"):
-        if module.axis_name is not None:
-            return "axis_name is set"
-        last = canonical_axes(_MANY_AXES, module.reduction_axes)
-        if last != canonical_axes(_MANY_AXES, module.feature_axes):
-            return "reduction_axes and feature_axes differ"
-        if not last or (last[0] > _MANY_AXES // 2 and last != _last(_MANY_AXES, len(last))):
-            return "reduction_axes are not the last ones"
-    elif len(canonical_axes(_MANY_AXES, module.axis)) != 1:
-        return "more than one axis"
+    # Of Flax's norms, only LayerNorm and RMSNorm have both kinds of axes, and BatchNorm has none.
+    reduces, has_features = (hasattr(module, n) for n in ("reduction_axes", "feature_axes"))
+    if not reduces and not has_features:
+        return _why_not_one(module.axis)
+    if module.axis_name is not None:
+        return "axis_name is set"
+    if not has_features:  # GroupNorm
+        return _why_not_per_sample(module.reduction_axes)
+    if not reduces:  # InstanceNorm
+        return _why_not_one(module.feature_axes)
+    last = canonical_axes(_MANY_AXES, module.reduction_axes)
+    if last != canonical_axes(_MANY_AXES, module.feature_axes):
+        return "reduction_axes and feature_axes differ"
+    if not last or (last[0] > _MANY_AXES // 2 and last != _last(_MANY_AXES, len(last))):
+        return "reduction_axes are not the last ones"
     return ""
+
+
+def _why_not_one(axes: Any) -> str:
+    return "" if len(canonical_axes(_MANY_AXES, axes)) == 1 else "more than one axis"
+
+
+def _is_per_sample(rank: int, axes: Any) -> bool:
+    """Whether `axes` are all axes but the first."""
+    return canonical_axes(rank, axes) == tuple(range(1, rank))
+
+
+def _why_not_per_sample(axes: Any) -> str:
+    if axes is None:
+        return ""
+    ranks = range(2, 2 + len(axes) if isinstance(axes, Sized) else 3)
+    fits = any(_is_per_sample(rank, axes) for rank in ranks)
+    return "" if fits else "reduction_axes are not all axes but the first"
 
 
 def _is_covered(module: Any, x: Any, mask: Any) -> bool:
@@ -205,6 +231,40 @@ def _in_and_out(module: Any, x: jax.Array, scale: Any, bias: Any) -> tuple[jax.A
     given = (a for a in (x, scale, bias) if a is not None)
     result = jax.dtypes.canonicalize_dtype(canonicalize_dtype(*given, dtype=module.dtype))
     return x.astype(jnp.promote_types(x.dtype, result)), result
+
+
+class After(NamedTuple):
+    """What a module computes after its norm: activation(y + residual)."""
+
+    activation: Any = None
+    residual: jax.Array | None = None
+
+    def plain(self, y: jax.Array) -> jax.Array:
+        """The result without an op."""
+        y = y if self.residual is None else y + self.residual
+        return y if self.activation is None else ACTIVATIONS[self.activation](y)
+
+
+def after_batch_norm(activation: Any, x: Any, residual: Any) -> After:
+    """Checks what a BatchNorm computes after its norm."""
+    module = "BatchNorm"
+    _checks.choice(module, "activation", activation, "relu", None)
+    if residual is None:
+        return After(activation)
+    if not _checks.is_array(residual):
+        raise TypeError(f"{module}: residual must be an array, got {type(residual).__name__}")
+    residual = jnp.asarray(residual)
+    if residual.shape != jnp.shape(x):
+        raise ValueError(
+            f"{module}: residual must have x's shape {jnp.shape(x)}, got {residual.shape}"
+        )
+    return After(activation, residual)
+
+
+def after_group_norm(module: Any, activation: Any) -> After:
+    """Checks what a GroupNorm or InstanceNorm computes after its norm."""
+    name = type(module).__name__
+    return After(_checks.choice(name, "activation", activation, "silu", "relu", None))
 
 
 # --- Layer norm and RMS norm ---------------------------------------------------------------------
@@ -251,22 +311,78 @@ def channel_axis(module: Any, x: Any, mask: Any) -> int | None:
 
 
 def batch_norm(
-    module: Any, x: Any, scale: Any, bias: Any, *, axis: int, axis_name: Any
+    module: Any, x: Any, scale: Any, bias: Any, *, axis: int, axis_name: Any, after: After
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A BatchNorm's result in training, and the batch's mean and variance."""
     given = jnp.asarray(x)
     x, result = _in_and_out(module, given, scale, bias)
+    # The op adds a residual of the result's dtype. Any other residual decides the sum's dtype.
+    fuses = after.residual is None or after.residual.dtype == result
+    fused = after if fuses else After()
     y, mean, var = _batch_norm(
-        x, scale, bias, axis=axis, epsilon=module.epsilon, axis_name=axis_name
+        x,
+        scale,
+        bias,
+        axis=axis,
+        epsilon=module.epsilon,
+        axis_name=axis_name,
+        activation=fused.activation,
+        residual=None if fused.residual is None else fused.residual.astype(x.dtype),
     )
     stats = given.dtype if module.dtype is None else jax.dtypes.canonicalize_dtype(module.dtype)
     stats = jnp.promote_types(stats, jnp.float32)
-    return y.astype(result), mean.astype(stats), var.astype(stats)
+    y = y.astype(result)
+    return y if fuses else after.plain(y), mean.astype(stats), var.astype(stats)
 
 
 def running(module: Any, average: jax.Array, new: jax.Array) -> jax.Array:
     """A running average after one more batch."""
     return module.momentum * average + (1 - module.momentum) * new
+
+
+# --- Group norm and instance norm ----------------------------------------------------------------
+
+
+def samples(module: Any, x: Any, mask: Any) -> tuple[int, int | None] | None:
+    """The channel axis of a GroupNorm or InstanceNorm, and the number of a GroupNorm's groups.
+
+    None if Flax's own code must compute the norm, or must raise an error.
+    """
+    shape = np.shape(x)
+    if not _is_covered(module, x, mask) or len(shape) < 2:
+        return None
+    if not hasattr(module, "reduction_axes"):  # InstanceNorm
+        axis = canonical_axes(len(shape), module.feature_axes)[0]
+        return (axis, None) if 0 < axis < len(shape) else None
+    axes, channels = module.reduction_axes, shape[-1]
+    count, size = module.num_groups, module.group_size
+    if (axes is not None and not _is_per_sample(len(shape), axes)) or (
+        isinstance(module, linen_module.Module) and (count is None) == (size is None)
+    ):
+        return None
+    if count is None:
+        count = channels // size if isinstance(size, int) and size > 0 else 0
+    fits = isinstance(count, int) and count > 0 and channels % count == 0
+    fits = fits and size in (None, channels // count)
+    return (len(shape) - 1, count) if fits else None
+
+
+def group_norm(
+    module: Any,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    *,
+    axis: int,
+    groups: int | None,
+    activation: Any,
+) -> jax.Array:
+    """The result of a GroupNorm, or of an InstanceNorm (`groups` is None)."""
+    x, result = _in_and_out(module, jnp.asarray(x), scale, bias)
+    options: Any = {"axis": axis, "epsilon": module.epsilon, "activation": activation}
+    if groups is None:
+        return _instance_norm(x, scale, bias, **options).astype(result)
+    return _group_norm(x, scale, bias, num_groups=groups, **options).astype(result)
 
 
 # --- Dense, and what takes its bias --------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import types
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
+from jax_gradops import _checks
 from jax_gradops._flax import common
 from jax_gradops._ops.gelu.bias_gelu import gelu
 
@@ -29,12 +31,16 @@ FLAX: Any = types.SimpleNamespace(
 )
 LAYER_NORM: Any = nnx.LayerNorm.__call__
 RMS_NORM: Any = nnx.RMSNorm.__call__
-BATCH_NORM: Any = nnx.BatchNorm.__call__
+_BATCH_NORM: Any = nnx.BatchNorm.__call__
+_GROUP_NORM: Any = nnx.GroupNorm.__call__
+_INSTANCE_NORM: Any = nnx.InstanceNorm.__call__
 _SEQUENTIAL: Any = nnx.Sequential.__call__
 _GELUS: tuple[Any, ...] = (common.JAX_GELU, nnx.gelu, gelu)
 #: Call methods by class: Flax's, and later also our classes that compute the same.
 LINEARS: dict[type, Any] = {nnx.Linear: nnx.Linear.__call__}
 SEQUENTIALS: dict[type, Any] = {nnx.Sequential: _SEQUENTIAL}
+#: By class of norm: a function that calls it with an activation, and the activations it knows.
+ACTIVATED: dict[type, tuple[Any, tuple[str, ...]]] = {}
 
 
 # --- Norms ---------------------------------------------------------------------------------------
@@ -86,6 +92,70 @@ def _promoted(module: Any, x: Any, shape: tuple[int, ...], *, centered: bool) ->
                 f"{p.size}, got shape {jnp.shape(x)}"
             )
     return [x, *(None if p is None else p.reshape(shape) for p in parameters)]
+
+
+def with_activation(flax: type) -> Any:
+    """The constructor of a Flax class, with one more argument, `activation`."""
+    constructor: Any = flax.__init__
+
+    @functools.wraps(constructor)
+    def init(self: Any, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
+        if activation is not None:
+            name = type(self).__name__
+            known = next(ACTIVATED[c][1] for c in type(self).__mro__ if c in ACTIVATED)
+            self.activation = _checks.choice(name, "activation", activation, *known, None)
+
+    signature = inspect.signature(constructor)
+    more = inspect.Parameter("activation", inspect.Parameter.KEYWORD_ONLY, default=None)
+    init.__signature__ = signature.replace(  # pyright: ignore[reportAttributeAccessIssue]
+        parameters=[*signature.parameters.values(), more]
+    )
+    return init
+
+
+def batch_norm(
+    activation: Any,
+    module: Any,
+    x: Any,
+    use_running_average: bool | None = None,
+    *,
+    mask: Any = None,
+    residual: Any = None,
+) -> jax.Array:
+    """activation(y + residual) of y, the result of `module`, a BatchNorm."""
+    x = jnp.asarray(x)
+    after = common.after_batch_norm(activation, x, residual)
+    axis = common.channel_axis(module, x, mask)
+    running = module.use_running_average if use_running_average is None else use_running_average
+    if axis is None or running is None or running:
+        return after.plain(_BATCH_NORM(module, x, use_running_average, mask=mask))
+    given = [value(v) for v in (module.mean, module.var, module.scale, module.bias)]
+    x, *promoted = module.promote_dtype((x, *given), dtype=module.dtype)
+    _, _, scale, bias = not_rounded(module, given, promoted)
+    y, mean, var = common.batch_norm(
+        module, x, scale, bias, axis=axis, axis_name=module.axis_name, after=after
+    )
+    for average, new in ((module.mean, mean), (module.var, var)):
+        average[...] = common.running(module, average[...], new).astype(average[...].dtype)
+    return y
+
+
+def group_norm(activation: Any, module: Any, x: Any, *, mask: Any = None) -> jax.Array:
+    """The activation of the result of `module`, a GroupNorm or InstanceNorm."""
+    after = common.after_group_norm(module, activation)
+    x = jnp.asarray(x)
+    axes = common.samples(module, x, mask)
+    if axes is None:
+        flax = _INSTANCE_NORM if isinstance(module, FLAX.InstanceNorm) else _GROUP_NORM
+        return after.plain(flax(module, x, mask=mask))
+    axis, groups = axes
+    given = [value(module.scale), value(module.bias)]
+    x, *promoted = module.promote_dtype((x, *given), dtype=module.dtype)
+    parameters = not_rounded(module, given, promoted)
+    return common.group_norm(
+        module, x, *parameters, axis=axis, groups=groups, activation=after.activation
+    )
 
 
 def not_rounded(module: Any, given: list[Any], promoted: list[Any]) -> list[Any]:
@@ -144,16 +214,31 @@ def sequential(layers: list[Any], *args: Any, **kwargs: Any) -> Any:
     return _SEQUENTIAL(module, *args, **kwargs)
 
 
-def with_pairs(module: nnx.Sequential) -> list[Any]:
-    """A Sequential's layers. Each Linear with a GELU after it becomes one function with it."""
+def with_pairs(module: nnx.Sequential, gelu: bool) -> list[Any]:
+    """A Sequential's layers. Each pair becomes one function.
+
+    A pair is a norm of this library and an activation, or (`gelu`) a Linear and a GELU.
+    """
     result: list[Any] = []
     for layer in module.layers:
-        approximate = _approximate(layer)
-        if result and approximate is not None and type(result[-1]) in LINEARS:
-            result[-1] = functools.partial(linear_gelu, approximate, result[-1])
-        else:
+        pair = _pair(result[-1], layer, gelu) if result else None
+        if pair is None:
             result.append(layer)
+        else:
+            result[-1] = pair
     return result
+
+
+def _pair(first: Any, second: Any, gelu: bool) -> Any:
+    """One function for two layers; None if they are no pair."""
+    if gelu and type(first) in LINEARS and (approximate := _approximate(second)) is not None:
+        return functools.partial(linear_gelu, approximate, first)
+    call, known = ACTIVATED.get(type(first), (None, ()))
+    if call is not None and first.activation is None:
+        for name in known:
+            if second is common.ACTIVATIONS[name]:
+                return functools.partial(call, name, first)
+    return None
 
 
 def deferred_bias(layer: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -165,7 +250,7 @@ def deferred_bias(layer: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     if call in LINEARS.values():
         return common.deferred(*_product(layer, *args, **kwargs))
     if call in SEQUENTIALS.values() and layer.layers and callable(layer.layers[-1]):
-        *layers, last = layer.layers if call is _SEQUENTIAL else with_pairs(layer)
+        *layers, last = layer.layers if call is _SEQUENTIAL else with_pairs(layer, layer.gelu)
         layers.append(functools.partial(deferred_bias, last))
         return sequential(layers, *args, **kwargs)
     return layer(*args, **kwargs), None

@@ -17,7 +17,13 @@ from jax_gradops._flax import common, nnx_calls
 from jax_gradops._flax.nnx_calls import FLAX
 
 # Saved at import: see nnx_calls.py.
-_LINEN_NORMS = (linen.LayerNorm, linen.RMSNorm, linen.BatchNorm)
+_LINEN_NORMS = (
+    linen.LayerNorm,
+    linen.RMSNorm,
+    linen.BatchNorm,
+    linen.GroupNorm,
+    linen.InstanceNorm,
+)
 _TO_NNX: Any = bridge.ToNNX
 
 
@@ -45,19 +51,19 @@ def change(
     model: Any, ours: Mapping[type, type], gelu: bool, linear: bool, residuals: str | None
 ) -> FuseReport:
     """Replaces Flax's classes of a model's modules by their counterparts in `ours`, in place."""
+    sequential = ours[FLAX.Sequential]
     wanted = {FLAX.Sequential: gelu, FLAX.Linear: linear}
     ours = {flax: own for flax, own in ours.items() if wanted.get(flax, True)}
     norms = ours[FLAX.LayerNorm], ours[FLAX.RMSNorm]
     changed: dict[str, str] = {}
     left: dict[str, str] = {}
-    for path, module in modules_of("fuse", model):
+    modules = list(modules_of("fuse", model))
+    for path, module in modules:
         kind = type(module)
         why = _why_left(module, ours)
         if why:
             left[path] = why
-        elif kind in ours and (
-            kind is not FLAX.Sequential or len(nnx_calls.with_pairs(module)) < len(module.layers)
-        ):
+        elif kind in ours and kind is not FLAX.Sequential:
             object.__setattr__(module, "__class__", ours[kind])
             changed[path] = f"jax_gradops.nnx.{ours[kind].__name__}"
         if type(module) in norms and residuals not in (None, module.residuals):
@@ -67,7 +73,28 @@ def change(
             else:
                 module.residuals = residuals
                 changed[path] = f"{name}, residuals={residuals!r}"
-    return FuseReport(changed, left)
+    for path, module in modules:  # after the norms: a pair has a norm of this library
+        if _pairs(module, sequential, gelu):
+            changed[path] = f"jax_gradops.nnx.{sequential.__name__}"
+    return FuseReport({path: changed[path] for path, _ in modules if path in changed}, left)
+
+
+def _pairs(module: Any, sequential: type, gelu: bool) -> bool:
+    """Makes a Sequential compute pairs of layers as one. Returns whether this is a change."""
+    if type(module) not in (FLAX.Sequential, sequential):
+        return False
+    without, with_gelu = (len(nnx_calls.with_pairs(module, each)) for each in (False, True))
+    if type(module) is sequential:
+        if not gelu or module.gelu:
+            return False
+        del module.gelu
+        return with_gelu < without
+    if (with_gelu if gelu else without) == len(module.layers):
+        return False
+    object.__setattr__(module, "__class__", sequential)
+    if not gelu and with_gelu < without:
+        module.gelu = False
+    return True
 
 
 def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
@@ -99,7 +126,7 @@ def _why_left(module: Any, ours: Mapping[type, type]) -> str:
         return "a linen module: jax_gradops.linen has its like"
     if FLAX.Linear in ours and isinstance(module, FLAX.LinearGeneral):
         return f"no class for {kind.__name__}"
-    if isinstance(module, (FLAX.GroupNorm, FLAX.InstanceNorm, FLAX.WeightNorm, FLAX.SpectralNorm)):
+    if isinstance(module, (FLAX.WeightNorm, FLAX.SpectralNorm)):
         return f"no kernel for {kind.__name__}"
     return ""
 
