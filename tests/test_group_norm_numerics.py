@@ -57,7 +57,8 @@ def test_large_means(platform, implementation, axis, offset, spread, rng):
     op = functools.partial(jax_gradops.group_norm, **options, implementation=implementation)
     y, dx = jax.jit(vjp_of(op), compiler_options=OPTIMIZED)(dy, x)
     want = oracles.group_norm(widen(x), **options).value
-    assert np.abs(widen(y) - want).max() <= 4 * 2.0**-24 * np.abs(want).max()
+    limit = 4 if implementation == "ffi" else 6
+    assert np.abs(widen(y) - want).max() <= limit * 2.0**-24 * np.abs(want).max()
     expected = oracles.group_norm_vjp(widen(dy), widen(x), **options)[0]
     assert_matches(dx, expected, np.float32, np.float32, f"dx, offset {offset}")
 
@@ -168,9 +169,9 @@ def test_large_arguments_of_silu(platform, implementation, dtype):
             jax_gradops.group_norm, num_groups=2, activation="silu", implementation=implementation
         )
         y, _, _, dbias = jax.jit(vjp_of(op))(np.ones_like(x), x, np.ones_like(beta), beta)
-        np.testing.assert_array_equal(widen(y)[..., 0], 0)
+        np.testing.assert_allclose(widen(y)[..., 0], 0, atol=1e-80)
         np.testing.assert_allclose(widen(y)[..., 1], beta[1], rtol=2**-7)
-        np.testing.assert_array_equal(dbias, [0, 8])
+        np.testing.assert_allclose(dbias, [0, 8], atol=1e-80)
 
 
 @pytest.mark.B1

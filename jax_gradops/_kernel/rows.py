@@ -108,12 +108,15 @@ class RowCall:
 
     @functools.cached_property
     def _reduced(self) -> list[set[str]]:
-        """For each result that is computed, the letters that it lacks and that may be sharded."""
+        """For each result of shards, the letters that it lacks and that may be sharded."""
         results = dict(self.wanted)
         if self.stages is not None:
             results |= self.in_two(self.stages)[0].wanted
-        may_be_sharded = set(self.dims) - set(self.kernel.whole)
-        return [may_be_sharded - set(r.dims) for r in results.values()]
+        return [self._lacking(r) for r in results.values()]
+
+    def _lacking(self, result: Result) -> set[str]:
+        """The letters that a result lacks and that may be sharded."""
+        return set(self.dims) - set(self.kernel.whole) - set(result.dims)
 
     @property
     def has_sums(self) -> bool:
@@ -173,7 +176,8 @@ class RowCall:
         types = [type_of(name, result) for name, result in kernel.results.items()]
         if kernel.workspace is not None:
             sizes = {letter: math.prod(found) for letter, found in axes.items()}
-            shape = kernel.workspace(math.prod(lead), sizes, sum(map(bool, self._reduced)))
+            sums = sum(bool(self._lacking(r)) for r in self.wanted.values())
+            shape = kernel.workspace(math.prod(lead), sizes, sums)
             types.append(scratch_type(x, shape, accum))
         named = dict(zip(self.present, arrays, strict=True))
         if len(named) < len(kernel.operands):

@@ -100,15 +100,17 @@ def _means(
 # --- The kernels ---------------------------------------------------------------------------------
 
 
-def _workspace(values: int, groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, ...]:
+def _workspace(
+    values: int | None, groups: int, sizes: Mapping[str, int], sums: int
+) -> tuple[int, ...]:
     """Scratch shape: partial results of `values` numbers per channel. Empty if `sums` is 0.
 
-    With 0 `values`, there is one number for each sum.
+    Without `values`, there is a number for each sum.
     """
     channels = [letter for letter in ("d", "g", "c") if letter in sizes]
     rows = {letter: size for letter, size in sizes.items() if letter not in channels}
     sizes = {**rows, "d": math.prod(sizes[letter] for letter in channels)}
-    return column_sum_workspace(groups, sizes, values or sums if sums else 0)
+    return column_sum_workspace(groups, sizes, sums if values is None or sums == 0 else values)
 
 
 _PARAMETERS = ("scale", "bias")
@@ -169,7 +171,7 @@ GROUP_BWD = Kernel(
     reference=_group_backward,
     whole="c",
     ranks={"m": "inner"},
-    workspace=functools.partial(_workspace, 1),
+    workspace=functools.partial(_workspace, None),
     stages=Stages("nm", _MEANS, functools.partial(_means, "g", *_SUMS_OF_GROUP)),
 )  # fmt: skip
 
