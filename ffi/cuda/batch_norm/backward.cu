@@ -281,15 +281,6 @@ struct GradFinish {
   }
 };
 
-// GradFinish::OfBundles. It is not inlined, as it would take registers from the loops. `args` and `plan`
-// are the kernel's own parameters: changed copies would lie in local memory.
-template <typename A>
-__device__ __noinline__ void FinishBundles(const BatchNormBwdArgs& args, const ChannelPlan& plan,
-                                           A* shared) {
-  const ChannelPartials<A, 2> partials{args.workspace, args.partial_rows, plan.channels};
-  GradFinish<A>{args, plan, partials, shared}.OfBundles();
-}
-
 // --- dx ------------------------------------------------------------------------------------------
 
 template <Mask kMask, typename T, int W, int kSteps>
@@ -437,12 +428,12 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   });
 }
 
-template <typename T, int W, bool kPlane, int kSteps, Mask kMask>
+template <typename T, int W, bool kPlane, int kSteps, bool kGrouped, Mask kMask>
 __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
                        const __grid_constant__ ChannelPlan any_plan) {
   extern __shared__ __align__(128) char shared[];
-  const ChannelPlan plan = any_plan.As<kPlane, W>();
+  const ChannelPlan plan = any_plan.As<kPlane, W, kGrouped>();
   Stages<T, W, 2, kSteps> stages(plan, shared);  // of dz and x
   const ChannelPartials<Accum<T>, 2> partials{args.workspace, args.partial_rows, plan.channels};
   GradArrays<T> arrays{static_cast<const T*>(args.dy), static_cast<const T*>(args.x),
@@ -451,11 +442,11 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
     if (args.dx == nullptr) arrays.dresidual = nullptr;
     FirstPass<kMask>(args, arrays, plan, partials, shared, stages);
     SyncBlocks(plan);  // partial sums are written
-    auto* const numbers = reinterpret_cast<Accum<T>*>(shared);
+    const GradFinish<Accum<T>> finish{args, plan, partials, reinterpret_cast<Accum<T>*>(shared)};
     if (plan.bundle == 1) {
-      GradFinish<Accum<T>>{args, plan, partials, numbers}.OfChannels();
+      finish.OfChannels();
     } else {
-      FinishBundles(args, any_plan, numbers);
+      finish.OfBundles();
     }
     if (args.dx == nullptr) return;
     if (!plan.combines_locally) {
@@ -515,11 +506,18 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
   task.bundle = args.bundle, task.statistics = own, task.apply = args.dx != nullptr;
   task.transient_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
   const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
+  const bool grouped = args.bundle > 1 || args.silu;
   const auto launch = [&]<Mask kMask>() {
-    return DispatchPlan<kVec<T>, kBackwardNeeds>(plan, [&]<int W, bool kPlane, int kSteps>() {
-      return LaunchChannels(kBackward, BatchNormBwdKernel<T, W, kPlane, kSteps, kMask>, stream,
-                            plan, device, args);
-    });
+    return DispatchPlan<kVec<T>, kBackwardNeeds>(
+        plan, grouped, [&]<int W, bool kPlane, int kSteps, bool kGrouped>() {
+          if constexpr (kMask == Mask::kSilu ? !kGrouped : kMask == Mask::kOfY && kGrouped && W > 1) {
+            return ffi::Error::Internal("batch_norm_bwd: no such kernel");  // never called
+          } else {
+            return LaunchChannels(kBackward,
+                                  BatchNormBwdKernel<T, W, kPlane, kSteps, kGrouped, kMask>, stream,
+                                  plan, device, args);
+          }
+        });
   };
   if (args.silu) return launch.template operator()<Mask::kSilu>();
   if (!args.relu) return launch.template operator()<Mask::kNone>();

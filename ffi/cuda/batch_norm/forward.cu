@@ -286,19 +286,10 @@ struct MomentsFinish {
   }
 };
 
-// MomentsFinish::OfBundles. It is not inlined, as it would take registers from the loops. `args` and `plan`
-// are the kernel's own parameters: changed copies would lie in local memory.
-template <typename A>
-__device__ __noinline__ void FinishBundles(const BatchNormFwdArgs& args, const ChannelPlan& plan,
-                                           A* shared) {
-  const ChannelPartials<A, kMoments> partials{args.workspace, args.partial_rows, plan.channels};
-  MomentsFinish<A>{args, plan, partials, shared}.OfBundles();
-}
-
 // --- y -------------------------------------------------------------------------------------------
 
 // Turns elements of x into elements of y. `terms`: the residual's elements.
-template <typename T, int W, typename A = Accum<T>>
+template <typename T, int W, bool kGrouped = true, typename A = Accum<T>>
 __device__ __forceinline__ void Apply(const BatchNormFwdArgs& args,
                                       const A (&numbers)[kAffine][W], bool residual,
                                       const A (&terms)[W], A (&values)[W]) {
@@ -311,13 +302,13 @@ __device__ __forceinline__ void Apply(const BatchNormFwdArgs& args,
 #pragma unroll
     for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays NaN
   }
-  if (args.silu) {
+  if (kGrouped && args.silu) {
 #pragma unroll
     for (int j = 0; j < W; ++j) values[j] *= Sigmoid<T>(values[j]);
   }
 }
 
-template <typename T, int W, int kSteps>
+template <bool kGrouped, typename T, int W, int kSteps>
 __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, kMoments>& partials,
                                            char* scratch, Stages<T, W, 1, kSteps>& stages) {
@@ -347,7 +338,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
         A values[W], terms[W];
         LoadEdge(x, edge, values);
         if (residual != nullptr) LoadEdge(residual, edge, terms);
-        Apply<T, W>(args, numbers, residual != nullptr, terms, values);
+        Apply<T, W, kGrouped>(args, numbers, residual != nullptr, terms, values);
         StoreEdge(y, edge, values);
       });
     };
@@ -360,7 +351,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
         A values[W], terms[W];
         Widen(place.Get(0), values);
         if constexpr (kResidual) Widen(place.GetTransient(), terms);
-        Apply<T, W>(args, numbers, kResidual, terms, values);
+        Apply<T, W, kGrouped>(args, numbers, kResidual, terms, values);
         StoreLast(y, start, Narrow<T>(values));
       };
       ForSecondPass(plan, part, stages, last && args.mean.data == nullptr,
@@ -377,30 +368,30 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
 
 // --- Kernels -------------------------------------------------------------------------------------
 
-template <typename T, int W, bool kPlane, int kSteps>
+template <typename T, int W, bool kPlane, int kSteps, bool kGrouped>
 __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                        const __grid_constant__ ChannelPlan any_plan) {
   extern __shared__ __align__(128) char shared[];
-  const ChannelPlan plan = any_plan.As<kPlane, W>();
+  const ChannelPlan plan = any_plan.As<kPlane, W, kGrouped>();
   Stages<T, W, 1, kSteps> stages(plan, shared);
   const ChannelPartials<Accum<T>, kMoments> partials{args.workspace, args.partial_rows,
                                                      plan.channels};
   if (args.mean.data == nullptr) {
     FirstPass(static_cast<const T*>(args.x), plan, partials, shared, stages);
     SyncBlocks(plan);  // partial results are written
-    auto* const numbers = reinterpret_cast<Accum<T>*>(shared);
+    const MomentsFinish<Accum<T>> finish{args, plan, partials, reinterpret_cast<Accum<T>*>(shared)};
     if (plan.bundle == 1) {
-      MomentsFinish<Accum<T>>{args, plan, partials, numbers}.OfChannels();
+      finish.OfChannels();
     } else {
-      FinishBundles(args, any_plan, numbers);
+      finish.OfBundles();
     }
     if (args.y == nullptr) return;
     if (!plan.combines_locally) {
       cooperative_groups::this_grid().sync();  // all AffineNumbers are written
     }
   }
-  SecondPass(args, plan, partials, shared, stages);
+  SecondPass<kGrouped>(args, plan, partials, shared, stages);
 }
 
 // One bundle of channels first: statistics by two passes over shared memory, then y.
@@ -584,10 +575,12 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
   BatchNormFwdArgs main = args;
   if (plan.apply_vectors > 0) main.y = nullptr;
   const ffi::Error error =
-      DispatchPlan<kVec<T>, kForwardNeeds>(plan.channels, [&]<int W, bool kPlane, int kSteps>() {
-        return LaunchChannels(kForward, BatchNormFwdKernel<T, W, kPlane, kSteps>, stream,
-                              plan.channels, device, main);
-      });
+      DispatchPlan<kVec<T>, kForwardNeeds>(
+          plan.channels, args.bundle > 1 || args.silu,
+          [&]<int W, bool kPlane, int kSteps, bool kGrouped>() {
+            return LaunchChannels(kForward, BatchNormFwdKernel<T, W, kPlane, kSteps, kGrouped>,
+                                  stream, plan.channels, device, main);
+          });
   if (error.failure() || plan.apply_vectors == 0) return error;
   return args.residual == nullptr ? LaunchApply<T, false>(stream, args, plan.apply_vectors)
                                   : LaunchApply<T, true>(stream, args, plan.apply_vectors);

@@ -150,11 +150,13 @@ struct ChannelPlan {
   int scratch_bytes;     // The stages of the other arrays.
   int shared_bytes;      // The end.
 
-  // This plan, with the way to cut tiles and the width of vectors known to the compiler.
-  template <bool kPlane, int W>
+  // This plan, with some of it known to the compiler: the way to cut tiles, the width of vectors, and
+  // whether a bundle may have several channels.
+  template <bool kPlane, int W, bool kGrouped>
   constexpr ChannelPlan As() const {
     ChannelPlan known = *this;
     known.plane = kPlane, known.width = W;
+    if (!kGrouped) known.bundle = 1;
     if (!kPlane || W == 1) known.unaligned = false;
     if (kPlane || W == 1) known.ragged = false;
     return known;

@@ -180,17 +180,22 @@ ChannelTask TaskOf(bool backward, const ChannelShape& shape, const ChannelDevice
   return task;
 }
 
-// Calls fn.operator()<width of vectors, whether tiles are planes, steps of a chunk>().
+// Calls fn.operator()<width of vectors, whether tiles are planes, steps of a chunk, whether it is group
+// norm>(). Group norm has kernels of its own: bundles and silu would take registers from batch
+// norm's. Single elements are rare, and both share their kernels.
 template <int kWidest, ChannelNeeds kNeeds>
-ffi::Error DispatchPlan(const ChannelPlan& plan, const auto& fn) {
+ffi::Error DispatchPlan(const ChannelPlan& plan, bool grouped, const auto& fn) {
   if (plan.width == 1) {
-    return plan.plane ? fn.template operator()<1, true, kElementSteps>()
-                      : fn.template operator()<1, false, kElementSteps>();
+    return plan.plane ? fn.template operator()<1, true, kElementSteps, true>()
+                      : fn.template operator()<1, false, kElementSteps, true>();
   }
-  if (plan.plane) return fn.template operator()<kWidest, true, kNeeds.chunk_steps>();
-  return plan.chunk_steps == kNeeds.chunk_steps
-             ? fn.template operator()<kWidest, false, kNeeds.chunk_steps>()
-             : fn.template operator()<kWidest, false, kNeeds.long_chunk_steps>();
+  const auto of_vectors = [&]<bool kGrouped>() {
+    if (plan.plane) return fn.template operator()<kWidest, true, kNeeds.chunk_steps, kGrouped>();
+    return plan.chunk_steps == kNeeds.chunk_steps
+               ? fn.template operator()<kWidest, false, kNeeds.chunk_steps, kGrouped>()
+               : fn.template operator()<kWidest, false, kNeeds.long_chunk_steps, kGrouped>();
+  };
+  return grouped ? of_vectors.template operator()<true>() : of_vectors.template operator()<false>();
 }
 
 // Whether the GPU has room for a cluster of each tile's blocks. `config` is a launch of clusters.
