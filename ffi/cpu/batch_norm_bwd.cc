@@ -379,6 +379,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
 
 ffi::Error BatchNormBwd(CpuContext pool, const BatchNormBwdArgs& args) {
   if (IsSmall(args.shape)) return SmallBatchNormBwd(pool, args);
+  if (args.weighted && IsJoined(args)) return JoinedGroupNormBwd(pool, args);
   if (IsMiddle(args.shape)) return MiddleBatchNormBwd(pool, args);
   return DispatchDtype(FloatTypes{}, "batch_norm_bwd", args.dtype, [&]<typename T>() {
     const auto run = [&]<Act kAct, bool kWeighted>() {
