@@ -57,11 +57,11 @@ struct BatchNormBwdArgs {
   ffi::DataType dtype;               // of dy, x, y, dx and dresidual
   std::int64_t bundle = 1, bundles;  // channels of a bundle; bundles of a group
   bool relu, silu;                   // at most one of them
-  const void* dy;                // [groups, rows, channels, inner]
-  const void* x;                 // [groups, rows, channels, inner]
-  const void* y;                 // [groups, rows, channels, inner]; null: see above
-  Param scale, bias;             // [channels]; bias is null, except for relu without y, and silu
-  Param mean, rstd, delta;       // [bundles] in the accumulation dtype; null delta: 0
+  const void* dy;                    // [groups, rows, channels, inner]
+  const void* x;                     // [groups, rows, channels, inner]
+  const void* y;                     // [groups, rows, channels, inner]; null: see above
+  Param scale, bias;        // [channels]; bias is null, except for relu without y, and silu
+  Param mean, rstd, delta;  // [bundles] in the accumulation dtype; null delta: 0
   // The means of dz and dz * x_hat. With `weighted`, the means of scale * dz and scale * dz *
   // x_hat. [bundles] in the accumulation dtype; both null: not given.
   Param mean_dz, mean_dz_x_hat;

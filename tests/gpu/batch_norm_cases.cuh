@@ -24,7 +24,7 @@ struct Options {
   bool shared = false;    // all groups share parameters
   bool scale = true;      // there are scale and bias; their dtype is not x's
   std::int64_t partial_rows = 512;
-  std::int64_t shift = 0;  // elements between a 16-byte boundary and the start of arrays
+  std::int64_t shift = 0;   // elements between a 16-byte boundary and the start of arrays
   std::int64_t bundle = 1;  // channels of a bundle; more than 1: group norm
   bool silu = false;
 };

@@ -1,6 +1,6 @@
-// Runs the kernels of batch norm and group norm without JAX, on small awkward shapes and exact cudaMalloc buffers. The
-// expected results are long expressions in double on the host. compute-sanitizer's four tools run
-// the program too.
+// Runs the kernels of batch norm and group norm without JAX, on small awkward shapes and exact
+// cudaMalloc buffers. The expected results are long expressions in double on the host.
+// compute-sanitizer's four tools run the program too.
 //
 // tests/gpu/run.sh check builds and runs it.
 #include <algorithm>

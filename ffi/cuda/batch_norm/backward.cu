@@ -28,7 +28,8 @@ constexpr int kGradChunksPerSum = 16;
 // --- An element ----------------------------------------------------------------------------------
 
 // What dz is: dy, or dy where relu's argument was positive and 0 elsewhere, or dy times silu's
-// derivative. The sign of relu's argument is taken from y, or the argument is computed again from x.
+// derivative. The sign of relu's argument is taken from y, or the argument is computed again from
+// x.
 enum class Mask { kNone, kOfY, kOfX, kSilu };
 
 // The arrays of a pass; dresidual is null if the pass does not write dresidual.
@@ -69,18 +70,23 @@ __device__ __forceinline__ void MaskGrad(const A (&x)[W], const A (&factor)[W],
   }
 }
 
-// The numbers of a channel that dx is computed from.
-enum DxNumbers { kDxMean, kDxRstd, kDxScale, kDxOffset, kDxLevel, kDxSlope, kDxNumbers };
+// The numbers of a channel that dx is computed from. Batch norm has one number less, as its sums
+// are of one channel:
+//   batch norm: dx = (dz - level - (x - mean) * slope) * factor,
+//   group norm: dx = (dz * scale - level - (x - mean) * rstd * slope) * rstd.
+enum DxNumbers { kDxMean, kDxFactor, kDxOffset, kDxLevel, kDxSlope, kDxScale, kDxNumbers };
+constexpr int kDxRstd = kDxFactor;  // in group norm
 static_assert(kDxNumbers == kBackwardNeeds.parameters);
+template <bool kGrouped>
+inline constexpr int kNumbersFor = kGrouped ? kDxNumbers : kDxScale;
 
-// Level and slope of dx = (dz * scale - level - (x - mean) * rstd * slope) * rstd.
 template <typename A>
 struct Line {
   A level, slope;
 };
 
 // A channel's numbers without its line.
-template <typename A>
+template <typename A, bool kGrouped>
 struct Affine {
   A mean, rstd, delta, scale, offset;
 
@@ -93,34 +99,51 @@ struct Affine {
     scale = ParamAt<A>(args.scale, group, channel, 1);
     offset = ParamAt<A>(args.bias, group, channel, 0) - delta * (rstd * scale);
   }
-  // The line that follows from the means of scale * dz and scale * dz * x_hat.
+  // The line that follows from the means of dz and dz * x_hat; in group norm, of scale * dz and
+  // scale * dz * x_hat.
   __device__ __forceinline__ Line<A> LineOf(A mean_dz, A mean_dz_x_hat) const {
-    return {mean_dz - delta * (mean_dz_x_hat * rstd), mean_dz_x_hat};
+    const A slope = mean_dz_x_hat * rstd;
+    return {mean_dz - delta * slope, kGrouped ? mean_dz_x_hat : slope};
   }
-  __device__ __forceinline__ void SetNumbers(const Line<A>& line, A (&numbers)[kDxNumbers]) const {
-    numbers[kDxMean] = mean, numbers[kDxRstd] = rstd;
-    numbers[kDxScale] = scale, numbers[kDxOffset] = offset;
+  __device__ __forceinline__ void SetNumbers(const Line<A>& line,
+                                             A (&numbers)[kNumbersFor<kGrouped>]) const {
+    numbers[kDxMean] = mean, numbers[kDxOffset] = offset;
     numbers[kDxLevel] = line.level, numbers[kDxSlope] = line.slope;
+    if constexpr (kGrouped) {
+      numbers[kDxRstd] = rstd, numbers[kDxScale] = scale;
+    } else {
+      numbers[kDxFactor] = rstd * scale;
+    }
   }
 };
 
 // Turns dy into dz and x into dx.
-template <Mask kMask, typename T, int W, typename A = Accum<T>>
-__device__ __forceinline__ void ApplyGrad(const A (&numbers)[kDxNumbers][W], const A (&y)[W],
-                                          A (&dy)[W], A (&x)[W]) {
+template <Mask kMask, bool kGrouped, typename T, int W, typename A = Accum<T>>
+__device__ __forceinline__ void ApplyGrad(const A (&numbers)[kNumbersFor<kGrouped>][W],
+                                          const A (&y)[W], A (&dy)[W], A (&x)[W]) {
+  if constexpr (!kGrouped) {
 #pragma unroll
-  for (int j = 0; j < W; ++j) x[j] = (x[j] - numbers[kDxMean][j]) * numbers[kDxRstd][j];
-  MaskGrad<kMask, T>(x, numbers[kDxScale], numbers[kDxOffset], y, dy);
+    for (int j = 0; j < W; ++j) x[j] -= numbers[kDxMean][j];
+    MaskGrad<kMask, T>(x, numbers[kDxFactor], numbers[kDxOffset], y, dy);
 #pragma unroll
-  for (int j = 0; j < W; ++j) {
-    x[j] = (dy[j] * numbers[kDxScale][j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) *
-           numbers[kDxRstd][j];
+    for (int j = 0; j < W; ++j) {
+      x[j] = (dy[j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) * numbers[kDxFactor][j];
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] = (x[j] - numbers[kDxMean][j]) * numbers[kDxRstd][j];
+    MaskGrad<kMask, T>(x, numbers[kDxScale], numbers[kDxOffset], y, dy);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      x[j] = (dy[j] * numbers[kDxScale][j] - numbers[kDxLevel][j] - x[j] * numbers[kDxSlope][j]) *
+             numbers[kDxRstd][j];
+    }
   }
 }
 
 // --- Sums ----------------------------------------------------------------------------------------
 
-template <Mask kMask, typename T, int W, int kSteps>
+template <Mask kMask, bool kGrouped, typename T, int W, int kSteps>
 __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const GradArrays<T>& arrays,
                                           const ChannelPlan& plan,
                                           const ChannelPartials<Accum<T>, 2>& partials,
@@ -132,7 +155,7 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
       LoadNumbers(
           plan, part, reinterpret_cast<A*>(scratch), false,
           [&](std::int64_t group, std::int64_t channel, A(&numbers)[3]) {
-            const Affine<A> affine(args, plan, group, channel);
+            const Affine<A, kGrouped> affine(args, plan, group, channel);
             numbers[0] = affine.mean, numbers[1] = affine.rstd * affine.scale;
             numbers[2] = affine.offset;
           },
@@ -193,8 +216,9 @@ __device__ __forceinline__ void FirstPass(const BatchNormBwdArgs& args, const Gr
 // Adds up the partial results, stores the sums, and sets the numbers for dx. Level and slope of a
 // channel replace its first partial result. If the block has one tile only, all DxNumbers go to
 // `shared`.
-template <typename A>
+template <typename A, bool kGrouped>
 struct GradFinish {
+  using ChannelAffine = Affine<A, kGrouped>;
   using Partials = ChannelPartials<A, 2>;
   const BatchNormBwdArgs& args;
   const ChannelPlan& plan;
@@ -208,21 +232,21 @@ struct GradFinish {
   // Stores a channel's sums as the gradients of its parameters, and multiplies them by scale.
   __device__ __forceinline__ void EndChannel(const ChannelPart& tile, std::int64_t group,
                                              std::int64_t channel, A scale,
-                                             const Affine<A>& affine, double (&sums)[2]) const {
-    sums[1] = (sums[1] - static_cast<double>(affine.delta) * sums[0]) *
-              static_cast<double>(affine.rstd);
+                                             const ChannelAffine& affine, double (&sums)[2]) const {
+    sums[1] =
+        (sums[1] - static_cast<double>(affine.delta) * sums[0]) * static_cast<double>(affine.rstd);
     const std::int64_t i = group * plan.channels + channel;
     const auto store = [&](const ParamGrad& grad, double value) {
       if (tile.first == 0 && grad.data != nullptr) StoreAs(grad.data, grad.dtype, i, value);
     };
     store(args.dscale, sums[1]), store(args.dbias, sums[0]);
-    sums[0] *= static_cast<double>(scale), sums[1] *= static_cast<double>(scale);
+    if (kGrouped) sums[0] *= static_cast<double>(scale), sums[1] *= static_cast<double>(scale);
   }
   // Stores the sums of a bundle. Returns its line.
   __device__ __forceinline__ Line<A> EndBundle(bool stores, std::int64_t group,
-                                               std::int64_t channel, const Affine<A>& affine,
+                                               std::int64_t channel, const ChannelAffine& affine,
                                                const double (&sums)[2]) const {
-    if (stores && args.sum_dz != nullptr) {
+    if (kGrouped && stores && args.sum_dz != nullptr) {
       const std::int64_t i = plan.BundleOf(group * plan.channels + channel);
       static_cast<A*>(args.sum_dz)[i] = static_cast<A>(sums[0]);
       static_cast<A*>(args.sum_dz_x_hat)[i] = static_cast<A>(sums[1]);
@@ -232,9 +256,9 @@ struct GradFinish {
   }
   __device__ __forceinline__ void Set(const ChannelPart& tile, std::int64_t group,
                                       std::int64_t channel, const Line<A>& line,
-                                      const Affine<A>& affine) const {
+                                      const ChannelAffine& affine) const {
     if (plan.has_one_tile()) {
-      A numbers[kDxNumbers];
+      A numbers[kNumbersFor<kGrouped>];
       affine.SetNumbers(line, numbers);
       PutNumbers(plan, static_cast<int>(channel - tile.channel), numbers, shared);
     } else {
@@ -246,11 +270,11 @@ struct GradFinish {
     ForChannelSums(
         plan, args.shape.outer.groups, partials,
         [&](std::int64_t group, std::int64_t channel) {
-          return Affine<A>(args, plan, group, channel);
+          return ChannelAffine(args, plan, group, channel);
         },
-        [](double(&sums)[2], const auto& part, const Affine<A>&) { Add(sums, part); },
-        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double(&sums)[2],
-            const Affine<A>& affine) {
+        [](double (&sums)[2], const auto& part, const ChannelAffine&) { Add(sums, part); },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double (&sums)[2],
+            const ChannelAffine& affine) {
           EndChannel(tile, group, channel, affine.scale, affine, sums);
           Set(tile, group, channel, EndBundle(tile.first == 0, group, channel, affine, sums),
               affine);
@@ -261,21 +285,21 @@ struct GradFinish {
     ForBundleSums(
         plan, args.shape.outer.groups, partials,
         [&](std::int64_t group, std::int64_t channel) {
-          return Affine<A>(args, plan, group, channel);
+          return ChannelAffine(args, plan, group, channel);
         },
-        [](double(&sums)[2], const auto& part, const Affine<A>&) { Add(sums, part); },
-        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double(&sums)[2],
-            double(&totals)[2], const Affine<A>& affine) {
+        [](double (&sums)[2], const auto& part, const ChannelAffine&) { Add(sums, part); },
+        [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel, double (&sums)[2],
+            double (&totals)[2], const ChannelAffine& affine) {
           const A scale = ParamAt<A>(args.scale, group, channel, 1);
           EndChannel(tile, group, channel, scale, affine, sums);
           totals[0] += sums[0], totals[1] += sums[1];
         },
         [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-            const double(&totals)[2], const Affine<A>& affine) {
+            const double (&totals)[2], const ChannelAffine& affine) {
           const bool stores = tile.first == 0 && lane == 0;
           const Line<A> line = EndBundle(stores, group, channel, affine, totals);
           for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
-            Set(tile, group, i, line, Affine<A>(args, plan, group, i));
+            Set(tile, group, i, line, ChannelAffine(args, plan, group, i));
           }
         });
   }
@@ -283,7 +307,7 @@ struct GradFinish {
 
 // --- dx ------------------------------------------------------------------------------------------
 
-template <Mask kMask, typename T, int W, int kSteps>
+template <Mask kMask, bool kGrouped, typename T, int W, int kSteps>
 __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
                                            const GradArrays<T>& arrays, const ChannelPlan& plan,
                                            const ChannelPartials<Accum<T>, 2>& partials,
@@ -291,17 +315,18 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
   using A = Accum<T>;
   T* const dx = static_cast<T*>(args.dx);
   ForParts<true>(plan, [&](const ChannelPart& part, bool last) {
-    A numbers[kDxNumbers][W];
-    const auto table = [&](std::int64_t group, std::int64_t channel, A(&of_channel)[kDxNumbers]) {
+    A numbers[kNumbersFor<kGrouped>][W];
+    const auto table = [&](std::int64_t group, std::int64_t channel,
+                           A(&of_channel)[kNumbersFor<kGrouped>]) {
       const bool given = args.mean_dz.data != nullptr;
       Line<A> line{};
       if (!given) {
         const auto found = partials.Load(group, 0, channel);
         line = {found.v[0], found.v[1]};
       }
-      const Affine<A> affine(args, plan, group, channel);
+      const Affine<A, kGrouped> affine(args, plan, group, channel);
       if (given) {
-        const A weight = args.weighted ? A{1} : affine.scale;
+        const A weight = kGrouped && !args.weighted ? affine.scale : A{1};
         const std::int64_t bundle = plan.BundleOf(channel);
         line = affine.LineOf(weight * ParamAt<A>(args.mean_dz, group, bundle, 0),
                              weight * ParamAt<A>(args.mean_dz_x_hat, group, bundle, 0));
@@ -314,7 +339,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
       ForEdges<W>(plan, part, [&](const EdgeVector& edge) {
         A dz[W], x[W], y[W];
         LoadGrad<kMask>(arrays, edge, dz, x, y);
-        ApplyGrad<kMask, T>(numbers, y, dz, x);
+        ApplyGrad<kMask, kGrouped, T>(numbers, y, dz, x);
         StoreEdge(dx, edge, x);
         if (arrays.dresidual != nullptr) StoreEdge(arrays.dresidual, edge, dz);
       });
@@ -326,7 +351,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
     const auto use = [&](auto&& place, std::int64_t start) {
       A dz[W], x[W], y[W];
       LoadGrad<kMask>(place, dz, x, y);
-      ApplyGrad<kMask, T>(numbers, y, dz, x);
+      ApplyGrad<kMask, kGrouped, T>(numbers, y, dz, x);
       StoreLast(dx, start, Narrow<T>(x));
       if (arrays.dresidual != nullptr) StoreLast(arrays.dresidual, start, Narrow<T>(dz));
     };
@@ -360,8 +385,7 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   A* const offsets = scales + cut.bundle;
   for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
     scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
-    offsets[c] =
-        ParamAt<A>(args.bias, group, first_channel + c, 0) - delta * (rstd * scales[c]);
+    offsets[c] = ParamAt<A>(args.bias, group, first_channel + c, 0) - delta * (rstd * scales[c]);
   }
   __syncthreads();  // scales and offsets are written
 
@@ -440,9 +464,10 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
                        static_cast<const T*>(args.y), static_cast<T*>(args.dresidual)};
   if (args.mean_dz.data == nullptr) {
     if (args.dx == nullptr) arrays.dresidual = nullptr;
-    FirstPass<kMask>(args, arrays, plan, partials, shared, stages);
+    FirstPass<kMask, kGrouped>(args, arrays, plan, partials, shared, stages);
     SyncBlocks(plan);  // partial sums are written
-    const GradFinish<Accum<T>> finish{args, plan, partials, reinterpret_cast<Accum<T>*>(shared)};
+    const GradFinish<Accum<T>, kGrouped> finish{args, plan, partials,
+                                                reinterpret_cast<Accum<T>*>(shared)};
     if (plan.bundle == 1) {
       finish.OfChannels();
     } else {
@@ -457,12 +482,12 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
       // read through the L1 cache.
       if (arrays.dresidual != nullptr) {
         arrays.dy = arrays.dresidual, arrays.dresidual = nullptr;
-        SecondPass<Mask::kNone>(args, arrays, plan, partials, shared, stages);
+        SecondPass<Mask::kNone, kGrouped>(args, arrays, plan, partials, shared, stages);
         return;
       }
     }
   }
-  SecondPass<kMask>(args, arrays, plan, partials, shared, stages);
+  SecondPass<kMask, kGrouped>(args, arrays, plan, partials, shared, stages);
 }
 
 template <typename T>
@@ -473,9 +498,9 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
     ColumnSums sums;
     sums.Add(args.dscale);
     sums.Add(args.dbias);
-    const ffi::Error error = ToError(
-        kBackward,
-        ZeroColumnSums(stream, sums, args.shape.outer.groups, args.shape.outer.features));
+    const ffi::Error error =
+        ToError(kBackward,
+                ZeroColumnSums(stream, sums, args.shape.outer.groups, args.shape.outer.features));
     if (error.failure() || args.sum_dz == nullptr) return error;
     const std::int64_t bundles = args.shape.outer.groups * args.bundles;
     for (void* const sum : {args.sum_dz, args.sum_dz_x_hat}) {
@@ -506,11 +531,12 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
   task.bundle = args.bundle, task.statistics = own, task.apply = args.dx != nullptr;
   task.transient_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
   const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
-  const bool grouped = args.bundle > 1 || args.silu;
+  const bool grouped = args.bundle > 1 || args.silu || args.weighted;
   const auto launch = [&]<Mask kMask>() {
     return DispatchPlan<kVec<T>, kBackwardNeeds>(
         plan, grouped, [&]<int W, bool kPlane, int kSteps, bool kGrouped>() {
-          if constexpr (kMask == Mask::kSilu ? !kGrouped : kMask == Mask::kOfY && kGrouped && W > 1) {
+          if constexpr (kMask == Mask::kSilu ? !kGrouped
+                                             : kMask == Mask::kOfY && kGrouped && W > 1) {
             return ffi::Error::Internal("batch_norm_bwd: no such kernel");  // never called
           } else {
             return LaunchChannels(kBackward,

@@ -1,8 +1,8 @@
-// Channels first: a block takes one bundle of a group, which lies in one piece of memory and fits into
-// shared memory. Arrays are then read once. forward.cu and backward.cu have the kernels.
+// Channels first: a block takes one bundle of a group, which lies in one piece of memory and fits
+// into shared memory. Arrays are then read once. forward.cu and backward.cu have the kernels.
 //
-// A channel is cut into pieces, and each piece is one warp's work. So each sum of a piece belongs to
-// one channel. In this picture, a channel has 4 vectors, a piece has 2, and there are two warps:
+// A channel is cut into pieces, and each piece is one warp's work. So each sum of a piece belongs
+// to one channel. In this picture, a channel has 4 vectors, a piece has 2, and there are two warps:
 //
 //   channel         0           1           2
 //   vector     0  1  2  3  0  1  2  3  0  1  2  3
@@ -53,7 +53,8 @@ BundlePieces CutBundle(const ChannelShape& shape, std::int64_t bundle, const Cha
   const std::int64_t bytes = bundle * vectors * kVecBytes;
   const std::int64_t piece = std::min<std::int64_t>(vectors, kPieceVectors);
   const std::int64_t pieces = CeilDiv(vectors, piece) * bundle;
-  const std::int64_t of_numbers = CeilDiv(bundle * numbers * std::int64_t{sizeof(Accum<T>)}, 16) * 16;
+  const std::int64_t of_numbers =
+      CeilDiv(bundle * numbers * std::int64_t{sizeof(Accum<T>)}, 16) * 16;
   const std::int64_t all = arrays * bytes + of_numbers + (pieces * 2 + 2 * kBundleWarps) * 8;
   if (all > MaxChannelBytes(device.shared_bytes)) return {};
   return {.bundle = static_cast<int>(bundle),
@@ -90,8 +91,8 @@ struct BundleBlock {
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
 
-  // The pieces [first, end) of all, for this warp: calls fn(vector, channel) for this lane's vectors,
-  // and end_piece(piece, channel) after each piece.
+  // The pieces [first, end) of all, for this warp: calls fn(vector, channel) for this lane's
+  // vectors, and end_piece(piece, channel) after each piece.
   __device__ __forceinline__ void ForVectors(int first, int end, const auto& fn,
                                              const auto& end_piece) const {
     for (int piece = first + warp(); piece < end; piece += cut.warps) {
@@ -108,9 +109,7 @@ struct BundleBlock {
     ForVectors(0, cut.pieces(), fn, [](int, int) {});
   }
   // The first half of the pieces, in whole turns of the warps.
-  __device__ __forceinline__ int Half() const {
-    return cut.pieces() / 2 / cut.warps * cut.warps;
-  }
+  __device__ __forceinline__ int Half() const { return cut.pieces() / 2 / cut.warps * cut.warps; }
 
   // Copies the bundle's parts of some arrays to shared memory, in two halves. A thread copies the
   // vectors that it works on.

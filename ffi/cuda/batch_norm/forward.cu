@@ -2,9 +2,10 @@
 //
 // First pass: for each channel of its part, a block adds up distances from an origin, and their
 // squares. Origin, mean, squared deviations and count go to the workspace. After a barrier, the
-// parts of all channels of a bundle are combined in a fixed order. Usually each block combines the parts of its tiles. If tiles have
-// many blocks, the channels are spread over all blocks, and a second barrier follows. Second pass:
-// y is computed, from the last vector back to the first: the L2 cache has the last vectors.
+// parts of all channels of a bundle are combined in a fixed order. Usually each block combines the
+// parts of its tiles. If tiles have many blocks, the channels are spread over all blocks, and a
+// second barrier follows. Second pass: y is computed, from the last vector back to the first: the
+// L2 cache has the last vectors.
 //
 // Traffic: x is read twice, except what caches and shared memory hold. y is written, the residual
 // read. README.md has the words.
@@ -256,11 +257,11 @@ struct MomentsFinish {
           return Given{partials.Load(group, 0, channel), ParamAt<A>(args.scale, group, channel, 1),
                        ParamAt<A>(args.bias, group, channel, 0)};
         },
-        [](double(&sums)[2], const Partial& part, const Given& given) {
+        [](double (&sums)[2], const Partial& part, const Given& given) {
           Add(sums, part, given.first);
         },
         [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-            const double(&sums)[2], const Given& given) {
+            const double (&sums)[2], const Given& given) {
           A own[3];
           Statistics(tile.first == 0, group, channel, sums, given.first, own);
           Set(tile, group, channel, given.scale, given.bias, own);
@@ -271,11 +272,13 @@ struct MomentsFinish {
     ForBundleSums(
         plan, args.shape.outer.groups, partials,
         [&](std::int64_t group, std::int64_t channel) { return partials.Load(group, 0, channel); },
-        [](double(&sums)[2], const Partial& part, const Partial& first) { Add(sums, part, first); },
-        [](const ChannelPart&, std::int64_t, std::int64_t, const double(&sums)[2],
-           double(&totals)[2], const Partial&) { totals[0] += sums[0], totals[1] += sums[1]; },
+        [](double (&sums)[2], const Partial& part, const Partial& first) {
+          Add(sums, part, first);
+        },
+        [](const ChannelPart&, std::int64_t, std::int64_t, const double (&sums)[2],
+           double (&totals)[2], const Partial&) { totals[0] += sums[0], totals[1] += sums[1]; },
         [&](const ChannelPart& tile, std::int64_t group, std::int64_t channel,
-            const double(&totals)[2], const Partial& first) {
+            const double (&totals)[2], const Partial& first) {
           A own[3];
           Statistics(tile.first == 0 && lane == 0, group, channel, totals, first, own);
           for (std::int64_t i = channel + lane; i < channel + plan.bundle; i += kWarp) {
@@ -290,9 +293,8 @@ struct MomentsFinish {
 
 // Turns elements of x into elements of y. `terms`: the residual's elements.
 template <typename T, int W, bool kGrouped = true, typename A = Accum<T>>
-__device__ __forceinline__ void Apply(const BatchNormFwdArgs& args,
-                                      const A (&numbers)[kAffine][W], bool residual,
-                                      const A (&terms)[W], A (&values)[W]) {
+__device__ __forceinline__ void Apply(const BatchNormFwdArgs& args, const A (&numbers)[kAffine][W],
+                                      bool residual, const A (&terms)[W], A (&values)[W]) {
 #pragma unroll
   for (int j = 0; j < W; ++j) {
     values[j] = (values[j] - numbers[kAffineMean][j]) * numbers[kFactor][j] + numbers[kOffset][j];
@@ -324,11 +326,11 @@ __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const C
 #pragma unroll
         for (int v = 0; v < kAffine; ++v) of_channel[v] = found.v[v];
       } else {
-        SetAffine(
-            ParamAt<A>(args.scale, group, channel, 1), ParamAt<A>(args.bias, group, channel, 0),
-            ParamAt<A>(args.mean, group, plan.BundleOf(channel), 0),
-            ParamAt<A>(args.rstd, group, plan.BundleOf(channel), 0),
-            ParamAt<A>(args.delta, group, plan.BundleOf(channel), 0), of_channel);
+        SetAffine(ParamAt<A>(args.scale, group, channel, 1),
+                  ParamAt<A>(args.bias, group, channel, 0),
+                  ParamAt<A>(args.mean, group, plan.BundleOf(channel), 0),
+                  ParamAt<A>(args.rstd, group, plan.BundleOf(channel), 0),
+                  ParamAt<A>(args.delta, group, plan.BundleOf(channel), 0), of_channel);
       }
     };
     const auto find_numbers = [&] {
@@ -437,7 +439,7 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   const A center = static_cast<A>(static_cast<double>(origin) + of_first[0] * per_element);
 
   // Sums of distances from `center`, which is almost the mean, and of their squares. S: their type.
-  const auto sum_squares = [&]<typename S>(double(&sums)[2]) {
+  const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
     S offset = 0, square = 0;
     sums[0] = sums[1] = 0;
     block.ForVectors(
@@ -574,13 +576,12 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
   const BatchNormPlan plan = ChooseBatchNormPlan(task);
   BatchNormFwdArgs main = args;
   if (plan.apply_vectors > 0) main.y = nullptr;
-  const ffi::Error error =
-      DispatchPlan<kVec<T>, kForwardNeeds>(
-          plan.channels, args.bundle > 1 || args.silu,
-          [&]<int W, bool kPlane, int kSteps, bool kGrouped>() {
-            return LaunchChannels(kForward, BatchNormFwdKernel<T, W, kPlane, kSteps, kGrouped>,
-                                  stream, plan.channels, device, main);
-          });
+  const ffi::Error error = DispatchPlan<kVec<T>, kForwardNeeds>(
+      plan.channels, args.bundle > 1 || args.silu,
+      [&]<int W, bool kPlane, int kSteps, bool kGrouped>() {
+        return LaunchChannels(kForward, BatchNormFwdKernel<T, W, kPlane, kSteps, kGrouped>, stream,
+                              plan.channels, device, main);
+      });
   if (error.failure() || plan.apply_vectors == 0) return error;
   return args.residual == nullptr ? LaunchApply<T, false>(stream, args, plan.apply_vectors)
                                   : LaunchApply<T, true>(stream, args, plan.apply_vectors);

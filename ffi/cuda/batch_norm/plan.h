@@ -150,8 +150,8 @@ struct ChannelPlan {
   int scratch_bytes;     // The stages of the other arrays.
   int shared_bytes;      // The end.
 
-  // This plan, with some of it known to the compiler: the way to cut tiles, the width of vectors, and
-  // whether a bundle may have several channels.
+  // This plan, with some of it known to the compiler: the way to cut tiles, the width of vectors,
+  // and whether a bundle may have several channels.
   template <bool kPlane, int W, bool kGrouped>
   constexpr ChannelPlan As() const {
     ChannelPlan known = *this;
@@ -448,8 +448,7 @@ constexpr bool CombinesLocally(const ChannelTask& task, const Distribution& dist
                                std::int64_t channels) {
   constexpr std::int64_t kMaxBytes = 96 << 10, kMaxBlocks = 48;
   return task.statistics && !task.separate && distribution.concurrent_tiles > 0 &&
-         channels % task.bundle == 0 &&
-         distribution.tile_blocks <= kMaxBlocks &&
+         channels % task.bundle == 0 && distribution.tile_blocks <= kMaxBlocks &&
          PartialBytes(task, distribution, channels) <= kMaxBytes;
 }
 
@@ -739,8 +738,8 @@ constexpr ChannelPlan ChooseChannelPlan(const ChannelTask& task) {
   const Distribution distribution = Distribute(task, plan.all_tiles, plan.steps);
   DivideSteps(task, distribution, plan);
   plan.first_pass = task.statistics;
-  plan.inverse_elements = 1.0 / (static_cast<double>(task.rows) *
-                                 static_cast<double>(task.inner * task.bundle));
+  plan.inverse_elements =
+      1.0 / (static_cast<double>(task.rows) * static_cast<double>(task.inner * task.bundle));
   plan.combines_locally = CombinesLocally(task, distribution, plan.tile_channels);
   ChooseCachedSteps(task, plan);
   DivideMemory(task, distribution, plan);

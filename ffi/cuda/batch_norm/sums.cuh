@@ -242,10 +242,10 @@ __device__ __forceinline__ void SumPartials(const ChannelPlan& plan, const auto&
 }
 
 // Calls fn(tile, first, channels, warp, warps) for the channels that a block combines: `channels`
-// channels from `first` on, counted through all groups. The calling warp is one of `warps` warps that
-// share them. If blocks combine their own tiles, these are the channels of the block's tiles, tile
-// by tile. Otherwise they are all channels, spread over the grid. Then `tile` has no steps, and its
-// first step is 0.
+// channels from `first` on, counted through all groups. The calling warp is one of `warps` warps
+// that share them. If blocks combine their own tiles, these are the channels of the block's tiles,
+// tile by tile. Otherwise they are all channels, spread over the grid. Then `tile` has no steps,
+// and its first step is 0.
 __device__ __forceinline__ void ForCombined(const ChannelPlan& plan, std::int64_t groups,
                                             const auto& fn) {
   const BlockSteps block = plan.StepsOfBlock(static_cast<int>(blockIdx.x));
@@ -269,27 +269,31 @@ __device__ __forceinline__ void ForChannelSums(const ChannelPlan& plan, std::int
                                                const auto& partials, const auto& begin,
                                                const auto& add, const auto& finish) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  ForCombined(plan, groups, [&](const ChannelPart& tile, std::int64_t first_channel,
-                                std::int64_t channels, std::int64_t warp, std::int64_t warps) {
-    // Lanes for the partial results of one channel. With several channels in a warp, neighbouring
-    // lanes read neighbouring results, and reads are longer.
-    const int warp_channels = channels <= warps ? 1 : kWarp / 4;
-    for (std::int64_t first = warp * warp_channels; first < channels;
-         first += warps * warp_channels) {
-      const std::int64_t own = first + lane % warp_channels;
-      // Lanes without a channel add up the last channel's results too.
-      const std::int64_t i = first_channel + min(own, channels - 1);
-      const std::int64_t group = plan.all_tiles == plan.tiles ? 0 : i / plan.channels;
-      const std::int64_t channel = i - group * plan.channels;
-      const auto state = begin(group, channel);
-      double sums[2] = {};
-      SumPartials(
-          plan, partials, group, channel, warp_channels,
-          [&](double(&of_channel)[2], const auto& partial) { add(of_channel, partial, state); },
-          sums);
-      if (lane < warp_channels && own < channels) finish(tile, group, channel, sums, state);
-    }
-  });
+  ForCombined(plan, groups,
+              [&](const ChannelPart& tile, std::int64_t first_channel, std::int64_t channels,
+                  std::int64_t warp, std::int64_t warps) {
+                // Lanes for the partial results of one channel. With several channels in a warp,
+                // neighbouring lanes read neighbouring results, and reads are longer.
+                const int warp_channels = channels <= warps ? 1 : kWarp / 4;
+                for (std::int64_t first = warp * warp_channels; first < channels;
+                     first += warps * warp_channels) {
+                  const std::int64_t own = first + lane % warp_channels;
+                  // Lanes without a channel add up the last channel's results too.
+                  const std::int64_t i = first_channel + min(own, channels - 1);
+                  const std::int64_t group = plan.all_tiles == plan.tiles ? 0 : i / plan.channels;
+                  const std::int64_t channel = i - group * plan.channels;
+                  const auto state = begin(group, channel);
+                  double sums[2] = {};
+                  SumPartials(
+                      plan, partials, group, channel, warp_channels,
+                      [&](double (&of_channel)[2], const auto& partial) {
+                        add(of_channel, partial, state);
+                      },
+                      sums);
+                  if (lane < warp_channels && own < channels)
+                    finish(tile, group, channel, sums, state);
+                }
+              });
 }
 
 // For each bundle, in a warp: state = begin(group, first channel); add(sums, partial, state) for
@@ -303,30 +307,34 @@ __device__ __forceinline__ void ForBundleSums(const ChannelPlan& plan, std::int6
   const int lane = static_cast<int>(threadIdx.x) % kWarp, bundle = static_cast<int>(plan.bundle);
   int warp_channels = 1;  // the largest power of two up to the bundle and the warp
   while (warp_channels < kWarp && 2 * warp_channels <= bundle) warp_channels *= 2;
-  ForCombined(plan, groups, [&](const ChannelPart& tile, std::int64_t first_channel,
-                                std::int64_t channels, std::int64_t warp, std::int64_t warps) {
-    for (std::int64_t first = warp * bundle; first < channels; first += warps * bundle) {
-      const std::int64_t i = first_channel + first;
-      const std::int64_t group = plan.all_tiles == plan.tiles ? 0 : i / plan.channels;
-      const std::int64_t channel = i - group * plan.channels;
-      const auto state = begin(group, channel);
-      double totals[2] = {};
+  ForCombined(plan, groups,
+              [&](const ChannelPart& tile, std::int64_t first_channel, std::int64_t channels,
+                  std::int64_t warp, std::int64_t warps) {
+                for (std::int64_t first = warp * bundle; first < channels;
+                     first += warps * bundle) {
+                  const std::int64_t i = first_channel + first;
+                  const std::int64_t group = plan.all_tiles == plan.tiles ? 0 : i / plan.channels;
+                  const std::int64_t channel = i - group * plan.channels;
+                  const auto state = begin(group, channel);
+                  double totals[2] = {};
 #pragma unroll 1
-      for (int start = 0; start < bundle; start += warp_channels) {
-        const int own = start + lane % warp_channels;
-        double sums[2] = {};
-        SumPartials(
-            plan, partials, group, channel + min(own, bundle - 1), warp_channels,
-            [&](double(&of_channel)[2], const auto& partial) { add(of_channel, partial, state); },
-            sums);
-        if (own < bundle && lane < warp_channels) {
-          end_channel(tile, group, channel + own, sums, totals, state);
-        }
-      }
-      WarpSums<kWarp>(totals);
-      finish(tile, group, channel, totals, state);
-    }
-  });
+                  for (int start = 0; start < bundle; start += warp_channels) {
+                    const int own = start + lane % warp_channels;
+                    double sums[2] = {};
+                    SumPartials(
+                        plan, partials, group, channel + min(own, bundle - 1), warp_channels,
+                        [&](double (&of_channel)[2], const auto& partial) {
+                          add(of_channel, partial, state);
+                        },
+                        sums);
+                    if (own < bundle && lane < warp_channels) {
+                      end_channel(tile, group, channel + own, sums, totals, state);
+                    }
+                  }
+                  WarpSums<kWarp>(totals);
+                  finish(tile, group, channel, totals, state);
+                }
+              });
 }
 
 }  // namespace

@@ -180,9 +180,9 @@ ChannelTask TaskOf(bool backward, const ChannelShape& shape, const ChannelDevice
   return task;
 }
 
-// Calls fn.operator()<width of vectors, whether tiles are planes, steps of a chunk, whether it is group
-// norm>(). Group norm has kernels of its own: bundles and silu would take registers from batch
-// norm's. Single elements are rare, and both share their kernels.
+// Calls fn.operator()<width of vectors, whether tiles are planes, steps of a chunk, whether it is
+// group norm>(). Group norm has kernels of its own: bundles and silu would take registers from
+// batch norm's. Single elements are rare, and both share their kernels.
 template <int kWidest, ChannelNeeds kNeeds>
 ffi::Error DispatchPlan(const ChannelPlan& plan, bool grouped, const auto& fn) {
   if (plan.width == 1) {
