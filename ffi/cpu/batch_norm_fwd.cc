@@ -512,6 +512,8 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
 
 ffi::Error BatchNormFwd(CpuContext pool, const BatchNormFwdArgs& args) {
   if (IsSmall(args.shape)) return SmallBatchNormFwd(pool, args);
+  const bool grouped = args.bundle > 1 || args.silu;
+  if (grouped && IsJoined(args)) return JoinedGroupNormFwd(pool, args);
   if (IsMiddle(args.shape)) return MiddleBatchNormFwd(pool, args);
   return DispatchDtype(FloatTypes{}, "batch_norm_fwd", args.dtype, [&]<typename T>() {
     return args.shape.inner > 1 ? Forward<T, true>(pool, args) : Forward<T, false>(pool, args);

@@ -79,13 +79,16 @@ struct Pieces {
 
   // Pieces for sums over bundles of `bundle` channels. There is room for `max_parts` partial sums.
   // Pieces have whole bundles if there are enough bundles for many threads, and no bundle is too
-  // large. Such a piece stays in a cache until it is read again.
+  // large. Such a piece stays in a cache until it is read again. Channels last: this is only for
+  // group norm, and the piece is a sample.
   static Pieces ForSums(const Layout<kFirst>& layout, std::int64_t bundle,
                         std::int64_t bytes_per_element, std::int64_t max_parts) {
     constexpr std::int64_t kMinBundles = 16, kMaxBytes = 1 << 20;
     constexpr std::int64_t kMaxParts = 64;  // more would add traffic, but keep no more threads busy
-    const bool whole = kFirst && layout.groups * layout.channels / bundle >= kMinBundles &&
-                       layout.rows * layout.inner * bundle * bytes_per_element <= kMaxBytes;
+    const std::int64_t pieces = layout.groups * (kFirst ? layout.channels / bundle : 1);
+    const std::int64_t elements = kFirst ? layout.rows * layout.inner * bundle : layout.elements;
+    const bool whole = (kFirst || bundle > 1) && pieces >= kMinBundles &&
+                       elements * bytes_per_element <= kMaxBytes;
     return Pieces(layout, bytes_per_element, whole ? 1 : std::min(max_parts, kMaxParts),
                   whole ? bundle : 1);
   }

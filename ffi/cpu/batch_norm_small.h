@@ -20,6 +20,17 @@ inline bool IsMiddle(const ChannelShape& shape) {
          shape.channels() * shape.terms() <= kMiddleGroup;
 }
 
+// Group norm of bundles whose elements lie together, in short channels of up to kJoinedInner
+// elements (batch_norm_joined.cc). A bundle has up to kJoinedBundle elements.
+inline constexpr int kJoinedInner = 128, kJoinedBundle = 8192;
+template <class Args>
+bool IsJoined(const Args& args) {
+  return args.shape.elements() > 0 && args.shape.outer.rows == 1 &&
+         args.shape.inner <= kJoinedInner && args.bundle * args.shape.inner <= kJoinedBundle;
+}
+ffi::Error JoinedGroupNormFwd(const CpuContext& pool, const BatchNormFwdArgs& args);
+ffi::Error JoinedGroupNormBwd(const CpuContext& pool, const BatchNormBwdArgs& args);
+
 // For groups that pass IsSmall or IsMiddle. Scratch is on the stack, except for copies of
 // parameters whose dtype is not the accumulation dtype.
 ffi::Error SmallBatchNormFwd(const CpuContext& pool, const BatchNormFwdArgs& args);
