@@ -225,7 +225,7 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         (("--suite", "clip", "--layout", "nchw"), "--layout: for --suite ops only"),
         (("--suite", "clip", "--shape", "3x5"), "--shape: for --suite ops only"),
         (("--tree", "3x5"), "--tree: for --suite clip only"),
-        (("--form", "step,tanh"), "--form step: --suite ops has plain, relu, add_relu, tanh"),
+        (("--form", "step,tanh"), "--form step: --suite ops has plain, relu, add_relu, silu, tanh"),
         (("--suite", "clip", "--form", "relu"), "--form relu: --suite clip has transform, step"),
         (("--suite", "train", "--form", "relu"), "--form: for --suite ops only"),
         (("--op", "clip", "--form", "tanh"), "clip has no fwd, bwd to time in form tanh"),

@@ -116,13 +116,12 @@ OF_CHANNELS: dict[str, Callable[[Any, Any], Any]] = {
         a.x[None], a.scale, a.bias, num_groups=1, implementation=i
     ),
     "group_norm_backward": lambda a, i: backward.group_norm_backward(
-        a.dy[None],
-        a.x[None],
+        *(array.reshape(a.mean.size, array.shape[-1]) for array in (a.dy, a.x)),
         a.scale,
         a.bias,
-        a.bias[None],
-        a.scale[None],
-        num_groups=a.x.shape[-1] or 1,
+        a.mean.reshape(-1, 1),
+        a.rstd.reshape(-1, 1),
+        num_groups=1,
         activation="silu",
         implementation=i,
     ),

@@ -262,7 +262,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
     const A slope = mean_dz_x_hat * rstd, level = mean_dz - delta * slope;
     const A* const gradients = dz;
     StoreForLanes<kLanes<A>>(static_cast<T*>(args.dx) + offset, of.elements, streamed,
-                             [=](auto at) {  // batch_norm_bwd.cc
+                             [=](auto at) {  // batch_norm_backward.h
                                return at(gradients) * (at(scale) * rstd) -
                                       (centered(at) * slope + level) * rstd;
                              });

@@ -303,7 +303,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
       of.ForRows([&](std::int64_t start, std::int64_t count) {
         const A *const f = factor.values, *const l = level.values, *const s = slope.values,
                        *const rstd = rstds.values;
-        if (args.weighted) {  // see batch_norm_bwd.cc
+        if (args.weighted) {  // see batch_norm_backward.h
           StoreForLanes<kLanes<A>>(dx + start, count, streamed, [=](auto at) {
             return dz(start, at) * at(f) - (at(l) + centered(start, at) * at(s)) * at(rstd);
           });

@@ -270,7 +270,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
         for (std::int64_t c = first; c < end; ++c) {
           const std::int16_t* const columns = channels[c];
           const Lanes<A> factor = own_rstd * scales[c];
-          for (std::int64_t k = 0; k < channels.terms; ++k) {  // see batch_norm_bwd.cc
+          for (std::int64_t k = 0; k < channels.terms; ++k) {  // see batch_norm_backward.h
             const std::int64_t j = columns[k];
             x.Set(j, args.weighted ? dz[j] * factor - (level + x[j] * slope) * own_rstd
                                    : (dz[j] - level - x[j] * slope) * factor);

@@ -556,8 +556,8 @@ CPU = [
     Fault(
         "the variance of a sample",
         "ffi/cpu/batch_norm_fwd.cc",
-        "moments.squares[k] / static_cast<double>(args_.shape.terms())",
-        "moments.squares[k] / static_cast<double>(args_.shape.terms() - 1)",
+        "moments.squares[k] / elements",
+        "moments.squares[k] / (elements - 1)",
         _BATCH,
     ),
     Fault(
@@ -570,8 +570,8 @@ CPU = [
     Fault(
         "what the rounded mean is off by is lost",
         "ffi/cpu/batch_norm_fwd.cc",
-        "SetNumbers(numbers, group, channel, mean, rstd, delta);",
-        "SetNumbers(numbers, group, channel, mean, rstd, A{0});",
+        "SetNumbers(numbers, group, c, mean, rstd, delta);",
+        "SetNumbers(numbers, group, c, mean, rstd, A{0});",
         _BATCH_VALUES,
     ),
     Fault(
@@ -625,28 +625,28 @@ CPU = [
     ),
     Fault(
         "relu's gradient at zero is 1",
-        "ffi/cpu/batch_norm_bwd.cc",
+        "ffi/cpu/batch_norm_backward.h",
         "return IfGreater(centered(at, skipped) * factor_(at) + offset_(at), zero, dy, zero);",
         "return IfGreater(zero, centered(at, skipped) * factor_(at) + offset_(at), zero, dy);",
         _k("batch_norm_numerics", "test_relu_at_zero"),
     ),
     Fault(
         "relu's gradient at zero is 1, by y",
-        "ffi/cpu/batch_norm_bwd.cc",
+        "ffi/cpu/batch_norm_backward.h",
         "return IfGreater(at(y_ + skipped), zero, dy, zero);",
         "return IfGreater(zero, at(y_ + skipped), zero, dy);",
         _k("batch_norm_numerics", "test_relu_at_zero"),
     ),
     Fault(
         "dx without the projection on x_hat",
-        "ffi/cpu/batch_norm_bwd.cc",
+        "ffi/cpu/batch_norm_backward.h",
         "(terms.dz(at) - level(at) - terms.centered(at) * slope(at)) * factor(at)",
         "(terms.dz(at) - level(at)) * factor(at)",
         _BATCH,
     ),
     Fault(
         "blocks of channels share a place for their sums",
-        "ffi/cpu/batch_norm_bwd.cc",
+        "ffi/cpu/batch_norm_backward.h",
         "Partial(piece.group, piece.part) + piece.channel;",
         "Partial(piece.group, piece.part);",
         _BATCH_LARGE,

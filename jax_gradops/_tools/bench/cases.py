@@ -53,7 +53,7 @@ def _operations() -> Iterator[tuple[Key, Operation]]:
     """Every form of an op that is timed, in all layouts. A tree has one leaf."""
     forms = ((spec, form) for spec in SPECS.values() for form in spec.forms if form.traffic)
     for spec, form in forms:
-        for layout in ("", *LAYOUTS) if spec.has_channels else ("",):
+        for layout in _LAYOUTS_OF_KIND.get(spec.kind, ("",)):
             axis = layout.index("c") if layout else 1
             options = dict(form.options) | ({"axis": axis} if spec.has_channels else {})
             ours = functools.partial(form.call, **options)
@@ -63,6 +63,8 @@ def _operations() -> Iterator[tuple[Key, Operation]]:
             yield (name, form.name, layout), Operation(spec, form, options, ours, xla, axis)
 
 
+# Instance norm of rows would normalise single elements.
+_LAYOUTS_OF_KIND = {"channels": ("", *LAYOUTS), "samples": LAYOUTS}
 _SHORT_NAMES = {
     "clip_tree_by_global_norm": "clip",
     "softmax_cross_entropy_with_integer_labels": "softmax_cross_entropy",
