@@ -212,8 +212,8 @@ class Trainer:
         """Seconds of one step, from `steps` steps; and whether the device waited for the host."""
         self._restart()
         jax.block_until_ready(self._step())
-        # Not later: if the program makes the host wait, as conditionals do, several steps have ended
-        # before the host looks.
+        # Not later: if the program makes the host wait, as conditionals do, several steps have
+        # ended before the host looks.
         start = time.perf_counter()
         waiting: collections.deque[Any] = collections.deque()
         waited = False
