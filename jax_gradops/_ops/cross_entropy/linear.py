@@ -394,5 +394,6 @@ def linear_softmax_cross_entropy(
         rows_per_chunk = _checks.count(op, "rows_per_chunk", rows_per_chunk)
     options = checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
     # Read here: JAX traces the program later, where a user's setting may no longer hold.
-    static = Static(options, rows_per_chunk, jax.config.jax_default_matmul_precision)
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    static = Static(options, rows_per_chunk, precision)
     return _apply(checked, matrix, vector, found, static=static)
