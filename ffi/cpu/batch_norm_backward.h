@@ -9,7 +9,8 @@
 // twice and writes dresidual. Whole channels in a piece stay in a cache: memory is then read once.
 //
 // The two ops are compiled in files of their own (batch_norm_bwd.cc, group_norm_bwd.cc). In one
-// file, GCC 12 inlined less, and batch norm with relu took a third longer.
+// file, GCC 12 inlined less, and batch norm with relu took a third longer. The namespace without a
+// name is for the same reason: GCC inlines large functions only if no other file can call them.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,12 @@
 #include "cpu/silu.h"
 #include "ops/batch_norm.h"
 
-namespace gradops::batch_norm {
+namespace gradops {
+
+// Group norm, for samples of any size (group_norm_bwd.cc).
+ffi::Error LargeGroupNormBwd(const CpuContext& pool, const BatchNormBwdArgs& args);
+
+namespace {
 
 // The activation's argument is (x - mean) * factor + offset. In batch norm,
 //   dx = (dz - level - (x - mean) * slope) * factor.
@@ -84,7 +90,7 @@ class Terms {
 // For each of some channels: sum(dz) and sum(dz * (x - mean)).
 using Sums = std::array<std::vector<double>, 2>;
 
-inline Sums Zeros(std::int64_t n) {
+Sums Zeros(std::int64_t n) {
   const std::vector<double> zeros(static_cast<std::size_t>(n));
   return {zeros, zeros};
 }
@@ -154,18 +160,18 @@ void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
                                                   block.start);
     const Along<A, kFirst> factor = numbers.Get(kFactor, piece.group, block.start),
                            level = numbers.Get(kLevel, piece.group, block.start),
-                           slope = numbers.Get(kSlope, piece.group, block.start),
-                           rstd =
-                               numbers.Get(kWeighted ? kRstd : kFactor, piece.group, block.start);
-    StoreForLanes<kLanes<A>>(
-        static_cast<T*>(args.dx) + block.offset, block.n, streamed, [=](auto at) {
-          if constexpr (kWeighted) {
-            return terms.dz(at) * factor(at) -
-                   (level(at) + terms.centered(at) * slope(at)) * rstd(at);
-          } else {
-            return (terms.dz(at) - level(at) - terms.centered(at) * slope(at)) * factor(at);
-          }
-        });
+                           slope = numbers.Get(kSlope, piece.group, block.start);
+    T* const dx = static_cast<T*>(args.dx) + block.offset;
+    if constexpr (kWeighted) {
+      const Along<A, kFirst> rstd = numbers.Get(kRstd, piece.group, block.start);
+      StoreForLanes<kLanes<A>>(dx, block.n, streamed, [=](auto at) {
+        return terms.dz(at) * factor(at) - (level(at) + terms.centered(at) * slope(at)) * rstd(at);
+      });
+    } else {
+      StoreForLanes<kLanes<A>>(dx, block.n, streamed, [=](auto at) {
+        return (terms.dz(at) - level(at) - terms.centered(at) * slope(at)) * factor(at);
+      });
+    }
     if (args.dresidual != nullptr) {
       StoreForLanes<kLanes<A>>(static_cast<T*>(args.dresidual) + block.offset, block.n, streamed,
                                [=](auto at) { return terms.dz(at); });
@@ -178,7 +184,7 @@ void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
 template <typename T, Act kAct, bool kWeighted, bool kFirst>
 class BackwardCall {
   using A = Accum<T>;
-  using Numbers = batch_norm::Numbers<A, kFirst, kWeighted>;
+  using Numbers = gradops::Numbers<A, kFirst, kWeighted>;
 
  public:
   BackwardCall(const CpuContext& pool, const BatchNormBwdArgs& args)
@@ -378,16 +384,5 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   return ffi::Error::Success();
 }
 
-// A call with a known activation, which is dispatched to its dtype and layout.
-template <Act kAct, bool kWeighted>
-ffi::Error Dispatch(const CpuContext& pool, const BatchNormBwdArgs& args) {
-  return DispatchDtype(FloatTypes{}, "batch_norm_bwd", args.dtype, [&]<typename T>() {
-    return args.shape.inner > 1 ? Backward<T, kAct, kWeighted, true>(pool, args)
-                                : Backward<T, kAct, kWeighted, false>(pool, args);
-  });
-}
-
-// Group norm: means are weighted by scale (group_norm_bwd.cc).
-ffi::Error WeightedBwd(const CpuContext& pool, const BatchNormBwdArgs& args);
-
-}  // namespace gradops::batch_norm
+}  // namespace
+}  // namespace gradops
