@@ -393,16 +393,19 @@ class ForwardCall {
     const std::int64_t bundles = static_cast<std::int64_t>(channels.means.size()) / args_.bundle;
     const auto terms = static_cast<double>(args_.shape.terms());
     Moments all(bundles);
+    std::vector<double> added(static_cast<std::size_t>(args_.bundle));
     for (std::int64_t b = 0; b < bundles; ++b) {
       const std::int64_t first = first_channel + b * args_.bundle;
       const auto base = static_cast<double>(FirstElement(group, first));
       double* const means = channels.means.data() + b * args_.bundle;
       const double* const squares = channels.squares.data() + b * args_.bundle;
-      double mean = 0, sum_squares = 0;
       for (std::int64_t c = 0; c < args_.bundle; ++c) {
         means[c] += static_cast<double>(FirstElement(group, first + c)) - base;
-        mean += means[c] / static_cast<double>(args_.bundle);
       }
+      std::copy_n(means, args_.bundle, added.begin());
+      const double mean =
+          PairwiseSum(added.data(), args_.bundle) / static_cast<double>(args_.bundle);
+      double sum_squares = 0;
       for (std::int64_t c = 0; c < args_.bundle; ++c) {
         sum_squares += squares[c] + terms * ((means[c] - mean) * (means[c] - mean));
       }

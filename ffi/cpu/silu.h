@@ -2,6 +2,9 @@
 //
 // Formulas use exp(-|z|), which does not overflow. Both are finite for all finite numbers. A NaN
 // stays a NaN.
+//
+// Compilers are told to inline these functions. A call would pass lanes through memory, and load
+// the polynomial's coefficients for each vector.
 #pragma once
 
 #include <limits>
@@ -14,7 +17,7 @@ namespace gradops {
 // Calls fn(s, 1 - s) for s = 1 / (1 + exp(-z)). Neither of the two loses digits near 0. F is A, or
 // lanes of A.
 template <typename A, typename F, typename Fn>
-auto WithSigmoid(const F& z, const Fn& fn) {
+[[gnu::always_inline]] inline auto WithSigmoid(const F& z, const Fn& fn) {
   using gelu::ClampedAbs, gelu::SelectBySign;  // for one number; those for lanes are found, too
   const F size = ClampedAbs(z, std::numeric_limits<A>::max()), one = A{1};
   const F e = gelu::ExpOfNegative<A>(F(A{0}) - size);
@@ -23,12 +26,12 @@ auto WithSigmoid(const F& z, const Fn& fn) {
 }
 
 template <typename A, typename F>
-F Silu(const F& z) {
+[[gnu::always_inline]] inline F Silu(const F& z) {
   return WithSigmoid<A>(z, [&](const F& s, const F&) { return z * s; });
 }
 
 template <typename A, typename F>
-F SiluDerivative(const F& z) {
+[[gnu::always_inline]] inline F SiluDerivative(const F& z) {
   return WithSigmoid<A>(z, [&](const F& s, const F& rest) { return s * (F(A{1}) + z * rest); });
 }
 
