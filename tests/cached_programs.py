@@ -73,6 +73,8 @@ def called(op: str, arguments: dict[str, Any], x: jax.Array) -> Any:
     }  # fmt: skip
     if "clip" in op:
         arguments = {"max_norm": 1.0, **arguments}
+    if op == "group_norm":
+        arguments = {"num_groups": 2, **arguments}
     if "bias_gelu_backward" in op:
         arguments = {"approximate": True, **arguments}
     function = getattr(jax_gradops, op, None) or getattr(backward, op)
