@@ -223,9 +223,9 @@ __device__ __forceinline__ void BeginCounters(const ChannelPlan& plan, const Cha
       static_cast<unsigned>(plan.static_chunks * plan.tile_blocks);
 }
 
-// Adds up a channel's partial results: add(sums, partial) for each. All lanes of a warp call it. If
-// `warp_channels`, a power of two, is below 32, a warp has as many channels, and lane i has the
-// channel of lane i % warp_channels. The order of additions is fixed.
+// Adds up a channel's partial results: add(sums, partial) for each. All lanes of a warp call it. A
+// warp has `warp_channels` channels, a power of two. Lane i has the channel of lane i %
+// warp_channels. The order of additions is fixed.
 __device__ __forceinline__ void SumPartials(const ChannelPlan& plan, const auto& partials,
                                             std::int64_t group, std::int64_t channel,
                                             int warp_channels, const auto& add, double (&sums)[2]) {
