@@ -61,6 +61,8 @@ class MeshTests:
     all_reduces: tuple[int, ...] = (1,)
     # The number of elements of the largest parameter.
     largest_parameter: int = mesh_shape[-1]
+    # Whether the op divides features: their mesh axes may then be divided, too.
+    divides_features: bool = False
 
     def placed(self, mesh: Any, spec: Any, example: Any) -> list[Any]:
         """Puts dy and x on the mesh with `spec`, and parameters on every device."""
@@ -102,6 +104,11 @@ class MeshTests:
         example = self.example(rng, self.mesh_shape, jnp.float32)
         arrays = self.placed(devices, spec, example)
         self.check(jax.jit(self.value_and_vjp("ffi"))(*arrays), example, str(spec))
+        if self.divides_features and spec[-1] == ("data", "model") and jax.__version__ >= "0.12":
+            # XLA has to move a part of "data" to another axis of the array. For this, jaxlib 0.12.0
+            # aborts the process ("Adjacent axes in dimension sharding can be merged"), in programs
+            # without this library, too.
+            return
         if np.ndim(example[0]):
             arrays[0] = jax.device_put(example[0], NamedSharding(devices, P("model", "data")))
         self.check(jax.jit(self.value_and_vjp("ffi"))(*arrays), example, "dy elsewhere")

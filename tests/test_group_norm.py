@@ -31,6 +31,7 @@ class GroupNormTests(OpTests):
     # one for squared distances from means, one for all sums of the backward pass. Both: these four.
     all_reduces = (1, 3, 4)
     least = 2  # an x with fewer axes is one sample
+    divides_features = True
 
     def op(self, x, *parameters, implementation=None):
         if x.ndim < self.least:
