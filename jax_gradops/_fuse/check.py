@@ -1,0 +1,230 @@
+"""Compares an op with the equations that it replaces, on random numbers.
+
+The equations are run on few rows. For this, each array is given the axes of the root, in the root's
+order, with size 1 where the array does not vary. Reshapes, transpositions and broadcasts then do
+nothing, and the number of rows does not matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh
+
+from jax_gradops._fuse import forms
+from jax_gradops._fuse.patterns.candidate import Candidate, Left
+from jax_gradops._fuse.polynomial import Function, Leaf, Mean, Monomial, Polynomial
+from jax_gradops._fuse.search import Values
+
+_SHAPES_ONLY = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
+# Of axes without a sum, the first has so many elements in the comparison, and others have one.
+_ROWS = 3
+_passed: set[Any] = set()
+
+
+def equal(values: Values, candidate: Candidate, equations: Sequence[int]) -> None:
+    """Raises `Left` if results or gradients of the op and of the equations differ.
+
+    They are compared twice: in the dtypes of the equations, and with all of them in float32, where
+    a difference of a bfloat16 rounding is seen. Equal comparisons are made once.
+    """
+    region = _Region(values, candidate, equations)
+    key = region.signature()
+    if key in _passed:
+        return
+    cpu = jax.devices("cpu")[0] if _has_cpu() else None
+    empty = AbstractMesh((), ())
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.default_device(cpu),
+        jax.sharding.use_abstract_mesh(empty),
+    ):
+        for wide in (False, True):
+            if not (wide and region.dtypes <= {"float32", "float64"}):
+                region.compare(wide)
+    _passed.add(key)
+
+
+def _has_cpu() -> bool:
+    try:
+        return bool(jax.devices("cpu"))
+    except RuntimeError:
+        return False
+
+
+class _Region:
+    """The equations that an op may replace."""
+
+    def __init__(self, values: Values, candidate: Candidate, equations: Sequence[int]) -> None:
+        self.values, self.candidate = values, candidate
+        self.equations = [values.program.items[i].equation for i in equations]
+        self.leaves = _labels(values.forms[candidate.output].polynomial)
+        reduced = {a for e in self.equations for a in self._reduced(e)}
+        whole = reduced | {a for axes in self.leaves.values() for a in axes}
+        rows = [i for i, n in enumerate(values.sizes) if i not in whole]
+        longest = max(rows, key=lambda i: values.sizes[i], default=-1)
+        self.sizes = [
+            n if i in whole else min(n, _ROWS if i == longest else 1)
+            for i, n in enumerate(values.sizes)
+        ]
+        self.count = math.prod(values.sizes[a] for a in reduced)
+        outputs = [v for e in self.equations for v in e.outvars]
+        self.dtypes = {
+            v.aval.dtype.name
+            for v in (*candidate.operands, *outputs)
+            if jnp.issubdtype(v.aval.dtype, jnp.floating)
+        }
+
+    def _reduced(self, equation: JaxprEqn) -> frozenset[int]:
+        if equation.primitive.name not in ("reduce_sum", "reduce_max"):
+            return frozenset()
+        form = self.values.form_of(equation.invars[0])
+        return forms.reduce(form, equation.params["axes"])[0]
+
+    def signature(self) -> Any:
+        """Equal for regions whose comparisons are equal."""
+        numbers: dict[Any, int] = {}
+
+        def name(v: Any) -> Any:
+            if isinstance(v, Literal):
+                return str(v.val), str(v.aval)
+            return numbers.setdefault(v, len(numbers)), v.aval.dtype.name
+
+        operands = [(name(v), v.aval.shape[-2:] and self._dims(v)) for v in self.candidate.operands]
+        lines = [
+            (e.primitive.name, *map(name, e.invars), *map(name, e.outvars), str(e.params.get("y")),
+             str(sorted(self._reduced(e))))
+            for e in self.equations
+        ]  # fmt: skip
+        keywords = getattr(self.candidate.call, "keywords", {})
+        return (self.candidate.op, str(keywords), tuple(self.sizes), str(operands), str(lines))
+
+    def _dims(self, v: Var) -> Any:
+        if v is self.values.root:
+            return self.values.forms[v].dims
+        return self.leaves.get(v)
+
+    def compare(self, wide: bool) -> None:
+        rng = np.random.default_rng(0)
+        root, *others = self.candidate.operands
+        arrays = [self._random(rng, v, wide) for v in (root, *others)]
+        reference = functools.partial(self.run, wide)
+
+        def both(*arrays: jax.Array) -> Any:
+            expected, pull = jax.vjp(reference, *arrays)
+            got, pull_op = jax.vjp(lambda *a: self._with_axes(self.candidate.call(*a)), *arrays)
+            dy = jnp.asarray(np.random.default_rng(1).standard_normal(expected.shape))
+            dy = dy.astype(expected.dtype)
+            return (expected, *pull(dy)), (got, *pull_op(dy.astype(got.dtype)))
+
+        expected, got = jax.jit(both)(*arrays)
+        dtypes = {"float32"} if wide else self.dtypes
+        unit = max(float(jnp.finfo(name).eps) for name in dtypes)
+        limit = unit * max(64, 4 * math.sqrt(self.count))
+        if wide and self.candidate.op == "gelu":  # literals were rounded to the dtype
+            limit = max(limit, 2 * max(float(jnp.finfo(name).eps) for name in self.dtypes))
+        for i, (a, b) in enumerate(zip(expected, got, strict=True)):
+            a, b = (np.asarray(each, np.float64) for each in (a, b))
+            largest = float(np.max(np.abs(a), initial=0.0))
+            error = float(np.max(np.abs(a - b), initial=0.0))
+            if not error <= limit * max(largest, 1e-3):
+                what = "results" if i == 0 else "gradients"
+                raise Left(
+                    f"{what} of {self.candidate.op} differ on random numbers, by {error:.1e} of "
+                    f"{largest:.1e}"
+                )
+
+    def _random(self, rng: np.random.Generator, v: Var, wide: bool) -> jax.Array:
+        """A root with few rows, or a leaf."""
+        if v is self.values.root:
+            dims = self.values.forms[v].dims
+            shape = [math.prod(self.sizes[p.label] for p in axis) for axis in dims]  # pyright: ignore
+            numbers = rng.standard_normal(shape) * 1.5 + 0.25
+        else:
+            shape = v.aval.shape
+            numbers = rng.uniform(0.5, 1.5, shape)
+        dtype = v.aval.dtype
+        if wide and jnp.issubdtype(dtype, jnp.floating):
+            dtype = np.dtype(np.float32)
+        return jnp.asarray(numbers, dtype)
+
+    def _with_axes(self, y: jax.Array) -> jax.Array:
+        """An array with the root's dims, with one axis for each axis of the root."""
+        return y.reshape(self.sizes)
+
+    def run(self, wide: bool, *arrays: jax.Array) -> jax.Array:
+        """The equations' result."""
+        env: dict[Any, jax.Array] = {}
+        for v, array in zip(self.candidate.operands, arrays, strict=True):
+            if v is self.values.root:
+                env[v] = array.reshape(self.sizes)
+            else:
+                labels = self.leaves[v]
+                array = array.reshape([self.sizes[a] for a in labels])
+                array = array.transpose(np.argsort(labels))
+                kept = set(labels)
+                env[v] = array.reshape([n if i in kept else 1 for i, n in enumerate(self.sizes)])
+        for equation in self.equations:
+            env[equation.outvars[0]] = self._evaluate(equation, env, wide)
+        return jnp.broadcast_to(env[self.candidate.output], self.sizes)
+
+    def _evaluate(self, equation: JaxprEqn, env: Mapping[Any, jax.Array], wide: bool) -> jax.Array:
+        operands = [self._read(v, env, wide) for v in equation.invars]
+        name, params = equation.primitive.name, dict(equation.params)
+        if name in _SHAPES_ONLY:
+            return operands[0]
+        if name in ("reduce_sum", "reduce_max"):
+            form = self.values.form_of(equation.invars[0])
+            over, copies, _ = forms.reduce(form, params["axes"])
+            sizes = [n if i in over else m for i, (n, m) in
+                     enumerate(zip(self.sizes, operands[0].shape, strict=True))]  # fmt: skip
+            x = jnp.broadcast_to(operands[0], sizes)
+            if name == "reduce_max":
+                return jnp.max(x, axis=tuple(over), keepdims=True)
+            total = jnp.sum(x, axis=tuple(over), keepdims=True, dtype=x.dtype)
+            return total * jnp.asarray(copies, x.dtype)
+        if name == "convert_element_type":
+            dtype = params["new_dtype"]
+            is_float = jnp.issubdtype(dtype, jnp.floating)
+            return operands[0].astype(np.float32 if wide and is_float else dtype)
+        shape = np.broadcast_shapes(*(x.shape for x in operands))
+        operands = [jnp.broadcast_to(x, shape) for x in operands]
+        return equation.primitive.bind(*operands, **params)
+
+    def _read(self, v: Any, env: Mapping[Any, jax.Array], wide: bool) -> jax.Array:
+        if v in env if isinstance(v, Var) else False:
+            return env[v]
+        if not isinstance(v, Literal):
+            raise Left("")
+        dtype = v.aval.dtype
+        if wide and jnp.issubdtype(dtype, jnp.floating):
+            dtype = np.dtype(np.float32)
+        return jnp.asarray(v.val, dtype).reshape((1,) * len(self.sizes))
+
+
+def _labels(p: Polynomial) -> dict[Var, tuple[int, ...]]:
+    """For each leaf in a polynomial, the root's axes that it lies along."""
+    found: dict[Var, tuple[int, ...]] = {}
+
+    def visit(monomial: Monomial) -> None:
+        for atom, _ in monomial:
+            if isinstance(atom, Mean):
+                visit(atom.of)
+            elif isinstance(atom, Function):
+                for inner, _ in atom.of:
+                    visit(inner)
+            elif isinstance(atom, Leaf):
+                labels = tuple(n for axis in atom.labels for n in axis)
+                if found.setdefault(atom.var, labels) != labels:
+                    raise Left("an array is used along different axes")
+
+    for monomial in p.terms:
+        visit(monomial)
+    return found

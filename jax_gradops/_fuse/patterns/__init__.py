@@ -1,0 +1,1 @@
+"""The formulas of the ops, as polynomials. See the package's docstring."""

@@ -1,0 +1,44 @@
+"""GELU, exact and by tanh."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+from jax.extend.core import Var
+
+from jax_gradops._fuse import polynomial
+from jax_gradops._fuse.patterns.candidate import Candidate, same_layout
+from jax_gradops._fuse.polynomial import Function, Polynomial, Root
+from jax_gradops._fuse.search import Values
+from jax_gradops._ops.gelu import bias_gelu
+
+
+def gelu(values: Values, v: Var) -> Candidate | None:
+    """GELU of the root."""
+    if not same_layout(values, v):
+        return None
+    p = values.forms[v].polynomial
+    functions = {a for m in p.terms for a, _ in m if isinstance(a, Function)}
+    names = {a.name for a in functions}
+    if len(functions) != 1 or not names <= {"tanh", "erf"}:
+        return None
+    approximate = names == {"tanh"}
+    # In bfloat16 the literals are rounded: sqrt(2 / pi) is 0.796875.
+    tolerance = max(float(jnp.finfo(values.root.aval.dtype).eps), 1e-6)
+    x = polynomial.of_atom(Root(frozenset(range(len(values.sizes)))))
+    argument = polynomial.from_key(next(iter(functions)).of)
+    if not argument.close_to(_argument(x, approximate), tolerance):
+        return None
+    half = x.scaled(0.5)
+    if not p.close_to(half + half * polynomial.of_atom(next(iter(functions))), 1e-5):
+        return None
+    call = functools.partial(bias_gelu.gelu, approximate=approximate)
+    return Candidate("gelu", call, (values.root,), v, "" if approximate else "exact")
+
+
+def _argument(x: Polynomial, approximate: bool) -> Polynomial:
+    if not approximate:
+        return x.scaled(math.sqrt(0.5))
+    return (x + (x * x * x).scaled(0.044715)).scaled(math.sqrt(2 / math.pi))

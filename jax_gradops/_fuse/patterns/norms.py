@@ -1,0 +1,155 @@
+"""Layer norm and RMS norm, with the addition before them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from jax.extend.core import Var
+
+from jax_gradops._fuse import polynomial
+from jax_gradops._fuse.patterns.candidate import (
+    Candidate,
+    Left,
+    Parameter,
+    only_leaves,
+    parameter,
+    same_layout,
+    unique,
+)
+from jax_gradops._fuse.polynomial import Axes, Function, Mean, Monomial, Polynomial, Root
+from jax_gradops._fuse.search import Values
+from jax_gradops._ops.row_norm import layer_norm
+
+
+class Normalized(NamedTuple):
+    """(root - mean) / sqrt(variance + epsilon) * scale + bias, or without means."""
+
+    centered: bool
+    over: Axes  # the axes of the means
+    epsilon: float
+    scale: Polynomial
+    bias: Polynomial
+
+
+def normalized(values: Values, p: Polynomial) -> Normalized | None:
+    """The parts of a polynomial that is a norm of the root."""
+    inverse = {a for m in p.terms for a, e in m if _is_inverse_root(a, e)}
+    if len(inverse) != 1:
+        return None
+    (deviation,) = inverse
+    assert isinstance(deviation, Function)
+    statistics = _variance(values, polynomial.from_key(deviation.of))
+    if statistics is None:
+        return None
+    centered, over, epsilon = statistics
+    factor: Monomial = frozenset([(deviation, -0.5)])
+    bias = Polynomial({m: c for m, c in p.terms.items() if not factor <= m})
+    rest = p.without(bias.terms).divided(factor)
+    root: Monomial = frozenset([(_root(values), 1.0)])
+    if rest is None:
+        return None
+    scale = Polynomial({m: c for m, c in rest.terms.items() if root <= m}).divided(root)
+    if scale is None or not scale.terms:
+        return None
+    expected = polynomial.of_monomial(root)
+    if centered:
+        expected = expected + polynomial.mean(expected, over).scaled(-1)
+    if not rest.close_to(expected * scale):
+        if centered and rest.close_to(polynomial.of_monomial(root) * scale):
+            raise Left("the mean is not subtracted from the array, although the variance has it")
+        return None
+    return Normalized(centered, over, epsilon, scale, bias)
+
+
+def _is_inverse_root(atom: polynomial.Atom, exponent: float) -> bool:
+    return isinstance(atom, Function) and atom.name == "power" and exponent == -0.5
+
+
+def _root(values: Values) -> Root:
+    return Root(frozenset(range(len(values.sizes))))
+
+
+def _variance(values: Values, p: Polynomial) -> tuple[bool, Axes, float] | None:
+    """Whether p is variance + epsilon or mean square + epsilon, over which axes."""
+    root = _root(values)
+    square: Monomial = frozenset([(root, 2.0)])
+    means = [
+        a for m in p.terms if len(m) == 1 for a, e in m if e == 1 and isinstance(a, Mean)
+        and a.of == square
+    ]  # fmt: skip
+    if len(means) != 1:
+        return None
+    over = means[0].over
+    expected = polynomial.of_atom(means[0])
+    epsilon = p.terms.get(polynomial.ONE, 0.0)
+    if epsilon < 0:
+        return None
+    mean = polynomial.mean(polynomial.of_atom(root), over)
+    for centered in (False, True):
+        if centered:
+            expected = expected + (mean * mean).scaled(-1)
+        if p.close_to(expected + polynomial.constant(epsilon)):
+            return centered, over, epsilon
+    return None
+
+
+def unbiased(values: Values, found: Normalized) -> bool:
+    """Whether the variance was divided by n - 1. Its factor is in the scale then."""
+    n = math.prod(values.sizes[i] for i in found.over)
+    factors = [abs(c) for c in found.scale.terms.values()]
+    wanted = math.sqrt((n - 1) / n)
+    return found.centered and len(factors) == 1 and polynomial.close(factors[0], wanted, 2e-6) and (
+        not polynomial.close(factors[0], 1, 2e-6)
+    )
+
+
+def row_norm(values: Values, v: Var) -> Candidate | None:
+    """Layer norm or RMS norm over the last axes."""
+    if not same_layout(values, v):
+        return None
+    found = normalized(values, values.forms[v].polynomial)
+    if found is None:
+        return None
+    dims = values.forms[values.root].dims
+    labels = [{p.label for p in axis} for axis in dims]
+    first = next((i for i, axis in enumerate(labels) if axis and axis <= found.over), len(dims))
+    if frozenset(n for axis in labels[first:] for n in axis) != found.over:
+        raise Left("the means are not over the last axes")
+    if unbiased(values, found):
+        raise Left("the variance is divided by n - 1")
+    if not only_leaves(found.scale, found.over) or not only_leaves(found.bias, found.over):
+        return None
+    if found.bias.terms and not found.centered:
+        return None  # the norm without the bias is found on its own
+    scale, bias = (parameter(values, p, first) for p in (found.scale, found.bias))
+    leaves = unique(scale.leaves, bias.leaves)
+    norm = layer_norm.layer_norm if found.centered else layer_norm.rms_norm
+    call = functools.partial(
+        _norm, norm, scale, bias, leaves, begin_norm_axis=first, epsilon=found.epsilon
+    )
+    return Candidate(norm.__name__, call, (values.root, *leaves), v)
+
+
+def _norm(
+    norm: Any, scale: Parameter, bias: Parameter, leaves: tuple[Var, ...], *arrays: Any,
+    begin_norm_axis: int, epsilon: float,
+) -> Any:  # fmt: skip
+    """Calls a norm with its parameters, which are made from leaves."""
+    split = len(arrays) - len(leaves)
+    x, by_leaf = arrays[:split], dict(zip(leaves, arrays[split:], strict=True))
+    options: dict[str, Any] = {"begin_norm_axis": begin_norm_axis, "epsilon": epsilon}
+    leaf = scale.only_leaf()
+    if leaf is not None:
+        options["scale"] = scale.of_leaf(leaf[0], by_leaf[leaf[0].var])
+        options["scale_offset"] = leaf[1]
+    elif not scale.is_one():
+        options["scale"] = scale.array(by_leaf)
+    leaf = bias.only_leaf()
+    if leaf is not None and leaf[1] == 0:
+        options["bias"] = bias.of_leaf(leaf[0], by_leaf[leaf[0].var])
+    elif bias.polynomial.terms:
+        options["bias"] = bias.array(by_leaf)
+    return norm(*x, **options)
+

@@ -1,0 +1,200 @@
+"""A jaxpr as a list of equations, and the jaxpr that has ops in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var, gensym
+
+# Inner `jit` functions up to this number of equations are opened, so that a variance by `jnp.var`
+# is seen together with the code around it. Longer ones are searched on their own.
+_OPENED = 80
+# An inner function that has one of these is not opened.
+_CLOSED = {"scan", "while", "cond", "shard_map", "remat2", "checkpoint", "jax_gradops", "remat"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """An equation, and the number of the jaxpr's own equation that it is or is inside of."""
+
+    equation: JaxprEqn
+    origin: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A set of equations that equals an op.
+
+    Attributes:
+      op: the name of the public function.
+      call: computes `outputs` from `operands`.
+      operands: arrays of the jaxpr.
+      outputs: the variables that the op computes, instead of their equations.
+      region: the numbers of the equations that the op replaces.
+      at: the op is put before the equation of this number.
+    """
+
+    op: str
+    call: Callable[..., Any]
+    operands: tuple[Any, ...]
+    outputs: tuple[Var, ...]
+    region: frozenset[int]
+    at: int
+
+
+class Program:
+    """The equations of a jaxpr, and who computes and uses each variable."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.jaxpr = jaxpr
+        self.items: list[Item] = []
+        self._same: dict[Var, Any] = {}
+        self._new = gensym()
+        for origin, equation in enumerate(jaxpr.eqns):
+            self._list(equation, {}, origin)
+        self.outvars = [self._outer(v) for v in jaxpr.outvars]
+        self.producer: dict[Var, int] = {}
+        self.users: dict[Var, list[int]] = {}
+        for i, item in enumerate(self.items):
+            for v in item.equation.invars:
+                if isinstance(v, Var):
+                    self.users.setdefault(v, []).append(i)
+            for v in item.equation.outvars:
+                self.producer[v] = i
+        self.results = {v for v in self.outvars if isinstance(v, Var)}
+        inputs = (*jaxpr.constvars, *jaxpr.invars)
+        self._inputs = {v: i - len(inputs) for i, v in enumerate(inputs)}
+
+    def _outer(self, v: Any) -> Any:
+        return self._same.get(v, v) if isinstance(v, Var) else v
+
+    def _list(self, equation: JaxprEqn, inner: dict[Var, Any], origin: int) -> None:
+        """Appends an equation, or those of the function that it calls."""
+
+        def read(v: Any) -> Any:
+            return self._outer(inner.get(v, v) if isinstance(v, Var) else v)
+
+        invars = [read(v) for v in equation.invars]
+        outvars = [inner.get(v, v) for v in equation.outvars]
+        body = _opened(equation)
+        if body is None:
+            if invars != equation.invars or outvars != equation.outvars:
+                equation = equation.replace(invars=invars, outvars=outvars)
+            self.items.append(Item(equation, origin))
+            return
+        names: dict[Var, Any] = dict(zip(body.invars, invars, strict=True))
+        for outer, v in zip(outvars, body.outvars, strict=True):
+            if isinstance(outer, DropVar):
+                continue
+            if isinstance(v, Var) and v not in names:
+                names[v] = outer
+            else:  # an operand of the call, a number, or a result that is returned twice
+                self._same[outer] = names.get(v, v) if isinstance(v, Var) else v
+        for each in body.eqns:
+            for v in each.outvars:
+                if v not in names and type(v) is Var:
+                    names[v] = self._new(v.aval)
+            self._list(each, names, origin)
+
+    def number(self, v: Var) -> int:
+        """Puts variables in the order of the program."""
+        return self.producer[v] if v in self.producer else self._inputs[v]
+
+    def operand_position(self, operands: Iterable[Any]) -> int:
+        """The number of the first equation that comes after all operands are computed."""
+        return max((self.producer[v] + 1 for v in operands if v in self.producer), default=0)
+
+    def rewritten(self, sites: Sequence[Site], changed: dict[int, JaxprEqn]) -> Jaxpr:
+        """The jaxpr with ops in place of the sites' equations.
+
+        Args:
+          sites: what to replace.
+          changed: equations in place of those of these numbers. They have the same variables.
+        """
+        removed = frozenset(i for site in sites for i in site.region)
+        touched = {self.items[i].origin for i in removed | changed.keys()}
+        by_position: dict[int, list[Site]] = {}
+        for site in sites:
+            by_position.setdefault(site.at, []).append(site)
+        equations: list[JaxprEqn] = []
+        written: set[int] = set()
+        for i, item in enumerate(self.items):
+            for site in by_position.get(i, ()):
+                equations += self._of_site(site)
+            if item.origin not in touched:
+                if item.origin not in written:
+                    written.add(item.origin)
+                    equations.append(self._original(item.origin))
+            elif i not in removed:
+                equations.append(changed.get(i, item.equation))
+        for site in by_position.get(len(self.items), ()):
+            equations += self._of_site(site)
+        return self.jaxpr.replace(
+            eqns=_needed(equations, self.outvars), outvars=self.outvars
+        )
+
+    def _original(self, origin: int) -> JaxprEqn:
+        equation = self.jaxpr.eqns[origin]
+        invars = [self._outer(v) for v in equation.invars]
+        return equation if invars == equation.invars else equation.replace(invars=invars)
+
+    def _of_site(self, site: Site) -> list[JaxprEqn]:
+        """The equations of the op, with the site's variables."""
+        types = [v.aval for v in site.operands]
+        traced = jax.make_jaxpr(site.call)(*types)
+        names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, site.operands, strict=True))
+        names |= dict(zip(traced.jaxpr.outvars, site.outputs, strict=True))
+        if traced.consts:
+            raise ValueError(f"jax_gradops.fuse: {site.op} has constants")
+        found = []
+        for equation in traced.jaxpr.eqns:
+            invars = [names.get(v, v) if isinstance(v, Var) else v for v in equation.invars]
+            outvars = [names.get(v, v) for v in equation.outvars]
+            source = self.items[self.producer[site.outputs[0]]].equation.source_info
+            found.append(equation.replace(invars=invars, outvars=outvars, source_info=source))
+        return found
+
+
+def _opened(equation: JaxprEqn) -> Jaxpr | None:
+    """The body of an inner function whose equations may be listed in place of the call."""
+    if equation.primitive.name not in ("jit", "pjit", "closed_call", "core_call"):
+        return None
+    closed = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+    if not isinstance(closed, ClosedJaxpr) or closed.consts or equation.effects:
+        return None
+    params = equation.params
+    specified = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    if any(type(s).__name__ != "UnspecifiedValue" for s in specified):
+        return None
+    if any(params.get("donated_invars", ())) or params.get("compiler_options_kvs"):
+        return None
+    return closed.jaxpr if 0 < _size(closed.jaxpr) <= _OPENED else None
+
+
+def _size(jaxpr: Jaxpr) -> int:
+    """The number of equations, with those of inner functions. Too large if one is not opened."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _CLOSED:
+            return _OPENED + 1
+        inner = equation.params.get("jaxpr")
+        total += _size(inner.jaxpr) if isinstance(inner, ClosedJaxpr) else 1
+        if total > _OPENED:
+            break
+    return total
+
+
+def _needed(equations: list[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
+    """Without equations whose results nothing uses."""
+    used = {v for v in outvars if isinstance(v, Var)}
+    kept = []
+    for equation in reversed(equations):
+        if equation.effects or any(v in used for v in equation.outvars):
+            kept.append(equation)
+            used.update(v for v in equation.invars if isinstance(v, Var))
+    return kept[::-1]
+
+

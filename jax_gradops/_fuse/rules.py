@@ -1,0 +1,304 @@
+"""What each primitive of JAX does to forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from jax_gradops._fuse import forms, polynomial
+from jax_gradops._fuse.forms import Form, NoForm
+from jax_gradops._fuse.polynomial import Axes, Function, Mean, Polynomial, Root
+
+Rule = Callable[[JaxprEqn, Sequence[Form]], Form]
+
+
+def apply(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    """The form of the result of an equation.
+
+    Raises:
+      NoForm: if the result has no form.
+    """
+    rule = RULES.get(equation.primitive.name)
+    if rule is None or len(equation.outvars) != 1:
+        raise NoForm("")
+    try:
+        return rule(equation, operands)
+    except (polynomial.TooLong, OverflowError, ZeroDivisionError):
+        raise NoForm("") from None
+
+
+def of_literal(literal: Literal) -> Form:
+    """A number, or an array whose elements are all equal."""
+    value = np.asarray(literal.val)
+    if value.size != 1:
+        raise NoForm("")
+    if value.dtype == bool or np.issubdtype(value.dtype, np.integer):
+        return forms.of_number(float(value.item()), value.shape)
+    try:
+        return forms.of_number(exact(float(value.astype(np.float64).item()), value.dtype), value.shape)
+    except (TypeError, ValueError):  # complex numbers, keys of random numbers
+        raise NoForm("") from None
+
+
+def exact(number: float, dtype: Any) -> float:
+    """The number that a literal was rounded from, if it is a fraction of a whole number.
+
+    1/768 in float32 is 0.0013020834. The exact fraction lets terms cancel.
+    """
+    if number == 0 or not math.isfinite(number) or dtype == np.float64:
+        return number
+    whole = round(1 / number)
+    if 0 < abs(whole) < 1 << 24 and np.asarray(1 / whole, dtype) == np.asarray(number, dtype):
+        return 1 / whole
+    return number
+
+
+# --- Elementwise ---------------------------------------------------------------------------------
+
+
+def _elementwise(compute: Callable[..., Polynomial]) -> Rule:
+    def rule(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+        polynomials, dims = forms.together(operands)
+        return Form(compute(*polynomials), dims)
+
+    return rule
+
+
+def _div(a: Polynomial, b: Polynomial) -> Polynomial:
+    return a * polynomial.power(b, -1)
+
+
+def _pow(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    exponent = operands[1].polynomial.number
+    if exponent is None:
+        raise NoForm("")
+    return Form(polynomial.power(operands[0].polynomial, exponent), operands[0].dims)
+
+
+def _tanh(p: Polynomial) -> Polynomial:
+    return _odd("tanh", p)
+
+
+def _odd(name: str, p: Polynomial) -> Polynomial:
+    """f(-p) is -f(p): the sign is that of some coefficient."""
+    _, c = min(p.terms.items(), key=lambda term: (-len(term[0]), _total(term[0]), abs(term[1])))
+    if c < 0:
+        return polynomial.function(name, p.scaled(-1)).scaled(-1)
+    return polynomial.function(name, p)
+
+
+def _total(monomial: polynomial.Monomial) -> float:
+    return sum(e for _, e in monomial)
+
+
+def _erfc(p: Polynomial) -> Polynomial:
+    return polynomial.constant(1.0) + _odd("erf", p).scaled(-1)
+
+
+def _logistic(p: Polynomial) -> Polynomial:
+    """In terms of tanh, so that a GELU by logistic is found too."""
+    return polynomial.constant(0.5) + _tanh(p.scaled(0.5)).scaled(0.5)
+
+
+def _exp(p: Polynomial) -> Polynomial:
+    return polynomial.function("exp", p)
+
+
+def _log(p: Polynomial) -> Polynomial:
+    return polynomial.function("log", p)
+
+
+def _max(a: Polynomial, b: Polynomial) -> Polynomial:
+    if a.number is not None:
+        a, b = b, a
+    bound = b.number
+    if bound is None:
+        raise NoForm("")
+    if bound == -math.inf or (bound <= 0 and is_positive(a)):
+        return a
+    if bound == 0:
+        return polynomial.function("relu", a)
+    raise NoForm("")
+
+
+def is_positive(p: Polynomial) -> bool:
+    """Whether this is a mean of squares, a variance of the root, or a sum of exponentials."""
+    if p.single is not None:
+        monomial, c = p.single
+        return c > 0 and all(_positive(atom, e) for atom, e in monomial)
+    if len(p.terms) == 2:
+        squares = [m for m in p.terms if _is_mean_of_square(m)]
+        if len(squares) == 1:
+            ((mean, _),) = squares[0]
+            square = frozenset([(_root_mean(mean), 2.0)])
+            return close_terms(p, squares[0], square)
+    return False
+
+
+def close_terms(p: Polynomial, plus: polynomial.Monomial, minus: polynomial.Monomial) -> bool:
+    c = p.terms.get(plus, 0.0)
+    return c > 0 and polynomial.close(-p.terms.get(minus, 0.0), c)
+
+
+def _is_mean_of_square(monomial: polynomial.Monomial) -> bool:
+    if len(monomial) != 1:
+        return False
+    ((atom, e),) = monomial
+    return e == 1 and isinstance(atom, Mean) and len(atom.of) == 1 and next(iter(atom.of))[1] == 2
+
+
+def _root_mean(mean_of_square: Any) -> Mean:
+    ((atom, _),) = mean_of_square.of
+    return Mean(mean_of_square.axes, frozenset([(atom, 1.0)]), mean_of_square.over)
+
+
+def _positive(atom: polynomial.Atom, exponent: float) -> bool:
+    if exponent % 2 == 0:
+        return True
+    if isinstance(atom, Mean):
+        return all(_positive(a, e) for a, e in atom.of)
+    return isinstance(atom, Function) and atom.name in ("exp", "power")
+
+
+def _abs(p: Polynomial) -> Polynomial:
+    if is_positive(p):
+        return p
+    raise NoForm("")
+
+
+def _same(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    return operands[0]
+
+
+def _cast(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
+    number = operands[0].polynomial.number is not None
+    if not number and not (_is_float(old) and _is_float(new)):
+        raise NoForm("")
+    return operands[0]
+
+
+def _is_float(dtype: Any) -> bool:
+    return np.dtype(dtype).name in ("float16", "bfloat16", "float32", "float64")
+
+
+def _integer_pow(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    return Form(
+        polynomial.power(operands[0].polynomial, equation.params["y"]), operands[0].dims
+    )
+
+
+def _compare(compute: Callable[[float, float], bool]) -> Rule:
+    """Comparisons of numbers, as `jnp.var` has one of its number of elements."""
+
+    def rule(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+        a, b = (f.polynomial.number for f in operands)
+        if a is None or b is None:
+            raise NoForm("")
+        return Form(polynomial.constant(float(compute(a, b))), operands[0].dims)
+
+    return rule
+
+
+def _select(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    """A choice that is known, or the largest number of a row if it is finite."""
+    which, *cases = operands
+    number = which.polynomial.number
+    if number is not None:
+        return cases[int(number)]
+    polynomials, dims = forms.together(operands)
+    condition, no, yes = polynomials
+    single = condition.single
+    if no.number == 0 and single is not None and len(single[0]) == 1:
+        ((atom, _),) = single[0]
+        if isinstance(atom, Function) and atom.name == "is_finite" and atom.of == yes.key:
+            return Form(polynomial.function("finite", yes), dims)
+    raise NoForm("")
+
+
+def _function_of(name: str) -> Rule:
+    def rule(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+        return Form(polynomial.function(name, operands[0].polynomial), operands[0].dims)
+
+    return rule
+
+
+# --- Shapes and reductions -----------------------------------------------------------------------
+
+
+def _broadcast(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    shape = equation.params["shape"]
+    return forms.broadcast(operands[0], shape, equation.params["broadcast_dimensions"])
+
+
+def _reshape(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    if equation.params.get("dimensions") is not None:
+        raise NoForm("")
+    return forms.reshape(operands[0], equation.outvars[0].aval.shape)
+
+
+def _expand_dims(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    return forms.reshape(operands[0], equation.outvars[0].aval.shape)
+
+
+def _transpose(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    return forms.transpose(operands[0], equation.params["permutation"])
+
+
+def _reduce_sum(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    form = operands[0]
+    over, copies, dims = forms.reduce(form, equation.params["axes"])
+    known = {p.label: p.size for axis in form.dims for p in axis}
+    count = copies * math.prod(known[label] for label in over)
+    return Form(polynomial.mean(form.polynomial, over).scaled(count), dims)
+
+
+def _reduce_max(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    over, _, dims = forms.reduce(operands[0], equation.params["axes"])
+    return Form(polynomial.function("max", operands[0].polynomial, over), dims)
+
+
+RULES: dict[str, Rule] = {
+    "add": _elementwise(lambda a, b: a + b),
+    "sub": _elementwise(lambda a, b: a + b.scaled(-1)),
+    "mul": _elementwise(lambda a, b: a * b),
+    "div": _elementwise(_div),
+    "max": _elementwise(_max),
+    "neg": _elementwise(lambda a: a.scaled(-1)),
+    "square": _elementwise(lambda a: a * a),
+    "sqrt": _elementwise(lambda a: polynomial.power(a, 0.5)),
+    "rsqrt": _elementwise(lambda a: polynomial.power(a, -0.5)),
+    "abs": _elementwise(_abs),
+    "tanh": _elementwise(_tanh),
+    "erf": _elementwise(lambda a: _odd("erf", a)),
+    "erfc": _elementwise(_erfc),
+    "logistic": _elementwise(_logistic),
+    "exp": _elementwise(_exp),
+    "log": _elementwise(_log),
+    "pow": _pow,
+    "integer_pow": _integer_pow,
+    "convert_element_type": _cast,
+    "reduce_precision": _same,
+    "copy": _same,
+    "copy_p": _same,
+    "gt": _compare(lambda a, b: a > b),
+    "lt": _compare(lambda a, b: a < b),
+    "ge": _compare(lambda a, b: a >= b),
+    "le": _compare(lambda a, b: a <= b),
+    "eq": _compare(lambda a, b: a == b),
+    "ne": _compare(lambda a, b: a != b),
+    "select_n": _select,
+    "is_finite": _function_of("is_finite"),
+    "stop_gradient": _function_of("stop_gradient"),
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _expand_dims,
+    "expand_dims": _expand_dims,
+    "transpose": _transpose,
+    "reduce_sum": _reduce_sum,
+    "reduce_max": _reduce_max,
+}

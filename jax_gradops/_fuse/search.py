@@ -1,0 +1,237 @@
+"""From which arrays ops may start, and the forms of the values after such an array."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jax_gradops._fuse import forms, polynomial, rules
+from jax_gradops._fuse.forms import Divided, Form, NoForm, Part
+from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Root
+from jax_gradops._fuse.program import Program
+
+# An op's formula has at most so many equations before the equation that shows it, and after.
+_BEFORE = 60
+_AFTER = 120
+
+
+def _shows_square_root(equation: JaxprEqn) -> bool:
+    if equation.primitive.name in ("rsqrt", "sqrt"):
+        return True
+    exponent = equation.invars[1] if equation.primitive.name == "pow" else None
+    return isinstance(exponent, Literal) and abs(float(exponent.val)) == 0.5
+
+
+def kind(equation: JaxprEqn) -> str:
+    """"norm", "gelu" or "loss" for an equation that shows that an op of this kind may be here."""
+    if _shows_square_root(equation):
+        return "norm"
+    if equation.primitive.name in ("tanh", "erf", "erfc", "logistic"):
+        return "gelu"
+    return "loss" if equation.primitive.name == "log" else ""
+
+
+def roots(program: Program, anchor: int) -> list[Var]:
+    """The arrays from which the op around an equation may start. The earliest is first."""
+    equation = program.items[anchor].equation
+    seen: set[Var] = set()
+    stack: list[Any] = [v for v in equation.invars if isinstance(v, Var)]
+    reduced = 0  # the size of the largest array that is summed
+    while stack and len(seen) < _BEFORE:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        producer = program.producer.get(v)
+        if producer is None:
+            continue
+        before = program.items[producer].equation
+        if before.primitive.name == "reduce_sum":
+            reduced = max(reduced, math.prod(before.invars[0].aval.shape))
+        if not _starts(program, before):
+            stack.extend(u for u in before.invars if isinstance(u, Var))
+    if kind(equation) == "gelu":
+        reduced = math.prod(equation.outvars[0].aval.shape)
+    found = [v for v in seen if reduced > 1 and math.prod(v.aval.shape) == reduced and _floating(v)]
+    return sorted(found, key=lambda v: program.producer.get(v, -1))
+
+
+def _floating(v: Var) -> bool:
+    return getattr(v.aval.dtype, "name", "") in ("float16", "bfloat16", "float32", "float64")
+
+
+def _starts(program: Program, equation: JaxprEqn) -> bool:
+    """Whether no op goes on before this equation: a matrix product, a sum of two arrays, …"""
+    if equation.primitive.name not in rules.RULES:
+        return True
+    if equation.primitive.name not in ("add", "mul"):
+        return False
+    arrays = {v for v in equation.invars if isinstance(v, Var)}
+    full = [v for v in arrays if v.aval.shape == equation.outvars[0].aval.shape]
+    return len(full) == 2 and not (_near(program, full[0]) & _near(program, full[1]))
+
+
+def _near(program: Program, v: Var) -> set[Var]:
+    """The arrays from which a few equations lead to `v`."""
+    found, last = {v}, [v]
+    for _ in range(6):
+        producers = [program.items[program.producer[u]].equation for u in last if u in program.producer]
+        last = [
+            u
+            for equation in producers
+            if equation.primitive.name in rules.RULES
+            for u in equation.invars
+            if isinstance(u, Var) and u not in found
+        ]
+        found.update(last)
+    return found
+
+
+@dataclasses.dataclass
+class Values:
+    """The forms of the values that are computed from a root.
+
+    Attributes:
+      program: the jaxpr.
+      root: the array.
+      sizes: the sizes of the root's axes, with axes that a reshape divides in parts.
+      forms: by variable, in order of computation.
+      leaves: the forms of arrays that are not computed from the root.
+      stopped: why the values end, by variable.
+    """
+
+    program: Program
+    root: Var
+    sizes: list[int]
+    forms: dict[Var, Form]
+    leaves: dict[Var, Form]
+    stopped: dict[Var, str]
+
+    @property
+    def axes(self) -> Axes:
+        return frozenset(i for i, n in enumerate(self.sizes) if n > 1)
+
+    def form_of(self, v: Any) -> Form:
+        """The form of any operand of an equation."""
+        if isinstance(v, Literal):
+            return rules.of_literal(v)
+        if v in self.forms:
+            return self.forms[v]
+        if v not in self.leaves:
+            self.leaves[v] = self._of_other(v, 8)
+        return self.leaves[v]
+
+    def _of_other(self, v: Any, depth: int) -> Form:
+        """The form of an array that is not computed from the root.
+
+        Changes of shape and dtype, and arithmetic with numbers, are followed back.
+        """
+        if isinstance(v, Literal):
+            return rules.of_literal(v)
+        producer = self.program.producer.get(v)
+        if producer is not None and depth:
+            equation = self.program.items[producer].equation
+            arrays = [u for u in equation.invars if isinstance(u, Var)]
+            if len(arrays) <= 1 and equation.primitive.name not in _NOT_FOLLOWED:
+                try:
+                    before = [self._of_other(u, depth - 1) for u in equation.invars]
+                    return rules.apply(equation, before)
+                except (NoForm, Divided):
+                    pass
+        if not _floating(v):
+            raise NoForm("")
+        return forms.of_leaf(v)
+
+
+# Of arrays that are not computed from the root, these would only make long polynomials.
+_NOT_FOLLOWED = {"reduce_sum", "reduce_max", "stop_gradient", "tanh", "erf", "erfc", "logistic"}
+_NOT_FOLLOWED |= {"exp", "log", "is_finite"}
+
+
+def values_from(program: Program, root: Var) -> Values:
+    """Follows the equations after a root, as far as values have forms that an op may have."""
+    dims: list[list[int]] = [[n] if n != 1 else [] for n in root.aval.shape]
+    while True:
+        try:
+            return _follow(program, root, dims)
+        except Divided as divided:
+            labels = [(i, j) for i, axis in enumerate(dims) for j in range(len(axis))]
+            i, j = labels[divided.label]
+            dims[i][j : j + 1] = divided.sizes
+
+
+def _follow(program: Program, root: Var, dims: list[list[int]]) -> Values:
+    sizes = [n for axis in dims for n in axis]
+    labels = iter(range(len(sizes)))
+    parts = tuple(tuple(Part(next(labels), n) for n in axis) for axis in dims)
+    form = Form(polynomial.of_atom(Root(frozenset(range(len(sizes))))), parts)
+    values = Values(program, root, sizes, {root: form}, {}, {})
+    waiting = list(program.users.get(root, ()))
+    heapq.heapify(waiting)
+    seen: set[int] = set()
+    while waiting and len(seen) < _AFTER:
+        i = heapq.heappop(waiting)
+        if i in seen:
+            continue
+        seen.add(i)
+        equation = program.items[i].equation
+        try:
+            found = rules.apply(equation, [values.form_of(v) for v in equation.invars])
+            _check(found, values)
+        except NoForm as why:
+            for v in equation.outvars:
+                values.stopped[v] = str(why)
+            continue
+        values.forms[equation.outvars[0]] = found
+        for each in program.users.get(equation.outvars[0], ()):
+            heapq.heappush(waiting, each)
+    return values
+
+
+def _check(form: Form, values: Values) -> None:
+    """Stops at the sum or product of the root and another array of its size.
+
+    Only after a norm is such an array part of an op.
+    """
+    atoms = [atom for monomial in form.polynomial.terms for atom, _ in monomial]
+    if any(isinstance(a, Function) and a.name in ("power", "log") for a in atoms):
+        return
+    if any(isinstance(a, Leaf) and a.axes >= values.axes for a in atoms):
+        raise NoForm("another array of the same size is added or multiplied")
+
+
+def slice_of(values: Values, output: Var, leaves: Iterator[Var] | set[Var]) -> set[int]:
+    """The equations that compute an output from the root and from leaves."""
+    program = values.program
+    stop = {values.root, *leaves}
+    found: set[int] = set()
+    stack: list[Any] = [output]
+    while stack:
+        v = stack.pop()
+        if not isinstance(v, Var) or v in stop or v not in program.producer:
+            continue
+        i = program.producer[v]
+        if i not in found:
+            found.add(i)
+            stack.extend(program.items[i].equation.invars)
+    return found
+
+
+def unshared(program: Program, equations: set[int], outputs: tuple[Var, ...]) -> frozenset[int]:
+    """Those of the equations whose results nothing else uses, apart from the outputs."""
+    kept: set[int] = set()
+    for i in sorted(equations, reverse=True):
+        results = program.items[i].equation.outvars
+        inside = all(
+            v in outputs
+            or (v not in program.results and all(u in kept for u in program.users.get(v, ())))
+            for v in results
+        )
+        if inside:
+            kept.add(i)
+    return frozenset(kept)
