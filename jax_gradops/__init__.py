@@ -12,6 +12,7 @@ import typing as _typing
 from importlib import metadata as _metadata
 
 from jax_gradops import backward as backward
+from jax_gradops._fuse.fuse import fuse as fuse
 from jax_gradops._implementation import ImplementationInUse as ImplementationInUse
 from jax_gradops._implementation import use_implementation as use_implementation
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm as batch_norm

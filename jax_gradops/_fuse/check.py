@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 
 from jax_gradops._fuse import forms
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
-from jax_gradops._fuse.polynomial import Function, Leaf, Mean, Monomial, Polynomial
+from jax_gradops._fuse.polynomial import Atom, Function, Leaf, Mean, Pick, Polynomial
 from jax_gradops._fuse.search import Values
 
 _SHAPES_ONLY = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
@@ -47,7 +47,7 @@ def equal(values: Values, candidate: Candidate, equations: Sequence[int]) -> Non
         jax.sharding.use_abstract_mesh(empty),
     ):
         for wide in (False, True):
-            if not (wide and region.dtypes <= {"float32", "float64"}):
+            if not wide or not region.dtypes <= {"float32", "float64"}:
                 region.compare(wide)
     _passed.add(key)
 
@@ -65,15 +65,17 @@ class _Region:
     def __init__(self, values: Values, candidate: Candidate, equations: Sequence[int]) -> None:
         self.values, self.candidate = values, candidate
         self.equations = [values.program.items[i].equation for i in equations]
-        self.leaves = _labels(values.forms[candidate.output].polynomial)
+        form = values.forms[candidate.output]
+        self.leaves, self.classes = _labels(form.polynomial)
         reduced = {a for e in self.equations for a in self._reduced(e)}
-        whole = reduced | {a for axes in self.leaves.values() for a in axes}
+        whole = reduced | {a for v in self.leaves if _is_float(v) for a in self._axes(v)}
         rows = [i for i, n in enumerate(values.sizes) if i not in whole]
         longest = max(rows, key=lambda i: values.sizes[i], default=-1)
         self.sizes = [
             n if i in whole else min(n, _ROWS if i == longest else 1)
             for i, n in enumerate(values.sizes)
         ]
+        self.output_sizes = [n if i in form.labels else 1 for i, n in enumerate(self.sizes)]
         self.count = math.prod(values.sizes[a] for a in reduced)
         outputs = [v for e in self.equations for v in e.outvars]
         self.dtypes = {
@@ -81,6 +83,9 @@ class _Region:
             for v in (*candidate.operands, *outputs)
             if jnp.issubdtype(v.aval.dtype, jnp.floating)
         }
+
+    def _axes(self, leaf: Var) -> list[int]:
+        return [label for axis in self.leaves[leaf] for label in axis]
 
     def _reduced(self, equation: JaxprEqn) -> frozenset[int]:
         if equation.primitive.name not in ("reduce_sum", "reduce_max"):
@@ -113,16 +118,27 @@ class _Region:
 
     def compare(self, wide: bool) -> None:
         rng = np.random.default_rng(0)
-        root, *others = self.candidate.operands
-        arrays = [self._random(rng, v, wide) for v in (root, *others)]
-        reference = functools.partial(self.run, wide)
+        operands = self.candidate.operands
+        arrays = [self._random(rng, v, wide) for v in operands]
+        floats = [i for i, v in enumerate(operands) if _is_float(v)]
 
         def both(*arrays: jax.Array) -> Any:
-            expected, pull = jax.vjp(reference, *arrays)
-            got, pull_op = jax.vjp(lambda *a: self._with_axes(self.candidate.call(*a)), *arrays)
-            dy = jnp.asarray(np.random.default_rng(1).standard_normal(expected.shape))
-            dy = dy.astype(expected.dtype)
-            return (expected, *pull(dy)), (got, *pull_op(dy.astype(got.dtype)))
+            def of_floats(function: Any) -> Any:
+                def of(*given: jax.Array) -> Any:
+                    full = list(arrays)
+                    for i, array in zip(floats, given, strict=True):
+                        full[i] = array
+                    return function(*full)
+
+                return of
+
+            given = [arrays[i] for i in floats]
+            expected, pull = jax.vjp(of_floats(functools.partial(self.run, wide)), *given)
+            op = of_floats(lambda *a: self.candidate.call(*a).reshape(self.output_sizes))
+            got, pull_op = jax.vjp(op, *given)
+            dy = np.random.default_rng(1).standard_normal(self.output_sizes)
+            cotangents = (jnp.asarray(dy, y.dtype) for y in (expected, got))
+            return (expected, *pull(next(cotangents))), (got, *pull_op(next(cotangents)))
 
         expected, got = jax.jit(both)(*arrays)
         dtypes = {"float32"} if wide else self.dtypes
@@ -144,20 +160,16 @@ class _Region:
     def _random(self, rng: np.random.Generator, v: Var, wide: bool) -> jax.Array:
         """A root with few rows, or a leaf."""
         if v is self.values.root:
-            dims = self.values.forms[v].dims
-            shape = [math.prod(self.sizes[p.label] for p in axis) for axis in dims]  # pyright: ignore
-            numbers = rng.standard_normal(shape) * 1.5 + 0.25
+            labels = [[p.label for p in axis] for axis in self.values.forms[v].dims]
         else:
-            shape = v.aval.shape
-            numbers = rng.uniform(0.5, 1.5, shape)
-        dtype = v.aval.dtype
-        if wide and jnp.issubdtype(dtype, jnp.floating):
-            dtype = np.dtype(np.float32)
-        return jnp.asarray(numbers, dtype)
-
-    def _with_axes(self, y: jax.Array) -> jax.Array:
-        """An array with the root's dims, with one axis for each axis of the root."""
-        return y.reshape(self.sizes)
+            labels = self.leaves[v]
+        shape = [math.prod(self.sizes[n] for n in axis if isinstance(n, int)) for axis in labels]
+        if not _is_float(v):
+            return jnp.asarray(rng.integers(0, self.sizes[self.classes], shape), v.aval.dtype)
+        numbers = rng.uniform(0.5, 1.5, shape)
+        if v is self.values.root:
+            numbers = rng.standard_normal(shape) * 1.5 + 0.25
+        return jnp.asarray(numbers, np.float32 if wide else v.aval.dtype)
 
     def run(self, wide: bool, *arrays: jax.Array) -> jax.Array:
         """The equations' result."""
@@ -166,14 +178,14 @@ class _Region:
             if v is self.values.root:
                 env[v] = array.reshape(self.sizes)
             else:
-                labels = self.leaves[v]
+                labels = self._axes(v)
                 array = array.reshape([self.sizes[a] for a in labels])
                 array = array.transpose(np.argsort(labels))
                 kept = set(labels)
                 env[v] = array.reshape([n if i in kept else 1 for i, n in enumerate(self.sizes)])
         for equation in self.equations:
             env[equation.outvars[0]] = self._evaluate(equation, env, wide)
-        return jnp.broadcast_to(env[self.candidate.output], self.sizes)
+        return jnp.broadcast_to(env[self.candidate.output], self.output_sizes)
 
     def _evaluate(self, equation: JaxprEqn, env: Mapping[Any, jax.Array], wide: bool) -> jax.Array:
         operands = [self._read(v, env, wide) for v in equation.invars]
@@ -194,9 +206,21 @@ class _Region:
             dtype = params["new_dtype"]
             is_float = jnp.issubdtype(dtype, jnp.floating)
             return operands[0].astype(np.float32 if wide and is_float else dtype)
+        if name == "iota":
+            shape = [n if i == self.classes else 1 for i, n in enumerate(self.sizes)]
+            return jnp.arange(self.sizes[self.classes], dtype=params["dtype"]).reshape(shape)
+        if name == "gather":
+            return self._gather(params, *operands)
         shape = np.broadcast_shapes(*(x.shape for x in operands))
         operands = [jnp.broadcast_to(x, shape) for x in operands]
         return equation.primitive.bind(*operands, **params)
+
+    def _gather(self, params: Mapping[str, Any], x: jax.Array, index: jax.Array) -> jax.Array:
+        """The element of each row, or the only one."""
+        if x.shape[self.classes] == 1:
+            return x
+        mode = "fill" if params["mode"].name == "FILL_OR_DROP" else "clip"
+        return jnp.take_along_axis(x, index, self.classes, mode=mode)
 
     def _read(self, v: Any, env: Mapping[Any, jax.Array], wide: bool) -> jax.Array:
         if v in env if isinstance(v, Var) else False:
@@ -209,22 +233,26 @@ class _Region:
         return jnp.asarray(v.val, dtype).reshape((1,) * len(self.sizes))
 
 
-def _labels(p: Polynomial) -> dict[Var, tuple[int, ...]]:
-    """For each leaf in a polynomial, the root's axes that it lies along."""
-    found: dict[Var, tuple[int, ...]] = {}
+def _is_float(v: Var) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.floating)
 
-    def visit(monomial: Monomial) -> None:
-        for atom, _ in monomial:
-            if isinstance(atom, Mean):
-                visit(atom.of)
+
+def _labels(p: Polynomial) -> tuple[dict[Var, tuple[tuple[int, ...], ...]], int]:
+    """For each leaf, the root's axes that its axes lie along; and the axis of classes, or -1."""
+    found: dict[Var, Any] = {}
+    classes: set[int] = set()
+
+    def visit(atoms: Iterable[Atom]) -> None:
+        for atom in atoms:
+            if isinstance(atom, (Mean, Pick)):
+                visit(a for a, _ in atom.of)
+            if isinstance(atom, Pick):
+                classes.add(atom.over)
+                visit([atom.index])
             elif isinstance(atom, Function):
-                for inner, _ in atom.of:
-                    visit(inner)
-            elif isinstance(atom, Leaf):
-                labels = tuple(n for axis in atom.labels for n in axis)
-                if found.setdefault(atom.var, labels) != labels:
-                    raise Left("an array is used along different axes")
+                visit(a for inner, _ in atom.of for a, _ in inner)
+            elif isinstance(atom, Leaf) and found.setdefault(atom.var, atom.labels) != atom.labels:
+                raise Left("an array is used along different axes")
 
-    for monomial in p.terms:
-        visit(monomial)
-    return found
+    visit(a for monomial in p.terms for a, _ in monomial)
+    return found, max(classes, default=-1)

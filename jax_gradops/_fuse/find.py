@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jax_gradops._fuse import check, search
 from jax_gradops._fuse.forms import NoForm
-from jax_gradops._fuse.patterns import gelu, norms
+from jax_gradops._fuse.patterns import gelu, losses, norms
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
 from jax_gradops._fuse.polynomial import Leaf
 from jax_gradops._fuse.program import Program, Site
@@ -24,7 +24,7 @@ from jax_gradops._ops.row_norm import layer_norm
 PATTERNS: dict[str, tuple[Callable[[Values, Var], Candidate | None], ...]] = {
     "norm": (norms.row_norm,),
     "gelu": (gelu.gelu,),
-    "loss": (),
+    "loss": (losses.loss,),
 }
 # The form of an op that adds two arrays first.
 _WITH_ADDITION: dict[str, Callable[..., Any]] = {
@@ -52,13 +52,12 @@ class Finder:
     def _around(self, anchor: int, kind: str) -> None:
         """Looks for an op around an equation that may be a part of one."""
         why: list[str] = []
+        shows = self.program.items[anchor].equation.outvars[0]
         for root in search.roots(self.program, anchor):
             if root not in self._values:
                 self._values[root] = search.values_from(self.program, root)
             values = self._values[root]
-            shows = self.program.items[anchor].equation.outvars[0]
             if shows not in values.forms:
-                why += [values.stopped[shows]] if values.stopped.get(shows) else []
                 continue
             for v in reversed(values.forms):
                 for pattern in PATTERNS[kind]:
@@ -71,14 +70,17 @@ class Finder:
                     if candidate and site:
                         self._take(site, candidate)
                         return
+            if kind == "norm":
+                why.append(norms.why_left(values, shows))
+        why = [each for each in why if each]
         if why:
-            self.report.left(kind, self.program.items[anchor].equation, why[0])
+            self.report.left(kind, self.program.source(anchor), why[0])
 
     def _take(self, site: Site, candidate: Candidate) -> None:
         self.sites.append(site)
         self.taken |= site.region
-        equation = self.program.items[self.program.producer[candidate.output]].equation
-        self.report.found(site, equation, candidate.options)
+        source = self.program.source(self.program.producer[candidate.output])
+        self.report.found(site, source, candidate.options)
 
     def _site(self, values: Values, candidate: Candidate, anchor: int) -> Site | None:
         """The equations that an op replaces, after all checks."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jax_gradops._fuse import polynomial
-from jax_gradops._fuse.polynomial import Axes, Leaf, Polynomial
+from jax_gradops._fuse.polynomial import Axes, Leaf, OneHot, Polynomial
 
 
 class Unknown(NamedTuple):
@@ -185,13 +185,19 @@ def _resolved(
 def resolve(p: Polynomial, known: Mapping[Unknown, tuple[Part, ...]]) -> Polynomial:
     """The polynomial, with leaves of which more axes are known."""
 
+    def labels_of(label: Any) -> tuple[Any, ...]:
+        return tuple(part.label for part in _resolved([Part(label, 0)], known))
+
     def change(atom: Any) -> Any:
+        if isinstance(atom, OneHot):
+            index, over = change(atom.index), labels_of(atom.over)
+            if len(over) != 1:
+                raise NoForm("")
+            own = {n for n in over if isinstance(n, int)}
+            return OneHot(index.axes | own, index, over[0])
         if not isinstance(atom, Leaf):
             return atom
-        labels = tuple(
-            tuple(part.label for part in _resolved((Part(label, 0) for label in axis), known))
-            for axis in atom.labels
-        )
+        labels = tuple(tuple(n for label in axis for n in labels_of(label)) for axis in atom.labels)
         axes = frozenset(n for axis in labels for n in axis if isinstance(n, int))
         return Leaf(axes, atom.var, labels)
 

@@ -60,6 +60,36 @@ class Mean(Atom):
 
 
 @dataclasses.dataclass(frozen=True)
+class OneHot(Atom):
+    """1 where the index along an axis equals an integer array, else 0.
+
+    Attributes:
+      index: the integers.
+      over: the axis. A `forms.Unknown` until it is known.
+    """
+
+    index: Leaf
+    over: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Pick(Atom):
+    """The element of a monomial at an index along an axis.
+
+    Attributes:
+      of: the monomial.
+      index: the integers.
+      over: the axis.
+      fill: what an index outside of the axis gives: "nan", "nearest", or "zero".
+    """
+
+    of: Monomial
+    index: Leaf
+    over: int
+    fill: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Function(Atom):
     """A function of a polynomial, such as tanh, or its maximum over some axes.
 
@@ -188,6 +218,9 @@ def _map_atom(atom: Atom, change: Callable[[Atom], Atom]) -> Atom:
     if isinstance(atom, Function):
         of = frozenset((map_monomial(m, change), c) for m, c in atom.of)
         return _function(atom.name, of, atom.over)
+    if isinstance(atom, Pick):
+        index: Any = change(atom.index)
+        return _pick(map_monomial(atom.of, change), index, atom.over, atom.fill)
     return change(atom)
 
 
@@ -221,6 +254,19 @@ def mean(p: Polynomial, over: Axes) -> Polynomial:
     return _checked(terms)
 
 
+def total(p: Polynomial, over: Axes, count: int) -> Polynomial:
+    """The sum over axes with `count` elements. A sum of x times a one-hot array picks from x."""
+    hot = {a for m in p.terms for a, e in m if isinstance(a, OneHot) and e == 1 and over == {a.over}}
+    if len(hot) != 1:
+        return mean(p, over).scaled(count)
+    ((one_hot, axis),) = ((a, a.over) for a in hot)
+    factor: Monomial = frozenset([(one_hot, 1.0)])
+    rest = p.divided(factor)
+    if rest is None:
+        raise TooLong
+    return pick(rest, one_hot.index, axis, "zero")
+
+
 def _mean_of(inner: Monomial, over: Axes) -> Mean:
     over = over & axes_of(inner)
     if len(inner) == 1:
@@ -228,6 +274,20 @@ def _mean_of(inner: Monomial, over: Axes) -> Mean:
         if isinstance(atom, Mean) and e == 1:  # a mean of means
             return Mean(atom.axes - over, atom.of, atom.over | over)
     return Mean(axes_of(inner) - over, inner, over)
+
+
+def pick(p: Polynomial, index: Leaf, over: int, fill: str) -> Polynomial:
+    """The elements at an index. Factors that do not vary along the axis stay outside."""
+    terms: dict[Monomial, float] = {}
+    for monomial, c in p.terms.items():
+        inner = frozenset((atom, e) for atom, e in monomial if over in atom.axes)
+        picked = frozenset([(_pick(inner, index, over, fill), 1.0)])
+        _add(terms, product(monomial - inner, picked), c)
+    return _checked(terms)
+
+
+def _pick(of: Monomial, index: Leaf, over: int, fill: str) -> Pick:
+    return Pick((axes_of(of) - {over}) | index.axes, of, index, over, fill)
 
 
 def function(name: str, p: Polynomial, over: Axes = frozenset()) -> Polynomial:

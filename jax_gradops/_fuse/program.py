@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -56,15 +57,9 @@ class Program:
         for origin, equation in enumerate(jaxpr.eqns):
             self._list(equation, {}, origin)
         self.outvars = [self._outer(v) for v in jaxpr.outvars]
-        self.producer: dict[Var, int] = {}
-        self.users: dict[Var, list[int]] = {}
-        for i, item in enumerate(self.items):
-            for v in item.equation.invars:
-                if isinstance(v, Var):
-                    self.users.setdefault(v, []).append(i)
-            for v in item.equation.outvars:
-                self.producer[v] = i
         self.results = {v for v in self.outvars if isinstance(v, Var)}
+        self.producer = {v: i for i, item in enumerate(self.items) for v in item.equation.outvars}
+        self.users = self._users()
         inputs = (*jaxpr.constvars, *jaxpr.invars)
         self._inputs = {v: i - len(inputs) for i, v in enumerate(inputs)}
 
@@ -98,6 +93,24 @@ class Program:
                 if v not in names and type(v) is Var:
                     names[v] = self._new(v.aval)
             self._list(each, names, origin)
+
+    def _users(self) -> dict[Var, list[int]]:
+        """The equations that use each variable, without those whose results nothing uses."""
+        used: dict[Var, list[int]] = {v: [] for v in self.results}
+        for i in reversed(range(len(self.items))):
+            equation = self.items[i].equation
+            if equation.effects or any(v in used for v in equation.outvars):
+                for v in {v: None for v in equation.invars if isinstance(v, Var)}:
+                    used.setdefault(v, []).append(i)
+        return {v: users[::-1] for v, users in used.items() if users}
+
+    def source(self, i: int) -> JaxprEqn:
+        """The jaxpr's own equation for an equation of the list.
+
+        JAX traces functions such as `jnp.var` once. The lines in their equations are those of the
+        first call.
+        """
+        return self.jaxpr.eqns[self.items[i].origin]
 
     def number(self, v: Var) -> int:
         """Puts variables in the order of the program."""
@@ -144,7 +157,7 @@ class Program:
     def _of_site(self, site: Site) -> list[JaxprEqn]:
         """The equations of the op, with the site's variables."""
         types = [v.aval for v in site.operands]
-        traced = jax.make_jaxpr(site.call)(*types)
+        traced = jax.make_jaxpr(functools.partial(_shaped, site))(*types)
         names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, site.operands, strict=True))
         names |= dict(zip(traced.jaxpr.outvars, site.outputs, strict=True))
         if traced.consts:
@@ -153,9 +166,15 @@ class Program:
         for equation in traced.jaxpr.eqns:
             invars = [names.get(v, v) if isinstance(v, Var) else v for v in equation.invars]
             outvars = [names.get(v, v) for v in equation.outvars]
-            source = self.items[self.producer[site.outputs[0]]].equation.source_info
+            source = self.source(self.producer[site.outputs[0]]).source_info
             found.append(equation.replace(invars=invars, outvars=outvars, source_info=source))
         return found
+
+
+def _shaped(site: Site, *operands: jax.Array) -> list[jax.Array]:
+    """The outputs of an op in their variables' shapes: a loss may have one more axis of size 1."""
+    found = jax.tree.leaves(site.call(*operands))
+    return [y.reshape(v.aval.shape) for y, v in zip(found, site.outputs, strict=True)]
 
 
 def _opened(equation: JaxprEqn) -> Jaxpr | None:

@@ -176,8 +176,11 @@ def _same(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
 
 def _cast(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
-    number = operands[0].polynomial.number is not None
-    if not number and not (_is_float(old) and _is_float(new)):
+    p = operands[0].polynomial
+    free = p.number is not None or any(
+        isinstance(atom, polynomial.OneHot) for m in p.terms for atom, _ in m
+    )
+    if not free and not (_is_float(old) and _is_float(new)):
         raise NoForm("")
     return operands[0]
 
@@ -254,12 +257,77 @@ def _reduce_sum(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     over, copies, dims = forms.reduce(form, equation.params["axes"])
     known = {p.label: p.size for axis in form.dims for p in axis}
     count = copies * math.prod(known[label] for label in over)
-    return Form(polynomial.mean(form.polynomial, over).scaled(count), dims)
+    return Form(polynomial.total(form.polynomial, over, count), dims)
 
 
 def _reduce_max(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     over, _, dims = forms.reduce(operands[0], equation.params["axes"])
     return Form(polynomial.function("max", operands[0].polynomial, over), dims)
+
+
+def _gather(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    """One element of each row, as by `take_along_axis`; or the only element of an axis."""
+    x, index = operands
+    how, slices = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    shape = equation.invars[0].aval.shape
+    if len(how.start_index_map) != 1 or index.dims[-1]:
+        raise NoForm("")
+    (axis,) = map(int, how.start_index_map)
+    batch = dict(zip(how.start_indices_batching_dims, how.operand_batching_dims, strict=True))
+    if slices[axis] != 1 or any(
+        slices[i] != shape[i] for i in range(len(shape)) if i != axis and i not in batch.values()
+    ):
+        raise NoForm("")
+    # The axes of x that stay, in order: those that are taken whole.
+    kept = [() if i == axis else x.dims[i] for i in range(len(shape))
+            if i not in batch.values() and i not in how.collapsed_slice_dims]  # fmt: skip
+    rows = [x.dims[batch[i]] if i in batch else index.dims[i] for i in range(len(index.dims) - 1)]
+    offsets = set(map(int, how.offset_dims))
+    dims = tuple((kept if i in offsets else rows).pop(0) for i in range(len(kept) + len(rows)))
+    if index.polynomial.number is not None:
+        if index.polynomial.number != 0 or shape[axis] != 1:
+            raise NoForm("")
+        return Form(x.polynomial, dims)
+    return Form(_picked(equation, x, index, axis), dims)
+
+
+def _picked(equation: JaxprEqn, x: Form, index: Form, axis: int) -> Polynomial:
+    single, parts = index.polynomial.single, x.dims[axis]
+    if single is None or len(parts) != 1 or not isinstance(parts[0].label, int):
+        raise NoForm("")
+    how = equation.params["dimension_numbers"]
+    known: dict[forms.Unknown, tuple[forms.Part, ...]] = {}
+    for i, j in zip(how.start_indices_batching_dims, how.operand_batching_dims, strict=True):
+        for p, q in zip(index.dims[i], x.dims[j], strict=True):
+            if isinstance(p.label, forms.Unknown):
+                known[p.label] = (q,)
+    (((leaf, _),),) = (tuple(m) for m in forms.resolve(index.polynomial, known).terms)
+    if not isinstance(leaf, polynomial.Leaf):
+        raise NoForm("")
+    fill = "nan" if equation.params["mode"].name == "FILL_OR_DROP" else "nearest"
+    if any(parts[0].label not in polynomial.axes_of(m) for m in x.polynomial.terms):
+        # Factors without the axis are the same for each index.
+        inside = {m: c for m, c in x.polynomial.terms.items()
+                  if parts[0].label in polynomial.axes_of(m)}  # fmt: skip
+        picked = polynomial.pick(Polynomial(inside), leaf, parts[0].label, fill)
+        return picked + x.polynomial.without(inside)
+    return polynomial.pick(x.polynomial, leaf, parts[0].label, fill)
+
+
+def one_hot(equation: JaxprEqn, iota: JaxprEqn | None, index: Form) -> Form:
+    """The comparison of integers with 0, 1, 2, … along an axis."""
+    single, shape = index.polynomial.single, equation.outvars[0].aval.shape
+    if iota is None or single is None or not single[0]:
+        raise NoForm("")
+    axis = iota.params["dimension"] + len(shape) - len(iota.params["shape"])
+    ((leaf, _),) = single[0]
+    if len(index.dims) != len(shape) or any(p.label is not None for p in index.dims[axis]):
+        raise NoForm("")
+    over = forms.Unknown(equation.outvars[0], axis, 0)
+    atom = polynomial.OneHot(frozenset(), leaf, over)  # pyright: ignore[reportArgumentType]
+    dims = list(index.dims)
+    dims[axis] = (forms.Part(over, shape[axis]),)
+    return Form(polynomial.of_atom(atom), tuple(dims))
 
 
 RULES: dict[str, Rule] = {
@@ -301,4 +369,5 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "reduce_sum": _reduce_sum,
     "reduce_max": _reduce_max,
+    "gather": _gather,
 }

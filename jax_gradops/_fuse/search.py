@@ -137,20 +137,45 @@ class Values:
         if producer is not None and depth:
             equation = self.program.items[producer].equation
             arrays = [u for u in equation.invars if isinstance(u, Var)]
-            if len(arrays) <= 1 and equation.primitive.name not in _NOT_FOLLOWED:
+            number = math.prod(v.aval.shape) == 1
+            if (len(arrays) <= 1 or number) and equation.primitive.name not in _NOT_FOLLOWED:
                 try:
                     before = [self._of_other(u, depth - 1) for u in equation.invars]
-                    return rules.apply(equation, before)
+                    numbers = all(f.polynomial.number is not None for f in before)
+                    if len(arrays) <= 1 or numbers:
+                        return rules.apply(equation, before)
                 except (NoForm, Divided):
                     pass
-        if not _floating(v):
+            if equation.primitive.name == "eq":
+                return self._one_hot(equation, depth)
+        if not _floating(v) and v.aval.dtype.name not in _INTEGERS:
             raise NoForm("")
         return forms.of_leaf(v)
+
+    def _one_hot(self, equation: JaxprEqn, depth: int) -> Form:
+        """The form of a comparison with 0, 1, 2, …"""
+        for index, counted in (equation.invars, equation.invars[::-1]):
+            iota = self._iota(counted)
+            if iota is not None and isinstance(index, Var):
+                return rules.one_hot(equation, iota, self._of_other(index, depth - 1))
+        raise NoForm("")
+
+    def _iota(self, v: Any) -> JaxprEqn | None:
+        producer = self.program.producer.get(v) if isinstance(v, Var) else None
+        equation = None if producer is None else self.program.items[producer].equation
+        if equation is None or equation.primitive.name == "iota":
+            return equation
+        if equation.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
+            found = self._iota(equation.invars[0])
+            same = found is not None and len(found.params["shape"]) == len(v.aval.shape)
+            return found if same else None
+        return None
 
 
 # Of arrays that are not computed from the root, these would only make long polynomials.
 _NOT_FOLLOWED = {"reduce_sum", "reduce_max", "stop_gradient", "tanh", "erf", "erfc", "logistic"}
-_NOT_FOLLOWED |= {"exp", "log", "is_finite"}
+_NOT_FOLLOWED |= {"exp", "log", "is_finite", "gather"}
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
 def values_from(program: Program, root: Var) -> Values:

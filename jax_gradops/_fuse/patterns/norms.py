@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax.extend.core import Var
@@ -18,7 +19,7 @@ from jax_gradops._fuse.patterns.candidate import (
     same_layout,
     unique,
 )
-from jax_gradops._fuse.polynomial import Axes, Function, Mean, Monomial, Polynomial, Root
+from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Monomial, Polynomial, Root
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.row_norm import layer_norm
 
@@ -64,7 +65,7 @@ def normalized(values: Values, p: Polynomial) -> Normalized | None:
 
 
 def _is_inverse_root(atom: polynomial.Atom, exponent: float) -> bool:
-    return isinstance(atom, Function) and atom.name == "power" and exponent == -0.5
+    return _is_power(atom) and exponent == -0.5
 
 
 def _root(values: Values) -> Root:
@@ -103,6 +104,40 @@ def unbiased(values: Values, found: Normalized) -> bool:
     return found.centered and len(factors) == 1 and polynomial.close(factors[0], wanted, 2e-6) and (
         not polynomial.close(factors[0], 1, 2e-6)
     )
+
+
+def why_left(values: Values, shows: Var) -> str:
+    """Why the square root of a mean square is not part of a norm. Empty if it is none at all."""
+    form = values.forms.get(shows)
+    base = [a for m in form.polynomial.terms for a, _ in m if _is_power(a)] if form else []
+    if len(base) != 1:
+        return ""
+    atoms = _atoms(base[0].of)
+    if any(isinstance(a, Leaf) for a in atoms):
+        return "epsilon, or a part of the variance, is an array"
+    used = {a for form in values.forms.values() for a in _atoms(form.polynomial.terms.items())}
+    if any(isinstance(a, Function) and a.name == "stop_gradient" for a in used):
+        return "a statistic passes through stop_gradient"
+    if not any(isinstance(a, Mean) for a in atoms):
+        return ""
+    if _variance(values, polynomial.from_key(base[0].of)) is None:
+        return "the square root is not of a variance or a mean square of one array"
+    return "the result is not (x - mean) / sqrt(variance + epsilon), with statistics of x"
+
+
+def _is_power(atom: polynomial.Atom) -> bool:
+    return isinstance(atom, Function) and atom.name == "power"
+
+
+def _atoms(terms: Iterable[tuple[Monomial, float]]) -> set[polynomial.Atom]:
+    """The atoms of a polynomial, with those inside of functions."""
+    found: set[polynomial.Atom] = set()
+    for monomial, _ in terms:
+        for atom, _ in monomial:
+            found.add(atom)
+            if isinstance(atom, Function):
+                found |= _atoms(atom.of)
+    return found
 
 
 def row_norm(values: Values, v: Var) -> Candidate | None:
