@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jax_gradops._fuse import check, search
 from jax_gradops._fuse.forms import NoForm
-from jax_gradops._fuse.patterns import gelu, losses, norms
+from jax_gradops._fuse.patterns import channel_norms, gelu, losses, norms
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
 from jax_gradops._fuse.polynomial import Leaf
 from jax_gradops._fuse.program import Program, Site
@@ -22,7 +22,7 @@ from jax_gradops._ops.gelu import bias_gelu
 from jax_gradops._ops.row_norm import layer_norm
 
 PATTERNS: dict[str, tuple[Callable[[Values, Var], Candidate | None], ...]] = {
-    "norm": (norms.row_norm,),
+    "norm": (norms.row_norm, channel_norms.channel_norm),
     "gelu": (gelu.gelu,),
     "loss": (losses.loss,),
 }
@@ -88,7 +88,11 @@ class Finder:
         equations = search.slice_of(values, output, set(candidate.operands))
         if anchor not in equations:
             return None
-        region = search.unshared(program, equations, (output,))
+        outputs, call = (output,), candidate.call
+        region = search.unshared(program, equations, outputs)
+        if candidate.statistics:
+            outputs, call = self._with_statistics(values, candidate, equations)
+            region = search.unshared(program, equations, outputs)
         if region & self.taken:
             return None
         for i in sorted(equations - region):
@@ -96,17 +100,38 @@ class Finder:
             if i == anchor or name in ("reduce_sum", "reduce_max"):
                 raise Left("a value inside is used elsewhere, too")
         check.equal(values, candidate, sorted(equations))
-        site = Site(
-            candidate.op,
-            candidate.call,
-            candidate.operands,
-            (output,),
-            region,
-            program.producer[output],
-        )
+        at = program.producer[output]
+        if len(outputs) > 1:
+            at = program.operand_position(candidate.operands)
+            if any(u < at and u not in region for v in outputs for u in program.users.get(v, ())):
+                raise Left("a parameter is computed from the statistics")
+        site = Site(candidate.op, call, candidate.operands, outputs, region, at)
         if candidate.op == "gelu":
             return self._with_bias(values, site)
         return self._with_addition(values, site)
+
+    def _with_statistics(
+        self, values: Values, candidate: Candidate, equations: set[int]
+    ) -> tuple[tuple[Var, ...], Callable[..., Any]]:
+        """The output and the statistics that are used elsewhere, and the call that has these."""
+        outputs, places = [candidate.output], [0]
+        for i in sorted(equations, reverse=True):
+            region = search.unshared(self.program, equations, tuple(outputs))
+            v = self.program.items[i].equation.outvars[0]
+            if i in region or v not in values.forms:
+                continue
+            p = values.forms[v].polynomial
+            for place, statistic in enumerate(candidate.statistics, 1):
+                if p.close_to(statistic):
+                    outputs.append(v)
+                    places.append(place)
+                    break
+
+        def call(*arrays: Any) -> Any:
+            found = candidate.call(*arrays)
+            return [found[i].astype(v.aval.dtype) for i, v in zip(places, outputs, strict=True)]
+
+        return tuple(outputs), call
 
     def _with_addition(self, values: Values, site: Site) -> Site:
         """The op with the addition of two arrays before it, if there is one."""

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jax_gradops._fuse import forms, polynomial
 from jax_gradops._fuse.forms import Form, NoForm
@@ -120,8 +121,6 @@ def _max(a: Polynomial, b: Polynomial) -> Polynomial:
         raise NoForm("")
     if bound == -math.inf or (bound <= 0 and is_positive(a)):
         return a
-    if bound == 0:
-        return polynomial.function("relu", a)
     raise NoForm("")
 
 
@@ -330,6 +329,27 @@ def one_hot(equation: JaxprEqn, iota: JaxprEqn | None, index: Form) -> Form:
     return Form(polynomial.of_atom(atom), tuple(dims))
 
 
+def _custom_jvp(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    """`jax.nn.relu`. Its derivative at 0 is 0, as the ops' is, and `jnp.maximum`'s is 1/2."""
+    if not is_relu(equation):
+        raise NoForm("")
+    return Form(polynomial.function("relu", operands[0].polynomial), operands[0].dims)
+
+
+def is_relu(equation: JaxprEqn) -> bool:
+    """Whether a custom_jvp function has the result and the derivative of `jax.nn.relu`."""
+    if equation.primitive.name != "custom_jvp_call" or len(equation.invars) != 1:
+        return False
+    x = equation.invars[0]
+    jaxpr = Jaxpr((), equation.invars, equation.outvars, [equation])
+    call = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+    found, relu = (
+        str(jax.make_jaxpr(lambda *a, f=f: jax.jvp(f, a[:1], a[1:]))(x.aval, x.aval))
+        for f in (lambda x: call(x)[0], jax.nn.relu)
+    )
+    return found == relu
+
+
 RULES: dict[str, Rule] = {
     "add": _elementwise(lambda a, b: a + b),
     "sub": _elementwise(lambda a, b: a + b.scaled(-1)),
@@ -353,6 +373,8 @@ RULES: dict[str, Rule] = {
     "reduce_precision": _same,
     "copy": _same,
     "copy_p": _same,
+    "pvary": _same,
+    "pcast": _same,
     "gt": _compare(lambda a, b: a > b),
     "lt": _compare(lambda a, b: a < b),
     "ge": _compare(lambda a, b: a >= b),
@@ -370,4 +392,5 @@ RULES: dict[str, Rule] = {
     "reduce_sum": _reduce_sum,
     "reduce_max": _reduce_max,
     "gather": _gather,
+    "custom_jvp_call": _custom_jvp,
 }

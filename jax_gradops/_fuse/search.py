@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jax_gradops._fuse import forms, polynomial, rules
@@ -142,7 +143,9 @@ class Values:
                 try:
                     before = [self._of_other(u, depth - 1) for u in equation.invars]
                     numbers = all(f.polynomial.number is not None for f in before)
-                    if len(arrays) <= 1 or numbers:
+                    # The derivative of pvary, inside shard_map, is a sum over devices.
+                    varies = equation.primitive.name in ("pvary", "pcast")
+                    if numbers or (len(arrays) <= 1 and not varies):
                         return rules.apply(equation, before)
                 except (NoForm, Divided):
                     pass
@@ -207,7 +210,7 @@ def _follow(program: Program, root: Var, dims: list[list[int]]) -> Values:
         equation = program.items[i].equation
         try:
             found = rules.apply(equation, [values.form_of(v) for v in equation.invars])
-            _check(found, values)
+            _check(found, values, equation)
         except NoForm as why:
             for v in equation.outvars:
                 values.stopped[v] = str(why)
@@ -218,11 +221,17 @@ def _follow(program: Program, root: Var, dims: list[list[int]]) -> Values:
     return values
 
 
-def _check(form: Form, values: Values) -> None:
-    """Stops at the sum or product of the root and another array of its size.
+def _check(form: Form, values: Values, equation: JaxprEqn) -> None:
+    """Stops where no op goes on.
 
-    Only after a norm is such an array part of an op.
+    An op does not start before its input is rounded to a smaller dtype. Another array of the root's
+    size is part of an op only after a norm.
     """
+    if equation.primitive.name == "convert_element_type":
+        if form.polynomial == values.forms[values.root].polynomial:
+            old, new = (jnp.finfo(v.aval.dtype) for v in (values.root, equation.outvars[0]))
+            if new.eps > old.eps:
+                raise NoForm("")
     atoms = [atom for monomial in form.polynomial.terms for atom, _ in monomial]
     if any(isinstance(a, Function) and a.name in ("power", "log") for a in atoms):
         return

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
+from jax_gradops._fuse.forms import Dims
 from jax_gradops._fuse.polynomial import ONE, Axes, Leaf, Monomial, Polynomial, close
 from jax_gradops._fuse.search import Values
 
@@ -25,6 +26,8 @@ class Candidate:
       operands: the root first, then leaves.
       output: the value that the op computes.
       options: what a report says about the call.
+      statistics: other results of the op, as polynomials of the root. `call` returns them after
+        the output.
     """
 
     op: str
@@ -32,6 +35,7 @@ class Candidate:
     operands: tuple[Var, ...]
     output: Var
     options: str = ""
+    statistics: tuple[Polynomial, ...] = ()
 
 
 class Left(Exception):
@@ -45,12 +49,14 @@ class Parameter:
     Attributes:
       polynomial: has leaves only.
       leaves: their variables, in the order of the program.
-      shape: for each axis of the array, the root's axes in it, and their sizes.
+      axes: the root's array axes that the array has.
+      dims: the dims of the root.
     """
 
     polynomial: Polynomial
     leaves: tuple[Var, ...]
-    shape: tuple[tuple[tuple[int, int], ...], ...]
+    axes: tuple[int, ...]
+    dims: Dims
 
     def only_leaf(self) -> tuple[Leaf, float] | None:
         """The leaf and the number if the polynomial is leaf + number."""
@@ -58,26 +64,29 @@ class Parameter:
         if len(linear) != 1 or not close(linear[0][1], 1, 2e-6) or len(linear[0][0]) != 1:
             return None
         ((atom, exponent),) = linear[0][0]
-        axes = frozenset(label for axis in self.shape for label, _ in axis)
-        if exponent != 1 or not isinstance(atom, Leaf) or atom.axes != axes:
+        if exponent != 1 or not isinstance(atom, Leaf) or atom.axes != frozenset(self._labels):
             return None
         return atom, self.polynomial.terms.get(ONE, 0.0)
 
     def is_one(self) -> bool:
         return self.polynomial.number is not None and close(self.polynomial.number, 1, 2e-6)
 
-    def array(self, arrays: Mapping[Var, jax.Array]) -> jax.Array:
-        """The value, in at least float32."""
+    @property
+    def _labels(self) -> list[Any]:
+        return [p.label for i in self.axes for p in self.dims[i]]
+
+    def array(self, arrays: Mapping[Var, jax.Array], x: jax.Array) -> jax.Array:
+        """The value for a root x, in at least float32."""
         dtype = jnp.result_type(jnp.float32, *(arrays[v].dtype for v in self.leaves))
         total = jnp.zeros((), dtype)
         terms = [self._factors(m, c) for m, c in self.polynomial.terms.items()]
         for factors, c in sorted(terms, key=lambda term: [f[:2] for f in term[0]]):
             term = jnp.full((), c, dtype)
             for index, exponent, leaf in factors:
-                array = self.of_leaf(leaf, arrays[self.leaves[index]]).astype(dtype)
+                array = self.of_leaf(leaf, arrays[self.leaves[index]], x).astype(dtype)
                 term = term * (array if exponent == 1 else array**exponent)
             total = total + term
-        return jnp.broadcast_to(total, self.sizes)
+        return jnp.broadcast_to(total, [x.shape[i] for i in self.axes])
 
     def _factors(self, monomial: Monomial, c: float) -> Any:
         """The factors of a term, in an order that is the same in each process."""
@@ -85,32 +94,63 @@ class Parameter:
         factors = [(self.leaves.index(a.var), e, a) for a, e in leaves]
         return sorted(factors, key=lambda factor: factor[:2]), c
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(math.prod(n for _, n in axis) for axis in self.shape)
-
-    def of_leaf(self, leaf: Leaf, array: jax.Array) -> jax.Array:
+    def of_leaf(self, leaf: Leaf, array: jax.Array, x: jax.Array) -> jax.Array:
         """The leaf's array, with this parameter's axes."""
+        sizes = label_sizes(self.dims, x.shape)
         labels = [label for axis in leaf.labels for label in axis]
-        sizes = {label: n for axis in self.shape for label, n in axis}
         array = array.reshape([sizes[label] for label in labels])
-        order = [label for axis in self.shape for label, _ in axis if label in labels]
+        order = [label for label in self._labels if label in labels]
         array = array.transpose([labels.index(label) for label in order])
-        array = array.reshape(
-            [n if label in labels else 1 for axis in self.shape for label, n in axis]
-        )
-        parts = [n for axis in self.shape for _, n in axis]
-        return jnp.broadcast_to(array, parts).reshape(self.sizes)
+        array = array.reshape([sizes[n] if n in labels else 1 for n in self._labels])
+        array = jnp.broadcast_to(array, [sizes[n] for n in self._labels])
+        return array.reshape([x.shape[i] for i in self.axes])
 
 
-def parameter(values: Values, p: Polynomial, first: int) -> Parameter:
-    """A polynomial of leaves as an array of the root's array axes from `first` on."""
+def label_sizes(dims: Dims, shape: Sequence[int]) -> dict[Any, int]:
+    """The sizes of the root's axes for a root with fewer rows. Only first parts are smaller."""
+    sizes: dict[Any, int] = {}
+    for axis, size in zip(dims, shape, strict=True):
+        inner = math.prod(p.size for p in axis[1:])
+        sizes |= {p.label: p.size for p in axis} | {p.label: size // inner for p in axis[:1]}
+    return sizes
+
+
+def parameter(values: Values, p: Polynomial, axes: Sequence[int]) -> Parameter:
+    """A polynomial of leaves as an array of some of the root's array axes."""
     found = {a.var for m in p.terms for a, _ in m if isinstance(a, Leaf)}
-    dims = values.forms[values.root].dims
-    shape = tuple(
-        tuple((p.label, p.size) for p in axis if isinstance(p.label, int)) for axis in dims[first:]
-    )
-    return Parameter(p, tuple(sorted(found, key=values.program.number)), shape)
+    leaves = tuple(sorted(found, key=values.program.number))
+    return Parameter(p, leaves, tuple(axes), values.forms[values.root].dims)
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """The scale and the bias of a norm, as arguments of its function."""
+
+    scale: Parameter
+    bias: Parameter
+    with_offset: bool  # whether the function has `scale_offset`
+
+    @property
+    def leaves(self) -> tuple[Var, ...]:
+        return unique(self.scale.leaves, self.bias.leaves)
+
+    def arguments(self, x: jax.Array, arrays: Sequence[jax.Array]) -> dict[str, Any]:
+        """From the leaves' arrays. A parameter that is a leaf is passed on as it is."""
+        by_leaf = dict(zip(self.leaves, arrays, strict=True))
+        found: dict[str, Any] = {}
+        leaf = self.scale.only_leaf()
+        if leaf is not None and (self.with_offset or leaf[1] == 0):
+            found["scale"] = self.scale.of_leaf(leaf[0], by_leaf[leaf[0].var], x)
+            if leaf[1]:
+                found["scale_offset"] = leaf[1]
+        elif not self.scale.is_one():
+            found["scale"] = self.scale.array(by_leaf, x)
+        leaf = self.bias.only_leaf()
+        if leaf is not None and leaf[1] == 0:
+            found["bias"] = self.bias.of_leaf(leaf[0], by_leaf[leaf[0].var], x)
+        elif self.bias.polynomial.terms:
+            found["bias"] = self.bias.array(by_leaf, x)
+        return found
 
 
 def only_leaves(p: Polynomial, axes: Axes) -> bool:

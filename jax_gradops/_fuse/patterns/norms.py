@@ -11,13 +11,12 @@ from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
 from jax_gradops._fuse.patterns.candidate import (
+    Affine,
     Candidate,
     Left,
-    Parameter,
     only_leaves,
     parameter,
     same_layout,
-    unique,
 )
 from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Monomial, Polynomial, Root
 from jax_gradops._fuse.search import Values
@@ -156,35 +155,23 @@ def row_norm(values: Values, v: Var) -> Candidate | None:
         raise Left("the variance is divided by n - 1")
     if not only_leaves(found.scale, found.over) or not only_leaves(found.bias, found.over):
         return None
+    parameters = (found.scale, found.bias)
+    if any(p.axes and p.axes != found.over for p in parameters):
+        return None  # a group norm with one group
     if found.bias.terms and not found.centered:
         return None  # the norm without the bias is found on its own
-    scale, bias = (parameter(values, p, first) for p in (found.scale, found.bias))
-    leaves = unique(scale.leaves, bias.leaves)
+    axes = range(first, len(dims))
+    affine = Affine(
+        parameter(values, found.scale, axes), parameter(values, found.bias, axes), with_offset=True
+    )
     norm = layer_norm.layer_norm if found.centered else layer_norm.rms_norm
     call = functools.partial(
-        _norm, norm, scale, bias, leaves, begin_norm_axis=first, epsilon=found.epsilon
+        _row_norm, norm, affine, begin_norm_axis=first, epsilon=found.epsilon
     )
-    return Candidate(norm.__name__, call, (values.root, *leaves), v)
+    return Candidate(norm.__name__, call, (values.root, *affine.leaves), v)
 
 
-def _norm(
-    norm: Any, scale: Parameter, bias: Parameter, leaves: tuple[Var, ...], *arrays: Any,
-    begin_norm_axis: int, epsilon: float,
-) -> Any:  # fmt: skip
-    """Calls a norm with its parameters, which are made from leaves."""
-    split = len(arrays) - len(leaves)
-    x, by_leaf = arrays[:split], dict(zip(leaves, arrays[split:], strict=True))
-    options: dict[str, Any] = {"begin_norm_axis": begin_norm_axis, "epsilon": epsilon}
-    leaf = scale.only_leaf()
-    if leaf is not None:
-        options["scale"] = scale.of_leaf(leaf[0], by_leaf[leaf[0].var])
-        options["scale_offset"] = leaf[1]
-    elif not scale.is_one():
-        options["scale"] = scale.array(by_leaf)
-    leaf = bias.only_leaf()
-    if leaf is not None and leaf[1] == 0:
-        options["bias"] = bias.of_leaf(leaf[0], by_leaf[leaf[0].var])
-    elif bias.polynomial.terms:
-        options["bias"] = bias.array(by_leaf)
-    return norm(*x, **options)
-
+def _row_norm(norm: Any, affine: Affine, *arrays: Any, **options: Any) -> Any:
+    """Calls a norm of one array, or of the sum of two."""
+    split = len(arrays) - len(affine.leaves)
+    return norm(*arrays[:split], **affine.arguments(arrays[0], arrays[split:]), **options)
