@@ -28,6 +28,10 @@ _NOTHING_HERE |= {"pvary", "pcast"}
 # Axes without a sum have so many elements in the comparison.
 _ROWS = 2
 _passed: set[Any] = set()
+# The comparison runs once, so that compilation is most of its time.
+_QUICKLY_COMPILED: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later versions have no such option
+    _QUICKLY_COMPILED["xla_cpu_use_fusion_emitters"] = False
 
 
 def equal(values: Values, candidate: Candidate, equations: Sequence[int]) -> None:
@@ -135,7 +139,7 @@ class _Region:
             cotangents = (jnp.asarray(dy, y.dtype) for y in (expected, got))
             return (expected, *pull(next(cotangents))), (got, *pull_op(next(cotangents)))
 
-        expected, got = jax.jit(both)(*arrays)
+        expected, got = jax.jit(both, compiler_options=_QUICKLY_COMPILED)(*arrays)
         dtypes = {"float32"} if wide else self.dtypes
         unit = max(float(jnp.finfo(name).eps) for name in dtypes)
         limit = unit * max(64, 4 * math.sqrt(self.count))
