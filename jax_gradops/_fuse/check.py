@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,20 +41,77 @@ def equal(values: Values, candidate: Candidate, equations: Sequence[int]) -> Non
     a difference of a bfloat16 rounding is seen. Equal comparisons are made once.
     """
     region = _Region(values, candidate, equations)
-    key = region.signature()
+    _once(region.signature(), region.run_twice)
+
+
+def compare(
+    op: str,
+    reference: Callable[..., Any],
+    call: Callable[..., Any],
+    types: Sequence[tuple[tuple[int, ...], Any]],
+    key: Any,
+) -> None:
+    """Raises `Left` if two functions of arrays of these shapes and dtypes differ."""
+    rng = np.random.default_rng(0)
+
+    def run() -> None:
+        arrays = [jnp.asarray(rng.uniform(0.5, 1.5, shape), dtype) for shape, dtype in types]
+        unit = max(float(jnp.finfo(dtype).eps) for _, dtype in types)
+        _compare(op, reference, call, arrays, 64 * unit)
+
+    _once(key, run)
+
+
+def _once(key: Any, run: Callable[[], None]) -> None:
+    """Runs a comparison outside of the current trace, if it has not passed before."""
     if key in _passed:
         return
     cpu = jax.devices("cpu")[0] if _has_cpu() else None
-    empty = AbstractMesh((), ())
     with (
         jax.ensure_compile_time_eval(),
         jax.default_device(cpu),
-        jax.sharding.use_abstract_mesh(empty),
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
     ):
-        for wide in (False, True):
-            if not wide or not region.dtypes <= {"float32", "float64"}:
-                region.compare(wide)
+        run()
     _passed.add(key)
+
+
+def _compare(
+    op: str,
+    reference: Callable[..., Any],
+    call: Callable[..., Any],
+    arrays: Sequence[jax.Array],
+    limit: float,
+) -> None:
+    """Raises `Left` if results or gradients differ by more than `limit` of the largest number."""
+    floats = [i for i, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+    def both(*arrays: jax.Array) -> Any:
+        found = []
+        for function in (reference, call):
+
+            def of_floats(*given: jax.Array, function: Any = function) -> Any:
+                full = list(arrays)
+                for i, array in zip(floats, given, strict=True):
+                    full[i] = array
+                return jax.tree.leaves(function(*full))
+
+            results, pull = jax.vjp(of_floats, *(arrays[i] for i in floats))
+            rng = np.random.default_rng(1)
+            dy = [jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in results]
+            found.append((results, pull(dy)))
+        return found
+
+    expected, got = jax.jit(both, compiler_options=_QUICKLY_COMPILED)(*arrays)
+    for what, a, b in zip(("results", "gradients"), expected, got, strict=True):
+        for x, y in zip(a, b, strict=True):
+            x, y = (np.asarray(each, np.float64) for each in (x, y))
+            largest = float(np.max(np.abs(x), initial=1e-3))
+            error = float(np.max(np.abs(x - y), initial=0.0))
+            if not error <= limit * largest:
+                raise Left(
+                    f"{what} of {op} differ on random numbers, by {error:.1e} of {largest:.1e}"
+                )
 
 
 def _has_cpu() -> bool:
@@ -115,46 +172,19 @@ class _Region:
             return self.values.forms[v].dims
         return self.leaves.get(v)
 
-    def compare(self, wide: bool) -> None:
-        rng = np.random.default_rng(0)
-        operands = self.candidate.operands
-        arrays = [self._random(rng, v, wide) for v in operands]
-        floats = [i for i, v in enumerate(operands) if _is_float(v)]
-
-        def both(*arrays: jax.Array) -> Any:
-            def of_floats(function: Any) -> Any:
-                def of(*given: jax.Array) -> Any:
-                    full = list(arrays)
-                    for i, array in zip(floats, given, strict=True):
-                        full[i] = array
-                    return function(*full)
-
-                return of
-
-            given = [arrays[i] for i in floats]
-            expected, pull = jax.vjp(of_floats(functools.partial(self.run, wide)), *given)
-            op = of_floats(self._op)
-            got, pull_op = jax.vjp(op, *given)
-            dy = np.random.default_rng(1).standard_normal(self.output_sizes)
-            cotangents = (jnp.asarray(dy, y.dtype) for y in (expected, got))
-            return (expected, *pull(next(cotangents))), (got, *pull_op(next(cotangents)))
-
-        expected, got = jax.jit(both, compiler_options=_QUICKLY_COMPILED)(*arrays)
-        dtypes = {"float32"} if wide else self.dtypes
-        unit = max(float(jnp.finfo(name).eps) for name in dtypes)
-        limit = unit * max(64, 4 * math.sqrt(self.count))
-        if wide and self.candidate.op == "gelu":  # literals were rounded to the dtype
-            limit = max(limit, 2 * max(float(jnp.finfo(name).eps) for name in self.dtypes))
-        for i, (a, b) in enumerate(zip(expected, got, strict=True)):
-            a, b = (np.asarray(each, np.float64) for each in (a, b))
-            largest = float(np.max(np.abs(a), initial=0.0))
-            error = float(np.max(np.abs(a - b), initial=0.0))
-            if not error <= limit * max(largest, 1e-3):
-                what = "results" if i == 0 else "gradients"
-                raise Left(
-                    f"{what} of {self.candidate.op} differ on random numbers, by {error:.1e} of "
-                    f"{largest:.1e}"
-                )
+    def run_twice(self) -> None:
+        for wide in (False, True):
+            if wide and self.dtypes <= {"float32", "float64"}:
+                continue
+            dtypes = {"float32"} if wide else self.dtypes
+            unit = max(float(jnp.finfo(name).eps) for name in dtypes)
+            limit = unit * max(64, 4 * math.sqrt(self.count))
+            if wide and self.candidate.op == "gelu":  # literals were rounded to the dtype
+                limit = max(limit, 2 * max(float(jnp.finfo(name).eps) for name in self.dtypes))
+            rng = np.random.default_rng(0)
+            arrays = [self._random(rng, v, wide) for v in self.candidate.operands]
+            reference = functools.partial(self.run, wide)
+            _compare(self.candidate.op, reference, self._op, arrays, limit)
 
     def _op(self, *arrays: jax.Array) -> jax.Array:
         return jax.tree.leaves(self.candidate.call(*arrays))[0].reshape(self.output_sizes)

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jax_gradops._fuse import check, search
 from jax_gradops._fuse.forms import NoForm
-from jax_gradops._fuse.patterns import channel_norms, gelu, losses, norms
+from jax_gradops._fuse.patterns import channel_norms, clip, gelu, losses, norms
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
 from jax_gradops._fuse.polynomial import Leaf
 from jax_gradops._fuse.program import Program, Site
@@ -52,6 +52,15 @@ class Finder:
     def _around(self, anchor: int, kind: str) -> None:
         """Looks for an op around an equation that may be a part of one."""
         why: list[str] = []
+        if kind == "norm":
+            try:
+                site = clip.clip(self.program, anchor)
+            except Left as left:
+                site = None
+                why.append(str(left))
+            if site and not site.region & self.taken:
+                self._take(site, "")
+                return
         shows = self.program.items[anchor].equation.outvars[0]
         for root in search.roots(self.program, anchor):
             if root not in self._values:
@@ -68,7 +77,7 @@ class Finder:
                         why.append(str(left))
                         continue
                     if candidate and site:
-                        self._take(site, candidate)
+                        self._take(site, candidate.options)
                         return
             if kind == "norm":
                 why.append(norms.why_left(values, shows))
@@ -76,16 +85,16 @@ class Finder:
         if why:
             self.report.left(kind, self.program.source(anchor), why[0])
 
-    def _take(self, site: Site, candidate: Candidate) -> None:
+    def _take(self, site: Site, options: str) -> None:
         self.sites.append(site)
         self.taken |= site.region
-        source = self.program.source(self.program.producer[candidate.output])
-        self.report.found(site, source, candidate.options)
+        source = self.program.source(self.program.producer[site.outputs[0]])
+        self.report.found(site, source, options)
 
     def _site(self, values: Values, candidate: Candidate, anchor: int) -> Site | None:
         """The equations that an op replaces, after all checks."""
         program, output = self.program, candidate.output
-        equations = search.slice_of(values, output, set(candidate.operands))
+        equations = search.slice_between(program, [output], set(candidate.operands))
         if anchor not in equations:
             return None
         outputs, call = (output,), candidate.call
@@ -189,7 +198,7 @@ class Finder:
             leaf = self._vector(values, bias)
             if leaf is None or set(program.users[root]) - site.region:
                 continue
-            equations = search.slice_of(values, site.outputs[0], {x, leaf})
+            equations = search.slice_between(program, site.outputs, {x, leaf})
             region = search.unshared(program, equations, site.outputs)
             call = functools.partial(_bias_gelu, **site.call.keywords)
             return Site("bias_gelu", call, (x, leaf), site.outputs, region, site.at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -239,15 +239,13 @@ def _check(form: Form, values: Values, equation: JaxprEqn) -> None:
         raise NoForm("another array of the same size is added or multiplied")
 
 
-def slice_of(values: Values, output: Var, leaves: Iterator[Var] | set[Var]) -> set[int]:
-    """The equations that compute an output from the root and from leaves."""
-    program = values.program
-    stop = {values.root, *leaves}
+def slice_between(program: Program, outputs: Iterable[Var], operands: set[Var]) -> set[int]:
+    """The equations that compute outputs from operands."""
     found: set[int] = set()
-    stack: list[Any] = [output]
+    stack: list[Any] = list(outputs)
     while stack:
         v = stack.pop()
-        if not isinstance(v, Var) or v in stop or v not in program.producer:
+        if not isinstance(v, Var) or v in operands or v not in program.producer:
             continue
         i = program.producer[v]
         if i not in found:

@@ -1,0 +1,246 @@
+"""Clipping by the global norm, as Optax writes it. It has many arrays, so polynomials do not help.
+
+The norm is sqrt(sum over arrays of sum(array²)). Each array becomes
+where(norm < max_norm, array, array / norm * max_norm).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jax_gradops._fuse import check, search
+from jax_gradops._fuse.patterns.candidate import Left
+from jax_gradops._fuse.program import Program, Site
+from jax_gradops._ops.clip.global_norm import clip_tree_by_global_norm
+
+_PASSED_ON = ("convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Clip:
+    """What was found: arrays, in order of the sum, their clipped values, and the bound."""
+
+    arrays: tuple[Var, ...]
+    clipped: tuple[Var, ...]
+    max_norm: Any
+
+
+def clip(program: Program, anchor: int) -> Site | None:
+    """The clipping by a norm, which is the square root that an equation computes."""
+    norm = program.items[anchor].equation.outvars[0]
+    if norm.aval.shape or program.items[anchor].equation.primitive.name != "sqrt":
+        return None
+    arrays = _squares(program, program.items[anchor].equation.invars[0])
+    if not arrays or len(set(arrays)) != len(arrays):
+        return None
+    clipped = [_clipped(program, array, norm) for array in arrays]
+    if not any(clipped):
+        return None
+    if not all(clipped) or len({str(c[1]) for c in clipped if c}) != 1:
+        raise Left("not all arrays of the global norm are clipped by it, with one bound")
+    found = _Clip(arrays, tuple(c[0] for c in clipped if c), clipped[0] and clipped[0][1])
+    return _site(program, anchor, found)
+
+
+def _site(program: Program, anchor: int, found: _Clip) -> Site:
+    norm = program.items[anchor].equation.outvars[0]
+    is_array = isinstance(found.max_norm, Var)
+    operands = (*found.arrays, found.max_norm) if is_array else found.arrays
+    equations = search.slice_between(program, found.clipped, set(operands))
+    outputs = found.clipped
+    others = [i for i in program.users.get(norm, ()) if i not in equations]
+    if others or norm in program.results:
+        outputs = (*outputs, norm)
+    region = search.unshared(program, equations, outputs)
+    if anchor not in region:
+        raise Left("the global norm's arrays are used in another way, too")
+    at = program.operand_position(operands)
+    outside = [u for v in outputs for u in program.users.get(v, ()) if u not in region]
+    if any(u < at for u in outside):
+        raise Left("a gradient is computed from the global norm")
+    number = None if is_array else float(np.asarray(found.max_norm.val))
+
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        *leaves, bound = arrays if is_array else (*arrays, number)
+        tree, before = clip_tree_by_global_norm(leaves, bound)
+        return [*tree, before.astype(norm.aval.dtype)][: len(outputs)]
+
+    _compare(program, call, operands, outputs, sorted(equations))
+    return Site("clip_tree_by_global_norm", call, operands, outputs, region, at)
+
+
+def _compare(
+    program: Program,
+    call: Callable[..., Any],
+    operands: Sequence[Var],
+    outputs: Sequence[Var],
+    equations: Sequence[int],
+) -> None:
+    """Runs the equations and the op on small arrays with the operands' dtypes and ranks."""
+
+    def reference(*arrays: jax.Array) -> list[jax.Array]:
+        env: dict[Any, jax.Array] = dict(zip(operands, arrays, strict=True))
+        for i in equations:
+            equation = program.items[i].equation
+            given = [
+                jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else env[v]
+                for v in equation.invars
+            ]
+            env[equation.outvars[0]] = _evaluate(equation, given)
+        found = [env[v] for v in outputs]
+        return [jnp.broadcast_to(y, _small(v)) for y, v in zip(found, outputs, strict=True)]
+
+    key = ("clip", str([v.aval.dtype.name for v in operands]), len(outputs) > len(operands))
+    shown = [str(program.items[i].equation.primitive) for i in equations]
+    shapes = [_small(v) for v in operands]
+    check.compare(
+        "clip_tree_by_global_norm", reference, call, [(s, v.aval.dtype) for s, v in
+        zip(shapes, operands, strict=True)], (*key, str(shown), str(shapes)),
+    )  # fmt: skip
+
+
+def _small(v: Var) -> tuple[int, ...]:
+    return tuple(min(n, 2) for n in v.aval.shape)
+
+
+def _evaluate(equation: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
+    name = equation.primitive.name
+    if name in ("reshape", "squeeze", "broadcast_in_dim"):
+        return operands[0]  # of scalars
+    if name == "reduce_sum":
+        return jnp.sum(operands[0], dtype=operands[0].dtype)
+    shape = np.broadcast_shapes(*(x.shape for x in operands))
+    operands = [jnp.broadcast_to(x, shape) for x in operands]
+    return equation.primitive.bind(*operands, **equation.params)
+
+
+def _squares(program: Program, total: Any) -> tuple[Var, ...]:
+    """The arrays whose squares are summed, or none."""
+    producer = program.producer.get(total) if isinstance(total, Var) else None
+    if producer is None:
+        return ()
+    equation = program.items[producer].equation
+    name, operands = equation.primitive.name, equation.invars
+    if name in _PASSED_ON:
+        return _squares(program, operands[0])
+    if name == "add":
+        parts = [() if _is_zero(v) else _squares(program, v) or None for v in operands]
+        return () if None in parts else tuple(v for part in parts for v in part or ())
+    if name == "reduce_sum" and len(equation.params["axes"]) == len(operands[0].aval.shape):
+        array = _square_of(program, operands[0])
+        return () if array is None else (array,)
+    array = _square_of(program, total)
+    return () if array is None or array.aval.shape else (array,)  # the square of a scalar
+
+
+def _is_zero(v: Any) -> bool:
+    return isinstance(v, Literal) and not np.any(np.asarray(v.val))
+
+
+def _square_of(program: Program, v: Any) -> Var | None:
+    """The array that v is the square of. Optax adds the square of an imaginary part of zeros."""
+    producer = program.producer.get(v) if isinstance(v, Var) else None
+    if producer is None:
+        return None
+    equation = program.items[producer].equation
+    name, operands = equation.primitive.name, equation.invars
+    if name == "convert_element_type":
+        return _square_of(program, operands[0])
+    square = name == "square" or (name == "integer_pow" and equation.params["y"] == 2)
+    if square or (name == "mul" and operands[0] is operands[1]):
+        return _uncast(program, operands[0])
+    if name == "add" and _is_square_of_zero(program, operands[1]):
+        return _square_of(program, operands[0])
+    return None
+
+
+def _uncast(program: Program, v: Any) -> Var | None:
+    """The array before casts to a larger dtype."""
+    producer = program.producer.get(v) if isinstance(v, Var) else None
+    equation = None if producer is None else program.items[producer].equation
+    if equation is not None and equation.primitive.name == "convert_element_type":
+        old, new = equation.invars[0].aval.dtype, v.aval.dtype
+        if jnp.promote_types(old, new) == new and jnp.issubdtype(old, jnp.floating):
+            return _uncast(program, equation.invars[0])
+    return v if isinstance(v, Var) else None
+
+
+def _is_square_of_zero(program: Program, v: Any) -> bool:
+    producer = program.producer.get(v) if isinstance(v, Var) else None
+    if producer is None:
+        return _is_zero(v)
+    equation = program.items[producer].equation
+    same = equation.primitive.name in ("square", *_PASSED_ON)
+    return same and _is_square_of_zero(program, equation.invars[0])
+
+
+def _clipped(program: Program, array: Var, norm: Var) -> tuple[Var, Any] | None:
+    """The clipped array, and the bound."""
+    for i in program.users.get(array, ()):
+        equation = program.items[i].equation
+        if equation.primitive.name != "select_n" or len(equation.invars) != 3:
+            continue
+        condition, scaled, kept = equation.invars
+        bound = _bound(program, condition, norm)
+        if kept is array and bound is not None and _is_scaled(program, scaled, array, norm, bound):
+            return equation.outvars[0], bound
+    return None
+
+
+def _bound(program: Program, condition: Any, norm: Var) -> Any:
+    """The bound in norm < bound."""
+    equation = _producer(program, condition)
+    if equation is None:
+        return None
+    if equation.primitive.name in _PASSED_ON:
+        return _bound(program, equation.invars[0], norm)
+    if equation.primitive.name != "lt" or not _is_norm(program, equation.invars[0], norm):
+        return None
+    return _original(program, equation.invars[1])
+
+
+def _is_scaled(program: Program, v: Any, array: Var, norm: Var, bound: Any) -> bool:
+    """Whether v is array / norm * bound."""
+    product = _producer(program, v)
+    if product is None or product.primitive.name != "mul":
+        return False
+    for quotient, factor in (product.invars, product.invars[::-1]):
+        division = _producer(program, quotient)
+        if division is None or division.primitive.name != "div":
+            continue
+        same = division.invars[0] is array and _is_norm(program, division.invars[1], norm)
+        if same and _same_number(_original(program, factor), bound):
+            return True
+    return False
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    """Whether two scalars are equal. One may be rounded to an array's dtype."""
+    if not (isinstance(a, Literal) and isinstance(b, Literal)):
+        return a is b
+    small = min((np.asarray(v.val).dtype for v in (a, b)), key=lambda dtype: dtype.itemsize)
+    return bool(np.asarray(a.val).astype(small) == np.asarray(b.val).astype(small))
+
+
+def _is_norm(program: Program, v: Any, norm: Var) -> bool:
+    return _original(program, v) is norm
+
+
+def _original(program: Program, v: Any) -> Any:
+    """The scalar before casts and broadcasts."""
+    equation = _producer(program, v)
+    if equation is not None and equation.primitive.name in _PASSED_ON:
+        return _original(program, equation.invars[0])
+    return v
+
+
+def _producer(program: Program, v: Any) -> JaxprEqn | None:
+    i = program.producer.get(v) if isinstance(v, Var) else None
+    return None if i is None else program.items[i].equation
