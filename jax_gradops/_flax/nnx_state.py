@@ -19,7 +19,11 @@ def _is_node(value: Any) -> bool:
 
 
 def call(
-    run: Callable[..., Any], function: Callable[..., Any], modules: list[Any], args: Any, kwargs: Any
+    run: Callable[..., Any],
+    function: Callable[..., Any],
+    modules: list[Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     """Runs `function`, and updates its modules with what it changed in them."""
     graph, state = nnx.split(modules)

@@ -153,7 +153,10 @@ class Finder:
         operands = (*operands, *site.operands[1:])
         at = program.operand_position(operands)
         outside = [
-            u for v in (values.root, *site.outputs) for u in program.users.get(v, ()) if u not in region
+            u
+            for v in (values.root, *site.outputs)
+            for u in program.users.get(v, ())
+            if u not in region
         ]
         if i in self.taken or any(u < at for u in outside):
             return site
@@ -185,7 +188,9 @@ class Finder:
         """A GELU with the addition of a bias before it, if there is one."""
         program = self.program
         if self._is_gate(site.outputs[0]):
-            raise Left("its result is multiplied by another array, which XLA computes with the GELU")
+            raise Left(
+                "its result is multiplied by another array, which XLA computes with the GELU"
+            )
         root = values.root
         i = program.producer.get(root)
         equation = program.items[i].equation if i is not None else None

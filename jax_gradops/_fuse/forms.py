@@ -69,9 +69,7 @@ class Form:
     @property
     def labels(self) -> Axes:
         """The root's axes that the array has."""
-        return frozenset(
-            p.label for parts in self.dims for p in parts if isinstance(p.label, int)
-        )
+        return frozenset(p.label for parts in self.dims for p in parts if isinstance(p.label, int))
 
 
 def of_number(number: float, shape: Sequence[int]) -> Form:
@@ -169,9 +167,7 @@ def divide(part: Part, first: int, known: dict[Unknown, tuple[Part, ...]]) -> tu
     return halves
 
 
-def _resolved(
-    parts: Iterable[Part], known: Mapping[Unknown, tuple[Part, ...]]
-) -> tuple[Part, ...]:
+def _resolved(parts: Iterable[Part], known: Mapping[Unknown, tuple[Part, ...]]) -> tuple[Part, ...]:
     """The parts with what is known by now."""
     found: list[Part] = []
     for part in parts:

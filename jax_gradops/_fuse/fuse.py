@@ -43,7 +43,10 @@ def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> 
 
 
 def _run(
-    function: Callable[..., Any], args: Any, kwargs: Any, report: Callable[[FuseSummary], Any] | None
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    report: Callable[[FuseSummary], Any] | None,
 ) -> Any:
     """Traces a function, puts ops in, and runs it."""
     leaves, structure = jax.tree.flatten((args, kwargs))

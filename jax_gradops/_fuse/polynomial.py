@@ -256,7 +256,9 @@ def mean(p: Polynomial, over: Axes) -> Polynomial:
 
 def total(p: Polynomial, over: Axes, count: int) -> Polynomial:
     """The sum over axes with `count` elements. A sum of x times a one-hot array picks from x."""
-    hot = {a for m in p.terms for a, e in m if isinstance(a, OneHot) and e == 1 and over == {a.over}}
+    hot = {
+        a for m in p.terms for a, e in m if isinstance(a, OneHot) and e == 1 and over == {a.over}
+    }
     if len(hot) != 1:
         return mean(p, over).scaled(count)
     ((one_hot, axis),) = ((a, a.over) for a in hot)

@@ -145,9 +145,7 @@ class Program:
                 equations.append(changed.get(i, item.equation))
         for site in by_position.get(len(self.items), ()):
             equations += self._of_site(site)
-        return self.jaxpr.replace(
-            eqns=_needed(equations, self.outvars), outvars=self.outvars
-        )
+        return self.jaxpr.replace(eqns=_needed(equations, self.outvars), outvars=self.outvars)
 
     def _original(self, origin: int) -> JaxprEqn:
         equation = self.jaxpr.eqns[origin]
@@ -215,5 +213,3 @@ def _needed(equations: list[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]
             kept.append(equation)
             used.update(v for v in equation.invars if isinstance(v, Var))
     return kept[::-1]
-
-

@@ -72,7 +72,9 @@ class FuseSummary:
 
     def __str__(self) -> str:
         count = sum(each.times for each in self.replaced)
-        lines = [f"jax_gradops.fuse: {count} replaced, {sum(each.times for each in self.left)} left"]
+        lines = [
+            f"jax_gradops.fuse: {count} replaced, {sum(each.times for each in self.left)} left"
+        ]
         return "\n  ".join([*lines, *map(str, self.replaced), *map(str, self.left)])
 
 

@@ -40,7 +40,9 @@ def of_literal(literal: Literal) -> Form:
     if value.dtype == bool or np.issubdtype(value.dtype, np.integer):
         return forms.of_number(float(value.item()), value.shape)
     try:
-        return forms.of_number(exact(float(value.astype(np.float64).item()), value.dtype), value.shape)
+        return forms.of_number(
+            exact(float(value.astype(np.float64).item()), value.dtype), value.shape
+        )
     except (TypeError, ValueError):  # complex numbers, keys of random numbers
         raise NoForm("") from None
 
@@ -189,9 +191,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _integer_pow(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
-    return Form(
-        polynomial.power(operands[0].polynomial, equation.params["y"]), operands[0].dims
-    )
+    return Form(polynomial.power(operands[0].polynomial, equation.params["y"]), operands[0].dims)
 
 
 def _compare(compute: Callable[[float, float], bool]) -> Rule:

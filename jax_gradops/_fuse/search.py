@@ -29,7 +29,7 @@ def _shows_square_root(equation: JaxprEqn) -> bool:
 
 
 def kind(equation: JaxprEqn) -> str:
-    """"norm", "gelu" or "loss" for an equation that shows that an op of this kind may be here."""
+    """ "norm", "gelu" or "loss" for an equation that shows that an op of this kind may be here."""
     if _shows_square_root(equation):
         return "norm"
     if equation.primitive.name in ("tanh", "erf", "erfc", "logistic"):
@@ -81,7 +81,9 @@ def _near(program: Program, v: Var) -> set[Var]:
     """The arrays from which a few equations lead to `v`."""
     found, last = {v}, [v]
     for _ in range(6):
-        producers = [program.items[program.producer[u]].equation for u in last if u in program.producer]
+        producers = [
+            program.items[program.producer[u]].equation for u in last if u in program.producer
+        ]
         last = [
             u
             for equation in producers

@@ -156,7 +156,9 @@ class Affine:
 def only_leaves(p: Polynomial, axes: Axes) -> bool:
     """Whether a polynomial has only leaves, which vary over some axes at most."""
     return all(
-        isinstance(atom, Leaf) and atom.axes <= axes and all(isinstance(n, int) for a in atom.labels for n in a)
+        isinstance(atom, Leaf)
+        and atom.axes <= axes
+        and all(isinstance(n, int) for a in atom.labels for n in a)
         for monomial in p.terms
         for atom, _ in monomial
     )

@@ -100,8 +100,11 @@ def unbiased(values: Values, found: Normalized) -> bool:
     n = math.prod(values.sizes[i] for i in found.over)
     factors = [abs(c) for c in found.scale.terms.values()]
     wanted = math.sqrt((n - 1) / n)
-    return found.centered and len(factors) == 1 and polynomial.close(factors[0], wanted, 2e-6) and (
-        not polynomial.close(factors[0], 1, 2e-6)
+    return (
+        found.centered
+        and len(factors) == 1
+        and polynomial.close(factors[0], wanted, 2e-6)
+        and (not polynomial.close(factors[0], 1, 2e-6))
     )
 
 
@@ -165,9 +168,7 @@ def row_norm(values: Values, v: Var) -> Candidate | None:
         parameter(values, found.scale, axes), parameter(values, found.bias, axes), with_offset=True
     )
     norm = layer_norm.layer_norm if found.centered else layer_norm.rms_norm
-    call = functools.partial(
-        _row_norm, norm, affine, begin_norm_axis=first, epsilon=found.epsilon
-    )
+    call = functools.partial(_row_norm, norm, affine, begin_norm_axis=first, epsilon=found.epsilon)
     return Candidate(norm.__name__, call, (values.root, *affine.leaves), v)
 
 
