@@ -5,6 +5,8 @@ order, with size 1 where the array does not vary. Reshapes, transpositions and b
 nothing, and the number of rows does not matter.
 """
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import functools

@@ -301,7 +301,7 @@ def _function(name: str, of: Key, over: Axes) -> Function:
 
 
 def power(p: Polynomial, exponent: float) -> Polynomial:
-    """p to a number. Whole powers are multiplied out; other sums become an atom "power"."""
+    """A power of p. Whole powers are multiplied out. Other sums become an atom "power"."""
     if p.single is not None:
         monomial, c = p.single
         whole = exponent == int(exponent)

@@ -1,5 +1,7 @@
 """A jaxpr as a list of equations, and the jaxpr that has ops in their place."""
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,7 @@
 """What each primitive of JAX does to forms."""
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import math
@@ -8,11 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from jax_gradops._fuse import forms, polynomial
 from jax_gradops._fuse.forms import Form, NoForm
-from jax_gradops._fuse.polynomial import Axes, Function, Mean, Polynomial, Root
+from jax_gradops._fuse.polynomial import Function, Mean, Polynomial
 
 Rule = Callable[[JaxprEqn, Sequence[Form]], Form]
 
@@ -338,10 +340,12 @@ def _custom_jvp(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
 
 def is_relu(equation: JaxprEqn) -> bool:
     """Whether a custom_jvp function has the result and the derivative of `jax.nn.relu`."""
-    if equation.primitive.name != "custom_jvp_call" or len(equation.invars) != 1:
-        return False
     x = equation.invars[0]
-    jaxpr = Jaxpr((), equation.invars, equation.outvars, [equation])
+    if equation.primitive.name != "custom_jvp_call" or not isinstance(x, Var):
+        return False
+    if len(equation.invars) != 1:
+        return False
+    jaxpr = Jaxpr((), [x], equation.outvars, [equation])
     call = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
     found, relu = (
         str(jax.make_jaxpr(lambda *a, f=f: jax.jvp(f, a[:1], a[1:]))(x.aval, x.aval))

@@ -1,5 +1,7 @@
 """From which arrays ops may start, and the forms of the values after such an array."""
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import dataclasses
@@ -29,7 +31,7 @@ def _shows_square_root(equation: JaxprEqn) -> bool:
 
 
 def kind(equation: JaxprEqn) -> str:
-    """ "norm", "gelu" or "loss" for an equation that shows that an op of this kind may be here."""
+    """The kind of op that may be around an equation: "norm", "gelu", "loss", or none."""
     if _shows_square_root(equation):
         return "norm"
     if equation.primitive.name in ("tanh", "erf", "erfc", "logistic"):
@@ -67,7 +69,7 @@ def _floating(v: Var) -> bool:
 
 
 def _starts(program: Program, equation: JaxprEqn) -> bool:
-    """Whether no op goes on before this equation: a matrix product, a sum of two arrays, …"""
+    """Whether no op goes on before this equation, such as a matrix product or a sum of arrays."""
     if equation.primitive.name not in rules.RULES:
         return True
     if equation.primitive.name not in ("add", "mul"):
@@ -158,7 +160,7 @@ class Values:
         return forms.of_leaf(v)
 
     def _one_hot(self, equation: JaxprEqn, depth: int) -> Form:
-        """The form of a comparison with 0, 1, 2, …"""
+        """The form of a comparison with numbers that count from 0."""
         for index, counted in (equation.invars, equation.invars[::-1]):
             iota = self._iota(counted)
             if iota is not None and isinstance(index, Var):

@@ -1,5 +1,7 @@
 """What a pattern returns, and the parameters of an op as arrays."""
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import dataclasses
@@ -17,6 +19,21 @@ from jax_gradops._fuse.search import Values
 
 
 @dataclasses.dataclass(frozen=True)
+class Before:
+    """The form of an op that adds something to the root first.
+
+    Attributes:
+      kind: "arrays": two arrays are added. "bias": an array and a vector.
+      op: the name of the public function.
+      call: computes the outputs from the two terms and the op's other operands.
+    """
+
+    kind: str
+    op: str
+    call: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate:
     """An op that may compute a value.
 
@@ -28,6 +45,7 @@ class Candidate:
       options: what a report says about the call.
       statistics: other results of the op, as polynomials of the root. `call` returns them after
         the output.
+      before: the form with an addition before the op.
     """
 
     op: str
@@ -36,6 +54,7 @@ class Candidate:
     output: Var
     options: str = ""
     statistics: tuple[Polynomial, ...] = ()
+    before: Before | None = None
 
 
 class Left(Exception):

@@ -1,5 +1,7 @@
 """Batch norm, group norm and instance norm, with the activation after them."""
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import functools
@@ -48,7 +50,9 @@ def channel_norm(values: Values, v: Var) -> Candidate | None:
         return None
     if norms.unbiased(values, found):
         raise Left("the variance is divided by n - 1")
-    channels = frozenset(q.label for q in values.forms[values.root].dims[layout.axis])
+    channels = frozenset(
+        q.label for q in values.forms[values.root].dims[layout.axis] if isinstance(q.label, int)
+    )
     if not only_leaves(found.scale, channels) or not only_leaves(found.bias, channels):
         return None
     affine = Affine(
@@ -129,7 +133,7 @@ def _statistics(values: Values, over: Axes) -> tuple[Polynomial, ...]:
 def _batch_norm(affine: Affine, has_residual: bool, x: Any, *arrays: Any, **options: Any) -> Any:
     """The output, mean, variance and mean square. The statistics have derivatives here."""
     if has_residual:
-        *arrays, options["residual"] = arrays
+        options["residual"], arrays = arrays[-1], arrays[:-1]
     y, mean, variance = batch_norm(x, **affine.arguments(x, arrays), **options)
     mean, variance = with_derivatives(options["axis"], x, mean, variance)
     return y, mean, variance, variance + mean * mean

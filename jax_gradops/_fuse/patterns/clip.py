@@ -4,6 +4,8 @@ The norm is sqrt(sum over arrays of sum(array²)). Each array becomes
 where(norm < max_norm, array, array / norm * max_norm).
 """
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import dataclasses
@@ -65,7 +67,7 @@ def _site(program: Program, anchor: int, found: _Clip) -> Site:
     outside = [u for v in outputs for u in program.users.get(v, ()) if u not in region]
     if any(u < at for u in outside):
         raise Left("a gradient is computed from the global norm")
-    number = None if is_array else float(np.asarray(found.max_norm.val))
+    number = 0.0 if is_array else float(np.asarray(found.max_norm.val))
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
         *leaves, bound = arrays if is_array else (*arrays, number)

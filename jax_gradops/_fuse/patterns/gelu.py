@@ -1,15 +1,18 @@
 """GELU, exact and by tanh."""
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
-from jax_gradops._fuse.patterns.candidate import Candidate, same_layout
+from jax_gradops._fuse.patterns.candidate import Before, Candidate, same_layout
 from jax_gradops._fuse.polynomial import Function, Polynomial, Root
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.gelu import bias_gelu
@@ -35,7 +38,13 @@ def gelu(values: Values, v: Var) -> Candidate | None:
     if not p.close_to(half + half * polynomial.of_atom(next(iter(functions))), 1e-5):
         return None
     call = functools.partial(bias_gelu.gelu, approximate=approximate)
-    return Candidate("gelu", call, (values.root,), v, "" if approximate else "exact")
+    before = Before("bias", "bias_gelu", functools.partial(_bias_gelu, approximate))
+    options = "" if approximate else "exact"
+    return Candidate("gelu", call, (values.root,), v, options, before=before)
+
+
+def _bias_gelu(approximate: bool, x: jax.Array, bias: jax.Array) -> jax.Array:
+    return bias_gelu.bias_gelu(x, bias.reshape(-1), approximate)
 
 
 def _argument(x: Polynomial, approximate: bool) -> Polynomial:

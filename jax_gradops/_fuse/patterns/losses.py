@@ -1,5 +1,7 @@
 """Softmax cross-entropy with integer labels."""
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import functools
@@ -20,7 +22,7 @@ from jax_gradops._ops.cross_entropy.cross_entropy import (
 
 class _Loss(NamedTuple):
     sign: float  # -1 for a log-likelihood
-    index: Leaf
+    labels: Leaf
     axis: int  # of the root's axes
     fill: str
 
@@ -35,7 +37,7 @@ def loss(values: Values, v: Var) -> Candidate | None:
     root = [[p.label for p in axis] for axis in values.forms[values.root].dims]
     axis = next((i for i, labels in enumerate(root) if labels == [found.axis]), None)
     kept = [n for labels in root if labels != [found.axis] for n in labels]
-    labels = [n for along in found.index.labels for n in along]
+    labels = [n for along in found.labels.labels for n in along]
     if axis is None or rows != kept:
         return None
     if labels != kept:
@@ -44,7 +46,7 @@ def loss(values: Values, v: Var) -> Candidate | None:
         _cross_entropy, axis=axis, sign=found.sign, fill=found.fill, dtype=v.aval.dtype.name
     )
     return Candidate(
-        "softmax_cross_entropy_with_integer_labels", call, (values.root, found.index.var), v
+        "softmax_cross_entropy_with_integer_labels", call, (values.root, found.labels.var), v
     )
 
 

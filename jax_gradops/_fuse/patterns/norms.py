@@ -1,5 +1,7 @@
 """Layer norm and RMS norm, with the addition before them."""
 
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import functools
@@ -12,6 +14,7 @@ from jax.extend.core import Var
 from jax_gradops._fuse import polynomial
 from jax_gradops._fuse.patterns.candidate import (
     Affine,
+    Before,
     Candidate,
     Left,
     only_leaves,
@@ -167,9 +170,17 @@ def row_norm(values: Values, v: Var) -> Candidate | None:
     affine = Affine(
         parameter(values, found.scale, axes), parameter(values, found.bias, axes), with_offset=True
     )
-    norm = layer_norm.layer_norm if found.centered else layer_norm.rms_norm
-    call = functools.partial(_row_norm, norm, affine, begin_norm_axis=first, epsilon=found.epsilon)
-    return Candidate(norm.__name__, call, (values.root, *affine.leaves), v)
+    norm, with_addition = (
+        (layer_norm.layer_norm, layer_norm.add_layer_norm)
+        if found.centered
+        else (layer_norm.rms_norm, layer_norm.add_rms_norm)
+    )
+    call, add = (
+        functools.partial(_row_norm, f, affine, begin_norm_axis=first, epsilon=found.epsilon)
+        for f in (norm, with_addition)
+    )
+    before = Before("arrays", with_addition.__name__, add)
+    return Candidate(norm.__name__, call, (values.root, *affine.leaves), v, before=before)
 
 
 def _row_norm(norm: Any, affine: Affine, *arrays: Any, **options: Any) -> Any:

@@ -1,0 +1,115 @@
+"""The addition before an op, of two arrays or of a bias, becomes a part of the op."""
+
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from jax_gradops._fuse import search
+from jax_gradops._fuse.forms import NoForm
+from jax_gradops._fuse.patterns.candidate import Before, Left
+from jax_gradops._fuse.polynomial import Leaf
+from jax_gradops._fuse.program import Program, Site
+from jax_gradops._fuse.search import Values
+
+
+def of_arrays(values: Values, site: Site, before: Before, taken: set[int]) -> Site:
+    """The norm with the addition of two arrays before it, if there is one."""
+    program = values.program
+    added = _added(program, values.root)
+    if added is None:
+        return site
+    i = program.producer[values.root]
+    region = site.region | {i}
+    operands = (*added, *site.operands[1:])
+    outputs = (*site.outputs, values.root)
+    at = program.operand_position(operands)
+    outside = [u for v in outputs for u in program.users.get(v, ()) if u not in region]
+    if i in taken or any(u < at for u in outside):
+        return site
+    return Site(before.op, before.call, operands, outputs, region, at)
+
+
+def _added(program: Program, v: Var) -> tuple[Var, ...] | None:
+    """The two arrays of v's type whose sum is v."""
+    equation = _producer(program, v)
+    if equation is None or equation.primitive.name != "add":
+        return None
+    arrays = tuple(u for u in equation.invars if isinstance(u, Var))
+    same = [u.aval.shape == v.aval.shape and u.aval.dtype == v.aval.dtype for u in arrays]
+    producers = [_producer(program, u) for u in arrays]
+    repeated = any(p is not None and p.primitive.name == "broadcast_in_dim" for p in producers)
+    return arrays if len(arrays) == 2 and all(same) and not repeated else None
+
+
+def _producer(program: Program, v: Any) -> JaxprEqn | None:
+    i = program.producer.get(v) if isinstance(v, Var) else None
+    return None if i is None else program.items[i].equation
+
+
+def of_bias(values: Values, site: Site, before: Before, taken: set[int]) -> Site:
+    """The GELU with the addition of a bias before it, if there is one."""
+    program, root = values.program, values.root
+    if _is_gate(program, site.outputs[0]):
+        raise Left("its result is multiplied by another array, which XLA computes with the GELU")
+    equation = _producer(program, root)
+    if equation is None or equation.primitive.name != "add" or root in program.results:
+        return site
+    for x, bias in (equation.invars, equation.invars[::-1]):
+        if not isinstance(x, Var) or not isinstance(bias, Var):
+            continue
+        if x.aval.shape != root.aval.shape or x.aval.dtype != root.aval.dtype:
+            continue
+        vector = _vector(program, bias)
+        if vector is None or vector.aval.shape[-1] != root.aval.shape[-1]:
+            continue
+        if any(u not in site.region for u in program.users[root]):
+            continue
+        equations = search.slice_between(program, site.outputs, {x, vector})
+        region = search.unshared(program, equations, site.outputs)
+        if not region & taken:
+            return Site(before.op, before.call, (x, vector), site.outputs, region, site.at)
+    return site
+
+
+def _vector(program: Program, v: Var) -> Var | None:
+    """The array with one long axis that `v` repeats over all axes but the last."""
+    try:
+        form = Values(program, v, [], {}, {}, {}).form_of(v)
+    except NoForm:
+        return None
+    single = form.polynomial.single
+    if single is None or single[1] != 1 or len(single[0]) != 1 or not form.dims:
+        return None
+    ((atom, exponent),) = single[0]
+    last = form.dims[-1]
+    if exponent != 1 or not isinstance(atom, Leaf) or len(last) != 1 or last[0].label is None:
+        return None
+    alone = all(p.label is None for axis in form.dims[:-1] for p in axis)
+    shape = atom.var.aval.shape
+    return atom.var if alone and shape and shape[-1] == math.prod(shape) else None
+
+
+def _is_gate(program: Program, v: Var, depth: int = 3) -> bool:
+    """Whether a value is multiplied by another array of its size."""
+    for i in program.users.get(v, ()):
+        equation = program.items[i].equation
+        name = equation.primitive.name
+        others = [u for u in equation.invars if isinstance(u, Var) and u is not v]
+        if name == "mul" and any(u.aval.shape == v.aval.shape for u in others):
+            return True
+        passed = name in ("convert_element_type", "reshape") and depth > 0
+        if passed and _is_gate(program, equation.outvars[0], depth - 1):
+            return True
+    return False
+
+
+ADDITIONS: dict[str, Callable[[Values, Site, Before, set[int]], Site]] = {
+    "arrays": of_arrays,
+    "bias": of_bias,
+}
