@@ -3,8 +3,8 @@
 Norms: `layer_norm`, `rms_norm`, `add_layer_norm`, `add_rms_norm`, `batch_norm`,
 `batch_norm_inference`, `group_norm`, `instance_norm`. Activations: `gelu`, `bias_gelu`. Losses:
 `softmax_cross_entropy_with_integer_labels`, `linear_softmax_cross_entropy`. Clipping:
-`clip_by_global_norm` for Optax, `clip_tree_by_global_norm`, `global_norm`. `jax_gradops.nnx` and
-`jax_gradops.linen` have modules for Flax. `jax_gradops.backward` has the gradient operators.
+`clip_by_global_norm` for Optax, `clip_tree_by_global_norm`, `global_norm`. `fuse` puts these ops
+into any function. `jax_gradops.nnx` and `jax_gradops.linen` have modules for Flax. `jax_gradops.backward` has the gradient operators.
 """
 
 import importlib as _importlib
@@ -13,6 +13,7 @@ from importlib import metadata as _metadata
 
 from jax_gradops import backward as backward
 from jax_gradops._fuse.fuse import fuse as fuse
+from jax_gradops._fuse.report import FuseSummary as FuseSummary
 from jax_gradops._implementation import ImplementationInUse as ImplementationInUse
 from jax_gradops._implementation import use_implementation as use_implementation
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm as batch_norm
@@ -51,7 +52,7 @@ except _metadata.PackageNotFoundError:  # a source folder
 def __getattr__(name: str) -> _typing.Any:
     """Imports `jax_gradops.linen` or `jax_gradops.nnx` at the first use: they import Flax."""
     if name not in ("linen", "nnx"):
-        hint = f": did you mean jax_gradops.nnx.{name}?" if name in ("fuse", "unfuse") else ""
+        hint = ": did you mean jax_gradops.nnx.unfuse?" if name == "unfuse" else ""
         raise AttributeError(f"module 'jax_gradops' has no attribute {name!r}{hint}")
     try:
         return _importlib.import_module(f"jax_gradops.{name}")

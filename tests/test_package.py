@@ -46,6 +46,8 @@ def test_public_names():
     assert PUBLIC.keys() == (SPECS.keys() - BACKWARD.keys()) | {
         "backward",
         "ClipByGlobalNormState",
+        "fuse",
+        "FuseSummary",
         "use_implementation",
         "implementation_in_use",
         "ImplementationInUse",

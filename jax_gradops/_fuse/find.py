@@ -78,6 +78,7 @@ class Finder:
     def _take(self, site: Site, options: str) -> None:
         self.sites.append(site)
         self.taken |= site.region
+        self.program.moved |= dict.fromkeys(site.outputs, site.at)
         source = self.program.source(self.program.producer[site.outputs[0]])
         self.report.found(site, source, options)
 

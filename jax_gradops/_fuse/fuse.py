@@ -23,8 +23,66 @@ _SEARCHED |= {"checkpoint", "shard_map"}
 
 
 def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> F:
-    if not callable(function):
-        raise TypeError(f"fuse: function must be callable, got {type(function).__name__}")
+    r"""Puts the ops of this library into any function, in place of the code that equals them.
+
+    The fused function is traced at each call; under `jax.jit`, once. In the traced code, the
+    formulas of these ops are found, however their algebra is written:
+
+    ===========================  ==================================================================
+    code                         what runs instead
+    ===========================  ==================================================================
+    layer norm, RMS norm         `layer_norm`, `rms_norm`; `add_layer_norm`, `add_rms_norm` with the
+                                 addition of two arrays before the norm
+    batch norm in training       `batch_norm`, with a residual and ReLU after it
+    group norm, instance norm    `group_norm`, with SiLU or ReLU after it
+    GELU, exact and by tanh      `bias_gelu` with a bias before it, else `gelu`
+    cross-entropy of labels      `softmax_cross_entropy_with_integer_labels`
+    Optax's clip_by_global_norm  `clip_tree_by_global_norm`
+    ===========================  ==================================================================
+
+    Code inside `jit`, `scan`, `while_loop`, `cond`, `checkpoint` and `shard_map` is searched too.
+    Functions with a `custom_vjp` or `custom_jvp` are left as they are. All other code stays as it
+    is.
+
+    Code is replaced only if the op's results and derivatives are equal up to rounding. The formulas
+    are compared as polynomials. Then the code and the op run once on a few rows of random numbers,
+    in the code's dtypes, forward and backward. Code stays if a value inside is used elsewhere, such
+    as a mean that is returned too. A GELU stays if its result is multiplied by another array, as in
+    gated layers, because XLA computes both in one pass.
+
+    Args:
+      function: any function of arrays, in any framework: a loss, a model's `apply`, a method. It
+        may take and return any pytrees, Flax NNX modules, and values that are not arrays. Python's
+        numbers and bools stay what they are.
+      report: is called with a `FuseSummary` at each trace. It says what was replaced, and what was
+        left and why, with file and line. `print` shows it.
+
+    Returns:
+      A function with `function`'s arguments and results. Differentiate it as usual:
+      ``jax.grad(jax_gradops.fuse(loss))``. Inside, there is nothing to find in a gradient that is
+      already taken: in ``jax_gradops.fuse(jax.grad(loss))``, the backward pass uses the values
+      inside of the forward pass.
+
+    Raises:
+      TypeError: if `function` or `report` is not callable, or if `function` is a Flax module.
+      ValueError: if the function adds variables to an NNX module, or removes some.
+
+    Results equal the function's own up to rounding. Where the code computes in bfloat16, or a
+    variance as E[x²] - E[x]², the op is more accurate.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops
+    >>> def rms_norm(x, scale):
+    ...     x32 = x.astype(jnp.float32)
+    ...     mean = jnp.mean(x32**2, axis=-1, keepdims=True)
+    ...     return (x32 * jax.lax.rsqrt(mean + 1e-6) * scale).astype(x.dtype)
+    >>> found = []
+    >>> loss = lambda x, scale: jnp.sum(rms_norm(x, scale) ** 2)
+    >>> loss = jax_gradops.fuse(loss, report=found.append)
+    >>> gradients = jax.jit(jax.grad(loss))(jnp.ones((4, 8)), jnp.ones(8))
+    >>> print(found[0].replaced[0].op)
+    rms_norm
+    """
+    _check_function(function)
     if report is not None and not callable(report):
         raise TypeError(f"fuse: report must be callable or None, got {type(report).__name__}")
 
@@ -40,6 +98,23 @@ def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> 
         return _run(function, args, kwargs, report)
 
     return fused  # pyright: ignore[reportReturnType]
+
+
+def _check_function(function: Any) -> None:
+    name = type(function).__name__
+    bases = [base.__module__.split(".")[:2] for base in type(function).__mro__]
+    if ["flax", "nnx"] in bases:
+        raise TypeError(
+            f"fuse: function is an NNX module, {name}. Use jax_gradops.nnx.fuse(model) to change its "
+            "norms, or fuse the function that calls the model: jax_gradops.fuse(loss)"
+        )
+    if ["flax", "linen"] in bases:
+        raise TypeError(
+            f"fuse: function is a linen module, {name}. Fuse the function that calls its apply, such "
+            "as the loss: jax_gradops.fuse(loss)"
+        )
+    if not callable(function):
+        raise TypeError(f"fuse: function must be callable, got {name}")
 
 
 def _run(

@@ -62,6 +62,8 @@ class Program:
         self.results = {v for v in self.outvars if isinstance(v, Var)}
         self.producer = {v: i for i, item in enumerate(self.items) for v in item.equation.outvars}
         self.users = self._users()
+        # Results of ops that are put later than the equations that computed the results.
+        self.moved: dict[Var, int] = {}
         inputs = (*jaxpr.constvars, *jaxpr.invars)
         self._inputs = {v: i - len(inputs) for i, v in enumerate(inputs)}
 
@@ -120,7 +122,8 @@ class Program:
 
     def operand_position(self, operands: Iterable[Any]) -> int:
         """The number of the first equation that comes after all operands are computed."""
-        return max((self.producer[v] + 1 for v in operands if v in self.producer), default=0)
+        known = [v for v in operands if v in self.producer]
+        return max((max(self.producer[v] + 1, self.moved.get(v, 0)) for v in known), default=0)
 
     def rewritten(self, sites: Sequence[Site], changed: dict[int, JaxprEqn]) -> Jaxpr:
         """The jaxpr with ops in place of the sites' equations.

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from jax_gradops._fuse import forms, polynomial
 from jax_gradops._fuse.forms import Form, NoForm
@@ -345,7 +345,9 @@ def is_relu(equation: JaxprEqn) -> bool:
         return False
     if len(equation.invars) != 1:
         return False
-    jaxpr = Jaxpr((), [x], equation.outvars, [equation])
+    inner = equation.params["call_jaxpr"]
+    inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    jaxpr = inner.replace(invars=[x], outvars=equation.outvars, eqns=[equation])
     call = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
     found, relu = (
         str(jax.make_jaxpr(lambda *a, f=f: jax.jvp(f, a[:1], a[1:]))(x.aval, x.aval))
