@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jax_gradops
@@ -305,8 +306,394 @@ def test_norms(function, dtype):
 
 @pytest.mark.parametrize("function", LOOKALIKES, ids=lambda f: f.__name__)
 def test_code_that_only_looks_like_a_norm(function):
+    """The program stays as it is, and the report says why."""
     arrays = operands()
     summary = summary_of(function, *arrays)
     assert not summary.replaced
+    if function not in (masked, cube_root):
+        (left,) = summary.left
+        assert left.kind == "norm" and left.why and left.where.startswith(__file__)
     text = str(jax.make_jaxpr(function)(*arrays))
     assert str(jax.make_jaxpr(jax_gradops.fuse(function))(*arrays)).count("\n") == text.count("\n")
+
+
+# --- The addition before a norm ------------------------------------------------------------------
+
+
+def test_addition_before_a_norm():
+    """The op returns the sum too, if the sum goes on."""
+
+    def block(x, update, scale):
+        x = x + update
+        return x + jnp.sin(rms(x, scale, None))
+
+    x, scale, _ = operands()
+    arrays = x, jnp.cos(x), scale
+    assert names(block, *arrays) == ["add_rms_norm"]
+    check(block, arrays, 2e-5)
+
+
+def test_addition_with_a_scale_that_is_computed_from_the_sum():
+    """The op cannot take such a scale, which is multiplied afterwards."""
+
+    def block(x, update, weights):
+        x = x + update
+        return rms(x, jnp.tanh(x.reshape(-1, N).sum(0) * weights), None)
+
+    x, scale, _ = operands()
+    arrays = x, jnp.cos(x), scale
+    (found,) = summary_of(block, *arrays).replaced
+    assert found.op == "add_rms_norm" and found.shapes == "float32[2,3,24], float32[2,3,24]"
+    check(block, arrays, 2e-5)
+
+
+# --- GELU ----------------------------------------------------------------------------------------
+
+
+def gelu_by_erf(x):
+    return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
+
+
+def gelu_by_erfc(x):
+    return x * 0.5 * jax.lax.erfc(-x * math.sqrt(0.5))
+
+
+def gelu_by_cdf(x):
+    return x * (0.5 + 0.5 * jax.lax.erf(x * math.sqrt(0.5)))
+
+
+def gelu_by_tanh(x):
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + jnp.tanh(inner))
+
+
+def gelu_by_logistic(x):
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+
+
+def gelu_factored(x):
+    inner = x * math.sqrt(2 / math.pi) * (1 + 0.044715 * jnp.square(x))
+    return x * ((1 + jnp.tanh(inner)) / 2)
+
+
+GELUS = [gelu_by_erf, gelu_by_erfc, gelu_by_cdf, gelu_by_tanh, gelu_by_logistic, gelu_factored]
+GELUS += [jax.nn.gelu, lambda x: jax.nn.gelu(x, approximate=False)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("index", range(len(GELUS)))
+def test_gelu(index, dtype):
+    gelu = GELUS[index]
+    x, _, bias = operands(jnp.dtype(dtype))
+
+    def with_bias(x, bias, weight):
+        y = x + full(bias.astype(x.dtype), x)
+        return jnp.einsum("...i,i->...i", gelu(y), weight.astype(x.dtype))
+
+    arrays = x, bias, bias
+    assert names(with_bias, *arrays) == ["bias_gelu"]
+    assert names(gelu, x) == ["gelu"]
+    check(with_bias, arrays, 2e-5 if dtype == "float32" else 0.05)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.0448 * x**3))),
+        lambda x: 0.5 * x * (1 + jnp.tanh(0.798 * (x + 0.044715 * x**3))),
+        lambda x: x * jax.nn.sigmoid(1.702 * x),
+        lambda x: 0.5 * x * (1 + jax.lax.erf(x)),
+        lambda x: 0.5 * x * (1 - jax.lax.erf(x / math.sqrt(2))),
+        jax.nn.silu,
+        jnp.tanh,
+    ],
+    ids=["0.0448", "0.798", "quick", "erf(x)", "minus", "silu", "tanh"],
+)
+def test_code_that_only_looks_like_a_gelu(function):
+    assert names(function, operands()[0]) == []
+
+
+def test_gated_gelu_is_left():
+    """XLA computes the product with the GELU."""
+    x, gate, _ = operands()[0], *operands()[1:]
+    summary = summary_of(lambda x: jax.nn.gelu(x + full(gate, x)) * jnp.sin(x), x)
+    assert not summary.replaced and "multiplied by another array" in summary.left[0].why
+
+
+# --- Cross-entropy -------------------------------------------------------------------------------
+
+
+def picked(x, labels):
+    return jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
+
+
+LOSSES = {
+    "optax": optax.losses.softmax_cross_entropy_with_integer_labels,
+    "log_softmax": lambda x, i: -picked(jax.nn.log_softmax(x), i),
+    "logsumexp": lambda x, i: jax.nn.logsumexp(x, -1) - picked(x, i),
+    "by hand": lambda x, i: jnp.log(jnp.sum(jnp.exp(x), -1)) - picked(x, i),
+    "one_hot": lambda x, i: (
+        -jnp.sum(jax.nn.one_hot(i, x.shape[-1], dtype=x.dtype) * jax.nn.log_softmax(x), -1)
+    ),
+    "optax one_hot": lambda x, i: optax.losses.softmax_cross_entropy(
+        x, jax.nn.one_hot(i, x.shape[-1], dtype=x.dtype)
+    ),
+    "one row": lambda x, i: jax.vmap(jax.vmap(lambda x, i: -jax.nn.log_softmax(x)[i]))(x, i),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name):
+    """Labels that are no class give what the code gives: NaN, the nearest class, or zero."""
+    loss = LOSSES[name]
+    fused = jax_gradops.fuse(loss)
+    x = operands()[0]
+    for labels in ([[0, 5, 23], [7, 1, 11]], [[0, -1, 23], [24, 1, -25]]):
+        labels = jnp.asarray(labels)
+        assert names(loss, x, labels) == ["softmax_cross_entropy_with_integer_labels"]
+        np.testing.assert_allclose(fused(x, labels), loss(x, labels), rtol=2e-6, atol=2e-6)
+        of = jnp.asarray([[1.0, 2, 0], [0, 3, 0]], x.dtype)
+        (a,), (b,) = (jax.vjp(lambda x, f=f, i=labels: f(x, i), x)[1](of) for f in (loss, fused))
+        np.testing.assert_allclose(b, a, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, i: jax.nn.logsumexp(2 * x, -1) - picked(x, i),
+        lambda x, i: jax.nn.logsumexp(x, -1) - 0.9 * picked(x, i),
+        lambda x, i: jax.nn.logsumexp(x[..., 1:], -1) - picked(x, i),
+        lambda x, i: jax.nn.logsumexp(x, -1) - picked(jnp.sin(x), i),
+        lambda x, i: jax.nn.logsumexp(x, -1, where=x > 0) - picked(x, i),
+    ],
+    ids=["of twice x", "0.9", "fewer classes", "of another", "masked"],
+)
+def test_code_that_only_looks_like_a_loss(loss):
+    x, labels = operands()[0], jnp.zeros((2, 3), int)
+    assert names(loss, x, labels) == []
+
+
+# --- Norms of channels ---------------------------------------------------------------------------
+
+IMAGES = (4, 3, 2, N)
+
+
+def batch(x, scale, bias, axes=(0, 1, 2)):
+    x32 = wide(x)
+    m = jnp.mean(x32, axes, keepdims=True)
+    v = jnp.mean(jnp.square(x32), axes, keepdims=True) - jnp.square(m)
+    y = (x32 - m) * (jax.lax.rsqrt(v + EPSILON) * full(scale, x)) + full(bias, x)
+    return y.astype(x.dtype), m.reshape(-1), v.reshape(-1)
+
+
+def grouped(x, scale, bias, groups):
+    shape = (x.shape[0], -1, groups, x.shape[-1] // groups)
+    x32 = wide(x).reshape(shape)
+    m, v = (f(x32, (1, 3), keepdims=True) for f in (jnp.mean, jnp.var))
+    y = ((x32 - m) * jax.lax.rsqrt(v + EPSILON)).reshape(x.shape)
+    return (y * full(scale, x) + full(bias, x)).astype(x.dtype)
+
+
+CHANNEL_NORMS = {
+    "batch_norm": lambda *a: batch(*a)[0],
+    "batch_norm, relu": lambda *a: jax.nn.relu(batch(*a)[0]),
+    "batch_norm, residual, relu": lambda x, *a: jax.nn.relu(batch(x, *a)[0] + jnp.sin(x)),
+    "group_norm": lambda *a: grouped(*a, 4),
+    "group_norm, silu": lambda *a: jax.nn.silu(grouped(*a, 4)),
+    "group_norm, one group": lambda *a: grouped(*a, 1),
+    "group_norm, relu": lambda *a: jax.nn.relu(grouped(*a, 3)),
+    "group_norm, instances": lambda *a: grouped(*a, N),
+}
+
+
+@pytest.mark.parametrize("name", CHANNEL_NORMS)
+def test_channel_norms(name):
+    arrays = operands(shape=IMAGES)
+    (found,) = summary_of(CHANNEL_NORMS[name], *arrays).replaced
+    assert found.op == name.split(",")[0]
+    activation = name.split(" ")[-1]
+    assert found.shapes.endswith(activation) == (activation in ("relu", "silu"))
+    check(CHANNEL_NORMS[name], arrays, 5e-5)
+
+
+def test_batch_statistics_are_kept():
+    """Mean and variance come from the op, with their derivatives."""
+
+    def of(x, scale, bias):
+        y, m, v = batch(x, scale, bias)
+        return jnp.concatenate([y.reshape(-1), jnp.sin(m), v * v])
+
+    arrays = operands(shape=IMAGES)
+    assert names(of, *arrays) == ["batch_norm"]
+    check(of, arrays, 5e-5)
+    forward = [jax.jvp(f, arrays, [jnp.cos(a) for a in arrays]) for f in (of, jax_gradops.fuse(of))]
+    for a, b in zip(*map(jax.tree.leaves, forward), strict=True):
+        np.testing.assert_allclose(b, a, rtol=5e-5, atol=1e-5)
+
+
+def test_relu_by_maximum_is_left():
+    """Its derivative at 0 is 1/2. The op's is 0."""
+    arrays = operands(shape=IMAGES)
+    summary = summary_of(lambda *a: jnp.maximum(batch(*a)[0], 0), *arrays)
+    assert [each.shapes for each in summary.replaced if "relu" in each.shapes] == []
+
+
+# --- Clip ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clip(max_norm):
+    gradients = dict(zip("abc", operands(), strict=True))
+    optimizer = optax.chain(optax.clip_by_global_norm(max_norm), optax.sgd(0.1))
+    state = optimizer.init(gradients)
+    assert names(optimizer.update, gradients, state) == ["clip_tree_by_global_norm"]
+    expected, _ = optimizer.update(gradients, state)
+    got, _ = jax.jit(jax_gradops.fuse(optimizer.update))(gradients, state)
+    for a, b in zip(*map(jax.tree.leaves, (expected, got)), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-6)
+
+
+def test_clip_of_some_arrays_is_left():
+    def update(a, b):
+        norm = jnp.sqrt(jnp.sum(a**2) + jnp.sum(b**2))
+        return jnp.where(norm < 1.0, a, a / norm * 1.0), b
+
+    summary = summary_of(update, *operands()[1:])
+    assert not summary.replaced and "not all arrays" in summary.left[0].why
+
+
+# --- Everything else stays -----------------------------------------------------------------------
+
+
+def test_values_that_are_used_elsewhere():
+    """A norm whose inner value is returned too is left, and the report says so."""
+
+    def of(x, scale, bias):
+        x32 = wide(x)
+        mean_square = mean(x32**2)
+        return x32 * jax.lax.rsqrt(mean_square + EPSILON) * full(scale, x), mean_square
+
+    summary = summary_of(of, *operands())
+    assert not summary.replaced and "used elsewhere" in summary.left[0].why
+
+
+def loop(x, scale, bias):
+    return jax.lax.scan(lambda c, _: (by_var(c, scale, bias), None), x, None, 3)[0]
+
+
+def branch(x, scale, bias):
+    return jax.lax.cond(x[0, 0, 0] > 0, lambda x: by_var(x, scale, bias), jnp.sin, x)
+
+
+def rematerialized(x, scale, bias):
+    return jax.checkpoint(by_var)(x, scale, bias)
+
+
+def while_loop(x, scale, bias):
+    body = lambda c: (c[0] + 1, by_var(c[1], scale, bias))  # noqa: E731
+    return jax.lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]
+
+
+@pytest.mark.parametrize("function", [loop, branch, rematerialized, while_loop])
+def test_inner_functions(function):
+    arrays = operands()
+    assert names(function, *arrays) == ["layer_norm"]
+    if function is while_loop:
+        np.testing.assert_allclose(
+            jax_gradops.fuse(function)(*arrays), function(*arrays), rtol=2e-5, atol=2e-5
+        )
+    else:
+        check(function, arrays, 2e-5)
+
+
+def test_custom_derivatives_are_left():
+    @jax.custom_vjp
+    def norm(x):
+        return by_var(x, *operands()[1:])
+
+    norm.defvjp(lambda x: (norm(x), x), lambda x, dy: (jnp.ones_like(x),))
+    x = operands()[0]
+    assert names(norm, x) == []
+    np.testing.assert_array_equal(
+        jax.grad(lambda x: jnp.sum(jax_gradops.fuse(norm)(x)))(x), jnp.ones_like(x)
+    )
+
+
+def test_arguments_and_results_of_all_kinds():
+    """Strings, None, bools, keywords and nested results stay what they are."""
+
+    def of(x, how, *, train, scale=None):
+        assert train is True and how == "rms"
+        return {"y": rms(x, scale, None), "how": how, "none": None, "train": train, "n": 3}
+
+    x, scale, _ = operands()
+    got = jax_gradops.fuse(of)(x, "rms", train=True, scale=scale)
+    assert {k: v for k, v in got.items() if k != "y"} == {
+        "how": "rms", "none": None, "train": True, "n": 3,
+    }  # fmt: skip
+    np.testing.assert_allclose(got["y"], rms(x, scale, None), rtol=2e-6)
+
+
+def test_report():
+    """It has the file and the line, and is called at each trace."""
+    found: list[Any] = []
+    twice = jax.jit(
+        jax_gradops.fuse(lambda *a: two_passes(two_passes(*a), *a[1:]), report=found.append)
+    )
+    for _ in range(2):
+        twice(*operands())
+    (summary,) = found
+    (each,) = summary.replaced
+    line = two_passes.__code__.co_firstlineno + 4
+    assert each.where == f"{__file__}:{line}" and each.times == 2
+    assert each.shapes == "float32[2,3,24], float32[24], float32[24]"
+    assert "layer_norm(float32[2,3,24], float32[24], float32[24]) (2 times)" in str(summary)
+
+
+def test_implementation_in_use():
+    """`use_implementation` decides, as for the ops."""
+    with jax_gradops.use_implementation("xla"):
+        text = jax.jit(jax_gradops.fuse(two_passes)).lower(*operands()).as_text()
+    assert "jax_gradops.row_norm_fwd" not in text
+    text = jax.jit(jax_gradops.fuse(two_passes)).lower(*operands()).as_text()
+    assert "jax_gradops.row_norm_fwd" in text
+
+
+def test_comparison_on_random_numbers(monkeypatch):
+    """A wrong pattern does not get through: here, a layer norm is taken for an RMS norm."""
+    from jax_gradops._fuse import check as comparison
+    from jax_gradops._fuse.patterns import norms
+
+    monkeypatch.setattr(comparison, "_passed", set())
+
+    def rms_norm(x, scale, bias, **options):
+        return jax_gradops.rms_norm(x, scale + bias, **options)
+
+    monkeypatch.setattr(norms.layer_norm, "layer_norm", rms_norm)
+    summary = summary_of(two_passes, *operands())
+    assert not summary.replaced and "differ on random numbers" in summary.left[0].why
+
+
+def test_nnx_modules_are_updated():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.dropout = nnx.BatchNorm(N, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(nnx.relu(self.norm(x)))
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    results = []
+    for function in (loss, jax_gradops.fuse(loss)):
+        model = Model(nnx.Rngs(0))
+        step = nnx.jit(lambda model, x, f=function: nnx.value_and_grad(f)(model, x))
+        step(model, operands()[0])
+        results.append(
+            jax.tree.leaves((step(model, operands()[0]), nnx.state(model, nnx.Not(nnx.RngState))))
+        )
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6)

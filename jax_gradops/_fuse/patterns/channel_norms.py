@@ -43,7 +43,7 @@ def channel_norm(values: Values, v: Var) -> Candidate | None:
     found = norms.normalized(values, p)
     if found is None or not found.centered:
         return None
-    layout = _layout(values, found.over)
+    layout = _layout(values, found.over, found.scale.axes | found.bias.axes)
     if layout is None or (residual is not None and layout.op != "batch_norm"):
         return None
     if activation == "silu" and layout.op == "batch_norm":
@@ -105,8 +105,8 @@ def _without_residual(values: Values, p: Polynomial) -> tuple[Polynomial, Var | 
     return p, None
 
 
-def _layout(values: Values, over: Axes) -> _Layout | None:
-    """Which norm has statistics over these axes."""
+def _layout(values: Values, over: Axes, parameters: Axes) -> _Layout | None:
+    """Which norm has statistics over these axes, and parameters along those."""
     dims = values.forms[values.root].dims
     kept = [(i, q) for i, axis in enumerate(dims) for q in axis if q.label not in over]
     if len(kept) == 1 and len(dims) > 1:
@@ -116,6 +116,9 @@ def _layout(values: Values, over: Axes) -> _Layout | None:
     if not dims or (dims[0] and [i for i, _ in kept].count(0) != len(dims[0])):
         return None
     of_channels = [(i, q) for i, q in kept if i > 0]
+    if not of_channels:  # one group
+        along = [i for i, axis in enumerate(dims) if {q.label for q in axis} & parameters]
+        return _Layout("group_norm", along[0], -1) if len(along) == 1 and along[0] > 0 else None
     if len(of_channels) == 1:
         axis, group = of_channels[0]
         first = dims[axis][0].label == group.label
