@@ -243,6 +243,10 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         (("--suite", "train", "--profile", "/proc/x"), "cannot write to /proc/x"),
         (("--suite", "train", "--model", "gpt2", "--stages", "1"), "--stages: for resnet50 only"),
         (
+            ("--suite", "train", "--model", "llama", "--image-size", "32"),
+            "--image-size: for resnet50, vit, unet only",
+        ),
+        (
             ("--suite", "train", "--model", "resnet50", "--context", "8"),
             "--context: for gpt2, gpt2-exact, llama only",
         ),
@@ -253,7 +257,7 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         (("--vocabulary", "128000"), "--vocabulary: for --suite train only"),
         (
             ("--suite", "train", "--model", "resnet50", "--variant", "unfused,save_output"),
-            "--variant save_output: for gpt2, gpt2-exact only",
+            "--variant save_output: for gpt2, gpt2-exact, vit only",
         ),
     ],
 )

@@ -24,6 +24,8 @@ from jax_gradops._tools.bench import (
     train_llama,
     train_resnet,
     train_text,
+    train_unet,
+    train_vit,
 )
 
 TRAIN = ("--suite", "train", "--device", "cpu", "--rounds", "1")
@@ -235,12 +237,99 @@ def test_llama(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert variant["losses"][-1] < variant["losses"][0] - 0.01
 
 
+IMAGES = ("--batch", "4", "--dtype", "f32", "--steps", "8")
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_vit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_vit, "CONFIG", train_vit.Config(layers=1, heads=2, width=32, patch=4))
+    names = ["stock", "jax_gradops", "stock_loss", "unfused", "save_output"]
+    arguments = ("--image-size", "12", "--variant", ",".join(names))
+    status, report = bench_training(tmp_path, "--model", "vit", *IMAGES, *arguments)
+    assert status == 0
+    (result,) = report["results"]
+    assert (result["case"], result["unit"]) == ("vit f32 4x12x12x3", "images")
+    assert list(result["variants"]) == names and result["wrong"] == result["failed"] == {}
+    gelu = {"bias_gelu_bwd": 1, "bias_gelu_fwd": 1}
+    norms = {"row_norm_bwd": 3, "row_norm_fwd": 3, "sum_of_squares": 1}
+    loss = {"softmax_cross_entropy_bwd": 1, "softmax_cross_entropy_fwd": 1}
+    fused = gelu | norms
+    expected = [{}, fused | loss, fused, norms | loss, fused | loss]
+    for name, kernels in zip(names, expected, strict=True):
+        variant = result["variants"][name]
+        assert variant["kernel_calls"] == kernels
+        assert variant["losses_off_by"] < 1e-4
+        assert variant["losses"][0] == pytest.approx(np.log(1000), rel=0.1)
+        assert variant["losses"][-1] < variant["losses"][0]
+
+
+def test_patches() -> None:
+    """A patch has all numbers of a square of 16 x 16 pixels, in the order of the image."""
+    images = np.arange(2 * 32 * 48 * 3).reshape(2, 32, 48, 3)
+    patches = train_vit._cut(jnp.asarray(images))
+    assert patches.shape == (2, 6, 768)
+    np.testing.assert_array_equal(patches[1, 5], images[1, 16:, 32:].ravel())
+
+
+def test_vit_attends_to_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class token is the first one: causal attention would hide the image from it."""
+    monkeypatch.setattr(train_vit, "CONFIG", train_vit.Config(layers=1, heads=2, width=32, patch=4))
+    with jax.enable_x64(False):
+        setup = train.TrainCase("vit", "float32", "cpu", (2, 8, 8, 3), ("stock",)).setup()
+        parameters, carried = setup.init(jax.random.key(0))
+        images, labels = setup.batch(jax.random.key(1))
+        loss = jax.jit(setup.loss("stock"))
+        first, second = (loss(parameters, carried, (a, labels))[0] for a in (images, -images))
+    assert first != second
+
+
+@pytest.fixture
+def small_unet(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = train_unet.Config(channels=(8, 16), blocks=1, groups=4, times=8)
+    monkeypatch.setattr(train_unet, "CONFIG", small)
+
+
+@pytest.mark.usefixtures("standard_promotion", "small_unet")
+def test_unet(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    names = ["stock", "jax_gradops", "unfused"]
+    arguments = ("--image-size", "8", "--variant", ",".join(names))
+    status, report = bench_training(tmp_path, "--model", "unet", *IMAGES, *arguments)
+    assert status == 0
+    (result,) = report["results"]
+    assert (result["case"], result["unit"]) == ("unet f32 4x8x8x4", "images")
+    assert list(result["variants"]) == names and result["wrong"] == result["failed"] == {}
+    # Two norms in each of two blocks down, one in the middle, and four up. The last norm.
+    norms = {"group_norm_bwd": 15, "group_norm_fwd": 15, "sum_of_squares": 1}
+    for name, variant in result["variants"].items():
+        assert variant["kernel_calls"] == (norms if name != "stock" else {})
+        assert variant["losses_off_by"] < 1e-4
+        assert variant["losses"][-1] < variant["losses"][0]
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("unet f32 4x8x8x4 ") for line in lines)
+
+
+@pytest.mark.usefixtures("standard_promotion", "small_unet")
+@pytest.mark.parametrize(
+    ("variant", "outside"), [("stock", 17), ("unfused", 17), ("jax_gradops", 2)]
+)
+def test_unet_silu(variant: str, outside: int) -> None:
+    """The number of calls of SiLU outside of norms: two are of the time's embedding."""
+    with jax.enable_x64(False):
+        setup = train.TrainCase("unet", "bfloat16", "cpu", (2, 8, 8, 4), (variant,)).setup()
+        arguments = (*jax.eval_shape(setup.init, jax.random.key(0)), setup.batch(jax.random.key(1)))
+        text = jax.jit(setup.loss(variant)).lower(*arguments).as_text()
+    # The kernels' references have SiLU too, but in no function of this name.
+    assert len(re.findall(r"call @silu", text)) == outside
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
         ("gpt2", "gpt2 bf16 32x1024"),
         ("llama", "llama bf16 4x2048 32000 words"),
         ("resnet50", "resnet50 bf16 256x224x224x3"),
+        ("vit", "vit bf16 256x224x224x3"),
+        ("unet", "unet bf16 16x64x64x4"),
     ],
 )
 def test_default_sizes(model: str, expected: str) -> None:

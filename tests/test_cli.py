@@ -18,7 +18,7 @@ import pytest
 import jax_gradops
 from jax_gradops import _registry
 from jax_gradops.__main__ import COMMANDS, main
-from jax_gradops._cli import NO_READER, cases, doctor, info
+from jax_gradops._cli import NO_READER, cases, doctor, info, plan
 from jax_gradops._ops.all import SPECS
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +67,18 @@ def test_plan(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line.split()) > 2 for line in text.splitlines()[4:]), text
     assert main(["info", "--json", "--plan", *words.split(), "--gpu", "a100"]) == 0
     assert json.loads(capsys.readouterr().out)["gpu"] == "a100"
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(("op", "groups"), [("group_norm", 32), ("instance_norm", 320)])
+def test_plan_of_samples(op: str, groups: int, direction: str) -> None:
+    """Each sample has a plan of its own. The bundles are the groups of channels."""
+    found = plan.find((f"{op}_{direction}", "16x64x64x320", "bfloat16"), "h100")
+    text = plan.describe(found)
+    assert f"{groups} groups x {320 // groups} channels" in text and "that of batch norm" in text
+    numbers = {name: value for name, (value, _) in found["numbers"].items()}
+    assert numbers["plane"] == 0 and numbers["tiles"] * numbers["tile_channels"] == 320
+    assert 4096 <= numbers["steps"] * numbers["step_rows"] * numbers["fold"] < 2 * 4096
 
 
 @pytest.mark.parametrize(

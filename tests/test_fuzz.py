@@ -197,7 +197,7 @@ SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, 3e38, -3e38, 1e30, 1e-30]
 
 
 @hypothesis.given(
-    op=st.sampled_from(["layer_norm", "rms_norm", "gelu", "batch_norm"]),
+    op=st.sampled_from(["layer_norm", "rms_norm", "gelu", "batch_norm", "group_norm"]),
     given=arrays(2, spread=1.0),
     specials=st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=4),
     into=st.sampled_from(["x", "dy"]),
@@ -214,7 +214,8 @@ def test_special_values(op, given, specials, into):
     def run(dy: Any, x: Any) -> Any:
         results = []
         for implementation in ("ffi", "xla"):
-            f = norm_of(op, implementation=implementation)
+            options = {"num_groups": 1} if op == "group_norm" else {}
+            f = norm_of(op, implementation=implementation, **options)
             g = (lambda x, f=f: f(x)[0]) if op == "batch_norm" else f
             results.append(vjp_of(g)(dy, x))
         return results
@@ -295,6 +296,75 @@ def test_batch_norm(given, axis, relu, adds, power):
         np.testing.assert_array_equal(widen(a), widen(b))
     np.testing.assert_array_equal(-widen(negative[0]), plain[0])
     np.testing.assert_array_equal(negative[2], plain[2])
+
+
+# --- Group norm ----------------------------------------------------------------------------------
+
+
+@hypothesis.given(
+    given=arrays(2),
+    layout=st.sampled_from(["channels only", "channels last", "channels first"]),
+    groups=st.integers(0, 7),
+    activation=st.sampled_from([None, "relu", "silu"]),
+    power=st.integers(-6, 6),
+)
+def test_group_norm(given, layout, groups, activation, power):
+    """Compares with float64, and a sample with itself elsewhere: in other batches, in two layouts.
+
+    Columns of the given arrays are channels, or points with one or more channels.
+    """
+    (dy, x), rng = given
+    rows, features = x.shape
+    sizes = (1,) if layout == "channels only" else (1, 2, 3, 5, 8)
+    points = max(n for n in sizes if features % n == 0)
+    channels = features // points
+    divisors = [n for n in range(1, channels + 1) if channels % n == 0]
+    scale, bias = (rng.uniform(0.5, 2, channels).astype(np.float32) for _ in range(2))
+    order, one = rng.permutation(rows), rng.integers(rows)
+    wide_x, shape = accum(x.dtype), (rows, points, channels)
+    factor = np.float64(2.0**power).astype(wide_x)
+    options: dict[str, Any] = {"num_groups": divisors[groups % len(divisors)]}
+    axis = 1 if layout == "channels first" else -1
+
+    def op(x: Any, *parameters: Any, **settings: Any) -> Any:
+        """Of [rows, points, channels]. The operation has the layout."""
+        if layout == "channels only":
+            x = x[:, 0]
+        operand = jnp.moveaxis(x, -1, axis)
+        norm, own = jax_gradops.group_norm, options
+        if options["num_groups"] == channels and power % 2:
+            norm, own = jax_gradops.instance_norm, {}
+        y = norm(operand, *parameters, axis=axis, **own, **settings)
+        return jnp.moveaxis(y, axis, -1).reshape(-1, points, channels)
+
+    whole = functools.partial(op, epsilon=0.25, activation=activation)
+
+    @jax.jit
+    def run(dy: Any, x: Any) -> Any:
+        f = vjp_of(whole)
+        wide = x.astype(wide_x)
+        return (
+            f(dy, x, scale, bias),
+            f(dy[order], x[order], scale, bias)[:2],
+            f(dy[one : one + 1], x[one : one + 1], scale, bias)[:2],
+            op(wide, epsilon=0.0),
+            op(wide * factor, epsilon=0.0),
+            op(-wide, epsilon=0.0),
+        )
+
+    dy, x = dy.reshape(shape), x.reshape(shape)
+    found = jax.tree.map(np.asarray, run(dy, x))
+    results, permuted, alone, plain, scaled, negative = found
+    wide = [widen(a) for a in (x, scale, bias)]
+    rest = {"epsilon": 0.25, "activation": activation, **options}
+    reference = oracles.group_norm(*wide, **rest)
+    gradients = oracles.group_norm_vjp(widen(dy), *wide, **rest)
+    assert_all_match(results, (reference, *gradients), x, "group_norm")
+    for whole_array, other, by_itself in zip(results, permuted, alone, strict=False):
+        assert_bitwise_equal(other, whole_array[order], "permuted")
+        close(by_itself[0], widen(whole_array[one]), np.abs(widen(whole_array[one])) + 1, "alone")
+    np.testing.assert_array_equal(scaled, plain)
+    np.testing.assert_array_equal(-negative, plain)
 
 
 # --- GELU ----------------------------------------------------------------------------------------

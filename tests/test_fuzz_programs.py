@@ -39,6 +39,10 @@ def op_of(name: str) -> Op:
         "gelu": g.gelu,
         "bias_gelu": lambda x: g.bias_gelu(x, vector, False),
         "batch_norm": lambda x: g.batch_norm(x, vector, activation="relu", residual=jnp.cos(x))[0],
+        "group_norm": lambda x: g.group_norm(x, vector, vector, num_groups=2, activation="silu"),
+        "instance_norm": lambda x: (  # of two points for each row and channel
+            g.instance_norm(jnp.stack([x, jnp.cos(x)], 1), vector, activation="relu")[:, 1]
+        ),
         "clip": lambda x: g.clip_tree_by_global_norm([x], 1.5)[0][0],
         "clip in place": lambda x: g.backward.inplace_clip_by_global_norm([x], 1.5)[0][0],
     }
@@ -47,7 +51,7 @@ def op_of(name: str) -> Op:
 
 OPS = (
     "layer_norm", "layer_norm from output", "rms_norm", "add_rms_norm", "gelu", "bias_gelu",
-    "batch_norm", "clip", "clip in place",
+    "batch_norm", "group_norm", "instance_norm", "clip", "clip in place",
 )  # fmt: skip
 
 
@@ -85,7 +89,10 @@ WRAPPERS: dict[str, Callable[[Op], Op]] = {
     "remat": jax.checkpoint,
     "remat, dots": lambda f: jax.checkpoint(f, policy=POLICIES.dots_saveable),
     "remat, names": lambda f: jax.checkpoint(
-        f, policy=POLICIES.save_only_these_names("layer_norm_rstd", "batch_norm_mean")
+        f,
+        policy=POLICIES.save_only_these_names(
+            "layer_norm_rstd", "batch_norm_mean", "group_norm_rstd"
+        ),
     ),
     "vmap 0": functools.partial(mapped, axis=0),
     "vmap 1": functools.partial(mapped, axis=1),

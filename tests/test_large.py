@@ -202,6 +202,91 @@ def test_batch_norm(platform, rows, distinct, axis, channels):
 
 @pytest.mark.M1
 @pytest.mark.M2
+@pytest.mark.parametrize("one_sample", [False, True])
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_group_norm(platform, rows, distinct, axis, one_sample):
+    """Samples of [groups, channels, points]: every one is right. Or one sample of all elements."""
+    channels, groups = 64, 4
+    shape = (FEATURES // channels, channels) if axis == -1 else (channels, FEATURES // channels)
+    scale, bias = (np.linspace(*ends, channels, dtype=np.float32) for ends in ((0.5, 2), (-1, 1)))
+    options: dict[str, Any] = {"num_groups": groups, "axis": axis, "epsilon": 1e-2}
+    options["activation"] = "silu"
+
+    def joined(a: Any) -> Any:
+        """All samples as one: the points of each are points of the whole."""
+        if not one_sample:
+            return a.reshape(-1, *shape)
+        if axis == 1:  # [channels, samples, points]
+            return jnp.moveaxis(a.reshape(-1, *shape), 0, 1)[None]
+        return a.reshape(1, -1, channels)
+
+    def apply(x: Any, *parameters: Any) -> Any:
+        return jax_gradops.group_norm(x, *parameters, **options, implementation="ffi")
+
+    def by_sample(a: Any) -> Any:
+        if one_sample and axis == 1:
+            a = jnp.moveaxis(a[0], 0, 1)
+        return a.reshape(-1, FEATURES)
+
+    @jax.jit
+    def f_repeated(distinct: Any) -> Any:
+        index = jnp.arange(rows) % DISTINCT
+        y, pull = jax.vjp(apply, joined(distinct[1][index]), scale, bias)
+        dx, *gradients = pull(joined(distinct[0][index]))
+        y, dx = by_sample(y), by_sample(dx)
+        wrong = [jnp.sum(a != a[:DISTINCT][index]) for a in (y, dx)]
+        return wrong, gradients, (y[:DISTINCT], dx[:DISTINCT])
+
+    wrong, gradients, few = f_repeated(distinct)
+    assert wrong == [0, 0]
+    expected = _expected_group_norm(distinct, rows, (scale, bias), shape, one_sample, options)
+    size = np.sqrt(rows * FEATURES / channels)  # grows as the sums' rounding errors do
+    for actual, wanted in zip(few, expected[:2], strict=True):
+        np.testing.assert_allclose(widen(actual), wanted, rtol=2**-7, atol=2e-3)
+    for actual, wanted in zip(gradients, expected[2:], strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-3 * size)
+
+
+def _expected_group_norm(
+    distinct: np.ndarray,
+    rows: int,
+    parameters: tuple[np.ndarray, np.ndarray],
+    shape: tuple[int, ...],
+    one_sample: bool,
+    options: dict[str, Any],
+) -> list[np.ndarray]:
+    """y and dx of the distinct rows, and dscale and dbias of all rows, in float64."""
+    counts = rows // DISTINCT + (np.arange(DISTINCT) < rows % DISTINCT)
+    axis, groups = options["axis"], options["num_groups"]
+    # Channels are second: [samples, groups, channels of a group, points].
+    dy, x = (np.moveaxis(widen(a).reshape(DISTINCT, *shape), axis, 1) for a in distinct)
+    channels = x.shape[1]
+    dy, x = (a.reshape(DISTINCT, groups, channels // groups, -1) for a in (dy, x))
+    scale, bias = (widen(p).reshape(groups, -1, 1) for p in parameters)
+
+    def mean_of(a: np.ndarray) -> np.ndarray:
+        """By sample and group; or by group, where a row counts as often as it occurs."""
+        means = a.mean((2, 3), keepdims=True)
+        return np.average(means, 0, counts, keepdims=True) if one_sample else means
+
+    mean = mean_of(x)
+    rstd = 1 / np.sqrt(mean_of((x - mean) ** 2) + options["epsilon"])
+    x_hat = (x - mean) * rstd
+    z = x_hat * scale + bias
+    sigmoid = 1 / (1 + np.exp(-z))
+    dz = dy * sigmoid * (1 + z * (1 - sigmoid))
+    weighted = dz * scale
+    dx = rstd * (weighted - mean_of(weighted) - x_hat * mean_of(weighted * x_hat))
+    sums = [np.einsum("n,ngcp->gc", counts, a).reshape(-1) for a in (dz * x_hat, dz)]
+    laid_out = [
+        np.moveaxis(a.reshape(DISTINCT, channels, -1), 1, axis).reshape(DISTINCT, FEATURES)
+        for a in (z * sigmoid, dx)
+    ]
+    return [*laid_out, *sums]
+
+
+@pytest.mark.M1
+@pytest.mark.M2
 @pytest.mark.M4
 def test_norm(platform, rows, distinct):
     """One leaf of more than 2^31 elements."""

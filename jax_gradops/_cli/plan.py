@@ -79,6 +79,7 @@ def describe(found: dict[str, Any]) -> str:
         f"GPU:    {found['gpu']}, compute capability {gpu.architecture / 10}, "
         f"{gpu.multiprocessors} multiprocessors",
         f"kernel: {found['kernel']}, in {found['file']}",
+        *found.get("notes", ()),
         f"The words are explained, with pictures, in {str(Path(found['file']).parent)}/README.md.",
     ]
     rows = [(name, str(value), meaning) for name, (value, meaning) in found["numbers"].items()]

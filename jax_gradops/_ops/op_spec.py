@@ -111,7 +111,8 @@ class OpSpec:
       forms: the ways to call it.
       by_xla: why the op runs XLA's operations by default, although there is a kernel.
       requires: a package that the op needs.
-      plan: how the op's CUDA kernel splits its work, as `_plans` describes it.
+      plan: how the op's CUDA kernel splits its work, as `_plans` describes it. It may have "notes":
+        sentences for the reader.
     """
 
     name: str

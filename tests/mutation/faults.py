@@ -49,6 +49,8 @@ _SMOOTHED = _k("cross_entropy", "TestSmoothed and test_sizes and ffi")
 _BATCH = _k("batch_norm", "(test_sizes or test_layouts) and ffi")
 _BATCH_VALUES = _k("batch_norm_numerics", "(test_large or test_hard or test_outlier) and ffi")
 _BATCH_LARGE = _k("batch_norm_numerics", "test_large_results")
+_GROUP_NORM = _k("group_norm", "test_layouts and ffi")
+_GROUP_NORM_BY_XLA = _k("group_norm", "test_layouts and xla")
 _CLIP = _k("global_norm", "test_sizes or test_large or test_range or test_mixed")
 _GROUPS = _k(
     "global_norm_in_place global_norm_transformations", "test_in_place_groups or test_per_example"
@@ -580,6 +582,112 @@ CPU = [
         "if (far == 0) break;",
         "break;",
         _k("batch_norm_numerics", "test_guess"),
+    ),
+    # --- Group norm ---
+    Fault(
+        "group norm by XLA: a group's number of elements without its channels",
+        "jax_gradops/_ops/batch_norm/axes.py",
+        "sizes = [x.shape[i] for i in self._others(x, self.statistic)]",
+        "sizes = [x.shape[i] for i in self._others(x, self.parameter)]",
+        _GROUP_NORM_BY_XLA,
+    ),
+    Fault(
+        "group norm by XLA: the mean of a channel, not of a group",
+        "jax_gradops/_ops/batch_norm/axes.py",
+        "return jnp.sum(x, self._others(x, self.statistic))",
+        "return jnp.sum(x, self._others(x, self.parameter))",
+        _GROUP_NORM_BY_XLA,
+    ),
+    Fault(
+        "instance norm: as many groups as the last axis has channels",
+        "jax_gradops/_ops/batch_norm/group_norm.py",
+        "groups = x.shape[axis]",
+        "groups = x.shape[-1]",
+        _k("group_norm", "TestInstanceNorm and test_sizes and ffi"),
+    ),
+    Fault(
+        "group norm: channels are taken for last",
+        "jax_gradops/_ops/batch_norm/group_norm.py",
+        "Axes(x.ndim - 1 - axis, grouped=True)",
+        "Axes(0, grouped=True)",
+        _GROUP_NORM,
+    ),
+    Fault(
+        "group norm's gradient operator: the activation's argument has no bias",
+        "jax_gradops/_ops/batch_norm/group_backward.py",
+        "        gamma,\n        beta,",
+        "        gamma,\n        None,",
+        _k("group_norm", "test_gradient_operator and ffi"),
+    ),
+    Fault(
+        "group norm's gradient operator: dbias has scale's dtype",
+        "jax_gradops/_ops/batch_norm/group_backward.py",
+        "for p in (beta, gamma) if",
+        "for p in (gamma, beta) if",
+        _k("group_norm", "test_gradient_operator and ffi"),
+    ),
+    Fault(
+        "group norm's gradient operator: parameters' gradients of one sample",
+        "jax_gradops/_ops/batch_norm/kernels.py",
+        "None if s is None else jnp.sum(s, 0).reshape(-1)",
+        "None if s is None else s[0].reshape(-1)",
+        _k("group_norm", "test_gradient_operator and ffi"),
+    ),
+    Fault(
+        "group norm: the derivative of silu without the bias",
+        "jax_gradops/_ops/batch_norm/kernels.py",
+        "(y, None) if residual is not None else (None, bias)",
+        "(y, None)",
+        _GROUP_NORM,
+    ),
+    Fault(
+        "group norm: samples' gradients are added in the parameter's dtype",
+        "jax_gradops/_ops/batch_norm/kernels.py",
+        "None if parameter is None else parameter.astype(accum_dtype(x.dtype))",
+        "parameter",
+        _k("group_norm", "test_gradients_of_narrow_parameters and ffi"),
+    ),
+    Fault(
+        "group norm: a device has parts of groups",
+        "jax_gradops/_ops/batch_norm/kernels.py",
+        "if groups % math.prod(",
+        "if channels % math.prod(",
+        _k("group_norm", "test_spread"),
+    ),
+    Fault(
+        "group norm: saved statistics have batch norm's names",
+        "jax_gradops/_ops/batch_norm/kernels.py",
+        'return "group_norm" if self.axes.grouped else "batch_norm"',
+        'return "batch_norm"',
+        _k("group_norm", "test_saved_statistics_have_names"),
+    ),
+    Fault(
+        "group norm's handler: silu is taken for relu",
+        "ffi/ops/group_norm.h",
+        '      {"silu", &Args::silu},',
+        '      {"silu", &Args::relu},',
+        _GROUP_NORM,
+    ),
+    Fault(
+        "group norm on the CPU: means of channels without their origins",
+        "ffi/cpu/batch_norm_fwd.cc",
+        "means[c] += static_cast<double>(FirstElement(group, first + c)) - base;",
+        "means[c] += 0;",
+        _GROUP_NORM,
+    ),
+    Fault(
+        "group norm on the CPU: a middle sample's sums of a group's first channels alone",
+        "ffi/cpu/batch_norm_middle.cc",
+        "for (std::int64_t c = first + 1; c < first + bundle; ++c) sum += sums[c];",
+        "for (std::int64_t c = first + 1; c < first + bundle - 1; ++c) sum += sums[c];",
+        _GROUP_NORM,
+    ),
+    Fault(
+        "group norm on the CPU: in joined groups, dz is not weighted with scale",
+        "ffi/cpu/batch_norm_joined.cc",
+        "return std::array{gradient * at(scale), of_x_hat * at(scale)};",
+        "return std::array{gradient, of_x_hat * at(scale)};",
+        _GROUP_NORM,
     ),
     Fault(
         "channels first, a bad guess is kept",

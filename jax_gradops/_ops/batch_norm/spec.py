@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jax_gradops import _oracles
+from jax_gradops._kernel.spec import Kernel
 from jax_gradops._ops.batch_norm import kernels
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm, batch_norm_inference
 from jax_gradops._ops.batch_norm.group_norm import group_norm, instance_norm
@@ -54,21 +55,23 @@ _TRAFFIC: dict[Direction, int] = {"fwd": 3, "bwd": 5}
 _TRAFFIC_OF_ADD: dict[Direction, int] = {"fwd": 4, "bwd": 7}
 
 
-def _plan(task: PlanTask) -> dict[str, Any]:
-    """With channels last."""
+def _channel_plan(task: PlanTask, kernel: Kernel, samples: int, groups: int) -> dict[str, Any]:
+    """The plan with channels last, for a number of samples with statistics of their own.
+
+    The channels of a sample are in `groups` groups.
+    """
     from jax_gradops import _plans
 
-    rows, channels = math.prod(task.shape[:-1]), task.shape[-1]
-    backward = task.direction == "bwd"
-    kernel = kernels.BATCH_BWD if backward else kernels.BATCH_FWD
+    rows, channels = math.prod(task.shape[:-1]) // samples, task.shape[-1]
     assert kernel.workspace is not None
-    shape = kernel.workspace(1, {"n": rows, "d": channels, "m": 1}, 2)
+    shape = kernel.workspace(samples, {"n": rows, "d": channels, "m": 1}, 2)
     return _plans.batch_norm_plan(
-        backward=backward,
-        groups=1,
+        backward=task.direction == "bwd",
+        groups=samples,
         rows=rows,
         channels=channels,
         inner=1,
+        bundle=channels // groups,
         element_bytes=task.element_bytes,
         accum_bytes=max(4, task.element_bytes),
         aligned=True,
@@ -81,6 +84,11 @@ def _plan(task: PlanTask) -> dict[str, Any]:
         l2_bytes=task.gpu.l2_bytes,
         clusters=task.gpu.architecture >= 90,
     )
+
+
+def _plan(task: PlanTask) -> dict[str, Any]:
+    kernel = kernels.BATCH_BWD if task.direction == "bwd" else kernels.BATCH_FWD
+    return _channel_plan(task, kernel, 1, task.shape[-1])
 
 
 BATCH_NORM = OpSpec(
@@ -153,12 +161,30 @@ def _channel_groups(channels: int) -> int:
     return channels
 
 
+def _group_plan(task: PlanTask, groups_of: Callable[[int], int]) -> dict[str, Any]:
+    backward = task.direction == "bwd"
+    kernel = kernels.GROUP_BWD if backward else kernels.GROUP_FWD
+    groups = groups_of(task.shape[-1])
+    notes = (
+        f"Channels are last: {groups} groups x {task.shape[-1] // groups} channels.",
+        "The plan is that of batch norm, with a mean and a variance for each sample and group. In "
+        'its words, a sample is a "group", and a group of channels is a "bundle".',
+        f"With channels first, {'BundleBwdKernel' if backward else 'BundleFwdKernel'} runs instead "
+        "if a group of a sample fits into shared memory. It needs no plan.",
+    )
+    return {**_channel_plan(task, kernel, task.shape[0], groups), "notes": notes}
+
+
 GROUP_NORM = OpSpec(
     "group_norm",
     "samples",
     _group_forms(_with_groups(group_norm, groups_of), groups_of, timed=("", "silu")),
+    plan=functools.partial(_group_plan, groups_of=groups_of),
 )
 INSTANCE_NORM = OpSpec(
-    "instance_norm", "samples", _group_forms(instance_norm, _channel_groups, timed=("",))
+    "instance_norm",
+    "samples",
+    _group_forms(instance_norm, _channel_groups, timed=("",)),
+    plan=functools.partial(_group_plan, groups_of=_channel_groups),
 )
 SPECS = (BATCH_NORM, BATCH_NORM_INFERENCE, GROUP_NORM, INSTANCE_NORM)

@@ -68,7 +68,9 @@ are timed, too, and marked.
 
 The suite "train" has whole training steps, jitted, their state donated: as users of Flax and Optax
 write them ("stock"), and with this library's ops. All train from the same parameters on the same
-data. resnet50 has one random batch, and Optax's loss in all variants. gpt2 has GELU by tanh, and
+data. resnet50, vit (ViT-B/16) and unet have one random batch. resnet50 has Optax's loss in all
+variants. unet has residual blocks of group norm, SiLU and 3 x 3 convolutions, and the time's
+embedding, as diffusion models have; its loss is the mean square error. gpt2 has GELU by tanh, and
 gpt2-exact by erf. llama has RMS norm, rotary positions and SwiGLU. Each step of these has other
 windows of Python's language reference and standard library, and words are its tokens. "linear_loss"
 has no array of all logits. "stock_loss" has Optax's loss. Figures are milliseconds; "over stock" is

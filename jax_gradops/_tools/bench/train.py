@@ -28,7 +28,7 @@ VARIANTS = (STOCK, "jax_gradops", "linear_loss", "stock_loss", "unfused", "save_
 STAGES = ("0", "1", "2", "3", "4")
 #: The first one is the default.
 DTYPES = ("bfloat16", "float32")
-STEPS, IMAGES, IMAGE_SIZE = 10, 256, 224
+STEPS = 10
 #: The llama model's number of different tokens, if no option gives another one.
 VOCABULARY = 32000
 
@@ -50,9 +50,12 @@ class Model:
     options: tuple[str, ...]
 
 
-def _images(args: argparse.Namespace) -> tuple[int, ...]:
-    size = args.image_size or IMAGE_SIZE
-    return (args.batch or IMAGES, size, size, 3)
+def _images(batch: int, side: int, channels: int) -> Callable[[argparse.Namespace], Any]:
+    def shape(args: argparse.Namespace) -> tuple[int, ...]:
+        size = args.image_size or side
+        return (args.batch or batch, size, size, channels)
+
+    return shape
 
 
 def _windows(batch: int, context: int) -> Callable[[argparse.Namespace], tuple[int, ...]]:
@@ -61,14 +64,21 @@ def _windows(batch: int, context: int) -> Callable[[argparse.Namespace], tuple[i
 
 _GPT2 = Model("train_gpt2", _windows(32, 1024), VARIANTS, ("context",))
 _LLAMA = Model("train_llama", _windows(4, 2048), VARIANTS[:-1], ("context", "vocabulary"))
+# The variants of a model that has no kernel for its loss.
+_NO_LOSS = (STOCK, "jax_gradops", "unfused")
 #: Models by name.
 MODELS = {
-    "resnet50": Model(
-        "train_resnet", _images, (STOCK, "jax_gradops", "unfused"), ("image_size", "stages")
-    ),
+    "resnet50": Model("train_resnet", _images(256, 224, 3), _NO_LOSS, ("image_size", "stages")),
     "gpt2": _GPT2,
     "gpt2-exact": _GPT2,
     "llama": _LLAMA,
+    "vit": Model(
+        "train_vit",
+        _images(256, 224, 3),
+        tuple(variant for variant in VARIANTS if variant != "linear_loss"),
+        ("image_size",),
+    ),
+    "unet": Model("train_unet", _images(16, 64, 4), _NO_LOSS, ("image_size",)),
 }
 
 
@@ -151,8 +161,8 @@ def add_arguments(
     add("variant", VARIANTS, others, "suite train: where ops come from")
     add("stages", STAGES, "all", "suite train: where resnet50 has jax_gradops's batch norm")
     for name, default, what in (
-        ("batch", f"{IMAGES} images; windows: 32 of gpt2, 4 of llama", "examples of a step"),
-        ("image-size", IMAGE_SIZE, "pixels of a side, of resnet50"),
+        ("batch", "256 images; 16 of unet; 32 windows of gpt2, 4 of llama", "examples of a step"),
+        ("image-size", "224; 64 of unet", "pixels of a side, of resnet50, vit and unet"),
         ("context", "1024 of gpt2, 2048 of llama", "tokens of a window"),
         ("vocabulary", VOCABULARY, "different tokens of llama"),
         ("steps", STEPS, "steps of the loss curves; a sample has as many, or 10"),

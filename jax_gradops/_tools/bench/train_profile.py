@@ -14,7 +14,7 @@ from typing import Any
 #: A pattern of kernel names for each group. A kernel is in the first group that matches. Names of
 #: CUDA kernels contain argument types. These types tell this library's kernels apart.
 GROUPS = {
-    "jax_gradops norms": r"gradops.*(Row|Batch)Norm",
+    "jax_gradops norms": r"gradops.*((Row|Batch)Norm|Bundle)",
     "jax_gradops GELU": r"gradops.*BiasGelu",
     "jax_gradops loss": r"gradops.*CrossEntropy",
     "jax_gradops clip": r"gradops.*(PartialSum|Finalize|Scale)Kernel",

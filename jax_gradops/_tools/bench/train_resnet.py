@@ -18,10 +18,10 @@ import optax
 from flax import linen as nn
 
 import jax_gradops
+from jax_gradops._tools.bench import train_images
 from jax_gradops._tools.bench.train import STOCK, Setup, TrainCase, is_matrix
 
 BLOCKS = (3, 4, 6, 3)
-CLASSES = 1000
 _MOMENTUM = 0.9
 _EPSILON = 1e-5
 _WEIGHT_DECAY = 1e-4
@@ -68,7 +68,7 @@ class ResNet50(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Maps images [batch, height, width, 3] to float32 logits [batch, CLASSES]."""
+        """Maps images [batch, height, width, 3] to float32 logits [batch, classes]."""
         x = self._convolution("stem", images, 64, 7, 2)
         x = self._norm("stem_norm", 0, x, relu=True)
         padding: Any = ((1, 1), (1, 1))
@@ -77,7 +77,9 @@ class ResNet50(nn.Module):
             for block in range(blocks):
                 stride = 2 if stage > 1 and block == 0 else 1
                 x = self._block(f"stage{stage}_block{block}", stage, x, stride)
-        return nn.Dense(CLASSES, name="head")(jnp.mean(x, axis=(1, 2), dtype=jnp.float32))
+        return nn.Dense(train_images.CLASSES, name="head")(
+            jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
+        )
 
     def _block(self, name: str, stage: int, x: jax.Array, stride: int) -> jax.Array:
         width = 64 << (stage - 1)
@@ -142,13 +144,6 @@ def setup(case: TrainCase) -> Setup:
         variables = make(STOCK).init(key, jnp.zeros((1, *shape[1:]), dtype))
         return variables["params"], variables["batch_stats"]
 
-    def batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        images, labels = jax.random.split(key)
-        return (
-            jax.random.normal(images, shape, dtype),
-            jax.random.randint(labels, shape[:1], 0, CLASSES),
-        )
-
     def loss(variant: str) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
         model = make(variant)
 
@@ -163,6 +158,7 @@ def setup(case: TrainCase) -> Setup:
 
     optimizer = optax.chain(
         optax.add_decayed_weights(_WEIGHT_DECAY, mask=is_matrix),
-        optax.sgd(_LEARNING_RATE * case.shape[0] / 256, _MOMENTUM),
+        optax.sgd(_LEARNING_RATE * shape[0] / 256, _MOMENTUM),
     )
-    return Setup("images", case.shape[0], init, batch, loss, lambda variant: optimizer)
+    batch = functools.partial(train_images.batch, case)
+    return Setup("images", shape[0], init, batch, loss, lambda variant: optimizer)

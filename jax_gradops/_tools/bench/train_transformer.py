@@ -1,4 +1,4 @@
-"""What the suite's transformers share: attention, the residual stream, losses and the optimizer.
+"""What the suite's transformers share: attention, the residual stream and losses.
 
 A model is written once, in Flax NNX, as Flax users write it. `jax_gradops.nnx.fuse` replaces Flax's
 modules with this library's. `jax_gradops.nnx.deferred_bias` leaves the bias of a layer to the
@@ -18,8 +18,8 @@ from flax import nnx
 
 import jax_gradops
 import jax_gradops.nnx
-from jax_gradops._tools.bench import train_text
-from jax_gradops._tools.bench.train import STOCK, Setup, TrainCase, is_matrix
+from jax_gradops._tools.bench import train_optimizer, train_text
+from jax_gradops._tools.bench.train import STOCK, Setup, TrainCase
 from jax_gradops._tools.demo import text
 
 #: An array that is still to be added to another one. Its bias follows if not yet added.
@@ -27,10 +27,6 @@ Update: TypeAlias = tuple[Any, ...]
 
 EPSILON = 1e-5
 _DEVIATION = 0.02  # standard deviation of the initial parameters
-_MAX_NORM = 1.0
-_WEIGHT_DECAY = 0.1
-_LEARNING_RATE = 3e-4
-_WARM_UP = 100  # steps of the learning rate's warm-up
 
 
 # --- Parts of models -----------------------------------------------------------------------------
@@ -52,7 +48,7 @@ class Head(NamedTuple):
     """The last product of a model. Its results are the logits.
 
     Attributes:
-      y: [batch, time, width].
+      y: [..., width].
       kernel: [width, classes].
     """
 
@@ -94,8 +90,9 @@ def embed(words: int, width: int, rngs: nnx.Rngs) -> nnx.Embed:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention: cuDNN's if it has the dtype, else JAX's default implementation.
+    """Self-attention: cuDNN's if it has the dtype, else JAX's default implementation.
 
+    If `causal`, a token attends to itself and to the tokens before it, and to no other token.
     `turn` is applied to queries and keys [batch, time, heads, features]. None: no change.
     """
 
@@ -108,11 +105,12 @@ class Attention(nnx.Module):
         *,
         use_bias: bool,
         updates: int,
+        causal: bool = True,
         turn: Callable[[jax.Array], jax.Array] | None = None,
     ) -> None:
         self.qkv = linear(case, width, 3 * width, rngs, use_bias=use_bias)
         self.out = linear(case, width, width, rngs, use_bias=use_bias, updates=updates)
-        self.heads, self.turn = heads, turn
+        self.heads, self.causal, self.turn = heads, causal, turn
         half = jnp.dtype(case.dtype).itemsize == 2
         self.implementation: Any = "cudnn" if case.platform == "gpu" and half else None
 
@@ -123,7 +121,7 @@ class Attention(nnx.Module):
         if self.turn is not None:
             q, k = self.turn(q), self.turn(k)
         y = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation=self.implementation
+            q, k, v, is_causal=self.causal, implementation=self.implementation
         )
         return residual.project(self.out, y.reshape(x.shape))
 
@@ -183,8 +181,8 @@ def _fuse(variant: str, model: Any) -> Residual:
     return Residual(jax_gradops.nnx.deferred_bias, jax_gradops.nnx.add_norm)
 
 
-def _losses(variant: str, head: Head, labels: jax.Array) -> jax.Array:
-    """The loss of each token, in float32."""
+def losses(variant: str, head: Head, labels: jax.Array) -> jax.Array:
+    """The loss of each label, in float32."""
     if variant == "linear_loss":
         return jax_gradops.linear_softmax_cross_entropy(head.y, head.kernel, labels)
     logits = head.y @ head.kernel.astype(head.y.dtype)
@@ -194,17 +192,16 @@ def _losses(variant: str, head: Head, labels: jax.Array) -> jax.Array:
     return jax_gradops.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-def _optimizer(variant: str) -> optax.GradientTransformation:
-    library = optax if variant == STOCK else jax_gradops
-    rate = optax.linear_schedule(_LEARNING_RATE / _WARM_UP, _LEARNING_RATE, _WARM_UP - 1)
-    return optax.chain(
-        library.clip_by_global_norm(_MAX_NORM),
-        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=_WEIGHT_DECAY, mask=is_matrix),
-    )
+def prepare(variant: str, make: Callable[[nnx.Rngs], Any]) -> Callable[..., Head]:
+    """Maps parameters and the inputs of the model to its head."""
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    residual = _fuse(variant, model)
+    graph = nnx.graphdef(model)
+    return lambda parameters, inputs: nnx.merge(graph, parameters)(inputs, residual)
 
 
 def setup(case: TrainCase, make: Callable[[nnx.Rngs], Any], vocabulary: int) -> Setup:
-    """Makes the model. The text has at most `vocabulary` different tokens.
+    """Makes a language model. The text has at most `vocabulary` different tokens.
 
     Each step reads its own windows of the text; the carried value is its number.
     """
@@ -214,15 +211,13 @@ def setup(case: TrainCase, make: Callable[[nnx.Rngs], Any], vocabulary: int) -> 
         return nnx.state(make(nnx.Rngs(key)), nnx.Param), jnp.zeros((), jnp.int32)
 
     def loss(variant: str) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-        model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-        residual = _fuse(variant, model)
-        graph = nnx.graphdef(model)
+        run = prepare(variant, make)
 
         def apply(parameters: Any, number: jax.Array, corpus: jax.Array) -> tuple[Any, Any]:
             key = jax.random.fold_in(jax.random.key(0), number)
             windows = text.sample_batch(corpus, key, examples, context)
-            head = nnx.merge(graph, parameters)(windows[:, :-1], residual)
-            return jnp.mean(_losses(variant, head, windows[:, 1:])), number + 1
+            head = run(parameters, windows[:, :-1])
+            return jnp.mean(losses(variant, head, windows[:, 1:])), number + 1
 
         return apply
 
@@ -230,4 +225,4 @@ def setup(case: TrainCase, make: Callable[[nnx.Rngs], Any], vocabulary: int) -> 
         del key
         return jnp.asarray(train_text.tokens(train_text.read_text(), vocabulary))
 
-    return Setup("tokens", examples * context, init, corpus, loss, _optimizer)
+    return Setup("tokens", examples * context, init, corpus, loss, train_optimizer.adamw)
