@@ -34,6 +34,7 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
+from jax_gradops import _checks
 from jax_gradops._flax import common
 
 __all__ = [
@@ -314,6 +315,7 @@ class DeferredBiasDense(linen.Dense):
         return common.deferred(*_product(self, inputs))
 
 
+@_checks.with_hints
 def add_norm(
     norm: Any, x: jax.Array, residual: jax.Array, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:

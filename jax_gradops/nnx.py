@@ -342,6 +342,7 @@ class Sequential(nnx.Sequential):
 nnx_calls.SEQUENTIALS[Sequential] = Sequential.__call__
 
 
+@_checks.with_hints
 def add_norm(
     norm: Any, x: jax.Array, residual: jax.Array, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -383,6 +384,7 @@ def add_norm(
     return common.add_norm((LayerNorm, RMSNorm), norm, x, residual, bias)
 
 
+@_checks.with_hints
 def deferred_bias(linear: Any, inputs: Any) -> tuple[jax.Array, jax.Array | None]:
     """A linear layer's result without its bias, and the bias, for `add_norm` to add.
 
@@ -429,6 +431,7 @@ _OURS = {
 }
 
 
+@_checks.with_hints
 def fuse(
     model: _Model,
     *,
@@ -483,6 +486,7 @@ def fuse(
     return model
 
 
+@_checks.with_hints
 def unfuse(model: _Model) -> _Model:
     """Undoes `fuse`, in place: changes modules of `jax_gradops.nnx` to Flax's classes.
 

@@ -64,6 +64,7 @@ def _norm_of_all(leaves: Sequence[jax.Array], implementation: Implementation) ->
     return traced_norm(with_elements, implementation=implementation)
 
 
+@_checks.with_hints
 def global_norm(tree: Any) -> jax.Array:
     r"""L2 norm over all elements of all leaves, in one multi-tensor operation.
 
@@ -118,6 +119,7 @@ def _check_nonfinite(op: str, nonfinite: Any) -> Nonfinite:
     return _checks.choice(op, "nonfinite", nonfinite, "propagate", "zero")
 
 
+@_checks.with_hints
 def clip_tree_by_global_norm(
     tree: Any,
     max_norm: ArrayLike,
@@ -191,6 +193,7 @@ def _clip(
     return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm.plain
 
 
+@_checks.with_hints
 def inplace_clip_by_global_norm(
     tree: Any, max_norm: ArrayLike, *, implementation: Implementation = None
 ) -> tuple[Any, jax.Array]:
@@ -299,6 +302,7 @@ def _of_type(norm: jax.Array, before: Any) -> jax.Array:
     return norm if matched is None else matched
 
 
+@_checks.with_hints
 def clip_by_global_norm(
     max_norm: ArrayLike,
     *,
