@@ -12,6 +12,8 @@ sys.path.insert(0, str(DOCS / "_ext"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
+from jax_gradops import linen  # noqa: E402
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCE = PROJECT["urls"]["Source"]  # the only place with the address of the repository
 
@@ -54,6 +56,11 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 60
+for _name in (
+    "DenseGelu",
+    "DeferredBiasDense",
+):  # autodoc takes a class with another name as an alias
+    getattr(linen, _name).__name__ = _name
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,52 @@ from jax import lax
 from jax.core import Tracer
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+#: Arguments here, and their names in other libraries.
+_OTHER_NAMES = {
+    "scale": ("weight", "gamma"),
+    "kernel": ("weight",),
+    "bias": ("beta", "shift"),
+    "begin_norm_axis": ("axis", "dim", "normalized_shape", "reduction_axes"),
+    "axis": ("dim", "channel_axis", "feature_axes"),
+    "num_groups": ("groups",),
+    "labels": ("target", "targets"),
+    "max_norm": ("clip_norm", "max_grad_norm"),
+}
+#: Arguments that users give to a function without them, and the functions that have them.
+_ELSEWHERE = {
+    "num_groups": "group_norm has it",
+    "residual_bias": "add_layer_norm and add_rms_norm have it",
+}
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def with_hints(function: _Function) -> _Function:
+    """`function`. If a keyword is not one of its arguments, the error says which one was meant."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for given in kwargs:
+            if given not in known:
+                hint = _hint(given, known)
+                raise TypeError(f"{function.__name__}: there is no argument {given!r}. {hint}")
+        return function(*args, **kwargs)
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+def _hint(given: str, known: Collection[str]) -> str:
+    """What to write in the place of an argument that a function does not have."""
+    import difflib  # takes milliseconds
+
+    if given in _ELSEWHERE:
+        return _ELSEWHERE[given]
+    meant = [ours for ours, others in _OTHER_NAMES.items() if given in others and ours in known]
+    if meant := meant or difflib.get_close_matches(given, known, 1):
+        return f"Did you mean {meant[0]!r}?"
+    return f"The arguments are {', '.join(known)}"
 
 
 class UnboundAxisError(ValueError, NameError):
@@ -142,7 +190,10 @@ def count(op: str, name: str, value: Any) -> int:
 def flag(op: str, name: str, value: Any) -> bool:
     """`value` as a Python bool; numbers and strings are refused."""
     if not isinstance(value, bool | np.bool_):
-        raise wrong(op, name, "True or False", value, TypeError)
+        error = wrong(op, name, "True or False", value, TypeError)
+        if name == "approximate" and isinstance(value, str) and value in ("tanh", "none"):
+            error = TypeError(f"{error}. Pass {value == 'tanh'}")  # PyTorch has these names
+        raise error
     return bool(value)
 
 

@@ -22,6 +22,7 @@ def _checked(op: str, implementation: object) -> Implementation:
     return _checks.choice(op, "implementation", implementation, "ffi", "xla", None)
 
 
+@_checks.with_hints
 @contextlib.contextmanager
 def use_implementation(implementation: Implementation) -> Iterator[None]:
     """Sets what ``implementation=None`` means inside the ``with`` block, for every op.

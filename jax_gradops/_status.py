@@ -17,6 +17,7 @@ EXPORT_DISABLED_CHECKS: tuple[export.DisabledSafetyCheck, ...] = tuple(
 )
 
 
+@_checks.with_hints
 def implementation_in_use(
     op_name: str, platform: str | None = None
 ) -> _implementation.ImplementationInUse:

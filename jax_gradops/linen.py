@@ -34,6 +34,7 @@ from flax import linen
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
+from jax_gradops import _checks
 from jax_gradops._flax import common
 
 __all__ = [
@@ -255,9 +256,9 @@ class DenseGelu(linen.Dense):
 
     .. math:: y = \mathrm{gelu}(x \, \text{kernel} + \text{bias})
 
-    Parameters are `kernel` and `bias`, as in Flax. Give it the name of the `Dense` that it replaces
-    ("Dense_0", say) to load that layer's checkpoint. Numerics and references: see
-    `jax_gradops.gelu`.
+    Parameters are `kernel` and `bias`, as in Flax. Flax counts it as a `Dense` when it gives names:
+    in the place of the first `Dense`, its name is Dense_0, and that layer's checkpoint fits.
+    Numerics and references: see `jax_gradops.gelu`.
 
     Args:
       features: the size of y's last axis.
@@ -286,8 +287,8 @@ class DeferredBiasDense(linen.Dense):
     .. math:: (x \, \text{kernel}, \text{bias})
 
     A separate addition is one more pass over memory. So is a separate sum of the bias's gradient.
-    Parameters are `kernel` and `bias`, as in Flax. Give it the name of the `Dense` that it replaces
-    ("Dense_0", say) to load that layer's checkpoint.
+    Parameters are `kernel` and `bias`, as in Flax. Its automatic names are those of a `Dense`, as
+    for `DenseGelu`.
 
     Args:
       features: the size of the product's last axis.
@@ -299,7 +300,7 @@ class DeferredBiasDense(linen.Dense):
     >>> class Block(nn.Module):
     ...     @nn.compact
     ...     def __call__(self, x, hidden):
-    ...         return add_norm(LayerNorm(), x, *DeferredBiasDense(2, name="Dense_0")(hidden))
+    ...         return add_norm(LayerNorm(), x, *DeferredBiasDense(2)(hidden))
     >>> variables = Block().init(jax.random.key(0), jnp.ones((1, 2)), jnp.ones((1, 4)))
     >>> jax.tree.map(jnp.shape, variables["params"]["Dense_0"])
     {'bias': (2,), 'kernel': (4, 2)}
@@ -314,6 +315,13 @@ class DeferredBiasDense(linen.Dense):
         return common.deferred(*_product(self, inputs))
 
 
+# Flax makes automatic names of the class's name and a counter for this name. With the name of the
+# class that they replace, these layers fit into checkpoints and between other layers.
+for _layer in (DenseGelu, DeferredBiasDense):
+    _layer.__name__ = "Dense"
+
+
+@_checks.with_hints
 def add_norm(
     norm: Any, x: jax.Array, residual: jax.Array, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:

@@ -342,6 +342,7 @@ class Sequential(nnx.Sequential):
 nnx_calls.SEQUENTIALS[Sequential] = Sequential.__call__
 
 
+@_checks.with_hints
 def add_norm(
     norm: Any, x: jax.Array, residual: jax.Array, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -383,6 +384,7 @@ def add_norm(
     return common.add_norm((LayerNorm, RMSNorm), norm, x, residual, bias)
 
 
+@_checks.with_hints
 def deferred_bias(linear: Any, inputs: Any) -> tuple[jax.Array, jax.Array | None]:
     """A linear layer's result without its bias, and the bias, for `add_norm` to add.
 
@@ -429,6 +431,7 @@ _OURS = {
 }
 
 
+@_checks.with_hints
 def fuse(
     model: _Model,
     *,
@@ -450,13 +453,14 @@ def fuse(
       model: an NNX module. Its norms and the norms of all modules in it are changed.
       gelu: also compute each `Linear` of an `nnx.Sequential` together with a GELU that follows it.
         Any other GELU is called by a module's code, and `fuse` cannot see it: use `DenseGelu`.
-      linear: also change each `Linear`: see `jax_gradops.nnx.Linear`. `LinearGeneral` stays: Flax's
-        attention uses it.
+      linear: also change each `Linear` that has a bias: see `jax_gradops.nnx.Linear`.
+        `LinearGeneral` stays: Flax's attention uses it.
       residuals: what layer and RMS norms save for the backward pass: see `LayerNorm`. None changes
         nothing: a new norm has "input". A norm whose scale has zeros is not set to "output": the
         zeros would then stay zeros.
-      report: a function that gets what was changed, what was left, and why. By default, the logger
-        "jax_gradops" logs the report at level INFO.
+      report: a function that gets a `FuseReport`: what was changed, what was left, and why. By
+        default, the logger "jax_gradops" logs the report. The level is INFO, or WARNING if the
+        model has no module of this library after the call.
 
     Returns:
       `model`.
@@ -479,10 +483,12 @@ def fuse(
     if report is not None and not callable(report):
         raise _checks.wrong("fuse", "report", "a function, print say", report, TypeError)
     done = nnx_fuse.change(model, _OURS, gelu, linear, residuals)
-    (report or functools.partial(_logger.info, "%s"))(done)
+    level = logging.INFO if done.changed or done.already else logging.WARNING
+    (report or functools.partial(_logger.log, level, "%s"))(done)
     return model
 
 
+@_checks.with_hints
 def unfuse(model: _Model) -> _Model:
     """Undoes `fuse`, in place: changes modules of `jax_gradops.nnx` to Flax's classes.
 

@@ -267,6 +267,7 @@ def of_calling(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield said(jax_gradops.layer_norm, X.astype(int))
     yield said(jax_gradops.layer_norm, X, X[0, :3])
     yield said(jax_gradops.batch_norm, X, X[0, :3])
+    yield said(lambda: jax_gradops.layer_norm(X, eps=1e-6))
     yield said(jax.jit(lambda epsilon: jax_gradops.layer_norm(X, epsilon=epsilon)), 1e-6)
     yield said(jax_gradops.batch_norm, X, axis_name="batch")
     mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
-from flax_models import WIDTH, x_of
+from flax import errors, linen, nnx
+from flax_models import WIDTH, assert_close, x_of
 
 import jax_gradops
 import jax_gradops.linen
@@ -201,21 +201,57 @@ def test_a_transformed_norm_of_a_sum_with_a_bias(batch: int) -> None:
         np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_dense_checkpoint_loads() -> None:
-    class Flax(linen.Module):
-        @linen.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            y = jax.nn.gelu(linen.Dense(5)(x))
-            return linen.Dense(3)(y)
+class MlpBlock(linen.Module):
+    """big_vision's: two layers without names. The first is Flax's Dense with a GELU, or `up`."""
 
-    class Ours(linen.Module):
-        @linen.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            y = jax_gradops.linen.DenseGelu(5, name="Dense_0")(x)
-            return linen.Dense(3, name="Dense_1")(y)
+    up: Any = None
+    names: tuple[str | None, str | None] = (None, None)
 
-    y, variables = Flax().init_with_output(jax.random.key(0), x_of())
-    np.testing.assert_allclose(Ours().apply(variables, x_of()), y, rtol=1e-5, atol=1e-5)
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        first, second = self.names
+        if self.up is None:
+            hidden = jax.nn.gelu(linen.Dense(5, name=first)(x))
+        else:
+            hidden = self.up(5, name=first)(x)
+        return linen.Dense(3, name=second)(hidden)
+
+
+@pytest.mark.parametrize("names", [(None, None), ("Dense_0", "Dense_1"), ("up", None)], ids=str)
+def test_a_dense_checkpoint_loads(names: Any) -> None:
+    y, variables = MlpBlock(None, names).init_with_output(jax.random.key(0), x_of())
+    ours = MlpBlock(jax_gradops.linen.DenseGelu, names)
+    np.testing.assert_allclose(ours.apply(variables, x_of()), y, rtol=1e-5, atol=1e-5)
+    assert_close(variables, ours.init(jax.random.key(0), x_of()))
+
+
+@pytest.mark.parametrize("up", [None, jax_gradops.linen.DenseGelu])
+def test_flax_does_not_count_layers_with_names(up: Any) -> None:
+    """The next layer without a name is Dense_0 again, with Flax's Dense as well."""
+    with pytest.raises(errors.NameInUseError, match="Dense_0"):
+        MlpBlock(up, ("Dense_0", None)).init(jax.random.key(0), x_of())
+
+
+@pytest.mark.parametrize("transformation", [linen.remat, linen.jit])
+def test_names_of_transformed_layers(transformation: Any) -> None:
+    class Two(linen.Module):
+        layer: Any
+
+        @linen.compact
+        def __call__(self, x: jax.Array) -> list[Any]:
+            return [self.layer(5)(x), transformation(self.layer)(5)(x), self.layer(5)(x)]
+
+    layers = linen.Dense, jax_gradops.linen.DenseGelu, jax_gradops.linen.DeferredBiasDense
+    flax, *ours = (Two(layer).init(jax.random.key(0), x_of()) for layer in layers)
+    for variables in ours:
+        assert_close(flax, variables)
+
+
+def test_dense_layers_have_names_of_their_own() -> None:
+    """Only automatic names take them for a Dense."""
+    for name in ("DenseGelu", "DeferredBiasDense"):
+        layer = getattr(jax_gradops.linen, name)
+        assert pickle.loads(pickle.dumps(layer)) is layer and name in repr(layer)
 
 
 def norm_of_a_sum(api: Any) -> tuple[Any, Any, Any]:

@@ -17,6 +17,7 @@ from flax_models import WIDTH, Model, assert_close, kernels, loss_of, x_of
 
 import jax_gradops
 import jax_gradops.nnx
+from jax_gradops._flax import nnx_fuse
 from jax_gradops.nnx import fuse, unfuse
 
 pytestmark = [pytest.mark.newest_jax, pytest.mark.usefixtures("flax_settings")]
@@ -105,6 +106,110 @@ def test_fuse_says_what_it_leaves() -> None:
     again: list[Any] = []
     fuse(fuse(model), report=again.append)
     assert not again[0].changed
+
+
+class RMSNorm(nnx.Module):
+    """As in Flax's Gemma example."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.scale = nnx.Param(jnp.zeros(shape))
+
+
+class WithEpsilon(nnx.Module):
+    """A norm by its attributes, if the parameter has one axis."""
+
+    def __init__(self, name: str, epsilon: str, shape: tuple[int, ...] = (3,)) -> None:
+        setattr(self, name, nnx.Param(jnp.ones(shape)))
+        setattr(self, epsilon, 1e-6)
+
+
+class PreNorm(nnx.Module):
+    """No norm, but a module around one."""
+
+    def __init__(self, norm: Any) -> None:
+        self.norm = norm
+
+
+class TanhNormal(nnx.Module):
+    """A distribution."""
+
+
+class LinenNorm(linen.Module):
+    """A norm of a user's own in linen."""
+
+
+def test_fuse_names_norms_of_unknown_classes() -> None:
+    rngs = nnx.Rngs(0)
+    gamma, weight = WithEpsilon("gamma", "epsilon"), WithEpsilon("weight", "rms_norm_eps")
+    model = nnx.Dict(
+        flax=nnx.LayerNorm(WIDTH, rngs=rngs),
+        gemma=PreNorm(RMSNorm((WIDTH,))),
+        gamma=gamma,
+        weight=weight,
+        linen=bridge.ToNNX(LinenNorm(), rngs=rngs),
+        outer=PreNorm(nnx.RMSNorm(WIDTH, rngs=rngs)),
+        normal=TanhNormal(),
+        steps=WithEpsilon("scale", "number_of_steps"),
+        matrix=WithEpsilon("weight", "epsilon", (3, 3)),
+        other=WithEpsilon("shift", "epsilon"),
+    )
+    reports: list[Any] = []
+    fuse(model, report=reports.append)
+    assert reports[0].changed.keys() == {"flax", "outer.norm"}
+    assert reports[0].left == {
+        "gamma": "fuse does not know the class WithEpsilon",
+        "gemma.norm": "fuse does not know the class RMSNorm",
+        "linen": "fuse does not know the class LinenNorm",
+        "weight": "fuse does not know the class WithEpsilon",
+    }
+    assert str(reports[0]).splitlines()[-1] == (
+        "  For classes that fuse does not know, use jax_gradops.fuse(function), or call "
+        "jax_gradops.rms_norm or layer_norm in them"
+    )
+    abstract = nnx.eval_shape(lambda: WithEpsilon("gamma", "epsilon"))
+    fuse(abstract, report=reports.append)
+    assert reports[1].left == {"the model": "fuse does not know the class WithEpsilon"}
+
+
+def test_fuse_says_what_is_fused_already() -> None:
+    class Subclass(jax_gradops.nnx.LayerNorm):
+        pass
+
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.LayerNorm(WIDTH, rngs=rngs), Subclass(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
+    )
+    reports: list[Any] = []
+    fuse(fuse(model), report=reports.append)
+    already = {"layers.0": "LayerNorm", "layers.1": "Subclass", "layers.2": "RMSNorm"}
+    assert reports[0].already == already and not reports[0].changed
+    assert str(reports[0]) == "fused 0, left 0, already fused 3"
+    fuse(model, residuals="output", report=reports.append)
+    assert reports[1].already.keys() == {"layers.1"}
+    fuse(unfuse(model), report=reports.append)
+    assert str(reports[2]).startswith("fused 2, left 0, already fused 1\n")
+
+
+def test_fuse_does_not_count_layers_without_bias() -> None:
+    rngs = nnx.Rngs(0)
+    with_bias, without = (nnx.Linear(3, 3, use_bias=b, rngs=rngs) for b in (True, False))
+    reports: list[Any] = []
+    fuse(nnx.Dict(one=with_bias, two=without), linear=True, report=reports.append)
+    assert reports[0] == nnx_fuse.FuseReport({"one": "jax_gradops.nnx.Linear"}, {})
+    assert type(without) is nnx.Linear
+
+
+def test_a_call_without_effect_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for model in (nnx.Dict(norm=RMSNorm((WIDTH,))), nnx.Linear(3, 3, rngs=nnx.Rngs(0))):
+        caplog.clear()
+        fuse(model)
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert (
+            "fused 0" in record.getMessage() and "jax_gradops.fuse(function)" in record.getMessage()
+        )
+    fuse(fuse(Model(nnx.Rngs(0))))
+    assert len(caplog.records) == 1
 
 
 def test_fuse_refuses(caplog: pytest.LogCaptureFixture) -> None:

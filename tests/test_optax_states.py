@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -100,6 +103,74 @@ def test_restored_from_text(platform):
     text = json.dumps({k: float(v) for k, v in transform.init(UPDATES)._asdict().items()})
     _, state = transform.update(UPDATES, ClipByGlobalNormState(**json.loads(text)))
     assert state.global_norm == 5
+
+
+# --- Checkpoints of Optax's clip -----------------------------------------------------------------
+
+PARAMS = {"w": np.array([1.0, 2.0], np.float32)}
+GRADIENTS = {"w": np.array([3.0, 4.0], np.float32)}
+
+
+def with_clip(clip: Any) -> Any:
+    return optax.chain(clip, optax.adam(0.1))
+
+
+def without_norm(max_norm: float) -> Any:
+    return jax_gradops.clip_by_global_norm(max_norm, keep_norm=False)
+
+
+def by_flax(state: Any, like: Any, path: Path) -> Any:
+    del path
+    return flax.serialization.from_bytes(like, flax.serialization.to_bytes(state))
+
+
+def by_orbax(state: Any, like: Any, path: Path) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "state", like)
+
+
+@pytest.mark.parametrize("through", [by_flax, by_orbax])
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_checkpoints_without_norm(through: Any, ours_first: bool, tmp_path: Path) -> None:
+    """A run goes on from a checkpoint of the clip of the other library."""
+    clips = [without_norm, optax.clip_by_global_norm]
+    first, second = (with_clip(c(1.0)) for c in (clips if ours_first else clips[::-1]))
+    _, state = first.update(GRADIENTS, first.init(PARAMS), PARAMS)
+    restored = through(state, second.init(PARAMS), tmp_path)
+    expected, _ = first.update(GRADIENTS, state, PARAMS)
+    updates, after = jax.jit(second.update)(GRADIENTS, restored, PARAMS)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
+    assert after[0] == optax.EmptyState()
+
+
+@pytest.mark.parametrize("through", [by_flax, by_orbax])
+def test_checkpoints_with_norm_do_not_fit(through: Any, tmp_path: Path) -> None:
+    """The messages are in the site's page on troubleshooting."""
+    saved = with_clip(optax.clip_by_global_norm(1.0)).init(PARAMS)
+    like = with_clip(jax_gradops.clip_by_global_norm(1.0)).init(PARAMS)
+    match = (
+        "got set\\(\\) and {'global_norm'} at path ./0|restore item and on-disk value metadata tree"
+    )
+    with pytest.raises(ValueError, match=match):
+        through(saved, like, tmp_path)
+
+
+@pytest.mark.parametrize("state", [None, optax.EmptyState(), ClipByGlobalNormState(0.0)], ids=str)
+def test_a_clip_without_norm_keeps_no_state(platform, state):
+    transform = without_norm(1.0)
+    updates, after = transform.update(UPDATES, state)
+    np.testing.assert_allclose(updates["w"], [0.6, 0.8], rtol=1e-6)
+    assert transform.init(UPDATES) == after == optax.EmptyState()
+
+
+def test_injected_hyperparameters_without_norm(platform):
+    inject = optax.inject_hyperparams(jax_gradops.clip_by_global_norm)
+    transform = inject(max_norm=optax.constant_schedule(1.0), keep_norm=False)
+    updates, state = transform.update(UPDATES, transform.init(PARAMS))
+    np.testing.assert_allclose(updates["w"], [0.6, 0.8], rtol=1e-6)
+    assert state.inner_state == optax.EmptyState()
 
 
 # --- Loops in shard_map ------------------------------------------------------------------------

@@ -89,6 +89,17 @@ def test_docstrings(name):
         assert ".. math::" in doc and re.search(r"References:\n.*https://", doc, re.DOTALL)
 
 
+@pytest.mark.parametrize("name", sorted(n for n, v in DOCUMENTED.items() if inspect.isfunction(v)))
+def test_wrong_keywords_are_explained(name):
+    """Each function explains them. Its signature and its help are its own."""
+    function = DOCUMENTED[name]
+    written = inspect.unwrap(function)
+    assert inspect.signature(function) == inspect.signature(written)
+    assert function.__doc__ is written.__doc__ and function.__name__ == written.__name__
+    with pytest.raises(TypeError, match=f"^{written.__name__}: there is no argument 'nonsense'. "):
+        function(nonsense=1)
+
+
 def test_version_and_typing():
     assert jax_gradops.__version__ == importlib.metadata.version("jax_gradops")
     assert re.match(r"\d+\.\d+", jax_gradops.__version__)

@@ -17,6 +17,7 @@ from jax_gradops._ops.batch_norm.axes import Axes
 from jax_gradops._ops.batch_norm.kernels import ChannelNorm
 
 
+@_checks.with_hints
 def batch_norm_forward(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -105,6 +106,7 @@ def batch_norm_backward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]: ...
 
 
+@_checks.with_hints
 def batch_norm_backward(
     dy: ArrayLike,
     x: ArrayLike,

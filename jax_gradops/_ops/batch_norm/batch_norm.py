@@ -16,6 +16,7 @@ from jax_gradops._ops.batch_norm.axes import Axes
 from jax_gradops._ops.batch_norm.kernels import ChannelNorm
 
 
+@_checks.with_hints
 def batch_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -110,6 +111,7 @@ def batch_norm(
     )
 
 
+@_checks.with_hints
 def batch_norm_inference(
     x: ArrayLike,
     mean: ArrayLike,

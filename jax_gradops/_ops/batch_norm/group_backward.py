@@ -22,6 +22,7 @@ from jax_gradops._ops.batch_norm.axes import Axes
 from jax_gradops._ops.batch_norm.kernels import ChannelNorm
 
 
+@_checks.with_hints
 def group_norm_forward(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -88,6 +89,7 @@ def group_norm_forward(
     )
 
 
+@_checks.with_hints
 def group_norm_backward(
     dy: ArrayLike,
     x: ArrayLike,

@@ -16,6 +16,7 @@ from jax_gradops._ops.batch_norm.axes import Axes
 from jax_gradops._ops.batch_norm.kernels import ChannelNorm
 
 
+@_checks.with_hints
 def group_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -88,6 +89,7 @@ def group_norm(
     return _normalized(op, x, scale, bias, axis, groups, epsilon, activation, implementation)
 
 
+@_checks.with_hints
 def instance_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,

@@ -64,6 +64,7 @@ def _norm_of_all(leaves: Sequence[jax.Array], implementation: Implementation) ->
     return traced_norm(with_elements, implementation=implementation)
 
 
+@_checks.with_hints
 def global_norm(tree: Any) -> jax.Array:
     r"""L2 norm over all elements of all leaves, in one multi-tensor operation.
 
@@ -118,6 +119,7 @@ def _check_nonfinite(op: str, nonfinite: Any) -> Nonfinite:
     return _checks.choice(op, "nonfinite", nonfinite, "propagate", "zero")
 
 
+@_checks.with_hints
 def clip_tree_by_global_norm(
     tree: Any,
     max_norm: ArrayLike,
@@ -191,6 +193,7 @@ def _clip(
     return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm.plain
 
 
+@_checks.with_hints
 def inplace_clip_by_global_norm(
     tree: Any, max_norm: ArrayLike, *, implementation: Implementation = None
 ) -> tuple[Any, jax.Array]:
@@ -299,10 +302,12 @@ def _of_type(norm: jax.Array, before: Any) -> jax.Array:
     return norm if matched is None else matched
 
 
+@_checks.with_hints
 def clip_by_global_norm(
     max_norm: ArrayLike,
     *,
     nonfinite: Nonfinite = "propagate",
+    keep_norm: bool = True,
     implementation: Implementation = None,
 ) -> optax.GradientTransformation:
     r"""Clip-by-global-norm as an Optax `GradientTransformation`, for `optax.chain`.
@@ -314,6 +319,8 @@ def clip_by_global_norm(
       max_norm: a number that is at least 0, or an array of one element. It may be traced
         (`optax.inject_hyperparams`).
       nonfinite: as in `clip_tree_by_global_norm`.
+      keep_norm: whether the state holds the norm of the last updates. If False, the state is
+        `optax.EmptyState`, as for Optax's clip: checkpoints fit in both directions.
       implementation: as in `clip_tree_by_global_norm`.
 
     Returns:
@@ -332,7 +339,8 @@ def clip_by_global_norm(
     gradient: keys, counters, names. As a state, ``update`` also takes None, `optax.EmptyState`, or
     a norm that a checkpoint restored as a number. The new norm has the type of the old norm. Inside
     `jax.shard_map`, updates may vary over more mesh axes than the parameters did. Then the state
-    holds the mean of the devices' norms.
+    holds the mean of the devices' norms. With ``keep_norm=False``, ``update`` takes the same
+    states, and returns `optax.EmptyState`.
 
     References:
       Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks,
@@ -352,9 +360,12 @@ def clip_by_global_norm(
     op = "clip_by_global_norm"
     _check_max_norm(op, max_norm)
     _check_nonfinite(op, nonfinite)
+    _checks.flag(op, "keep_norm", keep_norm)
     resolve_implementation(implementation, op)
 
-    def init(params: Any) -> ClipByGlobalNormState:
+    def init(params: Any) -> Any:
+        if not keep_norm:
+            return optax.EmptyState()
         return ClipByGlobalNormState(_initial_norm(jax.tree.leaves(params)))
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -362,11 +373,13 @@ def clip_by_global_norm(
         last: Any = state
         stateless: bool = state is None or isinstance(state, optax.EmptyState)
         if not (stateless or hasattr(state, "global_norm")):
+            expected = "a ClipByGlobalNormState" if keep_norm else "an optax.EmptyState"
             raise TypeError(
-                f"{op}: state must be a ClipByGlobalNormState, as init returns it, got "
-                f"{type(state).__name__}"
+                f"{op}: state must be {expected}, as init returns it, got {type(state).__name__}"
             )
         clipped, norm = _clip(op, "updates", updates, max_norm, nonfinite, implementation)
+        if not keep_norm:
+            return clipped, optax.EmptyState()
         if not stateless:
             norm = _of_type(norm, last.global_norm)
         return clipped, ClipByGlobalNormState(norm)

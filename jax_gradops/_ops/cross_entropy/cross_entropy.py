@@ -85,6 +85,7 @@ def _apply_backward(
 # --- Public functions ----------------------------------------------------------------------------
 
 
+@_checks.with_hints
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -178,6 +179,7 @@ def softmax_cross_entropy_with_integer_labels(
     return _apply_where(x, checked, mask, options=options)
 
 
+@_checks.with_hints
 def softmax_cross_entropy_backward(
     dloss: ArrayLike,
     logits: ArrayLike,

@@ -304,6 +304,7 @@ def _apply(
     return poisoned((loss.compute if xla else loss)(*operands)[0], found)
 
 
+@_checks.with_hints
 def linear_softmax_cross_entropy(
     x: ArrayLike,
     kernel: ArrayLike,

@@ -191,6 +191,7 @@ def _checked_bias(op: str, x: jax.Array, value: ArrayLike) -> jax.Array:
     return bias
 
 
+@_checks.with_hints
 def gelu(
     x: ArrayLike, approximate: bool = True, *, implementation: Implementation = None
 ) -> jax.Array:
@@ -247,6 +248,7 @@ def gelu(
     return y.reshape(x.shape)
 
 
+@_checks.with_hints
 def bias_gelu(
     x: ArrayLike,
     bias: ArrayLike,
@@ -294,6 +296,7 @@ def bias_gelu(
     )
 
 
+@_checks.with_hints
 def gelu_backward(
     dy: ArrayLike,
     x: ArrayLike,
@@ -346,6 +349,7 @@ def gelu_backward(
     return dx.reshape(x.shape)
 
 
+@_checks.with_hints
 def bias_gelu_backward(
     dy: ArrayLike,
     x: ArrayLike,

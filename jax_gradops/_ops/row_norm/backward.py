@@ -109,6 +109,7 @@ def wanted_gradients(op: str, **parameters: ArrayLike | None) -> dict[str, tuple
 # --- Layer norm ----------------------------------------------------------------------------------
 
 
+@_checks.with_hints
 def layer_norm_forward(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -193,6 +194,7 @@ def layer_norm_forward(
     return arguments.whole(y), center, rstd
 
 
+@_checks.with_hints
 def layer_norm_backward(
     dy: ArrayLike,
     x: ArrayLike,
@@ -291,6 +293,7 @@ def layer_norm_backward(
     return run_backward(op, dy, arguments, scale, None, statistics, *options, centered=True)
 
 
+@_checks.with_hints
 def layer_norm_backward_from_output(
     dy: ArrayLike,
     y: ArrayLike,

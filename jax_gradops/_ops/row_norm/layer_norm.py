@@ -47,6 +47,7 @@ def _norm(
     return arguments.whole(y), None if total is None else arguments.whole(total)
 
 
+@_checks.with_hints
 def layer_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -139,6 +140,7 @@ def layer_norm(
     return _norm("layer_norm", x, None, None, scale, bias, *options, centered=True)[0]
 
 
+@_checks.with_hints
 def rms_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -188,6 +190,7 @@ def rms_norm(
     return _norm("rms_norm", x, None, None, scale, None, *options, centered=False)[0]
 
 
+@_checks.with_hints
 def add_layer_norm(
     x: ArrayLike,
     residual: ArrayLike,
@@ -260,6 +263,7 @@ def add_layer_norm(
     return _norm("add_layer_norm", *operands, *options, centered=True, adds=True)
 
 
+@_checks.with_hints
 def add_rms_norm(
     x: ArrayLike,
     residual: ArrayLike,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 from jax.typing import ArrayLike
 
+from jax_gradops import _checks
 from jax_gradops._implementation import Implementation
 from jax_gradops._ops.row_norm.arguments import Arguments
 from jax_gradops._ops.row_norm.backward import (
@@ -15,6 +16,7 @@ from jax_gradops._ops.row_norm.backward import (
 )
 
 
+@_checks.with_hints
 def rms_norm_forward(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -63,6 +65,7 @@ def rms_norm_forward(
     return y, rstd
 
 
+@_checks.with_hints
 def rms_norm_backward(
     dy: ArrayLike,
     x: ArrayLike,
@@ -120,6 +123,7 @@ def rms_norm_backward(
     return run_backward(op, dy, arguments, scale, None, *options, centered=False)[:2]
 
 
+@_checks.with_hints
 def rms_norm_backward_from_output(
     dy: ArrayLike,
     y: ArrayLike,
