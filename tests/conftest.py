@@ -38,11 +38,14 @@ import pytest
 
 import jax_gradops
 from jax_gradops import _registry, clip_tree_by_global_norm
+from jax_gradops._fuse import report
 from jax_gradops.backward import inplace_clip_by_global_norm
 
 pytest.register_assert_rewrite(
     "comparing", "conformance", "fresh_process", "meshes", "transformations"
 )
+
+report.RAISE_ERRORS = True
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

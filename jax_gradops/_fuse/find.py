@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from jax_gradops._fuse import additions, check, search
 from jax_gradops._fuse.patterns import channel_norms, clip, gelu, losses, norms
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
+from jax_gradops._fuse.polynomial import TooLong
 from jax_gradops._fuse.program import Program, Site
 from jax_gradops._fuse.report import Report
 from jax_gradops._fuse.search import Values
@@ -21,6 +22,12 @@ PATTERNS: dict[str, tuple[Callable[[Values, Var], Candidate | None], ...]] = {
     "gelu": (gelu.gelu,),
     "loss": (losses.loss,),
 }
+
+
+def _has_symbolic_shape(equation: JaxprEqn) -> bool:
+    """Whether sizes are variables, as `jax.export.symbolic_shape` makes them."""
+    sizes = [n for v in (*equation.invars, *equation.outvars) for n in v.aval.shape]
+    return not all(isinstance(n, int) for n in sizes)
 
 
 class Finder:
@@ -35,8 +42,11 @@ class Finder:
     def run(self) -> list[Site]:
         for i, item in enumerate(self.program.items):
             kind = search.kind(item.equation)
-            if kind and i not in self.taken:
-                self._around(i, kind)
+            if kind and _has_symbolic_shape(item.equation):
+                self.report.left(kind, self.program.source(i), "its shape is symbolic")
+            elif kind and i not in self.taken:
+                with self.report.guard(kind, self.program.source(i)):
+                    self._around(i, kind)
         return self.sites
 
     def _around(self, anchor: int, kind: str) -> None:
@@ -66,6 +76,8 @@ class Finder:
                     except Left as left:
                         why.append(str(left))
                         continue
+                    except TooLong:
+                        continue
                     if candidate and site:
                         self._take(site, candidate.options)
                         return
@@ -76,6 +88,7 @@ class Finder:
             self.report.left(kind, self.program.source(anchor), why[0])
 
     def _take(self, site: Site, options: str) -> None:
+        site = self.program.with_equations(site)
         self.sites.append(site)
         self.taken |= site.region
         self.program.moved |= dict.fromkeys(site.outputs, site.at)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jax_gradops._fuse.find import Finder
@@ -142,7 +142,9 @@ def _run(
     rewritten = _rewritten(closed.jaxpr, found, {})
     if report is not None:
         report(found.summary())
-    computed = iter(jaxpr_as_fun(ClosedJaxpr(rewritten, closed.consts))(*arrays))
+    results_of = jaxpr_as_fun(ClosedJaxpr(rewritten, closed.consts))(*arrays)
+    # A result that is a number of the jaxpr is no `jax.Array`.
+    computed = (v if _is_array(v) else jnp.asarray(v) for v in results_of)
     others, out_structure = results
     return jax.tree.unflatten(
         out_structure, [next(computed) if is_array else v for v, is_array in others]
@@ -150,8 +152,11 @@ def _run(
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a value is traced. Python's numbers stay what they are."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    """Whether a value is traced. Numbers and arrays of Python and NumPy stay what they are.
+
+    The function may need their values, as for a shape or for an index.
+    """
+    return isinstance(leaf, jax.Array)
 
 
 def _rewritten(jaxpr: Jaxpr, report: Report, done: dict[int, Jaxpr]) -> Jaxpr:
@@ -164,8 +169,12 @@ def _rewritten(jaxpr: Jaxpr, report: Report, done: dict[int, Jaxpr]) -> Jaxpr:
     changed: dict[int, JaxprEqn] = {}
     for i, item in enumerate(program.items):
         if item.equation.primitive.name in _SEARCHED and i not in replaced:
-            change = _shard_map if item.equation.primitive.name == "shard_map" else _inner
-            inner = change(item.equation, report, done)
+            inner = item.equation
+            if item.equation.primitive.name == "shard_map":
+                with report.guard("shard_map", program.source(i)):
+                    inner = _shard_map(item.equation, report, done)
+            else:
+                inner = _inner(item.equation, report, done)
             if inner is not item.equation:
                 changed[i] = inner
     done[id(jaxpr)] = program.rewritten(sites, changed) if sites or changed else jaxpr

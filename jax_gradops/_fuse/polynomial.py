@@ -254,8 +254,11 @@ def mean(p: Polynomial, over: Axes) -> Polynomial:
     return _checked(terms)
 
 
-def total(p: Polynomial, over: Axes, count: int) -> Polynomial:
-    """The sum over axes with `count` elements. A sum of x times a one-hot array picks from x."""
+def total(p: Polynomial, over: Axes, count: int, copies: int) -> Polynomial:
+    """The sum over axes with `count` elements, of which `copies` are equal.
+
+    A sum of x times a one-hot array picks from x.
+    """
     hot = {
         a for m in p.terms for a, e in m if isinstance(a, OneHot) and e == 1 and over == {a.over}
     }
@@ -266,7 +269,7 @@ def total(p: Polynomial, over: Axes, count: int) -> Polynomial:
     rest = p.divided(factor)
     if rest is None:
         raise TooLong
-    return pick(rest, one_hot.index, axis, "zero")
+    return pick(rest, one_hot.index, axis, "zero").scaled(copies)
 
 
 def _mean_of(inner: Monomial, over: Axes) -> Mean:

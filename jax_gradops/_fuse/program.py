@@ -38,6 +38,7 @@ class Site:
       outputs: the variables that the op computes, instead of their equations.
       region: the numbers of the equations that the op replaces.
       at: the op is put before the equation of this number.
+      equations: the equations of the op.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Site:
     outputs: tuple[Var, ...]
     region: frozenset[int]
     at: int
+    equations: tuple[JaxprEqn, ...] = ()
 
 
 class Program:
@@ -141,7 +143,7 @@ class Program:
         written: set[int] = set()
         for i, item in enumerate(self.items):
             for site in by_position.get(i, ()):
-                equations += self._of_site(site)
+                equations += site.equations
             if item.origin not in touched:
                 if item.origin not in written:
                     written.add(item.origin)
@@ -149,7 +151,7 @@ class Program:
             elif i not in removed:
                 equations.append(changed.get(i, item.equation))
         for site in by_position.get(len(self.items), ()):
-            equations += self._of_site(site)
+            equations += site.equations
         return self.jaxpr.replace(eqns=_needed(equations, self.outvars), outvars=self.outvars)
 
     def _original(self, origin: int) -> JaxprEqn:
@@ -157,8 +159,8 @@ class Program:
         invars = [self._outer(v) for v in equation.invars]
         return equation if invars == equation.invars else equation.replace(invars=invars)
 
-    def _of_site(self, site: Site) -> list[JaxprEqn]:
-        """The equations of the op, with the site's variables."""
+    def with_equations(self, site: Site) -> Site:
+        """The site with the equations of its op, which have the site's variables."""
         types = [v.aval for v in site.operands]
         traced = jax.make_jaxpr(functools.partial(_shaped, site))(*types)
         names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, site.operands, strict=True))
@@ -171,7 +173,7 @@ class Program:
             outvars = [names.get(v, v) for v in equation.outvars]
             source = self.source(self.producer[site.outputs[0]]).source_info
             found.append(equation.replace(invars=invars, outvars=outvars, source_info=source))
-        return found
+        return dataclasses.replace(site, equations=tuple(found))
 
 
 def _shaped(site: Site, *operands: jax.Array) -> list[jax.Array]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sysconfig
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ from jax.extend.core import JaxprEqn
 
 from jax_gradops._fuse.program import Site
 
+# Tests set this, so that they see the errors that users do not see.
+RAISE_ERRORS = False
 _PACKAGES = tuple(
     os.path.dirname(os.path.abspath(p)) + os.sep for p in (jax.__file__, os.path.dirname(__file__))
 )
@@ -43,7 +47,7 @@ class Kept:
     """Code that is nearly an op of this library, and was left as it is.
 
     Attributes:
-      kind: ``"norm"``, ``"gelu"`` or ``"loss"``.
+      kind: ``"norm"``, ``"gelu"``, ``"loss"`` or ``"shard_map"``.
       why: the reason.
       where: the file and the line of the code.
       times: how often this code was found in the traced function.
@@ -97,6 +101,17 @@ class Report:
     def left(self, kind: str, equation: JaxprEqn, why: str) -> None:
         entry = Kept(kind, why, where(equation))
         self._left[entry] = self._left.get(entry, 0) + 1
+
+    @contextlib.contextmanager
+    def guard(self, kind: str, equation: JaxprEqn) -> Iterator[None]:
+        """Leaves code as it is if the search in it fails. The user's program must run."""
+        try:
+            yield
+        except Exception as error:
+            if RAISE_ERRORS:
+                raise
+            first = (str(error).splitlines() or [""])[0]
+            self.left(kind, equation, f"the search failed: {type(error).__name__}: {first}")
 
     def summary(self) -> FuseSummary:
         return FuseSummary(

@@ -73,8 +73,11 @@ def _elementwise(compute: Callable[..., Polynomial]) -> Rule:
     return rule
 
 
-def _div(a: Polynomial, b: Polynomial) -> Polynomial:
-    return a * polynomial.power(b, -1)
+def _div(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    if not _is_float(equation.outvars[0].aval.dtype):
+        raise NoForm("")  # a quotient of integers is rounded
+    (a, b), dims = forms.together(operands)
+    return Form(a * polynomial.power(b, -1), dims)
 
 
 def _pow(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
@@ -164,7 +167,9 @@ def _positive(atom: polynomial.Atom, exponent: float) -> bool:
         return True
     if isinstance(atom, Mean):
         return all(_positive(a, e) for a, e in atom.of)
-    return isinstance(atom, Function) and atom.name in ("exp", "power")
+    if not isinstance(atom, Function):
+        return False
+    return atom.name == "exp" or (atom.name == "power" and exponent != round(exponent))
 
 
 def _abs(p: Polynomial) -> Polynomial:
@@ -185,6 +190,9 @@ def _cast(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     )
     if not free and not (_is_float(old) and _is_float(new)):
         raise NoForm("")
+    if p.number is not None and not _is_float(new) and p.number not in (0, 1):
+        if np.dtype(new) == bool or p.number != round(p.number):
+            raise NoForm("")
     return operands[0]
 
 
@@ -258,7 +266,7 @@ def _reduce_sum(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     over, copies, dims = forms.reduce(form, equation.params["axes"])
     known = {p.label: p.size for axis in form.dims for p in axis}
     count = copies * math.prod(known[label] for label in over)
-    return Form(polynomial.total(form.polynomial, over, count), dims)
+    return Form(polynomial.total(form.polynomial, over, count, copies), dims)
 
 
 def _reduce_max(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
@@ -293,8 +301,8 @@ def _gather(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
 
 
 def _picked(equation: JaxprEqn, x: Form, index: Form, axis: int) -> Polynomial:
-    single, parts = index.polynomial.single, x.dims[axis]
-    if single is None or len(parts) != 1 or not isinstance(parts[0].label, int):
+    parts = x.dims[axis]
+    if len(parts) != 1 or not isinstance(parts[0].label, int):
         raise NoForm("")
     how = equation.params["dimension_numbers"]
     known: dict[forms.Unknown, tuple[forms.Part, ...]] = {}
@@ -302,9 +310,7 @@ def _picked(equation: JaxprEqn, x: Form, index: Form, axis: int) -> Polynomial:
         for p, q in zip(index.dims[i], x.dims[j], strict=True):
             if isinstance(p.label, forms.Unknown):
                 known[p.label] = (q,)
-    (((leaf, _),),) = (tuple(m) for m in forms.resolve(index.polynomial, known).terms)
-    if not isinstance(leaf, polynomial.Leaf):
-        raise NoForm("")
+    leaf = _integers(forms.resolve(index.polynomial, known))
     fill = "nan" if equation.params["mode"].name == "FILL_OR_DROP" else "nearest"
     if any(parts[0].label not in polynomial.axes_of(m) for m in x.polynomial.terms):
         # Factors without the axis are the same for each index.
@@ -315,13 +321,22 @@ def _picked(equation: JaxprEqn, x: Form, index: Form, axis: int) -> Polynomial:
     return polynomial.pick(x.polynomial, leaf, parts[0].label, fill)
 
 
+def _integers(p: Polynomial) -> polynomial.Leaf:
+    """The array of integers that a polynomial is."""
+    atoms = [atom for monomial in p.terms for atom, _ in monomial]
+    if len(atoms) != 1 or not isinstance(atoms[0], polynomial.Leaf):
+        raise NoForm("")
+    if p.terms != polynomial.of_atom(atoms[0]).terms:
+        raise NoForm("")
+    return atoms[0]
+
+
 def one_hot(equation: JaxprEqn, iota: JaxprEqn | None, index: Form) -> Form:
     """The comparison of integers with 0, 1, 2, … along an axis."""
-    single, shape = index.polynomial.single, equation.outvars[0].aval.shape
-    if iota is None or single is None or not single[0]:
+    leaf, shape = _integers(index.polynomial), equation.outvars[0].aval.shape
+    if iota is None:
         raise NoForm("")
     axis = iota.params["dimension"] + len(shape) - len(iota.params["shape"])
-    ((leaf, _),) = single[0]
     if len(index.dims) != len(shape) or any(p.label is not None for p in index.dims[axis]):
         raise NoForm("")
     over = forms.Unknown(equation.outvars[0], axis, 0)
@@ -343,7 +358,7 @@ def is_relu(equation: JaxprEqn) -> bool:
     x = equation.invars[0]
     if equation.primitive.name != "custom_jvp_call" or not isinstance(x, Var):
         return False
-    if len(equation.invars) != 1:
+    if len(equation.invars) != 1 or not _is_float(x.aval.dtype):
         return False
     inner = equation.params["call_jaxpr"]
     inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
@@ -360,7 +375,7 @@ RULES: dict[str, Rule] = {
     "add": _elementwise(lambda a, b: a + b),
     "sub": _elementwise(lambda a, b: a + b.scaled(-1)),
     "mul": _elementwise(lambda a, b: a * b),
-    "div": _elementwise(_div),
+    "div": _div,
     "max": _elementwise(_max),
     "neg": _elementwise(lambda a: a.scaled(-1)),
     "square": _elementwise(lambda a: a * a),

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jax_gradops._fuse import forms, polynomial, rules
@@ -27,7 +28,7 @@ def _shows_square_root(equation: JaxprEqn) -> bool:
     if equation.primitive.name in ("rsqrt", "sqrt"):
         return True
     exponent = equation.invars[1] if equation.primitive.name == "pow" else None
-    return isinstance(exponent, Literal) and abs(float(exponent.val)) == 0.5
+    return isinstance(exponent, Literal) and bool(np.all(np.abs(exponent.val) == 0.5))
 
 
 def kind(equation: JaxprEqn) -> str:
@@ -139,7 +140,8 @@ class Values:
         if isinstance(v, Literal):
             return rules.of_literal(v)
         producer = self.program.producer.get(v)
-        if producer is not None and depth:
+        rounded = producer is not None and _rounds(self.program.items[producer].equation, self.root)
+        if producer is not None and depth and not rounded:
             equation = self.program.items[producer].equation
             arrays = [u for u in equation.invars if isinstance(u, Var)]
             number = math.prod(v.aval.shape) == 1
@@ -228,19 +230,27 @@ def _follow(program: Program, root: Var, dims: list[list[int]]) -> Values:
 def _check(form: Form, values: Values, equation: JaxprEqn) -> None:
     """Stops where no op goes on.
 
-    An op does not start before its input is rounded to a smaller dtype. Another array of the root's
-    size is part of an op only after a norm.
+    No op rounds a value to a smaller dtype than the root's. Another array of the root's size is
+    part of an op only after a norm.
     """
-    if equation.primitive.name == "convert_element_type":
-        if form.polynomial == values.forms[values.root].polynomial:
-            old, new = (jnp.finfo(v.aval.dtype) for v in (values.root, equation.outvars[0]))
-            if new.eps > old.eps:
-                raise NoForm("")
+    if form.polynomial.number is None and _rounds(equation, values.root):
+        raise NoForm("a value is rounded to a smaller dtype than the array's")
     atoms = [atom for monomial in form.polynomial.terms for atom, _ in monomial]
     if any(isinstance(a, Function) and a.name in ("power", "log") for a in atoms):
         return
     if any(isinstance(a, Leaf) and a.axes >= values.axes for a in atoms):
         raise NoForm("another array of the same size is added or multiplied")
+
+
+def _rounds(equation: JaxprEqn, root: Var) -> bool:
+    """Whether this is a change to a dtype with fewer digits or a smaller range than the root."""
+    own, params = jnp.finfo(root.aval.dtype), equation.params
+    if equation.primitive.name == "reduce_precision":
+        return params["mantissa_bits"] < own.nmant or params["exponent_bits"] < own.nexp
+    if equation.primitive.name != "convert_element_type" or not _floating(equation.outvars[0]):
+        return False
+    new = jnp.finfo(params["new_dtype"])
+    return new.nmant < own.nmant or new.nexp < own.nexp
 
 
 def slice_between(program: Program, outputs: Iterable[Var], operands: set[Var]) -> set[int]:

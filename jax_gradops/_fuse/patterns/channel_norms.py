@@ -152,6 +152,7 @@ def with_derivatives(axis: int, x: Any, mean: Any, variance: Any) -> tuple[Any, 
 def _derivatives(axis: int, primals: Any, tangents: Any) -> Any:
     x, mean, variance = primals
     others = tuple(i for i in range(x.ndim) if i != axis)
+    mean, variance = with_derivatives(axis, x, mean, variance)  # for second derivatives
     x, dx = (a.astype(mean.dtype) for a in (x, tangents[0]))
     centered = x - jnp.expand_dims(mean, others)
     along = (jnp.mean(dx, others), 2 * jnp.mean(centered * dx, others))
