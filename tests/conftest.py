@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from covering import covering
 
 import jax_gradops
 from jax_gradops import _registry, clip_tree_by_global_norm
@@ -81,48 +83,40 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On the CPU, leaves out tests of variants that would prove nothing new.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "also run the combinations of parameters that are left out on the CPU"
+    parser.addoption("--all-combinations", action="store_true", help=text)
 
-    Transformations and meshes are handled by `jax_gradops/_kernel`, which all ops share. The ops
-    are tested with each transformation and mesh in all combinations with dtypes and options.
-    Variants are tested with each transformation, mesh, dtype and option, with the kernels.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On the CPU, leaves out combinations of a test's parameters: each pair of values is left.
+
+    `jax_gradops/_kernel` handles transformations and meshes, and all ops share it. So an op meets
+    each transformation in one dtype, and other ops meet the transformation in other dtypes.
+    Variants meet each value of each parameter of these tests, with the kernels.
     """
+    if config.getoption("--all-combinations"):
+        return
     groups: dict[Any, list[Any]] = {}
     for item in items:
-        cls, callspec = getattr(item, "cls", None), getattr(item, "callspec", None)
-        test = getattr(item, "function", None)
-        shared = getattr(test, "__module__", None) in ("transformations", "meshes")
-        if callspec and shared and cls.variant and callspec.params.get("platform") == "cpu":
-            groups.setdefault((cls, test), []).append(item)
-    grouped = {item for group in groups.values() for item in group}
-    left_out = grouped.difference(*map(_covering, groups.values()))
+        callspec = getattr(item, "callspec", None)
+        if callspec and callspec.params.get("platform") != "cuda":
+            groups.setdefault((item.cls, item.function), []).append(item)  # type: ignore[attr-defined]
+    left_out: set[pytest.Item] = set()
+    for (cls, function), group in groups.items():
+        strength, chosen = 2, group
+        if function.__module__ in ("transformations", "meshes"):
+            if cls.variant:
+                kernels = [i for i in group if i.callspec.params.get("implementation") != "xla"]
+                chosen = kernels or group  # without kernels: the test was asked for by name
+            if cls.variant or function.__name__ == "test_transformation":
+                strength = 1
+        first = zlib.crc32(cls.__name__.encode()) if cls else 0
+        places = covering([item.callspec.params for item in chosen], strength, first)
+        left_out.update(set(group).difference(chosen[i] for i in places))
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
-
-
-def _covering(items: list[Any]) -> list[Any]:
-    """A subset of a test's items that has every value of each parameter, as evenly as possible."""
-    values = {
-        item: [(name, repr(value)) for name, value in item.callspec.params.items()]
-        for item in items
-        if item.callspec.params.get("implementation") != "xla"
-    }
-    if not values:  # the test was asked for by name
-        return items
-    turn = len(items[0].cls.__name__) % len(values)  # different variants get different combinations
-    left = [*values][turn:] + [*values][:turn]
-    uses = dict.fromkeys((v for of_item in values.values() for v in of_item), 0)
-    chosen = []
-    while not all(uses.values()):
-        counts = {item: [uses[v] for v in values[item]] for item in left}
-        best = max(left, key=lambda item: (counts[item].count(0), -sum(counts[item])))
-        left.remove(best)
-        chosen.append(best)
-        for value in values[best]:
-            uses[value] += 1
-    return chosen
 
 
 def pytest_collection_finish() -> None:

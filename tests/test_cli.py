@@ -27,7 +27,8 @@ CPU_LEVELS = [level for level, usable in _registry.MODULES["cpu"].cpu_levels.ite
 
 def run(*args: str, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
     # CPU only: on GPU hosts, `make test-gpu` runs the doctor on all devices.
-    clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+    clean = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     return subprocess.run(
         [sys.executable, "-P", "-m", "jax_gradops", *args],
         stdout=stdout,

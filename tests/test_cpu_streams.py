@@ -208,6 +208,7 @@ print(json.dumps(found))
 def test_other_levels(level):
     """Levels that this process does not use: their stores have other sizes."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command.append("--all-combinations")
     environment = os.environ | {_registry.CPU_LEVEL: level}
     some = "(test_norms or test_gelu) and 1002 or test_batch_norm and float32--1-128"
     done = subprocess.run(
