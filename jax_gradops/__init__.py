@@ -4,7 +4,8 @@ Norms: `layer_norm`, `rms_norm`, `add_layer_norm`, `add_rms_norm`, `batch_norm`,
 `batch_norm_inference`, `group_norm`, `instance_norm`. Activations: `gelu`, `bias_gelu`. Losses:
 `softmax_cross_entropy_with_integer_labels`, `linear_softmax_cross_entropy`. Clipping:
 `clip_by_global_norm` for Optax, `clip_tree_by_global_norm`, `global_norm`. `fuse` puts these ops
-into any function. `jax_gradops.nnx` and `jax_gradops.linen` have modules for Flax. `jax_gradops.backward` has the gradient operators.
+into any function. `jax_gradops.nnx` and `jax_gradops.linen` have modules for Flax.
+`jax_gradops.backward` has the gradient operators.
 """
 
 import importlib as _importlib

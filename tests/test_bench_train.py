@@ -125,7 +125,7 @@ def small_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("standard_promotion", "small_gpt2")
 def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    names = ["stock", "jax_gradops", "linear_loss", "stock_loss", "unfused", "save_output"]
+    names = ["stock", "jax_gradops", "linear_loss", "stock_loss", "unfused", "save_output", "fuse"]
     arguments = ("--dtype", "f32", "--variant", ",".join(names), "--profile", str(tmp_path))
     status, report = bench_training(tmp_path, *GPT2, *arguments)
     assert status == 0
@@ -138,6 +138,7 @@ def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     loss = {"softmax_cross_entropy_bwd": 1, "softmax_cross_entropy_fwd": 1}
     fused = gelu | norms | clip
     expected = [{}, fused | loss, fused | loss, fused, norms | clip | loss, fused | loss]
+    expected.append(fused | loss)
     for name, kernels in zip(names, expected, strict=True):
         variant = result["variants"][name]
         calls = variant["kernel_calls"]
@@ -243,7 +244,7 @@ IMAGES = ("--batch", "4", "--dtype", "f32", "--steps", "8")
 @pytest.mark.usefixtures("standard_promotion")
 def test_vit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_vit, "CONFIG", train_vit.Config(layers=1, heads=2, width=32, patch=4))
-    names = ["stock", "jax_gradops", "stock_loss", "unfused", "save_output"]
+    names = ["stock", "jax_gradops", "stock_loss", "unfused", "save_output", "fuse"]
     arguments = ("--image-size", "12", "--variant", ",".join(names))
     status, report = bench_training(tmp_path, "--model", "vit", *IMAGES, *arguments)
     assert status == 0
@@ -254,7 +255,7 @@ def test_vit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     norms = {"row_norm_bwd": 3, "row_norm_fwd": 3, "sum_of_squares": 1}
     loss = {"softmax_cross_entropy_bwd": 1, "softmax_cross_entropy_fwd": 1}
     fused = gelu | norms
-    expected = [{}, fused | loss, fused, norms | loss, fused | loss]
+    expected = [{}, fused | loss, fused, norms | loss, fused | loss, fused | loss]
     for name, kernels in zip(names, expected, strict=True):
         variant = result["variants"][name]
         assert variant["kernel_calls"] == kernels

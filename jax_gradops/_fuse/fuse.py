@@ -9,19 +9,15 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_gradops._fuse.find import Finder
-from jax_gradops._fuse.program import Program
+from jax_gradops import _checks
 from jax_gradops._fuse.report import FuseSummary, Report
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Primitives whose inner jaxprs are searched. The derivative of a custom_vjp or custom_jvp function
-# is its author's: these are left as they are.
-_SEARCHED = {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "remat2"}
-_SEARCHED |= {"checkpoint", "shard_map"}
 
 
+@_checks.with_hints
 def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> F:
     r"""Puts the ops of this library into any function, in place of the code that equals them.
 
@@ -105,13 +101,13 @@ def _check_function(function: Any) -> None:
     bases = [base.__module__.split(".")[:2] for base in type(function).__mro__]
     if ["flax", "nnx"] in bases:
         raise TypeError(
-            f"fuse: function is an NNX module, {name}. Use jax_gradops.nnx.fuse(model) to change its "
-            "norms, or fuse the function that calls the model: jax_gradops.fuse(loss)"
+            f"fuse: function is an NNX module, {name}. Use jax_gradops.nnx.fuse(model) to change "
+            "its norms, or fuse the function that calls the model: jax_gradops.fuse(loss)"
         )
     if ["flax", "linen"] in bases:
         raise TypeError(
-            f"fuse: function is a linen module, {name}. Fuse the function that calls its apply, such "
-            "as the loss: jax_gradops.fuse(loss)"
+            f"fuse: function is a linen module, {name}. Fuse the function that calls its apply, "
+            "such as the loss: jax_gradops.fuse(loss)"
         )
     if not callable(function):
         raise TypeError(f"fuse: function must be callable, got {name}")
@@ -124,6 +120,9 @@ def _run(
     report: Callable[[FuseSummary], Any] | None,
 ) -> Any:
     """Traces a function, puts ops in, and runs it."""
+    # Not at the top: it would make the import of this library a tenth longer.
+    from jax_gradops._fuse.rewrite import rewritten
+
     leaves, structure = jax.tree.flatten((args, kwargs))
     traced = [_is_array(leaf) for leaf in leaves]
     arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
@@ -139,10 +138,10 @@ def _run(
 
     closed = jax.make_jaxpr(flat)(*arrays)
     found = Report()
-    rewritten = _rewritten(closed.jaxpr, found, {})
+    jaxpr = rewritten(closed.jaxpr, found, {})
     if report is not None:
         report(found.summary())
-    results_of = jaxpr_as_fun(ClosedJaxpr(rewritten, closed.consts))(*arrays)
+    results_of = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays)
     # A result that is a number of the jaxpr is no `jax.Array`.
     computed = (v if _is_array(v) else jnp.asarray(v) for v in results_of)
     others, out_structure = results
@@ -157,71 +156,3 @@ def _is_array(leaf: Any) -> bool:
     The function may need their values, as for a shape or for an index.
     """
     return isinstance(leaf, jax.Array)
-
-
-def _rewritten(jaxpr: Jaxpr, report: Report, done: dict[int, Jaxpr]) -> Jaxpr:
-    """The jaxpr with ops. It is the same object if nothing was found."""
-    if id(jaxpr) in done:
-        return done[id(jaxpr)]
-    program = Program(jaxpr)
-    sites = Finder(program, report).run()
-    replaced = {i for site in sites for i in site.region}
-    changed: dict[int, JaxprEqn] = {}
-    for i, item in enumerate(program.items):
-        if item.equation.primitive.name in _SEARCHED and i not in replaced:
-            inner = item.equation
-            if item.equation.primitive.name == "shard_map":
-                with report.guard("shard_map", program.source(i)):
-                    inner = _shard_map(item.equation, report, done)
-            else:
-                inner = _inner(item.equation, report, done)
-            if inner is not item.equation:
-                changed[i] = inner
-    done[id(jaxpr)] = program.rewritten(sites, changed) if sites or changed else jaxpr
-    return done[id(jaxpr)]
-
-
-def _inner(equation: JaxprEqn, report: Report, done: dict[int, Jaxpr]) -> JaxprEqn:
-    """The equation with ops in its inner jaxprs."""
-
-    def change(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            jaxpr = _rewritten(value.jaxpr, report, done)
-            return value if jaxpr is value.jaxpr else ClosedJaxpr(jaxpr, value.consts)
-        if isinstance(value, Jaxpr):
-            return _rewritten(value, report, done)
-        if isinstance(value, tuple) and any(isinstance(v, (ClosedJaxpr, Jaxpr)) for v in value):
-            new = tuple(map(change, value))
-            return value if all(a is b for a, b in zip(new, value, strict=True)) else new
-        return value
-
-    params = {name: change(value) for name, value in equation.params.items()}
-    if all(params[name] is value for name, value in equation.params.items()):
-        return equation
-    return equation.replace(params=params)
-
-
-def _shard_map(equation: JaxprEqn, report: Report, done: dict[int, Jaxpr]) -> JaxprEqn:
-    """The equation of a shard_map with ops in its function. It is traced with the mesh's axes."""
-    params = equation.params
-    jaxpr = params["jaxpr"]
-    changed = False
-
-    def body(*arrays: jax.Array) -> Any:
-        nonlocal changed
-        rewritten = _rewritten(jaxpr, report, done)
-        changed = rewritten is not jaxpr
-        return tuple(jaxpr_as_fun(ClosedJaxpr(rewritten, ()))(*arrays))
-
-    function = jax.shard_map(
-        body,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(params["newly_manual_axes"]),
-        check_vma=params["check_vma"],
-    )
-    traced = jax.make_jaxpr(function)(*(v.aval for v in equation.invars))
-    if not changed or traced.consts or len(traced.eqns) != 1:
-        return equation
-    return equation.replace(params=traced.eqns[0].params)

@@ -7,12 +7,13 @@ import dataclasses
 import os
 import sysconfig
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend.core import JaxprEqn
 
-from jax_gradops._fuse.program import Site
+if TYPE_CHECKING:
+    from jax_gradops._fuse.program import Site
 
 # Tests set this, so that they see the errors that users do not see.
 RAISE_ERRORS = False

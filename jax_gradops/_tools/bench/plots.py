@@ -43,6 +43,7 @@ STYLES = {
     "stock_loss": Style("jax_gradops, Optax's loss", "#D55E00", "v"),
     "unfused": Style("jax_gradops, not fused", "#009E73", "s"),
     "save_output": Style("jax_gradops, from results", "#CC79A7", "D"),
+    "fuse": Style("Flax, jax_gradops.fuse", "#000000", "X"),
 }
 _SHOWN = ("jax_gradops", "jax", "flax", "optax", "torch", "triton", "liger_kernel", "quack_kernels")
 _COPY = {"color": "0.35", "linestyle": (0, (5, 3)), "linewidth": 1.0, "zorder": 1}

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+import jax_gradops
 from jax_gradops._tools.bench.cases import SHORT_DTYPES
 
 STOCK = "stock"
@@ -22,8 +23,8 @@ STOCK = "stock"
 #: neighbours. Three variants are like "jax_gradops" but for one thing. "linear_loss" computes loss
 #: and last matrix product chunk by chunk: no array has all logits. "stock_loss" has Optax's loss.
 #: Norms of "save_output" save their results for the backward pass, not their inputs. "unfused" has
-#: this library's ops without fusion.
-VARIANTS = (STOCK, "jax_gradops", "linear_loss", "stock_loss", "unfused", "save_output")
+#: this library's ops without fusion. "fuse" is stock's loss as `jax_gradops.fuse` changes it.
+VARIANTS = (STOCK, "jax_gradops", "linear_loss", "stock_loss", "unfused", "save_output", "fuse")
 #: Stages of resnet50. Stage 0 is the part before the first stage.
 STAGES = ("0", "1", "2", "3", "4")
 #: The first one is the default.
@@ -63,9 +64,14 @@ def _windows(batch: int, context: int) -> Callable[[argparse.Namespace], tuple[i
 
 
 _GPT2 = Model("train_gpt2", _windows(32, 1024), VARIANTS, ("context",))
-_LLAMA = Model("train_llama", _windows(4, 2048), VARIANTS[:-1], ("context", "vocabulary"))
+_LLAMA = Model(
+    "train_llama",
+    _windows(4, 2048),
+    tuple(variant for variant in VARIANTS if variant != "save_output"),
+    ("context", "vocabulary"),
+)
 # The variants of a model that has no kernel for its loss.
-_NO_LOSS = (STOCK, "jax_gradops", "unfused")
+_NO_LOSS = (STOCK, "jax_gradops", "unfused", "fuse")
 #: Models by name.
 MODELS = {
     "resnet50": Model("train_resnet", _images(256, 224, 3), _NO_LOSS, ("image_size", "stages")),
@@ -119,7 +125,14 @@ class TrainCase:
     def setup(self) -> Setup:
         """Makes the model."""
         module = f"jax_gradops._tools.bench.{MODELS[self.model].module}"
-        return importlib.import_module(module).setup(self)
+        setup: Setup = importlib.import_module(module).setup(self)
+
+        def loss(variant: str) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+            if variant == "fuse":
+                return jax_gradops.fuse(setup.loss(STOCK))
+            return setup.loss(variant)
+
+        return dataclasses.replace(setup, loss=loss)
 
 
 @dataclasses.dataclass(frozen=True)
