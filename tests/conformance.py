@@ -144,6 +144,7 @@ class OpTests(TransformationTests, MeshTests):
 
     # --- Values ---
 
+    @pytest.mark.values
     @pytest.mark.N12
     @pytest.mark.N16
     @pytest.mark.G1
@@ -176,6 +177,7 @@ class OpTests(TransformationTests, MeshTests):
         ]
         self.check_all(examples, implementation)
 
+    @pytest.mark.values
     @pytest.mark.R2
     @pytest.mark.parametrize("dtype", ["float16", "float64"])
     def test_runs_are_bitwise_equal(self, platform, dtype, rng):
@@ -331,6 +333,7 @@ class RowOpTests(RowMeshTests, OpTests):
         for eager, jitted in zip(f(*example), jax.jit(f)(*example), strict=True):
             assert_bitwise_equal(eager, jitted)
 
+    @pytest.mark.values
     @pytest.mark.N13
     @pytest.mark.M6
     @pytest.mark.parametrize("features", [128, 129])
