@@ -29,6 +29,7 @@ class TestCrossEntropy(LossTests):
     form = as_columns(PLAIN)
     all_reduces = (0,)
 
+    @pytest.mark.values
     @pytest.mark.parametrize("features", [128, 129])
     def test_rows_are_independent(self, platform, features, dtype, rng):
         """Up to a rounding: XLA compiles the loss in other ways for other numbers of rows."""
