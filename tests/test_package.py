@@ -89,9 +89,7 @@ def test_docstrings(name):
         assert ".. math::" in doc and re.search(r"References:\n.*https://", doc, re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(n for n, v in DOCUMENTED.items() if inspect.isfunction(v) and n != "fuse")
-)
+@pytest.mark.parametrize("name", sorted(n for n, v in DOCUMENTED.items() if inspect.isfunction(v)))
 def test_wrong_keywords_are_explained(name):
     """Each function explains them. Its signature and its help are its own."""
     function = DOCUMENTED[name]

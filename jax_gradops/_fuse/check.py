@@ -132,7 +132,12 @@ class _Region:
         form = values.forms[candidate.output]
         self.leaves, self.classes = _labels(form.polynomial)
         reduced = {a for e in self.equations for a in self._reduced(e)}
-        self.sizes = [n if i in reduced else min(n, _ROWS) for i, n in enumerate(values.sizes)]
+        # Of an axis that is divided, only the first part is shorter: see `label_sizes`.
+        first = {axis[0].label for axis in values.forms[values.root].dims if axis}
+        self.sizes = [
+            min(n, _ROWS) if i in first and i not in reduced else n
+            for i, n in enumerate(values.sizes)
+        ]
         self.output_sizes = [n if i in form.labels else 1 for i, n in enumerate(self.sizes)]
         self.count = math.prod(values.sizes[a] for a in reduced)
         outputs = [v for e in self.equations for v in e.outvars]

@@ -109,9 +109,10 @@ def _layout(values: Values, over: Axes, parameters: Axes) -> _Layout | None:
     """Which norm has statistics over these axes, and parameters along those."""
     dims = values.forms[values.root].dims
     kept = [(i, q) for i, axis in enumerate(dims) for q in axis if q.label not in over]
-    if len(kept) == 1 and len(dims) > 1:
-        axis, channel = kept[0]
-        if len(dims[axis]) == 1 and (axis > 0 or len(dims[0]) == 0):
+    axes = {i for i, _ in kept}
+    if len(axes) == 1 and len(dims) > 1:
+        (axis,) = axes
+        if len(kept) == len(dims[axis]) and axis > 0:
             return _Layout("batch_norm", axis, -1)
     if not dims or (dims[0] and [i for i, _ in kept].count(0) != len(dims[0])):
         return None
