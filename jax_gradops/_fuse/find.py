@@ -4,6 +4,7 @@
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +137,8 @@ class Finder:
             if i in region or v not in values.forms:
                 continue
             p = values.forms[v].polynomial
+            if math.prod(v.aval.shape) != math.prod(values.sizes[a] for a in p.axes):
+                continue  # a statistic that is repeated along other axes
             for place, statistic in enumerate(candidate.statistics, 1):
                 if p.close_to(statistic):
                     outputs.append(v)

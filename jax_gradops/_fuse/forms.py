@@ -101,35 +101,35 @@ def together(forms: Sequence[Form]) -> tuple[list[Polynomial], Dims]:
     known: dict[Unknown, tuple[Part, ...]] = {}
     dims = forms[0].dims
     for form in forms[1:]:
-        dims = tuple(_merged(a, b, known) for a, b in zip(dims, form.dims, strict=True))
+        dims = tuple(merged(a, b, known) for a, b in zip(dims, form.dims, strict=True))
     if not known:
         return [f.polynomial for f in forms], dims
-    dims = tuple(_resolved(parts, known) for parts in dims)
+    dims = tuple(resolved(parts, known) for parts in dims)
     return [resolve(f.polynomial, known) for f in forms], dims
 
 
-def _merged(
+def merged(
     a: tuple[Part, ...], b: tuple[Part, ...], known: dict[Unknown, tuple[Part, ...]]
 ) -> tuple[Part, ...]:
     """The parts of an axis that two arrays share."""
     if not a or not b:  # size 1 beside a scalar
         return a or b
-    a, b = _aligned(_resolved(a, known), _resolved(b, known), known)
-    merged = []
+    a, b = _aligned(resolved(a, known), resolved(b, known), known)
+    found = []
     for p, q in zip(a, b, strict=True):
         if p.label == q.label or q.label is None:
-            merged.append(p)
+            found.append(p)
         elif p.label is None:
-            merged.append(q)
+            found.append(q)
         elif isinstance(p.label, Unknown):
             known[p.label] = (q,)
-            merged.append(q)
+            found.append(q)
         elif isinstance(q.label, Unknown):
             known[q.label] = (p,)
-            merged.append(p)
+            found.append(p)
         else:
             raise NoForm("two axes of one array meet in one operation")
-    return tuple(merged)
+    return tuple(found)
 
 
 def _aligned(
@@ -167,12 +167,12 @@ def divide(part: Part, first: int, known: dict[Unknown, tuple[Part, ...]]) -> tu
     return halves
 
 
-def _resolved(parts: Iterable[Part], known: Mapping[Unknown, tuple[Part, ...]]) -> tuple[Part, ...]:
+def resolved(parts: Iterable[Part], known: Mapping[Unknown, tuple[Part, ...]]) -> tuple[Part, ...]:
     """The parts with what is known by now."""
     found: list[Part] = []
     for part in parts:
         if isinstance(part.label, Unknown) and part.label in known:
-            found.extend(_resolved(known[part.label], known))
+            found.extend(resolved(known[part.label], known))
         else:
             found.append(part)
     return tuple(found)
@@ -182,7 +182,7 @@ def resolve(p: Polynomial, known: Mapping[Unknown, tuple[Part, ...]]) -> Polynom
     """The polynomial, with leaves of which more axes are known."""
 
     def labels_of(label: Any) -> tuple[Any, ...]:
-        return tuple(part.label for part in _resolved([Part(label, 0)], known))
+        return tuple(part.label for part in resolved([Part(label, 0)], known))
 
     def change(atom: Any) -> Any:
         if isinstance(atom, OneHot):

@@ -49,7 +49,7 @@ def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> 
     Args:
       function: any function of arrays, in any framework: a loss, a model's `apply`, a method. It
         may take and return any pytrees, Flax NNX modules, and values that are not arrays. Python's
-        numbers and bools stay what they are.
+        numbers and bools stay what they are, and NumPy arrays do.
       report: is called with a `FuseSummary` at each trace. It says what was replaced, and what was
         left and why, with file and line. `print` shows it.
 

@@ -320,8 +320,7 @@ def power(p: Polynomial, exponent: float) -> Polynomial:
             result = result * p
         return result
     # Without a common factor: sqrt(4 v + 4 e) is 2 sqrt(v + e).
-    others = [c for m, c in p.terms.items() if m]
-    factor = max(others, key=abs) if others else 0.0
+    factor = max((c for m, c in p.terms.items() if m), default=0.0)
     if factor <= 0:
         raise TooLong  # no op has this
     base = p.scaled(1 / factor)

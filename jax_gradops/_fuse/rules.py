@@ -290,9 +290,13 @@ def _gather(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     # The axes of x that stay, in order: those that are taken whole.
     kept = [() if i == axis else x.dims[i] for i in range(len(shape))
             if i not in batch.values() and i not in how.collapsed_slice_dims]  # fmt: skip
-    rows = [x.dims[batch[i]] if i in batch else index.dims[i] for i in range(len(index.dims) - 1)]
+    known: dict[forms.Unknown, tuple[forms.Part, ...]] = {}
+    rows = [forms.merged(index.dims[i], x.dims[batch[i]], known) if i in batch else index.dims[i]
+            for i in range(len(index.dims) - 1)]  # fmt: skip
     offsets = set(map(int, how.offset_dims))
     dims = tuple((kept if i in offsets else rows).pop(0) for i in range(len(kept) + len(rows)))
+    dims = tuple(forms.resolved(axis, known) for axis in dims)
+    x, index = (Form(forms.resolve(f.polynomial, known), f.dims) for f in (x, index))
     if index.polynomial.number is not None:
         if index.polynomial.number != 0 or shape[axis] != 1:
             raise NoForm("")
@@ -304,13 +308,7 @@ def _picked(equation: JaxprEqn, x: Form, index: Form, axis: int) -> Polynomial:
     parts = x.dims[axis]
     if len(parts) != 1 or not isinstance(parts[0].label, int):
         raise NoForm("")
-    how = equation.params["dimension_numbers"]
-    known: dict[forms.Unknown, tuple[forms.Part, ...]] = {}
-    for i, j in zip(how.start_indices_batching_dims, how.operand_batching_dims, strict=True):
-        for p, q in zip(index.dims[i], x.dims[j], strict=True):
-            if isinstance(p.label, forms.Unknown):
-                known[p.label] = (q,)
-    leaf = _integers(forms.resolve(index.polynomial, known))
+    leaf = _integers(index.polynomial)
     fill = "nan" if equation.params["mode"].name == "FILL_OR_DROP" else "nearest"
     if any(parts[0].label not in polynomial.axes_of(m) for m in x.polynomial.terms):
         # Factors without the axis are the same for each index.
