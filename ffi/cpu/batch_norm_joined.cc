@@ -55,19 +55,24 @@ struct Bundles {
         all(args.bundles * args.shape.outer.groups) {}
   const std::int64_t bundle, bundles, inner, elements, all;
 
-  // Calls fn(group, bundle, offset) for each bundle, in the thread pool. The bundle's elements
-  // begin at `offset`. `arrays` arrays of T are read or written.
+  // Calls fn(first, count) for all bundles of all groups, in the thread pool: up to `most` at a
+  // time. `arrays` arrays of T are read or written.
   template <typename T, typename Fn>
-  void ForEach(const CpuContext& pool, std::int64_t arrays, const Fn& fn) const {
+  void ForRuns(const CpuContext& pool, std::int64_t arrays, std::int64_t most, const Fn& fn) const {
     constexpr std::int64_t kMaxChunks = 256;
     const std::int64_t bytes = arrays * elements * std::int64_t{sizeof(T)};
     const std::int64_t chunk = RowsPerChunk(all, bytes, kMaxChunks);
     ParallelFor(pool, (all + chunk - 1) / chunk, [&](std::int64_t i) {
-      for (std::int64_t b = i * chunk; b < std::min(all, (i + 1) * chunk); ++b) {
-        fn(b / bundles, b % bundles, b * elements);
-      }
+      const std::int64_t end = std::min(all, (i + 1) * chunk);
+      for (std::int64_t b = i * chunk; b < end; b += most) fn(b, std::min(most, end - b));
       StreamFence();
     });
+  }
+  // Calls fn(group, bundle, offset) for each bundle. The bundle's elements begin at `offset`.
+  template <typename T, typename Fn>
+  void ForEach(const CpuContext& pool, std::int64_t arrays, const Fn& fn) const {
+    ForRuns<T>(pool, arrays, 1,
+               [&](std::int64_t b, std::int64_t) { fn(b / bundles, b % bundles, b * elements); });
   }
   // Whether a result is stored past the caches. Only whole cache lines should be.
   template <typename T>
@@ -83,32 +88,51 @@ struct Statistics {
   A mean, variance, rstd, delta;
 };
 
+// Bundles of up to kShort elements get their statistics kRun at a time. In each of three steps, a
+// processor can then work on several bundles at once. One by one, each bundle waits for its
+// divisions and its sums over lanes. Forward of float32 [64, 1024] in 32 groups takes 72 to 104 us
+// of processor time with AVX2. One by one, it took 121 to 126.
+constexpr int kRun = 8;
+constexpr std::int64_t kShort = 512;
+
+// Sets the statistics of `count` bundles that begin at x, up to kRun.
 template <typename T>
-Statistics<Accum<T>> StatisticsOf(const T* x, std::int64_t elements,
-                                  const Epsilon<Accum<T>>& epsilon) {
+void SetStatistics(const T* x, std::int64_t elements, std::int64_t count,
+                   const Epsilon<Accum<T>>& epsilon, Statistics<Accum<T>>* statistics) {
   using A = Accum<T>;
   const auto n = static_cast<double>(elements);
-  const A first = static_cast<A>(x[0]);
-  const A sum = LaneSums<A, 1>(elements, [=](auto at) { return std::array{at(x) - first}; })[0];
-  const A guess = first + static_cast<A>(static_cast<double>(sum) / n);
-  const auto sums = LaneSums<A, 2>(elements, [=](auto at) {
-    const auto centered = at(x) - guess;
-    return std::array{centered, centered * centered};
-  });
-  const double offset = static_cast<double>(sums[0]) / n;
-  double mean_square = static_cast<double>(sums[1]) / n;
-  if (NeedsSecondLook(sums[0], sums[1])) {
-    double of_deviations, squares;  // squares: about the mean
-    LargeMoments(x, 1, elements, elements, guess, of_deviations, squares);
-    mean_square = squares / n + offset * offset;
+  A guesses[kRun];
+  std::array<A, 2> sums[kRun];
+  for (std::int64_t b = 0; b < count; ++b) {
+    const T* const own = x + b * elements;
+    const A first = static_cast<A>(own[0]);
+    const A sum = LaneSums<A, 1>(elements, [=](auto at) { return std::array{at(own) - first}; })[0];
+    guesses[b] = first + static_cast<A>(static_cast<double>(sum) / n);
   }
-  const A variance = static_cast<A>(VarianceOf(mean_square, offset));
-  const A mean = static_cast<A>(static_cast<double>(guess) + offset);
-  return {
-      .mean = mean,
-      .variance = variance,
-      .rstd = InverseDeviation(variance, epsilon),
-      .delta = static_cast<A>((static_cast<double>(guess) - static_cast<double>(mean)) + offset)};
+  for (std::int64_t b = 0; b < count; ++b) {
+    const T* const own = x + b * elements;
+    sums[b] = LaneSums<A, 2>(elements, [=, guess = guesses[b]](auto at) {
+      const auto centered = at(own) - guess;
+      return std::array{centered, centered * centered};
+    });
+  }
+  for (std::int64_t b = 0; b < count; ++b) {
+    const A guess = guesses[b];
+    const double offset = static_cast<double>(sums[b][0]) / n;
+    double mean_square = static_cast<double>(sums[b][1]) / n;
+    if (NeedsSecondLook(sums[b][0], sums[b][1])) {
+      double of_deviations, squares;  // squares: about the mean
+      LargeMoments(x + b * elements, 1, elements, elements, guess, of_deviations, squares);
+      mean_square = squares / n + offset * offset;
+    }
+    const A variance = static_cast<A>(VarianceOf(mean_square, offset));
+    const A mean = static_cast<A>(static_cast<double>(guess) + offset);
+    const double rounding = static_cast<double>(guess) - static_cast<double>(mean);
+    statistics[b] = {.mean = mean,
+                     .variance = variance,
+                     .rstd = InverseDeviation(variance, epsilon),
+                     .delta = static_cast<A>(rounding + offset)};
+  }
 }
 
 // Stores fn(at). An activation with an exponential computes the last elements in lanes, too.
@@ -131,31 +155,45 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   const PerElement<A, 0> biases(pool, args.bias, args.shape);
   const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
   const bool streamed = of.Prepare<T>(args.y, {args.x});
-  of.ForEach<T>(pool, 2, [&](std::int64_t group, std::int64_t b, std::int64_t offset) {
+  const Epsilon<A> epsilon(args.epsilon);
+  const auto apply = [&](std::int64_t group, std::int64_t offset, const Statistics<A>& of_bundle) {
+    const std::int64_t element = offset - group * of.bundles * of.elements;
     const T* const x = static_cast<const T*>(args.x) + offset;
-    const auto given = [&](const Param& param) { return ReadParam(param, group, b, A{0}); };
-    Statistics<A> statistics{given(args.mean), 0, given(args.rstd), given(args.delta)};
-    if (own) {
-      statistics = StatisticsOf(x, of.elements, Epsilon<A>(args.epsilon));
-      const std::int64_t i = group * of.bundles + b;
-      static_cast<A*>(args.batch_mean)[i] = statistics.mean;
-      static_cast<A*>(args.batch_variance)[i] = statistics.variance;
-      static_cast<A*>(args.batch_rstd)[i] = statistics.rstd;
-      static_cast<A*>(args.batch_delta)[i] = statistics.delta;
-    }
-    if (args.y == nullptr) return;
-    const A *const scale = scales(group, b * of.elements), *const bias =
-                                                               biases(group, b * of.elements);
-    const auto argument = [=, mean = statistics.mean, rstd = statistics.rstd,
-                           delta = statistics.delta](auto at) {
+    T* const y = static_cast<T*>(args.y) + offset;
+    const A *const scale = scales(group, element), *const bias = biases(group, element);
+    const auto argument = [=, mean = of_bundle.mean, rstd = of_bundle.rstd,
+                           delta = of_bundle.delta](auto at) {
       const auto factor = at(scale) * rstd;
       return (at(x) - mean) * factor + (at(bias) - factor * delta);
     };
-    T* const y = static_cast<T*>(args.y) + offset;
     if (args.silu) {
       StoreAll<true>(y, of.elements, streamed, [=](auto at) { return Silu<A>(argument(at)); });
     } else {
       StoreAll<false>(y, of.elements, streamed, [=](auto at) { return Max(least, argument(at)); });
+    }
+  };
+  const std::int64_t most = of.elements <= kShort ? kRun : 1;
+  of.ForRuns<T>(pool, 2, most, [&](std::int64_t first, std::int64_t count) {
+    Statistics<A> statistics[kRun];
+    if (own) {
+      const T* const x = static_cast<const T*>(args.x) + first * of.elements;
+      SetStatistics(x, of.elements, count, epsilon, statistics);
+    }
+    for (std::int64_t b = 0; b < count; ++b) {
+      const std::int64_t i = first + b, group = i / of.bundles;
+      Statistics<A>& of_bundle = statistics[b];
+      if (own) {
+        static_cast<A*>(args.batch_mean)[i] = of_bundle.mean;
+        static_cast<A*>(args.batch_variance)[i] = of_bundle.variance;
+        static_cast<A*>(args.batch_rstd)[i] = of_bundle.rstd;
+        static_cast<A*>(args.batch_delta)[i] = of_bundle.delta;
+      } else {
+        const auto given = [&](const Param& param) {
+          return ReadParam(param, group, i % of.bundles, A{0});
+        };
+        of_bundle = {given(args.mean), 0, given(args.rstd), given(args.delta)};
+      }
+      if (args.y != nullptr) apply(group, i * of.elements, of_bundle);
     }
   });
   return ffi::Error::Success();
@@ -166,16 +204,20 @@ struct WeightedSums {
   double of_dz = 0, of_x_hat = 0;
 };
 
-// Stores the sums of each channel of a bundle in dscale and dbias. They are its elements' dz and
-// dz * (x - mean).
+// Stores the sums of each channel of a bundle in dscale and dbias, past the caches if `streamed`.
+// They are sums of its elements' dz and dz * x_hat.
 template <typename A, typename Centered>
 WeightedSums ChannelSums(const Bundles& of, const A* dz, const A* scale, A rstd, A delta,
-                         const Centered& centered, A* dscale, A* dbias) {
+                         const Centered& centered, A* dscale, A* dbias, bool streamed) {
   if (of.inner == 1) {
     const auto sums = LaneSums<A, 2>(of.elements, [=](auto at) {
       const auto gradient = at(dz);
       const auto of_x_hat = gradient * ((centered(at) - delta) * rstd);
-      if (dscale != nullptr) at.Store(dscale, of_x_hat), at.Store(dbias, gradient);
+      if (streamed) {
+        at.Stream(dscale, of_x_hat), at.Stream(dbias, gradient);
+      } else if (dscale != nullptr) {
+        at.Store(dscale, of_x_hat), at.Store(dbias, gradient);
+      }
       return std::array{gradient * at(scale), of_x_hat * at(scale)};
     });
     return {static_cast<double>(sums[0]), static_cast<double>(sums[1])};
@@ -218,6 +260,9 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   const PerElement<A, 0> biases(pool, args.bias, args.shape);
   const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
   const bool streamed = of.Prepare<T>(args.dx, {args.dy, args.x});
+  const bool streamed_sums[] = {PrepareGrad(dscale, args.shape.outer),
+                                PrepareGrad(dbias, args.shape.outer)};
+  const bool sums_are_lines = of.inner == 1 && of.bundle * std::int64_t{sizeof(A)} % 64 == 0;
   of.ForEach<T>(pool, 3, [&](std::int64_t group, std::int64_t b, std::int64_t offset) {
     const T* const dy = static_cast<const T*>(args.dy) + offset;
     const T* const x = static_cast<const T*>(args.x) + offset;
@@ -248,9 +293,10 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
     if (own) {
       const std::int64_t channel = (group * of.bundles + b) * of.bundle;
       const bool stored = dscale.data() != nullptr;  // dbias, too
-      const WeightedSums sums = ChannelSums<A>(of, dz, scale, rstd, delta, centered,
-                                               stored ? dscale.data() + channel : nullptr,
-                                               stored ? dbias.data() + channel : nullptr);
+      const WeightedSums sums = ChannelSums<A>(
+          of, dz, scale, rstd, delta, centered, stored ? dscale.data() + channel : nullptr,
+          stored ? dbias.data() + channel : nullptr,
+          sums_are_lines && streamed_sums[0] && streamed_sums[1]);
       if (args.sum_dz != nullptr) {
         static_cast<A*>(args.sum_dz)[group * of.bundles + b] = static_cast<A>(sums.of_dz);
         static_cast<A*>(args.sum_dz_x_hat)[group * of.bundles + b] = static_cast<A>(sums.of_x_hat);

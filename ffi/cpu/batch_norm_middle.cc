@@ -238,6 +238,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
   using A = Accum<T>;
   const Group of(args.shape, args.bundle);
   const WideGrad<A> dscale(args.dscale, args.shape.outer), dbias(args.dbias, args.shape.outer);
+  PrepareGrad(dscale, args.shape.outer), PrepareGrad(dbias, args.shape.outer);
   const std::int64_t bytes = args.shape.elements() * std::int64_t{sizeof(T)};
   const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
   PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});

@@ -208,6 +208,7 @@ ffi::Error Backward(const CpuContext& pool, const BatchNormBwdArgs& args) {
       delta(pool, args.delta, bundle_rows, 0), mean_dz(pool, args.mean_dz, bundle_rows, 0),
       mean_dz_x_hat(pool, args.mean_dz_x_hat, bundle_rows, 0);
   const WideGrad<A> dscale(args.dscale, shape.outer), dbias(args.dbias, shape.outer);
+  PrepareGrad(dscale, shape.outer), PrepareGrad(dbias, shape.outer);
   const std::int64_t bytes = shape.elements() * std::int64_t{sizeof(T)};
   const bool streamed = PrepareResult(args.dx, bytes, {args.dy, args.x, args.y});
   PrepareResult(args.dresidual, bytes, {args.dy, args.x, args.y});

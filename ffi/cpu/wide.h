@@ -10,6 +10,7 @@
 #include "common/dtype.h"
 #include "common/shape.h"
 #include "cpu/parallel.h"
+#include "cpu/stream.h"
 
 namespace gradops {
 
@@ -121,6 +122,15 @@ class WideGrad {
   std::unique_ptr<A[]> owned_;
   A* data_ = nullptr;
 };
+
+// Prepares the memory of a gradient. Each group has a gradient of its own: if groups are many and
+// small, gradients are as large as x. Returns whether whole cache lines go past the caches.
+template <typename A>
+bool PrepareGrad(const WideGrad<A>& grad, const RowShape& shape) {
+  if (grad.data() == nullptr) return false;
+  const std::int64_t bytes = shape.groups * shape.features * std::int64_t{sizeof(A)};
+  return PrepareResult(grad.data(), bytes, {}) && BytesToLine(grad.data()) == 0;
+}
 
 // Sets a gradient to 0 if there is nothing to add up.
 inline void SetZero(const ParamGrad& grad, const RowShape& shape) {
