@@ -13,6 +13,7 @@ import pytest
 
 import jax_gradops
 
+pytestmark = pytest.mark.newest_jax
 EPSILON = 1e-5
 N = 24
 
