@@ -96,7 +96,8 @@ class Parameter:
 
     def array(self, arrays: Mapping[Var, jax.Array], x: jax.Array) -> jax.Array:
         """The value for a root x, in at least float32."""
-        dtype = jnp.result_type(jnp.float32, x.dtype, *(arrays[v].dtype for v in self.leaves))
+        doubles = [a.dtype == jnp.float64 for a in (x, *(arrays[v] for v in self.leaves))]
+        dtype = jnp.float64 if any(doubles) else jnp.float32
         total = jnp.zeros((), dtype)
         terms = [self._factors(m, c) for m, c in self.polynomial.terms.items()]
         for factors, c in sorted(terms, key=lambda term: [f[:2] for f in term[0]]):
