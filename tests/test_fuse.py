@@ -695,3 +695,120 @@ def test_nnx_modules_are_updated():
         )
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6)
+
+
+# --- Programs that once gave wrong numbers or errors ---------------------------------------------
+
+
+def plain_rms(x):
+    return x * jax.lax.rsqrt(mean(x * x) + EPSILON)
+
+
+def pairs(x):
+    return plain_rms(x) + jnp.sum(
+        x[..., :, None] - 2 * jnp.sin(x)[..., None, :] * x[..., :, None], -1
+    )
+
+
+def pairs_of_a_row(x):
+    return plain_rms(x) + jnp.sum(x[..., :, None] - x[..., None, :], -1)
+
+
+def products_of_rows(x):
+    loss = jax.nn.logsumexp(x, -1) - x[..., 0]
+    return loss + jnp.mean(jnp.sum((x[:, None] - x[None]) ** 2, -1), 1)
+
+
+def statistics_in_another_order(x):
+    y = x.reshape(-1, 2, N // 2).transpose(0, 2, 1)
+    m = y.mean(0)
+    v = (y**2).mean(0) - m**2
+    y = (y - m[None]) * jax.lax.rsqrt(v + EPSILON)[None]
+    return jnp.concatenate([y.transpose(0, 2, 1).reshape(-1), jnp.sin(m).reshape(-1)])
+
+
+def gelu_then_norm(x):
+    h = x * (1 + jax.lax.erf(x / math.sqrt(2))) * 0.5
+    return plain_rms(h) + jnp.sin(h)
+
+
+def norms_of_reshaped_rows(x):
+    norm = lambda x: plain_rms(x.reshape(-1, N)).reshape(x.shape)  # noqa: E731
+    h = norm(x)
+    return norm(h) + jnp.sin(h)
+
+
+def unused_result_of_a_call(x):
+    call = jax.jit(lambda a, b: (jnp.sin(a), b * 2))
+    mean_square = mean(x * x)
+    return call(x * jax.lax.rsqrt(mean_square + EPSILON), mean_square)[0]
+
+
+def tanh_of_zero(x):
+    return plain_rms(x) + jnp.tanh(x - x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pairs, pairs_of_a_row, products_of_rows, statistics_in_another_order, gelu_then_norm,
+        norms_of_reshaped_rows, unused_result_of_a_call, tanh_of_zero,
+    ],
+)  # fmt: skip
+def test_unusual_programs(function):
+    x = operands(jnp.float64, (3, N))[0]
+    w = jnp.cos(jnp.arange(function(x).size, dtype=x.dtype))
+    value_and_grad = [
+        jax.value_and_grad(lambda x, f=f: jnp.sum(f(x).reshape(-1) * w))(x)
+        for f in (function, jax_gradops.fuse(function))
+    ]
+    for a, b in zip(*value_and_grad, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-9)
+
+
+def test_statistics_that_another_op_needs():
+    """The order of the equations is that of the values."""
+
+    def of(x, s, r):
+        m = x.mean(0)
+        scale = jnp.sin(s)
+        h = m + r
+        z = plain_rms(h)
+        v = jnp.mean(x * x, 0) - m * m
+        return (x - m[None]) * (jax.lax.rsqrt(v + EPSILON) * scale)[None] + z[None]
+
+    check(of, operands(shape=(5, N)), 5e-5)
+
+
+def test_labels_with_a_value_for_no_class():
+    def of(x, i):
+        return jax.nn.logsumexp(x, -1) - jnp.take_along_axis(
+            x, i[..., None], -1, mode="fill", fill_value=0.0
+        ).squeeze(-1)
+
+    assert names(of, operands()[0], jnp.zeros((2, 3), int)) == []
+
+
+def test_gelu_of_float32_with_an_input_in_bfloat16():
+    """Its literals are not rounded to bfloat16, so that the constant must be exact."""
+    for constant, found in ((math.sqrt(0.5), ["gelu"]), (0.7025, [])):
+
+        def of(x, constant=constant):
+            x32 = wide(x)
+            return (x32 * 0.5 * (1 + jax.lax.erf(x32 * constant))).astype(x.dtype)
+
+        assert names(of, operands(jnp.bfloat16)[0]) == found
+
+
+def test_clips_that_differ_in_a_cast():
+    def clip(inner):
+        def of(a, b):
+            total = jnp.sum(a**2) + jnp.sum(b**2)
+            norm = jnp.sqrt(total.astype(inner).astype(jnp.float32))
+            return [jnp.where(norm < 1.0, x, x / norm * 1.0) for x in (a, b)]
+
+        return of
+
+    arrays = operands()[1:]
+    for inner, count in ((jnp.float64, 1), (jnp.int32, 0)):
+        assert len(names(clip(inner), *arrays)) == count

@@ -39,8 +39,8 @@ def call(
         new_graph, new_state = nnx.split(copies)
         if new_graph != graph:
             raise ValueError(
-                "fuse: the function adds or removes variables of an NNX module. Call it once "
-                "without jax_gradops.fuse first, or apply fuse to a part of it"
+                "fuse: the function changes the structure of an NNX module: it adds or removes "
+                "variables, or sets attributes, as train() and eval() do. Do this before the call"
             )
         return results, new_state
 

@@ -186,8 +186,7 @@ class _Region:
             dtypes = {"float32"} if wide else self.dtypes
             unit = max(float(jnp.finfo(name).eps) for name in dtypes)
             limit = unit * max(64, 4 * math.sqrt(self.count))
-            if wide and self.candidate.op == "gelu":  # literals were rounded to the dtype
-                limit = max(limit, 2 * max(float(jnp.finfo(name).eps) for name in self.dtypes))
+            limit = max(limit, 2 * self.candidate.literals)
             rng = np.random.default_rng(0)
             arrays = [self._random(rng, v, wide) for v in self.candidate.operands]
             reference = functools.partial(self.run, wide)

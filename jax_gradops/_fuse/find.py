@@ -4,7 +4,6 @@
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +58,7 @@ class Finder:
             except Left as left:
                 site = None
                 why.append(str(left))
-            if site and not site.region & self.taken:
+            if site and not site.region & self.taken and self._fits(site):
                 self._take(site, "")
                 return
         shows = self.program.items[anchor].equation.outvars[0]
@@ -79,7 +78,7 @@ class Finder:
                         continue
                     except TooLong:
                         continue
-                    if candidate and site:
+                    if candidate and site and self._fits(site):
                         self._take(site, candidate.options)
                         return
             if kind == "norm":
@@ -87,6 +86,18 @@ class Finder:
         why = [each for each in why if each]
         if why:
             self.report.left(kind, self.program.source(anchor), why[0])
+
+    def _fits(self, site: Site) -> bool:
+        """Whether the operands of all ops are still computed, and before the ops."""
+        sites, producer = (*self.sites, site), self.program.producer
+        made = {v for each in sites for v in each.outputs}
+        removed = self.taken | site.region
+        operands = {v for each in sites for v in each.operands} - made
+        if any(producer.get(v) in removed for v in operands):
+            return False
+        return not any(
+            each.at <= site.at and set(each.operands) & set(site.outputs) for each in self.sites
+        )
 
     def _take(self, site: Site, options: str) -> None:
         site = self.program.with_equations(site)
@@ -137,8 +148,9 @@ class Finder:
             if i in region or v not in values.forms:
                 continue
             p = values.forms[v].polynomial
-            if math.prod(v.aval.shape) != math.prod(values.sizes[a] for a in p.axes):
-                continue  # a statistic that is repeated along other axes
+            labels = [part.label for axis in values.forms[v].dims for part in axis]
+            if labels != sorted(p.axes):
+                continue  # repeated along other axes, or in another order
             for place, statistic in enumerate(candidate.statistics, 1):
                 if p.close_to(statistic):
                     outputs.append(v)

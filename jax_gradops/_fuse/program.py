@@ -136,6 +136,14 @@ class Program:
         """
         removed = frozenset(i for site in sites for i in site.region)
         touched = {self.items[i].origin for i in removed | changed.keys()}
+        gone = {v for i in removed for v in self.items[i].equation.outvars}
+        gone -= {v for site in sites for v in site.outputs}
+        # A call whose unused results would need a removed value. Its other equations are kept.
+        touched |= {
+            i
+            for i, equation in enumerate(self.jaxpr.eqns)
+            if any(self._outer(v) in gone for v in equation.invars if isinstance(v, Var))
+        }
         by_position: dict[int, list[Site]] = {}
         for site in sites:
             by_position.setdefault(site.at, []).append(site)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from jax_gradops._fuse.find import Finder
 from jax_gradops._fuse.program import Program
@@ -35,8 +35,24 @@ def rewritten(jaxpr: Jaxpr, report: Report, done: dict[int, Jaxpr]) -> Jaxpr:
                 inner = _inner(item.equation, report, done)
             if inner is not item.equation:
                 changed[i] = inner
-    done[id(jaxpr)] = program.rewritten(sites, changed) if sites or changed else jaxpr
+    done[id(jaxpr)] = jaxpr
+    if sites or changed:
+        with report.guard("function", program.source(0)):
+            new = program.rewritten(sites, changed)
+            _check_order(new)
+            done[id(jaxpr)] = new
     return done[id(jaxpr)]
+
+
+def _check_order(jaxpr: Jaxpr) -> None:
+    """Raises an error if an equation uses a value before it is computed."""
+    known = {*jaxpr.constvars, *jaxpr.invars}
+    for equation in jaxpr.eqns:
+        if any(v not in known for v in equation.invars if isinstance(v, Var)):
+            raise RuntimeError(f"{equation.primitive} uses a value before it is computed")
+        known.update(equation.outvars)
+    if any(v not in known for v in jaxpr.outvars if isinstance(v, Var)):
+        raise RuntimeError("a result is not computed")
 
 
 def _inner(equation: JaxprEqn, report: Report, done: dict[int, Jaxpr]) -> JaxprEqn:

@@ -29,9 +29,14 @@ def apply(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     if rule is None or len(equation.outvars) != 1:
         raise NoForm("")
     try:
-        return rule(equation, operands)
+        form = rule(equation, operands)
     except (polynomial.TooLong, OverflowError, ZeroDivisionError):
         raise NoForm("") from None
+    # In x[:, :, None] - x[:, None, :], a polynomial cannot tell one x from the other.
+    labels = [p.label for axis in form.dims for p in axis if p.label is not None]
+    if len(set(labels)) < len(labels):
+        raise NoForm("one axis of an array lies along two axes of a value")
+    return form
 
 
 def of_literal(literal: Literal) -> Form:
@@ -93,6 +98,8 @@ def _tanh(p: Polynomial) -> Polynomial:
 
 def _odd(name: str, p: Polynomial) -> Polynomial:
     """f(-p) is -f(p): the sign is that of some coefficient."""
+    if not p.terms:
+        return p
     _, c = min(p.terms.items(), key=lambda term: (-len(term[0]), _total(term[0]), abs(term[1])))
     if c < 0:
         return polynomial.function(name, p.scaled(-1)).scaled(-1)
@@ -309,6 +316,9 @@ def _picked(equation: JaxprEqn, x: Form, index: Form, axis: int) -> Polynomial:
     if len(parts) != 1 or not isinstance(parts[0].label, int):
         raise NoForm("")
     leaf = _integers(index.polynomial)
+    value = equation.params.get("fill_value")
+    if value is not None and not np.isnan(value):
+        raise NoForm("")
     fill = "nan" if equation.params["mode"].name == "FILL_OR_DROP" else "nearest"
     if any(parts[0].label not in polynomial.axes_of(m) for m in x.polynomial.terms):
         # Factors without the axis are the same for each index.

@@ -174,7 +174,7 @@ class Values:
         equation = None if producer is None else self.program.items[producer].equation
         if equation is None or equation.primitive.name == "iota":
             return equation
-        if equation.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
+        if equation.primitive.name in ("broadcast_in_dim", "convert_element_type"):
             found = self._iota(equation.invars[0])
             same = found is not None and len(found.params["shape"]) == len(v.aval.shape)
             return found if same else None

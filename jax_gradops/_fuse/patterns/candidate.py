@@ -46,6 +46,7 @@ class Candidate:
       statistics: other results of the op, as polynomials of the root. `call` returns them after
         the output.
       before: the form with an addition before the op.
+      literals: the rounding of the code's literals, relative to them.
     """
 
     op: str
@@ -55,6 +56,7 @@ class Candidate:
     options: str = ""
     statistics: tuple[Polynomial, ...] = ()
     before: Before | None = None
+    literals: float = 0.0
 
 
 class Left(Exception):

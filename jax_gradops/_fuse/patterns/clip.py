@@ -100,7 +100,11 @@ def _compare(
         return [jnp.broadcast_to(y, _small(v)) for y, v in zip(found, outputs, strict=True)]
 
     key = ("clip", str([v.aval.dtype.name for v in operands]), len(outputs) > len(operands))
-    shown = [str(program.items[i].equation.primitive) for i in equations]
+    shown = [
+        (e.primitive.name, [str(v.aval) for v in e.outvars], [str(v) for v in e.invars if
+         isinstance(v, Literal)])
+        for e in (program.items[i].equation for i in equations)
+    ]  # fmt: skip
     shapes = [_small(v) for v in operands]
     check.compare(
         "clip_tree_by_global_norm", reference, call, [(s, v.aval.dtype) for s, v in

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +29,28 @@ def gelu(values: Values, v: Var) -> Candidate | None:
     if len(functions) != 1 or not names <= {"tanh", "erf"}:
         return None
     approximate = names == {"tanh"}
+    (function,) = functions
     # In bfloat16 the literals are rounded: sqrt(2 / pi) is 0.796875.
-    tolerance = max(float(jnp.finfo(values.root.aval.dtype).eps), 1e-6)
+    unit = float(jnp.finfo(_dtype(values, function)).eps)
     x = polynomial.of_atom(Root(frozenset(range(len(values.sizes)))))
-    argument = polynomial.from_key(next(iter(functions)).of)
-    if not argument.close_to(_argument(x, approximate), tolerance):
+    argument = polynomial.from_key(function.of)
+    if not argument.close_to(_argument(x, approximate), max(unit, 1e-6)):
         return None
     half = x.scaled(0.5)
-    if not p.close_to(half + half * polynomial.of_atom(next(iter(functions))), 1e-5):
+    if not p.close_to(half + half * polynomial.of_atom(function), 1e-5):
         return None
     call = functools.partial(bias_gelu.gelu, approximate=approximate)
     before = Before("bias", "bias_gelu", functools.partial(_bias_gelu, approximate))
     options = "" if approximate else "exact"
-    return Candidate("gelu", call, (values.root,), v, options, before=before)
+    return Candidate("gelu", call, (values.root,), v, options, before=before, literals=unit)
+
+
+def _dtype(values: Values, function: Function) -> Any:
+    """The dtype in which tanh or erf is computed: that of the first value that has the function."""
+    for v, form in values.forms.items():
+        if any(atom == function for monomial in form.polynomial.terms for atom, _ in monomial):
+            return v.aval.dtype
+    raise AssertionError(function)
 
 
 def _bias_gelu(approximate: bool, x: jax.Array, bias: jax.Array) -> jax.Array:
