@@ -31,6 +31,7 @@ def call(
     others = [None if _is_node(leaf) else leaf for leaf in leaves]
 
     def of_arrays(state: Any, others: list[Any]) -> Any:
+        before = _values(state)
         copies = nnx.merge(graph, state)
         rest = iter(copies)
         full = [next(rest) if _is_node(a) else b for a, b in zip(leaves, others, strict=True)]
@@ -42,8 +43,23 @@ def call(
                 "fuse: the function changes the structure of an NNX module: it adds or removes "
                 "variables, or sets attributes, as train() and eval() do. Do this before the call"
             )
-        return results, new_state
+        return results, _changed(before, new_state)
 
     results, new_state = run(of_arrays, (state, others), {})
     nnx.update(modules, new_state)
     return results
+
+
+def _values(state: Any) -> dict[Any, list[Any]]:
+    """The arrays of a state, by path. A function of NNX changes the variables of the state."""
+    return {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(state)}
+
+
+def _changed(before: dict[Any, list[Any]], state: Any) -> Any:
+    """The part of a state that differs. NNX lets an outer trace's other variables be read only."""
+    after = _values(state)
+    return nnx.from_flat_state(
+        (path, variable)
+        for path, variable in nnx.to_flat_state(state)
+        if any(a is not b for a, b in zip(after[path], before[path], strict=True))
+    )
