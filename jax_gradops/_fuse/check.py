@@ -247,6 +247,9 @@ class _Region:
         if name == "iota":
             shape = [n if i == self.classes else 1 for i, n in enumerate(self.sizes)]
             return jnp.arange(self.sizes[self.classes], dtype=params["dtype"]).reshape(shape)
+        if name == "dot_general":
+            dtype = np.float32 if wide else equation.outvars[0].aval.dtype
+            return operands[0].astype(dtype) * operands[1].astype(dtype)
         if name == "gather":
             return self._gather(params, *operands)
         if name == "custom_jvp_call":

@@ -23,6 +23,11 @@ PATTERNS: dict[str, tuple[Callable[[Values, Var], Candidate | None], ...]] = {
     "loss": (losses.loss,),
 }
 
+_OVER_DEVICES = (
+    "its statistics are sums over a mapped axis (psum or pmean). jax_gradops.batch_norm computes "
+    "such statistics with axis_name="
+)
+
 
 def _has_symbolic_shape(equation: JaxprEqn) -> bool:
     """Whether sizes are variables, as `jax.export.symbolic_shape` makes them."""
@@ -83,6 +88,8 @@ class Finder:
                         return
             if kind == "norm":
                 why.append(norms.why_left(values, shows))
+        if kind == "norm" and search.is_over_devices(self.program, anchor):
+            why.insert(0, _OVER_DEVICES)
         why = [each for each in why if each]
         if why:
             self.report.left(kind, self.program.source(anchor), why[0])

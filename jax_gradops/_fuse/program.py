@@ -185,9 +185,12 @@ class Program:
 
 
 def _shaped(site: Site, *operands: jax.Array) -> list[jax.Array]:
-    """The outputs of an op in their variables' shapes: a loss may have one more axis of size 1."""
-    found = jax.tree.leaves(site.call(*operands))
-    return [y.reshape(v.aval.shape) for y, v in zip(found, site.outputs, strict=True)]
+    """The outputs of an op in their variables' types.
+
+    A loss may have one more axis of size 1. A float32 norm whose users round it may be bfloat16.
+    """
+    found = zip(jax.tree.leaves(site.call(*operands)), site.outputs, strict=True)
+    return [y.reshape(v.aval.shape).astype(v.aval.dtype) for y, v in found]
 
 
 def _opened(equation: JaxprEqn) -> Jaxpr | None:

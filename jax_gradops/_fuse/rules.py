@@ -224,7 +224,7 @@ def _compare(compute: Callable[[float, float], bool]) -> Rule:
 
 
 def _select(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
-    """A choice that is known, or the largest number of a row if it is finite."""
+    """A known choice, a one-hot array of two numbers, or the largest number of a row if finite."""
     which, *cases = operands
     number = which.polynomial.number
     if number is not None:
@@ -232,6 +232,9 @@ def _select(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     polynomials, dims = forms.together(operands)
     condition, no, yes = polynomials
     single = condition.single
+    if single is not None and [type(atom) for atom, _ in single[0]] == [polynomial.OneHot]:
+        if no.number is not None and yes.number is not None:
+            return Form(no + condition * (yes + no.scaled(-1)), dims)
     if no.number == 0 and single is not None and len(single[0]) == 1:
         ((atom, _),) = single[0]
         if isinstance(atom, Function) and atom.name == "is_finite" and atom.of == yes.key:
@@ -279,6 +282,36 @@ def _reduce_sum(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
 def _reduce_max(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     over, _, dims = forms.reduce(operands[0], equation.params["axes"])
     return Form(polynomial.function("max", operands[0].polynomial, over), dims)
+
+
+def _product(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
+    """A product without a sum, as of ``einsum("...k,k->...k", x, scale)``."""
+    if _contracts(equation):
+        raise NoForm("")
+    ((_, _), batch) = equation.params["dimension_numbers"]
+    free = [
+        [i for i in range(len(f.dims)) if i not in b] for f, b in zip(operands, batch, strict=True)
+    ]
+    if all(free):
+        raise NoForm("")
+    a, b = (
+        [*(f.dims[i] for i in of), *(f.dims[i] for i in rest)]
+        for f, of, rest in zip(operands, batch, free, strict=True)
+    )
+    a, b = (x + [()] * (max(len(a), len(b)) - len(x)) for x in (a, b))
+    forms_of = [Form(f.polynomial, tuple(d)) for f, d in zip(operands, (a, b), strict=True)]
+    (left, right), dims = forms.together(forms_of)
+    return Form(left * right, dims)
+
+
+def is_known(equation: JaxprEqn) -> bool:
+    """Whether there is a rule. A matrix product has none."""
+    return equation.primitive.name in RULES and not _contracts(equation)
+
+
+def _contracts(equation: JaxprEqn) -> bool:
+    name = equation.primitive.name
+    return name == "dot_general" and any(equation.params["dimension_numbers"][0])
 
 
 def _gather(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
@@ -421,5 +454,6 @@ RULES: dict[str, Rule] = {
     "reduce_sum": _reduce_sum,
     "reduce_max": _reduce_max,
     "gather": _gather,
+    "dot_general": _product,
     "custom_jvp_call": _custom_jvp,
 }

@@ -69,9 +69,31 @@ def _floating(v: Var) -> bool:
     return getattr(v.aval.dtype, "name", "") in ("float16", "bfloat16", "float32", "float64")
 
 
+def is_over_devices(program: Program, anchor: int) -> bool:
+    """Whether a sum over a mapped axis of an array's sums leads to an equation."""
+    after, seen = {*program.items[anchor].equation.invars}, 0
+    summed = False
+    for item in reversed(program.items[:anchor]):
+        equation = item.equation
+        if seen > _BEFORE or not any(v in after for v in equation.outvars):
+            continue
+        seen += 1
+        name = equation.primitive.name
+        summed = summed or name in ("psum", "psum_invariant", "psum2", "all_reduce")
+        if summed and name == "reduce_sum":
+            return True
+        if name in _OF_STATISTICS or rules.is_known(equation):
+            after.update(v for v in equation.invars if isinstance(v, Var))
+    return False
+
+
+# How statistics are put together for one sum over devices.
+_OF_STATISTICS = {"psum", "psum_invariant", "psum2", "concatenate", "stack", "slice", "split"}
+
+
 def _starts(program: Program, equation: JaxprEqn) -> bool:
     """Whether no op goes on before this equation, such as a matrix product or a sum of arrays."""
-    if equation.primitive.name not in rules.RULES:
+    if not rules.is_known(equation):
         return True
     if equation.primitive.name not in ("add", "mul"):
         return False
@@ -90,7 +112,7 @@ def _near(program: Program, v: Var) -> set[Var]:
         last = [
             u
             for equation in producers
-            if equation.primitive.name in rules.RULES
+            if rules.is_known(equation)
             for u in equation.invars
             if isinstance(u, Var) and u not in found
         ]
@@ -144,11 +166,15 @@ class Values:
         if producer is not None and depth and not rounded:
             equation = self.program.items[producer].equation
             arrays = [u for u in equation.invars if isinstance(u, Var)]
-            number = math.prod(v.aval.shape) == 1
+            number = math.prod(v.aval.shape) == 1 or equation.primitive.name == "select_n"
             if (len(arrays) <= 1 or number) and equation.primitive.name not in _NOT_FOLLOWED:
                 try:
                     before = [self._of_other(u, depth - 1) for u in equation.invars]
                     numbers = all(f.polynomial.number is not None for f in before)
+                    if (
+                        equation.primitive.name == "select_n"
+                    ):  # of two numbers, as a one-hot array is
+                        numbers = all(f.polynomial.number is not None for f in before[1:])
                     # The derivative of pvary, inside shard_map, is a sum over devices.
                     varies = equation.primitive.name in ("pvary", "pcast")
                     if numbers or (len(arrays) <= 1 and not varies):
@@ -176,8 +202,11 @@ class Values:
             return equation
         if equation.primitive.name in ("broadcast_in_dim", "convert_element_type"):
             found = self._iota(equation.invars[0])
-            same = found is not None and len(found.params["shape"]) == len(v.aval.shape)
-            return found if same else None
+            shape = () if found is None else found.params["shape"]
+            ones = (1,) * (len(v.aval.shape) - len(shape))
+            new_axes = ones + shape == v.aval.shape  # numpy's broadcasting adds these
+            same_rank = not ones and equation.primitive.name != "reshape"
+            return found if shape and (new_axes or same_rank) else None
         return None
 
 

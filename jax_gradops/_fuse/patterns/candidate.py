@@ -187,9 +187,30 @@ def only_leaves(p: Polynomial, axes: Axes) -> bool:
 
 
 def same_layout(values: Values, v: Var) -> bool:
-    """Whether a value has the root's axes in the root's order, and the root's dtype."""
+    """Whether a value has the root's axes in the root's order, and the root's dtype.
+
+    A value of another dtype that is only ever cast to the root's dtype counts too.
+    """
     form, root = values.forms[v], values.forms[values.root]
-    return form.dims == root.dims and v.aval.dtype == values.root.aval.dtype
+    if form.dims != root.dims:
+        return False
+    dtype = values.root.aval.dtype
+    return v.aval.dtype == dtype or _only_cast(values, v, dtype)
+
+
+def _only_cast(values: Values, v: Var, dtype: Any) -> bool:
+    """Whether all users of a value cast it to a dtype: three matrix products, say."""
+    program = values.program
+    users = [program.items[i].equation for i in program.users.get(v, ())]
+    return (
+        bool(users)
+        and v not in program.results
+        and jnp.finfo(v.aval.dtype).eps <= jnp.finfo(dtype).eps
+        and all(
+            e.primitive.name == "convert_element_type" and e.params["new_dtype"] == dtype
+            for e in users
+        )
+    )
 
 
 def unique(*groups: Sequence[Var]) -> tuple[Var, ...]:
