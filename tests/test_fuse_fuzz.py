@@ -339,7 +339,7 @@ OPS = {
 
 
 def placed(a: Algebra, formula: Any, x: Any, *parameters: Any) -> Any:
-    """The formula of rows of x, which are written in some way: in other axes, vmapped, or jitted."""
+    """The formula of rows of x, in other axes, vmapped, or jitted."""
     run = functools.partial(formula, a)
     whole = formula in (batch_norm, group_norm)
     how = a.rng.choice(["", "", "jit", "remat", *([] if whole else ["swap", "flat", "vmap"])])
@@ -384,7 +384,9 @@ def derivatives(function: Any, arrays: list[jax.Array]) -> Any:
     def loss(*arrays: Any) -> Any:
         leaves = jax.tree.leaves(function(*arrays))
         weights = [jnp.cos(jnp.arange(float(y.size))).reshape(y.shape) for y in leaves]
-        return sum(jnp.vdot(w, jnp.sin(y.astype(w.dtype))) for w, y in zip(weights, leaves, strict=True))
+        return sum(
+            jnp.vdot(w, jnp.sin(y.astype(w.dtype))) for w, y in zip(weights, leaves, strict=True)
+        )
 
     tangents = [jnp.cos(7 * a) for a in arrays]
     along = jax.jvp(function, arrays, tangents)

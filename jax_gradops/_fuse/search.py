@@ -71,8 +71,8 @@ def _floating(v: Var) -> bool:
 
 def is_over_devices(program: Program, anchor: int) -> bool:
     """Whether a sum over a mapped axis of an array's sums leads to an equation."""
-    after, seen = {*program.items[anchor].equation.invars}, 0
-    summed = False
+    after = {v for v in program.items[anchor].equation.invars if isinstance(v, Var)}
+    summed, seen = False, 0
     for item in reversed(program.items[:anchor]):
         equation = item.equation
         if seen > _BEFORE or not any(v in after for v in equation.outvars):
@@ -200,7 +200,7 @@ class Values:
         equation = None if producer is None else self.program.items[producer].equation
         if equation is None or equation.primitive.name == "iota":
             return equation
-        if equation.primitive.name in ("broadcast_in_dim", "convert_element_type"):
+        if equation.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
             found = self._iota(equation.invars[0])
             shape = () if found is None else found.params["shape"]
             ones = (1,) * (len(v.aval.shape) - len(shape))

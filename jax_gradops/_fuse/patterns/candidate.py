@@ -205,7 +205,7 @@ def _only_cast(values: Values, v: Var, dtype: Any) -> bool:
     return (
         bool(users)
         and v not in program.results
-        and jnp.finfo(v.aval.dtype).eps <= jnp.finfo(dtype).eps
+        and bool(jnp.finfo(v.aval.dtype).eps <= jnp.finfo(dtype).eps)
         and all(
             e.primitive.name == "convert_element_type" and e.params["new_dtype"] == dtype
             for e in users
