@@ -339,9 +339,11 @@ OPS = {
 
 
 def placed(a: Algebra, formula: Any, x: Any, *parameters: Any) -> Any:
-    """The formula of rows of x, in other axes, vmapped, or jitted."""
+    """The formula of x: with other leading axes, vmapped, or inside of another function."""
     run = functools.partial(formula, a)
     whole = formula in (batch_norm, group_norm)
+    if a.keeps:
+        return run(x, *parameters)
     how = a.rng.choice(["", "", "jit", "remat", *([] if whole else ["swap", "flat", "vmap"])])
     if how == "jit":
         return jax.jit(run)(x, *parameters)
@@ -384,9 +386,8 @@ def derivatives(function: Any, arrays: list[jax.Array]) -> Any:
     def loss(*arrays: Any) -> Any:
         leaves = jax.tree.leaves(function(*arrays))
         weights = [jnp.cos(jnp.arange(float(y.size))).reshape(y.shape) for y in leaves]
-        return sum(
-            jnp.vdot(w, jnp.sin(y.astype(w.dtype))) for w, y in zip(weights, leaves, strict=True)
-        )
+        waves = [jnp.sin(y.astype(weights[0].dtype)) for y in leaves]
+        return sum(map(jnp.vdot, weights, waves))
 
     tangents = [jnp.cos(7 * a) for a in arrays]
     along = jax.jvp(function, arrays, tangents)
@@ -426,3 +427,91 @@ def test_changes_of_a_formula(seed, formula):
     f, ops = fused(function, arrays)
     if ops:  # else nothing has changed
         assert_same(derivatives(f, arrays), derivatives(function, arrays))
+
+
+# --- Random programs -----------------------------------------------------------------------------
+
+
+class Programs:
+    """Random functions of arrays of one shape. Values are used by several steps, in any way."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.algebra = random.Random(seed), Algebra(seed)
+        self.weight = jnp.asarray(np.random.default_rng(seed).standard_normal((4, 4)) / 2)
+
+    def norm(self, x: Any, other: Any) -> Any:
+        formula = self.rng.choice([layer_norm, layer_norm, rms_norm, group_norm, gelu])
+        scale = self.rng.choice([None, self.weight[0], other[0, 0]])
+        return formula(self.algebra, x, scale, self.rng.choice([None, self.weight[1]]))
+
+    def batch(self, x: Any, other: Any) -> Any:
+        y, mean, variance = batch_norm(self.algebra, x, self.weight[0], None)
+        return self.rng.choice([y, jax.nn.relu(y), jax.nn.relu(y + other), y + mean * variance])
+
+    def loss(self, x: Any, other: Any) -> Any:
+        return other - cross_entropy(self.algebra, x, None, None)[..., None]
+
+    def step(self, x: Any, other: Any) -> Any:
+        """One step that makes a value of two. Numbers stay near 1."""
+        choices = [
+            self.norm, self.norm, self.norm, self.batch, self.loss, lambda x, y: (x + y) / 2,
+            lambda x, y: x @ self.weight, lambda x, y: x * jnp.tanh(y), lambda x, y: x - y,
+            lambda x, y: jax.nn.gelu(x + self.weight[0][None, None]), lambda x, y: jnp.sin(x + y),
+            lambda x, y: jax.nn.softmax(x) + jax.lax.stop_gradient(y),
+        ]  # fmt: skip
+        return self.rng.choice(choices)(x, other)
+
+    def steps(self, x: Any, other: Any, count: int) -> Any:
+        values = [x, other]
+        for _ in range(count):
+            values.append(self.step(self.rng.choice(values[-3:]), self.rng.choice(values)))
+        return values[-1], self.rng.choice(values)
+
+    def nested(self, x: Any, other: Any) -> Any:
+        """Some steps inside of a loop, a branch, or another function."""
+        how = self.rng.choice(["scan", "cond", "jit", "remat", "vmap", "while", "twice"])
+        state = self.rng.getstate()
+
+        def body(x: Any, other: Any) -> Any:
+            self.rng.setstate(state)
+            self.algebra.rng.seed(7)
+            return self.steps(x, other, 2)
+
+        if how == "scan":
+            carry, ys = jax.lax.scan(lambda c, _: body(c, other), x, None, length=2)
+            return carry, ys.sum(0)
+        if how == "cond":
+            return jax.lax.cond(x[0, 0, 0] > 0, body, lambda x, y: (y, jnp.sin(x)), x, other)
+        if how == "while":
+            y = jax.lax.fori_loop(0, 2, lambda i, c: body(c, other)[0], x)
+            return y, other
+        if how == "vmap":
+            wide = jax.vmap(lambda x: body(x, other), 1, 1)
+            return tuple(y.mean(1) for y in wide(jnp.stack([x, other], 1)))
+        if how == "twice":
+            inner = jax.jit(body)
+            return inner(*inner(x, other))
+        return {"jit": jax.jit, "remat": jax.checkpoint}[how](body)(x, other)
+
+    def function(self, x: Any, other: Any) -> Any:
+        start = self.rng.getstate()
+        self.algebra.again()
+        a, b = self.steps(x, other, 3)
+        a, b = self.nested(a, b)
+        results = [*self.steps(a, b, 3), b]
+        self.rng.setstate(start)
+        return results
+
+
+@hypothesis.given(seed=SEEDS)
+@hypothesis.settings(max_examples=500 if LONG else 5)
+def test_random_programs(seed):
+    """Results and derivatives of random programs."""
+    forget_now_and_then()
+    programs, rng = Programs(seed), np.random.default_rng(seed)
+    arrays = [jnp.asarray(a) for a in rng.standard_normal((2, 4, 4, 4))]
+    f, ops = fused(programs.function, arrays)
+    if ops:
+        functions = (f, programs.function)
+        actual, expected = jax.jit(lambda a: [derivatives(f, a) for f in functions])(arrays)
+        assert_same(actual, expected, 1e-7)
