@@ -88,7 +88,8 @@ def is_over_devices(program: Program, anchor: int) -> bool:
 
 
 # How statistics are put together for one sum over devices.
-_OF_STATISTICS = {"psum", "psum_invariant", "psum2", "concatenate", "stack", "slice", "split"}
+_OF_STATISTICS = {"psum", "psum_invariant", "psum2", "concatenate", "stack", "unstack", "slice"}
+_OF_STATISTICS |= {"split"}
 
 
 def _starts(program: Program, equation: JaxprEqn) -> bool:
