@@ -17,10 +17,12 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from test_fuzz import forget_now_and_then
 
 import jax_gradops
 
+pytestmark = pytest.mark.newest_jax
 LONG = hypothesis.settings().max_examples > 100
 SEEDS = st.integers(0, 2**32)
 # Axes of one size show where two axes are confused.

@@ -12,6 +12,8 @@ from test_fuse import names, summary_of, wide
 
 import jax_gradops
 
+pytestmark = pytest.mark.newest_jax
+
 D = 32
 
 

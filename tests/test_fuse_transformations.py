@@ -18,6 +18,7 @@ import jax_gradops
 from jax_gradops import fuse
 from jax_gradops._fuse import report
 
+pytestmark = pytest.mark.newest_jax
 X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4, 16)))
 SCALE, BIAS = jnp.linspace(0.5, 1.5, 16), jnp.linspace(-1, 1, 16)
 
