@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -31,6 +32,15 @@ class Atom:
 
     axes: Axes
 
+    @functools.cached_property
+    def is_open(self) -> bool:
+        """Whether it has an array with an axis that is a `forms.Unknown`."""
+        return any(atom.is_open for atom in self._inner())
+
+    def _inner(self) -> Iterable[Atom]:
+        """The atoms that it is made of."""
+        return ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Root(Atom):
@@ -50,6 +60,10 @@ class Leaf(Atom):
     var: Any
     labels: tuple[tuple[Any, ...], ...]
 
+    @functools.cached_property
+    def is_open(self) -> bool:
+        return any(not isinstance(n, int) for axis in self.labels for n in axis)
+
 
 @dataclasses.dataclass(frozen=True)
 class Mean(Atom):
@@ -57,6 +71,9 @@ class Mean(Atom):
 
     of: Monomial
     over: Axes
+
+    def _inner(self) -> Iterable[Atom]:
+        return [atom for atom, _ in self.of]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +87,10 @@ class OneHot(Atom):
 
     index: Leaf
     over: Any
+
+    @functools.cached_property
+    def is_open(self) -> bool:
+        return self.index.is_open or not isinstance(self.over, int)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +109,9 @@ class Pick(Atom):
     over: int
     fill: str
 
+    def _inner(self) -> Iterable[Atom]:
+        return [self.index, *(atom for atom, _ in self.of)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Function(Atom):
@@ -99,6 +123,9 @@ class Function(Atom):
     name: str
     of: Key
     over: Axes = frozenset()
+
+    def _inner(self) -> Iterable[Atom]:
+        return [atom for monomial, _ in self.of for atom, _ in monomial]
 
 
 ONE: Monomial = frozenset()
@@ -166,7 +193,9 @@ class Polynomial:
         return Polynomial({product(m, inverse): c for m, c in self.terms.items()})
 
     def mapped(self, change: Callable[[Atom], Atom]) -> Polynomial:
-        """With other atoms."""
+        """With other atoms in place of the open ones."""
+        if not any(atom.is_open for monomial in self.terms for atom, _ in monomial):
+            return self
         terms: dict[Monomial, float] = {}
         for monomial, c in self.terms.items():
             _add(terms, map_monomial(monomial, change), c)
@@ -212,6 +241,8 @@ def map_monomial(monomial: Monomial, change: Callable[[Atom], Atom]) -> Monomial
 
 
 def _map_atom(atom: Atom, change: Callable[[Atom], Atom]) -> Atom:
+    if not atom.is_open:
+        return atom
     if isinstance(atom, Mean):
         of = map_monomial(atom.of, change)
         return Mean(axes_of(of) - atom.over, of, atom.over)
