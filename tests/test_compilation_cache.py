@@ -66,8 +66,8 @@ def test_texts_tell_programs_apart():
     if len(levels) > 1:
         processes.append(start("texts", 7, JAX_GRADOPS_CPU_LEVEL=levels[0]))
     (one,), (other,), *rest = map(said, processes)
-    assert len(one) > 100
-    assert len(other) > 30 and other == {name: one[name] for name in other}
+    assert len(one) > 200
+    assert len(other) > 60 and other == {name: one[name] for name in other}
     for which in range(2):
         programs = collections.defaultdict(list)
         for name, digests in one.items():
