@@ -27,7 +27,7 @@ from jax_gradops._fuse.search import Values
 
 _NOTHING_HERE = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
 _NOTHING_HERE |= {"pvary", "pcast"}
-# Axes without a sum have so many elements in the comparison.
+# The number of elements, in the comparison, of axes without a sum.
 _ROWS = 2
 _passed: set[Any] = set()
 # The comparison runs once, so that compilation is most of its time.

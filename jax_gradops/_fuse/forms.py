@@ -1,7 +1,7 @@
 """Values of a jaxpr as polynomials of a root array. See the package's docstring.
 
-`Form.dims` says for each axis of an array which axes of the root it lies along. So a reshape to
-groups, a transposition or a broadcast changes `dims`, and the polynomial stays.
+`Form.dims` says for each axis of an array which axes of the root it lies along. A reshape to groups,
+a transposition and a broadcast change `dims` only.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _aligned(
 
 
 def divide(part: Part, first: int, known: dict[Unknown, tuple[Part, ...]]) -> tuple[Part, Part]:
-    """Two parts, of which the first has a given size."""
+    """Two parts. The first one has a given size."""
     if part.size % first:
         raise NoForm("a reshape mixes axes")
     sizes = first, part.size // first
@@ -179,7 +179,7 @@ def resolved(parts: Iterable[Part], known: Mapping[Unknown, tuple[Part, ...]]) -
 
 
 def resolve(p: Polynomial, known: Mapping[Unknown, tuple[Part, ...]]) -> Polynomial:
-    """The polynomial, with leaves of which more axes are known."""
+    """The polynomial, after more axes of its leaves are known."""
 
     def labels_of(label: Any) -> tuple[Any, ...]:
         return tuple(part.label for part in resolved([Part(label, 0)], known))

@@ -286,7 +286,7 @@ def mean(p: Polynomial, over: Axes) -> Polynomial:
 
 
 def total(p: Polynomial, over: Axes, count: int, copies: int) -> Polynomial:
-    """The sum over axes with `count` elements, of which `copies` are equal.
+    """The sum over axes with `count` elements, with `copies` equal ones.
 
     A sum of x times a one-hot array picks from x.
     """

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var, gensym
 # Inner `jit` functions up to this number of equations are opened, so that a variance by `jnp.var`
 # is seen together with the code around it. Longer ones are searched on their own.
 _OPENED = 80
-# An inner function that has one of these is not opened.
+# An inner function with one of these primitives is not opened.
 _CLOSED = {"scan", "while", "cond", "shard_map", "remat2", "checkpoint", "jax_gradops", "remat"}
 
 
@@ -73,7 +73,7 @@ class Program:
         return self._same.get(v, v) if isinstance(v, Var) else v
 
     def _list(self, equation: JaxprEqn, inner: dict[Var, Any], origin: int) -> None:
-        """Appends an equation, or those of the function that it calls."""
+        """Appends an equation. A call is replaced by the equations of the function."""
 
         def read(v: Any) -> Any:
             return self._outer(inner.get(v, v) if isinstance(v, Var) else v)
@@ -132,7 +132,7 @@ class Program:
 
         Args:
           sites: what to replace.
-          changed: equations in place of those of these numbers. They have the same variables.
+          changed: equations by number. They have the variables of the equations that they replace.
         """
         removed = frozenset(i for site in sites for i in site.region)
         touched = {self.items[i].origin for i in removed | changed.keys()}

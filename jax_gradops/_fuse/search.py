@@ -19,7 +19,7 @@ from jax_gradops._fuse.forms import Divided, Form, NoForm, Part
 from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Root
 from jax_gradops._fuse.program import Program
 
-# An op's formula has at most so many equations before the equation that shows it, and after.
+# The largest numbers of equations in a formula, before and after the equation that shows the op.
 _BEFORE = 60
 _AFTER = 120
 
