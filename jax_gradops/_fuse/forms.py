@@ -1,7 +1,7 @@
 """Values of a jaxpr as polynomials of a root array. See the package's docstring.
 
-`Form.dims` says for each axis of an array which axes of the root it lies along. A reshape to groups,
-a transposition and a broadcast change `dims` only.
+`Form.dims` says for each axis of an array which axes of the root it lies along. A reshape to
+groups, a transposition and a broadcast change `dims` only.
 """
 
 from __future__ import annotations
