@@ -428,6 +428,21 @@ def picked(x, labels):
     return jnp.take_along_axis(x, labels[..., None], -1)[..., 0]
 
 
+def one_hot(labels):
+    return jax.nn.one_hot(labels, N, dtype=jnp.float32)
+
+
+def smoothed(x, labels):
+    log_probabilities = jax.nn.log_softmax(x)
+    of_all = jnp.mean(log_probabilities, -1)
+    return -0.9 * picked(log_probabilities, labels) - 0.1 * of_all
+
+
+def with_z_loss(x, labels, z_loss=1e-3, power=2):
+    lse = jax.nn.logsumexp(x, -1)
+    return lse - picked(x, labels) + z_loss * lse**power
+
+
 LOSSES = {
     "optax": optax.losses.softmax_cross_entropy_with_integer_labels,
     "log_softmax": lambda x, i: -picked(jax.nn.log_softmax(x), i),
@@ -440,6 +455,11 @@ LOSSES = {
         x, jax.nn.one_hot(i, x.shape[-1], dtype=x.dtype)
     ),
     "one row": lambda x, i: jax.vmap(jax.vmap(lambda x, i: -jax.nn.log_softmax(x)[i]))(x, i),
+    "label_smoothing=0.1": smoothed,
+    "z_loss=0.001": with_z_loss,
+    "label_smoothing=0.1, z_loss=0.01": lambda x, i: (
+        smoothed(x, i) + 0.01 * jax.nn.logsumexp(x, -1) ** 2
+    ),
 }
 
 
@@ -451,7 +471,9 @@ def test_losses(name):
     x = operands()[0]
     for labels in ([[0, 5, 23], [7, 1, 11]], [[0, -1, 23], [24, 1, -25]]):
         labels = jnp.asarray(labels)
-        assert names(loss, x, labels) == ["softmax_cross_entropy_with_integer_labels"]
+        (site,) = summary_of(loss, x, labels).replaced
+        assert site.op == "softmax_cross_entropy_with_integer_labels"
+        assert (f"; {name}" in site.shapes) is ("=" in name) is ("; " in site.shapes)
         np.testing.assert_allclose(fused(x, labels), loss(x, labels), rtol=2e-6, atol=2e-6)
         of = jnp.asarray([[1.0, 2, 0], [0, 3, 0]], x.dtype)
         (a,), (b,) = (jax.vjp(lambda x, f=f, i=labels: f(x, i), x)[1](of) for f in (loss, fused))
@@ -466,12 +488,32 @@ def test_losses(name):
         lambda x, i: jax.nn.logsumexp(x[..., 1:], -1) - picked(x, i),
         lambda x, i: jax.nn.logsumexp(x, -1) - picked(jnp.sin(x), i),
         lambda x, i: jax.nn.logsumexp(x, -1, where=x > 0) - picked(x, i),
+        lambda x, i: with_z_loss(x, i, -1e-3),
+        lambda x, i: with_z_loss(x, i, power=1),
+        lambda x, i: jax.nn.logsumexp(x, -1) - 0.9 * picked(x, i) - 0.2 * jnp.mean(x, -1),
     ],
-    ids=["of twice x", "0.9", "fewer classes", "of another", "masked"],
-)
+    ids=["of twice x", "0.9", "fewer classes", "of another", "masked", "negative z_loss",
+         "z_loss of lse", "smoothing of 0.1 and 0.2"],
+)  # fmt: skip
 def test_code_that_only_looks_like_a_loss(loss):
     x, labels = operands()[0], jnp.zeros((2, 3), int)
     assert names(loss, x, labels) == []
+
+
+@pytest.mark.parametrize(
+    "labels, why",
+    [
+        (lambda i: optax.smooth_labels(one_hot(i), 0.1), "labels that are no class"),
+        (lambda i: one_hot(i) * 0.75 + one_hot(i + 1) * 0.25, "numbers for all classes"),
+        (lambda i: jnp.cos(one_hot(i)), "numbers for all classes"),
+    ],
+    ids=["smoothed", "of two classes", "probabilities"],
+)
+def test_labels_that_are_not_integers(labels, why):
+    """The report says why such a loss is left."""
+    loss = lambda x, i: -jnp.sum(labels(i) * jax.nn.log_softmax(x), -1)  # noqa: E731
+    summary = summary_of(loss, operands()[0], jnp.zeros((2, 3), int))
+    assert not summary.replaced and why in summary.left[0].why
 
 
 # --- Norms of channels ---------------------------------------------------------------------------
@@ -531,6 +573,38 @@ def test_batch_statistics_are_kept():
     forward = [jax.jvp(f, arrays, [jnp.cos(a) for a in arrays]) for f in (of, jax_gradops.fuse(of))]
     for a, b in zip(*map(jax.tree.leaves, forward), strict=True):
         np.testing.assert_allclose(b, a, rtol=5e-5, atol=1e-5)
+
+
+def test_masked_statistics_are_left():
+    """The report says so, for a mean with `where=` and for a product with a mask."""
+
+    def of(x, scale, bias):
+        valid = (jnp.arange(N) < 20)[None, None]
+        m, v = (f(x, -1, keepdims=True, where=valid) for f in (jnp.mean, jnp.var))
+        return (x - m) * jax.lax.rsqrt(v + EPSILON)
+
+    summary = summary_of(of, *operands())
+    assert not summary.replaced and "mask" in summary.left[0].why
+
+
+@pytest.mark.parametrize("epsilon", [np.float32(EPSILON), jnp.float32(EPSILON)], ids=type)
+def test_epsilon_from_outside(epsilon):
+    """A number of NumPy or JAX that the function closes over is known when it is traced."""
+
+    def of(x, scale, bias):
+        return (x - mean(x)) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + epsilon)
+
+    arrays = operands()
+    assert names(of, *arrays) == ["layer_norm"]
+    check(of, arrays, 2e-5)
+    outer = lambda *a: jax.jit(of)(*a)  # noqa: E731
+    assert names(outer, *arrays) == ["layer_norm"]
+
+    def traced(epsilon, *arrays):
+        return (lambda x: x * jax.lax.rsqrt(mean(x * x) + epsilon))(arrays[0])
+
+    summary = summary_of(traced, epsilon, *arrays)
+    assert not summary.replaced and "epsilon" in summary.left[0].why
 
 
 def test_relu_by_maximum_is_left():

@@ -66,12 +66,13 @@ class Finder:
             if site and not site.region & self.taken and self._fits(site):
                 self._take(site, "")
                 return
-        shows = self.program.items[anchor].equation.outvars[0]
+        stopped, shows = "", self.program.items[anchor].equation.outvars[0]
         for root in search.roots(self.program, anchor):
             if root not in self._values:
                 self._values[root] = search.values_from(self.program, root)
             values = self._values[root]
             if shows not in values.forms:
+                stopped = stopped or (search.why_stopped(values, shows) if kind == "norm" else "")
                 continue
             for v in reversed(values.forms):
                 for pattern in PATTERNS[kind]:
@@ -90,7 +91,7 @@ class Finder:
                 why.append(norms.why_left(values, shows))
         if kind == "norm" and search.is_over_devices(self.program, anchor):
             why.insert(0, _OVER_DEVICES)
-        why = [each for each in why if each]
+        why = [each for each in (*why, stopped) if each]
         if why:
             self.report.left(kind, self.program.source(anchor), why[0])
 

@@ -138,7 +138,7 @@ def _run(
 
     closed = jax.make_jaxpr(flat)(*arrays)
     found = Report()
-    jaxpr = rewritten(closed.jaxpr, found, {})
+    jaxpr = rewritten(closed.jaxpr, found, {}, closed.consts)
     if report is not None:
         report(found.summary())
     results_of = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays)

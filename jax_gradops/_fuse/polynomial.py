@@ -295,12 +295,13 @@ def total(p: Polynomial, over: Axes, count: int, copies: int) -> Polynomial:
     }
     if len(hot) != 1:
         return mean(p, over).scaled(count)
-    ((one_hot, axis),) = ((a, a.over) for a in hot)
+    (one_hot,) = hot
     factor: Monomial = frozenset([(one_hot, 1.0)])
-    rest = p.divided(factor)
-    if rest is None:
-        raise TooLong
-    return pick(rest, one_hot.index, axis, "zero").scaled(copies)
+    times_hot = Polynomial({m: c for m, c in p.terms.items() if factor <= m})
+    picked = times_hot.divided(factor)
+    assert picked is not None
+    rest = mean(p.without(times_hot.terms), over).scaled(count)
+    return pick(picked, one_hot.index, one_hot.over, "zero").scaled(copies) + rest
 
 
 def _mean_of(inner: Monomial, over: Axes) -> Mean:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var, gensym
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, gensym
 
 # Inner `jit` functions up to this number of equations are opened, so that a variance by `jnp.var`
 # is seen together with the code around it. Longer ones are searched on their own.
@@ -53,13 +55,14 @@ class Site:
 class Program:
     """The equations of a jaxpr, and who computes and uses each variable."""
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> None:
         self.jaxpr = jaxpr
         self.items: list[Item] = []
         self._same: dict[Var, Any] = {}
         self._new = gensym()
+        numbers = _numbers(jaxpr, consts)
         for origin, equation in enumerate(jaxpr.eqns):
-            self._list(equation, {}, origin)
+            self._list(equation, numbers, origin)
         self.outvars = [self._outer(v) for v in jaxpr.outvars]
         self.results = {v for v in self.outvars if isinstance(v, Var)}
         self.producer = {v: i for i, item in enumerate(self.items) for v in item.equation.outvars}
@@ -80,13 +83,15 @@ class Program:
 
         invars = [read(v) for v in equation.invars]
         outvars = [inner.get(v, v) for v in equation.outvars]
-        body = _opened(equation)
-        if body is None:
+        closed = _opened(equation)
+        if closed is None:
             if invars != equation.invars or outvars != equation.outvars:
                 equation = equation.replace(invars=invars, outvars=outvars)
             self.items.append(Item(equation, origin))
             return
+        body = closed.jaxpr
         names: dict[Var, Any] = dict(zip(body.invars, invars, strict=True))
+        names |= _numbers(body, closed.consts)
         for outer, v in zip(outvars, body.outvars, strict=True):
             if isinstance(outer, DropVar):
                 continue
@@ -193,12 +198,28 @@ def _shaped(site: Site, *operands: jax.Array) -> list[jax.Array]:
     return [y.reshape(v.aval.shape).astype(v.aval.dtype) for y, v in found]
 
 
-def _opened(equation: JaxprEqn) -> Jaxpr | None:
+def _numbers(jaxpr: Jaxpr, consts: Sequence[Any]) -> dict[Var, Literal]:
+    """The constants that are numbers, such as an epsilon that the traced function closes over."""
+    return {
+        v: Literal(np.asarray(value)[()], v.aval)
+        for v, value in zip(jaxpr.constvars, consts, strict=False)
+        if _is_number(value)
+    }
+
+
+def _is_number(value: Any) -> bool:
+    known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    return known and np.ndim(value) == 0 and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def _opened(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The body of an inner function whose equations may be listed in place of the call."""
     if equation.primitive.name not in ("jit", "pjit", "closed_call", "core_call"):
         return None
     closed = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-    if not isinstance(closed, ClosedJaxpr) or closed.consts or equation.effects:
+    if not isinstance(closed, ClosedJaxpr) or equation.effects:
+        return None
+    if not all(map(_is_number, closed.consts)):
         return None
     params = equation.params
     specified = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
@@ -206,7 +227,7 @@ def _opened(equation: JaxprEqn) -> Jaxpr | None:
         return None
     if any(params.get("donated_invars", ())) or params.get("compiler_options_kvs"):
         return None
-    return closed.jaxpr if 0 < _size(closed.jaxpr) <= _OPENED else None
+    return closed if 0 < _size(closed.jaxpr) <= _OPENED else None
 
 
 def _size(jaxpr: Jaxpr) -> int:

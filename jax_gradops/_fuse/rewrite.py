@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +18,21 @@ _SEARCHED = {"jit", "pjit", "closed_call", "core_call", "scan", "while", "cond",
 _SEARCHED |= {"checkpoint", "shard_map"}
 
 
-def rewritten(jaxpr: Jaxpr, report: Report, done: dict[int, Jaxpr]) -> Jaxpr:
-    """The jaxpr with ops. It is the same object if nothing was found."""
-    if id(jaxpr) in done:
-        return done[id(jaxpr)]
-    program = Program(jaxpr)
+def rewritten(
+    jaxpr: Jaxpr, report: Report, done: dict[Any, Jaxpr], consts: Sequence[Any] = ()
+) -> Jaxpr:
+    """The jaxpr with ops. It is the same object if nothing was found.
+
+    Args:
+      jaxpr: a function.
+      report: collects what is found.
+      done: the results so far, by the identities of jaxprs and constants.
+      consts: the values of the function's constants, if they are known.
+    """
+    key = (id(jaxpr), *map(id, consts))
+    if key in done:
+        return done[key]
+    program = Program(jaxpr, consts)
     sites = Finder(program, report).run()
     replaced = {i for site in sites for i in site.region}
     changed: dict[int, JaxprEqn] = {}
@@ -35,13 +46,13 @@ def rewritten(jaxpr: Jaxpr, report: Report, done: dict[int, Jaxpr]) -> Jaxpr:
                 inner = _inner(item.equation, report, done)
             if inner is not item.equation:
                 changed[i] = inner
-    done[id(jaxpr)] = jaxpr
+    done[key] = jaxpr
     if sites or changed:
         with report.guard("function", program.source(0)):
             new = program.rewritten(sites, changed)
             _check_order(new)
-            done[id(jaxpr)] = new
-    return done[id(jaxpr)]
+            done[key] = new
+    return done[key]
 
 
 def _check_order(jaxpr: Jaxpr) -> None:
@@ -55,12 +66,12 @@ def _check_order(jaxpr: Jaxpr) -> None:
         raise RuntimeError("a result is not computed")
 
 
-def _inner(equation: JaxprEqn, report: Report, done: dict[int, Jaxpr]) -> JaxprEqn:
+def _inner(equation: JaxprEqn, report: Report, done: dict[Any, Jaxpr]) -> JaxprEqn:
     """The equation with ops in its inner jaxprs."""
 
     def change(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
-            jaxpr = rewritten(value.jaxpr, report, done)
+            jaxpr = rewritten(value.jaxpr, report, done, value.consts)
             return value if jaxpr is value.jaxpr else ClosedJaxpr(jaxpr, value.consts)
         if isinstance(value, Jaxpr):
             return rewritten(value, report, done)
@@ -75,7 +86,7 @@ def _inner(equation: JaxprEqn, report: Report, done: dict[int, Jaxpr]) -> JaxprE
     return equation.replace(params=params)
 
 
-def _shard_map(equation: JaxprEqn, report: Report, done: dict[int, Jaxpr]) -> JaxprEqn:
+def _shard_map(equation: JaxprEqn, report: Report, done: dict[Any, Jaxpr]) -> JaxprEqn:
     """The equation of a shard_map with ops in its function. It is traced with the mesh's axes."""
     params = equation.params
     jaxpr = params["jaxpr"]

@@ -124,6 +124,17 @@ def _exp(p: Polynomial) -> Polynomial:
 
 
 def _log(p: Polynomial) -> Polynomial:
+    """log(mean(exp(x - shift))) is log(mean(exp(x))) - shift."""
+    if p.single is not None and len(p.single[0]) == 1:
+        ((mean, power),) = p.single[0]
+        exps = mean.of if isinstance(mean, Mean) and power == 1 else ()
+        for exp, exponent in exps:
+            if len(exps) == 1 and isinstance(exp, Function) and (exp.name, exponent) == ("exp", 1):
+                q = polynomial.from_key(exp.of)
+                shift = q.without(m for m in q.terms if polynomial.axes_of(m) & mean.over)
+                unshifted = _exp(q.without(shift.terms))
+                of = polynomial.mean(unshifted, mean.over).scaled(p.single[1])
+                return polynomial.function("log", of) + shift
     return polynomial.function("log", p)
 
 

@@ -172,9 +172,7 @@ class Values:
                 try:
                     before = [self._of_other(u, depth - 1) for u in equation.invars]
                     numbers = all(f.polynomial.number is not None for f in before)
-                    if (
-                        equation.primitive.name == "select_n"
-                    ):  # of two numbers, as a one-hot array is
+                    if equation.primitive.name == "select_n":  # as of a one-hot array
                         numbers = all(f.polynomial.number is not None for f in before[1:])
                     # The derivative of pvary, inside shard_map, is a sum over devices.
                     varies = equation.primitive.name in ("pvary", "pcast")
@@ -185,7 +183,7 @@ class Values:
             if equation.primitive.name == "eq":
                 return self._one_hot(equation, depth)
         if not _floating(v) and v.aval.dtype.name not in _INTEGERS:
-            raise NoForm("")
+            raise NoForm("a mask leaves some elements out" if v.aval.dtype == bool else "")
         return forms.of_leaf(v)
 
     def _one_hot(self, equation: JaxprEqn, depth: int) -> Form:
@@ -255,6 +253,25 @@ def _follow(program: Program, root: Var, dims: list[list[int]]) -> Values:
         for each in program.users.get(equation.outvars[0], ()):
             heapq.heappush(waiting, each)
     return values
+
+
+def why_stopped(values: Values, v: Var) -> str:
+    """Why a value has no form. Empty if it is not computed from the root, or if no rule says why.
+    """
+    seen: set[Var] = set()
+    last = [v]
+    while last and len(seen) < _BEFORE:
+        v = last.pop()
+        if v in seen or v in values.forms:
+            continue
+        seen.add(v)
+        if values.stopped.get(v):
+            return values.stopped[v]
+        producer = values.program.producer.get(v)
+        if producer is not None:
+            operands = values.program.items[producer].equation.invars
+            last += [u for u in operands if isinstance(u, Var)]
+    return ""
 
 
 def _check(form: Form, values: Values, equation: JaxprEqn) -> None:

@@ -13,7 +13,7 @@ from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
-from jax_gradops._fuse.polynomial import Function, Leaf, Mean, Pick, Polynomial, Root
+from jax_gradops._fuse.polynomial import Atom, Function, Leaf, Mean, Pick, Polynomial, Root
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.cross_entropy.cross_entropy import (
     softmax_cross_entropy_with_integer_labels as cross_entropy,
@@ -25,6 +25,8 @@ class _Loss(NamedTuple):
     labels: Leaf
     axis: int  # of the root's axes
     fill: str
+    smoothing: float
+    z_loss: float
 
 
 def loss(values: Values, v: Var) -> Candidate | None:
@@ -42,58 +44,81 @@ def loss(values: Values, v: Var) -> Candidate | None:
         return None
     if labels != kept:
         raise Left("the labels have other axes than the loss")
+    given = {"label_smoothing": found.smoothing, "z_loss": found.z_loss}
+    given = {name: number for name, number in given.items() if number}
     call = functools.partial(
-        _cross_entropy, axis=axis, sign=found.sign, fill=found.fill, dtype=v.aval.dtype.name
+        _cross_entropy,
+        axis=axis,
+        sign=found.sign,
+        fill=found.fill,
+        dtype=v.aval.dtype.name,
+        **given,
     )
-    return Candidate(
-        "softmax_cross_entropy_with_integer_labels", call, (values.root, found.labels.var), v
-    )
+    options = ", ".join(f"{name}={number:.7g}" for name, number in given.items())
+    operands = (values.root, found.labels.var)
+    return Candidate("softmax_cross_entropy_with_integer_labels", call, operands, v, options)
 
 
 def _loss(values: Values, p: Polynomial) -> _Loss | None:
     atoms = [atom for monomial in p.terms for atom, _ in monomial]
     logs = {a for a in atoms if isinstance(a, Function) and a.name == "log"}
     picks = {a for a in atoms if isinstance(a, Pick) and a.of}
+    if len(logs) == 1 and not picks:
+        _raise_for_probabilities(values, atoms)
     if len(logs) != 1 or len(picks) != 1:
         return None
     (log,), (picked,) = logs, picks
-    shift = _shift(values, polynomial.from_key(log.of), picked.over)
-    root = frozenset([(Root(frozenset(range(len(values.sizes)))), 1.0)])
-    if shift is None or picked.of != root:
+    root, over = polynomial.of_atom(_root(values)), frozenset([picked.over])
+    sum_of_exps = polynomial.mean(polynomial.function("exp", root), over)
+    sum_of_exps = sum_of_exps.scaled(values.sizes[picked.over])
+    coefficient = p.terms.get(frozenset([(picked, 1.0)]))
+    if not polynomial.from_key(log.of).close_to(sum_of_exps) or not coefficient:
         return None
-    normalizer = polynomial.of_atom(log) + shift
-    found = polynomial.of_atom(picked)
-    expected = normalizer + found.scaled(-1)
-    if picked.fill == "zero":
-        valid = polynomial.pick(polynomial.constant(1.0), picked.index, picked.over, "zero")
-        if p.close_to(expected) or p.close_to(expected.scaled(-1)):
-            raise Left("labels that are no class give a loss of their own")
-        expected = normalizer * valid + found.scaled(-1)
-    for sign in (1.0, -1.0):
-        if p.close_to(expected.scaled(sign)):
-            return _Loss(sign, picked.index, picked.over, picked.fill)
+    if picked.of != frozenset([(_root(values), 1.0)]):
+        return None
+    sign = -1.0 if coefficient > 0 else 1.0
+    z_loss = sign * p.terms.get(frozenset([(log, 2.0)]), 0.0)
+    smoothing = 1 - abs(coefficient)
+    smoothing = smoothing if smoothing > 1e-6 else 0.0
+    lse = polynomial.of_atom(log)
+    of_label = lse + polynomial.of_atom(picked).scaled(-1)
+    of_all = lse + polynomial.mean(root, over).scaled(-1)
+    others = of_all.scaled(smoothing) + (lse * lse).scaled(z_loss)
+    p, expected = p.scaled(sign), of_label.scaled(1 - smoothing) + others
+    found = _Loss(sign, picked.index, picked.over, picked.fill, smoothing, z_loss)
+    if picked.fill != "zero":
+        return found if p.close_to(expected) and z_loss >= 0 else None
+    valid = polynomial.pick(polynomial.constant(1.0), picked.index, picked.over, "zero")
+    of_label = lse * valid + polynomial.of_atom(picked).scaled(-1)
+    if p.close_to(of_label):
+        return found
+    if p.close_to(expected) or p.close_to(of_label.scaled(1 - smoothing) + others):
+        raise Left("labels that are no class give a loss of their own")
     return None
 
 
-def _shift(values: Values, p: Polynomial, over: int) -> Polynomial | None:
-    """The array that was subtracted before the exponential in sum(exp(root - shift))."""
-    if p.single is None or len(p.single[0]) != 1:
-        return None
-    ((mean, exponent),) = p.single[0]
-    if not isinstance(mean, Mean) or exponent != 1 or mean.over != {over} or len(mean.of) != 1:
-        return None
-    ((exp, power),) = mean.of
-    if not polynomial.close(p.single[1], values.sizes[over]) or power != 1:
-        return None
-    if not isinstance(exp, Function) or exp.name != "exp":
-        return None
-    root = polynomial.of_atom(Root(frozenset(range(len(values.sizes)))))
-    shift = root + polynomial.from_key(exp.of).scaled(-1)
-    return None if over in shift.axes else shift
+def _raise_for_probabilities(values: Values, atoms: list[Atom]) -> None:
+    """Raises `Left` for a sum over classes of the root times another array."""
+    for atom in atoms:
+        factors = {a for a, _ in atom.of} if isinstance(atom, Mean) else set()
+        others = [a for a in factors if isinstance(a, Leaf) and isinstance(atom, Mean)]
+        if _root(values) in factors and any(a.axes & atom.over for a in others):
+            raise Left("the labels are numbers for all classes, not integers")
+
+
+def _root(values: Values) -> Root:
+    return Root(frozenset(range(len(values.sizes))))
 
 
 def _cross_entropy(
-    x: jax.Array, index: jax.Array, *, axis: int, sign: float, fill: str, dtype: str
+    x: jax.Array,
+    index: jax.Array,
+    *,
+    axis: int,
+    sign: float,
+    fill: str,
+    dtype: str,
+    **options: float,
 ) -> jax.Array:
     """The loss, with what the replaced code does with labels that are no class."""
     classes = x.shape[axis]
@@ -106,7 +131,7 @@ def _cross_entropy(
         labels = jnp.clip(index, 0, classes - 1)
     else:
         labels = jnp.where(inside, index, jnp.zeros((), index.dtype))
-    y = cross_entropy(x, labels, axis)
+    y = cross_entropy(x, labels, axis, **options)
     if fill == "zero":
         y = jnp.where(inside, y, jnp.zeros((), y.dtype))
     return (y if sign > 0 else -y).astype(dtype)
