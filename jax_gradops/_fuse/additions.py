@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 from jax_gradops._fuse import search
 from jax_gradops._fuse.forms import NoForm
@@ -37,19 +36,14 @@ def of_arrays(values: Values, site: Site, before: Before, taken: set[int]) -> Si
 
 def _added(program: Program, v: Var) -> tuple[Var, ...] | None:
     """The two arrays of v's type whose sum is v."""
-    equation = _producer(program, v)
+    equation = program.equation_of(v)
     if equation is None or equation.primitive.name != "add":
         return None
     arrays = tuple(u for u in equation.invars if isinstance(u, Var))
     same = [u.aval.shape == v.aval.shape and u.aval.dtype == v.aval.dtype for u in arrays]
-    producers = [_producer(program, u) for u in arrays]
+    producers = [program.equation_of(u) for u in arrays]
     repeated = any(p is not None and p.primitive.name == "broadcast_in_dim" for p in producers)
     return arrays if len(arrays) == 2 and all(same) and not repeated else None
-
-
-def _producer(program: Program, v: Any) -> JaxprEqn | None:
-    i = program.producer.get(v) if isinstance(v, Var) else None
-    return None if i is None else program.items[i].equation
 
 
 def of_bias(values: Values, site: Site, before: Before, taken: set[int]) -> Site:
@@ -57,7 +51,7 @@ def of_bias(values: Values, site: Site, before: Before, taken: set[int]) -> Site
     program, root = values.program, values.root
     if _is_gate(program, site.outputs[0]):
         raise Left("its result is multiplied by another array, which XLA computes with the GELU")
-    equation = _producer(program, root)
+    equation = program.equation_of(root)
     if equation is None or equation.primitive.name != "add" or root in program.results:
         return site
     for x, bias in (equation.invars, equation.invars[::-1]):

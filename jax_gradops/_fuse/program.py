@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, gensym
 
@@ -19,6 +18,11 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var,
 _OPENED = 80
 # An inner function with one of these primitives is not opened.
 _CLOSED = {"scan", "while", "cond", "shard_map", "remat2", "checkpoint", "jax_gradops", "remat"}
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether the ops take arrays of this dtype."""
+    return getattr(dtype, "name", "") in ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,11 @@ class Program:
         """
         return self.jaxpr.eqns[self.items[i].origin]
 
+    def equation_of(self, v: Any) -> JaxprEqn | None:
+        """The equation that computes a variable. None for an input or a number."""
+        i = self.producer.get(v) if isinstance(v, Var) else None
+        return None if i is None else self.items[i].equation
+
     def number(self, v: Var) -> int:
         """Puts variables in the order of the program."""
         return self.producer[v] if v in self.producer else self._inputs[v]
@@ -209,7 +218,7 @@ def _numbers(jaxpr: Jaxpr, consts: Sequence[Any]) -> dict[Var, Literal]:
 
 def _is_number(value: Any) -> bool:
     known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    return known and np.ndim(value) == 0 and jnp.issubdtype(value.dtype, jnp.floating)
+    return known and np.ndim(value) == 0 and is_float(value.dtype)
 
 
 def _opened(equation: JaxprEqn) -> ClosedJaxpr | None:

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax_gradops._fuse import forms, polynomial
 from jax_gradops._fuse.forms import Form, NoForm
 from jax_gradops._fuse.polynomial import Function, Mean, Polynomial
+from jax_gradops._fuse.program import is_float
 
 Rule = Callable[[JaxprEqn, Sequence[Form]], Form]
 
@@ -79,7 +80,7 @@ def _elementwise(compute: Callable[..., Polynomial]) -> Rule:
 
 
 def _div(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
-    if not _is_float(equation.outvars[0].aval.dtype):
+    if not is_float(equation.outvars[0].aval.dtype):
         raise NoForm("")  # a quotient of integers is rounded
     (a, b), dims = forms.together(operands)
     return Form(a * polynomial.power(b, -1), dims)
@@ -206,16 +207,12 @@ def _cast(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
     free = p.number is not None or any(
         isinstance(atom, polynomial.OneHot) for m in p.terms for atom, _ in m
     )
-    if not free and not (_is_float(old) and _is_float(new)):
+    if not free and not (is_float(old) and is_float(new)):
         raise NoForm("")
-    if p.number is not None and not _is_float(new) and p.number not in (0, 1):
+    if p.number is not None and not is_float(new) and p.number not in (0, 1):
         if np.dtype(new) == bool or p.number != round(p.number):
             raise NoForm("")
     return operands[0]
-
-
-def _is_float(dtype: Any) -> bool:
-    return np.dtype(dtype).name in ("float16", "bfloat16", "float32", "float64")
 
 
 def _integer_pow(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
@@ -410,7 +407,7 @@ def is_relu(equation: JaxprEqn) -> bool:
     x = equation.invars[0]
     if equation.primitive.name != "custom_jvp_call" or not isinstance(x, Var):
         return False
-    if len(equation.invars) != 1 or not _is_float(x.aval.dtype):
+    if len(equation.invars) != 1 or not is_float(x.aval.dtype):
         return False
     inner = equation.params["call_jaxpr"]
     inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax_gradops._fuse import forms, polynomial, rules
 from jax_gradops._fuse.forms import Divided, Form, NoForm, Part
 from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Root
-from jax_gradops._fuse.program import Program
+from jax_gradops._fuse.program import Program, is_float
 
 # The largest numbers of equations in a formula, before and after the equation that shows the op.
 _BEFORE = 60
@@ -51,22 +51,19 @@ def roots(program: Program, anchor: int) -> list[Var]:
         if v in seen:
             continue
         seen.add(v)
-        producer = program.producer.get(v)
-        if producer is None:
+        before = program.equation_of(v)
+        if before is None:
             continue
-        before = program.items[producer].equation
         if before.primitive.name == "reduce_sum":
             reduced = max(reduced, math.prod(before.invars[0].aval.shape))
         if not _starts(program, before):
             stack.extend(u for u in before.invars if isinstance(u, Var))
     if kind(equation) == "gelu":
         reduced = math.prod(equation.outvars[0].aval.shape)
-    found = [v for v in seen if reduced > 1 and math.prod(v.aval.shape) == reduced and _floating(v)]
+    if reduced <= 1:
+        return []
+    found = [v for v in seen if math.prod(v.aval.shape) == reduced and is_float(v.aval.dtype)]
     return sorted(found, key=lambda v: program.producer.get(v, -1))
-
-
-def _floating(v: Var) -> bool:
-    return getattr(v.aval.dtype, "name", "") in ("float16", "bfloat16", "float32", "float64")
 
 
 def is_over_devices(program: Program, anchor: int) -> bool:
@@ -107,13 +104,11 @@ def _near(program: Program, v: Var) -> set[Var]:
     """The arrays from which a few equations lead to `v`."""
     found, last = {v}, [v]
     for _ in range(6):
-        producers = [
-            program.items[program.producer[u]].equation for u in last if u in program.producer
-        ]
+        producers = [program.equation_of(u) for u in last]
         last = [
             u
             for equation in producers
-            if rules.is_known(equation)
+            if equation is not None and rules.is_known(equation)
             for u in equation.invars
             if isinstance(u, Var) and u not in found
         ]
@@ -142,6 +137,10 @@ class Values:
     stopped: dict[Var, str]
 
     @property
+    def root_atom(self) -> Root:
+        return Root(frozenset(range(len(self.sizes))))
+
+    @property
     def axes(self) -> Axes:
         return frozenset(i for i, n in enumerate(self.sizes) if n > 1)
 
@@ -162,10 +161,8 @@ class Values:
         """
         if isinstance(v, Literal):
             return rules.of_literal(v)
-        producer = self.program.producer.get(v)
-        rounded = producer is not None and _rounds(self.program.items[producer].equation, self.root)
-        if producer is not None and depth and not rounded:
-            equation = self.program.items[producer].equation
+        equation = self.program.equation_of(v)
+        if equation is not None and depth and not _rounds(equation, self.root):
             arrays = [u for u in equation.invars if isinstance(u, Var)]
             number = math.prod(v.aval.shape) == 1 or equation.primitive.name == "select_n"
             if (len(arrays) <= 1 or number) and equation.primitive.name not in _NOT_FOLLOWED:
@@ -182,7 +179,7 @@ class Values:
                     pass
             if equation.primitive.name == "eq":
                 return self._one_hot(equation, depth)
-        if not _floating(v) and v.aval.dtype.name not in _INTEGERS:
+        if not is_float(v.aval.dtype) and v.aval.dtype.name not in _INTEGERS:
             raise NoForm("a mask leaves some elements out" if v.aval.dtype == bool else "")
         return forms.of_leaf(v)
 
@@ -195,8 +192,7 @@ class Values:
         raise NoForm("")
 
     def _iota(self, v: Any) -> JaxprEqn | None:
-        producer = self.program.producer.get(v) if isinstance(v, Var) else None
-        equation = None if producer is None else self.program.items[producer].equation
+        equation = self.program.equation_of(v)
         if equation is None or equation.primitive.name == "iota":
             return equation
         if equation.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
@@ -256,8 +252,7 @@ def _follow(program: Program, root: Var, dims: list[list[int]]) -> Values:
 
 
 def why_stopped(values: Values, v: Var) -> str:
-    """Why a value has no form. Empty if it is not computed from the root, or if no rule says why.
-    """
+    """Why a value that is computed from the root has no form. Empty if there is no reason."""
     seen: set[Var] = set()
     last = [v]
     while last and len(seen) < _BEFORE:
@@ -267,10 +262,9 @@ def why_stopped(values: Values, v: Var) -> str:
         seen.add(v)
         if values.stopped.get(v):
             return values.stopped[v]
-        producer = values.program.producer.get(v)
-        if producer is not None:
-            operands = values.program.items[producer].equation.invars
-            last += [u for u in operands if isinstance(u, Var)]
+        equation = values.program.equation_of(v)
+        if equation is not None:
+            last += [u for u in equation.invars if isinstance(u, Var)]
     return ""
 
 
@@ -294,9 +288,10 @@ def _rounds(equation: JaxprEqn, root: Var) -> bool:
     own, params = jnp.finfo(root.aval.dtype), equation.params
     if equation.primitive.name == "reduce_precision":
         return params["mantissa_bits"] < own.nmant or params["exponent_bits"] < own.nexp
-    if equation.primitive.name != "convert_element_type" or not _floating(equation.outvars[0]):
+    dtype = params.get("new_dtype")
+    if equation.primitive.name != "convert_element_type" or not is_float(dtype):
         return False
-    new = jnp.finfo(params["new_dtype"])
+    new = jnp.finfo(dtype)
     return new.nmant < own.nmant or new.nexp < own.nexp
 
 

@@ -22,7 +22,7 @@ from jax_gradops._fuse.patterns.candidate import (
     parameter,
     same_layout,
 )
-from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Polynomial, Root
+from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Polynomial
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm
 from jax_gradops._ops.batch_norm.group_norm import group_norm
@@ -129,7 +129,7 @@ def _layout(values: Values, over: Axes, parameters: Axes) -> _Layout | None:
 
 def _statistics(values: Values, over: Axes) -> tuple[Polynomial, ...]:
     """The mean, the variance and the mean square of the root."""
-    root = polynomial.of_atom(Root(frozenset(range(len(values.sizes)))))
+    root = polynomial.of_atom(values.root_atom)
     mean, square = polynomial.mean(root, over), polynomial.mean(root * root, over)
     return mean, square + (mean * mean).scaled(-1), square
 

@@ -122,17 +122,14 @@ def _evaluate(equation: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
         return operands[0]  # of scalars
     if name == "reduce_sum":
         return jnp.sum(operands[0], dtype=operands[0].dtype)
-    shape = np.broadcast_shapes(*(x.shape for x in operands))
-    operands = [jnp.broadcast_to(x, shape) for x in operands]
-    return equation.primitive.bind(*operands, **equation.params)
+    return check.bind(equation, operands)
 
 
 def _squares(program: Program, total: Any) -> tuple[Var, ...]:
     """The arrays whose squares are summed, or none."""
-    producer = program.producer.get(total) if isinstance(total, Var) else None
-    if producer is None:
+    equation = program.equation_of(total)
+    if equation is None:
         return ()
-    equation = program.items[producer].equation
     name, operands = equation.primitive.name, equation.invars
     if name in _PASSED_ON:
         return _squares(program, operands[0])
@@ -152,10 +149,9 @@ def _is_zero(v: Any) -> bool:
 
 def _square_of(program: Program, v: Any) -> Var | None:
     """The array that v is the square of. Optax adds the square of an imaginary part of zeros."""
-    producer = program.producer.get(v) if isinstance(v, Var) else None
-    if producer is None:
+    equation = program.equation_of(v)
+    if equation is None:
         return None
-    equation = program.items[producer].equation
     name, operands = equation.primitive.name, equation.invars
     if name == "convert_element_type":
         return _square_of(program, operands[0])
@@ -169,8 +165,7 @@ def _square_of(program: Program, v: Any) -> Var | None:
 
 def _uncast(program: Program, v: Any) -> Var | None:
     """The array before casts to a larger dtype."""
-    producer = program.producer.get(v) if isinstance(v, Var) else None
-    equation = None if producer is None else program.items[producer].equation
+    equation = program.equation_of(v)
     if equation is not None and equation.primitive.name == "convert_element_type":
         old, new = equation.invars[0].aval.dtype, v.aval.dtype
         if jnp.promote_types(old, new) == new and jnp.issubdtype(old, jnp.floating):
@@ -179,10 +174,9 @@ def _uncast(program: Program, v: Any) -> Var | None:
 
 
 def _is_square_of_zero(program: Program, v: Any) -> bool:
-    producer = program.producer.get(v) if isinstance(v, Var) else None
-    if producer is None:
+    equation = program.equation_of(v)
+    if equation is None:
         return _is_zero(v)
-    equation = program.items[producer].equation
     same = equation.primitive.name in ("square", *_PASSED_ON)
     return same and _is_square_of_zero(program, equation.invars[0])
 
@@ -202,7 +196,7 @@ def _clipped(program: Program, array: Var, norm: Var) -> tuple[Var, Any] | None:
 
 def _bound(program: Program, condition: Any, norm: Var) -> Any:
     """The bound in norm < bound."""
-    equation = _producer(program, condition)
+    equation = program.equation_of(condition)
     if equation is None:
         return None
     if equation.primitive.name in _PASSED_ON:
@@ -214,11 +208,11 @@ def _bound(program: Program, condition: Any, norm: Var) -> Any:
 
 def _is_scaled(program: Program, v: Any, array: Var, norm: Var, bound: Any) -> bool:
     """Whether v is array / norm * bound."""
-    product = _producer(program, v)
+    product = program.equation_of(v)
     if product is None or product.primitive.name != "mul":
         return False
     for quotient, factor in (product.invars, product.invars[::-1]):
-        division = _producer(program, quotient)
+        division = program.equation_of(quotient)
         if division is None or division.primitive.name != "div":
             continue
         same = division.invars[0] is array and _is_norm(program, division.invars[1], norm)
@@ -241,12 +235,7 @@ def _is_norm(program: Program, v: Any, norm: Var) -> bool:
 
 def _original(program: Program, v: Any) -> Any:
     """The scalar before casts and broadcasts."""
-    equation = _producer(program, v)
+    equation = program.equation_of(v)
     if equation is not None and equation.primitive.name in _PASSED_ON:
         return _original(program, equation.invars[0])
     return v
-
-
-def _producer(program: Program, v: Any) -> JaxprEqn | None:
-    i = program.producer.get(v) if isinstance(v, Var) else None
-    return None if i is None else program.items[i].equation

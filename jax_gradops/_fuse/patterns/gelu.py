@@ -14,7 +14,7 @@ from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
 from jax_gradops._fuse.patterns.candidate import Before, Candidate, same_layout
-from jax_gradops._fuse.polynomial import Function, Polynomial, Root
+from jax_gradops._fuse.polynomial import Function, Polynomial
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.gelu import bias_gelu
 
@@ -32,7 +32,7 @@ def gelu(values: Values, v: Var) -> Candidate | None:
     (function,) = functions
     # In bfloat16 the literals are rounded: sqrt(2 / pi) is 0.796875.
     unit = float(jnp.finfo(_dtype(values, function)).eps)
-    x = polynomial.of_atom(Root(frozenset(range(len(values.sizes)))))
+    x = polynomial.of_atom(values.root_atom)
     argument = polynomial.from_key(function.of)
     if not argument.close_to(_argument(x, approximate), max(unit, 1e-6)):
         return None

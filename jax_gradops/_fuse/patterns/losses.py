@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
-from jax_gradops._fuse.polynomial import Atom, Function, Leaf, Mean, Pick, Polynomial, Root
+from jax_gradops._fuse.polynomial import Atom, Function, Leaf, Mean, Pick, Polynomial
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.cross_entropy.cross_entropy import (
     softmax_cross_entropy_with_integer_labels as cross_entropy,
@@ -68,13 +68,13 @@ def _loss(values: Values, p: Polynomial) -> _Loss | None:
     if len(logs) != 1 or len(picks) != 1:
         return None
     (log,), (picked,) = logs, picks
-    root, over = polynomial.of_atom(_root(values)), frozenset([picked.over])
+    root, over = polynomial.of_atom(values.root_atom), frozenset([picked.over])
     sum_of_exps = polynomial.mean(polynomial.function("exp", root), over)
     sum_of_exps = sum_of_exps.scaled(values.sizes[picked.over])
     coefficient = p.terms.get(frozenset([(picked, 1.0)]))
     if not polynomial.from_key(log.of).close_to(sum_of_exps) or not coefficient:
         return None
-    if picked.of != frozenset([(_root(values), 1.0)]):
+    if picked.of != frozenset([(values.root_atom, 1.0)]):
         return None
     sign = -1.0 if coefficient > 0 else 1.0
     z_loss = sign * p.terms.get(frozenset([(log, 2.0)]), 0.0)
@@ -102,12 +102,8 @@ def _raise_for_probabilities(values: Values, atoms: list[Atom]) -> None:
     for atom in atoms:
         factors = {a for a, _ in atom.of} if isinstance(atom, Mean) else set()
         others = [a for a in factors if isinstance(a, Leaf) and isinstance(atom, Mean)]
-        if _root(values) in factors and any(a.axes & atom.over for a in others):
+        if values.root_atom in factors and any(a.axes & atom.over for a in others):
             raise Left("the labels are numbers for all classes, not integers")
-
-
-def _root(values: Values) -> Root:
-    return Root(frozenset(range(len(values.sizes))))
 
 
 def _cross_entropy(
@@ -118,7 +114,7 @@ def _cross_entropy(
     sign: float,
     fill: str,
     dtype: str,
-    **options: float,
+    **options: Any,
 ) -> jax.Array:
     """The loss, with what the replaced code does with labels that are no class."""
     classes = x.shape[axis]

@@ -21,7 +21,7 @@ from jax_gradops._fuse.patterns.candidate import (
     parameter,
     same_layout,
 )
-from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Monomial, Polynomial, Root
+from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Monomial, Polynomial
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.row_norm import layer_norm
 
@@ -50,7 +50,7 @@ def normalized(values: Values, p: Polynomial) -> Normalized | None:
     factor: Monomial = frozenset([(deviation, -0.5)])
     bias = Polynomial({m: c for m, c in p.terms.items() if not factor <= m})
     rest = p.without(bias.terms).divided(factor)
-    root: Monomial = frozenset([(_root(values), 1.0)])
+    root: Monomial = frozenset([(values.root_atom, 1.0)])
     if rest is None:
         return None
     scale = Polynomial({m: c for m, c in rest.terms.items() if root <= m}).divided(root)
@@ -70,13 +70,9 @@ def _is_inverse_root(atom: polynomial.Atom, exponent: float) -> bool:
     return _is_power(atom) and exponent == -0.5
 
 
-def _root(values: Values) -> Root:
-    return Root(frozenset(range(len(values.sizes))))
-
-
 def _variance(values: Values, p: Polynomial) -> tuple[bool, Axes, float] | None:
     """Whether p is variance + epsilon or mean square + epsilon, over which axes."""
-    root = _root(values)
+    root = values.root_atom
     square: Monomial = frozenset([(root, 2.0)])
     means = [
         a for m in p.terms if len(m) == 1 for a, e in m if e == 1 and isinstance(a, Mean)
