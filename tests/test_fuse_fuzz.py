@@ -310,6 +310,21 @@ def cross_entropy(a: Algebra, x: Any, scale: Any, bias: Any) -> Any:
     )  # fmt: skip
 
 
+def smoothed_cross_entropy(a: Algebra, x: Any, scale: Any, bias: Any) -> Any:
+    """With label smoothing and z-loss."""
+    del scale, bias
+    labels = labels_for(x)
+    normalizer = log_normalizer(a, x)
+    log_p = a.one(lambda: jax.nn.log_softmax(x), lambda: a.sub(x, normalizer))
+    of_label = jnp.take_along_axis(log_p, labels[..., None], -1)
+    mean = functools.partial(jnp.mean, axis=-1, keepdims=True)
+    of_all = a.one(lambda: mean(log_p), lambda: a.sub(mean(x), normalizer))
+    parts = [a.mul(of_label, a.number(-0.9)), a.mul(of_all, a.number(-0.1))]
+    parts.append(a.mul(a.square(normalizer), a.number(0.01)))
+    a.rng.shuffle(parts)
+    return a.add(a.add(parts[0], parts[1]), parts[2])[..., 0]
+
+
 def batch_norm(a: Algebra, x: Any, scale: Any, bias: Any) -> Any:
     """Over all axes but the last. The statistics are results, as a layer's running averages are."""
     scale, bias = (p if p is None else a.vector(p, x.ndim) for p in (scale, bias))
@@ -334,6 +349,7 @@ def group_norm(a: Algebra, x: Any, scale: Any, bias: Any) -> Any:
 OPS = {
     layer_norm: "layer_norm", rms_norm: "rms_norm", gelu: "gelu", batch_norm: "batch_norm",
     group_norm: "group_norm", cross_entropy: "softmax_cross_entropy_with_integer_labels",
+    smoothed_cross_entropy: "softmax_cross_entropy_with_integer_labels",
 }  # fmt: skip
 
 
@@ -357,7 +373,7 @@ def placed(a: Algebra, formula: Any, x: Any, *parameters: Any) -> Any:
     if how == "flat":
         y = run(x.reshape(-1, x.shape[-1]), *parameters)
         return y.reshape(*x.shape[:-1], *y.shape[1:])
-    if how == "vmap" and formula is not cross_entropy:
+    if how == "vmap" and formula not in (cross_entropy, smoothed_cross_entropy):
         axis = a.rng.choice([0, 1])
         each = jax.vmap(jax.vmap(lambda x: run(x, *parameters)), axis, axis)
         return each(x)
