@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,10 @@ _NOTHING_HERE |= {"pvary", "pcast"}
 _ROWS = 2
 _passed: set[Any] = set()
 # The comparison runs once, so that compilation is most of its time.
-_QUICKLY_COMPILED: dict[str, Any] = {"xla_backend_optimization_level": 0}
+_QUICKLY_COMPILED: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 if jax.__version_info__ < (0, 11):  # later versions have no such option
     _QUICKLY_COMPILED["xla_cpu_use_fusion_emitters"] = False
 
@@ -60,14 +63,15 @@ def compare(
     def run() -> None:
         arrays = [rng.uniform(0.5, 1.5, shape).astype(dtype) for shape, dtype in types]
         unit = max(float(jnp.finfo(dtype).eps) for _, dtype in types)
-        _compare(op, reference, call, arrays, 64 * unit)
+        _compare(op, call, [_Case(reference, arrays, 64 * unit)])
 
     _once(key, run)
 
 
 def bind(equation: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
     """The result of an elementwise equation for operands that are broadcast."""
-    operands = jnp.broadcast_arrays(*operands)
+    if len({x.shape for x in operands}) > 1:
+        operands = jnp.broadcast_arrays(*operands)
     return equation.primitive.bind(*operands, **equation.params)
 
 
@@ -81,44 +85,52 @@ def _once(key: Any, run: Callable[[], None]) -> None:
     _passed.add(key)
 
 
-def _compare(
-    op: str,
-    reference: Callable[..., Any],
-    call: Callable[..., Any],
-    arrays: Sequence[np.ndarray],
-    limit: float,
-) -> None:
-    """Raises `Left` if results or gradients differ by more than `limit` of the largest number."""
-    floats = [i for i, a in enumerate(arrays) if is_float(a.dtype)]
+class _Case(NamedTuple):
+    """A comparison with `reference`, whose results may differ by `limit` of the largest number."""
 
-    def both(*arrays: jax.Array) -> Any:
-        found = []
-        for function in (reference, call):
+    reference: Callable[..., Any]
+    arrays: Sequence[np.ndarray]
+    limit: float
 
-            def of_floats(*given: jax.Array, function: Any = function) -> Any:
-                full = list(arrays)
-                for i, array in zip(floats, given, strict=True):
-                    full[i] = array
-                return jax.tree.leaves(function(*full))
 
-            results, pull = jax.vjp(of_floats, *(arrays[i] for i in floats))
-            rng = np.random.default_rng(1)
-            dy = [jnp.asarray(rng.standard_normal(y.shape).astype(y.dtype)) for y in results]
-            found.append((results, pull(dy)))
-        return found
+def _compare(op: str, call: Callable[..., Any], cases: Sequence[_Case]) -> None:
+    """Raises `Left` if results or gradients of a case differ."""
+
+    def both(groups: Sequence[Sequence[jax.Array]]) -> Any:
+        return [
+            [_with_gradients(function, arrays) for function in (case.reference, call)]
+            for case, arrays in zip(cases, groups, strict=True)
+        ]
 
     # Compiled in a step of its own, because the call of a jitted function in a trace is traced.
-    compiled = jax.jit(both).lower(*arrays).compile(_QUICKLY_COMPILED)
-    expected, got = compiled(*arrays)
-    for what, a, b in zip(("results", "gradients"), expected, got, strict=True):
-        for x, y in zip(a, b, strict=True):
-            x, y = (np.asarray(each, np.float64) for each in (x, y))
-            largest = float(np.max(np.abs(x), initial=1e-3))
-            error = float(np.max(np.abs(x - y), initial=0.0))
-            if not error <= limit * largest:
-                raise Left(
-                    f"{what} of {op} differ on random numbers, by {error:.1e} of {largest:.1e}"
-                )
+    groups = [case.arrays for case in cases]
+    compiled = jax.jit(both).lower(groups).compile(_QUICKLY_COMPILED)
+    for case, (expected, got) in zip(cases, compiled(groups), strict=True):
+        for what, a, b in zip(("results", "gradients"), expected, got, strict=True):
+            for x, y in zip(a, b, strict=True):
+                x, y = (np.asarray(each, np.float64) for each in (x, y))
+                largest = float(np.max(np.abs(x), initial=1e-3))
+                error = float(np.max(np.abs(x - y), initial=0.0))
+                if not error <= case.limit * largest:
+                    raise Left(
+                        f"{what} of {op} differ on random numbers, by {error:.1e} of {largest:.1e}"
+                    )
+
+
+def _with_gradients(function: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:
+    """The results, and the gradients of a random sum of them."""
+    floats = [i for i, a in enumerate(arrays) if is_float(a.dtype)]
+
+    def of_floats(*given: jax.Array) -> Any:
+        full = list(arrays)
+        for i, array in zip(floats, given, strict=True):
+            full[i] = array
+        return jax.tree.leaves(function(*full))
+
+    results, pull = jax.vjp(of_floats, *(arrays[i] for i in floats))
+    rng = np.random.default_rng(1)
+    dy = [jnp.asarray(rng.standard_normal(y.shape).astype(y.dtype)) for y in results]
+    return results, pull(dy)
 
 
 def _has_cpu() -> bool:
@@ -183,6 +195,7 @@ class _Region:
         return self.leaves.get(v)
 
     def run_twice(self) -> None:
+        cases = []
         for wide in (False, True):
             if wide and self.dtypes <= {"float32", "float64"}:
                 continue
@@ -193,7 +206,8 @@ class _Region:
             rng = np.random.default_rng(0)
             arrays = [self._random(rng, v, wide) for v in self.candidate.operands]
             reference = functools.partial(self.run, wide)
-            _compare(self.candidate.op, reference, self._op, arrays, limit)
+            cases.append(_Case(reference, arrays, limit))
+        _compare(self.candidate.op, self._op, cases)
 
     def _op(self, *arrays: jax.Array) -> jax.Array:
         return jax.tree.leaves(self.candidate.call(*arrays))[0].reshape(self.output_sizes)
@@ -273,7 +287,7 @@ class _Region:
         dtype = v.aval.dtype
         if wide and is_float(dtype):
             dtype = np.dtype(np.float32)
-        return jnp.asarray(v.val, dtype).reshape((1,) * len(self.sizes))
+        return jnp.asarray(np.full((1,) * len(self.sizes), v.val, dtype))
 
 
 def _labels(p: Polynomial) -> tuple[dict[Var, tuple[tuple[int, ...], ...]], int]:
