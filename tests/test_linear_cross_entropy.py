@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance import IMPLEMENTATIONS_AND_DTYPES
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from losses import LossTests, as_columns
-from meshes import mesh
+from meshes import collectives, mesh
 
 import jax_gradops
 from jax_gradops._ops.cross_entropy.oracle import CLASSES
@@ -109,6 +109,66 @@ def test_chunks(platform, implementation, rows_per_chunk, weighted, rng):
 
     options = {"implementation": implementation, "rows_per_chunk": rows_per_chunk}
     assert_close(mean(in_chunks, **options), mean(of_all_logits))
+
+
+def reduced(reduction: str, losses: Any, labels: Any) -> Any:
+    total = jnp.sum(losses)
+    return total / float(np.sum(labels != -100)) if reduction == "mean" else total
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reductions(platform, implementation, reduction, rng):
+    """Value, gradients, second derivatives, and one gradient for each of several cotangents."""
+    *layer, labels = problem(rng)
+    options = {"implementation": implementation, "rows_per_chunk": 32, "reduction": reduction}
+
+    def derivatives(loss: Any) -> Any:
+        def scaled(factor: Any, *layer: Any) -> Any:
+            return factor * jnp.square(loss(*layer))
+
+        gradients = jax.value_and_grad(scaled, (0, 1, 2, 3))
+        along = jax.jvp(lambda *a: gradients(-1.5, *a), layer, [jnp.cos(a) for a in layer])
+        factors = jnp.asarray([2.0, 0.0, -3.0])
+        return along, jax.vmap(lambda f: gradients(f, *layer))(factors)
+
+    found = jax.jit(lambda: derivatives(lambda *a: in_chunks(*a, labels, **options)))()
+    wanted = derivatives(lambda *a: reduced(reduction, of_all_logits(*a, labels), labels))
+    assert_close(found, wanted)
+    assert found[0][0][0].shape == ()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reductions_of_other_labels(platform, reduction, rng):
+    """No rows count: 0. A label that is no class: NaN, unless the cotangent is 0."""
+    *layer, labels = problem(rng)
+
+    def gradients(factor: float, labels: Any) -> Any:
+        loss = lambda *a: factor * in_chunks(*a, labels, reduction=reduction)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*layer)
+
+    none = gradients(1.0, np.full_like(labels, -100))
+    assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(none))
+    labels[1, 2] = 37
+    value, (dx, *others) = gradients(1.0, labels)
+    assert np.isnan(value) and all(np.isnan(g).all() for g in others)
+    assert np.isnan(dx[1, 2]).all() and not np.isnan(np.delete(dx[1], 2, 0)).any()
+    _, zeros = gradients(0.0, labels)
+    assert all((np.asarray(g) == 0).all() for g in zeros)
+
+
+def test_reduction_has_no_condition(platform, rng):
+    """With a reduction, nothing is decided when the program runs."""
+    *layer, labels = problem(rng)
+
+    def text(reduction: str) -> str:
+        def loss(labels: Any, *layer: Any) -> Any:
+            return jnp.mean(in_chunks(*layer, labels, reduction=reduction))
+
+        return program(jax.grad(loss, (1, 2, 3)), labels, *layer)
+
+    assert " conditional(" in text("none")
+    assert " conditional(" not in text("sum") + text("mean")
 
 
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
@@ -241,6 +301,26 @@ def test_remat(platform, rng):
         return jax.jit(jax.grad(lambda *a: jnp.mean(loss(*a, labels)), (0, 1, 2)))(*layer)
 
     assert_close(gradients(jax.checkpoint(in_chunks)), gradients(of_all_logits))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_reductions_of_sharded_rows(platform, kind, reduction, rng):
+    devices = mesh(platform, kind)
+    *layer, labels = problem(rng, (8, 6))
+
+    def gradients(loss: Any) -> Any:
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+    wanted = gradients(lambda *a: reduced(reduction, of_all_logits(*a, labels), labels))(*layer)
+    with jax.set_mesh(devices):
+        rows, whole = (NamedSharding(devices, p) for p in (P("data"), P()))
+        placed = [jax.device_put(a, s) for a, s in zip(layer, (rows, whole, whole), strict=True)]
+        spread = jax.device_put(labels, rows)
+        f = gradients(lambda *a: in_chunks(*a, spread, reduction=reduction))
+        compiled = f.lower(*placed).compile()
+        assert_close(compiled(*placed), wanted)
+    assert set(collectives(compiled.as_text())) <= {"all-reduce"}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

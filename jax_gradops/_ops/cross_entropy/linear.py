@@ -3,7 +3,7 @@
 The rows are cut into chunks. A program makes the logits of one chunk, their losses, and their
 gradients for a cotangent of 1. The next chunk uses the memory of these logits again. The
 program's results are the losses and the gradients of the operands. The backward pass scales these
-gradients. It computes them again if the losses' cotangents differ.
+gradients. It computes them again if the losses' cotangents differ. After a reduction, they cannot.
 
 Here the kernel has shape [classes, features], as an embedding. A kernel that is the transpose of an
 embedding is transposed twice, which XLA leaves out. A loop needs a copy of any other transpose.
@@ -36,6 +36,7 @@ from jax_gradops._ops.cross_entropy.loss import (
     checked_options,
     class_labels,
     loss_of,
+    nan_if,
     poisoned,
 )
 
@@ -54,6 +55,7 @@ class Static(NamedTuple):
     options: Options
     rows_per_chunk: int | None
     precision: str | None  # of products
+    reduction: str
 
 
 # --- One chunk -----------------------------------------------------------------------------------
@@ -277,15 +279,18 @@ class _Pullback(Operation):
         counted = jnp.where((labels != IGNORED)[None], bounds, -jnp.inf)
         negative_least, most = jnp.max(counted, tuple(range(1, counted.ndim)), initial=-jnp.inf)
 
-        def scaled() -> Any:
-            factor = jnp.where(most == -jnp.inf, 0, most)
+        def scaled(factor: jax.Array) -> Any:
+            factor = jnp.where(factor == -jnp.inf, 0, factor)
             return [None if s is None else factor * s for s in sums]
 
         def again() -> Any:
             return list(self._again(operands, wanted, self.static.options.implementation)[1:])
 
-        # If no row counts, both are -inf.
-        sums = lax.cond(-negative_least >= most, scaled, again)
+        if self.static.reduction != "none":
+            # All are equal, but for NaN in rows of a label that is no class.
+            sums = scaled(most + nan_if(most == jnp.inf, most.dtype))
+        else:  # On a GPU, the host waits for the condition. If no row counts, both are -inf.
+            sums = lax.cond(-negative_least >= most, lambda: scaled(most), again)
         return self._rounded(operands, (dx, *sums))
 
 
@@ -301,7 +306,13 @@ def _apply(
     loss = _Loss(static)
     xla = static.options.implementation == "xla"
     # With XLA's operations, JAX itself differentiates.
-    return poisoned((loss.compute if xla else loss)(*operands)[0], found)
+    losses = poisoned((loss.compute if xla else loss)(*operands)[0], found)
+    if static.reduction == "none":
+        return losses
+    total = jnp.sum(losses)
+    if static.reduction == "sum":
+        return total
+    return total / jnp.maximum(jnp.sum(found != IGNORED), 1).astype(total.dtype)
 
 
 @_checks.with_hints
@@ -315,6 +326,7 @@ def linear_softmax_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int | None = None,
+    reduction: str = "none",
     implementation: Implementation = None,
 ) -> jax.Array:
     r"""Softmax cross-entropy of the logits ``x @ kernel + bias``, without an array of all logits.
@@ -340,12 +352,16 @@ def linear_softmax_cross_entropy(
       label_smoothing: as in `jax_gradops.softmax_cross_entropy_with_integer_labels`.
       z_loss: as there.
       ignore_index: as there.
+      reduction: ``"none"`` gives the loss of each row, ``"sum"`` their sum, ``"mean"`` the sum
+        divided by the number of rows that are not ignored. The mean of no rows is 0. In a training
+        step on a GPU, choose ``"sum"`` or ``"mean"``: the host then never waits for the losses.
       implementation: ``"ffi"`` selects the native kernels for losses and gradients of logits,
         ``"xla"`` selects `jax.numpy`. None selects the kernels if they are available. Products are
         always XLA's.
 
     Returns:
-      The loss of each row, in the labels' shape. Its dtype is float32, or float64 for float64 x.
+      The loss of each row, in the labels' shape, or one number after a reduction. The dtype is
+      float32, or float64 for float64 x.
 
     Raises:
       TypeError: for an unsupported dtype.
@@ -356,9 +372,10 @@ def linear_softmax_cross_entropy(
     bias are summed in float32 (float64 for float64) and rounded once to their dtypes. The gradient
     of x is rounded to x's dtype twice: before it is scaled, and after.
 
-    The gradients are scaled if all losses that are not ignored have the same cotangent, as with a
-    sum or a mean. Otherwise the gradients of kernel and bias are computed again, which takes two
-    products more. Leave rows out by `ignore_index`, not by weights.
+    With a reduction, the gradients are scaled by its cotangent. Without one, they are scaled if all
+    losses that are not ignored have the same cotangent. This is known when the program runs, so
+    that the host of a GPU waits for it. For other cotangents, the gradients of kernel and bias are
+    computed again, which takes two products more. Leave rows out by `ignore_index`, not by weights.
 
     If the rows are sharded, the gradients of kernel and bias are summed by one all-reduce, and no
     row is sent. The kernel is gathered to each device. For classes that stay sharded, use
@@ -396,5 +413,6 @@ def linear_softmax_cross_entropy(
     options = checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
     # Read here: JAX traces the program later, where a user's setting may no longer hold.
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    static = Static(options, rows_per_chunk, precision)
+    reduction = _checks.choice(op, "reduction", reduction, "none", "sum", "mean")
+    static = Static(options, rows_per_chunk, precision, reduction)
     return _apply(checked, matrix, vector, found, static=static)

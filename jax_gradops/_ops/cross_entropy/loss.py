@@ -100,7 +100,7 @@ def loss_of(sums: RowSums, labels: jax.Array, classes: Any, options: Options) ->
 # --- Labels that are no class --------------------------------------------------------------------
 
 
-def _nan_if(condition: jax.Array, dtype: Any) -> jax.Array:
+def nan_if(condition: jax.Array, dtype: Any) -> jax.Array:
     """NaN or 0."""
     # The root of -1 makes the NaN. A NaN constant would always stop jax_debug_nans.
     return jnp.sqrt(jnp.where(condition, -1, 0).astype(dtype))
@@ -119,7 +119,7 @@ class Poison(Operation):
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
         values, labels = operands
-        return (values + _nan_if((labels == _NO_CLASS) & (values != 0), values.dtype),)
+        return (values + nan_if((labels == _NO_CLASS) & (values != 0), values.dtype),)
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
         return self(*operands), self(tangents[0], operands[1])
@@ -131,4 +131,4 @@ class Poison(Operation):
 def poisoned(loss: jax.Array, labels: jax.Array) -> jax.Array:
     """The loss of each row, or NaN if its label is no class."""
     labels = reshard_like(labels, loss)
-    return Poison()(loss, labels)[0] + _nan_if(labels == _NO_CLASS, loss.dtype)
+    return Poison()(loss, labels)[0] + nan_if(labels == _NO_CLASS, loss.dtype)

@@ -182,9 +182,10 @@ def _fuse(variant: str, model: Any) -> Residual:
 
 
 def losses(variant: str, head: Head, labels: jax.Array) -> jax.Array:
-    """The loss of each label, in float32."""
+    """The loss of each label, or their mean, in float32."""
     if variant == "linear_loss":
-        return jax_gradops.linear_softmax_cross_entropy(head.y, head.kernel, labels)
+        loss = jax_gradops.linear_softmax_cross_entropy
+        return loss(head.y, head.kernel, labels, reduction="mean")
     logits = head.y @ head.kernel.astype(head.y.dtype)
     if variant in (STOCK, "stock_loss"):
         logits = logits.astype(jnp.float32)
