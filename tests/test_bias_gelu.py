@@ -55,6 +55,26 @@ def approximate(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
+@pytest.mark.newest_jax
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_third_derivatives_inside_shard_map(platform, approximate, dtype, rng):
+    devices = mesh(platform, AxisType.Auto)
+    x = jnp.asarray(rng.standard_normal(64) * 2, dtype)
+
+    def third(x: Any) -> Any:
+        f = functools.partial(jax_gradops.gelu, approximate=approximate)
+        for _ in range(3):
+            f = jax.grad(lambda x, f=f: jnp.sum(f(x)))
+        return f(x)
+
+    spread = jax.shard_map(third, mesh=devices, in_specs=P("data"), out_specs=P("data"))
+    x64 = np.asarray(x, np.float64)
+    density = np.exp(-(x64**2) / 2) / np.sqrt(2 * np.pi)
+    expected = density * x64 * (x64**2 - 4)
+    limit = 1e-2 if approximate else 1e-5  # the tanh form is not exact
+    np.testing.assert_allclose(jax.jit(spread)(x), expected, atol=limit)
+
+
 def value_and_derivative(x: Any, approximate: bool, implementation: str) -> tuple[Any, Any]:
     """GELU and its derivative as float64, from one program."""
 
