@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_gradops
 
@@ -503,11 +505,12 @@ def test_code_that_only_looks_like_a_loss(loss):
 @pytest.mark.parametrize(
     "labels, why",
     [
-        (lambda i: optax.smooth_labels(one_hot(i), 0.1), "labels that are no class"),
+        (lambda i: optax.smooth_labels(one_hot(i), 0.1), "a label that is no class"),
+        (lambda i: jnp.where(one_hot(i) == 1, 0.9, 0.1 / N), "numbers for all classes"),
         (lambda i: one_hot(i) * 0.75 + one_hot(i + 1) * 0.25, "numbers for all classes"),
         (lambda i: jnp.cos(one_hot(i)), "numbers for all classes"),
     ],
-    ids=["smoothed", "of two classes", "probabilities"],
+    ids=["smoothed", "by where", "of two classes", "probabilities"],
 )
 def test_labels_that_are_not_integers(labels, why):
     """The report says why such a loss is left."""
@@ -576,7 +579,7 @@ def test_batch_statistics_are_kept():
 
 
 def test_masked_statistics_are_left():
-    """The report says so, for a mean with `where=` and for a product with a mask."""
+    """The report says so, for a mean with `where=`."""
 
     def of(x, scale, bias):
         valid = (jnp.arange(N) < 20)[None, None]
@@ -605,6 +608,48 @@ def test_epsilon_from_outside(epsilon):
 
     summary = summary_of(traced, epsilon, *arrays)
     assert not summary.replaced and "epsilon" in summary.left[0].why
+
+
+def test_numbers_from_outside_that_matter():
+    """The code's own arrays stay where a result's dtype, device or last digits depend on them."""
+    x = operands()[0] * 0.03
+    of = lambda x, e: x * jax.lax.rsqrt(mean(x * x) + e)  # noqa: E731
+    weak = jnp.asarray(2.0)
+    inner = jax.jit(lambda x: (of(x, EPSILON), weak * 3))
+    assert jax_gradops.fuse(lambda x: inner(x))(x)[1].weak_type == inner(x)[1].weak_type
+    second = jax.device_put(jnp.float32(EPSILON), jax.devices()[-1])
+    fused = jax_gradops.fuse(lambda x: of(x, second))
+    assert fused(x).devices() == of(x, second).devices()
+    rounded = jnp.bfloat16(1e-3)
+    fused = jax_gradops.fuse(lambda x: of(x, rounded.astype(x.dtype)))
+    np.testing.assert_allclose(fused(x), of(x, rounded.astype(x.dtype)), rtol=2e-6)
+
+
+def test_without_jit():
+    arrays = [a * 0.5 for a in operands(shape=(3, 5, 8))]
+    with jax.disable_jit():
+        assert names(by_var, *arrays) == ["layer_norm"]
+        check(by_var, arrays, 2e-5)
+
+
+def test_loss_on_an_explicit_mesh():
+    """The labels are not sharded. The loss is sharded as the logits, as the code's is."""
+    devices = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(devices):
+        x = jax.device_put(operands(shape=(8, N))[0], NamedSharding(devices, P("a")))
+        loss = lambda x: LOSSES["log_softmax"](x, jnp.arange(8))  # noqa: E731
+
+        def doubled(x):
+            twice = jax.shard_map(lambda y: 2 * y, in_specs=P("a"), out_specs=P("a"))
+            return twice(loss(x))
+
+        assert names(doubled, x) == ["softmax_cross_entropy_with_integer_labels"]
+        for f in (loss, doubled):
+            result = jax.jit(jax_gradops.fuse(f))(x)
+            np.testing.assert_allclose(result, f(x), rtol=2e-6)
+            assert jax.typeof(result) == jax.typeof(f(x))
+            gradient = lambda f: jax.grad(lambda x: jnp.sum(f(x)))(x)  # noqa: E731
+            np.testing.assert_allclose(gradient(jax_gradops.fuse(f)), gradient(f), atol=2e-6)
 
 
 def test_relu_by_maximum_is_left():

@@ -47,7 +47,7 @@ def equal(values: Values, candidate: Candidate, equations: Sequence[int]) -> Non
     a difference of a bfloat16 rounding is seen. Equal comparisons are made once.
     """
     region = _Region(values, candidate, equations)
-    _once(region.signature(), region.run_twice)
+    _compare_once(region.signature(), candidate.op, region.op, region.cases)
 
 
 def compare(
@@ -58,31 +58,14 @@ def compare(
     key: Any,
 ) -> None:
     """Raises `Left` if two functions of arrays of these shapes and dtypes differ."""
-    rng = np.random.default_rng(0)
 
-    def run() -> None:
+    def cases() -> list[_Case]:
+        rng = np.random.default_rng(0)
         arrays = [rng.uniform(0.5, 1.5, shape).astype(dtype) for shape, dtype in types]
         unit = max(float(jnp.finfo(dtype).eps) for _, dtype in types)
-        _compare(op, call, [_Case(reference, arrays, 64 * unit)])
+        return [_Case(reference, arrays, 64 * unit)]
 
-    _once(key, run)
-
-
-def bind(equation: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
-    """The result of an elementwise equation for operands that are broadcast."""
-    if len({x.shape for x in operands}) > 1:
-        operands = jnp.broadcast_arrays(*operands)
-    return equation.primitive.bind(*operands, **equation.params)
-
-
-def _once(key: Any, run: Callable[[], None]) -> None:
-    """Runs a comparison outside of the current trace, if it has not passed before."""
-    if key in _passed:
-        return
-    cpu = jax.devices("cpu")[0] if _has_cpu() else None
-    with jax.default_device(cpu), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        run()
-    _passed.add(key)
+    _compare_once(key, op, call, cases)
 
 
 class _Case(NamedTuple):
@@ -93,17 +76,31 @@ class _Case(NamedTuple):
     limit: float
 
 
-def _compare(op: str, call: Callable[..., Any], cases: Sequence[_Case]) -> None:
-    """Raises `Left` if results or gradients of a case differ."""
+def _compare_once(
+    key: Any, op: str, call: Callable[..., Any], cases: Callable[[], Sequence[_Case]]
+) -> None:
+    """Raises `Left` if results or gradients of a case differ, and did not pass before."""
+    if key in _passed:
+        return
+    cpu = jax.devices("cpu")[0] if _has_cpu() else None
+    with (
+        jax.disable_jit(False),
+        jax.default_device(cpu),
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+    ):
+        _compare(op, call, cases())
+    _passed.add(key)
 
+
+def _compare(op: str, call: Callable[..., Any], cases: Sequence[_Case]) -> None:
     def both(groups: Sequence[Sequence[jax.Array]]) -> Any:
         return [
             [_with_gradients(function, arrays) for function in (case.reference, call)]
             for case, arrays in zip(cases, groups, strict=True)
         ]
 
-    # Compiled in a step of its own, because the call of a jitted function in a trace is traced.
     groups = [case.arrays for case in cases]
+    # What `compile` returns runs at once. A jitted function would become a part of the trace.
     compiled = jax.jit(both).lower(groups).compile(_QUICKLY_COMPILED)
     for case, (expected, got) in zip(cases, compiled(groups), strict=True):
         for what, a, b in zip(("results", "gradients"), expected, got, strict=True):
@@ -131,6 +128,13 @@ def _with_gradients(function: Callable[..., Any], arrays: Sequence[jax.Array]) -
     rng = np.random.default_rng(1)
     dy = [jnp.asarray(rng.standard_normal(y.shape).astype(y.dtype)) for y in results]
     return results, pull(dy)
+
+
+def bind(equation: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
+    """The result of an elementwise equation for operands that are broadcast."""
+    if len({x.shape for x in operands}) > 1:
+        operands = jnp.broadcast_arrays(*operands)
+    return equation.primitive.bind(*operands, **equation.params)
 
 
 def _has_cpu() -> bool:
@@ -194,8 +198,9 @@ class _Region:
             return self.values.forms[v].dims
         return self.leaves.get(v)
 
-    def run_twice(self) -> None:
-        cases = []
+    def cases(self) -> list[_Case]:
+        """In the dtypes of the equations, and in float32."""
+        found = []
         for wide in (False, True):
             if wide and self.dtypes <= {"float32", "float64"}:
                 continue
@@ -206,10 +211,10 @@ class _Region:
             rng = np.random.default_rng(0)
             arrays = [self._random(rng, v, wide) for v in self.candidate.operands]
             reference = functools.partial(self.run, wide)
-            cases.append(_Case(reference, arrays, limit))
-        _compare(self.candidate.op, self._op, cases)
+            found.append(_Case(reference, arrays, limit))
+        return found
 
-    def _op(self, *arrays: jax.Array) -> jax.Array:
+    def op(self, *arrays: jax.Array) -> jax.Array:
         return jax.tree.leaves(self.candidate.call(*arrays))[0].reshape(self.output_sizes)
 
     def _random(self, rng: np.random.Generator, v: Var, wide: bool) -> np.ndarray:

@@ -32,7 +32,8 @@ def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> 
     batch norm in training       `batch_norm`, with a residual and ReLU after it
     group norm, instance norm    `group_norm`, with SiLU or ReLU after it
     GELU, exact and by tanh      `bias_gelu` with a bias before it, else `gelu`
-    cross-entropy of labels      `softmax_cross_entropy_with_integer_labels`
+    cross-entropy of integers    `softmax_cross_entropy_with_integer_labels`, with label smoothing
+                                 and z-loss
     Optax's clip_by_global_norm  `clip_tree_by_global_norm`
     ===========================  ==================================================================
 

@@ -210,8 +210,12 @@ def constant(number: float) -> Polynomial:
     return Polynomial({ONE: number} if number else {})
 
 
+def monomial_of(atom: Atom, exponent: float = 1) -> Monomial:
+    return frozenset([(atom, float(exponent))])
+
+
 def of_atom(atom: Atom, exponent: float = 1) -> Polynomial:
-    return Polynomial({frozenset([(atom, float(exponent))]): 1.0})
+    return Polynomial({monomial_of(atom, exponent): 1.0})
 
 
 def of_monomial(monomial: Monomial, factor: float = 1.0) -> Polynomial:

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, gensym
 
+from jax_gradops._kernel.array_types import like_type
+
 # Inner `jit` functions up to this number of equations are opened, so that a variance by `jnp.var`
 # is seen together with the code around it. Longer ones are searched on their own.
 _OPENED = 80
@@ -57,9 +59,12 @@ class Site:
 
 
 class Program:
-    """The equations of a jaxpr, and who computes and uses each variable."""
+    """The equations of a jaxpr, and who computes and uses each variable.
 
-    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> None:
+    `consts` are the values of its constants, if they are known.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any] | None = None) -> None:
         self.jaxpr = jaxpr
         self.items: list[Item] = []
         self._same: dict[Var, Any] = {}
@@ -202,23 +207,28 @@ def _shaped(site: Site, *operands: jax.Array) -> list[jax.Array]:
     """The outputs of an op in their variables' types.
 
     A loss may have one more axis of size 1. A float32 norm whose users round it may be bfloat16.
+    On an Explicit mesh, a loss is sharded as its labels are.
     """
     found = zip(jax.tree.leaves(site.call(*operands)), site.outputs, strict=True)
-    return [y.reshape(v.aval.shape).astype(v.aval.dtype) for y, v in found]
+    return [like_type(y.reshape(v.aval.shape).astype(v.aval.dtype), v.aval) for y, v in found]
 
 
-def _numbers(jaxpr: Jaxpr, consts: Sequence[Any]) -> dict[Var, Literal]:
+def _numbers(jaxpr: Jaxpr, consts: Sequence[Any] | None) -> dict[Var, Literal]:
     """The constants that are numbers, such as an epsilon that the traced function closes over."""
     return {
         v: Literal(np.asarray(value)[()], v.aval)
-        for v, value in zip(jaxpr.constvars, consts, strict=False)
+        for v, value in zip(jaxpr.constvars, consts or (), strict=consts is not None)
         if _is_number(value)
     }
 
 
 def _is_number(value: Any) -> bool:
-    known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
-    return known and np.ndim(value) == 0 and is_float(value.dtype)
+    """Whether an array can be replaced by a number: no result's device or dtype depends on it."""
+    if not isinstance(value, np.ndarray | np.generic | jax.Array) or np.ndim(value):
+        return False
+    if isinstance(value, jax.core.Tracer) or not is_float(value.dtype):
+        return False
+    return not isinstance(value, jax.Array) or not (value.committed or value.weak_type)
 
 
 def _opened(equation: JaxprEqn) -> ClosedJaxpr | None:

@@ -19,7 +19,7 @@ _SEARCHED |= {"checkpoint", "shard_map"}
 
 
 def rewritten(
-    jaxpr: Jaxpr, report: Report, done: dict[Any, Jaxpr], consts: Sequence[Any] = ()
+    jaxpr: Jaxpr, report: Report, done: dict[Any, Jaxpr], consts: Sequence[Any] | None = None
 ) -> Jaxpr:
     """The jaxpr with ops. It is the same object if nothing was found.
 
@@ -29,7 +29,7 @@ def rewritten(
       done: the results so far, by the identities of jaxprs and constants.
       consts: the values of the function's constants, if they are known.
     """
-    key = (id(jaxpr), *map(id, consts))
+    key = (id(jaxpr), *map(id, consts or ()))
     if key in done:
         return done[key]
     program = Program(jaxpr, consts)

@@ -56,11 +56,11 @@ def of_literal(literal: Literal) -> Form:
 
 
 def exact(number: float, dtype: Any) -> float:
-    """The number that a literal was rounded from, if it is a fraction of a whole number.
+    """The number that a float32 literal was rounded from, if it is a fraction of a whole number.
 
     1/768 in float32 is 0.0013020834. The exact fraction lets terms cancel.
     """
-    if number == 0 or not math.isfinite(number) or dtype == np.float64:
+    if number == 0 or not math.isfinite(number) or dtype != np.float32:
         return number
     whole = round(1 / number)
     if 0 < abs(whole) < 1 << 24 and np.asarray(1 / whole, dtype) == np.asarray(number, dtype):
@@ -125,18 +125,33 @@ def _exp(p: Polynomial) -> Polynomial:
 
 
 def _log(p: Polynomial) -> Polynomial:
-    """log(mean(exp(x - shift))) is log(mean(exp(x))) - shift."""
-    if p.single is not None and len(p.single[0]) == 1:
-        ((mean, power),) = p.single[0]
-        exps = mean.of if isinstance(mean, Mean) and power == 1 else ()
-        for exp, exponent in exps:
-            if len(exps) == 1 and isinstance(exp, Function) and (exp.name, exponent) == ("exp", 1):
-                q = polynomial.from_key(exp.of)
-                shift = q.without(m for m in q.terms if polynomial.axes_of(m) & mean.over)
-                unshifted = _exp(q.without(shift.terms))
-                of = polynomial.mean(unshifted, mean.over).scaled(p.single[1])
-                return polynomial.function("log", of) + shift
-    return polynomial.function("log", p)
+    """log(c mean(exp(x + shift))) is log(c mean(exp(x))) + shift.
+
+    The shift is what does not vary over the axes of the mean.
+    """
+    found = _mean_of_exp(p)
+    if found is None:
+        return polynomial.function("log", p)
+    mean, exponent = found
+    shift = exponent.without(m for m in exponent.terms if polynomial.axes_of(m) & mean.over)
+    unshifted = polynomial.mean(_exp(exponent.without(shift.terms)), mean.over)
+    factor = next(iter(p.terms.values()))
+    return polynomial.function("log", unshifted.scaled(factor)) + shift
+
+
+def _mean_of_exp(p: Polynomial) -> tuple[Mean, Polynomial] | None:
+    """The mean, and the exponent, if p is a number times the mean of exponentials."""
+    atoms = list(p.single[0]) if p.single is not None else []
+    if len(atoms) != 1 or not isinstance(atoms[0][0], Mean) or atoms[0][1] != 1:
+        return None
+    mean = atoms[0][0]
+    inner = list(mean.of)
+    if len(inner) != 1 or not isinstance(inner[0][0], Function):
+        return None
+    function, exponent = inner[0]
+    if function.name != "exp" or exponent != 1:
+        return None
+    return mean, polynomial.from_key(function.of)
 
 
 def _max(a: Polynomial, b: Polynomial) -> Polynomial:

@@ -227,8 +227,8 @@ def _follow(program: Program, root: Var, dims: list[list[int]]) -> Values:
     sizes = [n for axis in dims for n in axis]
     labels = iter(range(len(sizes)))
     parts = tuple(tuple(Part(next(labels), n) for n in axis) for axis in dims)
-    form = Form(polynomial.of_atom(Root(frozenset(range(len(sizes))))), parts)
-    values = Values(program, root, sizes, {root: form}, {}, {})
+    values = Values(program, root, sizes, {}, {}, {})
+    values.forms[root] = Form(polynomial.of_atom(values.root_atom), parts)
     waiting = list(program.users.get(root, ()))
     heapq.heapify(waiting)
     seen: set[int] = set()
@@ -256,15 +256,15 @@ def why_stopped(values: Values, v: Var) -> str:
     seen: set[Var] = set()
     last = [v]
     while last and len(seen) < _BEFORE:
-        v = last.pop()
-        if v in seen or v in values.forms:
+        u = last.pop()
+        if u in seen or u in values.forms:
             continue
-        seen.add(v)
-        if values.stopped.get(v):
-            return values.stopped[v]
-        equation = values.program.equation_of(v)
+        seen.add(u)
+        if values.stopped.get(u):
+            return values.stopped[u]
+        equation = values.program.equation_of(u)
         if equation is not None:
-            last += [u for u in equation.invars if isinstance(u, Var)]
+            last += [w for w in equation.invars if isinstance(w, Var)]
     return ""
 
 

@@ -92,5 +92,10 @@ def gathered(x: jax.Array, begin: int) -> jax.Array:
 
 def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
     """Shards y as x (Explicit mesh). `invoke.prepare` may have resharded what y is made of."""
-    sharding = jax.typeof(x).sharding
+    return like_type(y, jax.typeof(x))
+
+
+def like_type(y: jax.Array, type_of_x: Any) -> jax.Array:
+    """Shards y as an array of a type is (Explicit mesh)."""
+    sharding = type_of_x.sharding
     return jax.sharding.reshard(y, sharding) if axes_of(AxisType.Explicit, sharding.mesh) else y

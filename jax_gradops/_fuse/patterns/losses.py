@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
-from jax_gradops._fuse.polynomial import Atom, Function, Leaf, Mean, Pick, Polynomial
+from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Pick, Polynomial
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.cross_entropy.cross_entropy import (
     softmax_cross_entropy_with_integer_labels as cross_entropy,
@@ -21,9 +22,14 @@ from jax_gradops._ops.cross_entropy.cross_entropy import (
 
 
 class _Loss(NamedTuple):
+    """sign * (lse - (1 - smoothing) * root[label] - smoothing * mean(root) + z_loss * lse²).
+
+    The lse is the logarithm of the sum of exp(root) along `axis`, an axis of the root.
+    """
+
     sign: float  # -1 for a log-likelihood
     labels: Leaf
-    axis: int  # of the root's axes
+    axis: int
     fill: str
     smoothing: float
     z_loss: float
@@ -63,46 +69,80 @@ def _loss(values: Values, p: Polynomial) -> _Loss | None:
     atoms = [atom for monomial in p.terms for atom, _ in monomial]
     logs = {a for a in atoms if isinstance(a, Function) and a.name == "log"}
     picks = {a for a in atoms if isinstance(a, Pick) and a.of}
-    if len(logs) == 1 and not picks:
-        _raise_for_probabilities(values, atoms)
-    if len(logs) != 1 or len(picks) != 1:
+    if len(logs) != 1:
         return None
-    (log,), (picked,) = logs, picks
-    root, over = polynomial.of_atom(values.root_atom), frozenset([picked.over])
-    sum_of_exps = polynomial.mean(polynomial.function("exp", root), over)
-    sum_of_exps = sum_of_exps.scaled(values.sizes[picked.over])
-    coefficient = p.terms.get(frozenset([(picked, 1.0)]))
-    if not polynomial.from_key(log.of).close_to(sum_of_exps) or not coefficient:
+    (log,) = logs
+    if not picks:
+        _raise_for_probabilities(values, p, log)
+    if len(picks) != 1:
         return None
-    if picked.of != frozenset([(values.root_atom, 1.0)]):
+    (picked,) = picks
+    if picked.of != polynomial.monomial_of(values.root_atom):
         return None
-    sign = -1.0 if coefficient > 0 else 1.0
-    z_loss = sign * p.terms.get(frozenset([(log, 2.0)]), 0.0)
-    smoothing = 1 - abs(coefficient)
-    smoothing = smoothing if smoothing > 1e-6 else 0.0
-    lse = polynomial.of_atom(log)
-    of_label = lse + polynomial.of_atom(picked).scaled(-1)
-    of_all = lse + polynomial.mean(root, over).scaled(-1)
-    others = of_all.scaled(smoothing) + (lse * lse).scaled(z_loss)
-    p, expected = p.scaled(sign), of_label.scaled(1 - smoothing) + others
-    found = _Loss(sign, picked.index, picked.over, picked.fill, smoothing, z_loss)
-    if picked.fill != "zero":
-        return found if p.close_to(expected) and z_loss >= 0 else None
-    valid = polynomial.pick(polynomial.constant(1.0), picked.index, picked.over, "zero")
-    of_label = lse * valid + polynomial.of_atom(picked).scaled(-1)
-    if p.close_to(of_label):
+    if not _is_lse(values, log, frozenset([picked.over])):
+        return None
+    found = _coefficients(p, log, picked)
+    if found is None:
+        return None
+    if p.close_to(_formula(values, log, picked, found)):
+        if picked.fill == "zero":
+            raise Left(_FILL)
         return found
-    if p.close_to(expected) or p.close_to(of_label.scaled(1 - smoothing) + others):
-        raise Left("labels that are no class give a loss of their own")
+    if picked.fill != "zero":
+        return None
+    # A sum of one-hot labels times log-probabilities is 0 for a label that is no class.
+    valid = polynomial.pick(polynomial.constant(1.0), picked.index, picked.over, "zero")
+    if p.close_to(_formula(values, log, picked, found, valid)):
+        if found.smoothing or found.z_loss:
+            raise Left(_FILL)
+        return found
     return None
 
 
-def _raise_for_probabilities(values: Values, atoms: list[Atom]) -> None:
-    """Raises `Left` for a sum over classes of the root times another array."""
-    for atom in atoms:
-        factors = {a for a, _ in atom.of} if isinstance(atom, Mean) else set()
-        others = [a for a in factors if isinstance(a, Leaf) and isinstance(atom, Mean)]
-        if values.root_atom in factors and any(a.axes & atom.over for a in others):
+_FILL = (
+    "for a label that is no class, the code has a loss without the label's terms. The op has NaN"
+)
+
+
+def _is_lse(values: Values, log: Function, over: Axes) -> bool:
+    """Whether a logarithm is of the sum of exp(root)."""
+    exps = polynomial.function("exp", polynomial.of_atom(values.root_atom))
+    size = math.prod(values.sizes[i] for i in over)
+    return polynomial.from_key(log.of).close_to(polynomial.mean(exps, over).scaled(size))
+
+
+def _coefficients(p: Polynomial, log: Function, picked: Pick) -> _Loss | None:
+    of_label = p.terms.get(polynomial.monomial_of(picked), 0.0)
+    sign = -1.0 if of_label > 0 else 1.0
+    smoothing = 1 - abs(of_label)
+    smoothing = 0.0 if abs(smoothing) < 1e-5 else smoothing
+    z_loss = sign * p.terms.get(polynomial.monomial_of(log, 2.0), 0.0)
+    if not 0 <= smoothing < 1 or z_loss < 0:
+        return None
+    return _Loss(sign, picked.index, picked.over, picked.fill, smoothing, z_loss)
+
+
+def _formula(
+    values: Values, log: Function, picked: Pick, found: _Loss, valid: Polynomial | None = None
+) -> Polynomial:
+    """The formula of `_Loss`. With `valid`, the terms of the label are 0 for some labels."""
+    root, lse = polynomial.of_atom(values.root_atom), polynomial.of_atom(log)
+    of_label = (lse if valid is None else lse * valid) + polynomial.of_atom(picked).scaled(-1)
+    of_all = lse + polynomial.mean(root, frozenset([picked.over])).scaled(-1)
+    smoothed = of_label.scaled(1 - found.smoothing) + of_all.scaled(found.smoothing)
+    return (smoothed + (lse * lse).scaled(found.z_loss)).scaled(found.sign)
+
+
+def _raise_for_probabilities(values: Values, p: Polynomial, log: Function) -> None:
+    """Raises `Left` if p has lse * mean(labels) and mean(root * labels), for an array of labels."""
+    means = [a for monomial in p.terms for a, _ in monomial if isinstance(a, Mean)]
+    for mean in means:
+        labels = [a for a, _ in mean.of if isinstance(a, Leaf)]
+        if len(labels) != 1 or not mean.over <= labels[0].axes:
+            continue
+        of_labels = polynomial.mean(polynomial.of_atom(labels[0]), mean.over)
+        both = (polynomial.of_atom(log) * of_labels).terms.keys() <= p.terms.keys()
+        if both and (values.root_atom, 1.0) in mean.of and _is_lse(values, log, mean.over):
             raise Left("the labels are numbers for all classes, not integers")
 
 
