@@ -156,20 +156,24 @@ GRADOPS_HOST_DEVICE inline F Scaled(F e, I bits) {
   return FromBits(Bits(e) + bits);
 }
 
+// exp(r / 2) for |r| <= ln 2.
+template <typename A, typename F>
+GRADOPS_HOST_DEVICE inline F ExpHalf(F r) {
+  if constexpr (kIsDouble<A>) {
+    return Horner(r, 1.0, 0.5, 0.12500000000000028, 0.020833333333333013, 0.002604166666658073,
+                  0.0002604166666717252, 2.1701388974886122e-05, 1.55009918013328e-06,
+                  9.688083109015442e-08, 5.3823411080865e-09, 2.6982792641222287e-10,
+                  1.2207152245483941e-11);
+  } else {
+    return Horner(r, 1.0f, 0.5f, 0.124999985f, 0.02083314f, 0.0026042678f, 0.00026155714f,
+                  2.159665e-05f);
+  }
+}
+
 // 2^kUpPower exp(r / 2 + n ln 2) for |r| <= ln 2. `bits` stands for n (Exponent).
 template <typename A, typename F, typename I>
 GRADOPS_HOST_DEVICE inline F ExpHalf(F r, I bits) {
-  F e;
-  if constexpr (kIsDouble<A>) {
-    e = Horner(r, 1.0, 0.5, 0.12500000000000028, 0.020833333333333013, 0.002604166666658073,
-               0.0002604166666717252, 2.1701388974886122e-05, 1.55009918013328e-06,
-               9.688083109015442e-08, 5.3823411080865e-09, 2.6982792641222287e-10,
-               1.2207152245483941e-11);
-  } else {
-    e = Horner(r, 1.0f, 0.5f, 0.124999985f, 0.02083314f, 0.0026042678f, 0.00026155714f,
-               2.159665e-05f);
-  }
-  return Scaled<A>(e, bits);
+  return Scaled<A>(ExpHalf<A>(r), bits);
 }
 
 // 2^(kUpPower + n + f) for |f| <= 1/2. The coefficients are ExpHalf's times powers of 2 ln 2.
@@ -189,7 +193,7 @@ GRADOPS_HOST_DEVICE inline F Exp2(F f, I bits) {
 }
 
 // exp(x) for x <= 0, in F: A, or lanes of A. A result below 2^-150 (double: 2^-1074) may be 0. NaN
-// gives any number.
+// and +inf give NaN.
 template <typename A, typename F>
 GRADOPS_HOST_DEVICE inline F ExpOfNegative(F x) {
   // n is x / ln 2, rounded to an integer, and n times the upper part of ln 2 is exact.
@@ -202,10 +206,14 @@ GRADOPS_HOST_DEVICE inline F ExpOfNegative(F x) {
   } else {
     limited = Max(F(kLeast), x);
   }
-  const F sum = MulAdd(limited, F(A(1.4426950408889634)), F(kMagic<A> + kUpPower<A>));
-  const auto [minus_n, bits] = ExponentOf<A>(sum);
+  // The sum's last bits are the biased exponent of 2^(n + kUpPower). The power is a factor here: a
+  // sum of bits, as in Scaled, would lose a NaN.
+  constexpr A kBase = kMagic<A> + kUpPower<A> + (std::numeric_limits<A>::max_exponent - 1);
+  const F sum = MulAdd(limited, F(A(1.4426950408889634)), F(kBase));
+  const F power = FromBits(Bits(sum) << (std::numeric_limits<A>::digits - 1));
+  const F minus_n = F(kBase) - sum;
   const F rest = MulAdd(minus_n, F(kLower), MulAdd(minus_n, F(kUpper), limited));
-  return ExpHalf<A>(rest + rest, bits) * F(kDown<A>);
+  return ExpHalf<A>(rest + rest) * power * F(kDown<A>);
 }
 
 // 2^y in float, accurate to at least 16 bits.

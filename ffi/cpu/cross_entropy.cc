@@ -21,6 +21,8 @@
 namespace gradops {
 namespace {
 
+using gelu::MulAdd;  // for one number; that for lanes is found, too
+
 template <typename A>
 constexpr A kInfinity = std::numeric_limits<A>::infinity();
 
@@ -34,38 +36,24 @@ A Base(A largest) {
 template <typename A>
 struct RowNumbers {
   A largest = -kInfinity<A>;
-  A total = 0;        // of exp(x - Base(largest))
+  A total = 0;        // of exp(x - Base(largest)): NaN if a logit is NaN or +inf
   A differences = 0;  // the sum of x - origin
 };
 
-// The largest of n logits, -inf for none, and whether a logit is NaN or +inf.
-template <typename A>
-struct Largest {
-  A value;
-  bool is_bad;
-};
+// The largest of n logits, without NaN; -inf for none.
 template <typename T>
-Largest<Accum<T>> LargestOf(const T* x, std::int64_t n) {
+Accum<T> LargestOf(const T* x, std::int64_t n) {
   using A = Accum<T>;
   using F = Lanes<A>;
-  F largest(-kInfinity<A>), bad(A{0});
-  A values[kLanes<A>], are_bad[kLanes<A>];
+  F lanes(-kInfinity<A>);
+  A values[kLanes<A>];
   std::int64_t i = 0;
-  for (; i + kLanes<A> <= n; i += kLanes<A>) {
-    const F some = LoadLanes<kLanes<A>>(x + i);
-    largest = Max(some, largest);  // NaN is left out
-    bad = IfGreater(F(kInfinity<A>), some, bad, F(A{1}));
-  }
-  StoreLanes(values, largest), StoreLanes(are_bad, bad);
-  Largest<A> found{-kInfinity<A>, false};
-  for (int lane = 0; lane < kLanes<A>; ++lane) {
-    found.value = Max(values[lane], found.value), found.is_bad |= are_bad[lane] > 0;
-  }
-  for (; i < n; ++i) {
-    const A one = static_cast<A>(x[i]);
-    found.value = Max(one, found.value), found.is_bad |= !(kInfinity<A> > one);
-  }
-  return found;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) lanes = Max(LoadLanes<kLanes<A>>(x + i), lanes);
+  StoreLanes(values, lanes);
+  A largest = -kInfinity<A>;
+  for (const A value : values) largest = Max(value, largest);
+  for (; i < n; ++i) largest = Max(static_cast<A>(x[i]), largest);
+  return largest;
 }
 
 template <bool kDifferences, typename T>
@@ -73,14 +61,12 @@ RowNumbers<Accum<T>> NumbersOf(const T* x, std::int64_t n, Accum<T> origin) {
   using A = Accum<T>;
   constexpr std::int64_t kBlock = 4096;
   RowNumbers<A> row;
-  bool is_bad = false;
   for (std::int64_t start = 0; start < n; start += kBlock) {
     const std::int64_t count = std::min(kBlock, n - start);
-    const Largest<A> largest = LargestOf(x + start, count);
-    is_bad |= largest.is_bad;
-    if (largest.value > row.largest) {
-      row.total *= std::exp(row.largest - largest.value);
-      row.largest = largest.value;
+    const A largest = LargestOf(x + start, count);
+    if (largest > row.largest) {
+      row.total *= std::exp(row.largest - largest);
+      row.largest = largest;
     }
     const A base = Base(row.largest);
     const auto sums = LaneSums<A, 1 + kDifferences>(count, [=](auto at) {
@@ -93,7 +79,6 @@ RowNumbers<Accum<T>> NumbersOf(const T* x, std::int64_t n, Accum<T> origin) {
     row.total += sums[0];
     if constexpr (kDifferences) row.differences += sums[1];
   }
-  if (is_bad) row.total = std::numeric_limits<A>::quiet_NaN();
   return row;
 }
 
@@ -164,10 +149,7 @@ void Backward(const CpuContext& pool, const CrossEntropyBwdArgs& args) {
     const A uniform = number(args.uniform);
     const auto derivative = [=](const auto& logits) {
       using F = std::remove_cvref_t<decltype(logits)>;
-      const F difference = logits - F(largest);
-      // NaN for NaN and +inf, which the exponential may miss, and 0 for all other differences.
-      const F missed = F(A{0}) * Max(F(std::numeric_limits<A>::lowest()), difference);
-      return F(factor) * gelu::ExpOfNegative<A>(difference) + (F(uniform) + missed);
+      return MulAdd(F(factor), gelu::ExpOfNegative<A>(logits - F(largest)), F(uniform));
     };
     const std::int64_t column = ColumnOf(label, args.classes, row / args.shape.rows);
     const bool has_label = column >= 0 && column < features;
