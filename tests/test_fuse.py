@@ -625,8 +625,11 @@ def test_numbers_from_outside_that_matter():
     np.testing.assert_allclose(fused(x), of(x, rounded.astype(x.dtype)), rtol=2e-6)
 
 
-def test_without_jit():
-    arrays = [a * 0.5 for a in operands(shape=(3, 5, 8))]
+def test_without_jit(monkeypatch):
+    from jax_gradops._fuse import check as comparison
+
+    monkeypatch.setattr(comparison, "_passed", set())
+    arrays = operands()
     with jax.disable_jit():
         assert names(by_var, *arrays) == ["layer_norm"]
         check(by_var, arrays, 2e-5)

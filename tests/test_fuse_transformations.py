@@ -90,7 +90,7 @@ FUNCTIONS = [block, with_statistics, scan, cond, remat, inner_jit_many_times, ps
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_derivatives(function):
-    """Gradient, derivative of the gradient, and the same of the vmapped function."""
+    """First and second derivatives are those of the code, also under vmap."""
     assert replaced(function, X)
 
     def all_of(function: Any, x: Any) -> Any:

@@ -199,7 +199,7 @@ class _Region:
         return self.leaves.get(v)
 
     def cases(self) -> list[_Case]:
-        """In the dtypes of the equations, and in float32."""
+        """Returns a comparison in the dtypes of the equations, and one in float32."""
         found = []
         for wide in (False, True):
             if wide and self.dtypes <= {"float32", "float64"}:
@@ -215,6 +215,7 @@ class _Region:
         return found
 
     def op(self, *arrays: jax.Array) -> jax.Array:
+        """Computes the op's result, with the axes that `run` returns."""
         return jax.tree.leaves(self.candidate.call(*arrays))[0].reshape(self.output_sizes)
 
     def _random(self, rng: np.random.Generator, v: Var, wide: bool) -> np.ndarray:

@@ -193,7 +193,7 @@ class Polynomial:
         return Polynomial({product(m, inverse): c for m, c in self.terms.items()})
 
     def mapped(self, change: Callable[[Atom], Atom]) -> Polynomial:
-        """With other atoms in place of the open ones."""
+        """Returns the polynomial with other atoms in place of the open ones."""
         if not any(atom.is_open for monomial in self.terms for atom, _ in monomial):
             return self
         terms: dict[Monomial, float] = {}

@@ -353,8 +353,8 @@ def linear_softmax_cross_entropy(
       z_loss: as there.
       ignore_index: as there.
       reduction: ``"none"`` gives the loss of each row, ``"sum"`` their sum, ``"mean"`` the sum
-        divided by the number of rows that are not ignored. The mean of no rows is 0. In a training
-        step on a GPU, choose ``"sum"`` or ``"mean"``: the host then never waits for the losses.
+        divided by the number of rows that are not ignored. The mean of no rows is 0. Choose
+        ``"sum"`` or ``"mean"`` in a training step on a GPU. The host then does not wait for losses.
       implementation: ``"ffi"`` selects the native kernels for losses and gradients of logits,
         ``"xla"`` selects `jax.numpy`. None selects the kernels if they are available. Products are
         always XLA's.
