@@ -336,6 +336,52 @@ def test_addition_before_a_norm():
     check(block, arrays, 2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("first", ["x", "update"])
+def test_bias_in_the_addition_before_a_norm(first, dtype):
+    """The op adds the bias of the layer before it. The bias may be added to either array."""
+
+    def block(x, scale, bias):
+        update = jnp.cos(x) + full(bias.astype(x.dtype), x)
+        x = x + update if first == "x" else update + x
+        return x + jnp.sin(rms(x, scale, None))
+
+    arrays = operands(jnp.dtype(dtype))
+    (found,) = summary_of(block, *arrays).replaced
+    assert found.op == "add_rms_norm"
+    assert found.shapes == f"{dtype}[2,3,24], {dtype}[2,3,24], float32[24], float32[24]"
+    check(block, arrays, 2e-5 if dtype == "float32" else 0.05)
+
+
+def both_used(x, update):
+    return x + update, update
+
+
+def repeated_along_rows(x, update):
+    return x + (jnp.cos(update) + jnp.cos(update[..., :1])), x
+
+
+def twice(x, update):
+    return update + update, x
+
+
+@pytest.mark.parametrize("add", [both_used, repeated_along_rows, twice], ids=lambda f: f.__name__)
+def test_bias_that_stays_where_it_is(add):
+    """The sum with the bias is used elsewhere, or it has no bias along the last axis."""
+
+    def block(x, scale, bias):
+        total, other = add(x, jnp.cos(x) + full(bias, x))
+        return rms(total, scale, None) * jnp.sin(other)
+
+    arrays = operands()
+    shapes = [each.shapes for each in summary_of(block, *arrays).replaced]
+    assert shapes in (
+        ["float32[2,3,24], float32[2,3,24], float32[24]"],  # no bias
+        ["float32[2,3,24], float32[24]"],  # no addition
+    )
+    check(block, arrays, 2e-5)
+
+
 def test_addition_with_a_scale_that_is_computed_from_the_sum():
     """The op cannot take such a scale, which is multiplied afterwards."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -274,6 +275,33 @@ def test_as_optax(platform, clip, rng):
         clipped, norm = clip(tree, 1.0)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), clipped, expected)
         np.testing.assert_allclose(norm, optax.tree.norm(tree), rtol=1e-6)
+
+
+@pytest.mark.newest_jax
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_reads_the_gradient_before_its_conversion(platform, dtype, rng):
+    """The gradient of a matrix product in 16 bits is not written in float32 for the norm."""
+
+    def step(parameters: Any, x: Any) -> Any:
+        def loss(parameters: Any) -> Any:
+            y = x @ parameters["w"].astype(x.dtype)
+            return jnp.sum(y.astype(np.float32) ** 2) + jnp.sum(parameters["b"] ** 2)
+
+        gradients = jax.grad(loss)(parameters)
+        return *clip_tree_by_global_norm(gradients, 1.0), gradients
+
+    shapes = {"w": (64, 32), "b": (8,)}
+    parameters = {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+    x = rng.standard_normal((16, 64)).astype(jnp.dtype(dtype)) / 64
+    lowered = jax.jit(step).lower(parameters, x)
+    name = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    calls = [line for line in lowered.as_text().splitlines() if ".sum_of_squares(" in line]
+    assert calls and all(f": (tensor<8xf32>, tensor<64x32x{name}>)" in line for line in calls)
+    clipped, norm, gradients = lowered.compile()(parameters, x)
+    expected = oracles.global_norm(*map(widen, jax.tree.leaves(gradients)))
+    assert_matches(norm, expected, np.dtype(np.float32), np.dtype(np.float32), "norm")
+    for name in shapes:
+        np.testing.assert_allclose(clipped[name], gradients[name] / norm, rtol=1e-6, atol=1e-12)
 
 
 def test_rounded_once(platform):

@@ -14,6 +14,7 @@ from comparing import (
     assert_a_thousand_runs_equal,
     assert_bitwise_equal,
     assert_matches,
+    close,
     widen,
 )
 from conformance import IMPLEMENTATIONS_AND_DTYPES
@@ -189,7 +190,11 @@ def test_groups_of_one_element(platform, implementation):
 
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_samples_are_independent(platform, axis, dtype, rng):
-    """A sample's y and dx do not depend on the number or order of samples, bitwise."""
+    """A sample's y and dx do not depend on the number or order of samples: on CPUs bitwise.
+
+    On GPUs, the number of samples sets how many blocks share a sample, and so the order of its
+    sums.
+    """
     shape = (17, *shape_of(axis)[1:])
     dy, x = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
     op = functools.partial(
@@ -202,7 +207,11 @@ def test_samples_are_independent(platform, axis, dtype, rng):
     whole, *parts = f([(dy, x), *((dy[p], x[p]) for p in picks)])
     for part, pick in zip(parts, picks, strict=True):
         for actual, all_samples in zip(part, whole, strict=True):
-            assert_bitwise_equal(actual, np.asarray(all_samples)[pick], str(pick))
+            expected = np.asarray(all_samples)[pick]
+            if platform == "cpu":
+                assert_bitwise_equal(actual, expected, str(pick))
+            else:
+                close(actual, expected, 1 + np.abs(widen(expected)), str(pick), roundings=2)
 
 
 @pytest.mark.R2

@@ -148,7 +148,14 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
             narrow(p, features, element_bytes)
             continue
         owned(p, features, element_bytes, lines=False)
-        assert p["threads"] == p["rows_per_block"] * p["row_threads"] <= 1024
+        assert p["threads"] * p["thread_rows"] == p["rows_per_block"] * p["row_threads"]
+        assert p["threads"] <= 1024
+        if p["kernel"] == "ForwardShortKernel":
+            assert features * element_bytes <= 512 and p["layout"] == FULL
+            assert p["vectors"] == p["cluster"] == 1 and p["threads"] == 128
+            assert 1 <= p["thread_rows"] <= 4
+            continue
+        assert p["thread_rows"] == 1
         assert p["rows_per_block"] == 1 or p["threads"] == 64
         assert GPUS[gpu][0] >= 90 or p["cluster"] == 1
         if p["layout"] != MASKED:
@@ -233,12 +240,15 @@ def test_what_decides_a_row_s_result(backward: bool) -> None:
 def test_the_forward_table() -> None:
     """Some lines of the table, as in the table's comment."""
     forward = functools.partial(plan, backward=False)
-    assert forward(64)["row_threads"] == 2 and forward(64)["rows_per_block"] == 32
+    assert forward(64)["row_threads"] == 8 and forward(64)["rows_per_block"] == 64
+    # A thread has several rows if all multiprocessors then still have work.
+    assert [forward(64, rows=n)["thread_rows"] for n in (37, 50_000, 10**6)] == [1, 2, 4]
+    assert [forward(n)["kernel"] for n in (256, 264)] == ["ForwardShortKernel", "ForwardKernel"]
     threads = {1024: (32, 4), 2048: (64, 4), 4096: (128, 4), 5120: (96, 8), 8192: (256, 4)}
     for features, expected in (threads | {16_384: (256, 8)}).items():
         assert (forward(features)["row_threads"], forward(features)["vectors"]) == expected
     # Three vectors per thread if they cover the row, and four vectors would leave threads idle.
-    assert [forward(n)["vectors"] for n in (24, 384, 768, 1536, 3072, 640)] == [3, 3, 3, 3, 4, 4]
+    assert [forward(n)["vectors"] for n in (384, 768, 1536, 3072, 640)] == [3, 3, 3, 3, 4]
     floats = functools.partial(forward, element_bytes=4)
     rms_norm = functools.partial(forward, centered=False)
     assert (

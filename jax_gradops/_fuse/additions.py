@@ -13,18 +13,30 @@ from jax_gradops._fuse import search
 from jax_gradops._fuse.forms import NoForm
 from jax_gradops._fuse.patterns.candidate import Before, Left
 from jax_gradops._fuse.polynomial import Leaf
-from jax_gradops._fuse.program import Program, Site
+from jax_gradops._fuse.program import Program, Site, is_float
 from jax_gradops._fuse.search import Values
 
 
 def of_arrays(values: Values, site: Site, before: Before, taken: set[int]) -> Site:
-    """The norm with the addition of two arrays before it, if there is one."""
+    """The norm with the addition of two arrays before it, if there is one.
+
+    If one of the arrays has a bias of its own, its addition becomes a part of the op, too.
+    """
     program = values.program
     added = _added(program, values.root)
     if added is None:
         return site
     i = program.producer[values.root]
     region = site.region | {i}
+    for x, residual in (added, added[::-1]):
+        biased = _biased(program, residual)
+        if biased is None or residual in program.results or program.users[residual] != [i]:
+            continue
+        equations = search.slice_between(program, [residual], set(biased))
+        of_bias = search.unshared(program, equations, (residual,))
+        if not of_bias & (taken | region):
+            added, region = (x, *biased), region | of_bias
+            break
     operands = (*added, *site.operands[1:])
     outputs = (*site.outputs, values.root)
     at = program.operand_position(operands)
@@ -51,24 +63,32 @@ def of_bias(values: Values, site: Site, before: Before, taken: set[int]) -> Site
     program, root = values.program, values.root
     if _is_gate(program, site.outputs[0]):
         raise Left("its result is multiplied by another array, which XLA computes with the GELU")
-    equation = program.equation_of(root)
-    if equation is None or equation.primitive.name != "add" or root in program.results:
+    biased = None if root in program.results else _biased(program, root)
+    if biased is None or any(u not in site.region for u in program.users[root]):
         return site
+    equations = search.slice_between(program, site.outputs, set(biased))
+    region = search.unshared(program, equations, site.outputs)
+    if region & taken:
+        return site
+    return Site(before.op, before.call, biased, site.outputs, region, site.at)
+
+
+def _biased(program: Program, v: Var) -> tuple[Var, Var] | None:
+    """The array of v's type, and the vector along its last axis, whose sum is v."""
+    equation = program.equation_of(v)
+    if equation is None or equation.primitive.name != "add":
+        return None
     for x, bias in (equation.invars, equation.invars[::-1]):
         if not isinstance(x, Var) or not isinstance(bias, Var):
             continue
-        if x.aval.shape != root.aval.shape or x.aval.dtype != root.aval.dtype:
+        if x.aval.shape != v.aval.shape or x.aval.dtype != v.aval.dtype:
             continue
         vector = _vector(program, bias)
-        if vector is None or vector.aval.shape[-1] != root.aval.shape[-1]:
+        if vector is None or not is_float(vector.aval.dtype):
             continue
-        if any(u not in site.region for u in program.users[root]):
-            continue
-        equations = search.slice_between(program, site.outputs, {x, vector})
-        region = search.unshared(program, equations, site.outputs)
-        if not region & taken:
-            return Site(before.op, before.call, (x, vector), site.outputs, region, site.at)
-    return site
+        if vector.aval.shape[-1] == v.aval.shape[-1]:
+            return x, vector
+    return None
 
 
 def _vector(program: Program, v: Var) -> Var | None:

@@ -28,7 +28,7 @@ def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> 
     code                         what runs instead
     ===========================  ==================================================================
     layer norm, RMS norm         `layer_norm`, `rms_norm`; `add_layer_norm`, `add_rms_norm` with the
-                                 addition of two arrays before the norm
+                                 addition of two arrays, and of a bias, before the norm
     batch norm in training       `batch_norm`, with a residual and ReLU after it
     group norm, instance norm    `group_norm`, with SiLU or ReLU after it
     GELU, exact and by tanh      `bias_gelu` with a bias before it, else `gelu`

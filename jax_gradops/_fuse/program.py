@@ -19,7 +19,8 @@ from jax_gradops._kernel.array_types import like_type
 # is seen together with the code around it. Longer ones are searched on their own.
 _OPENED = 80
 # An inner function with one of these primitives is not opened.
-_CLOSED = {"scan", "while", "cond", "shard_map", "remat2", "checkpoint", "jax_gradops", "remat"}
+_CLOSED = {"scan", "while", "cond", "shard_map", "remat2", "checkpoint", "remat"}
+_CLOSED |= {"jax_gradops", "jax_gradops_widening"}
 
 
 def is_float(dtype: Any) -> bool:

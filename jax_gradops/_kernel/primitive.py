@@ -50,6 +50,10 @@ class Operation:
     types: tuple[Any, ...] | None = None
     #: Positions of operands that may vary over fewer mesh axes than the other operands.
     unmatched: tuple[int, ...] = ()
+    #: Whether a 16-bit operand and its copy in float32 give the same results. If so, the operation
+    #: reads the 16-bit array that it finds: it is a wall to XLA's fusion, so a copy would be
+    #: written to memory.
+    widens: bool = False
 
     def common(self, mapped: Sequence[bool]) -> tuple[int, ...]:
         """Positions of the results that are equal for all indices of `axis_names`.
@@ -131,7 +135,7 @@ class Operation:
                 "there": tuple(r is not None for r in traced.out_info),
                 "jaxpr": traced.jaxpr,
             }
-        results = _operation.bind(*arrays, op=self, present=present, **static)
+        results = _operations[self.widens].bind(*arrays, op=self, present=present, **static)
         return tuple(_spread(static["there"], results))
 
 
@@ -274,17 +278,12 @@ class Function(Operation):
 
 # --- The primitive's rules ------------------------------------------------------------------------
 
-_operation = Primitive("jax_gradops")
-_operation.multiple_results = True
 
-
-@_operation.def_abstract_eval
 def _types(*_: Any, op: Operation, jaxpr: Any, **static: Any) -> Sequence[Any]:
     del static
     return op.types or jaxpr.out_avals
 
 
-@_operation.def_impl
 def _run(*arrays: Array, op: Operation, present: tuple[bool, ...], **static: Any) -> list[Array]:
     del static
     with jax.disable_jit(False):  # a kernel runs only inside a compiled program
@@ -360,6 +359,10 @@ def _lower(
     **static: Any,
 ) -> Sequence[Any]:
     del static
+    if op.widens:
+        pairs = map(_before_widening, values, context.avals_in)
+        values, avals = zip(*pairs, strict=True)
+        context, jaxpr = context.replace(avals_in=avals), None
 
     def compute(*arrays: Array) -> Sequence[Any]:
         return jaxpr_as_fun(jaxpr)(*arrays) if jaxpr else op.compute(*_spread(present, arrays))
@@ -368,7 +371,32 @@ def _lower(
     return op.lower(lambda: inline(context, *values), context)
 
 
-ad.primitive_jvps[_operation] = _jvp
-ad.primitive_transposes[_operation] = _transpose
-batching.fancy_primitive_batchers[_operation] = _batch
-mlir.register_lowering(_operation, _lower)
+def _before_widening(value: Any, aval: Any) -> tuple[Any, Any]:
+    """A value and its type; if the value is a copy in float32, those of the 16-bit array."""
+    made_by = value.owner
+    if aval.dtype == jnp.float32 and getattr(made_by, "name", "") == "stablehlo.convert":
+        (narrow,) = made_by.operands
+        for name, dtype in (("bf16", jnp.bfloat16), ("f16", jnp.float16)):
+            if str(narrow.type.element_type) == name:
+                return narrow, aval.update(dtype=jnp.dtype(dtype), weak_type=False)
+    return value, aval
+
+
+def _primitive(name: str, *, cacheable: bool) -> Primitive:
+    """`cacheable`: JAX lowers equal operations once. What made their operands is then not seen."""
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(_run)
+    made.def_abstract_eval(_types)
+    ad.primitive_jvps[made] = _jvp
+    ad.primitive_transposes[made] = _transpose
+    batching.fancy_primitive_batchers[made] = _batch
+    mlir.register_lowering(made, _lower, cacheable=cacheable)
+    return made
+
+
+# By `Operation.widens`.
+_operations = {
+    False: _primitive("jax_gradops", cacheable=True),
+    True: _primitive("jax_gradops_widening", cacheable=False),
+}

@@ -1,6 +1,6 @@
 // Layer norm and RMS norm forward, CUDA. README.md explains how rows are split among threads.
 //
-// One kernel loads one row into registers. The kernel for many rows takes rows one after the other,
+// One kernel loads one row into registers, one loads short rows. The kernel for many rows takes rows one after the other,
 // and copies the next rows to shared memory in advance (forward.cuh). Each warp makes two passes
 // over its part of a row. Then the warps' means and sums of squares are merged (moments.cuh).
 // Narrow unaligned rows have a kernel of their own (narrow.cuh). Traffic: x is read, y is written.
@@ -85,6 +85,18 @@ cudaError_t LaunchOneRow(cudaStream_t stream, const RowNormFwdArgs& args,
   return cudaLaunchKernelEx(&launch.config, kernel, args, split, ForwardScalars<Accum<T>>(args));
 }
 
+template <typename T, bool kCentered>
+cudaError_t LaunchShort(cudaStream_t stream, const RowNormFwdArgs& args,
+                        const ForwardSplit& split) {
+  dim3 grid;
+  const cudaError_t status =
+      GridOf(args.shape.groups, CeilDiv(args.shape.rows, split.rows_per_block), grid);
+  if (status != cudaSuccess) return status;
+  const Launch launch(stream, grid, kShortThreads, 0, 1);
+  return cudaLaunchKernelEx(&launch.config, &ForwardShortKernel<T, kCentered>, args, split,
+                            ForwardScalars<Accum<T>>(args));
+}
+
 // Returns in `resident` how many clusters run at a time. If it is 0, there was no launch: the GPU
 // cannot run such clusters.
 template <typename T, bool kCentered>
@@ -157,6 +169,9 @@ cudaError_t Forward(cudaStream_t stream, const RowNormFwdArgs& given, const RowP
   const ForwardPlan plan = ChooseForwardPlan(TaskOf<T>(args), limits);
   if (plan.kernel() == RowKernel::kNarrow) {
     return LaunchNarrow<T, kCentered>(stream, args, plan.narrow);
+  }
+  if (plan.kernel() == RowKernel::kShort) {
+    return LaunchShort<T, kCentered>(stream, args, plan.split);
   }
   if (plan.kernel() == RowKernel::kOneRow) {
     return LaunchOneRow<T, kCentered>(stream, args, plan.split);

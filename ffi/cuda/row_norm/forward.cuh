@@ -1,4 +1,4 @@
-// The kernels of forward.cu for one row and for many rows.
+// The kernels of forward.cu for one row, for short rows, and for many rows.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ __device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int
   }
 }
 
-// A block has one row, or several narrow rows, and ends.
+// A block has one row, or several, and ends.
 // ParamT: the type of scale and bias; void: any type, or no parameter.
 template <typename T, typename ParamT, int P, Layout kLayout, bool kCentered>
 __global__ void __launch_bounds__(kForwardThreads, 1)
@@ -147,6 +147,85 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     finish.template operator()<false>();
   } else {
     finish.template operator()<true>();
+  }
+}
+
+// Aligned rows of up to 32 vectors. A thread has one vector of each of its rows, so it loads its
+// columns of the parameters once. A warp's vectors of a row are neighbours in memory.
+template <typename T, bool kCentered>
+__global__ void __launch_bounds__(kShortThreads, 8)
+    ForwardShortKernel(const __grid_constant__ RowNormFwdArgs args,
+                       const __grid_constant__ ForwardSplit split,
+                       const __grid_constant__ ForwardScalars<Accum<T>> scalars) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  using Sum = RowSum<A, kCentered ? 3 : 1, 1, 1, true>;
+  __shared__ typename Sum::Storage storage;
+  const auto [groups, rows, features] = args.shape;
+  const std::int64_t group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
+  if (group >= groups) return;  // the grid's last plane may not be full
+  const Place<T, 1, Layout::kFull, true> place(split.row_threads, 1, split.block_columns, features);
+  const int row_of_block = static_cast<int>(threadIdx.x) >> split.log_row_threads;
+  // The thread's r-th row. Threads without a row repeat the work of the last row.
+  const auto row_of = [&](int r) {
+    const std::int64_t row = std::int64_t{blockIdx.x} * split.rows_per_block + row_of_block +
+                             r * (kShortThreads >> split.log_row_threads);
+    return group * rows + min(row, rows - 1);
+  };
+  const auto vector_of = [&](const void* array, int r) {
+    return static_cast<T*>(const_cast<void*>(array)) + row_of(r) * features + place.base;
+  };
+  Vector<T, W> x[kShortRows];
+#pragma unroll
+  for (int r = 0; r < kShortRows; ++r) {
+    if (r < split.thread_rows) AsWords(x[r]) = LoadWordsOnce(vector_of(args.x, r));
+  }
+  const auto load = [&](const Param& param, A absent, A added, A(&values)[W]) {
+    LoadParamVector<void>(param, group, place.base, absent, added, values);
+  };
+  if (args.residual != nullptr) {
+    A bias[W];
+    load(args.residual_bias, A{0}, A{0}, bias);
+#pragma unroll
+    for (int r = 0; r < kShortRows; ++r) {
+      if (r >= split.thread_rows) break;
+      A ours[W], others[W];
+      Widen(x[r], ours);
+      Widen(LoadVectorOnce<W>(vector_of(args.residual, r)), others);
+#pragma unroll
+      for (int j = 0; j < W; ++j) ours[j] += others[j] + bias[j];
+      x[r] = Narrow<T>(ours);
+      StoreVectorOnce(vector_of(args.sum, r), x[r]);
+    }
+  }
+  A scale[W], bias[W];
+  load(args.scale, A{1}, scalars.scale_offset, scale);
+  load(kCentered ? args.bias : Param{}, A{0}, A{0}, bias);
+
+  Sum sum(split.row_threads, 1, storage);
+  const ColumnCounts<A> counts(split, place, sum, features);
+#pragma unroll
+  for (int r = 0; r < kShortRows; ++r) {
+    if (r >= split.thread_rows) break;
+    HeldRow<T, 1, false> h;
+    h.Hold(0, x[r]);
+    Moments<A> moments{};
+    if constexpr (kCentered) {
+      moments = RowMoments(split.row_threads, 1, place, h, sum, counts, scalars);
+    } else {
+      moments.rstd = InverseRootMeanSquare(place, h, sum, scalars);
+    }
+    if (place.row_thread == 0) StoreStatistics<kCentered>(args, row_of(r), moments);
+    const A shift = -moments.delta * moments.rstd;
+    A values[W];
+    h.Get(0, values);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      const A x_hat = kCentered ? (values[j] - moments.mean) * moments.rstd + shift
+                                : values[j] * moments.rstd;
+      values[j] = x_hat * scale[j] + bias[j];
+    }
+    StoreVectorOnce(vector_of(args.y, r), Narrow<T>(values));
   }
 }
 

@@ -52,7 +52,8 @@ struct RowPlanLimits {
 
 enum class RowKernel : int {
   kStream,    // A block reads a row twice from global memory.
-  kOneRow,    // Forward: a block loads one row (or a few narrow rows) and ends.
+  kOneRow,    // Forward: a block loads one row (or a few) and ends.
+  kShort,     // Forward: a block loads many aligned rows of up to 32 vectors, and ends.
   kManyRows,  // Blocks loop over rows. The next rows are copied to shared memory in advance.
   kNarrow,    // Warps loop over tiles of narrow rows in shared memory.
 };
@@ -119,12 +120,14 @@ struct TileSchedule {
 
 // --- Forward -------------------------------------------------------------------------------------
 
-// One row: a block has one row, or a few narrow rows. The hardware starts the next block when a
-// block ends, which keeps all multiprocessors busy to the end. Many rows: parameters cost more than
-// rows if rows are unaligned or shared by blocks, so a block loads them once for many rows.
+// One row: a block has one row, or a few. The hardware starts the next block when a block ends,
+// which keeps all multiprocessors busy to the end. Many rows: parameters cost more than rows if rows
+// are unaligned or shared by blocks, so a block loads them once for many rows. Short rows: a thread
+// has one vector of each of up to four rows, and loads its columns of the parameters once.
 //
 //   Bytes of a row                       Bytes of a thread   Threads of a row
-//   up to 2 Ki                           64                  1 to 32
+//   up to 512 (short)                    16 of each row      1 to 32
+//   up to 2 Ki                           64                  16 to 32
 //   up to 32 Ki (not 16-bit elements)    64                  64 to 512
 //   up to 8 Ki, 14 to 16 Ki (16-bit)     64                  64 to 256
 //   up to 128 Ki (not 16-bit elements)   128                 up to 1024
@@ -143,6 +146,7 @@ struct ForwardSplit {
   bool full;            // All row_threads have exactly `vectors` vectors of their own.
   int log_row_threads;  // log2 of row_threads, if a row has no more than a warp.
   int rows_per_block;   // Rows that a block works on at a time.
+  int thread_rows = 1;  // Short rows: rows of a thread.
 
   // Many rows:
   int period;  // Rows after which misalignments repeat: a power of two, at least rows_per_block.
@@ -151,7 +155,7 @@ struct ForwardSplit {
   int stages;             // Rows that a thread has in flight.
   int stage_bytes, warp_bytes, shared_bytes;  // For one stage of a warp; for a warp; for a block.
 
-  constexpr int threads() const { return rows_per_block * row_threads; }
+  constexpr int threads() const { return rows_per_block / thread_rows * row_threads; }
 };
 
 struct ForwardPlan {
@@ -172,6 +176,8 @@ struct ForwardSchedule {
 
 inline constexpr int kForwardThreads = 1024;  // The most threads of a block.
 inline constexpr int kFewThreads = 512;       // The most, if its threads have few vectors.
+inline constexpr int kShortThreads = 128;     // Threads of a block of short rows.
+inline constexpr int kShortRows = 4;          // The most rows of such a thread.
 
 // Many rows: threads that a multiprocessor has registers for; the most of a block; vectors of a
 // thread.
@@ -468,6 +474,25 @@ inline ForwardSplit WithStages(const RowTask& task, const RowPlanLimits& limits,
   return split;
 }
 
+// Forward, short rows: each thread has one vector of a row. Few rows are spread over all
+// multiprocessors first.
+inline ForwardSplit SplitShort(const RowTask& task) {
+  constexpr int kEnoughThreads = 1024;  // of a multiprocessor
+  const std::int64_t vectors = task.features / VectorColumns(task);
+  ForwardSplit split{};
+  split.layout = Layout::kFull;
+  split.vectors = 1;
+  split.cluster = 1;
+  split.block_columns = static_cast<int>(task.features);
+  split.row_threads = ThreadsFor(vectors);
+  split.full = vectors == split.row_threads;
+  const std::int64_t least = std::int64_t{kEnoughThreads} * task.multiprocessors;
+  split.thread_rows = static_cast<int>(
+      std::clamp<std::int64_t>(task.rows * split.row_threads / least, 1, kShortRows));
+  split.rows_per_block = kShortThreads / split.row_threads * split.thread_rows;
+  return split;
+}
+
 inline std::optional<ForwardSplit> SplitForward(const RowTask& task, const RowPlanLimits& limits) {
   if (limits.stream || !task.aligned) return std::nullopt;
   const int max_threads = limits.max_threads != 0
@@ -478,15 +503,17 @@ inline std::optional<ForwardSplit> SplitForward(const RowTask& task, const RowPl
   // Wide layer norm rows: with a block per row, each block would load all parameters again.
   const bool wide = task.centered && task.element_bytes <= 4 &&
                     task.features * task.element_bytes > (task.element_bytes == 2 ? 40 : 80) * 1024;
-  // A few widths of up to 5 vectors can only be split as masked rows.
-  const bool masked = !whole_vectors || task.features <= 5 * width;
+  const bool is_short = whole_vectors && task.features <= kWarpThreads * width;
   std::optional<ForwardSplit> split;
+  if (is_short) split = SplitShort(task);
   if (wide) split = SplitMasked(task, limits, max_threads, 2);
   if (!split && whole_vectors) split = SplitInBlock(task, max_threads);
-  if (!split) split = SplitMasked(task, limits, max_threads, masked ? 1 : 2);
+  if (!split) split = SplitMasked(task, limits, max_threads, whole_vectors ? 2 : 1);
   if (!split) return split;
-  split->rows_per_block =
-      split->row_threads > kWarpThreads || split->cluster > 1 ? 1 : 64 / split->row_threads;
+  if (!is_short) {
+    split->rows_per_block =
+        split->row_threads > kWarpThreads || split->cluster > 1 ? 1 : 64 / split->row_threads;
+  }
   while (2 << split->log_row_threads <= std::min(split->row_threads, kWarpThreads)) {
     ++split->log_row_threads;
   }
@@ -674,7 +701,7 @@ inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowPlanLimits& l
   const auto split = SplitForward(task, limits);
   if (!split) return plan;
   plan.split = *split;
-  plan.split.kernel = RowKernel::kOneRow;
+  plan.split.kernel = split->vectors == 1 ? RowKernel::kShort : RowKernel::kOneRow;
   if (split->layout != Layout::kMasked) return plan;
   plan.split.kernel = RowKernel::kManyRows;
   const int bias = static_cast<int>(task.features) * AccumBytes(task);
@@ -793,10 +820,13 @@ inline Description Describe(const ForwardPlan& plan) {
               "1: kernels that read rows again read vectors of 16 bytes; 0: single elements"}}};
   }
   if (kernel == RowKernel::kNarrow) return DescribeNarrow("ForwardNarrowKernel", plan.narrow);
-  const char* const name = kernel == RowKernel::kOneRow ? "ForwardKernel" : "ForwardRowsKernel";
+  const char* const name = kernel == RowKernel::kShort    ? "ForwardShortKernel"
+                           : kernel == RowKernel::kOneRow ? "ForwardKernel"
+                                                          : "ForwardRowsKernel";
   Description description = DescribeSplit(name, "row_norm/forward.cuh", plan.split);
   description.numbers.push_back(
       {"rows_per_block", plan.split.rows_per_block, "rows that a block works on at a time"});
+  description.numbers.push_back({"thread_rows", plan.split.thread_rows, "rows of a thread"});
   description.numbers.push_back(
       {"period", plan.split.period,
        "rows this far apart start at an equal offset from a 16-byte boundary"});

@@ -23,7 +23,8 @@ class Before:
     """The form of an op that adds something to the root first.
 
     Attributes:
-      kind: "arrays": two arrays are added. "bias": an array and a vector.
+      kind: "arrays": two arrays are added, perhaps also a vector. "bias": an array and a
+        vector.
       op: the name of the public function.
       call: computes the outputs from the two terms and the op's other operands.
     """

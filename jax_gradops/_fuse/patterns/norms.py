@@ -191,6 +191,9 @@ def _raise_for_dtype(values: Values, v: Var) -> None:
 
 
 def _row_norm(norm: Any, affine: Affine, *arrays: Any, **options: Any) -> Any:
-    """Calls a norm of one array, or of the sum of two."""
+    """Calls a norm of one array, or of the sum of two. The second one may have a bias."""
     split = len(arrays) - len(affine.leaves)
-    return norm(*arrays[:split], **affine.arguments(arrays[0], arrays[split:]), **options)
+    options |= affine.arguments(arrays[0], arrays[split:])
+    if split == 3:
+        options["residual_bias"] = arrays[2].reshape(-1)
+    return norm(*arrays[: min(split, 2)], **options)

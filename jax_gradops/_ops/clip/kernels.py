@@ -205,6 +205,7 @@ class _GlobalNorm(Operation):
     """The `Norm` of leaves. The derivative rule is the same for every implementation."""
 
     implementation: Implementation
+    widens = True
 
     def compute(self, *leaves: Any) -> tuple[jax.Array, ...]:
         return tuple(_norm_of(leaves, self.implementation))
@@ -216,7 +217,8 @@ class _GlobalNorm(Operation):
         return norm, (change, change * _POWER)
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+# Inlined, so that the kernel is lowered beside the code that computes the leaves.
+@functools.partial(jax.jit, static_argnames="implementation", inline=True)
 def traced_norm(leaves: Arrays, *, implementation: Implementation) -> Norm:
     """The norm of one leaf or more. It is differentiable."""
     return Norm(*_GlobalNorm(implementation)(*match_vma(*leaves)))

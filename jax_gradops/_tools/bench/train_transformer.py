@@ -90,7 +90,7 @@ def embed(words: int, width: int, rngs: nnx.Rngs) -> nnx.Embed:
 
 
 class Attention(nnx.Module):
-    """Self-attention: cuDNN's if it has the dtype, else JAX's default implementation.
+    """Self-attention: cuDNN's if it has the dtype and the length, else JAX's default implementation.
 
     If `causal`, a token attends to itself and to the tokens before it, and to no other token.
     `turn` is applied to queries and keys [batch, time, heads, features]. None: no change.
@@ -111,8 +111,7 @@ class Attention(nnx.Module):
         self.qkv = linear(case, width, 3 * width, rngs, use_bias=use_bias)
         self.out = linear(case, width, width, rngs, use_bias=use_bias, updates=updates)
         self.heads, self.causal, self.turn = heads, causal, turn
-        half = jnp.dtype(case.dtype).itemsize == 2
-        self.implementation: Any = "cudnn" if case.platform == "gpu" and half else None
+        self.cudnn = case.platform == "gpu" and jnp.dtype(case.dtype).itemsize == 2
 
     def __call__(self, x: jax.Array, residual: Residual) -> Update:
         """Maps [batch, time, width] to an update of this shape."""
@@ -120,8 +119,9 @@ class Attention(nnx.Module):
         q, k, v = (a.reshape(*a.shape[:-1], self.heads, -1) for a in (q, k, v))
         if self.turn is not None:
             q, k = self.turn(q), self.turn(k)
+        cudnn = self.cudnn and x.shape[-2] % 2 == 0
         y = jax.nn.dot_product_attention(
-            q, k, v, is_causal=self.causal, implementation=self.implementation
+            q, k, v, is_causal=self.causal, implementation="cudnn" if cudnn else None
         )
         return residual.project(self.out, y.reshape(x.shape))
 
