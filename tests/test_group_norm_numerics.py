@@ -192,8 +192,8 @@ def test_groups_of_one_element(platform, implementation):
 def test_samples_are_independent(platform, axis, dtype, rng):
     """A sample's y and dx do not depend on the number or order of samples: on CPUs bitwise.
 
-    On GPUs, the number of samples sets how many blocks share a sample, and so the order of its
-    sums.
+    On GPUs, the order of a sample's sums depends on how many blocks share the sample. Fewer samples
+    have more blocks each.
     """
     shape = (17, *shape_of(axis)[1:])
     dy, x = (rng.standard_normal(shape).astype(dtype) for _ in range(2))

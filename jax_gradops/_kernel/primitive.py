@@ -372,7 +372,7 @@ def _lower(
 
 
 def _before_widening(value: Any, aval: Any) -> tuple[Any, Any]:
-    """A value and its type; if the value is a copy in float32, those of the 16-bit array."""
+    """A value and its type, or those of the 16-bit array of which it is a float32 copy."""
     made_by = value.owner
     if aval.dtype == jnp.float32 and getattr(made_by, "name", "") == "stablehlo.convert":
         (narrow,) = made_by.operands

@@ -90,7 +90,7 @@ def embed(words: int, width: int, rngs: nnx.Rngs) -> nnx.Embed:
 
 
 class Attention(nnx.Module):
-    """Self-attention: cuDNN's if it has the dtype and the length, else JAX's default implementation.
+    """Self-attention: cuDNN's if it has the dtype and the length, else JAX's default one.
 
     If `causal`, a token attends to itself and to the tokens before it, and to no other token.
     `turn` is applied to queries and keys [batch, time, heads, features]. None: no change.
