@@ -181,16 +181,22 @@ def losses(training: Training, steps: int) -> list[float]:
     return found
 
 
-def measure(training: Training, steps: int = 10, repeats: int = 5) -> list[float]:
-    """Milliseconds per step of each repeat."""
-    state, times = training.first(), []
+def measure(
+    trainings: dict[str, Training], steps: int = 10, repeats: int = 5
+) -> dict[str, list[float]]:
+    """Milliseconds per step of each repeat. The trainings take turns: a GPU's clock changes."""
+    states = {name: training.first() for name, training in trainings.items()}
+    times: dict[str, list[float]] = {name: [] for name in trainings}
     for repeat in range(repeats + 1):
-        begin = time.perf_counter()
-        for _ in range(steps):
-            state, loss = training.step(state)
-        jax.block_until_ready((state, loss))
-        if repeat:  # the first one loads kernels
-            times.append((time.perf_counter() - begin) / steps * 1e3)
+        for name, training in trainings.items():
+            state = states.pop(name)
+            begin = time.perf_counter()
+            for _ in range(steps):
+                state, loss = training.step(state)
+            jax.block_until_ready((state, loss))
+            if repeat:  # the first one loads kernels
+                times[name].append((time.perf_counter() - begin) / steps * 1e3)
+            states[name] = state
     return times
 
 
@@ -201,26 +207,25 @@ def collectives(hlo: str) -> dict[str, int]:
 
 
 def rows(models: Sequence[str], counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The figures of each model, implementation and number of devices."""
-    for name in models:
-        for implementation in ("ffi", "xla"):
-            base: float | None = None
-            for n in counts:
-                training = MODELS[name](implementation, n, n, False)
-                times = measure(training)
-                rate = training.examples / statistics.median(times) * 1e3
-                base = base or rate * counts[0] / n
+    """The figures of each model, number of devices and implementation."""
+    for model in models:
+        base: dict[str, float] = {}  # a device's rate with the fewest devices
+        for n in counts:
+            trainings = {name: MODELS[model](name, n, n, False) for name in ("ffi", "xla")}
+            for name, times in measure(trainings).items():
+                rate = trainings[name].examples / statistics.median(times) * 1e3
+                base.setdefault(name, rate / n)
                 yield {
-                    "model": name,
-                    "implementation": implementation,
+                    "model": model,
                     "devices": n,
+                    "implementation": name,
                     "ms": times,
-                    "unit": training.unit,
+                    "unit": trainings[name].unit,
                     "per second": rate,
-                    "of linear": rate / base * counts[0] / n,
-                    "collectives": collectives(training.hlo),
+                    "of linear": rate / n / base[name],
+                    "collectives": collectives(trainings[name].hlo),
                 }
-                del training
+            del trainings
 
 
 def main() -> None:
@@ -253,7 +258,7 @@ def main() -> None:
             with open(args.json, "w") as file:
                 json.dump(figures, file, indent=1)
         print(
-            f"{row['model']:10} {row['implementation']}  {row['devices']} devices  "
+            f"{row['model']:10} {row['devices']} devices  {row['implementation']}  "
             f"{statistics.median(row['ms']):7.2f} ms a step ({min(row['ms']):.2f} to "
             f"{max(row['ms']):.2f})  {row['per second']:12,.0f} {row['unit']}/s  "
             f"{row['of linear']:6.1%} of linear  {row['collectives']}",
