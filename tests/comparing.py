@@ -116,8 +116,8 @@ def assert_bitwise_equal(actual: Any, expected: Any, what: str = "") -> None:
 def assert_a_thousand_runs_equal(run: Callable[[Any], Sequence[Any]], x: Any) -> None:
     """Runs `run(x)` a thousand times in a loop of one program.
 
-    All results must be bitwise equal. A run outside of the loop may differ, because XLA may choose
-    another order for its own sums there, such as those over group norm's samples.
+    All results must be bitwise equal. XLA must make each result once: it may choose another order
+    for its own sums, such as those over group norm's samples, in another place.
     """
     bits = {2: jnp.uint16, 4: jnp.uint32}
 
@@ -129,7 +129,7 @@ def assert_a_thousand_runs_equal(run: Callable[[Any], Sequence[Any]], x: Any) ->
         def step(i: Any, carry: Any) -> Any:
             first, counts = carry
             # Without the barrier, XLA could move the run out of the loop.
-            again = bits_of(lax.optimization_barrier((x, i))[0])
+            again = lax.optimization_barrier(bits_of(lax.optimization_barrier((x, i))[0]))
             first = [jnp.where(i == 0, b, a) for a, b in zip(first, again, strict=True)]
             pairs = zip(counts, first, again, strict=True)
             return first, [count + jnp.sum(a != b) for count, a, b in pairs]

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
 
-from jax_gradops._flax import common
+from jax_gradops import _linear_bias
 from jax_gradops.nnx import DenseGelu, Linear, fuse, unfuse
 
 pytestmark = pytest.mark.usefixtures("flax_settings")
@@ -72,7 +72,7 @@ def test_as_flax(dtype: Any, options: Any, shape: tuple[int, ...], platform: str
 
 def bias_gradient(dy: jax.Array, dtype: Any = F32) -> jax.Array:
     y, bias = jnp.zeros_like(dy), jnp.zeros(dy.shape[-1], dtype)
-    return jax.jit(lambda y, b, dy: jax.vjp(common.plus_bias, y, b)[1](dy)[1])(y, bias, dy)
+    return jax.jit(lambda y, b, dy: jax.vjp(_linear_bias.plus_bias, y, b)[1](dy)[1])(y, bias, dy)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
@@ -94,7 +94,7 @@ def test_the_sum_is_not_rounded_on_its_way(dtype: Any, parameter: Any, platform:
 def test_products_with_ones(dtype: Any, shape: tuple[int, ...], platform: str) -> None:
     """The GPU's method, on any platform. Sums of small integers are exact in any order."""
     dy = jnp.asarray(np.random.default_rng(2).integers(-9, 10, shape), dtype)
-    found = jax.jit(common.column_sums_by_product)(dy)
+    found = jax.jit(_linear_bias.column_sums_by_product)(dy)
     assert found.dtype == F32
     np.testing.assert_array_equal(found, np.asarray(dy, F64).reshape(-1, 5).sum(0))
 
@@ -103,7 +103,9 @@ def test_products_with_ones(dtype: Any, shape: tuple[int, ...], platform: str) -
 def test_products_with_ones_are_exact(precision: str, platform: str) -> None:
     """For any precision that a user sets. bfloat16 cannot hold 1001, float16 cannot hold 4005."""
     with jax.default_matmul_precision(precision):
-        found = jax.jit(common.column_sums_by_product)(jnp.full((4, 3), 1001, F16).at[0, 0].add(1))
+        found = jax.jit(_linear_bias.column_sums_by_product)(
+            jnp.full((4, 3), 1001, F16).at[0, 0].add(1)
+        )
     np.testing.assert_array_equal(found, [4005, 4004, 4004])
 
 
@@ -136,7 +138,7 @@ def arguments(dtype: Any = F32) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def pull(y: jax.Array, bias: jax.Array, dy: jax.Array) -> Any:
-    out, vjp = jax.vjp(lambda y, b: common.linear(y, b.astype(y.dtype), b), y, bias)
+    out, vjp = jax.vjp(lambda y, b: _linear_bias.linear_bias(y, b.astype(y.dtype), b), y, bias)
     return out, *vjp(dy)
 
 
@@ -172,7 +174,7 @@ def test_derivatives_of_derivatives(platform: str) -> None:
         first = jax.grad(lambda y, b: jnp.sum(jnp.sin(jnp.sin(f(y, b)) * dy)), (0, 1))
         return jax.grad(lambda y, b: sum(jnp.sum(jnp.cos(a)) for a in first(y, b)), (0, 1))
 
-    plain, ours = second(lambda y, b: y + b.reshape(1, 1, -1)), second(common.plus_bias)
+    plain, ours = second(lambda y, b: y + b.reshape(1, 1, -1)), second(_linear_bias.plus_bias)
     assert_close(jax.jit(plain)(y, bias), jax.jit(ours)(y, bias))
 
 

@@ -396,6 +396,32 @@ def test_addition_with_a_scale_that_is_computed_from_the_sum():
     check(block, arrays, 2e-5)
 
 
+# --- The bias of a matrix product ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_bias_of_a_matrix_product(dtype):
+    """In 16 bits, the bias's gradient is computed as by `jax_gradops.nnx.Linear`."""
+
+    def layer(x, scale, bias):
+        weights = jnp.cos(jnp.outer(scale, scale)).astype(x.dtype)
+        return jnp.tanh(x @ weights + bias.astype(x.dtype))
+
+    arrays = operands(jnp.dtype(dtype))
+    assert names(layer, *arrays) == ([] if dtype == "float32" else ["linear_bias"])
+    check(layer, arrays, 2e-5 if dtype == "float32" else 0.05)
+
+
+def test_sums_that_are_no_bias_of_a_matrix_product():
+    """A sum without a matrix product, or with an array that varies over rows."""
+
+    def layer(x, scale, bias):
+        product = x @ jnp.outer(scale, bias).astype(x.dtype)
+        return jnp.tanh(product + product[..., :1]) * (x + bias.astype(x.dtype))
+
+    assert names(layer, *operands(jnp.bfloat16)) == []
+
+
 # --- GELU ----------------------------------------------------------------------------------------
 
 

@@ -151,7 +151,8 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
         assert p["threads"] * p["thread_rows"] == p["rows_per_block"] * p["row_threads"]
         assert p["threads"] <= 1024
         if p["kernel"] == "ForwardShortKernel":
-            assert features * element_bytes <= 512 and p["layout"] == FULL
+            assert features * element_bytes == 16 * p["row_threads"] <= 512
+            assert p["layout"] == FULL
             assert p["vectors"] == p["cluster"] == 1 and p["threads"] == 128
             assert 1 <= p["thread_rows"] <= 4
             continue
@@ -195,7 +196,7 @@ def test_every_backward_plan_holds_its_row(gpu: str, element_bytes: int) -> None
         assert p["vectors"] in (2, 3 if p["layout"] == MASKED else more)
         assert p["threads"] <= (384 if p["vectors"] == 3 else 512)
         assert p["stages"] in (1, 2)
-        assert p["alignment_period"] * features * element_bytes % 16 == 0
+        assert p["period"] * features * element_bytes % 16 == 0
         assert p["layout"] != MASKED or p["row_threads"] >= 32
         assert GPUS[gpu][0] >= 90 or p["cluster"] == 1
 
@@ -248,7 +249,7 @@ def test_the_forward_table() -> None:
     for features, expected in (threads | {16_384: (256, 8)}).items():
         assert (forward(features)["row_threads"], forward(features)["vectors"]) == expected
     # Three vectors per thread if they cover the row, and four vectors would leave threads idle.
-    assert [forward(n)["vectors"] for n in (384, 768, 1536, 3072, 640)] == [3, 3, 3, 3, 4]
+    assert [forward(n)["vectors"] for n in (24, 384, 768, 1536, 3072, 640)] == [3, 3, 3, 3, 3, 4]
     floats = functools.partial(forward, element_bytes=4)
     rms_norm = functools.partial(forward, centered=False)
     assert (
@@ -291,7 +292,7 @@ def test_the_backward_table() -> None:
     assert streams(plan(16_384, gpu="a100"))
     assert plan(65_536, element_bytes=8)["cluster"] == 16
     assert plan(1000)["layout"] == PARTIAL
-    assert plan(4097)["layout"] == MASKED and plan(4097)["alignment_period"] == 8
+    assert plan(4097)["layout"] == MASKED and plan(4097)["period"] == 8
     assert (
         plan(4097)["vectors"] == 3 and plan(4097)["row_threads"] == 192 and plan(4097)["teams"] == 2
     )

@@ -18,13 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen import module as linen_module
 from flax.linen.dtypes import canonicalize_dtype
-from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from jax_gradops import _checks
-from jax_gradops._implementation import default_implementation
-from jax_gradops._kernel.array_types import accum_dtype, match_vma
-from jax_gradops._kernel.primitive import Operands, Operation, Unknown
+from jax_gradops._linear_bias import plus
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm as _batch_norm
 from jax_gradops._ops.batch_norm.group_norm import group_norm as _group_norm
 from jax_gradops._ops.batch_norm.group_norm import instance_norm as _instance_norm
@@ -56,13 +53,8 @@ class Sum(NamedTuple):
 def _plain_sum(x: Any, residual: Any, bias: Any) -> Any:
     """The sum x + (residual + bias). A layer of residual's dtype would add its bias like this."""
     if bias is not None:
-        residual = _plus(residual, jnp.asarray(bias, jnp.result_type(residual)))
+        residual = plus(residual, jnp.asarray(bias, jnp.result_type(residual)))
     return x + residual
-
-
-def _plus(y: Any, bias: Any) -> Any:
-    """Adds the bias to a matrix product, as Flax does."""
-    return y + jnp.reshape(bias, (1,) * (jnp.ndim(y) - 1) + (-1,))
 
 
 def check_callable(function: str, name: str, value: Any) -> None:
@@ -400,86 +392,13 @@ def deferred(y: jax.Array, bias: Any, exact: Any) -> tuple[jax.Array, Any]:
     `bias` is the bias that Flax would add.
     """
     if bias is not None and jnp.result_type(y, bias) != y.dtype:  # the product is narrower
-        return _plus(y, bias), None
+        return plus(y, bias), None
     return y, exact
-
-
-@dataclasses.dataclass(frozen=True)
-class _PlusBias(Operation):
-    """y + bias, with its own backward pass. `dtype` is the dtype of the bias."""
-
-    dtype: str
-    linear = (0, 1)
-
-    def compute(self, *operands: Any) -> tuple[jax.Array]:
-        y, bias = operands
-        return (_plus(y, bias.astype(y.dtype)),)
-
-    def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
-        dy, dbias = tangents
-        if dbias is None:
-            return self(*operands), (dy,)
-        return self(*operands), self(jnp.zeros_like(operands[0]) if dy is None else dy, dbias)
-
-    def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
-        wants_dy, wants_dbias = (isinstance(o, Unknown) for o in operands)
-        dy = lax.optimization_barrier(cotangents[0])
-        return dy if wants_dy else None, _column_sums(dy).astype(
-            self.dtype
-        ) if wants_dbias else None
-
-
-def plus_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """Adds the bias to a matrix product. The bias is rounded to y's dtype.
-
-    The bias must be sharded as y's columns. XLA reads the cotangent of a plain sum too often. The
-    cotangent may be a concatenation (the gradients of queries, keys and values). XLA then makes it
-    again for each of two products and the bias's gradient. Here it is made once, before all three.
-    XLA's column sums take twice the time of reading the cotangent. A product with ones takes only
-    the time of reading (benchmarks/tuning/results.md).
-    """
-    return _PlusBias(bias.dtype.name)(y, bias)[0]
-
-
-def _column_sums(dy: jax.Array) -> jax.Array:
-    """Sums over all axes but the last, in float32 or wider."""
-
-    def sums(dy: jax.Array) -> jax.Array:
-        return jnp.sum(dy, tuple(range(dy.ndim - 1)), accum_dtype(dy.dtype))
-
-    # A product would round wider elements (TF32). It also fails for Explicitly sharded rows.
-    if dy.dtype.itemsize > 2 or any(jax.typeof(dy).sharding.spec):
-        return sums(dy)
-    return lax.platform_dependent(dy, cuda=column_sums_by_product, default=sums)
-
-
-def column_sums_by_product(dy: jax.Array) -> jax.Array:
-    """Column sums of 16-bit elements, in float32. Products with one are exact."""
-    rows = tuple(range(dy.ndim - 1))
-    # Eight rows of ones: XLA would turn a product with a single row into a reduction.
-    ones = jnp.ones((8, *dy.shape[:-1]), dy.dtype)
-    return lax.dot_general(
-        ones,
-        dy,
-        ((tuple(axis + 1 for axis in rows), rows), ((), ())),
-        precision=lax.Precision.DEFAULT,  # not a user's setting for other products
-        preferred_element_type=jnp.float32,
-    )[0]
-
-
-def linear(y: jax.Array, bias: jax.Array, exact: jax.Array) -> jax.Array:
-    """Adds a bias to a matrix product. `bias` is the bias in Flax, `exact` is not rounded."""
-    plain = default_implementation() == "xla" or y.dtype not in _FLOATS or y.dtype != bias.dtype
-    of_y, of_bias = (jax.typeof(a).sharding.spec for a in (y, exact))
-    if plain or of_y[-1] != of_bias[-1]:  # JAX shards the sum and both gradients
-        return _plus(y, bias)
-    matched: Any = match_vma(y, exact, sums=(None, accum_dtype(y.dtype)))
-    return plus_bias(*matched)
 
 
 def gelu_of_sum(y: jax.Array, bias: jax.Array | None, approximate: bool) -> jax.Array:
     """GELU of the sum of a matrix product and its bias."""
     _checks.flag("DenseGelu", "approximate", approximate)
     if y.dtype not in _FLOATS or y.size == 0 or (bias is not None and bias.dtype != y.dtype):
-        return JAX_GELU(y if bias is None else _plus(y, bias), approximate)
+        return JAX_GELU(y if bias is None else plus(y, bias), approximate)
     return gelu(y, approximate) if bias is None else bias_gelu(y, bias, approximate)

@@ -15,6 +15,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from jax_gradops import _checks
 from jax_gradops._flax import common
+from jax_gradops._linear_bias import linear_bias
 from jax_gradops._ops.gelu.bias_gelu import gelu
 
 # Flax's classes and methods, saved at import. Nothing here reads Flax's names at call time. Code
@@ -188,7 +189,7 @@ def _product(linear: Any, inputs: Any, out_sharding: Any = None) -> tuple[jax.Ar
 def linear(module: Any, inputs: Any, out_sharding: Any) -> jax.Array:
     """The result of `module`, a Linear."""
     y, bias, exact = _product(module, inputs, out_sharding)
-    return y if bias is None else common.linear(y, bias, exact)
+    return y if bias is None else linear_bias(y, bias, exact)
 
 
 def linear_gelu(approximate: bool, linear: Any, inputs: Any, out_sharding: Any = None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The addition before an op, of two arrays or of a bias, becomes a part of the op."""
+"""Additions of two arrays and of biases: before an op, and after a matrix product."""
 
 # JAX declares the types of variables without shapes.
 # pyright: reportAttributeAccessIssue=false
@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import jax
 from jax.extend.core import Var
 
 from jax_gradops._fuse import search
@@ -15,6 +16,7 @@ from jax_gradops._fuse.patterns.candidate import Before, Left
 from jax_gradops._fuse.polynomial import Leaf
 from jax_gradops._fuse.program import Program, Site, is_float
 from jax_gradops._fuse.search import Values
+from jax_gradops._linear_bias import linear_bias
 
 
 def of_arrays(values: Values, site: Site, before: Before, taken: set[int]) -> Site:
@@ -71,6 +73,25 @@ def of_bias(values: Values, site: Site, before: Before, taken: set[int]) -> Site
     if region & taken:
         return site
     return Site(before.op, before.call, biased, site.outputs, region, site.at)
+
+
+def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
+    """The addition of a bias to a matrix product in 16 bits, if equation i is one."""
+    (v, *_) = program.items[i].equation.outvars
+    if not is_float(v.aval.dtype) or v.aval.dtype.itemsize > 2:
+        return None
+    biased = _biased(program, v)
+    product = program.equation_of(biased[0]) if biased else None
+    if biased is None or product is None or product.primitive.name != "dot_general":
+        return None
+    equations = search.slice_between(program, [v], set(biased))
+    region = search.unshared(program, equations, (v,))
+    return None if region & taken else Site("linear_bias", _of_product, biased, (v,), region, i)
+
+
+def _of_product(y: jax.Array, bias: jax.Array) -> jax.Array:
+    bias = bias.reshape(-1)
+    return linear_bias(y, bias.astype(y.dtype), bias)
 
 
 def _biased(program: Program, v: Var) -> tuple[Var, Var] | None:

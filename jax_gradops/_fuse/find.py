@@ -52,6 +52,16 @@ class Finder:
             elif kind and i not in self.taken:
                 with self.report.guard(kind, self.program.source(i)):
                     self._around(i, kind)
+        # Last: a bias before an op is a part of the op.
+        for i, item in enumerate(self.program.items):
+            equation = item.equation
+            if equation.primitive.name == "add" and i not in self.taken:
+                if _has_symbolic_shape(equation):
+                    continue
+                with self.report.guard("bias", self.program.source(i)):
+                    site = additions.of_product(self.program, i, self.taken)
+                    if site and self._fits(site):
+                        self._take(site, "")
         return self.sites
 
     def _around(self, anchor: int, kind: str) -> None:

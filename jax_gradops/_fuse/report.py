@@ -28,7 +28,8 @@ class Replaced:
     """Code that an op of this library has replaced.
 
     Attributes:
-      op: the name of the op's function.
+      op: the name of the op's function. ``"linear_bias"`` is the bias of a matrix product. Its
+        gradient is computed as in `jax_gradops.nnx.Linear`.
       shapes: the operands' dtypes and shapes, such as ``"bfloat16[8,128,768], float32[768]"``.
       where: the file and the line of the code, as ``"file.py:12"``.
       times: how often this code was found in the traced function.
@@ -48,7 +49,7 @@ class Kept:
     """Code that is nearly an op of this library, and was left as it is.
 
     Attributes:
-      kind: ``"norm"``, ``"gelu"``, ``"loss"`` or ``"shard_map"``.
+      kind: ``"norm"``, ``"gelu"``, ``"loss"``, ``"bias"`` or ``"shard_map"``.
       why: the reason.
       where: the file and the line of the code.
       times: how often this code was found in the traced function.

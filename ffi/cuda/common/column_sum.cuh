@@ -98,14 +98,8 @@ cudaError_t LaunchColumnSum(cudaStream_t stream, const A* workspace, const Colum
                             std::int64_t features) {
   const auto launch = [&]<int W>() {
     const std::int64_t items = groups * sums.count * CeilDiv(features, kColumnLanes * W);
-    cudaLaunchAttribute attributes[2]{};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(GridBlocks(items));
-    config.blockDim = dim3(kColumnLanes, kColumnSlices);
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = KeepShared(attributes[0]) + StartEarly(attributes[1]);
-    return cudaLaunchKernelEx(&config, &ColumnSumKernel<A, W>, workspace, sums, stride,
+    const EarlyLaunch launch(stream, dim3(GridBlocks(items)), dim3(kColumnLanes, kColumnSlices));
+    return cudaLaunchKernelEx(&launch.config, &ColumnSumKernel<A, W>, workspace, sums, stride,
                               partial_rows, features, items);
   };
   const bool wide = features % kVec<A> == 0 && Aligned(workspace) && features >= kWideSums;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -115,6 +116,47 @@ inline unsigned KeepShared(cudaLaunchAttribute& attribute) {
   attribute.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attribute.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   return 1;
+}
+
+// A launch of `grid` blocks, in whole clusters. Do not copy it: config points to the attributes.
+struct Launch {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+
+  Launch(cudaStream_t stream, dim3 grid, dim3 block, int shared_bytes = 0, int cluster = 1) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.gridDim = grid, config.blockDim = block;
+    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config.stream = stream;
+    config.attrs = attributes, config.numAttrs = cluster > 1 ? 1 : 0;
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+};
+
+// A launch that may start before the kernel before has ended (StartEarly).
+struct EarlyLaunch : Launch {
+  EarlyLaunch(cudaStream_t stream, dim3 grid, dim3 block) : Launch(stream, grid, block) {
+    config.numAttrs = KeepShared(attributes[0]) + StartEarly(attributes[1]);
+  }
+};
+
+// How many clusters run at a time. 0: the GPU, or the part of it in use, cannot run such clusters.
+inline int ResidentClusters(const void* kernel, const Launch& launch) {
+  int count = 0;
+  if (cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config) == cudaSuccess) return count;
+  cudaGetLastError();  // clears the error: it is not from a launch
+  return 0;
+}
+
+// A grid of `blocks` blocks for each group, in its first dimension. The last plane may not be full.
+inline cudaError_t GridOfGroups(std::int64_t groups, std::int64_t blocks, dim3& grid) {
+  constexpr std::int64_t kMost = 65535;
+  const std::int64_t y = std::min(groups, kMost), z = CeilDiv(groups, y);
+  if (blocks > std::numeric_limits<int>::max() || z > kMost) return cudaErrorInvalidValue;
+  grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(y), static_cast<unsigned>(z));
+  return cudaSuccess;
 }
 
 // Blocks of a one-dimensional grid: one for each of `items`, at least one, and no more than CUDA

@@ -7,6 +7,11 @@ namespace gradops {
 
 inline constexpr int kWarp = 32;
 
+// The logarithm of a power of two.
+__device__ __forceinline__ int Log2(int power) {
+  return 31 - __clz(power);
+}
+
 // Returns `value`, and makes the compiler keep it in a register. Otherwise the compiler would
 // compute it again in each turn of a loop. The whole warp must make the call. KeptOfWarp is for
 // values that are equal in the whole warp; the compiler then knows that they are equal.
@@ -35,6 +40,22 @@ template <int kWidth, typename A, int kValues>
 __device__ __forceinline__ void WarpSums(A (&values)[kValues]) {
 #pragma unroll
   for (int distance = kWidth / 2; distance > 0; distance /= 2) {
+    A others[kValues];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      others[i] = __shfl_xor_sync(0xffffffffu, values[i], distance);
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] += others[i];
+  }
+}
+
+// WarpSums for runs of `width` lanes, a power of two.
+template <typename A, int kValues>
+__device__ __forceinline__ void WarpSums(int width, A (&values)[kValues]) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    if (distance >= width) continue;
     A others[kValues];
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {

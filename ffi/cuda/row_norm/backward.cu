@@ -67,14 +67,10 @@ cudaError_t LaunchStream(cudaStream_t stream, const RowNormBwdArgs& args, bool s
 // before, if that allows it. Adding partial sums would have to wait for that kernel.
 template <typename T, int W>
 cudaError_t LaunchFewSums(cudaStream_t stream, const RowNormBwdArgs& args) {
-  cudaLaunchAttribute attributes[2]{};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(GridBlocks(CeilDiv(args.shape.features, kColumnThreads * W)));
-  config.blockDim = dim3(kColumnThreads, kRowThreads);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = KeepShared(attributes[0]) + StartEarly(attributes[1]);
-  return cudaLaunchKernelEx(&config, &BackwardSumsKernel<T, W>, args,
+  const EarlyLaunch launch(stream,
+                           dim3(GridBlocks(CeilDiv(args.shape.features, kColumnThreads * W))),
+                           dim3(kColumnThreads, kRowThreads));
+  return cudaLaunchKernelEx(&launch.config, &BackwardSumsKernel<T, W>, args,
                             static_cast<const Accum<T>*>(nullptr));
 }
 
@@ -125,8 +121,8 @@ template <typename T, typename Kernel, typename Split, typename Schedule>
 cudaError_t LaunchDx(cudaStream_t stream, const RowNormBwdArgs& args, Kernel* kernel,
                      const Split& split, const Schedule& schedule, std::int64_t clusters,
                      int cluster, const PartialSums<Accum<T>>& sums) {
-  const Launch launch(stream, dim3(static_cast<unsigned>(clusters * cluster)), split.threads(),
-                      split.shared_bytes, cluster);
+  const Launch launch(stream, dim3(static_cast<unsigned>(clusters * cluster)),
+                      dim3(static_cast<unsigned>(split.threads())), split.shared_bytes, cluster);
   const auto inverse_features =
       static_cast<Accum<T>>(1.0 / static_cast<double>(args.shape.features));
   return cudaLaunchKernelEx(&launch.config, kernel, args, split, schedule, sums, inverse_features);

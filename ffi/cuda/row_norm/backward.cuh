@@ -33,14 +33,25 @@ constexpr int kIterationsPerSum = 128;
 template <int N, typename A>
 __device__ __forceinline__ void StoreOrAdd(A* p, const A (&values)[N], bool store) {
   constexpr int kStep = N == 1 ? 1 : kVec<A>;
-#pragma unroll
   for (int j = 0; j < N; j += kStep) {
     Vector<A, kStep> vector{};
     if (!store) vector = *reinterpret_cast<const Vector<A, kStep>*>(p + j);
-#pragma unroll
     for (int k = 0; k < kStep; ++k)
       vector.v[k] = store ? values[j + k] : vector.v[k] + values[j + k];
     StoreVector(p + j, vector);
+  }
+}
+
+// Adds up the sums of teams, each with `pitch` sums in shared memory. Stores them, or adds them to
+// the sums at `to`. All threads of the block call it.
+template <typename A>
+__device__ __forceinline__ void AddTeams(const A* part, int teams, int pitch, int columns, A* to,
+                                         bool store) {
+  for (int column = static_cast<int>(threadIdx.x); column < columns;
+       column += static_cast<int>(blockDim.x)) {
+    A total[1] = {part[column]};
+    for (int team = 1; team < teams; ++team) total[0] += part[team * pitch + column];
+    StoreOrAdd(to + column, total, store);
   }
 }
 
@@ -67,7 +78,6 @@ class BlockSums {
         if (distance < row_threads) continue;  // these threads have other columns
 #pragma unroll
         for (int i = 0; i < P; ++i) {
-#pragma unroll
           for (int j = 0; j < W; ++j) {
             sums[i][j] += __shfl_xor_sync(0xffffffffu, sums[i][j], distance);
           }
@@ -83,7 +93,6 @@ class BlockSums {
         if constexpr (!kMasked) {
           StoreOrAdd(to + place_.Begin(i), sums[i], first);
         } else {
-#pragma unroll
           for (int j = 0; j < W; ++j) {
             const A one[1] = {sums[i][j]};
             if (place_.Has(i, j)) StoreOrAdd(to + place_.Begin(i) + j, one, first);
@@ -99,7 +108,6 @@ class BlockSums {
 #pragma unroll
       for (int i = 0; i < P; ++i) {
         if (!place_.Owns(i)) continue;
-#pragma unroll
         for (int j = 0; j < W; ++j) {
           const int column = place_.base + place_.Begin(i) + j - place_.misalignment();
           if (!kMasked || place_.Has(i, j)) part[place_.team * elements + column] = sums[i][j];
@@ -108,12 +116,7 @@ class BlockSums {
     }
     __syncthreads();  // all teams' sums are written
     if (to == nullptr) return;
-    for (int column = static_cast<int>(threadIdx.x); column < place_.high() - place_.misalignment();
-         column += static_cast<int>(blockDim.x)) {
-      A total[1] = {part[column]};
-      for (int team = 1; team < split_.teams; ++team) total[0] += part[team * elements + column];
-      StoreOrAdd(to + column, total, first);
-    }
+    AddTeams(part, split_.teams, elements, place_.high() - place_.misalignment(), to, first);
   }
 
  private:
@@ -140,11 +143,9 @@ class DxSums {
   }
   // Adds dx to the sums of vector i.
   __device__ __forceinline__ void Add(int i, const A (&dx)[W]) const {
-#pragma unroll
     for (int j = 0; j < W; j += N) {
       A* const p = Chunk((i * W + j) / N);
       auto vector = *reinterpret_cast<const Vector<A, N>*>(p);
-#pragma unroll
       for (int k = 0; k < N; ++k) vector.v[k] += dx[j + k];
       StoreVector(p, vector);
     }
@@ -169,9 +170,47 @@ constexpr int RowSumsOf(bool centered, bool from_output) {
   return !centered ? 1 : from_output ? 2 : 3;
 }
 
+// Layer norm: x - mean. RMS norm: x. From the output: x_hat.
+template <bool kCentered, bool kFromOutput, typename A>
+__device__ __forceinline__ A Centered(A value, A mean, A scale, A bias) {
+  if constexpr (kFromOutput) {
+    // The reciprocal of a subnormal scale is infinite.
+    return abs(scale) < std::numeric_limits<A>::min() ? A{0} : (value - bias) * Reciprocal(scale);
+  }
+  return kCentered ? value - mean : value;
+}
+
+// What the gradient with respect to a row needs beside the row's elements.
+template <bool kCentered, bool kFromOutput, typename A>
+struct RowGradient {
+  // x_hat = centered * factor + shift. shift corrects the saved mean's rounding.
+  A rstd, factor, shift = 0, mean_wdy = 0, mean_wdy_x_hat;
+
+  // totals: the sums over the row. careful: the last one is there.
+  __device__ __forceinline__ RowGradient(const A (&totals)[RowSumsOf(kCentered, kFromOutput)],
+                                         A mean, A rstd, bool careful, A inverse_n)
+      : rstd(rstd), factor(kFromOutput ? A{1} : rstd), mean_wdy_x_hat(totals[0]) {
+    if constexpr (kCentered && !kFromOutput) {
+      if (careful) {
+        const A delta = MeanRounding(totals[2] * inverse_n, mean);
+        mean_wdy_x_hat -= delta * totals[1];
+        shift = -delta * rstd;
+      }
+    }
+    if constexpr (kCentered) mean_wdy = totals[1] * inverse_n;
+    mean_wdy_x_hat *= factor * inverse_n;
+  }
+  __device__ __forceinline__ A XHat(A centered) const {
+    return kCentered && !kFromOutput ? centered * factor + shift : centered * factor;
+  }
+  __device__ __forceinline__ A Dx(A wdy, A x_hat) const {
+    return NormInputGrad(wdy, x_hat, mean_wdy, mean_wdy_x_hat, rstd);
+  }
+};
+
 // A thread's part of a row, and of the gradient with respect to that row.
 template <typename T, int P, Layout kLayout, bool kCentered, bool kFromOutput>
-struct RowGradient {
+struct ThreadRow {
   using A = Accum<T>;
   static constexpr int W = kVec<T>, kValues = RowSumsOf(kCentered, kFromOutput);
   static constexpr bool kMasked = kLayout == Layout::kMasked, kShift = kCentered && !kFromOutput;
@@ -184,15 +223,8 @@ struct RowGradient {
   const Vector<T, W> (&x_vectors)[P];
   const A mean, rstd;
 
-  // Layer norm: x - mean. RMS norm: x. From the output: x_hat.
-  __device__ __forceinline__ A Centered(A value, int i, int j) const {
-    if constexpr (kFromOutput) {
-      // The reciprocal of a subnormal scale is infinite.
-      return abs(scale[i][j]) < std::numeric_limits<A>::min()
-                 ? A{0}
-                 : (value - bias[i][j]) * Reciprocal(scale[i][j]);
-    }
-    return kShift ? value - mean : value;
+  __device__ __forceinline__ A Bias(int i, int j) const {
+    return kFromOutput ? bias[i % kBiases][j] : A{0};
   }
 
   // Adds the thread's columns to the sums over the row.
@@ -210,10 +242,10 @@ struct RowGradient {
       A dy[W], x[W];
       Widen(x_vectors[i], x);
       Widen(dy_vectors[i], dy);
-#pragma unroll
       for (int j = 0; j < W; ++j) {
         if (!kAll && !place.Has(i, j)) continue;
-        const A centered = Centered(x[j], i, j), wdy = dy[j] * scale[i][j];
+        const A centered = Centered<kCentered, kFromOutput>(x[j], mean, scale[i][j], Bias(i, j)),
+                wdy = dy[j] * scale[i][j];
         // The first term is not added to 0. That would take an instruction: -0 + 0 is 0.
         const bool alone = !kMasked && i == 0 && j == 0;
         totals[0] = alone ? wdy * centered : totals[0] + wdy * centered;
@@ -223,30 +255,24 @@ struct RowGradient {
     });
   }
 
-  // Calls fn(i, dx) for each vector i with dx of its columns, and adds to the column sums.
-  template <bool kWellConditioned, typename Fn>
-  __device__ __forceinline__ void ForDx(const A (&totals)[kValues], A inverse_n, A (&dscale)[P][W],
-                                        A (&dbias)[P][W], const Fn& fn) const {
-    // x_hat = centered * factor + shift. shift corrects the saved mean's rounding.
-    const A factor = kFromOutput ? A{1} : rstd;
-    A shift = 0, mean_wdy = 0, mean_wdy_x_hat = totals[0];
-    if constexpr (kShift && !kWellConditioned) {
-      const A delta = MeanRounding(totals[2] * inverse_n, mean);
-      mean_wdy_x_hat -= delta * totals[1];
-      shift = -delta * rstd;
-    }
-    if constexpr (kCentered) mean_wdy = totals[1] * inverse_n;
-    mean_wdy_x_hat *= factor * inverse_n;
+  // Stores dx, adds to the column sums and, if wanted, to the sums of dx.
+  template <bool kWellConditioned>
+  __device__ __forceinline__ void Finish(const RowRing<T, P, kLayout>& ring,
+                                         const DxSums<T, P>& dx_sums, bool has_dsum, bool sums_dx,
+                                         const A (&totals)[kValues], A inverse_n, T* to,
+                                         A (&dscale)[P][W], A (&dbias)[P][W]) const {
+    if (!kWellConditioned && has_dsum) ring.WaitForThird();
+    const RowGradient<kCentered, kFromOutput, A> row(totals, mean, rstd, !kWellConditioned,
+                                                     inverse_n);
     // kWellConditioned: NormInputGrad is multiplied out, which takes fewer instructions.
-    const A slope = -mean_wdy_x_hat * rstd * factor, offset = -mean_wdy * rstd;
+    const A slope = -row.mean_wdy_x_hat * rstd * row.factor, offset = -row.mean_wdy * rstd;
     place.ForVectors([&]<bool kAll>(int i) {
       if (!kAll && place.Lacks(i)) return;
       A dy[W], x[W], dx[W];
       Widen(x_vectors[i], x);
       Widen(dy_vectors[i], dy);
-#pragma unroll
       for (int j = 0; j < W; ++j) {
-        const A centered = Centered(x[j], i, j);
+        const A centered = Centered<kCentered, kFromOutput>(x[j], mean, scale[i][j], Bias(i, j));
         if constexpr (kCentered) dbias[i][j] += dy[j];
         if constexpr (kWellConditioned) {
           const A scaled = dy[j] * rstd;
@@ -254,12 +280,23 @@ struct RowGradient {
           const A rest = kCentered ? centered * slope + offset : centered * slope;
           dx[j] = scaled * scale[i][j] + rest;
         } else {
-          const A x_hat = kShift ? centered * factor + shift : centered * factor;
+          const A x_hat = row.XHat(centered);
           dscale[i][j] += dy[j] * x_hat;
-          dx[j] = NormInputGrad(dy[j] * scale[i][j], x_hat, mean_wdy, mean_wdy_x_hat, rstd);
+          dx[j] = row.Dx(dy[j] * scale[i][j], x_hat);
         }
       }
-      fn.template operator()<kAll>(i, dx);
+      if (!kWellConditioned && has_dsum) {
+        A dsum[W];
+        Widen(ring.Third(i), dsum);
+        for (int j = 0; j < W; ++j) dx[j] += dsum[j];
+      }
+      if (!kWellConditioned && sums_dx) dx_sums.Add(i, dx);
+      const auto out = Narrow<T>(dx);
+      if (!kAll) {
+        place.Store(place.InRow(to, i), out, i);
+      } else if (place.Owns(i)) {
+        StoreVectorOnce(place.InRow(to, i), out);
+      }
     });
   }
 };
@@ -271,39 +308,8 @@ __device__ __forceinline__ void MaskScale(const Place<T, P, kLayout, false>& pla
                                           A (&scale)[P][kVec<T>]) {
 #pragma unroll
   for (int i = 0; i < P; ++i) {
-#pragma unroll
     for (int j = 0; j < kVec<T>; ++j) scale[i][j] = place.Owns(i) ? scale[i][j] : A{0};
   }
-}
-
-// Stores dx of a row, adds to the column sums and, if wanted, to the sums of dx.
-template <bool kWellConditioned, typename T, int P, Layout kLayout, bool kCentered,
-          bool kFromOutput, int kValues, typename A>
-__device__ __forceinline__ void FinishRow(
-    const RowGradient<T, P, kLayout, kCentered, kFromOutput>& row,
-    const RowRing<T, P, kLayout>& ring, const DxSums<T, P>& dx_sums, bool has_dsum, bool sums_dx,
-    const A (&totals)[kValues], A inverse_n, T* dx, A (&dscale)[P][kVec<T>],
-    A (&dbias)[P][kVec<T>]) {
-  if (!kWellConditioned && has_dsum) ring.WaitForThird();
-  const auto finish = [&]<bool kAll>(int i, auto& dx_i) {
-    if constexpr (!kWellConditioned) {
-      if (has_dsum) {
-        A dsum[kVec<T>];
-        Widen(ring.Third(i), dsum);
-#pragma unroll
-        for (int j = 0; j < kVec<T>; ++j) dx_i[j] += dsum[j];
-      }
-      if (sums_dx) dx_sums.Add(i, dx_i);
-    }
-    const auto out = Narrow<T>(dx_i);
-    T* const to = row.place.InRow(dx, i);
-    if (!kAll) {
-      row.place.Store(to, out, i);
-    } else if (row.place.Owns(i)) {
-      StoreVectorOnce(to, out);
-    }
-  };
-  row.template ForDx<kWellConditioned>(totals, inverse_n, dscale, dbias, finish);
 }
 
 // Gives the block's column sums to the cluster's sums, which begin at `at`.
@@ -354,19 +360,11 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
                              static_cast<const T*>(args.dsum)};
   const unsigned clusters = gridDim.x / static_cast<unsigned>(split.cluster);
   const std::int64_t first_item = blockIdx.x / static_cast<unsigned>(split.cluster);
-  const auto group_of = [&](std::int64_t item) {
-    return GroupOf(item, schedule.clusters_per_group);
-  };
-  const auto row_of = [&](std::int64_t item, const TeamRows& team_rows) {
-    return group_of(item) * rows + team_rows.first;
-  };
   const auto rows_of_sweep = [&](std::int64_t item, int sweep) {
-    return TeamRows(schedule, split, item - group_of(item) * schedule.clusters_per_group,
-                    place.team, place.row, sweep, rows);
+    return TeamRows(schedule, split, item, place.team, place.row, sweep, rows);
   };
-  RowRing<T, P, kLayout> ring(
-      split, place, shared, arrays, groups * rows * features,
-      row_of(first_item, rows_of_sweep(first_item, 0)) * features + place.first_column);
+  RowRing<T, P, kLayout> ring(split, place, shared, arrays, groups * rows * features,
+                              rows_of_sweep(first_item, 0).first * features + place.first_column);
   RowStats<A, kShift> stats(split.row_threads, static_cast<const A*>(args.mean),
                             static_cast<const A*>(args.rstd), static_cast<A>(args.epsilon),
                             has_dsum || sums_dx);
@@ -376,16 +374,16 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
 
   for (std::int64_t item = first_item; item < groups * schedule.clusters_per_group;
        item += clusters) {
-    const std::int64_t group = group_of(item);
+    const std::int64_t group = GroupOf(item, schedule.clusters_per_group);
     const std::int64_t cluster = item - group * schedule.clusters_per_group;
 #pragma unroll 1
     for (int sweep = 0; sweep < (kMasked ? schedule.sweeps : 1); ++sweep) {
       const TeamRows team_rows = rows_of_sweep(item, sweep);
-      const std::int64_t team_row = row_of(item, team_rows), first_row = team_row + place.row;
+      const std::int64_t first_row = team_rows.first + place.row;
       if constexpr (kMasked) place.SetRow(first_row);
       // The block's first column of the first row. Masked: from the row's 16-byte boundary on.
       const std::int64_t first =
-          team_row * features + place.first_column - (kMasked ? place.misalignment() : 0);
+          team_rows.first * features + place.first_column - (kMasked ? place.misalignment() : 0);
       const std::int64_t stride = team_rows.row_stride * features;
       T* dx = static_cast<T*>(args.dx) + first;
       ring.Start(first, stride, team_rows.own);
@@ -411,7 +409,7 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
           const bool well_conditioned = stats.Get(iteration, mean, rstd);
           Vector<T, W> dy_vectors[P], x_vectors[P];
           ring.Load(dy_vectors, x_vectors);
-          const RowGradient<T, P, kLayout, kCentered, kFromOutput> row{
+          const ThreadRow<T, P, kLayout, kCentered, kFromOutput> row{
               place, scale, bias, dy_vectors, x_vectors, mean, rstd};
           A totals[kValues] = {};
           row.AddUp(well_conditioned, totals);
@@ -423,11 +421,11 @@ __global__ void __launch_bounds__(BackwardThreads(P* kVecBytes), 1)
 
           if (iteration < team_rows.own) {
             if (well_conditioned) {
-              FinishRow<true>(row, ring, dx_sums, has_dsum, sums_dx, totals, inverse_n, dx, dscale,
-                              dbias);
+              row.template Finish<true>(ring, dx_sums, has_dsum, sums_dx, totals, inverse_n, dx,
+                                        dscale, dbias);
             } else {
-              FinishRow<false>(row, ring, dx_sums, has_dsum, sums_dx, totals, inverse_n, dx, dscale,
-                               dbias);
+              row.template Finish<false>(ring, dx_sums, has_dsum, sums_dx, totals, inverse_n, dx,
+                                         dscale, dbias);
             }
           }
           dx += stride;

@@ -1,15 +1,14 @@
 // Layer norm and RMS norm forward, CUDA. README.md explains how rows are split among threads.
 //
-// One kernel loads one row into registers, one loads short rows. The kernel for many rows takes rows one after the other,
-// and copies the next rows to shared memory in advance (forward.cuh). Each warp makes two passes
-// over its part of a row. Then the warps' means and sums of squares are merged (moments.cuh).
-// Narrow unaligned rows have a kernel of their own (narrow.cuh). Traffic: x is read, y is written.
-// With a residual, x and residual are read, sum and y are written.
+// One kernel loads one row into registers, one loads short rows. The kernel for many rows takes
+// rows one after the other, and copies the next rows to shared memory in advance (forward.cuh).
+// Each warp makes two passes over its part of a row. Then the warps' means and sums of squares are
+// merged (moments.cuh). Narrow unaligned rows have a kernel of their own (narrow.cuh). Traffic: x
+// is read, y is written. With a residual, x and residual are read, sum and y are written.
 #include "cuda/row_norm/forward.cuh"
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 
 #include "cuda/row_norm/launch.cuh"
@@ -19,18 +18,20 @@
 namespace gradops {
 namespace {
 
-constexpr std::int64_t kMaxGridY = 65535;
 // What the blocks of a multiprocessor need if they have more than a warp or two. The GPU gives 16
 // KB.
 constexpr int kLeastSharedBytes = 10 * 1024;
 
-// A grid of `blocks` blocks for each group.
-cudaError_t GridOf(std::int64_t groups, std::int64_t blocks, dim3& grid) {
-  const std::int64_t y = std::min(groups, kMaxGridY);
-  const std::int64_t z = CeilDiv(groups, y);
-  if (blocks > std::numeric_limits<int>::max() || z > kMaxGridY) return cudaErrorInvalidValue;
-  grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(y), static_cast<unsigned>(z));
-  return cudaSuccess;
+// Launches `blocks` blocks for each group. `arguments` come between args and the scalars.
+template <typename A, typename Kernel, typename... Arguments>
+cudaError_t LaunchGroups(cudaStream_t stream, Kernel* kernel, std::int64_t blocks, int threads,
+                         int shared_bytes, int cluster, const RowNormFwdArgs& args,
+                         const Arguments&... arguments) {
+  dim3 grid;
+  const cudaError_t status = GridOfGroups(args.shape.groups, blocks, grid);
+  if (status != cudaSuccess) return status;
+  const Launch launch(stream, grid, dim3(static_cast<unsigned>(threads)), shared_bytes, cluster);
+  return cudaLaunchKernelEx(&launch.config, kernel, args, arguments..., ForwardScalars<A>(args));
 }
 
 template <typename T>
@@ -75,26 +76,10 @@ cudaError_t LaunchOneRow(cudaStream_t stream, const RowNormFwdArgs& args,
                                 std::min(100, least));
   };
   int asked = 0;
-  cudaError_t status = Remembered(reinterpret_cast<const void*>(kernel), 0, 0, 1, asked, ask);
-  dim3 grid;
-  if (status == cudaSuccess) {
-    status = GridOf(args.shape.groups, CeilDiv(args.shape.rows, split.rows_per_block), grid);
-  }
+  const cudaError_t status = Remembered(reinterpret_cast<const void*>(kernel), 0, 0, 1, asked, ask);
   if (status != cudaSuccess) return status;
-  const Launch launch(stream, grid, split.threads(), 0, 1);
-  return cudaLaunchKernelEx(&launch.config, kernel, args, split, ForwardScalars<Accum<T>>(args));
-}
-
-template <typename T, bool kCentered>
-cudaError_t LaunchShort(cudaStream_t stream, const RowNormFwdArgs& args,
-                        const ForwardSplit& split) {
-  dim3 grid;
-  const cudaError_t status =
-      GridOf(args.shape.groups, CeilDiv(args.shape.rows, split.rows_per_block), grid);
-  if (status != cudaSuccess) return status;
-  const Launch launch(stream, grid, kShortThreads, 0, 1);
-  return cudaLaunchKernelEx(&launch.config, &ForwardShortKernel<T, kCentered>, args, split,
-                            ForwardScalars<Accum<T>>(args));
+  return LaunchGroups<Accum<T>>(stream, kernel, CeilDiv(args.shape.rows, split.rows_per_block),
+                                split.threads(), 0, 1, args, split);
 }
 
 // Returns in `resident` how many clusters run at a time. If it is 0, there was no launch: the GPU
@@ -104,7 +89,7 @@ cudaError_t LaunchManyRows(cudaStream_t stream, const RowNormFwdArgs& args,
                            const ForwardSplit& split, std::int64_t& resident) {
   auto* const kernel = args.residual == nullptr ? &ForwardRowsKernel<T, kCentered, false>
                                                 : &ForwardRowsKernel<T, kCentered, true>;
-  cudaError_t status =
+  const cudaError_t status =
       CountResident(kernel, split.threads(), split.shared_bytes, split.cluster, resident);
   if (status != cudaSuccess || resident == 0) return status;
   // Persistent blocks do not all end at once, and several waves of blocks even that out. But each
@@ -113,28 +98,21 @@ cudaError_t LaunchManyRows(cudaStream_t stream, const RowNormFwdArgs& args,
   const std::int64_t clusters = std::max<std::int64_t>(1, waves * resident / args.shape.groups);
   const std::int64_t row_bytes = args.shape.features * static_cast<std::int64_t>(sizeof(T));
   const ForwardSchedule schedule = ScheduleForward(split, args.shape.rows, row_bytes, clusters);
-  dim3 grid;
-  status = GridOf(args.shape.groups, ClustersOf(split, schedule) * split.cluster, grid);
-  if (status != cudaSuccess) return status;
-  const Launch launch(stream, grid, split.threads(), split.shared_bytes, split.cluster);
-  return cudaLaunchKernelEx(&launch.config, kernel, args, split, schedule,
-                            ForwardScalars<Accum<T>>(args));
+  return LaunchGroups<Accum<T>>(stream, kernel, ClustersOf(split, schedule) * split.cluster,
+                                split.threads(), split.shared_bytes, split.cluster, args, split,
+                                schedule);
 }
 
 template <typename T, bool kCentered>
 cudaError_t LaunchNarrow(cudaStream_t stream, const RowNormFwdArgs& args, const NarrowPlan& plan) {
   auto* const kernel = &ForwardNarrowKernel<T, kCentered>;
   std::int64_t resident = 0;
-  cudaError_t status = CountResident(kernel, plan.threads(), plan.shared_bytes, 1, resident);
+  const cudaError_t status = CountResident(kernel, plan.threads(), plan.shared_bytes, 1, resident);
   if (status != cudaSuccess) return status;
   const RowShape& shape = args.shape;
   const TileSchedule schedule = ScheduleTiles(plan, shape.groups, shape.rows, resident, resident);
-  dim3 grid;
-  status = GridOf(shape.groups, schedule.blocks_per_group, grid);
-  if (status != cudaSuccess) return status;
-  const Launch launch(stream, grid, plan.threads(), plan.shared_bytes, 1);
-  return cudaLaunchKernelEx(&launch.config, kernel, args, plan, schedule,
-                            ForwardScalars<Accum<T>>(args));
+  return LaunchGroups<Accum<T>>(stream, kernel, schedule.blocks_per_group, plan.threads(),
+                                plan.shared_bytes, 1, args, plan, schedule);
 }
 
 // Groups that share all parameters are one group.
@@ -171,7 +149,9 @@ cudaError_t Forward(cudaStream_t stream, const RowNormFwdArgs& given, const RowP
     return LaunchNarrow<T, kCentered>(stream, args, plan.narrow);
   }
   if (plan.kernel() == RowKernel::kShort) {
-    return LaunchShort<T, kCentered>(stream, args, plan.split);
+    return LaunchGroups<Accum<T>>(stream, &ForwardShortKernel<T, kCentered>,
+                                  CeilDiv(args.shape.rows, plan.split.rows_per_block),
+                                  kShortThreads, 0, 1, args, plan.split);
   }
   if (plan.kernel() == RowKernel::kOneRow) {
     return LaunchOneRow<T, kCentered>(stream, args, plan.split);
@@ -183,7 +163,8 @@ cudaError_t Forward(cudaStream_t stream, const RowNormFwdArgs& given, const RowP
   }
   auto* const kernel =
       plan.reads_vectors ? &ForwardStreamKernel<T, kVec<T>> : &ForwardStreamKernel<T, 1>;
-  kernel<<<GridBlocks(args.shape.all_rows()), kStreamThreads, 0, stream>>>(args);
+  kernel<<<GridBlocks(args.shape.all_rows()), kStreamThreads, 0, stream>>>(
+      args, ForwardScalars<Accum<T>>(args));
   return cudaGetLastError();
 }
 

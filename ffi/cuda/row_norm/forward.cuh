@@ -39,7 +39,6 @@ __device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int
       Widen(x[first + i], ours);
       Widen(residual[i], others);
       if constexpr (kBias) AddResidualBias<ParamT>(args, group, place, first + i, others);
-#pragma unroll
       for (int j = 0; j < W; ++j) ours[j] += others[j];
       x[first + i] = Narrow<T>(ours);
       StoreVectorOnce(p + place.Begin(first + i), x[first + i]);
@@ -68,7 +67,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     if (group >= groups) return;  // the grid's last plane may not be full
   }
   const Place<T, P, kLayout, true> place(split.row_threads, 1, split.block_columns, features);
-  const int row_of_block = split.row_threads <= kWarp ? place.in_team >> split.log_row_threads : 0;
+  const int row_of_block =
+      split.row_threads <= kWarp ? place.in_team >> Log2(split.row_threads) : 0;
   // Threads without a row repeat the work of the last row.
   const std::int64_t row =
       group * rows + min(std::int64_t{blockIdx.x} * split.rows_per_block + row_of_block, rows - 1);
@@ -128,7 +128,6 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
         } else if (step + 1 < P * kSteps) {
           parameters.Load(step + 1);
         }
-#pragma unroll
         for (int k = 0; k < W / kSteps; ++k) {
           const int j = step % kSteps * (W / kSteps) + k;
           const A x_hat = kCentered ? (values[j] - moments.mean) * moments.rstd + shift
@@ -150,8 +149,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   }
 }
 
-// Aligned rows of up to 32 vectors. A thread has one vector of each of its rows, so it loads its
-// columns of the parameters once. A warp's vectors of a row are neighbours in memory.
+// Short rows: aligned rows of 1, 2, 4, .. 32 vectors. A thread has one vector of each of its rows,
+// so it loads its columns of the parameters once. A warp's vectors of a row are neighbours in
+// memory.
 template <typename T, bool kCentered>
 __global__ void __launch_bounds__(kShortThreads, 8)
     ForwardShortKernel(const __grid_constant__ RowNormFwdArgs args,
@@ -165,11 +165,11 @@ __global__ void __launch_bounds__(kShortThreads, 8)
   const std::int64_t group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
   if (group >= groups) return;  // the grid's last plane may not be full
   const Place<T, 1, Layout::kFull, true> place(split.row_threads, 1, split.block_columns, features);
-  const int row_of_block = static_cast<int>(threadIdx.x) >> split.log_row_threads;
+  const int log_row_threads = Log2(split.row_threads);
   // The thread's r-th row. Threads without a row repeat the work of the last row.
   const auto row_of = [&](int r) {
-    const std::int64_t row = std::int64_t{blockIdx.x} * split.rows_per_block + row_of_block +
-                             r * (kShortThreads >> split.log_row_threads);
+    const unsigned row_of_block = (threadIdx.x + r * kShortThreads) >> log_row_threads;
+    const std::int64_t row = std::int64_t{blockIdx.x} * split.rows_per_block + row_of_block;
     return group * rows + min(row, rows - 1);
   };
   const auto vector_of = [&](const void* array, int r) {
@@ -192,7 +192,6 @@ __global__ void __launch_bounds__(kShortThreads, 8)
       A ours[W], others[W];
       Widen(x[r], ours);
       Widen(LoadVectorOnce<W>(vector_of(args.residual, r)), others);
-#pragma unroll
       for (int j = 0; j < W; ++j) ours[j] += others[j] + bias[j];
       x[r] = Narrow<T>(ours);
       StoreVectorOnce(vector_of(args.sum, r), x[r]);
@@ -219,10 +218,9 @@ __global__ void __launch_bounds__(kShortThreads, 8)
     const A shift = -moments.delta * moments.rstd;
     A values[W];
     h.Get(0, values);
-#pragma unroll
     for (int j = 0; j < W; ++j) {
-      const A x_hat = kCentered ? (values[j] - moments.mean) * moments.rstd + shift
-                                : values[j] * moments.rstd;
+      const A x_hat =
+          kCentered ? (values[j] - moments.mean) * moments.rstd + shift : values[j] * moments.rstd;
       values[j] = x_hat * scale[j] + bias[j];
     }
     StoreVectorOnce(vector_of(args.y, r), Narrow<T>(values));
@@ -263,10 +261,8 @@ __device__ __forceinline__ void AddRowResidual(const RowNormFwdArgs& args,
     if constexpr (kBias) {
       A added[W];
       staged.Get(i, added);
-#pragma unroll
       for (int j = 0; j < W; ++j) others[j] += added[j];
     }
-#pragma unroll
     for (int j = 0; j < W; ++j) ours[j] += others[j];
     vectors[i] = Narrow<T>(ours);
     if (kRereads) ring.Put(at, iteration, i, vectors[i]);
@@ -305,12 +301,11 @@ __global__ void __launch_bounds__(ThreadsPerMultiprocessor(sizeof(T)), 1)
 
   // The thread's rows: the first one, and then every row_stride-th row.
   const int row_of_block =
-      row_threads <= kWarp ? static_cast<int>(threadIdx.x) >> split.log_row_threads : 0;
+      row_threads <= kWarp ? static_cast<int>(threadIdx.x) >> Log2(row_threads) : 0;
   const unsigned block = cluster > 1 ? ClusterId() : blockIdx.x;
   const std::int64_t first_row =
-      (std::int64_t{block >> split.log_period_blocks} << split.log_period) +
-      static_cast<int>(block & ((1u << split.log_period_blocks) - 1)) * split.rows_per_block +
-      row_of_block;
+      std::int64_t{block >> Log2(split.period_blocks())} * split.period +
+      static_cast<int>(block & (split.period_blocks() - 1)) * split.rows_per_block + row_of_block;
   std::int64_t row = group * rows + first_row;
   const std::int64_t last = first_row + (schedule.iterations - 1) * schedule.row_stride;
   int own_iterations = first_row >= rows ? 0 : schedule.iterations - (last >= rows);
@@ -381,7 +376,6 @@ __global__ void __launch_bounds__(ThreadsPerMultiprocessor(sizeof(T)), 1)
       } else {
         h.Get(i, values);
       }
-#pragma unroll
       for (int j = 0; j < W; ++j) {
         if constexpr (kCentered) {
           const A x_hat = (values[j] - moments.mean) * moments.rstd + shift;

@@ -1,4 +1,4 @@
-// What layer norm's launchers share: clusters, and the device that a plan is for.
+// What layer norm's launchers share: how many blocks run, and the device that a plan is for.
 #pragma once
 
 #include <algorithm>
@@ -12,43 +12,6 @@
 
 namespace gradops {
 namespace {
-
-// A launch of `grid` blocks, in whole clusters. Do not copy it: config points to attribute.
-struct Launch {
-  cudaLaunchAttribute attribute{};
-  cudaLaunchConfig_t config{};
-
-  Launch(cudaStream_t stream, dim3 grid, int threads, int shared_bytes, int cluster) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    config.gridDim = grid;
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = cluster > 1 ? 1 : 0;
-  }
-  Launch(const Launch&) = delete;
-  Launch& operator=(const Launch&) = delete;
-};
-
-// How many clusters run at a time. 0: the GPU, or the part of it in use, cannot run such clusters.
-template <typename Kernel>
-int ResidentClusters(Kernel* kernel, int threads, int shared_bytes, int cluster) {
-  int count = 0;
-  cudaError_t status = cudaSuccess;
-  if (cluster > 8) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
-  const Launch launch(nullptr, dim3(static_cast<unsigned>(cluster)), threads, shared_bytes,
-                      cluster);
-  if (status == cudaSuccess) {
-    status = cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config);
-  }
-  if (status == cudaSuccess) return count;
-  cudaGetLastError();  // clears the error: it is not from a launch
-  return 0;
-}
 
 // How many blocks (or clusters) of a persistent kernel run at a time. 0: the GPU cannot run such
 // clusters.
@@ -64,8 +27,15 @@ cudaError_t CountResident(Kernel* kernel, int threads, int shared_bytes, int clu
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                   cudaSharedmemCarveoutMaxShared);
     if (status != cudaSuccess) return status;
+    if (cluster > 8) {
+      status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    }
     if (cluster > 1) {
-      count = ResidentClusters(kernel, threads, shared_bytes, cluster);
+      const Launch launch(nullptr, dim3(static_cast<unsigned>(cluster)),
+                          dim3(static_cast<unsigned>(threads)), shared_bytes, cluster);
+      count = status == cudaSuccess
+                  ? ResidentClusters(reinterpret_cast<const void*>(kernel), launch)
+                  : 0;
       return cudaSuccess;
     }
     status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads,

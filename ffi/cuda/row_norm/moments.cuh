@@ -64,7 +64,6 @@ class HeldRow {
       KeepPacked(packed_[i]);
       Widen(packed_[i], values);
     } else {
-#pragma unroll
       for (int j = 0; j < W; ++j) values[j] = values_[i][j];
     }
   }
@@ -75,7 +74,6 @@ class HeldRow {
 #pragma unroll
     for (int i = 0; i < P; ++i) {
       if (place.Whole(i)) continue;
-#pragma unroll
       for (int j = 0; j < W; ++j) {
         if constexpr (kPacked) {
           if (!place.Has(i, j)) packed_[i].v[j] = static_cast<T>(value);
@@ -98,17 +96,26 @@ class HeldRow {
   A values_[kPacked ? 1 : P][W];
 };
 
-// Calls fn(i, values, may_not_own) for each vector i. may_not_own is known to the compiler. It
-// says that some threads must not add this vector to sums although they add their other vectors.
-template <typename T, int P, bool kPacked, Layout kLayout, typename Fn>
-__device__ __forceinline__ void ForHeld(const Place<T, P, kLayout, true>&,
-                                        HeldRow<T, P, kPacked>& h, const Fn& fn) {
+// Calls add(value, sums) for each element that the thread adds to sums over the row, and returns
+// the sums. A thread may have to leave out its last vector. Two sums of each kind, so that
+// additions need not wait for each other.
+template <int kSums, typename T, int P, bool kPacked, Layout kLayout, typename Add>
+__device__ __forceinline__ void SumHeld(const Place<T, P, kLayout, true>& place,
+                                        HeldRow<T, P, kPacked>& h, Accum<T> (&sums)[kSums],
+                                        const Add& add) {
+  using A = Accum<T>;
+  A parts[2][kSums] = {};
 #pragma unroll
   for (int i = 0; i < P; ++i) {
-    Accum<T> values[kVec<T>];
+    const bool may_not_own = kLayout == Layout::kPartial && i == P - 1;
+    A values[kVec<T>], last[kSums] = {};
     h.Get(i, values);
-    fn(i, values, kLayout == Layout::kPartial && i == P - 1);
+    for (const A value : values) add(value, may_not_own ? last : parts[i % 2]);
+    for (int s = 0; s < kSums; ++s) {
+      if (may_not_own && place.owns_last) parts[0][s] += last[s];
+    }
   }
+  for (int s = 0; s < kSums; ++s) sums[s] = place.owns ? parts[0][s] + parts[1][s] : A{0};
 }
 
 // Masked: sets columns that the row does not have to `value`, so that sums need no check.
@@ -211,14 +218,6 @@ struct MeanRule {
   }
 };
 
-// Whether the sum of squares of any row of the caller's warp may have overflowed. All lanes call
-// it. Squares of float16s do not overflow.
-template <typename T, typename A>
-__device__ __forceinline__ bool AnyOverflowed(A variance) {
-  if constexpr (std::is_same_v<T, Half>) return false;
-  return __any_sync(0xffffffffu, static_cast<int>(Overflowed(variance))) != 0;
-}
-
 template <typename T, int P, bool kPacked, Layout kLayout, typename Sum>
 __device__ __forceinline__ Moments<Accum<T>> RowMoments(int row_threads, int cluster,
                                                         const Place<T, P, kLayout, true>& place,
@@ -242,47 +241,21 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int row_threads, int clu
     const int first_lane = row_threads < kWarp ? lane & ~(row_threads - 1) : 0;
     first = __shfl_sync(0xffffffffu, place.Lacks(0) ? A{0} : first, first_lane);
   }
-  // Two partial sums, so that additions need not wait for each other.
-  A halves[2] = {};
+  A total[1];
   FillHeld(place, h, first);
-  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_own) {
-    A last = 0;
-    A& sum_of = may_not_own ? last : halves[i % 2];
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      sum_of += kExact ? values[j] * Rule::kFactor : values[j] - first;
-    }
-    if (may_not_own && place.owns_last) halves[0] += last;
-  });
-  A total[1] = {halves[0] + halves[1]};
-  if (!place.owns) total[0] = 0;
+  SumHeld(place, h, total,
+          [&](A x, A(&sums)[1]) { sums[0] += kExact ? x * Rule::kFactor : x - first; });
   sum.OverWarp(total);
   const A warp_mean = Rule::Mean(first, total[0], counts.warp, counts.inverse_warp);
 
   const A inverse_unit = scalars.inverse_unit, less = -warp_mean * inverse_unit;
-  A parts[2][1 + kHasDelta] = {};  // sums of d^2 and d with d = (h - mean) / unit
+  A squares[1 + kHasDelta];  // sums of d^2 and d with d = (h - mean) / unit
   FillHeld(place, h, warp_mean);
-  ForHeld(place, h, [&](int i, const A(&values)[W], bool may_not_own) {
-    A last[1 + kHasDelta] = {};
-    A(&sums)[1 + kHasDelta] = may_not_own ? last : parts[i % 2];
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      const A difference = fma(values[j], inverse_unit, less);  // one instruction, as h - mean
-      sums[0] += difference * difference;
-      if constexpr (kHasDelta) sums[kHasDelta] += difference;
-    }
-#pragma unroll
-    for (int v = 0; v < 1 + kHasDelta; ++v) {
-      if (may_not_own && place.owns_last) parts[0][v] += last[v];
-    }
+  SumHeld(place, h, squares, [&](A x, A(&sums)[1 + kHasDelta]) {
+    const A difference = fma(x, inverse_unit, less);  // one instruction, as h - mean
+    sums[0] += difference * difference;
+    if constexpr (kHasDelta) sums[kHasDelta] += difference;
   });
-  A squares[1 + kHasDelta];
-#pragma unroll
-  for (int v = 0; v < 1 + kHasDelta; ++v) squares[v] = parts[0][v] + parts[1][v];
-  if (!place.owns) {
-#pragma unroll
-    for (A& value : squares) value = 0;
-  }
   sum.OverWarp(squares);
   A delta = 0;
   if constexpr (kHasDelta) {
@@ -337,53 +310,20 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int row_threads, int clu
           InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
 }
 
-// Replaces the mean square of a row if the sum of squares has overflowed. All threads of a row come
-// here together, as their mean squares are equal. So do all rows of a warp.
-template <typename T, int P, bool kPacked, Layout kLayout, typename Sum>
-__device__ __forceinline__ void ReplaceOverflowed(const Place<T, P, kLayout, true>& place,
-                                                  HeldRow<T, P, kPacked>& h, Sum& sum,
-                                                  Accum<T> inverse_features,
-                                                  Accum<T>& mean_square) {
-  using A = Accum<T>;
-  A squares[1] = {};
-  ForHeld(place, h, [&](int, const A(&values)[kVec<T>], bool may_not_own) {
-    A last = 0;
-    A& sum_of = may_not_own ? last : squares[0];
-#pragma unroll
-    for (const A value : values) {
-      const A part = value * kLargeUnit<A>;
-      sum_of += part * part;
-    }
-    if (may_not_own && place.owns_last) squares[0] += last;
-  });
-  if (!place.owns) squares[0] = 0;
-  sum(squares);
-  const A large = squares[0] * inverse_features / kLargeUnit<A> / kLargeUnit<A>;
-  if (Overflowed(mean_square)) mean_square = large;
-}
-
 // RMS norm's factor for the row that the caller's first_lane holds: 1 / root mean square.
 template <typename T, int P, bool kPacked, Layout kLayout, typename Sum>
 __device__ __forceinline__ Accum<T> InverseRootMeanSquare(const Place<T, P, kLayout, true>& place,
                                                           HeldRow<T, P, kPacked>& h, Sum& sum,
                                                           const ForwardScalars<Accum<T>>& scalars) {
   using A = Accum<T>;
-  A halves[2] = {};
+  A squares[1];
   FillHeld(place, h, A{0});
-  ForHeld(place, h, [&](int i, const A(&values)[kVec<T>], bool may_not_own) {
-    A last = 0;
-    A& sum_of = may_not_own ? last : halves[i % 2];
-#pragma unroll
-    for (const A value : values) sum_of += value * value;
-    if (may_not_own && place.owns_last) halves[0] += last;
+  SumHeld(place, h, squares, [&](A x, A(&sums)[1]) {
+    const A part = x * scalars.inverse_unit;
+    sums[0] += part * part;
   });
-  A squares[1] = {halves[0] + halves[1]};
-  if (!place.owns) squares[0] = 0;
   sum(squares);
-  A mean_square = squares[0] * scalars.inverse_features;
-  if (AnyOverflowed<T>(mean_square)) {
-    ReplaceOverflowed(place, h, sum, scalars.inverse_features, mean_square);
-  }
+  const A mean_square = squares[0] * scalars.inverse_features * scalars.unit * scalars.unit;
   return InverseDeviation(mean_square, scalars.epsilon);
 }
 

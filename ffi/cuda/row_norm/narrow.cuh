@@ -32,7 +32,7 @@ struct NarrowPlace {
   __device__ NarrowPlace(const NarrowPlan& plan, std::int64_t features) {
     const int in_warp = static_cast<int>(threadIdx.x % kWarp);
     row_thread = in_warp & (plan.row_threads - 1);
-    row = in_warp >> plan.log_row_threads;
+    row = in_warp >> Log2(plan.row_threads);
     const int first = row_thread * plan.columns;
     begin = min(first, static_cast<int>(features) - plan.columns);
     const unsigned all = (1u << plan.columns) - 1;
@@ -251,6 +251,14 @@ struct WarpTiles {
 
 // --- Forward -------------------------------------------------------------------------------------
 
+// Whether the sum of squares of any row of the caller's warp may have overflowed. All lanes call
+// it. Squares of float16s do not overflow.
+template <typename T, typename A>
+__device__ __forceinline__ bool AnyOverflowed(A variance) {
+  if constexpr (std::is_same_v<T, Half>) return false;
+  return __any_sync(0xffffffffu, static_cast<int>(Overflowed(variance))) != 0;
+}
+
 // Replaces a variance if the sum of squares of x - delta has overflowed. All lanes call it.
 template <typename T, int K, typename A>
 __device__ __forceinline__ void ReplaceOverflowed(const NarrowPlan& plan, const A (&x)[K],
@@ -367,7 +375,7 @@ __global__ void __launch_bounds__(kNarrowThreads, sizeof(T) == 8 ? 2 : 3)
     WaitForCopies<1>();
     __syncwarp();  // all lanes' copies have arrived
 #pragma unroll 1
-    for (int tile_row = 0; tile_row < count; tile_row += kWarp >> plan.log_row_threads) {
+    for (int tile_row = 0; tile_row < count; tile_row += kWarp >> Log2(plan.row_threads)) {
       // Lanes without a row repeat the sums of the last row.
       const int of_tile = min(tile_row + place.row, count - 1);
       const bool has_row = tile_row + place.row < count;
@@ -660,7 +668,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 2)
         WaitForCopies<1>();
         __syncwarp();  // all lanes' copies have arrived
 #pragma unroll 1
-        for (int tile_row = 0; tile_row < count; tile_row += kWarp >> plan.log_row_threads) {
+        for (int tile_row = 0; tile_row < count; tile_row += kWarp >> Log2(plan.row_threads)) {
           // Lanes without a row repeat the sums of the last row.
           const int of_tile = min(tile_row + place.row, count - 1);
           A dy[K], x[K];

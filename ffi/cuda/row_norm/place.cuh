@@ -13,6 +13,22 @@
 namespace gradops {
 namespace {
 
+// Copies a vector to shared memory, or only `left` bytes if the array ends before the vector does:
+// nothing beyond an array may be read. These are copied one by one, because memcheck takes a
+// cp.async of fewer bytes for one of 16.
+template <typename T>
+__device__ __forceinline__ void CopyWithin(std::uint32_t shared, const void* global, int left) {
+  if (left >= kVecBytes) return CopyAsync(shared, global);
+#pragma unroll 1
+  for (int j = 0; j < left / static_cast<int>(sizeof(T)); ++j) {
+    static_cast<T*>(__cvta_shared_to_generic(shared))[j] = static_cast<const T*>(global)[j];
+  }
+}
+template <typename T>
+__device__ __forceinline__ void CopyWithin(void* shared, const void* global, int left) {
+  CopyWithin<T>(SharedAddress(shared), global, left);
+}
+
 // A thread's place in its row. It owns P vectors of the row (README.md has pictures). If q threads
 // own vectors, thread t owns vectors t + k * q with k < P. The row has at most P * q vectors.
 //
@@ -55,7 +71,7 @@ class Place {
       team = __shfl_sync(0xffffffffu, team, 0);
       in_team = static_cast<int>(thread) - team * max(row_threads, kWarp);
       row_thread = row_threads < kWarp ? in_team & (row_threads - 1) : in_team;
-      row = row_threads < kWarp ? in_team >> (31 - __clz(row_threads)) : 0;
+      row = row_threads < kWarp ? in_team >> Log2(row_threads) : 0;
       row_offset_ = row * static_cast<int>(features);
     }
     first_column = cluster > 1 ? ClusterRank() * block_columns : 0;
@@ -185,7 +201,6 @@ class Place {
   __device__ __forceinline__ void StoreSome(T* p, const Vector<T, W>& vector, int i) const {
     if (!HasAll(i)) {
       const auto& words = reinterpret_cast<const std::uint32_t (&)[kVecBytes / 4]>(vector);
-#pragma unroll
       for (int j = 0; j < W; ++j) {
         if (!Has(i, j)) continue;
         if constexpr (sizeof(T) == 2) {
@@ -247,20 +262,16 @@ template <int W, typename A, typename P>
 __device__ __forceinline__ void LoadWide(const P* p, A added, A (&values)[W]) {
   if constexpr (W * sizeof(P) % kVecBytes == 0) {
     constexpr int kStep = kVec<P>;
-#pragma unroll
     for (int j = 0; j < W; j += kStep) {
       Widen(LoadVectorAgain<kStep>(p + j), reinterpret_cast<A(&)[kStep]>(values[j]));
     }
   } else if constexpr (W * sizeof(P) == 8) {
     const uint2 words = *reinterpret_cast<const uint2*>(p);
-#pragma unroll
     for (int j = 0; j < W; ++j) values[j] = static_cast<A>(reinterpret_cast<const P*>(&words)[j]);
   } else {
-#pragma unroll
     for (int j = 0; j < W; ++j) values[j] = static_cast<A>(__ldg(p + j));
   }
   if (added != 0) {
-#pragma unroll
     for (A& value : values) value += added;
   }
 }
@@ -275,7 +286,6 @@ __device__ __forceinline__ void LoadParamVector(const Param& param, std::int64_t
     const P* const data = static_cast<const P*>(param.data) + group * param.group_stride;
     LoadWide(data + column, added, values);
   } else if (param.data == nullptr) {
-#pragma unroll
     for (int j = 0; j < W; ++j) values[j] = absent;
   } else {
     WithType(param, group, [&](const auto* data) { LoadWide(data + column, added, values); });
@@ -290,7 +300,6 @@ __device__ __forceinline__ void LoadParam(const Param& param, std::int64_t group
   constexpr int W = kVec<T>;
 #pragma unroll
   for (int i = 0; i < P; ++i) {
-#pragma unroll
     for (int j = 0; j < W; ++j) values[i][j] = absent;
   }
   if (param.data == nullptr) return;
@@ -302,7 +311,6 @@ __device__ __forceinline__ void LoadParam(const Param& param, std::int64_t group
       if constexpr (kLayout != Layout::kMasked) {
         LoadWide(data + place.Begin(i), added, values[i]);
       } else {
-#pragma unroll
         for (int j = 0; j < W; ++j) {
           if (place.Has(i, j)) {
             values[i][j] = static_cast<A>(__ldg(data + place.Begin(i) + j)) + added;
@@ -340,11 +348,9 @@ __device__ __forceinline__ void AddResidualBias(const RowNormFwdArgs& args, std:
                                                 A (&residual)[kVec<T>]) {
   constexpr int W = kVec<T>, N = sizeof(T) == 2 ? W / 2 : W;
   const Param param = From<ParamT>(args.residual_bias, group, place.base + place.Begin(i));
-#pragma unroll
   for (int j = 0; j < W; j += N) {
     A bias[N];
     LoadParamVector<ParamT>(param, 0, j, A{0}, A{0}, bias);
-#pragma unroll
     for (int k = 0; k < N; ++k) residual[j + k] += bias[k];
   }
 }
@@ -436,10 +442,8 @@ class StagedParameter {
   // The thread's vector i.
   __device__ __forceinline__ void Get(int i, A (&values)[W]) const {
     const int lane = static_cast<int>(threadIdx.x % kWarp);
-#pragma unroll
     for (int j = 0; j < W; j += kVec<A>) {
       const auto part = LoadPlain<kVec<A>>(shared_ + (i * kWarp + lane) * W + j);
-#pragma unroll
       for (int k = 0; k < kVec<A>; ++k) values[j + k] = part.v[k];
     }
   }

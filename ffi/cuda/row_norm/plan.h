@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
+#include <vector>
 
 #include "common/description.h"
 #include "common/integers.h"
@@ -53,7 +54,7 @@ struct RowPlanLimits {
 enum class RowKernel : int {
   kStream,    // A block reads a row twice from global memory.
   kOneRow,    // Forward: a block loads one row (or a few) and ends.
-  kShort,     // Forward: a block loads many aligned rows of up to 32 vectors, and ends.
+  kShort,     // Forward: a block loads many aligned rows of 1, 2, 4, .. 32 vectors, and ends.
   kManyRows,  // Blocks loop over rows. The next rows are copied to shared memory in advance.
   kNarrow,    // Warps loop over tiles of narrow rows in shared memory.
 };
@@ -63,6 +64,14 @@ enum class Layout : int {
   kFull,     // All threads have an equal number of vectors.
   kPartial,  // Some threads lack their last vector.
   kMasked,   // Rows or parameters are unaligned. Forward: also if blocks share rows.
+};
+
+// Who adds up dscale, dbias and dresidual_bias.
+enum class SumsBy : int {
+  kNobody,    // They are not wanted.
+  kDxKernel,  // The kernel for dx keeps them in registers.
+  kAfterDx,   // Stream: a kernel reads dy and x again after the kernel for dx.
+  kBesideDx,  // Few rows: this kernel runs beside the kernel for dx.
 };
 
 inline constexpr int kVectorBytes = 16;
@@ -98,15 +107,14 @@ constexpr int SureColumns(int columns) {
 // threads, each has more than half of the columns that a thread can have. So code need not check
 // for these columns.
 struct NarrowPlan {
-  int row_threads;      // Threads of a row: a power of two up to 32.
-  int log_row_threads;  // log2 of row_threads.
-  int columns;          // Columns of a thread.
-  int tile_steps;       // Rows of a thread in a tile.
-  int tile_rows;        // Rows of a tile, at most 32.
-  int tile_bytes;       // Shared memory for a tile of one array.
-  int warps;            // Warps of a block.
-  int warp_bytes;       // Shared memory for the tiles of a warp.
-  int shared_bytes;     // Shared memory of a block.
+  int row_threads;   // Threads of a row: a power of two up to 32.
+  int columns;       // Columns of a thread.
+  int tile_steps;    // Rows of a thread in a tile.
+  int tile_rows;     // Rows of a tile, at most 32.
+  int tile_bytes;    // Shared memory for a tile of one array.
+  int warps;         // Warps of a block.
+  int warp_bytes;    // Shared memory for the tiles of a warp.
+  int shared_bytes;  // Shared memory of a block.
 
   constexpr int threads() const { return kWarpThreads * warps; }
 };
@@ -118,53 +126,50 @@ struct TileSchedule {
       extra;  // Each warp has `iterations` tiles. The first `extra` have one more.
 };
 
+// --- Wider rows ----------------------------------------------------------------------------------
+
+// How a row is split among threads. README.md has tables.
+struct RowSplit {
+  RowKernel kernel;  // Stream and narrow: the other members mean nothing.
+  Layout layout;
+  int vectors;        // Vectors of a row that a thread has.
+  int row_threads;    // Threads of a row in one block: a power of two up to 32, or whole warps.
+  int cluster;        // Blocks that share a row.
+  int block_columns;  // Columns of each block.
+  int period;         // Rows this far apart have an equal misalignment.
+  int stages;         // Rows that a thread has in flight. Forward, one row: 0.
+  int shared_bytes;   // Shared memory of a block.
+};
+
+// What runs. The split is a ForwardSplit or a BackwardSplit.
+template <typename Split>
+struct RowPlan {
+  bool reads_vectors;  // Kernels that stream, or that only add up column sums, read by vectors.
+  SumsBy sums = SumsBy::kNobody;  // Backward.
+  Split split{};
+  NarrowPlan narrow{};
+
+  constexpr RowKernel kernel() const { return split.kernel; }  // Backward: for dx.
+};
+
 // --- Forward -------------------------------------------------------------------------------------
 
 // One row: a block has one row, or a few. The hardware starts the next block when a block ends,
-// which keeps all multiprocessors busy to the end. Many rows: parameters cost more than rows if rows
-// are unaligned or shared by blocks, so a block loads them once for many rows. Short rows: a thread
-// has one vector of each of up to four rows, and loads its columns of the parameters once.
-//
-//   Bytes of a row                       Bytes of a thread   Threads of a row
-//   up to 512 (short)                    16 of each row      1 to 32
-//   up to 2 Ki                           64                  16 to 32
-//   up to 32 Ki (not 16-bit elements)    64                  64 to 512
-//   up to 8 Ki, 14 to 16 Ki (16-bit)     64                  64 to 256
-//   up to 128 Ki (not 16-bit elements)   128                 up to 1024
-//   up to 64 Ki (16-bit elements)        128                 up to 512
-//   unaligned, up to 32 Ki               64                  32 to 512
-//   wider, from sm_90 on                 64                  2 to 16 blocks of up to 512
-//
-// Some widths, like 768 16-bit elements, have 48 bytes per thread.
-struct ForwardSplit {
-  RowKernel kernel;  // Stream and narrow: the other members mean nothing.
-  Layout layout;
-  int vectors;          // Vectors of a row that a thread has.
-  int row_threads;      // Threads of a row in one block: a power of two up to 32, or whole warps.
-  int cluster;          // Blocks that share a row.
-  int block_columns;    // Columns of each block.
+// which keeps all multiprocessors busy to the end. Many rows: parameters cost more than rows if
+// rows are unaligned or shared by blocks, so a block loads them once for many rows. Short rows: a
+// thread has one vector of each of up to four rows, and loads its columns of the parameters once.
+struct ForwardSplit : RowSplit {
   bool full;            // All row_threads have exactly `vectors` vectors of their own.
-  int log_row_threads;  // log2 of row_threads, if a row has no more than a warp.
   int rows_per_block;   // Rows that a block works on at a time.
   int thread_rows = 1;  // Short rows: rows of a thread.
-
-  // Many rows:
-  int period;  // Rows after which misalignments repeat: a power of two, at least rows_per_block.
-  int log_period;         // log2 of period.
-  int log_period_blocks;  // log2 of the number of blocks that have a period's rows.
-  int stages;             // Rows that a thread has in flight.
-  int stage_bytes, warp_bytes, shared_bytes;  // For one stage of a warp; for a warp; for a block.
+  // Many rows: `period` is a power of two, at least rows_per_block.
+  int stage_bytes, warp_bytes;  // Shared memory for one stage of a warp; for a warp.
 
   constexpr int threads() const { return rows_per_block / thread_rows * row_threads; }
+  // How many blocks have the rows of a period.
+  constexpr int period_blocks() const { return period / rows_per_block; }
 };
-
-struct ForwardPlan {
-  bool reads_vectors;  // Stream: rows are read by vectors.
-  ForwardSplit split{};
-  NarrowPlan narrow{};
-
-  constexpr RowKernel kernel() const { return split.kernel; }
-};
+using ForwardPlan = RowPlan<ForwardSplit>;
 
 // How rows are split among the blocks of the kernel for many rows.
 struct ForwardSchedule {
@@ -189,14 +194,6 @@ inline constexpr int kManyRowsVectors = 4;
 
 // --- Backward ------------------------------------------------------------------------------------
 
-// Who adds up dscale, dbias and dresidual_bias.
-enum class SumsBy : int {
-  kNobody,    // They are not wanted.
-  kDxKernel,  // The kernel for dx keeps them in registers.
-  kAfterDx,   // Stream: a kernel reads dy and x again after the kernel for dx.
-  kBesideDx,  // Few rows: this kernel runs beside the kernel for dx.
-};
-
 // The grid is small: a few blocks per multiprocessor loop over all rows. Each thread keeps its
 // column sums in registers for the whole loop. Sums of dx are in shared memory. A team takes row
 // after row. Each thread copies its part of the next rows to its own part of a ring in shared
@@ -204,50 +201,22 @@ enum class SumsBy : int {
 // multiprocessor has enough bytes in flight all the time. A thread waits for other threads only in
 // a row's sums, and for its warp if rows are masked.
 //
-//   Bytes of a thread   Threads of a row                Bytes of a row
-//   32                  up to 512 of one block          up to 16 Ki
-//   48                  up to 384 of one block          up to 18 Ki
-//   64                  up to 512 of one block          up to 32 Ki
-//   32, 48 or 64        2 to 16 such blocks (sm_90 on)  up to 16 times as above; else streamed
-//
-// 16-bit elements and masked rows take 48 bytes, unless 32 bytes put clearly more threads to work.
-// Wider elements take 32 bytes. They take 64 if 32 bytes need larger clusters or cannot hold the
-// row. Masked rows have at least 32 threads. A multiprocessor has 512 threads of a kernel, with 48
-// bytes 384. A cluster also shares a row that one block could hold, if that block left more than an
-// eighth of these threads idle. With 48 bytes, a tenth is enough if rows are not masked. The blocks
-// of such a cluster have at least three warps.
-struct BackwardSplit {
-  RowKernel kernel;  // Stream and narrow: the other members mean nothing.
-  Layout layout;
-  int vectors;           // Vectors of a row that a thread has.
-  int row_threads;       // Threads of a row in one block: a power of two up to 32, or whole warps.
-  int teams;             // Teams of a block. Each has max(32, row_threads) threads.
-  int cluster;           // Blocks that share a row.
-  int block_columns;     // Columns of each block.
-  int stages;            // Stages of the ring: rows that a thread has in flight.
-  int ring_bytes;        // A block's ring. It comes first in shared memory, then column sums.
-  int dx_sum_bytes;      // A block's sums of dx, last in shared memory. 0: there are none.
-  int shared_bytes;      // All shared memory of a block.
-  int alignment_period;  // Rows this far apart have an equal misalignment.
+// A cluster also shares a row that one block could hold, if that block left more than an eighth of
+// the threads of a multiprocessor idle. With 48 bytes, a tenth is enough if rows are not masked.
+// The blocks of such a cluster have at least three warps.
+struct BackwardSplit : RowSplit {
+  int teams;         // Teams of a block. Each has max(32, row_threads) threads.
+  int ring_bytes;    // A block's ring. It comes first in shared memory, then column sums.
+  int dx_sum_bytes;  // A block's sums of dx, last in shared memory. 0: there are none.
 
   constexpr int team_threads() const {
     return row_threads < kWarpThreads ? kWarpThreads : row_threads;
   }
   constexpr int threads() const { return teams * team_threads(); }
   // Rows of a team in an iteration.
-  constexpr int team_rows() const {
-    return row_threads < kWarpThreads ? kWarpThreads / row_threads : 1;
-  }
+  constexpr int team_rows() const { return team_threads() / row_threads; }
 };
-
-struct BackwardPlan {
-  SumsBy sums;
-  bool reads_vectors;  // Kernels that stream, or that only add up column sums, read by vectors.
-  BackwardSplit split{};
-  NarrowPlan narrow{};
-
-  constexpr RowKernel kernel() const { return split.kernel; }  // For dx.
-};
+using BackwardPlan = RowPlan<BackwardSplit>;
 
 // How a group's rows are split among clusters (of one block, too). Each team makes `sweeps` loops
 // over rows of one misalignment. The host does the divisions: on a device they compile to calls,
@@ -353,7 +322,7 @@ inline std::optional<NarrowPlan> ChooseNarrow(const RowTask& task, int warp_extr
   if (task.features < 1 || task.features > kWarpThreads * most) return std::nullopt;
   const auto features = static_cast<int>(task.features);
   plan.row_threads = 1;
-  while (plan.row_threads * most < features) plan.row_threads *= 2, ++plan.log_row_threads;
+  while (plan.row_threads * most < features) plan.row_threads *= 2;
   plan.columns = std::min(features, static_cast<int>(CeilDiv(features, plan.row_threads)) | 1);
   const int row_bytes = features * task.element_bytes, at_once = kWarpThreads / plan.row_threads;
   // Few rows are spread over all multiprocessors' warps.
@@ -459,8 +428,6 @@ inline std::optional<ForwardSplit> SplitMasked(const RowTask& task, const RowPla
 inline ForwardSplit WithStages(const RowTask& task, const RowPlanLimits& limits,
                                ForwardSplit split) {
   split.period = std::max(split.rows_per_block, AlignmentPeriod(task));
-  while (1 << split.log_period < split.period) ++split.log_period;
-  while (split.rows_per_block << split.log_period_blocks < split.period) ++split.log_period_blocks;
   // With these stages a multiprocessor has about 32 KB in flight.
   const bool rereads = task.centered && task.element_bytes == 2;
   split.stages = limits.max_stages != 0 ? limits.max_stages : rereads || split.cluster > 1 ? 2 : 1;
@@ -503,19 +470,20 @@ inline std::optional<ForwardSplit> SplitForward(const RowTask& task, const RowPl
   // Wide layer norm rows: with a block per row, each block would load all parameters again.
   const bool wide = task.centered && task.element_bytes <= 4 &&
                     task.features * task.element_bytes > (task.element_bytes == 2 ? 40 : 80) * 1024;
-  const bool is_short = whole_vectors && task.features <= kWarpThreads * width;
+  // Other numbers of vectors would leave some of a row's threads idle.
+  const std::int64_t vectors = whole_vectors ? task.features / width : 0;
+  const bool is_short = vectors > 0 && vectors <= kWarpThreads && (vectors & (vectors - 1)) == 0;
+  // Rows of 5 vectors can only be split as masked rows.
+  const int least_blocks = vectors > 5 ? 2 : 1;
   std::optional<ForwardSplit> split;
   if (is_short) split = SplitShort(task);
   if (wide) split = SplitMasked(task, limits, max_threads, 2);
   if (!split && whole_vectors) split = SplitInBlock(task, max_threads);
-  if (!split) split = SplitMasked(task, limits, max_threads, whole_vectors ? 2 : 1);
+  if (!split) split = SplitMasked(task, limits, max_threads, least_blocks);
   if (!split) return split;
   if (!is_short) {
     split->rows_per_block =
         split->row_threads > kWarpThreads || split->cluster > 1 ? 1 : 64 / split->row_threads;
-  }
-  while (2 << split->log_row_threads <= std::min(split->row_threads, kWarpThreads)) {
-    ++split->log_row_threads;
   }
   return split->layout == Layout::kMasked ? WithStages(task, limits, *split) : *split;
 }
@@ -619,7 +587,7 @@ inline std::optional<BackwardSplit> SplitRows(const RowTask& task, const RowPlan
   split.block_columns = static_cast<int>(columns);
   split.layout = LayoutOf(task, vectors, columns);
   split.row_threads = std::max(masked ? kWarpThreads : 1, ThreadsFor(CeilDiv(columns, elements)));
-  split.alignment_period = AlignmentPeriod(task);
+  split.period = AlignmentPeriod(task);
   return split;
 }
 
@@ -692,29 +660,35 @@ inline bool AddsFewRows(const RowTask& task) {
          !task.sums_dx && (!task.reads_mean || (task.knows_epsilon && reads <= kFewReads));
 }
 
+// The plan for narrow rows in place of a masked split's.
+template <typename Split>
+void TryNarrow(const RowTask& task, int warp_extra, int block_extra, RowPlan<Split>& plan) {
+  if (plan.split.layout != Layout::kMasked) return;
+  if (const auto narrow = ChooseNarrow(task, warp_extra, block_extra)) {
+    plan.narrow = *narrow, plan.split.kernel = RowKernel::kNarrow;
+  }
+}
+
 }  // namespace row_plan
 
 inline ForwardPlan ChooseForwardPlan(const RowTask& task, const RowPlanLimits& limits = {}) {
   using namespace row_plan;
   ForwardPlan plan{.reads_vectors = ReadsVectors(task)};
-  plan.split.kernel = RowKernel::kStream;
-  const auto split = SplitForward(task, limits);
-  if (!split) return plan;
-  plan.split = *split;
-  plan.split.kernel = split->vectors == 1 ? RowKernel::kShort : RowKernel::kOneRow;
-  if (split->layout != Layout::kMasked) return plan;
-  plan.split.kernel = RowKernel::kManyRows;
-  const int bias = static_cast<int>(task.features) * AccumBytes(task);
-  const auto narrow = ChooseNarrow(task, 0, task.residual_bias ? bias : 0);
-  if (narrow) plan.narrow = *narrow, plan.split.kernel = RowKernel::kNarrow;
+  if (const auto split = SplitForward(task, limits)) {
+    plan.split = *split;
+    plan.split.kernel = split->layout == Layout::kMasked ? RowKernel::kManyRows
+                        : split->vectors == 1            ? RowKernel::kShort
+                                                         : RowKernel::kOneRow;
+    const int bias = static_cast<int>(task.features) * AccumBytes(task);
+    TryNarrow(task, 0, task.residual_bias ? bias : 0, plan);
+  }
   return plan;
 }
 
 inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowPlanLimits& limits = {}) {
   using namespace row_plan;
-  BackwardPlan plan{.sums = task.sums ? SumsBy::kAfterDx : SumsBy::kNobody,
-                    .reads_vectors = ReadsVectors(task)};
-  plan.split.kernel = RowKernel::kStream;
+  BackwardPlan plan{.reads_vectors = ReadsVectors(task),
+                    .sums = task.sums ? SumsBy::kAfterDx : SumsBy::kNobody};
   if (limits.stream || !task.aligned) return plan;
   const auto split = ChooseVectors(task, limits);
   if (!split) return plan;
@@ -725,12 +699,10 @@ inline BackwardPlan ChooseBackwardPlan(const RowTask& task, const RowPlanLimits&
     const bool few = limits == RowPlanLimits{} && AddsFewRows(task);
     plan.sums = few ? SumsBy::kBesideDx : SumsBy::kDxKernel;
   }
-  if (split->layout != Layout::kMasked) return plan;
   // Column sums of each warp, and each thread's sums of dx.
   const int columns = static_cast<int>(task.features) +
                       (task.sums_dx ? kWarpThreads * NarrowColumns(task.element_bytes) : 0);
-  const auto narrow = ChooseNarrow(task, columns * AccumBytes(task), 0);
-  if (narrow) plan.narrow = *narrow, plan.split.kernel = RowKernel::kNarrow;
+  TryNarrow(task, columns * AccumBytes(task), 0, plan);
   return plan;
 }
 
@@ -741,7 +713,7 @@ inline ForwardSchedule ScheduleForward(const ForwardSplit& split, std::int64_t r
                                        std::int64_t row_bytes, std::int64_t clusters) {
   constexpr std::int64_t kMaxIterations = 1 << 20;
   const std::int64_t at_once =
-      std::max<std::int64_t>(1, clusters >> split.log_period_blocks) * split.period;
+      std::max<std::int64_t>(1, clusters / split.period_blocks()) * split.period;
   const std::int64_t most = std::min(CeilDiv(rows, at_once), kMaxIterations);
   ForwardSchedule schedule{};
   schedule.row_stride = RoundUp(CeilDiv(rows, most), split.period);
@@ -752,14 +724,14 @@ inline ForwardSchedule ScheduleForward(const ForwardSplit& split, std::int64_t r
 }
 // How many clusters have rows.
 constexpr std::int64_t ClustersOf(const ForwardSplit& split, const ForwardSchedule& schedule) {
-  return (schedule.row_stride >> split.log_period) << split.log_period_blocks;
+  return schedule.row_stride / split.period * split.period_blocks();
 }
 
 // Splits a group's rows among `clusters_per_group` clusters.
 inline BackwardSchedule ScheduleBackward(const BackwardSplit& split, std::int64_t rows,
                                          std::int64_t clusters_per_group) {
   const std::int64_t iterations = CeilDiv(rows, split.team_rows());
-  const std::int64_t teams = clusters_per_group * split.teams, period = split.alignment_period;
+  const std::int64_t teams = clusters_per_group * split.teams, period = split.period;
   const std::int64_t sweeps = period / std::gcd(period, teams);
   return {.clusters_per_group = clusters_per_group,
           .sweeps = static_cast<int>(sweeps),
@@ -780,74 +752,63 @@ inline TileSchedule ScheduleTiles(const NarrowPlan& plan, std::int64_t groups, s
 
 // --- Descriptions --------------------------------------------------------------------------------
 
-inline Description DescribeNarrow(const char* kernel, const NarrowPlan& plan) {
-  return {kernel,
-          "row_norm/narrow.cuh",
-          {{"row_threads", plan.row_threads, "threads that share a row in one block"},
-           {"columns", plan.columns, "columns of a thread"},
-           {"tile_steps", plan.tile_steps, "rows of a thread in a tile"},
-           {"tile_rows", plan.tile_rows, "rows of a tile"},
-           {"tile_bytes", plan.tile_bytes, "shared memory for a tile of one array, in bytes"},
-           {"warps", plan.warps, "warps of a block"},
-           {"threads", plan.threads(), "threads of a block"},
-           {"shared_bytes", plan.shared_bytes, "shared memory of a block, in bytes"}}};
-}
-
-// What both directions have.
+// The numbers of a plan. kernels: the names, by RowKernel. file: of the kernels for wider rows.
 template <typename Split>
-Description DescribeSplit(const char* kernel, const char* file, const Split& split) {
-  return {
-      kernel,
-      file,
-      {{"layout", static_cast<int>(split.layout),
-        "0: all threads have an equal number of vectors; 1: some lack their last one; 2: unaligned "
-        "rows"},
-       {"vectors", split.vectors, "vectors of 16 bytes of a row that a thread has"},
-       {"row_threads", split.row_threads, "threads that share a row in one block"},
-       {"cluster", split.cluster, "blocks that share a row"},
-       {"block_columns", split.block_columns, "columns of each block that shares a row"},
-       {"threads", split.threads(), "threads of a block"},
-       {"stages", split.stages, "rows that a thread has in flight from global to shared memory"},
-       {"shared_bytes", split.shared_bytes, "shared memory of a block, in bytes"}}};
-}
-
-inline Description Describe(const ForwardPlan& plan) {
+Description DescribeRows(const RowPlan<Split>& plan, const char* const (&kernels)[5],
+                         const char* file, std::vector<Description::Number> more) {
   const RowKernel kernel = plan.kernel();
-  if (kernel == RowKernel::kStream) {
-    return {"ForwardStreamKernel",
-            "row_norm/stream.cuh",
-            {{"reads_vectors", plan.reads_vectors,
-              "1: kernels that read rows again read vectors of 16 bytes; 0: single elements"}}};
-  }
-  if (kernel == RowKernel::kNarrow) return DescribeNarrow("ForwardNarrowKernel", plan.narrow);
-  const char* const name = kernel == RowKernel::kShort    ? "ForwardShortKernel"
-                           : kernel == RowKernel::kOneRow ? "ForwardKernel"
-                                                          : "ForwardRowsKernel";
-  Description description = DescribeSplit(name, "row_norm/forward.cuh", plan.split);
-  description.numbers.push_back(
-      {"rows_per_block", plan.split.rows_per_block, "rows that a block works on at a time"});
-  description.numbers.push_back({"thread_rows", plan.split.thread_rows, "rows of a thread"});
-  description.numbers.push_back(
-      {"period", plan.split.period,
-       "rows this far apart start at an equal offset from a 16-byte boundary"});
-  return description;
-}
-
-inline Description Describe(const BackwardPlan& plan) {
-  Description description{"BackwardStreamKernel", "row_norm/stream.cuh", {}};
-  if (plan.kernel() == RowKernel::kNarrow) {
-    description = DescribeNarrow("BackwardNarrowKernel", plan.narrow);
-  } else if (plan.kernel() == RowKernel::kManyRows) {
-    description = DescribeSplit("BackwardKernel", "row_norm/backward.cuh", plan.split);
-    description.numbers.push_back(
-        {"teams", plan.split.teams, "groups of threads of a block that take row after row"});
-    description.numbers.push_back(
-        {"alignment_period", plan.split.alignment_period,
-         "rows this far apart start at an equal offset from a 16-byte boundary"});
+  const NarrowPlan& narrow = plan.narrow;
+  const Split& split = plan.split;
+  Description description{kernels[static_cast<int>(kernel)], "row_norm/stream.cuh", {}};
+  if (kernel == RowKernel::kNarrow) {
+    description.file = "row_norm/narrow.cuh";
+    description.numbers = {
+        {"row_threads", narrow.row_threads, "threads that share a row in one block"},
+        {"columns", narrow.columns, "columns of a thread"},
+        {"tile_steps", narrow.tile_steps, "rows of a thread in a tile"},
+        {"tile_rows", narrow.tile_rows, "rows of a tile"},
+        {"tile_bytes", narrow.tile_bytes, "shared memory for a tile of one array, in bytes"},
+        {"warps", narrow.warps, "warps of a block"},
+        {"threads", narrow.threads(), "threads of a block"},
+        {"shared_bytes", narrow.shared_bytes, "shared memory of a block, in bytes"}};
+  } else if (kernel != RowKernel::kStream) {
+    description.file = file;
+    description.numbers = {
+        {"layout", static_cast<int>(split.layout),
+         "0: all threads have an equal number of vectors; 1: some lack their last one; 2: "
+         "unaligned rows"},
+        {"vectors", split.vectors, "vectors of 16 bytes of a row that a thread has"},
+        {"row_threads", split.row_threads, "threads that share a row in one block"},
+        {"cluster", split.cluster, "blocks that share a row"},
+        {"block_columns", split.block_columns, "columns of each block that shares a row"},
+        {"threads", split.threads(), "threads of a block"},
+        {"stages", split.stages, "rows that a thread has in flight from global to shared memory"},
+        {"shared_bytes", split.shared_bytes, "shared memory of a block, in bytes"},
+        {"period", split.period,
+         "rows this far apart start at an equal offset from a 16-byte boundary"}};
+    description.numbers.insert(description.numbers.end(), more.begin(), more.end());
   }
   description.numbers.push_back(
       {"reads_vectors", plan.reads_vectors,
        "1: kernels that read rows again read vectors of 16 bytes; 0: single elements"});
+  return description;
+}
+
+inline Description Describe(const ForwardPlan& plan) {
+  return DescribeRows(
+      plan,
+      {"ForwardStreamKernel", "ForwardKernel", "ForwardShortKernel", "ForwardRowsKernel",
+       "ForwardNarrowKernel"},
+      "row_norm/forward.cuh",
+      {{"rows_per_block", plan.split.rows_per_block, "rows that a block works on at a time"},
+       {"thread_rows", plan.split.thread_rows, "rows of a thread"}});
+}
+
+inline Description Describe(const BackwardPlan& plan) {
+  Description description = DescribeRows(
+      plan, {"BackwardStreamKernel", "", "", "BackwardKernel", "BackwardNarrowKernel"},
+      "row_norm/backward.cuh",
+      {{"teams", plan.split.teams, "groups of threads of a block that take row after row"}});
   description.numbers.push_back({"sums_by", static_cast<int>(plan.sums),
                                  "column sums come from 0: nobody, 1: the kernel for dx, 2: a "
                                  "kernel after it, 3: one beside it"});

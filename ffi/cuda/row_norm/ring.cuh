@@ -20,15 +20,17 @@ __device__ __forceinline__ std::int64_t GroupOf(std::int64_t item, std::int64_t 
                         : static_cast<std::uint32_t>(item) / static_cast<std::uint32_t>(per_group);
 }
 
-// The rows of a group that a team works on in a sweep. Its first iteration begins at row `first`,
-// each later iteration row_stride rows further.
+// The rows of an item that a team works on in a sweep. Its first iteration begins at row `first` of
+// all groups' rows, each later iteration row_stride rows further.
 struct TeamRows {
   std::int64_t first, row_stride;
   int most;  // The most iterations of a team of the block.
   int own;   // Iterations in which the thread has a row.
 
   __device__ TeamRows(const BackwardSchedule& schedule, const BackwardSplit& split,
-                      std::int64_t cluster, int team, int row, int sweep, std::int64_t rows) {
+                      std::int64_t item, int team, int row, int sweep, std::int64_t rows) {
+    const std::int64_t group = GroupOf(item, schedule.clusters_per_group);
+    const std::int64_t cluster = item - group * schedule.clusters_per_group;
     const std::int64_t teams = schedule.clusters_per_group * split.teams;
     const std::int64_t number = sweep * teams + team * schedule.clusters_per_group + cluster;
     first = number * split.team_rows();
@@ -37,6 +39,7 @@ struct TeamRows {
     own = schedule.iterations + (number < schedule.extra);
     // A team's last iteration may lack rows.
     own -= own > 0 && first + (own - 1) * row_stride + row >= rows;
+    first += group * rows;
   }
 };
 
@@ -183,14 +186,10 @@ class RowRing {
     if (!place_.Owns(i) || place_.Lacks(i)) return;
     const T* const from = place_.InRow(next_[a], i);
     T* const to = Address(a, i, first);
-    // Nothing beyond an array's end may be read.
-    const T* const end = arrays_[a] + elements_;
-    if (!kMasked || end - from >= W) {
-      CopyAsync(to, from);
-    } else {
-#pragma unroll 1
-      for (int j = 0; j < static_cast<int>(end - from); ++j) to[j] = from[j];
-    }
+    if (!kMasked) return CopyAsync(to, from);
+    const std::int64_t left = arrays_[a] + elements_ - from;
+    CopyWithin<T>(to, from,
+                  static_cast<int>(min(left, std::int64_t{W})) * static_cast<int>(sizeof(T)));
   }
 
   const RowPlace& place_;
@@ -362,17 +361,8 @@ class ForwardRing {
     }
 #pragma unroll 1
     for (int i = 0; i < P; ++i) {
-      if (place_.Lacks(i)) continue;
-      const std::int64_t there = left - begin(i);
-      if (there >= kVecBytes) {
-        CopyAsync(to + i * kWarpBytes, from + begin(i));
-        continue;
-      }
-      // A cp.async of fewer bytes is not used: memcheck takes that for a copy of 16 bytes.
-      auto* const target = static_cast<T*>(__cvta_shared_to_generic(to + i * kWarpBytes));
-      const auto* const source = reinterpret_cast<const T*>(from + begin(i));
-#pragma unroll 1
-      for (int j = 0; j < static_cast<int>(there / sizeof(T)); ++j) target[j] = source[j];
+      if (!place_.Lacks(i))
+        CopyWithin<T>(to + i * kWarpBytes, from + begin(i), static_cast<int>(left) - begin(i));
     }
   }
 

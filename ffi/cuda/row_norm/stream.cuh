@@ -12,6 +12,7 @@
 #include "cuda/common/reduce.cuh"
 #include "cuda/common/row_sum.cuh"
 #include "cuda/common/vector.cuh"
+#include "cuda/row_norm/moments.cuh"
 #include "cuda/row_norm/place.cuh"
 #include "cuda/row_norm/ring.cuh"
 #include "ops/row_norm.h"
@@ -37,7 +38,6 @@ __device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int
     const auto other = LoadVectorOnce<W>(residual_row + c);
     A bias[W];
     LoadParamVector<void>(args.residual_bias, group, c, A{0}, A{0}, bias);
-#pragma unroll
     for (int j = 0; j < W; ++j) {
       const A added = static_cast<A>(other.v[j]) + bias[j];
       vector.v[j] = static_cast<T>(static_cast<A>(vector.v[j]) + added);
@@ -46,26 +46,14 @@ __device__ __forceinline__ void AddResidual(const RowNormFwdArgs& args, std::int
   }
 }
 
-// The first element of a row: of x or, with a residual, of the sum. Another thread may store that.
-template <typename T>
-__device__ __forceinline__ Accum<T> FirstOf(const RowNormFwdArgs& args, std::int64_t row) {
-  using A = Accum<T>;
-  const std::int64_t start = row * args.shape.features;
-  const A x = static_cast<A>(static_cast<const T*>(args.x)[start]);
-  if (args.residual == nullptr) return x;
-  A bias[1];
-  LoadParamVector<void>(args.residual_bias, row / args.shape.rows, 0, A{0}, A{0}, bias);
-  const A residual = static_cast<A>(static_cast<const T*>(args.residual)[start]) + bias[0];
-  return static_cast<A>(static_cast<T>(x + residual));
-}
-
 // Each thread keeps count, mean and centered sum of squares of its elements so far. It merges them
 // with the values of the next few vectors, and finally with the other threads' values (Chan, Golub,
 // LeVeque). Means are of differences from the thread's own first element. An outlier among first
 // elements then costs accuracy only in one thread's elements.
 template <typename T, int W>
 __global__ void __launch_bounds__(kStreamThreads, 1)
-    ForwardStreamKernel(const __grid_constant__ RowNormFwdArgs args) {
+    ForwardStreamKernel(const __grid_constant__ RowNormFwdArgs args,
+                        const __grid_constant__ ForwardScalars<Accum<T>> scalars) {
   using A = Accum<T>;
   constexpr int kAtOnce = W == 1 ? 8 : W == 2 ? 2 : 4;
   constexpr int kUnroll = W == 2 ? 1 : 2;  // double: more would spill
@@ -75,20 +63,21 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   Sum sum(kStreamThreads, 1, storage);
 
   const std::int64_t features = args.shape.features, rows = args.shape.groups * args.shape.rows;
-  const A inverse_n = A{1} / static_cast<A>(features);
+  const A inverse_n = scalars.inverse_features, inverse_unit = scalars.inverse_unit;
   for (std::int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    // h is normalised: x, or x + residual. The thread stores that sum before it reads it again.
+    // h is normalised: x, or x + residual. That sum is stored before it is read again.
     const T* const x_row = static_cast<const T*>(args.x) + row * features;
     const T* h_row = x_row;
     if (args.residual != nullptr) {
       AddResidual<W, T>(args, row);
+      __syncthreads();  // the first element is stored, too
       h_row = static_cast<const T*>(args.sum) + row * features;
     }
     const bool has_shift = args.centered && threadIdx.x * W < features;
     const A shift =
         has_shift ? static_cast<A>(LoadVectorOnce<1>(h_row + threadIdx.x * W).v[0]) : A{0};
     int vectors_seen = 0;
-    A share_mean = 0, squares = 0;  // of h - shift
+    A share_mean = 0, squares = 0;  // of h - shift; of (h - shift) / unit
     for (std::int64_t first = threadIdx.x * W; first < features; first += kAtOnce * kStep) {
       Vector<T, W> h[kAtOnce];
       A part_sum = 0, part_squares = 0;
@@ -101,7 +90,6 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       for (int i = 0; i < kAtOnce; ++i) {
         if (first + i * kStep < features) {
           ++vectors;
-#pragma unroll
           for (int j = 0; j < W; ++j) part_sum += static_cast<A>(h[i].v[j]) - shift;
         }
       }
@@ -110,10 +98,9 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       for (int i = 0; i < kAtOnce; ++i) {
         KeepPacked(h[i]);
         if (first + i * kStep < features) {
-#pragma unroll
           for (int j = 0; j < W; ++j) {
             const A centered = (static_cast<A>(h[i].v[j]) - shift) - part_mean;
-            part_squares += centered * centered;
+            part_squares += (centered * inverse_unit) * (centered * inverse_unit);
           }
         }
       }
@@ -121,36 +108,25 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       const A count = static_cast<A>(vectors_seen * W);  // may be 0
       vectors_seen += vectors;
       const A fraction = static_cast<A>(vectors) / static_cast<A>(vectors_seen);
-      squares += part_squares + difference * (count * fraction * difference);
+      const A in_units = difference * inverse_unit;
+      squares += part_squares + in_units * (count * fraction * in_units);
       share_mean += difference * fraction;
     }
     const A count = static_cast<A>(vectors_seen * W);
     A mean = 0;
     if (args.centered) {
-      const A row_shift = FirstOf<T>(args, row);
+      const A row_shift = static_cast<A>(LoadVectorOnce<1>(h_row).v[0]);
       A total[1] = {count * ((shift - row_shift) + share_mean)};
       sum(total);
       mean = row_shift + total[0] * inverse_n;
     }
     const A centered_mean = (shift - mean) + share_mean;
-    A sums[2] = {count * centered_mean, squares + count * centered_mean * centered_mean};
+    const A in_units = centered_mean * inverse_unit;
+    A sums[2] = {count * centered_mean, squares + in_units * (count * in_units)};
     sum(sums);
     const A delta = args.centered ? sums[0] * inverse_n : A{0};
-    A variance = VarianceOf(sums[1] * inverse_n, delta);
-    if (Overflowed(variance)) {  // true for all threads; sums of squares may have overflowed
-      A large[1] = {};
-      for (std::int64_t c = threadIdx.x * W; c < features; c += kStep) {
-        const auto h = LoadVectorOnce<W>(h_row + c);
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          const A part = ((static_cast<A>(h.v[j]) - mean) - delta) * kLargeUnit<A>;
-          large[0] += part * part;
-        }
-      }
-      sum(large);
-      variance = large[0] * inverse_n / kLargeUnit<A> / kLargeUnit<A>;
-    }
-    const A rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));
+    const A variance = VarianceOf(sums[1] * inverse_n * scalars.unit * scalars.unit, delta);
+    const A rstd = InverseDeviation(variance, scalars.epsilon);
 
     const std::int64_t group = row / args.shape.rows;
     T* const y = static_cast<T*>(args.y) + row * features;
@@ -166,7 +142,6 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
                               scale);
         LoadParamVector<void>(args.bias, group, column, A{0}, A{0}, bias);
         Vector<T, W> out;
-#pragma unroll
         for (int j = 0; j < W; ++j) {
           const A x_hat = ((static_cast<A>(h.v[j]) - mean) - delta) * rstd;
           out.v[j] = static_cast<T>(x_hat * scale[j] + bias[j]);
@@ -174,9 +149,10 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         StoreVector(y + column, out);
       }
     }
-    if (threadIdx.x == 0 && args.rstd != nullptr) {
-      if (args.centered) static_cast<A*>(args.mean)[row] = mean + delta;
-      static_cast<A*>(args.rstd)[row] = rstd;
+    if (threadIdx.x == 0) {
+      const Moments<A> moments{mean, delta, rstd};
+      args.centered ? StoreStatistics<true>(args, row, moments)
+                    : StoreStatistics<false>(args, row, moments);
     }
   }
 }
@@ -189,7 +165,6 @@ __device__ __forceinline__ void NormalisedVector(const RowNormBwdArgs& args, con
                                                  A (&x_hat)[W]) {
   A bias[W];
   if (args.from_output) LoadParamVector<void>(args.bias, group, column, A{0}, A{0}, bias);
-#pragma unroll
   for (int j = 0; j < W; ++j) {
     const A value = static_cast<A>(x.v[j]);
     if (args.from_output) {
@@ -235,7 +210,6 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       LoadParamVector<void>(args.scale, group, column, A{1}, static_cast<A>(args.scale_offset),
                             scale);
       NormalisedVector(args, x, group, column, scale, mean, A{0}, rstd, x_hat);
-#pragma unroll
       for (int j = 0; j < W; ++j) {
         const A wdy = static_cast<A>(dy.v[j]) * scale[j];
         total[0] += wdy * x_hat[j];
@@ -260,7 +234,6 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       NormalisedVector(args, x, group, column, scale, mean, delta, rstd, x_hat);
       Vector<T, W> out, dsum;
       if (dsum_row != nullptr) dsum = LoadVector<W>(dsum_row + column);
-#pragma unroll
       for (int j = 0; j < W; ++j) {
         A dx = NormInputGrad(static_cast<A>(dy.v[j]) * scale[j], x_hat[j], mean_wdy, mean_wdy_x_hat,
                              rstd);
@@ -295,7 +268,6 @@ __device__ __forceinline__ void FewDeltas(const RowNormBwdArgs& args, std::int64
     A delta = 0;
     for (std::int64_t c = lane * W; c < features; c += kWarp * W) {
       const auto x = LoadVector<W>(static_cast<const T*>(args.x) + (first + r) * features + c);
-#pragma unroll
       for (int j = 0; j < W; ++j) delta += static_cast<A>(x.v[j]) - mean;
     }
     delta = WarpSum<kWarp>(delta) / static_cast<A>(features);
@@ -340,25 +312,21 @@ __global__ void __launch_bounds__(kColumnThreads* kRowThreads)
           A x_hat[W];
           NormalisedVector(args, x, group, column, scale, mean, delta,
                            __ldg(static_cast<const A*>(args.rstd) + row), x_hat);
-#pragma unroll
           for (int j = 0; j < W; ++j) {
             part_dscale[j] += static_cast<A>(dy.v[j]) * x_hat[j];
             part_dbias[j] += static_cast<A>(dy.v[j]);
           }
           if (args.dresidual_bias.data != nullptr) {
             const auto dx = LoadVector<W>(static_cast<const T*>(args.dx) + row * features + column);
-#pragma unroll
             for (int j = 0; j < W; ++j) part_dresidual_bias[j] += static_cast<A>(dx.v[j]);
           }
         }
-#pragma unroll
         for (int j = 0; j < W; ++j) {
           dscale[j] += part_dscale[j], dbias[j] += part_dbias[j];
           dresidual_bias[j] += part_dresidual_bias[j];
         }
       }
     }
-#pragma unroll
     for (int j = 0; j < W; ++j) {
       shared[0][threadIdx.y][threadIdx.x * W + j] = dscale[j];
       shared[1][threadIdx.y][threadIdx.x * W + j] = dbias[j];

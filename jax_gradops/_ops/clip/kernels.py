@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -217,11 +218,18 @@ class _GlobalNorm(Operation):
         return norm, (change, change * _POWER)
 
 
-# Inlined, so that the kernel is lowered beside the code that computes the leaves.
-@functools.partial(jax.jit, static_argnames="implementation", inline=True)
+def _differentiable_norm(leaves: Arrays, implementation: Implementation) -> Norm:
+    return Norm(*_GlobalNorm(implementation)(*match_vma(*leaves)))
+
+
+_jitted_norm = jax.jit(_differentiable_norm, static_argnames="implementation")
+
+
 def traced_norm(leaves: Arrays, *, implementation: Implementation) -> Norm:
     """The norm of one leaf or more. It is differentiable."""
-    return Norm(*_GlobalNorm(implementation)(*match_vma(*leaves)))
+    # A function of its own would hide from `_GlobalNorm` what computes the leaves.
+    traced = any(isinstance(leaf, Tracer) for leaf in leaves)
+    return (_differentiable_norm if traced else _jitted_norm)(leaves, implementation)
 
 
 # --- Scaling -------------------------------------------------------------------------------------
