@@ -362,18 +362,11 @@ ffi::Error Forward(cudaStream_t stream, const CrossEntropyFwdArgs& args,
                    const CrossEntropyPlan& plan) {
   const std::int64_t rows = args.shape.all_rows();
   if (rows == 0) return ffi::Error::Success();
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = BlockPerItem(CeilDiv(rows, plan.block_rows()) * plan.cluster);
-  config.blockDim = kThreads;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  const Launch with(stream, BlockPerItem(CeilDiv(rows, plan.block_rows()) * plan.cluster),
+                    dim3(kThreads), 0, plan.cluster);
   const auto launch = [&](auto kernel) {
     return ToError("softmax_cross_entropy_fwd",
-                   cudaLaunchKernelEx(&config, kernel, args, plan.cluster));
+                   cudaLaunchKernelEx(&with.config, kernel, args, plan.cluster));
   };
   return plan.row_threads == kWarp ? launch(&ForwardKernel<T, kDifferences, kWarp>)
                                    : launch(&ForwardKernel<T, kDifferences, kThreads>);
