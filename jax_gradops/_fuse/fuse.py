@@ -34,6 +34,7 @@ def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> 
     GELU, exact and by tanh      `bias_gelu` with a bias before it, else `gelu`
     cross-entropy of integers    `softmax_cross_entropy_with_integer_labels`, with label smoothing
                                  and z-loss
+    bias of a 16-bit product     a sum whose gradient is computed as by `jax_gradops.nnx.Linear`
     Optax's clip_by_global_norm  `clip_tree_by_global_norm`
     ===========================  ==================================================================
 
