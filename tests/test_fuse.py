@@ -405,7 +405,7 @@ def test_bias_of_a_matrix_product(dtype):
 
     def layer(x, scale, bias):
         weights = jnp.cos(jnp.outer(scale, scale)).astype(x.dtype)
-        return jnp.tanh(x @ weights + bias.astype(x.dtype))
+        return jnp.tanh(x @ weights + full(bias.astype(x.dtype), x))
 
     arrays = operands(jnp.dtype(dtype))
     assert names(layer, *arrays) == ([] if dtype == "float32" else ["linear_bias"])
@@ -417,7 +417,7 @@ def test_sums_that_are_no_bias_of_a_matrix_product():
 
     def layer(x, scale, bias):
         product = x @ jnp.outer(scale, bias).astype(x.dtype)
-        return jnp.tanh(product + product[..., :1]) * (x + bias.astype(x.dtype))
+        return jnp.tanh(product + product[..., :1]) * (x + full(bias.astype(x.dtype), x))
 
     assert names(layer, *operands(jnp.bfloat16)) == []
 
