@@ -137,6 +137,37 @@ def test_variants(forced: str, dtype: str) -> None:
                 assert error < limit, f"{forced}, {[37, features]}, {residuals}: {error}"
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("threads", [1, 2, 4, 8, 16, 32])
+def test_short_rows(op: str, dtype: str, threads: int) -> None:
+    """A thread that has up to four short rows computes what it computes for one row, bitwise."""
+    if not gpus():
+        pytest.skip("needs a CUDA device")
+    rng = np.random.default_rng(5)
+    features = 16 // jnp.dtype(dtype).itemsize * threads
+    rows = 2_400_001 // threads  # so many that a thread has four rows; most blocks are full
+    x, residual = rng.standard_normal((2, rows, features), np.float32).astype(dtype)
+    parameters = rng.standard_normal((3, features)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnames="added")
+    def f(x: Any, residual: Any, *, added: bool) -> Any:
+        scale, bias, residual_bias = parameters
+        given = (scale, bias) if op == "layer_norm" else (scale,)
+        if not added:
+            return getattr(jax_gradops, op)(x, *given, implementation="ffi")
+        add = getattr(jax_gradops, f"add_{op}")
+        return add(x, residual, *given, residual_bias=residual_bias, implementation="ffi")
+
+    with jax.default_device(gpus()[0]):
+        for added in (False, True):
+            all_rows = f(x, residual, added=added)
+            for some in (slice(0, 999), slice(rows // 2, rows // 2 + 999), slice(rows - 999, rows)):
+                few_rows = f(x[some], residual[some], added=added)
+                for a, b in zip(*map(jax.tree.leaves, (all_rows, few_rows)), strict=True):
+                    assert_bitwise_equal(np.asarray(a)[some], b, f"{some}, added: {added}")
+
+
 def test_rings_do_not_change_results() -> None:
     """The rings' depth and the architecture change no bit of y and dx, if a block holds a row."""
     if not gpus():

@@ -140,6 +140,8 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
         settings: dict[str, Any] = {"rows": rows, "element_bytes": element_bytes}
         settings |= {"arrays": arrays, "centered": centered}
         p = plan(features, backward=False, gpu=gpu, residual_bias=True, **settings)
+        is_short = p["kernel"] == "ForwardShortKernel"
+        assert is_short == (features * element_bytes in (16, 32, 64, 128, 256, 512))
         if streams(p):
             assert features > 2048, (features, settings)
             continue
@@ -150,7 +152,7 @@ def test_every_forward_plan_holds_its_row(gpu: str, element_bytes: int) -> None:
         owned(p, features, element_bytes, lines=False)
         assert p["threads"] * p["thread_rows"] == p["rows_per_block"] * p["row_threads"]
         assert p["threads"] <= 1024
-        if p["kernel"] == "ForwardShortKernel":
+        if is_short:
             assert features * element_bytes == 16 * p["row_threads"] <= 512
             assert p["layout"] == FULL
             assert p["vectors"] == p["cluster"] == 1 and p["threads"] == 128
@@ -239,12 +241,13 @@ def test_what_decides_a_row_s_result(backward: bool) -> None:
 
 
 def test_the_forward_table() -> None:
-    """Some lines of the table, as in the table's comment."""
+    """Some lines of the table, as in README.md's."""
     forward = functools.partial(plan, backward=False)
     assert forward(64)["row_threads"] == 8 and forward(64)["rows_per_block"] == 64
     # A thread has several rows if all multiprocessors then still have work.
     assert [forward(64, rows=n)["thread_rows"] for n in (37, 50_000, 10**6)] == [1, 2, 4]
     assert [forward(n)["kernel"] for n in (256, 264)] == ["ForwardShortKernel", "ForwardKernel"]
+    assert is_narrow(forward(64, aligned_params=False))
     threads = {1024: (32, 4), 2048: (64, 4), 4096: (128, 4), 5120: (96, 8), 8192: (256, 4)}
     for features, expected in (threads | {16_384: (256, 8)}).items():
         assert (forward(features)["row_threads"], forward(features)["vectors"]) == expected

@@ -1606,6 +1606,13 @@ CUDA = [
         _k("row_paths", "test_paths and bfloat16"),
     ),
     Fault(
+        "layer norm: a thread's later short rows are its first one",
+        "ffi/cuda/row_norm/forward.cuh",
+        "(threadIdx.x + r * kShortThreads)",
+        "threadIdx.x",
+        "tests/test_row_paths.py -k test_short_rows",
+    ),
+    Fault(
         "norms: squares overflow before the variance",
         "ffi/cuda/row_norm/moments.cuh",
         "while (unit * unit < static_cast<A>(args.shape.features)) unit *= 2;",

@@ -50,20 +50,4 @@ __device__ __forceinline__ void WarpSums(A (&values)[kValues]) {
   }
 }
 
-// WarpSums for runs of `width` lanes, a power of two.
-template <typename A, int kValues>
-__device__ __forceinline__ void WarpSums(int width, A (&values)[kValues]) {
-#pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    if (distance >= width) continue;
-    A others[kValues];
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      others[i] = __shfl_xor_sync(0xffffffffu, values[i], distance);
-    }
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] += others[i];
-  }
-}
-
 }  // namespace gradops

@@ -186,7 +186,8 @@ struct RowGradient {
   // x_hat = centered * factor + shift. shift corrects the saved mean's rounding.
   A rstd, factor, shift = 0, mean_wdy = 0, mean_wdy_x_hat;
 
-  // totals: the sums over the row. careful: the last one is there.
+  // totals: the sums over the row. careful: they have the sum of what is centered, too, and the
+  // saved mean's rounding is corrected.
   __device__ __forceinline__ RowGradient(const A (&totals)[RowSumsOf(kCentered, kFromOutput)],
                                          A mean, A rstd, bool careful, A inverse_n)
       : rstd(rstd), factor(kFromOutput ? A{1} : rstd), mean_wdy_x_hat(totals[0]) {

@@ -37,10 +37,12 @@ cudaError_t LaunchGroups(cudaStream_t stream, Kernel* kernel, std::int64_t block
 template <typename T>
 using ForwardFunction = void (*)(RowNormFwdArgs, ForwardSplit, ForwardScalars<Accum<T>>);
 
-// The kernel for one row. ParamT: the type of all parameters; void: any types, or one is missing.
+// The kernel for one row, or for short rows. ParamT: the type of all parameters; void: any types,
+// or one is missing.
 template <typename T, typename ParamT, bool kCentered>
 ForwardFunction<T> OneRowKernel(const ForwardSplit& split) {
   constexpr Layout kFull = Layout::kFull, kPartial = Layout::kPartial;
+  if (split.kernel == RowKernel::kShort) return &ForwardShortKernel<T, kCentered>;
   if (split.vectors == 3) return &ForwardKernel<T, ParamT, 3, kFull, kCentered>;
   if (split.layout == kFull) {
     return split.vectors == 4 ? &ForwardKernel<T, ParamT, 4, kFull, kCentered>
@@ -148,12 +150,7 @@ cudaError_t Forward(cudaStream_t stream, const RowNormFwdArgs& given, const RowP
   if (plan.kernel() == RowKernel::kNarrow) {
     return LaunchNarrow<T, kCentered>(stream, args, plan.narrow);
   }
-  if (plan.kernel() == RowKernel::kShort) {
-    return LaunchGroups<Accum<T>>(stream, &ForwardShortKernel<T, kCentered>,
-                                  CeilDiv(args.shape.rows, plan.split.rows_per_block),
-                                  kShortThreads, 0, 1, args, plan.split);
-  }
-  if (plan.kernel() == RowKernel::kOneRow) {
+  if (plan.kernel() == RowKernel::kOneRow || plan.kernel() == RowKernel::kShort) {
     return LaunchOneRow<T, kCentered>(stream, args, plan.split);
   }
   if (plan.kernel() == RowKernel::kManyRows) {

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 }
 
 // Short rows: aligned rows of 1, 2, 4, .. 32 vectors. A thread has one vector of each of its rows,
-// so it loads its columns of the parameters once. A warp's vectors of a row are neighbours in
+// so it loads its columns of the parameters once. The 32 vectors of a warp are neighbours in
 // memory.
 template <typename T, bool kCentered>
 __global__ void __launch_bounds__(kShortThreads, 8)
@@ -161,6 +161,7 @@ __global__ void __launch_bounds__(kShortThreads, 8)
   constexpr int W = kVec<T>;
   using Sum = RowSum<A, kCentered ? 3 : 1, 1, 1, true>;
   __shared__ typename Sum::Storage storage;
+  __builtin_assume(split.row_threads <= kWarp);
   const auto [groups, rows, features] = args.shape;
   const std::int64_t group = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
   if (group >= groups) return;  // the grid's last plane may not be full
@@ -175,23 +176,28 @@ __global__ void __launch_bounds__(kShortThreads, 8)
   const auto vector_of = [&](const void* array, int r) {
     return static_cast<T*>(const_cast<void*>(array)) + row_of(r) * features + place.base;
   };
-  Vector<T, W> x[kShortRows];
+  const auto load_rows = [&](const void* array, Vector<T, W>(&vectors)[kShortRows]) {
 #pragma unroll
-  for (int r = 0; r < kShortRows; ++r) {
-    if (r < split.thread_rows) AsWords(x[r]) = LoadWordsOnce(vector_of(args.x, r));
-  }
+    for (int r = 0; r < kShortRows; ++r) {
+      if (r < split.thread_rows) AsWords(vectors[r]) = LoadWordsOnce(vector_of(array, r));
+    }
+  };
+  Vector<T, W> x[kShortRows];
+  load_rows(args.x, x);
   const auto load = [&](const Param& param, A absent, A added, A(&values)[W]) {
     LoadParamVector<void>(param, group, place.base, absent, added, values);
   };
   if (args.residual != nullptr) {
+    Vector<T, W> residual[kShortRows];
+    load_rows(args.residual, residual);
     A bias[W];
-    load(args.residual_bias, A{0}, A{0}, bias);
+    load(args.residual_bias, -A{0}, A{0}, bias);  // -0 changes no sum
 #pragma unroll
     for (int r = 0; r < kShortRows; ++r) {
       if (r >= split.thread_rows) break;
       A ours[W], others[W];
       Widen(x[r], ours);
-      Widen(LoadVectorOnce<W>(vector_of(args.residual, r)), others);
+      Widen(residual[r], others);
       for (int j = 0; j < W; ++j) ours[j] += others[j] + bias[j];
       x[r] = Narrow<T>(ours);
       StoreVectorOnce(vector_of(args.sum, r), x[r]);

@@ -1,4 +1,5 @@
-// What layer norm's launchers share: how many blocks run, and the device that a plan is for.
+// What layer norm's launchers share: how many blocks run, and the device that a plan is for. The
+// launches themselves are in common/launch.cuh.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +34,7 @@ cudaError_t CountResident(Kernel* kernel, int threads, int shared_bytes, int clu
     if (cluster > 1) {
       const Launch launch(nullptr, dim3(static_cast<unsigned>(cluster)),
                           dim3(static_cast<unsigned>(threads)), shared_bytes, cluster);
+      if (status != cudaSuccess) cudaGetLastError();  // clears the error: rows are streamed then
       count = status == cudaSuccess
                   ? ResidentClusters(reinterpret_cast<const void*>(kernel), launch)
                   : 0;

@@ -133,7 +133,8 @@ struct ForwardScalars {
   Epsilon<A> epsilon;
   A scale_offset;
   A inverse_features;  // 1 / features
-  // The unit of differences from the mean that are squared: a power of two.
+  // The unit of what is squared: differences from the mean or, in RMS norm, elements. A power of
+  // two. A sum of squares is multiplied by unit^2 / features last: neither step leaves the range.
   A unit = 1, inverse_unit = 1;
   bool offset;  // whether scale_offset is to be added
 
@@ -305,7 +306,7 @@ __device__ __forceinline__ Moments<Accum<T>> RowMoments(int row_threads, int clu
       merge(inverse_n, [&](auto& v) { sum.OverBlocks(v); });
     }
   }
-  const A variance = part.squares * inverse_n * scalars.unit * scalars.unit;
+  const A variance = part.squares * (inverse_n * scalars.unit * scalars.unit);
   return {part.mean, part.delta * scalars.unit,
           InverseDeviation(variance < 0 ? A{0} : variance, scalars.epsilon)};
 }
@@ -323,7 +324,7 @@ __device__ __forceinline__ Accum<T> InverseRootMeanSquare(const Place<T, P, kLay
     sums[0] += part * part;
   });
   sum(squares);
-  const A mean_square = squares[0] * scalars.inverse_features * scalars.unit * scalars.unit;
+  const A mean_square = squares[0] * (scalars.inverse_features * scalars.unit * scalars.unit);
   return InverseDeviation(mean_square, scalars.epsilon);
 }
 

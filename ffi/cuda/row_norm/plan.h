@@ -58,6 +58,7 @@ enum class RowKernel : int {
   kManyRows,  // Blocks loop over rows. The next rows are copied to shared memory in advance.
   kNarrow,    // Warps loop over tiles of narrow rows in shared memory.
 };
+static_assert(RowKernel{} == RowKernel::kStream);  // a plan that says nothing else
 
 // How rows are split into threads' vectors (Place in place.cuh).
 enum class Layout : int {
@@ -136,8 +137,8 @@ struct RowSplit {
   int row_threads;    // Threads of a row in one block: a power of two up to 32, or whole warps.
   int cluster;        // Blocks that share a row.
   int block_columns;  // Columns of each block.
-  int period;         // Rows this far apart have an equal misalignment.
-  int stages;         // Rows that a thread has in flight. Forward, one row: 0.
+  int period;         // Rows this far apart have an equal misalignment. Forward, not masked: 0.
+  int stages;         // Rows that a thread has in flight. Forward, one row or short rows: 0.
   int shared_bytes;   // Shared memory of a block.
 };
 
@@ -160,7 +161,7 @@ struct RowPlan {
 // thread has one vector of each of up to four rows, and loads its columns of the parameters once.
 struct ForwardSplit : RowSplit {
   bool full;            // All row_threads have exactly `vectors` vectors of their own.
-  int rows_per_block;   // Rows that a block works on at a time.
+  int rows_per_block;   // Rows of a block; of a block that loops over rows, at a time.
   int thread_rows = 1;  // Short rows: rows of a thread.
   // Many rows: `period` is a power of two, at least rows_per_block.
   int stage_bytes, warp_bytes;  // Shared memory for one stage of a warp; for a warp.
@@ -452,7 +453,7 @@ inline ForwardSplit SplitShort(const RowTask& task) {
   split.cluster = 1;
   split.block_columns = static_cast<int>(task.features);
   split.row_threads = ThreadsFor(vectors);
-  split.full = vectors == split.row_threads;
+  split.full = true;
   const std::int64_t least = std::int64_t{kEnoughThreads} * task.multiprocessors;
   split.thread_rows = static_cast<int>(
       std::clamp<std::int64_t>(task.rows * split.row_threads / least, 1, kShortRows));
@@ -800,7 +801,7 @@ inline Description Describe(const ForwardPlan& plan) {
       {"ForwardStreamKernel", "ForwardKernel", "ForwardShortKernel", "ForwardRowsKernel",
        "ForwardNarrowKernel"},
       "row_norm/forward.cuh",
-      {{"rows_per_block", plan.split.rows_per_block, "rows that a block works on at a time"},
+      {{"rows_per_block", plan.split.rows_per_block, "rows of a block, or of one turn of its loop"},
        {"thread_rows", plan.split.thread_rows, "rows of a thread"}});
 }
 

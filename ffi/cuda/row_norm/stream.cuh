@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       h_row = static_cast<const T*>(args.sum) + row * features;
     }
     const bool has_shift = args.centered && threadIdx.x * W < features;
-    const A shift =
-        has_shift ? static_cast<A>(LoadVectorOnce<1>(h_row + threadIdx.x * W).v[0]) : A{0};
+    const A shift = has_shift ? static_cast<A>(LoadPlain<1>(h_row + threadIdx.x * W).v[0]) : A{0};
     int vectors_seen = 0;
     A share_mean = 0, squares = 0;  // of h - shift; of (h - shift) / unit
     for (std::int64_t first = threadIdx.x * W; first < features; first += kAtOnce * kStep) {
@@ -115,7 +114,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     const A count = static_cast<A>(vectors_seen * W);
     A mean = 0;
     if (args.centered) {
-      const A row_shift = static_cast<A>(LoadVectorOnce<1>(h_row).v[0]);
+      const A row_shift = static_cast<A>(LoadPlain<1>(h_row).v[0]);
       A total[1] = {count * ((shift - row_shift) + share_mean)};
       sum(total);
       mean = row_shift + total[0] * inverse_n;
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     A sums[2] = {count * centered_mean, squares + in_units * (count * in_units)};
     sum(sums);
     const A delta = args.centered ? sums[0] * inverse_n : A{0};
-    const A variance = VarianceOf(sums[1] * inverse_n * scalars.unit * scalars.unit, delta);
+    const A variance = VarianceOf(sums[1] * (inverse_n * scalars.unit * scalars.unit), delta);
     const A rstd = InverseDeviation(variance, scalars.epsilon);
 
     const std::int64_t group = row / args.shape.rows;
