@@ -382,6 +382,23 @@ def test_bias_that_stays_where_it_is(add):
     check(block, arrays, 2e-5)
 
 
+def test_a_call_whose_unused_result_needs_the_sum():
+    """The call stays without the result that nothing uses."""
+
+    @jax.jit
+    def with_statistic(y, extra):
+        return jnp.sin(y), jnp.sum(extra * 3)
+
+    def block(x, scale, bias):
+        update = jnp.cos(x) + full(bias, x)
+        return with_statistic(rms(x + update, scale, None), jnp.sin(update))[0]
+
+    arrays = operands()
+    summary = summary_of(block, *arrays)
+    assert [each.op for each in summary.replaced] == ["add_rms_norm"] and not summary.left
+    check(block, arrays, 2e-5)
+
+
 def test_addition_with_a_scale_that_is_computed_from_the_sum():
     """The op cannot take such a scale, which is multiplied afterwards."""
 

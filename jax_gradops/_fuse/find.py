@@ -52,7 +52,7 @@ class Finder:
             elif kind and i not in self.taken:
                 with self.report.guard(kind, self.program.source(i)):
                     self._around(i, kind)
-        # Last: a bias before an op is a part of the op.
+        # Last, because a norm or a GELU takes the bias before it first.
         for i, item in enumerate(self.program.items):
             equation = item.equation
             if equation.primitive.name == "add" and i not in self.taken:

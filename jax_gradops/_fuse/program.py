@@ -158,6 +158,11 @@ class Program:
         touched = {self.items[i].origin for i in removed | changed.keys()}
         gone = {v for i in removed for v in self.items[i].equation.outvars}
         gone -= {v for site in sites for v in site.outputs}
+        # Nothing needs what is computed from a removed value, but a call may have it as an operand.
+        for i, item in enumerate(self.items):
+            operands = {v for v in item.equation.invars if isinstance(v, Var)}
+            if i not in removed and operands & gone:
+                gone.update(item.equation.outvars)
         # A call whose unused results would need a removed value. Its other equations are kept.
         touched |= {
             i

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from jax_gradops._kernel.array_types import for_each, match_vma
+from jax_gradops._kernel.array_types import axes_of, for_each, match_vma
 
 Array: TypeAlias = jax.Array
 #: Arrays. None stands for an absent array.
@@ -51,8 +51,8 @@ class Operation:
     #: Positions of operands that may vary over fewer mesh axes than the other operands.
     unmatched: tuple[int, ...] = ()
     #: Whether a 16-bit operand and its copy in float32 give the same results. If so, the operation
-    #: reads the 16-bit array that it finds: it is a wall to XLA's fusion, so a copy would be
-    #: written to memory.
+    #: reads the 16-bit array. XLA cannot fuse the cast into the operation, and would write the copy
+    #: to memory.
     widens: bool = False
 
     def common(self, mapped: Sequence[bool]) -> tuple[int, ...]:
@@ -175,6 +175,10 @@ class Vmapped(Operation):
     @property
     def unmatched(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.op.unmatched
+
+    @property
+    def widens(self) -> bool:  # type: ignore[override]
+        return self.op.widens
 
     def common(self, mapped: Sequence[bool]) -> tuple[int, ...]:
         return self.op.common(mapped)
@@ -362,7 +366,8 @@ def _lower(
     if op.widens:
         pairs = map(_before_widening, values, context.avals_in)
         values, avals = zip(*pairs, strict=True)
-        context, jaxpr = context.replace(avals_in=avals), None
+        if any(a is not b for a, b in zip(avals, context.avals_in, strict=True)):
+            context, jaxpr = context.replace(avals_in=avals), None
 
     def compute(*arrays: Array) -> Sequence[Any]:
         return jaxpr_as_fun(jaxpr)(*arrays) if jaxpr else op.compute(*_spread(present, arrays))
@@ -374,6 +379,10 @@ def _lower(
 def _before_widening(value: Any, aval: Any) -> tuple[Any, Any]:
     """A value and its type, or those of the 16-bit array of which it is a float32 copy."""
     made_by = value.owner
+    # On an Explicit mesh, JAX constrains the sharding of each value.
+    explicit = axes_of(AxisType.Explicit, aval.sharding.mesh)
+    if explicit and getattr(made_by, "name", "") == "sdy.sharding_constraint":
+        made_by = made_by.operands[0].owner
     if aval.dtype == jnp.float32 and getattr(made_by, "name", "") == "stablehlo.convert":
         (narrow,) = made_by.operands
         for name, dtype in (("bf16", jnp.bfloat16), ("f16", jnp.float16)):
@@ -383,7 +392,7 @@ def _before_widening(value: Any, aval: Any) -> tuple[Any, Any]:
 
 
 def _primitive(name: str, *, cacheable: bool) -> Primitive:
-    """`cacheable`: JAX lowers equal operations once. What made their operands is then not seen."""
+    """If not `cacheable`, an operation is lowered in place: it sees what made its operands."""
     made = Primitive(name)
     made.multiple_results = True
     made.def_impl(_run)

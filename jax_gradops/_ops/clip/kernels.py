@@ -201,6 +201,12 @@ def _unit(x: jax.Array, norm: Norm) -> jax.Array:
     return _quotient(_times(x, power), divisor.astype(accum_dtype(x.dtype, divisor.dtype)))
 
 
+@jax.jit
+def _change(pairs: Sequence[tuple[jax.Array, jax.Array]], norm: Norm) -> Any:
+    """The change of the norm by changes of leaves."""
+    return sum(jnp.sum(_unit(x, norm) * d.astype(norm.plain.dtype)) for x, d in pairs)
+
+
 @dataclasses.dataclass(frozen=True)
 class _GlobalNorm(Operation):
     """The `Norm` of leaves. The derivative rule is the same for every implementation."""
@@ -214,7 +220,7 @@ class _GlobalNorm(Operation):
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
         norm = Norm(*self(*operands))
         pairs = [(x, d) for x, d in zip(operands, tangents, strict=True) if d is not None]
-        change = sum(jnp.sum(_unit(x, norm) * d.astype(norm.plain.dtype)) for x, d in pairs)
+        change = _change(pairs, norm)
         return norm, (change, change * _POWER)
 
 
