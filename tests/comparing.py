@@ -116,9 +116,8 @@ def assert_bitwise_equal(actual: Any, expected: Any, what: str = "") -> None:
 def assert_a_thousand_runs_equal(run: Callable[[Any], Sequence[Any]], x: Any) -> None:
     """Runs `run(x)` a thousand times in a loop of one program.
 
-    All results must be bitwise equal. All runs are the same code in one loop: in another place of
-    the program, XLA may choose another order for its own sums, such as those over group norm's
-    samples.
+    All results must be bitwise equal. All runs are the same code in one loop. Elsewhere in the
+    program, XLA may add up group norm's samples in another order.
     """
     bits = {2: jnp.uint16, 4: jnp.uint32}
 

@@ -192,7 +192,7 @@ def test_groups_of_one_element(platform, implementation):
 def test_samples_are_independent(platform, axis, dtype, rng):
     """A sample's y and dx do not depend on the number or order of samples: on CPUs bitwise.
 
-    On GPUs, the order of a sample's sums depends on how many blocks share the sample. Fewer samples
+    On GPUs, the number of blocks of a sample sets the order of its sums. Fewer samples
     have more blocks each.
     """
     shape = (17, *shape_of(axis)[1:])

@@ -377,7 +377,7 @@ def _lower(
 
 
 def _before_widening(value: Any, aval: Any) -> tuple[Any, Any]:
-    """A value and its type, or those of the 16-bit array of which it is a float32 copy."""
+    """A value and its type. For a float32 copy of a 16-bit array, returns the 16-bit array."""
     made_by = value.owner
     # On an Explicit mesh, JAX constrains the sharding of each value.
     explicit = axes_of(AxisType.Explicit, aval.sharding.mesh)
