@@ -1023,3 +1023,47 @@ def test_clips_that_differ_in_a_cast():
     arrays = operands()[1:]
     for inner, count in ((jnp.float64, 1), (jnp.int32, 0)):
         assert len(names(clip(inner), *arrays)) == count
+
+
+def test_additions_on_random_numbers(monkeypatch):
+    """Wrong forms of the ops that add something first do not get through."""
+    from jax_gradops._fuse import additions
+    from jax_gradops._fuse import check as comparison
+    from jax_gradops._fuse.patterns import gelu, norms
+
+    def add_layer_norm(x, residual, residual_bias=None, **options):
+        return jax_gradops.add_layer_norm(x, residual, **options)
+
+    def bias_gelu(x, bias, approximate):
+        return jax_gradops.bias_gelu(x, bias.astype(jnp.bfloat16), approximate)
+
+    def add_norm(x, residual, added, scale, bias):
+        return two_passes(x + (residual + added[None, None]), scale, bias)
+
+    def gelu_of_sum(x, bias):
+        return jax.nn.gelu(x + bias[None, None])
+
+    def product(x, kernel, bias):
+        return x @ kernel + bias[None, None]
+
+    monkeypatch.setattr(comparison, "_passed", set())
+    x, scale, bias = operands()
+    wide = jax.random.normal(jax.random.key(5), (24, 24)).astype(jnp.bfloat16)
+    half = x.astype(jnp.bfloat16), wide, bias.astype(jnp.bfloat16)
+    cases = [
+        ("add_layer_norm", add_norm, (x, x, bias, scale, bias)),
+        ("bias_gelu", gelu_of_sum, (x, bias)),
+        ("linear_bias", product, half),
+    ]
+
+    def found(function, arrays):
+        return {each.op for each in summary_of(function, *arrays).replaced}
+
+    for op, function, arrays in cases:
+        assert op in found(function, arrays)
+    comparison._passed.clear()
+    monkeypatch.setattr(norms.layer_norm, "add_layer_norm", add_layer_norm)
+    monkeypatch.setattr(gelu.bias_gelu, "bias_gelu", bias_gelu)
+    monkeypatch.setattr(additions, "linear_bias", lambda y, bias, exact: y)
+    for op, function, arrays in cases:
+        assert op not in found(function, arrays)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 from jax.extend.core import Var
 
-from jax_gradops._fuse import search
+from jax_gradops._fuse import check, search
 from jax_gradops._fuse.forms import NoForm
 from jax_gradops._fuse.patterns.candidate import Before, Left
 from jax_gradops._fuse.polynomial import Leaf
@@ -90,7 +90,13 @@ def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
         return None
     equations = search.slice_between(program, [v], set(biased))
     region = search.unshared(program, equations, (v,))
-    return None if region & taken else Site("linear_bias", _of_product, biased, (v,), region, i)
+    if region & taken:
+        return None
+    site = Site("linear_bias", _of_product, biased, (v,), region, i)
+    y, bias = biased
+    few = tuple(min(n, 2) for n in y.aval.shape[:-1])
+    check.addition(program, site, 2, v, {y: (*few, *y.aval.shape[-1:]), bias: bias.aval.shape})
+    return site
 
 
 def _of_product(y: jax.Array, bias: jax.Array) -> jax.Array:

@@ -20,10 +20,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
-from jax_gradops._fuse import forms
+from jax_gradops._fuse import forms, search
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
 from jax_gradops._fuse.polynomial import Atom, Function, Leaf, Mean, Pick, Polynomial
-from jax_gradops._fuse.program import is_float
+from jax_gradops._fuse.program import Program, Site, is_float
 from jax_gradops._fuse.search import Values
 
 _NOTHING_HERE = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
@@ -66,6 +66,88 @@ def compare(
         return [_Case(reference, arrays, 64 * unit)]
 
     _compare_once(key, op, call, cases)
+
+
+def few_rows(
+    values: Values, candidate: Candidate, equations: Sequence[int]
+) -> tuple[dict[Var, tuple[int, ...]], Any]:
+    """The shapes of a candidate's operands in the comparison, and what else determines it."""
+    region = _Region(values, candidate, equations)
+    return {v: region.shape(v) for v in candidate.operands}, region.signature()
+
+
+def addition(
+    program: Program,
+    site: Site,
+    terms: int,
+    total: Var,
+    shapes: Mapping[Var, tuple[int, ...]],
+    key: Any = "",
+    then: Callable[..., Any] | None = None,
+) -> None:
+    """Raises `Left` if a site differs from the addition of its operands, and then an op.
+
+    Args:
+      program: the jaxpr.
+      site: computes the op's results, and perhaps the sum. Its operands are the terms and the
+        op's other operands.
+      terms: how many terms there are.
+      total: the sum.
+      shapes: of the site's operands, with few rows.
+      key: what determines the op.
+      then: computes the op's results from the sum and the op's other operands. None: the site
+        computes only the sum.
+    """
+    operands = site.operands
+    numbers = sorted(search.slice_between(program, [total], set(operands)))
+    equations = [program.items[i].equation for i in numbers]
+
+    def reference(wide: bool, *arrays: jax.Array) -> list[jax.Array]:
+        env: dict[Any, jax.Array] = dict(zip(operands, arrays, strict=True))
+        run_plainly(equations, env, wide)
+        if then is None:
+            return [env[total]]
+        results = jax.tree.leaves(then(env[total], *arrays[terms:]))
+        return [*results, env[total]][: len(site.outputs)]
+
+    def cases() -> list[_Case]:
+        rng = np.random.default_rng(0)
+        numbers = {v: rng.uniform(0.5, 1.5, shapes[v]) for v in dict.fromkeys(operands)}
+        found = []
+        for wide in (False, True):
+            given = [numbers[v].astype(np.float32 if wide else v.aval.dtype) for v in operands]
+            unit = max(float(jnp.finfo(a.dtype).eps) for a in given)
+            found.append(_Case(functools.partial(reference, wide), given, 64 * unit))
+        return found
+
+    known = {v: str(n) for n, v in enumerate((*operands, *(e.outvars[0] for e in equations)))}
+    lines = [
+        (e.primitive.name, str(e.params), [known.get(v, f"{v}:{v.aval}") for v in e.invars])
+        for e in equations
+    ]
+    given = [(shapes[v], v.aval.dtype.name, operands.index(v)) for v in operands]
+    key = ("addition", site.op, key, str(lines), str(given), len(site.outputs))
+    _compare_once(key, site.op, site.call, cases)
+
+
+def run_plainly(equations: Iterable[JaxprEqn], env: dict[Any, jax.Array], wide: bool) -> None:
+    """Adds the equations' results to `env`, for arrays of other sizes.
+
+    Changes of shape do nothing: arrays are broadcast where they are used. Sums are over all axes.
+    `wide`: all floats are float32.
+    """
+    for equation in equations:
+        operands = [_read(v, env, (), wide) for v in equation.invars]
+        name = equation.primitive.name
+        if name in _NOTHING_HERE:
+            result = operands[0]
+        elif name == "convert_element_type":
+            result = _cast(operands[0], equation, wide)
+        elif name == "reduce_sum":
+            result = jnp.sum(operands[0], dtype=operands[0].dtype)
+        else:
+            result = bind(equation, operands)
+        env[equation.outvars[0]] = result
 
 
 class _Case(NamedTuple):
@@ -220,17 +302,22 @@ class _Region:
 
     def _random(self, rng: np.random.Generator, v: Var, wide: bool) -> np.ndarray:
         """A root with few rows, or a leaf."""
-        if v is self.values.root:
-            labels = [[p.label for p in axis] for axis in self.values.forms[v].dims]
-        else:
-            labels = self.leaves[v]
-        shape = [math.prod(self.sizes[n] for n in axis if isinstance(n, int)) for axis in labels]
+        shape = self.shape(v)
         if not is_float(v.aval.dtype):
             return rng.integers(0, self.sizes[self.classes], shape).astype(v.aval.dtype)
         numbers = rng.uniform(0.5, 1.5, shape)
         if v is self.values.root:
             numbers = rng.standard_normal(shape) * 1.5 + 0.25
         return numbers.astype(np.float32 if wide else v.aval.dtype)
+
+    def shape(self, v: Var) -> tuple[int, ...]:
+        """The shape of the root or of a leaf, with few rows."""
+        if v is self.values.root:
+            labels = [[p.label for p in axis] for axis in self.values.forms[v].dims]
+        else:
+            labels = self.leaves[v]
+        sizes = self.sizes
+        return tuple(math.prod(sizes[n] for n in axis if isinstance(n, int)) for axis in labels)
 
     def run(self, wide: bool, *arrays: jax.Array) -> jax.Array:
         """The equations' result."""
@@ -249,7 +336,8 @@ class _Region:
         return jnp.broadcast_to(env[self.candidate.output], self.output_sizes)
 
     def _evaluate(self, equation: JaxprEqn, env: Mapping[Any, jax.Array], wide: bool) -> jax.Array:
-        operands = [self._read(v, env, wide) for v in equation.invars]
+        axes = (1,) * len(self.sizes)
+        operands = [_read(v, env, axes, wide) for v in equation.invars]
         name, params = equation.primitive.name, dict(equation.params)
         if name in _NOTHING_HERE:
             return operands[0]
@@ -264,8 +352,7 @@ class _Region:
             total = jnp.sum(x, axis=tuple(over), keepdims=True, dtype=x.dtype)
             return total * jnp.asarray(copies, x.dtype)
         if name == "convert_element_type":
-            dtype = params["new_dtype"]
-            return operands[0].astype(np.float32 if wide and is_float(dtype) else dtype)
+            return _cast(operands[0], equation, wide)
         if name == "iota":
             shape = [n if i == self.classes else 1 for i, n in enumerate(self.sizes)]
             return jnp.arange(self.sizes[self.classes], dtype=params["dtype"]).reshape(shape)
@@ -285,15 +372,20 @@ class _Region:
         mode = "fill" if params["mode"].name == "FILL_OR_DROP" else "clip"
         return jnp.take_along_axis(x, index, self.classes, mode=mode)
 
-    def _read(self, v: Any, env: Mapping[Any, jax.Array], wide: bool) -> jax.Array:
-        if v in env if isinstance(v, Var) else False:
-            return env[v]
-        if not isinstance(v, Literal):
+
+def _read(v: Any, env: Mapping[Any, jax.Array], axes: tuple[int, ...], wide: bool) -> jax.Array:
+    """The value of an equation's operand. Literals get `axes`, all of size 1."""
+    if isinstance(v, Var):
+        if v not in env:
             raise Left("")
-        dtype = v.aval.dtype
-        if wide and is_float(dtype):
-            dtype = np.dtype(np.float32)
-        return jnp.asarray(np.full((1,) * len(self.sizes), v.val, dtype))
+        return env[v]
+    dtype = v.aval.dtype
+    return jnp.asarray(np.full(axes, v.val, np.float32 if wide and is_float(dtype) else dtype))
+
+
+def _cast(x: jax.Array, equation: JaxprEqn, wide: bool) -> jax.Array:
+    dtype = equation.params["new_dtype"]
+    return x.astype(np.float32 if wide and is_float(dtype) else dtype)
 
 
 def _labels(p: Polynomial) -> tuple[dict[Var, tuple[tuple[int, ...], ...]], int]:

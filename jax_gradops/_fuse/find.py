@@ -58,8 +58,13 @@ class Finder:
             if equation.primitive.name == "add" and i not in self.taken:
                 if _has_symbolic_shape(equation):
                     continue
-                with self.report.guard("bias", self.program.source(i)):
-                    site = additions.of_product(self.program, i, self.taken)
+                source = self.program.source(i)
+                with self.report.guard("bias", source):
+                    try:
+                        site = additions.of_product(self.program, i, self.taken)
+                    except Left as left:
+                        self.report.left("bias", source, str(left))
+                        continue
                     if site and self._fits(site):
                         self._take(site, "")
         return self.sites
@@ -151,9 +156,17 @@ class Finder:
         site = Site(candidate.op, call, candidate.operands, outputs, region, at)
         if candidate.before is None:
             return site
-        return additions.ADDITIONS[candidate.before.kind](
-            values, site, candidate.before, self.taken
-        )
+        taken_over = additions.ADDITIONS[candidate.before.kind]
+        added = taken_over(values, site, candidate.before, self.taken)
+        if added is not site:
+            shapes, key = check.few_rows(values, candidate, sorted(equations))
+            of_root = shapes[values.root]
+            for v in added.operands:  # the terms: arrays of the root's shape, and vectors
+                vector = (*v.aval.shape[:-1], of_root[-1])
+                shapes.setdefault(v, of_root if v.aval.shape == values.root.aval.shape else vector)
+            terms = len(added.operands) - len(site.operands) + 1
+            check.addition(program, added, terms, values.root, shapes, key, site.call)
+        return added
 
     def _with_statistics(
         self, values: Values, candidate: Candidate, equations: set[int]

@@ -1,6 +1,6 @@
 """Puts small faults into the library, one at a time: for each, some test must fail.
 
-    python tests/mutation/run.py [--backend cpu|cuda] [--only TEXT ...] [--list]
+    python tests/mutation/run.py [--backend cpu|cuda] [--only TEXT ...] [--part K/N] [--list]
 
 `faults.py` defines the faults. They are applied in a copy of this repository (`--work`). Its native
 modules are built once. A fault then recompiles only the files that it touches. The tests that a
@@ -153,6 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", nargs="+", help="faults with one of these in name or path")
+    parser.add_argument("--part", default="1/1", help="2/8: only the second eighth of the faults")
     parser.add_argument("--work", type=Path, help="default: build/mutation-BACKEND")
     parser.add_argument("--list", action="store_true", help="print the faults, and nothing else")
     parser.add_argument("--trust", action="store_true", help="tests are known to pass: after CI")
@@ -160,8 +161,10 @@ def main() -> int:
     faults = CPU if arguments.backend == "cpu" else CUDA
     if arguments.only:
         faults = [f for f in faults if any(o in f"{f.name} {f.path}" for o in arguments.only)]
+    part, parts = map(int, arguments.part.split("/"))
+    faults = faults[part - 1 :: parts]
     if not faults:
-        sys.exit("no fault has this in its name")
+        sys.exit("no fault is left by --only and --part")
     if arguments.list:
         print(*(f"{fault.path}: {fault.name}" for fault in faults), sep="\n")
         return 0
