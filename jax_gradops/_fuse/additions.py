@@ -93,9 +93,16 @@ def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
     if region & taken:
         return None
     site = Site("linear_bias", _of_product, biased, (v,), region, i)
-    y, bias = biased
-    few = tuple(min(n, 2) for n in y.aval.shape[:-1])
-    check.addition(program, site, 2, v, {y: (*few, *y.aval.shape[-1:]), bias: bias.aval.shape})
+    added = [program.items[j].equation for j in sorted(equations)]
+
+    def reference(*arrays: jax.Array) -> jax.Array:
+        env = dict(zip(biased, arrays, strict=True))
+        check.run_plainly(added, env, False)
+        return env[v]
+
+    types = [(tuple(min(n, 8) for n in u.aval.shape), u.aval.dtype) for u in biased]
+    lines = [(e.primitive.name, [str(u.aval.dtype) for u in e.outvars]) for e in added]
+    check.compare(site.op, reference, site.call, types, (site.op, str(types), str(lines)))
     return site
 
 

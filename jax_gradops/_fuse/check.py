@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh
 from jax_gradops._fuse import forms, search
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
 from jax_gradops._fuse.polynomial import Atom, Function, Leaf, Mean, Pick, Polynomial
-from jax_gradops._fuse.program import Program, Site, is_float
+from jax_gradops._fuse.program import Site, is_float
 from jax_gradops._fuse.search import Values
 
 _NOTHING_HERE = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
@@ -40,14 +40,17 @@ if jax.__version_info__ < (0, 11):  # later versions have no such option
     _QUICKLY_COMPILED["xla_cpu_use_fusion_emitters"] = False
 
 
-def equal(values: Values, candidate: Candidate, equations: Sequence[int]) -> None:
+def equal(
+    values: Values, candidate: Candidate, equations: Sequence[int], added: Site | None = None
+) -> None:
     """Raises `Left` if results or gradients of the op and of the equations differ.
 
     They are compared twice: in the dtypes of the equations, and with all of them in float32, where
-    a difference of a bfloat16 rounding is seen. Equal comparisons are made once.
+    a difference of a bfloat16 rounding is seen. Equal comparisons are made once. `added`: the op in
+    its form with an addition first. Then the equations of the addition are compared, too.
     """
-    region = _Region(values, candidate, equations)
-    _compare_once(region.signature(), candidate.op, region.op, region.cases)
+    region = _Region(values, candidate, equations, added)
+    _compare_once(region.signature(), region.name, region.op, region.cases)
 
 
 def compare(
@@ -66,68 +69,6 @@ def compare(
         return [_Case(reference, arrays, 64 * unit)]
 
     _compare_once(key, op, call, cases)
-
-
-def few_rows(
-    values: Values, candidate: Candidate, equations: Sequence[int]
-) -> tuple[dict[Var, tuple[int, ...]], Any]:
-    """The shapes of a candidate's operands in the comparison, and what else determines it."""
-    region = _Region(values, candidate, equations)
-    return {v: region.shape(v) for v in candidate.operands}, region.signature()
-
-
-def addition(
-    program: Program,
-    site: Site,
-    terms: int,
-    total: Var,
-    shapes: Mapping[Var, tuple[int, ...]],
-    key: Any = "",
-    then: Callable[..., Any] | None = None,
-) -> None:
-    """Raises `Left` if a site differs from the addition of its operands, and then an op.
-
-    Args:
-      program: the jaxpr.
-      site: computes the op's results, and perhaps the sum. Its operands are the terms and the
-        op's other operands.
-      terms: how many terms there are.
-      total: the sum.
-      shapes: of the site's operands, with few rows.
-      key: what determines the op.
-      then: computes the op's results from the sum and the op's other operands. None: the site
-        computes only the sum.
-    """
-    operands = site.operands
-    numbers = sorted(search.slice_between(program, [total], set(operands)))
-    equations = [program.items[i].equation for i in numbers]
-
-    def reference(wide: bool, *arrays: jax.Array) -> list[jax.Array]:
-        env: dict[Any, jax.Array] = dict(zip(operands, arrays, strict=True))
-        run_plainly(equations, env, wide)
-        if then is None:
-            return [env[total]]
-        results = jax.tree.leaves(then(env[total], *arrays[terms:]))
-        return [*results, env[total]][: len(site.outputs)]
-
-    def cases() -> list[_Case]:
-        rng = np.random.default_rng(0)
-        numbers = {v: rng.uniform(0.5, 1.5, shapes[v]) for v in dict.fromkeys(operands)}
-        found = []
-        for wide in (False, True):
-            given = [numbers[v].astype(np.float32 if wide else v.aval.dtype) for v in operands]
-            unit = max(float(jnp.finfo(a.dtype).eps) for a in given)
-            found.append(_Case(functools.partial(reference, wide), given, 64 * unit))
-        return found
-
-    known = {v: str(n) for n, v in enumerate((*operands, *(e.outvars[0] for e in equations)))}
-    lines = [
-        (e.primitive.name, str(e.params), [known.get(v, f"{v}:{v.aval}") for v in e.invars])
-        for e in equations
-    ]
-    given = [(shapes[v], v.aval.dtype.name, operands.index(v)) for v in operands]
-    key = ("addition", site.op, key, str(lines), str(given), len(site.outputs))
-    _compare_once(key, site.op, site.call, cases)
 
 
 def run_plainly(equations: Iterable[JaxprEqn], env: dict[Any, jax.Array], wide: bool) -> None:
@@ -227,11 +168,20 @@ def _has_cpu() -> bool:
 
 
 class _Region:
-    """The equations that an op may replace."""
+    """The equations that an op may replace, perhaps with the addition of its first operands."""
 
-    def __init__(self, values: Values, candidate: Candidate, equations: Sequence[int]) -> None:
+    def __init__(
+        self, values: Values, candidate: Candidate, equations: Sequence[int], added: Site | None
+    ) -> None:
         self.values, self.candidate = values, candidate
-        self.equations = [values.program.items[i].equation for i in equations]
+        of: Any = added or candidate
+        self.name, self.call, self.operands = of.op, of.call, of.operands
+        self.terms = len(self.operands) - len(candidate.operands) + 1
+        self.has_sum = added is not None and values.root in added.outputs
+        program, root = values.program, values.root
+        addition = search.slice_between(program, [root], set(self.operands)) if added else ()
+        self.addition = [program.items[i].equation for i in sorted(addition)]
+        self.equations = [program.items[i].equation for i in equations]
         form = values.forms[candidate.output]
         self.leaves, self.classes = _labels(form.polynomial)
         reduced = {a for e in self.equations for a in self._reduced(e)}
@@ -243,9 +193,9 @@ class _Region:
         ]
         self.output_sizes = [n if i in form.labels else 1 for i, n in enumerate(self.sizes)]
         self.count = math.prod(values.sizes[a] for a in reduced)
-        outputs = [v for e in self.equations for v in e.outvars]
+        outputs = [v for e in (*self.addition, *self.equations) for v in e.outvars]
         self.dtypes = {
-            v.aval.dtype.name for v in (*candidate.operands, *outputs) if is_float(v.aval.dtype)
+            v.aval.dtype.name for v in (*self.operands, *outputs) if is_float(v.aval.dtype)
         }
 
     def _axes(self, leaf: Var) -> list[int]:
@@ -266,14 +216,15 @@ class _Region:
                 return str(v.val), str(v.aval)
             return numbers.setdefault(v, len(numbers)), v.aval.dtype.name
 
-        operands = [(name(v), v.aval.shape[-2:] and self._dims(v)) for v in self.candidate.operands]
+        operands = [(name(v), v.aval.shape[-2:] and self._dims(v)) for v in self.operands]
         lines = [
             (e.primitive.name, *map(name, e.invars), *map(name, e.outvars), str(e.params.get("y")),
              str(sorted(self._reduced(e))))
-            for e in self.equations
+            for e in (*self.addition, *self.equations)
         ]  # fmt: skip
         keywords = getattr(self.candidate.call, "keywords", {})
-        return (self.candidate.op, str(keywords), tuple(self.sizes), str(operands), str(lines))
+        sizes = tuple(self.sizes)
+        return (self.name, str(keywords), sizes, str(operands), str(lines), self.has_sum)
 
     def _dims(self, v: Var) -> Any:
         if v is self.values.root:
@@ -291,49 +242,59 @@ class _Region:
             limit = unit * max(64, 4 * math.sqrt(self.count))
             limit = max(limit, 2 * self.candidate.literals)
             rng = np.random.default_rng(0)
-            arrays = [self._random(rng, v, wide) for v in self.candidate.operands]
+            by_operand = {v: self._random(rng, v, wide) for v in dict.fromkeys(self.operands)}
+            arrays = [by_operand[v] for v in self.operands]
             reference = functools.partial(self.run, wide)
             found.append(_Case(reference, arrays, limit))
         return found
 
-    def op(self, *arrays: jax.Array) -> jax.Array:
-        """Computes the op's result, with the axes that `run` returns."""
-        return jax.tree.leaves(self.candidate.call(*arrays))[0].reshape(self.output_sizes)
+    def op(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Computes the op's result, with the axes that `run` returns, and perhaps the sum."""
+        result, *others = jax.tree.leaves(self.call(*arrays))
+        return [result.reshape(self.output_sizes), *others[: self.has_sum]]
 
     def _random(self, rng: np.random.Generator, v: Var, wide: bool) -> np.ndarray:
-        """A root with few rows, or a leaf."""
+        """An operand with few rows."""
         shape = self.shape(v)
         if not is_float(v.aval.dtype):
             return rng.integers(0, self.sizes[self.classes], shape).astype(v.aval.dtype)
         numbers = rng.uniform(0.5, 1.5, shape)
-        if v is self.values.root:
+        if v.aval.shape == self.values.root.aval.shape:
             numbers = rng.standard_normal(shape) * 1.5 + 0.25
         return numbers.astype(np.float32 if wide else v.aval.dtype)
 
     def shape(self, v: Var) -> tuple[int, ...]:
-        """The shape of the root or of a leaf, with few rows."""
-        if v is self.values.root:
-            labels = [[p.label for p in axis] for axis in self.values.forms[v].dims]
-        else:
-            labels = self.leaves[v]
+        """The shape of an operand, with few rows."""
+        root = self.values.root
+        if v in self.leaves:
+            labels: Any = self.leaves[v]
+        else:  # the root, an array of its shape, or a vector
+            labels = [[p.label for p in axis] for axis in self.values.forms[root].dims]
+            if v.aval.shape != root.aval.shape:
+                labels = [*([[]] * (len(v.aval.shape) - 1)), labels[-1]]
         sizes = self.sizes
         return tuple(math.prod(sizes[n] for n in axis if isinstance(n, int)) for axis in labels)
 
-    def run(self, wide: bool, *arrays: jax.Array) -> jax.Array:
-        """The equations' result."""
-        env: dict[Any, jax.Array] = {}
-        for v, array in zip(self.candidate.operands, arrays, strict=True):
-            if v is self.values.root:
-                env[v] = array.reshape(self.sizes)
-            else:
-                labels = self._axes(v)
-                array = array.reshape([self.sizes[a] for a in labels])
-                array = array.transpose(np.argsort(labels))
-                kept = set(labels)
-                env[v] = array.reshape([n if i in kept else 1 for i, n in enumerate(self.sizes)])
+    def run(self, wide: bool, *arrays: jax.Array) -> list[jax.Array]:
+        """The equations' result, and perhaps the sum."""
+        total = arrays[0]
+        if self.addition:
+            terms: dict[Any, jax.Array] = dict(
+                zip(self.operands[: self.terms], arrays[: self.terms], strict=True)
+            )
+            run_plainly(self.addition, terms, wide)
+            total = terms[self.values.root]
+        env: dict[Any, jax.Array] = {self.values.root: total.reshape(self.sizes)}
+        for v, array in zip(self.candidate.operands[1:], arrays[self.terms :], strict=True):
+            labels = self._axes(v)
+            array = array.reshape([self.sizes[a] for a in labels])
+            array = array.transpose(np.argsort(labels))
+            kept = set(labels)
+            env[v] = array.reshape([n if i in kept else 1 for i, n in enumerate(self.sizes)])
         for equation in self.equations:
             env[equation.outvars[0]] = self._evaluate(equation, env, wide)
-        return jnp.broadcast_to(env[self.candidate.output], self.output_sizes)
+        result = jnp.broadcast_to(env[self.candidate.output], self.output_sizes)
+        return [result, total] if self.has_sum else [result]
 
     def _evaluate(self, equation: JaxprEqn, env: Mapping[Any, jax.Array], wide: bool) -> jax.Array:
         axes = (1,) * len(self.sizes)

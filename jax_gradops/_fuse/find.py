@@ -147,26 +147,18 @@ class Finder:
             name = program.items[i].equation.primitive.name
             if i == anchor or name in ("reduce_sum", "reduce_max"):
                 raise Left("a value inside is used elsewhere, too")
-        check.equal(values, candidate, sorted(equations))
         at = program.producer[output]
         if len(outputs) > 1:
             at = program.operand_position(candidate.operands)
             if any(u < at and u not in region for v in outputs for u in program.users.get(v, ())):
                 raise Left("a parameter is computed from the statistics")
         site = Site(candidate.op, call, candidate.operands, outputs, region, at)
-        if candidate.before is None:
-            return site
-        taken_over = additions.ADDITIONS[candidate.before.kind]
-        added = taken_over(values, site, candidate.before, self.taken)
-        if added is not site:
-            shapes, key = check.few_rows(values, candidate, sorted(equations))
-            of_root = shapes[values.root]
-            for v in added.operands:  # the terms: arrays of the root's shape, and vectors
-                vector = (*v.aval.shape[:-1], of_root[-1])
-                shapes.setdefault(v, of_root if v.aval.shape == values.root.aval.shape else vector)
-            terms = len(added.operands) - len(site.operands) + 1
-            check.addition(program, added, terms, values.root, shapes, key, site.call)
-        return added
+        if candidate.before is not None:
+            take_over = additions.ADDITIONS[candidate.before.kind]
+            site = take_over(values, site, candidate.before, self.taken)
+        added = site if len(site.operands) > len(candidate.operands) else None
+        check.equal(values, candidate, sorted(equations), added)
+        return site
 
     def _with_statistics(
         self, values: Values, candidate: Candidate, equations: set[int]
