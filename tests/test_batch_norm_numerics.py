@@ -199,7 +199,7 @@ def test_a_thousand_runs(platform, dtype, rng):
 
 @pytest.mark.parametrize("others", ["random", "signs"])
 @pytest.mark.parametrize(
-    ("shape", "axis", "every"), [((65_536, 256), -1, 128), ((1, 16, 16_384), 1, 1024)], ids=str
+    ("shape", "axis", "every"), [((65_536, 256), -1, 64), ((1, 16, 16_384), 1, 1024)], ids=str
 )
 def test_guess_of_the_mean_that_is_far_off(shape, axis, every, others, rng):
     """The CPU's kernel guesses means from its first elements. Here these are unlike all others.
@@ -277,10 +277,14 @@ def test_nonfinite(platform, implementation, axis, dtype, rng):
             assert_bitwise_equal(got[..., others], want[..., others])
 
 
+ROWS = [6, 1024]  # the CPU has other code for small arrays
+
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("adds", [False, True], ids=["x", "x and residual"])
-def test_relu_at_zero(platform, implementation, adds):
+def test_relu_at_zero(platform, implementation, adds, rows):
     """The derivative of relu at 0 is 0, as in `jax.nn.relu`. Constant channels test this."""
-    x, zeros = jnp.full((6, 5), 3.0, jnp.float32), jnp.zeros(5, jnp.float32)
+    x, zeros = jnp.full((rows, 5), 3.0, jnp.float32), jnp.zeros(5, jnp.float32)
 
     def op(x: Any, bias: Any) -> Any:
         residual = jnp.zeros_like(x) if adds else None
@@ -292,10 +296,27 @@ def test_relu_at_zero(platform, implementation, adds):
     assert not np.any(y) and not np.any(dx) and not np.any(dbias)
 
 
-def test_relu_keeps_nan(platform, implementation):
-    x = np.array([[1.0, np.nan], [2.0, 1.0]], np.float32)
+@pytest.mark.parametrize("rows", ROWS)
+def test_relu_keeps_nan(platform, implementation, rows):
+    x = np.arange(rows * 5, dtype=np.float32).reshape(rows, 5)
+    x[0, 1] = np.nan
     y = jax_gradops.batch_norm(x, activation="relu", implementation=implementation)[0]
-    assert np.isnan(y[:, 1]).all() and not np.isnan(y[:, 0]).any()
+    np.testing.assert_array_equal(np.isnan(y).sum(0), [0, rows, 0, 0, 0])
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "batch_norm"])
+def test_nan_of_any_bits(platform, op):
+    """Rounding to bfloat16 keeps NaN, even if all its bits are 1: the next integer is -0."""
+    ones = jnp.ones(5, jnp.bfloat16)
+    x = np.arange(30, dtype=np.float32).reshape(6, 5)
+    dy = np.ones_like(x)
+    dy[2, 3] = np.uint32(0x7FFFFFFF).view(np.float32)
+
+    def f(bias: Any) -> Any:
+        return jax.tree.leaves(getattr(jax_gradops, op)(x, ones, bias, implementation="ffi"))[0]
+
+    (dbias,) = jax.vjp(f, ones)[1](dy)
+    np.testing.assert_array_equal(np.isnan(widen(dbias)), np.arange(5) == 3)
 
 
 @pytest.mark.B1

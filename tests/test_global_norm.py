@@ -232,6 +232,9 @@ def test_zero_norm(platform, clip):
         (clipped,), norm = clip([leaf], max_norm)
         assert norm == 0
         assert_bitwise_equal(clipped, leaf)
+    # The derivative is that of leaves that are not clipped.
+    _, pull = jax.vjp(lambda leaf: clip([leaf], 0.5)[0][0], leaf)
+    np.testing.assert_array_equal(pull(np.float32([1, 2]))[0], [1, 2])
 
 
 def test_limits(platform, clip, rng):

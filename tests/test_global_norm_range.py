@@ -71,7 +71,8 @@ def test_derivatives_of_small_factors(platform, clip):
         by_limit = jax.grad(lambda limit: f(x, limit).sum())(limit)
         return jax.jacrev(f)(x, limit), jax.jacfwd(f)(x, limit), by_limit
 
-    for size, limit in ((1e20, 1e3), (6e37, 1e20), (6e37, 1e3), (8e37, 1e20), (8e37, 1e3)):
+    cases = (1e20, 1e3), (6e37, 1e20), (6e37, 1e3), (8e37, 1e20), (8e37, 1e3)
+    for size, limit in (*cases, (1e20, 1e-12), (8e37, 200.0)):  # the last two have two factors
         x = np.array([3, 4], np.float32) * np.float32(size)
         factor = limit / (5 * np.float64(size))
         reverse, forward, by_limit = derivatives(x, np.float32(limit))
