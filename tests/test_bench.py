@@ -248,11 +248,11 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         ),
         (
             ("--suite", "train", "--model", "resnet50", "--context", "8"),
-            "--context: for gpt2, gpt2-exact, llama only",
+            "--context: for gpt2, gpt2-exact, llama, gemma only",
         ),
         (
             ("--suite", "train", "--model", "gpt2,resnet50", "--vocabulary", "128000"),
-            "--vocabulary: for llama only",
+            "--vocabulary: for llama, gemma only",
         ),
         (("--vocabulary", "128000"), "--vocabulary: for --suite train only"),
         (

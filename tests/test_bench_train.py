@@ -218,13 +218,14 @@ def small_llama(monkeypatch: pytest.MonkeyPatch, small_gpt2: None) -> None:
 
 
 @pytest.mark.usefixtures("standard_promotion", "small_llama")
-def test_llama(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("model", ["llama", "gemma"])
+def test_llama(model: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     names = ["stock", "jax_gradops", "linear_loss", "stock_loss", "unfused"]
     arguments = ("--dtype", "f32", "--vocabulary", "96", "--variant", ",".join(names))
-    status, report = bench_training(tmp_path, "--model", "llama", *GPT2[2:], *arguments)
+    status, report = bench_training(tmp_path, "--model", model, *GPT2[2:], *arguments)
     assert status == 0
     (result,) = report["results"]
-    assert (result["case"], result["vocabulary"]) == ("llama f32 2x16 96 words", 96)
+    assert (result["case"], result["vocabulary"]) == (f"{model} f32 2x16 96 words", 96)
     assert list(result["variants"]) == names and result["wrong"] == result["failed"] == {}
     loss = {"softmax_cross_entropy_bwd", "softmax_cross_entropy_fwd"}
     for name, variant in result["variants"].items():
@@ -328,6 +329,7 @@ def test_unet_silu(variant: str, outside: int) -> None:
     [
         ("gpt2", "gpt2 bf16 32x1024"),
         ("llama", "llama bf16 4x2048 32000 words"),
+        ("gemma", "gemma bf16 4x2048 32000 words"),
         ("resnet50", "resnet50 bf16 256x224x224x3"),
         ("vit", "vit bf16 256x224x224x3"),
         ("unet", "unet bf16 16x64x64x4"),

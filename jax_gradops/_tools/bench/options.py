@@ -71,12 +71,12 @@ write them ("stock"), and with this library's ops. All train from the same param
 data. resnet50, vit (ViT-B/16) and unet have one random batch. resnet50 has Optax's loss in all
 variants. unet has residual blocks of group norm, SiLU and 3 x 3 convolutions, and the time's
 embedding, as diffusion models have; its loss is the mean square error. gpt2 has GELU by tanh, and
-gpt2-exact by erf. llama has RMS norm, rotary positions and SwiGLU. Each step of these has other
-windows of Python's language reference and standard library, and words are its tokens. "linear_loss"
-has no array of all logits. "stock_loss" has Optax's loss. Figures are milliseconds; "over stock" is
-stock's time over the variant's, in the same rounds. "temporary" is the memory of a step beside its
-arguments and results. It is an error if a variant's losses differ from stock's by more than
-roundings explain.
+gpt2-exact by erf. llama has RMS norm, rotary positions and SwiGLU; gemma is llama with GeGLU. Each
+step of these has other windows of Python's language reference and standard library, and words are
+its tokens. "linear_loss" has no array of all logits. "stock_loss" has Optax's loss. Figures are
+milliseconds; "over stock" is stock's time over the variant's, in the same rounds. "temporary" is
+the memory of a step beside its arguments and results. It is an error if a variant's losses differ
+from stock's by more than roundings explain.
 """
 
 

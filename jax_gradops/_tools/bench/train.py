@@ -30,7 +30,7 @@ STAGES = ("0", "1", "2", "3", "4")
 #: The first one is the default.
 DTYPES = ("bfloat16", "float32")
 STEPS = 10
-#: The llama model's number of different tokens, if no option gives another one.
+#: The number of different tokens of llama and gemma, if no option gives another one.
 VOCABULARY = 32000
 
 
@@ -78,6 +78,7 @@ MODELS = {
     "gpt2": _GPT2,
     "gpt2-exact": _GPT2,
     "llama": _LLAMA,
+    "gemma": _LLAMA,
     "vit": Model(
         "train_vit",
         _images(256, 224, 3),
@@ -98,7 +99,7 @@ class TrainCase:
       steps: of the loss curves.
       stages: of resnet50: the stages that differ between variants.
       profile: the folder for profiles, or None.
-      vocabulary: of llama: the number of different tokens.
+      vocabulary: of llama and gemma: the number of different tokens.
     """
 
     model: str
@@ -174,10 +175,14 @@ def add_arguments(
     add("variant", VARIANTS, others, "suite train: where ops come from")
     add("stages", STAGES, "all", "suite train: where resnet50 has jax_gradops's batch norm")
     for name, default, what in (
-        ("batch", "256 images; 16 of unet; 32 windows of gpt2, 4 of llama", "examples of a step"),
+        (
+            "batch",
+            "256 images; 16 of unet; 32 windows of gpt2, 4 of llama and gemma",
+            "examples of a step",
+        ),
         ("image-size", "224; 64 of unet", "pixels of a side, of resnet50, vit and unet"),
-        ("context", "1024 of gpt2, 2048 of llama", "tokens of a window"),
-        ("vocabulary", VOCABULARY, "different tokens of llama"),
+        ("context", "1024 of gpt2, 2048 of llama and gemma", "tokens of a window"),
+        ("vocabulary", VOCABULARY, "different tokens of llama and gemma"),
         ("steps", STEPS, "steps of the loss curves; a sample has as many, or 10"),
     ):
         parser.add_argument(

@@ -1,9 +1,11 @@
-"""A model like Llama in Flax NNX: RMS norm, rotary positions, SwiGLU, no biases, its own head.
+"""Models like Llama and Gemma in Flax NNX: RMS norm, rotary positions, no biases, an own head.
+
+Llama's MLP is a SwiGLU, Gemma's a GeGLU. Otherwise the two models are equal.
 
 `--vocabulary` sets the size of the vocabulary. The text may have fewer different tokens.
 
-The gate is XLA's in all variants: XLA computes SiLU and the product in one pass. A kernel for the
-activation alone would make two passes of it.
+The gate is XLA's in all variants: XLA computes the activation and the product in one pass. A kernel
+for the activation alone would make two passes of it.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ def rotary(x: jax.Array) -> jax.Array:
     return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1).astype(x.dtype)
 
 
-class SwiGLU(nnx.Module):
-    """Two linear layers, one of them through SiLU; the third layer gets their product."""
+class GatedMLP(nnx.Module):
+    """Two linear layers, one of them with an activation; the third layer gets their product."""
 
     def __init__(self, case: TrainCase, rngs: nnx.Rngs) -> None:
+        self.activation = jax.nn.gelu if case.model == "gemma" else jax.nn.silu
         linear = functools.partial(transformer.linear, case, rngs=rngs, use_bias=False)
         self.gate = linear(CONFIG.width, CONFIG.hidden)
         self.up = linear(CONFIG.width, CONFIG.hidden)
@@ -57,7 +60,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [batch, time, width] to [batch, time, width]."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Llama(nnx.Module):
@@ -87,7 +90,8 @@ def _block(case: TrainCase, rngs: nnx.Rngs) -> transformer.Block:
         updates=2 * CONFIG.layers,
         turn=rotary,
     )
-    return transformer.Block((_norm(case, rngs), _norm(case, rngs)), attention, SwiGLU(case, rngs))
+    norms = _norm(case, rngs), _norm(case, rngs)
+    return transformer.Block(norms, attention, GatedMLP(case, rngs))
 
 
 def _norm(case: TrainCase, rngs: nnx.Rngs) -> nnx.RMSNorm:
