@@ -280,11 +280,9 @@ def test_nonfinite(platform, implementation, axis, dtype, rng):
 ROWS = [6, 1024]  # the CPU has other code for small arrays
 
 
-@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("adds", [False, True], ids=["x", "x and residual"])
-def test_relu_at_zero(platform, implementation, adds, rows):
+def test_relu_at_zero(platform, implementation, adds):
     """The derivative of relu at 0 is 0, as in `jax.nn.relu`. Constant channels test this."""
-    x, zeros = jnp.full((rows, 5), 3.0, jnp.float32), jnp.zeros(5, jnp.float32)
 
     def op(x: Any, bias: Any) -> Any:
         residual = jnp.zeros_like(x) if adds else None
@@ -292,8 +290,10 @@ def test_relu_at_zero(platform, implementation, adds, rows):
             x, None, bias, activation="relu", residual=residual, implementation=implementation
         )[0]
 
-    y, dx, dbias = jax.jit(vjp_of(op))(jnp.ones_like(x), x, zeros)
-    assert not np.any(y) and not np.any(dx) and not np.any(dbias)
+    for rows in ROWS:
+        x, zeros = jnp.full((rows, 5), 3.0, jnp.float32), jnp.zeros(5, jnp.float32)
+        for result in jax.jit(vjp_of(op))(jnp.ones_like(x), x, zeros):
+            assert not np.any(result)
 
 
 @pytest.mark.parametrize("rows", ROWS)
