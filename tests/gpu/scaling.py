@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -206,12 +208,23 @@ def collectives(hlo: str) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def compile_all(
+    cases: Iterable[tuple[Any, ...]], make: Callable[..., Training]
+) -> dict[tuple[Any, ...], Training]:
+    """Compiles programs side by side: one takes a minute, and uses few processors."""
+    cases = [*cases]
+    with futures.ThreadPoolExecutor(len(cases)) as pool:
+        return dict(zip(cases, pool.map(lambda case: make(*case), cases), strict=True))
+
+
 def rows(models: Sequence[str], counts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The figures of each model, number of devices and implementation."""
     for model in models:
         base: dict[str, float] = {}  # a device's rate with the fewest devices
+        cases = itertools.product(("ffi", "xla"), counts)
+        found = compile_all(cases, lambda name, n: MODELS[model](name, n, n, False))  # noqa: B023
         for n in counts:
-            trainings = {name: MODELS[model](name, n, n, False) for name in ("ffi", "xla")}
+            trainings = {name: found.pop((name, n)) for name in ("ffi", "xla")}
             for name, times in measure(trainings).items():
                 rate = trainings[name].examples / statistics.median(times) * 1e3
                 base.setdefault(name, rate / n)
@@ -241,10 +254,14 @@ def main() -> None:
     counts = [int(n) for n in args.devices or (1, 2, 4, 8) if int(n) <= available]
     print(f"jax {jax.__version__}, {available} x {jax.devices()[0].device_kind}")
 
+    def small(name: str, n: int) -> Training:
+        with jax.default_matmul_precision("highest"):
+            return MODELS[name]("ffi", n, counts[-1], True)
+
+    small_trainings = compile_all(itertools.product(args.model, counts), small)
     for name in args.model:
         steps, limit = AGREEMENT.get(name, (10, 1e-4))
-        with jax.default_matmul_precision("highest"):
-            found = {n: losses(MODELS[name]("ffi", n, counts[-1], True), steps) for n in counts}
+        found = {n: losses(small_trainings.pop((name, n)), steps) for n in counts}
         for n in counts[1:]:
             pairs = zip(found[n], found[counts[0]], strict=True)
             worst = max(abs(a / b - 1) for a, b in pairs)
