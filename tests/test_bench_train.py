@@ -239,6 +239,18 @@ def test_llama(model: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
         assert variant["losses"][-1] < variant["losses"][0] - 0.01
 
 
+@pytest.mark.usefixtures("standard_promotion", "small_llama")
+@pytest.mark.parametrize(
+    ("model", "inside", "outside"), [("llama", "logistic", "tanh"), ("gemma", "tanh", "logistic")]
+)
+def test_activation_of_gates(model: str, inside: str, outside: str) -> None:
+    with jax.enable_x64(False):
+        setup = train.TrainCase(model, "float32", "cpu", (2, 16), ("stock",)).setup()
+        arguments = (*jax.eval_shape(setup.init, jax.random.key(0)), setup.batch(jax.random.key(1)))
+        text = str(jax.make_jaxpr(setup.loss("stock"))(*arguments))
+    assert f" {inside} " in text and f" {outside} " not in text
+
+
 IMAGES = ("--batch", "4", "--dtype", "f32", "--steps", "8")
 
 

@@ -1031,14 +1031,22 @@ def test_additions_on_random_numbers(monkeypatch):
     from jax_gradops._fuse import check as comparison
     from jax_gradops._fuse.patterns import gelu, norms
 
-    def add_layer_norm(x, residual, residual_bias=None, **options):
+    def without_bias(x, residual, residual_bias=None, **options):
         return jax_gradops.add_layer_norm(x, residual, **options)
+
+    def wrong_sum(*arrays, **options):
+        y, total = jax_gradops.add_layer_norm(*arrays, **options)
+        return y, 1.01 * total
 
     def bias_gelu(x, bias, approximate):
         return jax_gradops.bias_gelu(x, bias.astype(jnp.bfloat16), approximate)
 
     def add_norm(x, residual, added, scale, bias):
         return two_passes(x + (residual + added[None, None]), scale, bias)
+
+    def add_norm_in_float32(x, residual, added, scale, bias):
+        total = x + (residual + added[None, None])
+        return two_passes(total.astype(jnp.float32), scale, bias).astype(x.dtype)
 
     def gelu_of_sum(x, bias):
         return jax.nn.gelu(x + bias[None, None])
@@ -1050,8 +1058,10 @@ def test_additions_on_random_numbers(monkeypatch):
     x, scale, bias = operands()
     wide = jax.random.normal(jax.random.key(5), (24, 24)).astype(jnp.bfloat16)
     half = x.astype(jnp.bfloat16), wide, bias.astype(jnp.bfloat16)
+    norm = half[0], half[0], half[2], scale, bias
     cases = [
         ("add_layer_norm", add_norm, (x, x, bias, scale, bias)),
+        ("add_layer_norm", add_norm_in_float32, norm),
         ("bias_gelu", gelu_of_sum, (x, bias)),
         ("linear_bias", product, half),
     ]
@@ -1061,9 +1071,33 @@ def test_additions_on_random_numbers(monkeypatch):
 
     for op, function, arrays in cases:
         assert op in found(function, arrays)
-    comparison._passed.clear()
-    monkeypatch.setattr(norms.layer_norm, "add_layer_norm", add_layer_norm)
     monkeypatch.setattr(gelu.bias_gelu, "bias_gelu", bias_gelu)
-    monkeypatch.setattr(additions, "linear_bias", lambda y, bias, exact: y)
-    for op, function, arrays in cases:
-        assert op not in found(function, arrays)
+    monkeypatch.setattr(additions, "linear_bias", lambda y, bias, exact: y + 0.9 * bias[None, None])
+    for add_layer_norm in (without_bias, wrong_sum):
+        monkeypatch.setattr(norms.layer_norm, "add_layer_norm", add_layer_norm)
+        comparison._passed.clear()
+        for op, function, arrays in cases:
+            alone = {
+                "add_layer_norm": {"layer_norm"},
+                "bias_gelu": {"gelu"},
+            }  # without the addition
+            assert found(function, arrays) == alone.get(op, set())
+    (left,) = summary_of(product, *half).left
+    assert "differ on random numbers" in left.why
+
+
+def test_terms_used_twice():
+    """The derivative of x + (x + bias) is that of one array."""
+    x, scale, bias = operands()
+
+    def twice(x, bias, scale):
+        return two_passes(x + (x + bias[None, None]), scale, bias)
+
+    arrays = x, bias, scale
+    (found,) = summary_of(twice, *arrays).replaced
+    assert found.op == "add_layer_norm"
+    expected, ours = (
+        jax.vjp(f, *arrays)[1](jnp.ones_like(x)) for f in (twice, jax_gradops.fuse(twice))
+    )
+    for a, b in zip(expected, ours, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -95,9 +95,9 @@ def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
     site = Site("linear_bias", _of_product, biased, (v,), region, i)
     added = [program.items[j].equation for j in sorted(equations)]
 
-    def reference(*arrays: jax.Array) -> jax.Array:
+    def reference(wide: bool, *arrays: jax.Array) -> jax.Array:
         env = dict(zip(biased, arrays, strict=True))
-        check.run_plainly(added, env, False)
+        check.run_broadcast(added, env, wide)
         return env[v]
 
     types = [(tuple(min(n, 8) for n in u.aval.shape), u.aval.dtype) for u in biased]
@@ -122,7 +122,7 @@ def _biased(program: Program, v: Var) -> tuple[Var, Var] | None:
         if x.aval.shape != v.aval.shape or x.aval.dtype != v.aval.dtype:
             continue
         vector = _vector(program, bias)
-        if vector is None or not is_float(vector.aval.dtype):
+        if vector is None or vector is x or not is_float(vector.aval.dtype):
             continue
         if vector.aval.shape[-1] == v.aval.shape[-1]:
             return x, vector

@@ -2,7 +2,8 @@
 
 The equations are run on few rows. For this, each array is given the axes of the root, in the root's
 order, with size 1 where the array does not vary. Reshapes, transpositions and broadcasts then do
-nothing, and the number of rows does not matter.
+nothing, and the number of rows does not matter. An addition before the root is run on its arrays as
+they are, with few rows.
 """
 
 # JAX declares the types of variables without shapes.
@@ -46,8 +47,9 @@ def equal(
     """Raises `Left` if results or gradients of the op and of the equations differ.
 
     They are compared twice: in the dtypes of the equations, and with all of them in float32, where
-    a difference of a bfloat16 rounding is seen. Equal comparisons are made once. `added`: the op in
-    its form with an addition first. Then the equations of the addition are compared, too.
+    a difference of a bfloat16 rounding is seen, unless the code's own numbers are rounded to
+    bfloat16. Equal comparisons are made once. `added`: the op in its form with an addition first.
+    Then the equations of the addition are compared, too.
     """
     region = _Region(values, candidate, equations, added)
     _compare_once(region.signature(), region.name, region.op, region.cases)
@@ -60,27 +62,37 @@ def compare(
     types: Sequence[tuple[tuple[int, ...], Any]],
     key: Any,
 ) -> None:
-    """Raises `Left` if two functions of arrays of these shapes and dtypes differ."""
+    """Raises `Left` if two functions of arrays of these shapes and dtypes differ.
+
+    `reference` gets a bool first: whether all floats are float32. Both cases are compared.
+    """
 
     def cases() -> list[_Case]:
         rng = np.random.default_rng(0)
-        arrays = [rng.uniform(0.5, 1.5, shape).astype(dtype) for shape, dtype in types]
-        unit = max(float(jnp.finfo(dtype).eps) for _, dtype in types)
-        return [_Case(reference, arrays, 64 * unit)]
+        numbers = [rng.uniform(0.5, 1.5, shape) for shape, _ in types]
+        found = []
+        for wide in (False, True):
+            arrays = [
+                x.astype(np.float32 if wide and is_float(dtype) else dtype)
+                for x, (_, dtype) in zip(numbers, types, strict=True)
+            ]
+            unit = max(float(jnp.finfo(x.dtype).eps) for x in arrays)
+            found.append(_Case(functools.partial(reference, wide), arrays, 64 * unit))
+        return found
 
     _compare_once(key, op, call, cases)
 
 
-def run_plainly(equations: Iterable[JaxprEqn], env: dict[Any, jax.Array], wide: bool) -> None:
-    """Adds the equations' results to `env`, for arrays of other sizes.
+def run_broadcast(equations: Iterable[JaxprEqn], env: dict[Any, jax.Array], wide: bool) -> None:
+    """Runs elementwise equations on small arrays, and adds the results to `env`.
 
-    Changes of shape do nothing: arrays are broadcast where they are used. Sums are over all axes.
-    `wide`: all floats are float32.
+    Changes of shape do nothing. So they may only repeat an array, or add axes of size 1 in front.
+    Sums must be over all axes. `wide`: all floats are float32, and nothing is rounded.
     """
     for equation in equations:
         operands = [_read(v, env, (), wide) for v in equation.invars]
         name = equation.primitive.name
-        if name in _NOTHING_HERE:
+        if name in _NOTHING_HERE or (wide and name == "reduce_precision"):
             result = operands[0]
         elif name == "convert_element_type":
             result = _cast(operands[0], equation, wide)
@@ -168,7 +180,14 @@ def _has_cpu() -> bool:
 
 
 class _Region:
-    """The equations that an op may replace, perhaps with the addition of its first operands."""
+    """The equations that an op may replace, perhaps with an addition of which its root is the sum.
+
+    Attributes:
+      operands: of the op; with an addition, the terms come first, instead of the root.
+      terms: the number of operands in the root's place.
+      distinct: the operands, each once: the derivative of x + x is that of one array.
+      has_sum: whether the op returns the root, too.
+    """
 
     def __init__(
         self, values: Values, candidate: Candidate, equations: Sequence[int], added: Site | None
@@ -177,6 +196,7 @@ class _Region:
         of: Any = added or candidate
         self.name, self.call, self.operands = of.op, of.call, of.operands
         self.terms = len(self.operands) - len(candidate.operands) + 1
+        self.distinct = tuple(dict.fromkeys(self.operands))
         self.has_sum = added is not None and values.root in added.outputs
         program, root = values.program, values.root
         addition = search.slice_between(program, [root], set(self.operands)) if added else ()
@@ -216,7 +236,8 @@ class _Region:
                 return str(v.val), str(v.aval)
             return numbers.setdefault(v, len(numbers)), v.aval.dtype.name
 
-        operands = [(name(v), v.aval.shape[-2:] and self._dims(v)) for v in self.operands]
+        arrays = (self.values.root, *self.operands)
+        operands = [(name(v), v.aval.shape[-2:] and self._dims(v)) for v in arrays]
         lines = [
             (e.primitive.name, *map(name, e.invars), *map(name, e.outvars), str(e.params.get("y")),
              str(sorted(self._reduced(e))))
@@ -224,7 +245,7 @@ class _Region:
         ]  # fmt: skip
         keywords = getattr(self.candidate.call, "keywords", {})
         sizes = tuple(self.sizes)
-        return (self.name, str(keywords), sizes, str(operands), str(lines), self.has_sum)
+        return (self.name, str(keywords), sizes, str(operands), str(lines))
 
     def _dims(self, v: Var) -> Any:
         if v is self.values.root:
@@ -242,16 +263,20 @@ class _Region:
             limit = unit * max(64, 4 * math.sqrt(self.count))
             limit = max(limit, 2 * self.candidate.literals)
             rng = np.random.default_rng(0)
-            by_operand = {v: self._random(rng, v, wide) for v in dict.fromkeys(self.operands)}
-            arrays = [by_operand[v] for v in self.operands]
+            arrays = [self._random(rng, v, wide) for v in self.distinct]
             reference = functools.partial(self.run, wide)
             found.append(_Case(reference, arrays, limit))
         return found
 
     def op(self, *arrays: jax.Array) -> list[jax.Array]:
         """Computes the op's result, with the axes that `run` returns, and perhaps the sum."""
-        result, *others = jax.tree.leaves(self.call(*arrays))
-        return [result.reshape(self.output_sizes), *others[: self.has_sum]]
+        result, *others = jax.tree.leaves(self.call(*self._given(arrays)))
+        return [result.reshape(self.output_sizes), *(others[:1] if self.has_sum else [])]
+
+    def _given(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The array of each operand."""
+        by_operand = dict(zip(self.distinct, arrays, strict=True))
+        return [by_operand[v] for v in self.operands]
 
     def _random(self, rng: np.random.Generator, v: Var, wide: bool) -> np.ndarray:
         """An operand with few rows."""
@@ -277,15 +302,12 @@ class _Region:
 
     def run(self, wide: bool, *arrays: jax.Array) -> list[jax.Array]:
         """The equations' result, and perhaps the sum."""
-        total = arrays[0]
-        if self.addition:
-            terms: dict[Any, jax.Array] = dict(
-                zip(self.operands[: self.terms], arrays[: self.terms], strict=True)
-            )
-            run_plainly(self.addition, terms, wide)
-            total = terms[self.values.root]
+        given: dict[Any, jax.Array] = dict(zip(self.distinct, arrays, strict=True))
+        run_broadcast(self.addition, given, wide)
+        total = given[self.values.root]
         env: dict[Any, jax.Array] = {self.values.root: total.reshape(self.sizes)}
-        for v, array in zip(self.candidate.operands[1:], arrays[self.terms :], strict=True):
+        for v in self.candidate.operands[1:]:
+            array = given[v]
             labels = self._axes(v)
             array = array.reshape([self.sizes[a] for a in labels])
             array = array.transpose(np.argsort(labels))
@@ -297,10 +319,10 @@ class _Region:
         return [result, total] if self.has_sum else [result]
 
     def _evaluate(self, equation: JaxprEqn, env: Mapping[Any, jax.Array], wide: bool) -> jax.Array:
-        axes = (1,) * len(self.sizes)
-        operands = [_read(v, env, axes, wide) for v in equation.invars]
+        ones = (1,) * len(self.sizes)
+        operands = [_read(v, env, ones, wide) for v in equation.invars]
         name, params = equation.primitive.name, dict(equation.params)
-        if name in _NOTHING_HERE:
+        if name in _NOTHING_HERE or (wide and name == "reduce_precision"):
             return operands[0]
         if name in ("reduce_sum", "reduce_max"):
             form = self.values.form_of(equation.invars[0])
@@ -334,14 +356,14 @@ class _Region:
         return jnp.take_along_axis(x, index, self.classes, mode=mode)
 
 
-def _read(v: Any, env: Mapping[Any, jax.Array], axes: tuple[int, ...], wide: bool) -> jax.Array:
-    """The value of an equation's operand. Literals get `axes`, all of size 1."""
+def _read(v: Any, env: Mapping[Any, jax.Array], shape: tuple[int, ...], wide: bool) -> jax.Array:
+    """The value of an equation's operand. Literals get the shape."""
     if isinstance(v, Var):
         if v not in env:
             raise Left("")
         return env[v]
     dtype = v.aval.dtype
-    return jnp.asarray(np.full(axes, v.val, np.float32 if wide and is_float(dtype) else dtype))
+    return jnp.asarray(np.full(shape, v.val, np.float32 if wide and is_float(dtype) else dtype))
 
 
 def _cast(x: jax.Array, equation: JaxprEqn, wide: bool) -> jax.Array:

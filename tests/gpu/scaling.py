@@ -20,6 +20,7 @@ import functools
 import itertools
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
@@ -48,6 +49,8 @@ ROWS, WIDTH, CLASSES = 8192, 1024, 32768  # of "vocabulary", per device of each 
 # The number of steps whose losses must agree, and the largest difference, if not 10 and 1e-4. The
 # first steps of ResNet-50 are chaotic. Other orders of XLA's sums change the second loss by 2e-3.
 AGREEMENT = {"resnet50": (2, 1e-2)}
+# Held while a program runs, while others are compiled.
+RUNNING = threading.Lock()
 COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"
 
 
@@ -105,11 +108,13 @@ def resnet50(implementation: str, n: int, shares: int, small: bool) -> Training:
         return State(parameters, averages, setup.optimizer("jax_gradops").init(parameters))
 
     start = jax.jit(first, out_shardings=everywhere)
-    batch = jax.jit(setup.batch, out_shardings=spread)(jax.random.key(1))
+    with RUNNING:
+        batch = jax.jit(setup.batch, out_shardings=spread)(jax.random.key(1))
     run = jax.jit(
         functools.partial(step, setup, "jax_gradops"), donate_argnums=0, out_shardings=everywhere
     )
-    state = start(jax.random.key(0))
+    with RUNNING:
+        state = start(jax.random.key(0))
     with jax_gradops.use_implementation(implementation):
         compiled = run.lower(state, batch).compile()
     return Training(
@@ -158,8 +163,10 @@ def vocabulary(implementation: str, n: int, shares: int, small: bool) -> Trainin
         return (kernel, x), value
 
     run = jax.jit(update, donate_argnums=0, out_shardings=((of_kernel, of_x), everywhere))
+    with RUNNING:
+        state = first()
     with jax_gradops.use_implementation(implementation):
-        compiled = run.lower(first()).compile()
+        compiled = run.lower(state).compile()
     return Training(first, compiled, compiled.as_text(), "logits", rows * classes)
 
 
@@ -213,7 +220,7 @@ def compile_all(
 ) -> dict[tuple[Any, ...], Training]:
     """Compiles programs side by side: one takes a minute, and uses few processors."""
     cases = [*cases]
-    with futures.ThreadPoolExecutor(len(cases)) as pool:
+    with futures.ThreadPoolExecutor(8) as pool:
         return dict(zip(cases, pool.map(lambda case: make(*case), cases), strict=True))
 
 
@@ -252,6 +259,8 @@ def main() -> None:
     args = parser.parse_args()
     available = len(jax.devices(PLATFORM))
     counts = [int(n) for n in args.devices or (1, 2, 4, 8) if int(n) <= available]
+    if not counts:
+        parser.error(f"there are {available} devices")
     print(f"jax {jax.__version__}, {available} x {jax.devices()[0].device_kind}")
 
     def small(name: str, n: int) -> Training:

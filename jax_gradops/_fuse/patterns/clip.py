@@ -87,9 +87,9 @@ def _compare(
 ) -> None:
     """Runs the equations and the op on small arrays with the operands' dtypes and ranks."""
 
-    def reference(*arrays: jax.Array) -> list[jax.Array]:
+    def reference(wide: bool, *arrays: jax.Array) -> list[jax.Array]:
         env: dict[Any, jax.Array] = dict(zip(operands, arrays, strict=True))
-        check.run_plainly((program.items[i].equation for i in equations), env, False)
+        check.run_broadcast((program.items[i].equation for i in equations), env, wide)
         found = [env[v] for v in outputs]
         return [jnp.broadcast_to(y, _small(v)) for y, v in zip(found, outputs, strict=True)]
 
