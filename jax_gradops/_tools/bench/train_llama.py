@@ -1,4 +1,4 @@
-"""Models like Llama and Gemma in Flax NNX: RMS norm, rotary positions, no biases, an own head.
+"""Models like Llama and Gemma in Flax NNX: RMS norm, rotary positions, no biases, untied heads.
 
 Llama's MLP is a SwiGLU, Gemma's a GeGLU. Otherwise the two models are equal.
 
