@@ -180,10 +180,10 @@ def _has_cpu() -> bool:
 
 
 class _Region:
-    """The equations that an op may replace, perhaps with an addition of which its root is the sum.
+    """The equations that an op may replace. An addition before the root may belong to them.
 
     Attributes:
-      operands: of the op; with an addition, the terms come first, instead of the root.
+      operands: the op's operands. With an addition, its terms come first, instead of the root.
       terms: the number of operands in the root's place.
       distinct: the operands, each once: the derivative of x + x is that of one array.
       has_sum: whether the op returns the root, too.
