@@ -717,7 +717,7 @@ def test_numbers_from_outside_that_matter():
 def test_without_jit(monkeypatch):
     from jax_gradops._fuse import check as comparison
 
-    monkeypatch.setattr(comparison, "_passed", set())
+    monkeypatch.setattr(comparison, "_comparisons", {})
     arrays = operands()
     with jax.disable_jit():
         assert names(by_var, *arrays) == ["layer_norm"]
@@ -877,7 +877,7 @@ def test_comparison_on_random_numbers(monkeypatch):
     from jax_gradops._fuse import check as comparison
     from jax_gradops._fuse.patterns import norms
 
-    monkeypatch.setattr(comparison, "_passed", set())
+    monkeypatch.setattr(comparison, "_comparisons", {})
     monkeypatch.setattr(norms.layer_norm, "rms_norm", jax_gradops.layer_norm)
     summary = summary_of(rms, *operands())
     assert not summary.replaced and "differ on random numbers" in summary.left[0].why
@@ -1054,7 +1054,7 @@ def test_additions_on_random_numbers(monkeypatch):
     def product(x, kernel, bias):
         return x @ kernel + bias[None, None]
 
-    monkeypatch.setattr(comparison, "_passed", set())
+    monkeypatch.setattr(comparison, "_comparisons", {})
     x, scale, bias = operands()
     wide = jax.random.normal(jax.random.key(5), (24, 24)).astype(jnp.bfloat16)
     half = x.astype(jnp.bfloat16), wide, bias.astype(jnp.bfloat16)
@@ -1075,7 +1075,7 @@ def test_additions_on_random_numbers(monkeypatch):
     monkeypatch.setattr(additions, "linear_bias", lambda y, bias, exact: y + 0.9 * bias[None, None])
     for add_layer_norm in (without_bias, wrong_sum):
         monkeypatch.setattr(norms.layer_norm, "add_layer_norm", add_layer_norm)
-        comparison._passed.clear()
+        comparison._comparisons.clear()
         for op, function, arrays in cases:
             alone = {
                 "add_layer_norm": {"layer_norm"},

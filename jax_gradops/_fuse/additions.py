@@ -92,17 +92,18 @@ def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
     region = search.unshared(program, equations, (v,))
     if region & taken:
         return None
-    site = Site("linear_bias", _of_product, biased, (v,), region, i)
     added = [program.items[j].equation for j in sorted(equations)]
+    types = [(tuple(min(n, 8) for n in u.aval.shape), u.aval.dtype) for u in biased]
+    lines = [(e.primitive.name, [str(u.aval.dtype) for u in e.outvars]) for e in added]
+    key = "linear_bias", str(types), str(lines)
+    site = Site("linear_bias", _of_product, biased, (v,), region, i, key)
 
     def reference(wide: bool, *arrays: jax.Array) -> jax.Array:
         env = dict(zip(biased, arrays, strict=True))
         check.run_broadcast(added, env, wide)
         return env[v]
 
-    types = [(tuple(min(n, 8) for n in u.aval.shape), u.aval.dtype) for u in biased]
-    lines = [(e.primitive.name, [str(u.aval.dtype) for u in e.outvars]) for e in added]
-    check.compare(site.op, reference, site.call, types, (site.op, str(types), str(lines)))
+    check.compare(site.op, reference, site.call, types, key)
     return site
 
 

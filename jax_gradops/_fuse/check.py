@@ -10,9 +10,12 @@ they are, with few rows.
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -21,17 +24,23 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
+from jax_gradops import _registry
 from jax_gradops._fuse import forms, search
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
 from jax_gradops._fuse.polynomial import Atom, Function, Leaf, Mean, Pick, Polynomial
 from jax_gradops._fuse.program import Site, is_float
 from jax_gradops._fuse.search import Values
+from jax_gradops._implementation import default_implementation, use_implementation
 
 _NOTHING_HERE = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
 _NOTHING_HERE |= {"pvary", "pcast"}
 # The number of elements, in the comparison, of axes without a sum.
 _ROWS = 2
-_passed: set[Any] = set()
+# By what they compare. The result is why the op does not fit, or "".
+_comparisons: dict[Any, Future[str]] = {}
+# The threads for comparisons, and the comparisons whose results the search has not waited for.
+_in_threads: ContextVar[tuple[ThreadPoolExecutor, list[Future[str]]] | None]
+_in_threads = ContextVar("_in_threads", default=None)
 # The comparison runs once, so that compilation is most of its time.
 _QUICKLY_COMPILED: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
@@ -41,18 +50,40 @@ if jax.__version_info__ < (0, 11):  # later versions have no such option
     _QUICKLY_COMPILED["xla_cpu_use_fusion_emitters"] = False
 
 
+@contextlib.contextmanager
+def in_threads() -> Iterator[list[Future[str]]]:
+    """Comparisons that start inside are compiled and run in threads, and count as passed.
+
+    After it, all have finished. `passed` tells which of them passed.
+    """
+    with ThreadPoolExecutor(2) as threads:
+        unfinished: list[Future[str]] = []
+        token = _in_threads.set((threads, unfinished))
+        try:
+            yield unfinished
+        finally:
+            _in_threads.reset(token)
+
+
+def passed(comparison: Future[str]) -> bool:
+    """Whether a comparison that has finished found no difference, and no error."""
+    return comparison.exception() is None and comparison.result() == ""
+
+
 def equal(
     values: Values, candidate: Candidate, equations: Sequence[int], added: Site | None = None
-) -> None:
+) -> Any:
     """Raises `Left` if results or gradients of the op and of the equations differ.
 
     They are compared twice: in the dtypes of the equations, and with all of them in float32, where
     a difference of a bfloat16 rounding is seen, unless the code's own numbers are rounded to
     bfloat16. Equal comparisons are made once. `added`: the op in its form with an addition first.
-    Then the equations of the addition are compared, too.
+    Then the equations of the addition are compared, too. Returns what equal comparisons share.
     """
     region = _Region(values, candidate, equations, added)
-    _compare_once(region.signature(), region.name, region.op, region.cases)
+    key = region.signature()
+    _compare_once(key, region.name, region.op, region.cases)
+    return key
 
 
 def compare(
@@ -115,38 +146,61 @@ def _compare_once(
     key: Any, op: str, call: Callable[..., Any], cases: Callable[[], Sequence[_Case]]
 ) -> None:
     """Raises `Left` if results or gradients of a case differ, and did not pass before."""
-    if key in _passed:
-        return
-    cpu = jax.devices("cpu")[0] if _has_cpu() else None
-    with (
-        jax.disable_jit(False),
-        jax.default_device(cpu),
-        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-    ):
-        _compare(op, call, cases())
-    _passed.add(key)
+    threads, unfinished = _in_threads.get() or (None, [])
+    if key not in _comparisons:
+        groups = cases()
+        cpu = jax.devices("cpu")[0] if _has_cpu() else None
+        # With "ffi", the references for platforms without kernels are not traced.
+        kernels = "ffi" if cpu and not _registry.why_unavailable("cpu") else None
+        with (
+            jax.disable_jit(False),
+            jax.default_device(cpu),
+            jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+            use_implementation(default_implementation() or kernels),
+        ):
+            finish = functools.partial(_difference, op, groups, _lowered(call, groups))
+        _comparisons[key] = threads.submit(finish) if threads else _done(finish)
+    comparison = _comparisons[key]
+    if threads and not comparison.done():
+        unfinished.append(comparison)
+    elif comparison.result():
+        raise Left(comparison.result())
 
 
-def _compare(op: str, call: Callable[..., Any], cases: Sequence[_Case]) -> None:
+def _done(finish: Callable[[], str]) -> Future[str]:
+    future: Future[str] = Future()
+    future.set_result(finish())
+    return future
+
+
+def _lowered(call: Callable[..., Any], cases: Sequence[_Case]) -> jax.stages.Lowered:
+    """The program of all cases."""
+
     def both(groups: Sequence[Sequence[jax.Array]]) -> Any:
         return [
             [_with_gradients(function, arrays) for function in (case.reference, call)]
             for case, arrays in zip(cases, groups, strict=True)
         ]
 
-    groups = [case.arrays for case in cases]
+    return jax.jit(both).lower([case.arrays for case in cases])
+
+
+def _difference(op: str, cases: Sequence[_Case], lowered: jax.stages.Lowered) -> str:
+    """What differs, or ""."""
     # What `compile` returns runs at once. A jitted function would become a part of the trace.
-    compiled = jax.jit(both).lower(groups).compile(_QUICKLY_COMPILED)
-    for case, (expected, got) in zip(cases, compiled(groups), strict=True):
+    compiled = lowered.compile(_QUICKLY_COMPILED)
+    found = compiled([case.arrays for case in cases])
+    for case, (expected, got) in zip(cases, found, strict=True):
         for what, a, b in zip(("results", "gradients"), expected, got, strict=True):
             for x, y in zip(a, b, strict=True):
                 x, y = (np.asarray(each, np.float64) for each in (x, y))
                 largest = float(np.max(np.abs(x), initial=1e-3))
                 error = float(np.max(np.abs(x - y), initial=0.0))
                 if not error <= case.limit * largest:
-                    raise Left(
+                    return (
                         f"{what} of {op} differ on random numbers, by {error:.1e} of {largest:.1e}"
                     )
+    return ""
 
 
 def _with_gradients(function: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -159,10 +160,11 @@ class Finder:
             added = take_over(values, site, candidate.before, self.taken)
             if added is not site:
                 with contextlib.suppress(Left):  # the op alone may be equal
-                    check.equal(values, candidate, sorted(equations), added)
-                    return added
-        check.equal(values, candidate, sorted(equations))
-        return site
+                    key = check.equal(values, candidate, sorted(equations), added)
+                    return dataclasses.replace(added, key=key)
+        key = check.equal(values, candidate, sorted(equations))
+        # Which statistics the site returns is not compared.
+        return dataclasses.replace(site, key=None if len(outputs) > 1 else key)
 
     def _with_statistics(
         self, values: Values, candidate: Candidate, equations: set[int]

@@ -47,6 +47,7 @@ class Site:
       outputs: the variables that the op computes, instead of their equations.
       region: the numbers of the equations that the op replaces.
       at: the op is put before the equation of this number.
+      key: equal for sites of the same op, if not None.
       equations: the equations of the op.
     """
 
@@ -56,6 +57,7 @@ class Site:
     outputs: tuple[Var, ...]
     region: frozenset[int]
     at: int
+    key: Any = None
     equations: tuple[JaxprEqn, ...] = ()
 
 
@@ -70,6 +72,7 @@ class Program:
         self.items: list[Item] = []
         self._same: dict[Var, Any] = {}
         self._new = gensym()
+        self._traced: dict[Any, ClosedJaxpr] = {}
         numbers = _numbers(jaxpr, consts)
         for origin, equation in enumerate(jaxpr.eqns):
             self._list(equation, numbers, origin)
@@ -194,17 +197,25 @@ class Program:
 
     def with_equations(self, site: Site) -> Site:
         """The site with the equations of its op, which have the site's variables."""
-        types = [v.aval for v in site.operands]
-        traced = jax.make_jaxpr(functools.partial(_shaped, site))(*types)
+        types = tuple(v.aval for v in site.operands)
+        key = site.key and (site.key, types, tuple(v.aval for v in site.outputs))
+        traced = self._traced.get(key)
+        if traced is None:
+            traced = jax.make_jaxpr(functools.partial(_shaped, site))(*types)
+            if traced.consts:
+                raise ValueError(f"jax_gradops.fuse: {site.op} has constants")
+            if key:
+                self._traced[key] = traced
         names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, site.operands, strict=True))
         names |= dict(zip(traced.jaxpr.outvars, site.outputs, strict=True))
-        if traced.consts:
-            raise ValueError(f"jax_gradops.fuse: {site.op} has constants")
+        source = self.source(self.producer[site.outputs[0]]).source_info
         found = []
         for equation in traced.jaxpr.eqns:
-            invars = [names.get(v, v) if isinstance(v, Var) else v for v in equation.invars]
+            for v in equation.outvars:
+                if not isinstance(v, DropVar) and v not in names:
+                    names[v] = self._new(v.aval)  # not the variable of another site
+            invars = [names[v] if isinstance(v, Var) else v for v in equation.invars]
             outvars = [names.get(v, v) for v in equation.outvars]
-            source = self.source(self.producer[site.outputs[0]]).source_info
             found.append(equation.replace(invars=invars, outvars=outvars, source_info=source))
         return dataclasses.replace(site, equations=tuple(found))
 
