@@ -36,9 +36,9 @@ _NOTHING_HERE = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "trans
 _NOTHING_HERE |= {"pvary", "pcast"}
 # The number of elements, in the comparison, of axes without a sum.
 _ROWS = 2
-# By what they compare. The result is why the op does not fit, or "".
+# All comparisons so far, by their keys. A result says what differs. It is "" if nothing does.
 _comparisons: dict[Any, Future[str]] = {}
-# The threads for comparisons, and the comparisons whose results the search has not waited for.
+# The threads for comparisons, and the comparisons that have not finished when the search needs them.
 _in_threads: ContextVar[tuple[ThreadPoolExecutor, list[Future[str]]] | None]
 _in_threads = ContextVar("_in_threads", default=None)
 # The comparison runs once, so that compilation is most of its time.
@@ -145,7 +145,7 @@ class _Case(NamedTuple):
 def _compare_once(
     key: Any, op: str, call: Callable[..., Any], cases: Callable[[], Sequence[_Case]]
 ) -> None:
-    """Raises `Left` if results or gradients of a case differ, and did not pass before."""
+    """Raises `Left` if results or gradients of a case differ. It does not wait for threads."""
     threads, unfinished = _in_threads.get() or (None, [])
     if key not in _comparisons:
         groups = cases()
