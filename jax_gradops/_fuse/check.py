@@ -38,7 +38,7 @@ _NOTHING_HERE |= {"pvary", "pcast"}
 _ROWS = 2
 # All comparisons so far, by their keys. A result says what differs. It is "" if nothing does.
 _comparisons: dict[Any, Future[str]] = {}
-# The threads for comparisons, and the comparisons that have not finished when the search needs them.
+# The threads for comparisons, and the comparisons that the search has not waited for.
 _in_threads: ContextVar[tuple[ThreadPoolExecutor, list[Future[str]]] | None]
 _in_threads = ContextVar("_in_threads", default=None)
 # The comparison runs once, so that compilation is most of its time.
