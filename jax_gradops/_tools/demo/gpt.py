@@ -78,13 +78,15 @@ class GPT(nnx.Module):
     """Predicts each token from the tokens before it; the head shares the token embedding."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        # The embeddings are float32. The gradient of a frequent token is a sum of hundreds of terms.
+        # 16-bit atomic additions would lose most of these terms, and are many times slower.
         embed = functools.partial(
             nnx.Embed,
             features=config.width,
-            dtype=config.dtype,
             embedding_init=nnx.initializers.normal(0.02),
             rngs=rngs,
         )
+        self.dtype = config.dtype
         self.tokens = embed(config.vocabulary)
         self.positions = embed(config.context)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
@@ -92,12 +94,13 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps integer tokens [batch, time] to logits [batch, time, vocabulary] in `dtype`."""
-        x = self.tokens(tokens)
-        update = jnp.broadcast_to(self.positions(jnp.arange(tokens.shape[-1])), x.shape)
+        x = self.tokens(tokens).astype(self.dtype)
+        positions = self.positions(jnp.arange(tokens.shape[-1])).astype(self.dtype)
+        update = jnp.broadcast_to(positions, x.shape)
         for block in self.blocks:
             x, update = block(x, update)
         y, _ = add_norm(self.norm, x, update)
-        return self.tokens.attend(y)
+        return y @ self.tokens.embedding[...].T.astype(self.dtype)
 
 
 def _norm(config: GPTConfig, rngs: nnx.Rngs) -> LayerNorm:
