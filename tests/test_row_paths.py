@@ -168,6 +168,31 @@ def test_short_rows(op: str, dtype: str, threads: int) -> None:
                     assert_bitwise_equal(np.asarray(a)[some], b, f"{some}, added: {added}")
 
 
+@pytest.mark.parametrize("features", [4096, 4097])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_large_arrays(dtype: str, stages: int, features: int) -> None:
+    """Compares y and dx with XLA. Here memory is busy, so that copies arrive late."""
+    if not gpus():
+        pytest.skip("needs a CUDA device")
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def f(dy: Any, x: Any, implementation: str) -> Any:
+        call = functools.partial(jax_gradops.layer_norm, implementation=implementation)
+        y, pull = jax.vjp(call, x, jnp.ones(features))
+        return y, pull(dy)[0]
+
+    with jax.default_device(gpus()[0]):
+        dy, x = jax.random.normal(jax.random.key(6), (2, 16_384, features)).astype(dtype)
+        expected = f(dy, x, "xla")
+        with limited(max_stages=stages):
+            found = f(dy, x, "ffi")
+        for ours, xla in zip(found, expected, strict=True):
+            difference = jnp.abs(ours.astype(jnp.float32) - xla.astype(jnp.float32))
+            # Of bfloat16 numbers below 8, neighbours are 1/32 or less apart.
+            assert difference.max() < (0.04 if dtype == "bfloat16" else 1e-4)
+
+
 def test_rings_do_not_change_results() -> None:
     """The rings' depth and the architecture change no bit of y and dx, if a block holds a row."""
     if not gpus():

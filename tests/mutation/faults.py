@@ -1496,7 +1496,7 @@ CUDA = [
         "ffi/cuda/row_norm/ring.cuh",
         "WaitForCopies<1>();\n    } else {\n      WaitForCopies<3>();",
         "WaitForCopies<2>();\n    } else {\n      WaitForCopies<4>();",
-        _gpu("layer_norm", "TestLayerNorm and test_sizes and ffi"),
+        _k("row_paths", "test_large_arrays"),
     ),
     Fault(
         "layer norm backward: all rows count as well conditioned",
@@ -1698,7 +1698,7 @@ CUDA = [
         "ffi/cuda/batch_norm/sums.cuh",
         "for (int rows = plan.warp_rows; rows > 1; rows /= 2) {",
         "for (int rows = 1; rows > 1; rows /= 2) {",
-        _gpu("batch_norm", "test_sizes and ffi"),
+        _gpu("batch_norm", "test_layouts and ffi"),
     ),
     Fault(
         "batch norm: a channel's columns are added up, their other rows are not",
