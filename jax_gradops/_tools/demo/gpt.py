@@ -78,8 +78,8 @@ class GPT(nnx.Module):
     """Predicts each token from the tokens before it; the head shares the token embedding."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        # The embeddings are float32. A frequent token's gradient is a sum of hundreds of terms, of
-        # which 16-bit atomic additions would lose most. They are many times slower, too.
+        # The embeddings are float32. A frequent token's gradient is a sum of hundreds of terms.
+        # 16-bit atomic additions would lose most of them, and are many times slower.
         embed = functools.partial(
             nnx.Embed,
             features=config.width,
