@@ -633,6 +633,15 @@ CHANNEL_NORMS = {
     "batch_norm": lambda *a: batch(*a)[0],
     "batch_norm, relu": lambda *a: jax.nn.relu(batch(*a)[0]),
     "batch_norm, residual, relu": lambda x, *a: jax.nn.relu(batch(x, *a)[0] + jnp.sin(x)),
+    "batch_norm, residual from relu, relu": lambda x, *a: jax.nn.relu(
+        batch(x, *a)[0] + jax.nn.relu(jnp.sin(x))
+    ),
+    "batch_norm, residual times a number, relu": lambda x, *a: jax.nn.relu(
+        batch(x, *a)[0] + 2 * jnp.sin(x)
+    ),
+    "batch_norm, residual from another norm, relu": lambda x, *a: jax.nn.relu(
+        batch(x, *a)[0] + batch(jnp.sin(x), *a)[0]
+    ),
     "batch_norm, before a group norm": lambda x, *a: grouped(batch(x, *a)[0], *a, 4),
     "group_norm": lambda *a: grouped(*a, 4),
     "group_norm, silu": lambda *a: jax.nn.silu(grouped(*a, 4)),
@@ -647,6 +656,7 @@ def test_channel_norms(name):
     arrays = operands(shape=IMAGES)
     found, *_ = summary_of(CHANNEL_NORMS[name], *arrays).replaced
     assert found.op == name.split(",")[0]
+    assert found.shapes.count("[4,3,2,") == 1 + ("residual" in name)
     activation = name.split(" ")[-1]
     assert found.shapes.endswith(activation) == (activation in ("relu", "silu"))
     check(CHANNEL_NORMS[name], arrays, 5e-5)

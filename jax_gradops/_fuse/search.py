@@ -173,6 +173,8 @@ class Values:
                         numbers = all(f.polynomial.number is not None for f in before[1:])
                     # The derivative of pvary, inside shard_map, is a sum over devices.
                     varies = equation.primitive.name in ("pvary", "pcast")
+                    if self._is_array(equation, before):
+                        return forms.of_leaf(v)
                     if numbers or (len(arrays) <= 1 and not varies):
                         return rules.apply(equation, before)
                 except (NoForm, Divided):
@@ -182,6 +184,20 @@ class Values:
         if not is_float(v.aval.dtype) and v.aval.dtype.name not in _INTEGERS:
             raise NoForm("a mask leaves some elements out" if v.aval.dtype == bool else "")
         return forms.of_leaf(v)
+
+    def _is_array(self, equation: JaxprEqn, before: list[Form]) -> bool:
+        """Whether this computes an array of the root's shape from another one.
+
+        An op may add the result to the root. It has no other use for it.
+        """
+        shape, name = self.root.aval.shape, equation.primitive.name
+        if equation.outvars[0].aval.shape != shape:
+            return False
+        if name == "convert_element_type" and not _rounds(equation, equation.invars[0]):
+            return False
+        atoms = [a for f in before for monomial in f.polynomial.terms for a, _ in monomial]
+        arrays = [a.var.aval for a in atoms if isinstance(a, Leaf)]
+        return any(a.shape == shape and is_float(a.dtype) for a in arrays)
 
     def _one_hot(self, equation: JaxprEqn, depth: int) -> Form:
         """The form of a comparison with numbers that count from 0."""
@@ -283,9 +299,11 @@ def _check(form: Form, values: Values, equation: JaxprEqn) -> None:
         raise NoForm("another array of the same size is added or multiplied")
 
 
-def _rounds(equation: JaxprEqn, root: Var) -> bool:
-    """Whether this is a change to a dtype with fewer digits or a smaller range than the root."""
-    own, params = jnp.finfo(root.aval.dtype), equation.params
+def _rounds(equation: JaxprEqn, array: Any) -> bool:
+    """Whether this is a change to a dtype with fewer digits or a smaller range than the array."""
+    if not is_float(array.aval.dtype):
+        return False
+    own, params = jnp.finfo(array.aval.dtype), equation.params
     if equation.primitive.name == "reduce_precision":
         return params["mantissa_bits"] < own.nmant or params["exponent_bits"] < own.nexp
     dtype = params.get("new_dtype")

@@ -866,6 +866,13 @@ CPU = [
         _k("fuse", "test_additions_on_random_numbers"),
     ),
     Fault(
+        "fuse: a residual that is computed from another array is followed",
+        "jax_gradops/_fuse/search.py",
+        "return any(a.shape == shape and is_float(a.dtype) for a in arrays)",
+        "return False",
+        _k("fuse", "test_channel_norms"),
+    ),
+    Fault(
         "fuse: what a comparison in a thread finds is not looked at",
         "jax_gradops/_fuse/fuse.py",
         "if all(map(check.passed, comparisons)):",
