@@ -116,7 +116,7 @@ def _conditions(content: dict[str, Any]) -> str:
     ).replace("Jax", "JAX")
 
 
-def gpu(arguments: str, _: str) -> str:
+def machine(arguments: str, _: str) -> str:
     """The page of a folder of `benchmarks/`: machine, commands, and a table for each op."""
     tables: dict[str, list[list[str]]] = {}
     contents: dict[str, dict[str, Any]] = {}
@@ -232,7 +232,7 @@ def command(arguments: str, _: str) -> str:
 
 PARTS: dict[str, Callable[[str, str], str]] = {
     "support": support,
-    "gpu": gpu,
+    "machine": machine,
     "speed": speed,
     "ranges": ranges,
     "passes": passes,
