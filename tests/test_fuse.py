@@ -662,6 +662,17 @@ def test_channel_norms(name):
     check(CHANNEL_NORMS[name], arrays, 5e-5)
 
 
+def test_norm_of_a_sum_with_numbers_that_are_counted():
+    """The numbers are equal along the normalised axis, so that they drop out of the formula."""
+
+    def of(x, scale, bias):
+        return two_passes(jnp.tanh(x) + jnp.arange(4, dtype=x.dtype)[:, None, None], scale, bias)
+
+    arrays = operands(shape=(4, 3, N))
+    assert names(of, *arrays) == ["layer_norm"]
+    check(of, arrays, 5e-5)
+
+
 def test_batch_statistics_are_kept():
     """Mean and variance come from the op, with their derivatives."""
 

@@ -391,6 +391,8 @@ class _Region:
         if name == "convert_element_type":
             return _cast(operands[0], equation, wide)
         if name == "iota":
+            if self.classes < 0:  # it makes an array that the formula does not need
+                raise Left("")
             shape = [n if i == self.classes else 1 for i, n in enumerate(self.sizes)]
             return jnp.arange(self.sizes[self.classes], dtype=params["dtype"]).reshape(shape)
         if name == "dot_general":
