@@ -429,6 +429,46 @@ def test_bias_of_a_matrix_product(dtype):
     check(layer, arrays, 2e-5 if dtype == "float32" else 0.05)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 4, 6), (4, 6), (1, 4, 6)])
+def test_bias_of_several_axes(shape):
+    """As in linen's DenseGeneral, for the heads of queries, say."""
+
+    def layer(x, kernel, bias):
+        y = jnp.einsum("bti,ihj->bthj", x, kernel.astype(x.dtype))
+        return jnp.tanh(y + bias.reshape(1, 1, 4, 6).astype(x.dtype))
+
+    rng = np.random.default_rng(0)
+    kernel, bias = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((N, 4, 6), shape))
+    arrays = operands(jnp.bfloat16)[0], kernel, bias
+    (site,) = summary_of(layer, *arrays).replaced
+    assert site.op == "linear_bias"
+    check(layer, arrays, 0.05)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (6,), (2, 1, 4, 6), (3, 4, 6), (24,)])
+def test_biases_of_other_axes(shape):
+    """Such as positions, or a bias that is reshaped. A bias of the last axis alone is taken."""
+
+    def layer(x, kernel, bias):
+        y = jnp.einsum("bti,ihj->bthj", x, kernel.astype(x.dtype))
+        full = (1, 1, 4, 6) if shape == (24,) else (1,) * (4 - len(shape)) + shape
+        return jnp.tanh(y + bias.reshape(full).astype(x.dtype))
+
+    arrays = operands(jnp.bfloat16)[0], jnp.ones((N, 4, 6)), jnp.ones(shape)
+    assert names(layer, *arrays) == (["linear_bias"] if shape == (6,) else [])
+
+
+def test_bias_of_attention_scores():
+    """Such as relative positions. They are added to a batch of products."""
+
+    def scores(q, k, bias):
+        y = jnp.einsum("bthd,bshd->bhts", q, k)
+        return jax.nn.softmax(y + bias[None].astype(q.dtype))
+
+    q = jnp.ones((2, 3, 4, 6), jnp.bfloat16)
+    assert names(scores, q, q, jnp.ones((4, 3, 3))) == []
+
+
 def test_sums_that_are_no_bias_of_a_matrix_product():
     """A sum without a matrix product, or with an array that varies over rows."""
 
@@ -545,6 +585,13 @@ LOSSES = {
     "optax one_hot": lambda x, i: optax.losses.softmax_cross_entropy(
         x, jax.nn.one_hot(i, x.shape[-1], dtype=x.dtype)
     ),
+    "one_hot with weights": lambda x, i: (
+        -jnp.sum(one_hot(i) * jnp.cos(wide(i))[..., None] * jax.nn.log_softmax(x), -1)
+    ),
+    "einsum": lambda x, i: -jnp.einsum("...i,...i->...", jax.nn.log_softmax(x), one_hot(i)),
+    "indices": lambda x, i: (
+        -jax.nn.log_softmax(x)[jnp.arange(len(x))[:, None], jnp.arange(x.shape[1]), i]
+    ),
     "one row": lambda x, i: jax.vmap(jax.vmap(lambda x, i: -jax.nn.log_softmax(x)[i]))(x, i),
     "label_smoothing=0.1": smoothed,
     "z_loss=0.001": with_z_loss,
@@ -571,6 +618,72 @@ def test_losses(name):
         np.testing.assert_allclose(b, a, atol=2e-6)
 
 
+SUMMED = {
+    "all": lambda lp, i: -jnp.sum(lp * one_hot(i)),
+    "mean": lambda lp, i: jnp.mean(-lp * one_hot(i)),
+    "two axes": lambda lp, i: -jnp.tanh(jnp.sum(one_hot(i) * lp, (1, 2))),
+    "weights": lambda lp, i: -jnp.sum(lp * (one_hot(i) * jnp.cos(wide(i))[..., None])),
+    "einsum": lambda lp, i: -jnp.einsum("btv,btv->", lp, one_hot(i)),
+    "jit": jax.jit(lambda lp, i: -jnp.sum(lp * one_hot(i)) + jnp.sum(jnp.sin(lp) * one_hot(i))),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SUMMED)
+def test_losses_in_one_sum(name, dtype):
+    """A sum over the classes and the rows at once, of log-probabilities times one-hot labels."""
+
+    def loss(x, i):
+        return SUMMED[name](jax.nn.log_softmax(wide(x)), i)
+
+    x, i = operands(jnp.dtype(dtype))[0], jnp.asarray([[0, 5, 23], [7, -1, 11]])
+    assert names(loss, x, i) == (
+        [] if name == "jit" else ["softmax_cross_entropy_with_integer_labels"]
+    )
+    fused = jax_gradops.fuse(loss)
+    for f in (lambda f: f, lambda f: jax.grad(lambda x, i: jnp.sum(f(x, i)))):
+        np.testing.assert_allclose(
+            *(f(each)(x, i).astype(float) for each in (fused, loss)), atol=2e-5, rtol=2e-5
+        )
+
+
+def test_what_is_listed_in_parts_stays_whole():
+    """Sums, products and indexing that belong to no op are the code's own equations."""
+
+    def f(x, i, j):
+        a = jnp.sum(jnp.sin(x) * one_hot(i)) + jnp.einsum("btv,btv->bt", jnp.sin(x), one_hot(i))
+        b = jnp.sin(x)[jnp.arange(2)[:, None], jnp.arange(3), i] + jnp.sin(x)[j, jnp.arange(3), i]
+        return jax.nn.gelu(x), a * b
+
+    x, i = operands()[0], jnp.asarray([[0, 5, 23], [7, -1, 11]])
+
+    def counts(f):
+        text = str(jax.make_jaxpr(f)(x, i, i[:, :1] % 2))
+        return [text.count(f" {name}[") for name in ("reduce_sum", "dot_general", "gather")]
+
+    assert names(f, x, i, i[:, :1] % 2) == ["gelu"]
+    assert counts(jax_gradops.fuse(f)) == counts(f) == [1, 1, 2]
+    # An op in the same jitted function does not change this.
+    assert counts(jax_gradops.fuse(jax.jit(f))) == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda lp, i: lp[jnp.arange(2)[:, None], jnp.arange(3)[::-1], i],
+        lambda lp, i: lp[jnp.arange(2)[:, None], jnp.arange(1, 4) % 3, i],
+        lambda lp, i: lp[jnp.arange(3) % 2, jnp.arange(3), i[0]],
+        lambda lp, i: lp[i % 2, jnp.arange(3), i],
+        lambda lp, i: jnp.sum(jnp.where(lp * one_hot(i) < -0.1, lp * one_hot(i), 0)),
+        lambda lp, i: jnp.sum(lp * one_hot(i) * jnp.cos(lp)),
+    ],
+    ids=["reversed", "shifted", "fewer", "not counted", "where", "of cos"],
+)
+def test_sums_and_indices_that_are_no_loss(of):
+    x, i = operands()[0], jnp.asarray([[0, 5, 23], [7, 1, 11]])
+    assert names(lambda x, i: of(jax.nn.log_softmax(x), i), x, i) == []
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -589,6 +702,14 @@ def test_losses(name):
 def test_code_that_only_looks_like_a_loss(loss):
     x, labels = operands()[0], jnp.zeros((2, 3), int)
     assert names(loss, x, labels) == []
+
+
+def test_why_a_loss_is_left():
+    x, labels = operands()[0], jnp.zeros((2, 3), int)
+    loss = lambda x, i: jax.nn.logsumexp(x, -1) - 0.9 * picked(x, i)  # noqa: E731
+    (left,) = summary_of(loss, x, labels).left
+    assert left.kind == "loss" and "the result is not log(sum(exp(x))) - x[label]" in left.why
+    assert not summary_of(lambda x: jax.nn.log_softmax(x) * x, x).left
 
 
 @pytest.mark.parametrize(

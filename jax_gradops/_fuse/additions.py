@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from jax_gradops._fuse import check, search
 from jax_gradops._fuse.forms import NoForm
@@ -84,9 +84,11 @@ def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
     unused = v not in program.users and v not in program.results
     if unused or default_implementation() == "xla":
         return None
-    biased = _biased(program, v)
+    biased = _biased(program, v, several_axes=True)
     product = program.equation_of(biased[0]) if biased else None
     if biased is None or product is None or product.primitive.name != "dot_general":
+        return None
+    if not _is_vector(biased[1]) and not _are_columns(product, biased[1]):
         return None
     equations = search.slice_between(program, [v], set(biased))
     region = search.unshared(program, equations, (v,))
@@ -108,12 +110,16 @@ def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
 
 
 def _of_product(y: jax.Array, bias: jax.Array) -> jax.Array:
-    bias = bias.reshape(-1)
+    first = next((i for i, n in enumerate(bias.shape) if n != 1), bias.ndim - 1)
+    bias = bias.reshape(bias.shape[first:])
     return linear_bias(y, bias.astype(y.dtype), bias)
 
 
-def _biased(program: Program, v: Var) -> tuple[Var, Var] | None:
-    """The array of v's type, and the vector along its last axis, whose sum is v."""
+def _biased(program: Program, v: Var, several_axes: bool = False) -> tuple[Var, Var] | None:
+    """The array of v's type, and the vector along its last axis, whose sum is v.
+
+    With `several_axes`, the vector may be an array of the last axes.
+    """
     equation = program.equation_of(v)
     if equation is None or equation.primitive.name != "add":
         return None
@@ -122,30 +128,44 @@ def _biased(program: Program, v: Var) -> tuple[Var, Var] | None:
             continue
         if x.aval.shape != v.aval.shape or x.aval.dtype != v.aval.dtype:
             continue
-        vector = _vector(program, bias)
-        if vector is None or vector is x or not is_float(vector.aval.dtype):
+        repeated = _repeated(program, bias)
+        if repeated is None or repeated is x or not is_float(repeated.aval.dtype):
             continue
-        if vector.aval.shape[-1] == v.aval.shape[-1]:
-            return x, vector
+        if several_axes or _is_vector(repeated):
+            return x, repeated
     return None
 
 
-def _vector(program: Program, v: Var) -> Var | None:
-    """The array with one long axis that `v` repeats over all axes but the last."""
+def _is_vector(v: Var) -> bool:
+    return v.aval.shape[-1] == math.prod(v.aval.shape)
+
+
+def _are_columns(product: JaxprEqn, bias: Var) -> bool:
+    """Whether a bias has the axes that a matrix product takes from its second matrix."""
+    (_, contracted), (batch, _) = product.params["dimension_numbers"]
+    columns = [n for i, n in enumerate(product.invars[1].aval.shape) if i not in contracted]
+    long = [[n for n in shape if n != 1] for shape in (bias.aval.shape, columns)]
+    return not batch and long[0] == long[1]
+
+
+def _repeated(program: Program, v: Var) -> Var | None:
+    """The array of the last axes that `v` repeats over its other axes."""
     try:
         form = Values(program, v, [], {}, {}, {}).form_of(v)
     except NoForm:
         return None
     single = form.polynomial.single
-    if single is None or single[1] != 1 or len(single[0]) != 1 or not form.dims:
+    if single is None or single[1] != 1 or len(single[0]) != 1:
         return None
     ((atom, exponent),) = single[0]
-    last = form.dims[-1]
-    if exponent != 1 or not isinstance(atom, Leaf) or len(last) != 1 or last[0].label is None:
+    if exponent != 1 or not isinstance(atom, Leaf):
         return None
-    alone = all(p.label is None for axis in form.dims[:-1] for p in axis)
-    shape = atom.var.aval.shape
-    return atom.var if alone and shape and shape[-1] == math.prod(shape) else None
+    long = [n for n in atom.var.aval.shape if n != 1]
+    last = form.dims[len(form.dims) - len(long) :]
+    labels = [p.label for axis in form.dims[: len(form.dims) - len(long)] for p in axis]
+    own = [axis for axis in atom.labels if axis]
+    same = [tuple(p.label for p in axis) for axis in last] == own
+    return atom.var if long and same and all(n is None for n in labels) else None
 
 
 def _is_gate(program: Program, v: Var, depth: int = 3) -> bool:

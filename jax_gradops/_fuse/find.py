@@ -106,6 +106,8 @@ class Finder:
                         return
             if kind == "norm":
                 why.append(norms.why_left(values, shows))
+            elif kind == "loss":
+                why.append(losses.why_left(values))
         if kind == "norm" and search.is_over_devices(self.program, anchor):
             why.insert(0, _OVER_DEVICES)
         why = [each for each in (*why, stopped) if each]

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, gensym
 
+from jax_gradops._fuse.parts import parts_of
 from jax_gradops._kernel.array_types import like_type
 
 # Inner `jit` functions up to this number of equations are opened, so that a variance by `jnp.var`
@@ -30,10 +31,14 @@ def is_float(dtype: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """An equation, and the number of the jaxpr's own equation that it is or is inside of."""
+    """An equation, and the number of the jaxpr's own equation that it is or is inside of.
+
+    `whole`: the equation that is listed as this one and its neighbours. See `parts.py`.
+    """
 
     equation: JaxprEqn
     origin: int
+    whole: JaxprEqn | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Program:
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any] | None = None) -> None:
         self.jaxpr = jaxpr
         self.items: list[Item] = []
+        self.producer: dict[Any, int] = {}
         self._same: dict[Var, Any] = {}
         self._new = gensym()
         self._traced: dict[Any, ClosedJaxpr] = {}
@@ -78,7 +84,6 @@ class Program:
             self._list(equation, numbers, origin)
         self.outvars = [self._outer(v) for v in jaxpr.outvars]
         self.results = {v for v in self.outvars if isinstance(v, Var)}
-        self.producer = {v: i for i, item in enumerate(self.items) for v in item.equation.outvars}
         self.users = self._users()
         # Results of ops that are put later than the equations that computed the results.
         self.moved: dict[Var, int] = {}
@@ -100,7 +105,7 @@ class Program:
         if closed is None:
             if invars != equation.invars or outvars != equation.outvars:
                 equation = equation.replace(invars=invars, outvars=outvars)
-            self.items.append(Item(equation, origin))
+            self._append(equation, origin)
             return
         body = closed.jaxpr
         names: dict[Var, Any] = dict(zip(body.invars, invars, strict=True))
@@ -117,6 +122,19 @@ class Program:
                 if v not in names and type(v) is Var:
                     names[v] = self._new(v.aval)
             self._list(each, names, origin)
+
+    def _append(self, equation: JaxprEqn, origin: int) -> None:
+        """Appends an equation, perhaps as several simpler ones."""
+        parts = parts_of(equation, self.equation_of)
+        items = [Item(equation, origin)]
+        if parts is not None:
+            function, operands = parts
+            traced = jax.make_jaxpr(function)(*(v.aval for v in operands))
+            equations = self._named(traced, operands, equation.outvars, equation.source_info)
+            items = [Item(each, origin, equation) for each in equations]
+        for item in items:
+            self.producer |= dict.fromkeys(item.equation.outvars, len(self.items))
+            self.items.append(item)
 
     def _users(self) -> dict[Var, list[int]]:
         """The equations that use each variable, without those whose results nothing uses."""
@@ -172,6 +190,9 @@ class Program:
             for i, equation in enumerate(self.jaxpr.eqns)
             if any(self._outer(v) in gone for v in equation.invars if isinstance(v, Var))
         }
+        # Equations whose parts the sites replace or use.
+        used = [self.producer[v] for site in sites for v in site.operands if v in self.producer]
+        divided = {id(self.items[i].whole) for i in (*removed, *used)}
         by_position: dict[int, list[Site]] = {}
         for site in sites:
             by_position.setdefault(site.at, []).append(site)
@@ -184,6 +205,9 @@ class Program:
                 if item.origin not in written:
                     written.add(item.origin)
                     equations.append(self._original(item.origin))
+            elif item.whole is not None and id(item.whole) not in divided:
+                if item.equation.outvars == item.whole.outvars:
+                    equations.append(item.whole)
             elif i not in removed:
                 equations.append(changed.get(i, item.equation))
         for site in by_position.get(len(self.items), ()):
@@ -206,9 +230,16 @@ class Program:
                 raise ValueError(f"jax_gradops.fuse: {site.op} has constants")
             if key:
                 self._traced[key] = traced
-        names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, site.operands, strict=True))
-        names |= dict(zip(traced.jaxpr.outvars, site.outputs, strict=True))
         source = self.source(self.producer[site.outputs[0]]).source_info
+        found = self._named(traced, site.operands, site.outputs, source)
+        return dataclasses.replace(site, equations=tuple(found))
+
+    def _named(
+        self, traced: ClosedJaxpr, operands: Sequence[Any], results: Sequence[Any], source: Any
+    ) -> list[JaxprEqn]:
+        """The equations of a function, with this program's variables."""
+        names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, operands, strict=True))
+        names |= dict(zip(traced.jaxpr.outvars, results, strict=True))
         found = []
         for equation in traced.jaxpr.eqns:
             for v in equation.outvars:
@@ -217,7 +248,7 @@ class Program:
             invars = [names[v] if isinstance(v, Var) else v for v in equation.invars]
             outvars = [names.get(v, v) for v in equation.outvars]
             found.append(equation.replace(invars=invars, outvars=outvars, source_info=source))
-        return dataclasses.replace(site, equations=tuple(found))
+        return found
 
 
 def _shaped(site: Site, *operands: jax.Array) -> list[jax.Array]:

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jax_gradops._fuse import forms, polynomial, rules
 from jax_gradops._fuse.forms import Divided, Form, NoForm, Part
-from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Root
+from jax_gradops._fuse.polynomial import Axes, Function, Leaf, OneHot, Root
 from jax_gradops._fuse.program import Program, is_float
 
 # The largest numbers of equations in a formula, before and after the equation that shows the op.
@@ -164,7 +164,7 @@ class Values:
         equation = self.program.equation_of(v)
         if equation is not None and depth and not _rounds(equation, self.root):
             arrays = [u for u in equation.invars if isinstance(u, Var)]
-            number = math.prod(v.aval.shape) == 1 or equation.primitive.name == "select_n"
+            number = math.prod(v.aval.shape) == 1 or equation.primitive.name in ("select_n", "mul")
             if (len(arrays) <= 1 or number) and equation.primitive.name not in _NOT_FOLLOWED:
                 try:
                     before = [self._of_other(u, depth - 1) for u in equation.invars]
@@ -175,7 +175,8 @@ class Values:
                     varies = equation.primitive.name in ("pvary", "pcast")
                     if self._is_array(equation, before):
                         return forms.of_leaf(v)
-                    if numbers or (len(arrays) <= 1 and not varies):
+                    masked = equation.primitive.name == "mul" and _has_one_hot(before)
+                    if numbers or masked or (len(arrays) <= 1 and not varies):
                         return rules.apply(equation, before)
                 except (NoForm, Divided):
                     pass
@@ -219,6 +220,11 @@ class Values:
             same_rank = not ones and equation.primitive.name != "reshape"
             return found if shape and (new_axes or same_rank) else None
         return None
+
+
+def _has_one_hot(found: Iterable[Form]) -> bool:
+    atoms = [atom for f in found for monomial in f.polynomial.terms for atom, _ in monomial]
+    return any(isinstance(atom, OneHot) for atom in atoms)
 
 
 # Of arrays that are not computed from the root, these would only make long polynomials.

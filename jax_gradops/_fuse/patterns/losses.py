@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
-from jax_gradops._fuse.patterns.candidate import Candidate, Left
-from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Pick, Polynomial
+from jax_gradops._fuse.patterns.candidate import Candidate, Left, Parameter, parameter
+from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Monomial, Pick, Polynomial
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.cross_entropy.cross_entropy import (
     softmax_cross_entropy_with_integer_labels as cross_entropy,
@@ -38,7 +38,8 @@ class _Loss(NamedTuple):
 def loss(values: Values, v: Var) -> Candidate | None:
     """Cross-entropy, or its negative, of the rows of the root."""
     form = values.forms[v]
-    found = _loss(values, form.polynomial)
+    weights, rest = _weights(values, v)
+    found = _loss(values, rest)
     if found is None:
         return None
     rows = [p.label for axis in form.dims for p in axis]
@@ -50,10 +51,16 @@ def loss(values: Values, v: Var) -> Candidate | None:
         return None
     if labels != kept:
         raise Left("the labels have other axes than the loss")
+    rows_of_root = [i for i in range(len(root)) if i != axis]
+    weight = parameter(values, polynomial.of_monomial(weights), rows_of_root)
+    earlier = (f.polynomial for u, f in values.forms.items() if u is not v)
+    if weights and any(_loss(values, p) for p in earlier):
+        return None  # the product is not a part of the loss
     given = {"label_smoothing": found.smoothing, "z_loss": found.z_loss}
     given = {name: number for name, number in given.items() if number}
     call = functools.partial(
         _cross_entropy,
+        weight,
         axis=axis,
         sign=found.sign,
         fill=found.fill,
@@ -61,7 +68,7 @@ def loss(values: Values, v: Var) -> Candidate | None:
         **given,
     )
     options = ", ".join(f"{name}={number:.7g}" for name, number in given.items())
-    operands = (values.root, found.labels.var)
+    operands = (values.root, found.labels.var, *weight.leaves)
     return Candidate("softmax_cross_entropy_with_integer_labels", call, operands, v, options)
 
 
@@ -102,6 +109,26 @@ def _loss(values: Values, p: Polynomial) -> _Loss | None:
 _FILL = (
     "for a label that is no class, the code has a loss without the label's terms. The op has NaN"
 )
+
+
+def why_left(values: Values) -> str:
+    """Why a label's element is not part of a loss. Empty if there is no such element."""
+    for form in values.forms.values():
+        atoms = [a for monomial in form.polynomial.terms for a, _ in monomial]
+        logs = {a for a in atoms if isinstance(a, Function) and a.name == "log"}
+        picks = {a for a in atoms if isinstance(a, Pick) and a.of}
+        if logs and picks:
+            return "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
+    return ""
+
+
+def _weights(values: Values, v: Var) -> tuple[Monomial, Polynomial]:
+    """The arrays that multiply the whole polynomial of a value, and the polynomial without them."""
+    p = values.forms[v].polynomial
+    of_all = [{(a, e) for a, e in m if isinstance(a, Leaf) and e == 1} for m in p.terms]
+    weights: Monomial = frozenset(set.intersection(*of_all) if of_all else ())
+    rest = p.divided(weights) if weights else p
+    return (weights, rest) if rest is not None else (frozenset(), p)
 
 
 def _is_lse(values: Values, log: Function, over: Axes) -> bool:
@@ -147,16 +174,17 @@ def _raise_for_probabilities(values: Values, p: Polynomial, log: Function) -> No
 
 
 def _cross_entropy(
+    weight: Parameter,
     x: jax.Array,
     index: jax.Array,
-    *,
+    *weights: jax.Array,
     axis: int,
     sign: float,
     fill: str,
     dtype: str,
     **options: Any,
 ) -> jax.Array:
-    """The loss, with what the replaced code does with labels that are no class."""
+    """The loss times a weight, with what the replaced code does with labels that are no class."""
     classes = x.shape[axis]
     rows = x.shape[:axis] + x.shape[axis + 1 :]
     index = index.reshape(rows)
@@ -170,4 +198,6 @@ def _cross_entropy(
     y = cross_entropy(x, labels, axis, **options)
     if fill == "zero":
         y = jnp.where(inside, y, jnp.zeros((), y.dtype))
+    if weights:
+        y = y * weight.array(dict(zip(weight.leaves, weights, strict=True)), x)
     return (y if sign > 0 else -y).astype(dtype)

@@ -144,7 +144,7 @@ def _atoms(terms: Iterable[tuple[Monomial, float]]) -> set[polynomial.Atom]:
 def row_norm(values: Values, v: Var) -> Candidate | None:
     """Layer norm or RMS norm over the last axes."""
     if not same_layout(values, v):
-        _raise_for_dtype(values, v)
+        _raise_for_layout(values, v)
         return None
     found = normalized(values, values.forms[v].polynomial)
     if found is None:
@@ -180,14 +180,17 @@ def row_norm(values: Values, v: Var) -> Candidate | None:
     return Candidate(norm.__name__, call, (values.root, *affine.leaves), v, before=before)
 
 
-def _raise_for_dtype(values: Values, v: Var) -> None:
-    """Raises `Left` if a value is a norm in another dtype than its input's."""
+def _raise_for_layout(values: Values, v: Var) -> None:
+    """Raises `Left` if a value is a norm in another dtype, or with axes in another order."""
     old, new = values.root.aval.dtype, v.aval.dtype
-    form = values.forms[v]
-    if old == new or form.dims != values.forms[values.root].dims:
+    form, dims = values.forms[v], values.forms[values.root].dims
+    if sorted(form.dims, key=str) != sorted(dims, key=str) or v not in values.program.users:
         return
-    if v in values.program.users and normalized(values, form.polynomial) is not None:
-        raise Left(f"its result is used in {new.name}, and its input is {old.name}")
+    if (old == new and form.dims == dims) or normalized(values, form.polynomial) is None:
+        return
+    if form.dims != dims:
+        raise Left("its result is transposed, and the statistics are not of the transposed array")
+    raise Left(f"its result is used in {new.name}, and its input is {old.name}")
 
 
 def _row_norm(norm: Any, affine: Affine, *arrays: Any, **options: Any) -> Any:
