@@ -684,6 +684,16 @@ def test_sums_and_indices_that_are_no_loss(of):
     assert names(lambda x, i: of(jax.nn.log_softmax(x), i), x, i) == []
 
 
+def test_indices_of_other_rows():
+    """The indices count along the wrong axes."""
+
+    def transposed(x, i):
+        first, second = (jax.lax.broadcasted_iota(jnp.int32, (3, 3), axis) for axis in (1, 0))
+        return jax.nn.log_softmax(x)[first, second, i]
+
+    assert names(transposed, operands(shape=(3, 3, N))[0], jnp.zeros((3, 3), int)) == []
+
+
 @pytest.mark.parametrize(
     "loss",
     [

@@ -1,10 +1,11 @@
 """Equations that are listed as simpler ones, so that an op may end between these.
 
-- A sum of x times a one-hot array over several axes is a sum over the last axis, and another one.
-- A product of matrices without free axes, as of ``einsum("...v,...v->...", x, one_hot)``, is an
-  elementwise product and a sum.
-- ``x[i, j, labels]`` with indices i and j that count from 0 takes one element of each row, as
-  `take_along_axis` does.
+- A sum over several axes is one over the last axis, and one over the others.
+- A matrix product that sums each pair of rows is an elementwise product and a sum. An example is
+  ``einsum("...v,...v->...", x, one_hot)``.
+- ``x[i, j, labels]`` is `take_along_axis` if the indices i and j count from 0.
+
+Of sums, this is done for those of one-hot arrays times others. They may be losses.
 """
 
 # JAX declares the types of variables without shapes.
@@ -111,7 +112,7 @@ _RULES = {"reduce_sum": _sum, "dot_general": _product, "gather": _gather}
 
 
 def _has_one_hot(v: Any, of: EquationOf, depth: int = 8) -> bool:
-    """Whether an array is a product, one of whose factors is a comparison of equality."""
+    """Whether an array is a comparison of equality, or a product with one."""
     equation = of(v)
     if equation is None or not depth:
         return False
