@@ -2,7 +2,8 @@
 
 A function is traced to a jaxpr, JAX's list of equations. The search has these steps:
 
-1. `program.py` lists the equations. Small inner `jit` functions are opened.
+1. `program.py` lists the equations. Small inner `jit` functions are opened. `parts.py` lists some
+   equations as several simpler ones.
 2. Some equations can only belong to an op: 1/sqrt belongs to a norm, tanh to a GELU, log to a loss.
    `search.py` looks back from each to the arrays from which the op may start.
 3. From such an array, the root, `forms.py` follows the equations and writes each value as a

@@ -33,7 +33,8 @@ def parts_of(equation: JaxprEqn, of: EquationOf) -> tuple[Function, Sequence[Any
       of: returns the equation that computes a variable.
     """
     rule = _RULES.get(equation.primitive.name)
-    return rule(equation, of) if rule else None
+    symbolic = [n for v in equation.invars for n in v.aval.shape if not isinstance(n, int)]
+    return None if rule is None or symbolic else rule(equation, of)
 
 
 def _sum(equation: JaxprEqn, of: EquationOf) -> tuple[Function, Sequence[Any]] | None:
@@ -80,6 +81,8 @@ def _gather(equation: JaxprEqn, of: EquationOf) -> tuple[Function, Sequence[Any]
     last = len(shape) - 1
     joined = of(index)
     if joined is None or joined.primitive.name != "concatenate" or len(shape) < 2:
+        return None
+    if any(any(v.aval.sharding.spec) for v in (x, index)):  # of an Explicit mesh
         return None
     if how.start_index_map != every or how.collapsed_slice_dims != every or how.offset_dims:
         return None
