@@ -429,7 +429,7 @@ def test_bias_of_a_matrix_product(dtype):
     check(layer, arrays, 2e-5 if dtype == "float32" else 0.05)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 4, 6), (4, 6), (1, 4, 6)])
+@pytest.mark.parametrize("shape", [(1, 1, 4, 6), (4, 6), (4, 1, 6), (4, 6, 1)])
 def test_bias_of_several_axes(shape):
     """As in linen's DenseGeneral, for the heads of queries, say."""
 
@@ -668,6 +668,26 @@ def test_what_is_listed_in_parts_stays_whole():
 
 
 @pytest.mark.parametrize(
+    "function, primitive",
+    [
+        (lambda x, i: jnp.einsum("btv,btv->bt", x, one_hot(i)), "dot_general"),
+        (lambda x, i: jnp.einsum("tv,btv->bv", x[0], one_hot(i)), "dot_general"),
+        (lambda x, i: jnp.sum(jnp.sin(x) * one_hot(i), (1, 2)), "reduce_sum"),
+        (lambda x, i: x[jnp.arange(2)[:, None], jnp.arange(3), i], "gather"),
+    ],
+    ids=["product", "product with columns", "sum", "indices"],
+)
+def test_op_of_what_is_listed_in_parts(function, primitive):
+    """A GELU of the result of such an equation is replaced. The equation is not."""
+    f = jax.jit(lambda x, i: jax.nn.gelu(function(x, i)))
+    x, i = operands()[0], jnp.asarray([[0, 5, 23], [7, 1, 11]])
+    fused = jax_gradops.fuse(f)
+    assert names(f, x, i) == ["gelu"]
+    assert str(jax.make_jaxpr(fused)(x, i)).count(f" {primitive}[") == 1
+    np.testing.assert_allclose(fused(x, i), f(x, i), atol=2e-6)
+
+
+@pytest.mark.parametrize(
     "of",
     [
         lambda lp, i: lp[jnp.arange(2)[:, None], jnp.arange(3)[::-1], i],
@@ -692,6 +712,24 @@ def test_indices_of_other_rows():
         return jax.nn.log_softmax(x)[first, second, i]
 
     assert names(transposed, operands(shape=(3, 3, N))[0], jnp.zeros((3, 3), int)) == []
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "bfloat16", "int16", "float16"])
+def test_numbers_that_a_dtype_has_not(dtype):
+    """The numbers to 299, in dtypes that do not have all of them."""
+
+    def indexed(x, i):
+        rows = jnp.arange(300).astype(dtype).astype(jnp.int32)
+        return jax.nn.log_softmax(x)[rows, i]
+
+    def compared(x, i):
+        classes = jax.lax.iota(jnp.dtype(dtype), 300).astype(jnp.int32)
+        return jnp.sum(jax.nn.log_softmax(x) * wide(i[:, None] == classes[None]), -1)
+
+    found = ["softmax_cross_entropy_with_integer_labels"] * (dtype in ("int16", "float16"))
+    x = operands(shape=(300, 300))[0]
+    for f in (indexed, compared):
+        assert names(f, x, jnp.zeros(300, jnp.int32)) == found
 
 
 @pytest.mark.parametrize(
@@ -729,8 +767,9 @@ def test_why_a_loss_is_left():
         (lambda i: jnp.where(one_hot(i) == 1, 0.9, 0.1 / N), "numbers for all classes"),
         (lambda i: one_hot(i) * 0.75 + one_hot(i + 1) * 0.25, "numbers for all classes"),
         (lambda i: jnp.cos(one_hot(i)), "numbers for all classes"),
+        (lambda i: wide(i[..., None] == jnp.arange(1, N + 1)[None, None]), "0, 1, 2, and so on"),
     ],
-    ids=["smoothed", "by where", "of two classes", "probabilities"],
+    ids=["smoothed", "by where", "of two classes", "probabilities", "from 1"],
 )
 def test_labels_that_are_not_integers(labels, why):
     """The report says why such a loss is left."""

@@ -95,7 +95,11 @@ def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
     if region & taken:
         return None
     added = [program.items[j].equation for j in sorted(equations)]
-    types = [(tuple(min(n, 8) for n in u.aval.shape), u.aval.dtype) for u in biased]
+    shapes = biased[0].aval.shape, _long(biased[1])
+    types = [
+        (tuple(min(n, 8) for n in shape), u.aval.dtype)
+        for shape, u in zip(shapes, biased, strict=True)
+    ]
     lines = [(e.primitive.name, [str(u.aval.dtype) for u in e.outvars]) for e in added]
     key = "linear_bias", str(types), str(lines)
     site = Site("linear_bias", _of_product, biased, (v,), region, i, key)
@@ -110,15 +114,14 @@ def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
 
 
 def _of_product(y: jax.Array, bias: jax.Array) -> jax.Array:
-    first = next((i for i, n in enumerate(bias.shape) if n != 1), bias.ndim - 1)
-    bias = bias.reshape(bias.shape[first:])
+    bias = bias.reshape([n for n in bias.shape if n != 1] or [1])
     return linear_bias(y, bias.astype(y.dtype), bias)
 
 
 def _biased(program: Program, v: Var, several_axes: bool = False) -> tuple[Var, Var] | None:
     """The array of v's type, and the vector along its last axis, whose sum is v.
 
-    With `several_axes`, the vector may be an array of the last axes.
+    With `several_axes`, an array of several last axes counts, too.
     """
     equation = program.equation_of(v)
     if equation is None or equation.primitive.name != "add":
@@ -140,12 +143,16 @@ def _is_vector(v: Var) -> bool:
     return v.aval.shape[-1] == math.prod(v.aval.shape)
 
 
+def _long(v: Var) -> tuple[int, ...]:
+    """The shape without axes of size 1, but for the last one."""
+    return tuple(n for n in v.aval.shape if n != 1) or (1,)
+
+
 def _are_columns(product: JaxprEqn, bias: Var) -> bool:
-    """Whether a bias has the axes that a matrix product takes from its second matrix."""
+    """Whether a bias has the sizes of all columns of a matrix product that has no batch."""
     (_, contracted), (batch, _) = product.params["dimension_numbers"]
     columns = [n for i, n in enumerate(product.invars[1].aval.shape) if i not in contracted]
-    long = [[n for n in shape if n != 1] for shape in (bias.aval.shape, columns)]
-    return not batch and long[0] == long[1]
+    return not batch and _long(bias) == (tuple(n for n in columns if n != 1) or (1,))
 
 
 def _repeated(program: Program, v: Var) -> Var | None:

@@ -33,7 +33,7 @@ def is_float(dtype: Any) -> bool:
 class Item:
     """An equation, and the number of the jaxpr's own equation that it is or is inside of.
 
-    `whole`: the equation that is listed as this one and its neighbours. See `parts.py`.
+    `whole`: the equation of which this is a part, if it is listed in parts (`parts.py`).
     """
 
     equation: JaxprEqn
@@ -190,9 +190,14 @@ class Program:
             for i, equation in enumerate(self.jaxpr.eqns)
             if any(self._outer(v) in gone for v in equation.invars if isinstance(v, Var))
         }
-        # Equations whose parts the sites replace or use.
-        used = [self.producer[v] for site in sites for v in site.operands if v in self.producer]
-        divided = {id(self.items[i].whole) for i in (*removed, *used)}
+        # The equations that are written in parts, as the sites replace or use some of these.
+        operands = {v for site in sites for v in site.operands}
+        divided = {
+            id(item.whole)
+            for i, item in enumerate(self.items)
+            if item.whole is not None
+            and (i in removed or operands & {*item.equation.outvars} - {*item.whole.outvars})
+        }
         by_position: dict[int, list[Site]] = {}
         for site in sites:
             by_position.setdefault(site.at, []).append(site)

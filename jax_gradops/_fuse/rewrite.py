@@ -32,6 +32,17 @@ def rewritten(
     key = (id(jaxpr), *map(id, consts or ()))
     if key in done:
         return done[key]
+    done[key] = jaxpr
+    if not jaxpr.eqns:
+        return jaxpr
+    with report.guard("function", jaxpr.eqns[0]):
+        done[key] = _with_ops(jaxpr, report, done, consts)
+    return done[key]
+
+
+def _with_ops(
+    jaxpr: Jaxpr, report: Report, done: dict[Any, Jaxpr], consts: Sequence[Any] | None
+) -> Jaxpr:
     program = Program(jaxpr, consts)
     sites = Finder(program, report).run()
     replaced = {i for site in sites for i in site.region}
@@ -46,13 +57,11 @@ def rewritten(
                 inner = _inner(item.equation, report, done)
             if inner is not item.equation:
                 changed[i] = inner
-    done[key] = jaxpr
-    if sites or changed:
-        with report.guard("function", program.source(0)):
-            new = program.rewritten(sites, changed)
-            _check_order(new)
-            done[key] = new
-    return done[key]
+    if not sites and not changed:
+        return jaxpr
+    new = program.rewritten(sites, changed)
+    _check_order(new)
+    return new
 
 
 def _check_order(jaxpr: Jaxpr) -> None:

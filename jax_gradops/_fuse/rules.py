@@ -395,12 +395,9 @@ def _integers(p: Polynomial) -> polynomial.Leaf:
     return atoms[0]
 
 
-def one_hot(equation: JaxprEqn, iota: JaxprEqn | None, index: Form) -> Form:
+def one_hot(equation: JaxprEqn, axis: int, index: Form) -> Form:
     """The comparison of integers with 0, 1, 2, … along an axis."""
     leaf, shape = _integers(index.polynomial), equation.outvars[0].aval.shape
-    if iota is None:
-        raise NoForm("")
-    axis = iota.params["dimension"] + len(shape) - len(iota.params["shape"])
     if len(index.dims) != len(shape) or any(p.label is not None for p in index.dims[axis]):
         raise NoForm("")
     over = forms.Unknown(equation.outvars[0], axis, 0)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jax_gradops._fuse import forms, polynomial, rules
+from jax_gradops._fuse import forms, parts, polynomial, rules
 from jax_gradops._fuse.forms import Divided, Form, NoForm, Part
 from jax_gradops._fuse.polynomial import Axes, Function, Leaf, OneHot, Root
 from jax_gradops._fuse.program import Program, is_float
@@ -202,24 +202,13 @@ class Values:
 
     def _one_hot(self, equation: JaxprEqn, depth: int) -> Form:
         """The form of a comparison with numbers that count from 0."""
+        producer = self.program.equation_of
         for index, counted in (equation.invars, equation.invars[::-1]):
-            iota = self._iota(counted)
-            if iota is not None and isinstance(index, Var):
-                return rules.one_hot(equation, iota, self._of_other(index, depth - 1))
+            axes = range(len(counted.aval.shape))
+            axis = next((i for i in axes if parts.counts(counted, i, producer)), None)
+            if axis is not None and isinstance(index, Var):
+                return rules.one_hot(equation, axis, self._of_other(index, depth - 1))
         raise NoForm("")
-
-    def _iota(self, v: Any) -> JaxprEqn | None:
-        equation = self.program.equation_of(v)
-        if equation is None or equation.primitive.name == "iota":
-            return equation
-        if equation.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
-            found = self._iota(equation.invars[0])
-            shape = () if found is None else found.params["shape"]
-            ones = (1,) * (len(v.aval.shape) - len(shape))
-            new_axes = ones + shape == v.aval.shape  # numpy's broadcasting adds these
-            same_rank = not ones and equation.primitive.name != "reshape"
-            return found if shape and (new_axes or same_rank) else None
-        return None
 
 
 def _has_one_hot(found: Iterable[Form]) -> bool:

@@ -880,10 +880,31 @@ CPU = [
         _k("fuse", "test_what_is_listed_in_parts_stays_whole"),
     ),
     Fault(
+        "fuse: the results of whole equations count as parts",
+        "jax_gradops/_fuse/program.py",
+        "operands & {*item.equation.outvars} - {*item.whole.outvars}",
+        "operands & {*item.equation.outvars}",
+        _k("fuse", "test_op_of_what_is_listed_in_parts"),
+    ),
+    Fault(
+        "fuse: numbers that wrap count from 0",
+        "jax_gradops/_fuse/parts.py",
+        "return size - 1 <= jnp.iinfo(dtype).max",
+        "return True",
+        _k("fuse", "test_numbers_that_a_dtype_has_not"),
+    ),
+    Fault(
+        "fuse: products with columns are divided",
+        "jax_gradops/_fuse/parts.py",
+        "if x.aval.shape != y.aval.shape or tuple",
+        "if tuple",
+        _k("fuse", "test_op_of_what_is_listed_in_parts"),
+    ),
+    Fault(
         "fuse: indices may count along any axis",
         "jax_gradops/_fuse/parts.py",
-        'return params["dimension"] == axis',
-        "return True",
+        'params["dimension"] == axis and',
+        "True and",
         _k("fuse", "test_indices_of_other_rows"),
     ),
     Fault(

@@ -123,7 +123,7 @@ def why_left(values: Values) -> str:
 
 
 def _weights(values: Values, v: Var) -> tuple[Monomial, Polynomial]:
-    """The arrays that multiply the whole polynomial of a value, and the polynomial without them."""
+    """The arrays that are factors of each term of a value, and the polynomial without them."""
     p = values.forms[v].polynomial
     of_all = [{(a, e) for a, e in m if isinstance(a, Leaf) and e == 1} for m in p.terms]
     weights: Monomial = frozenset(set.intersection(*of_all) if of_all else ())
@@ -170,7 +170,16 @@ def _raise_for_probabilities(values: Values, p: Polynomial, log: Function) -> No
         of_labels = polynomial.mean(polynomial.of_atom(labels[0]), mean.over)
         both = (polynomial.of_atom(log) * of_labels).terms.keys() <= p.terms.keys()
         if both and (values.root_atom, 1.0) in mean.of and _is_lse(values, log, mean.over):
+            if _is_comparison(values, labels[0].var):
+                raise Left("the labels are not compared with 0, 1, 2, and so on")
             raise Left("the labels are numbers for all classes, not integers")
+
+
+def _is_comparison(values: Values, v: Var) -> bool:
+    equation = values.program.equation_of(v)
+    if equation is not None and equation.primitive.name == "convert_element_type":
+        equation = values.program.equation_of(equation.invars[0])
+    return equation is not None and equation.primitive.name == "eq"
 
 
 def _cross_entropy(

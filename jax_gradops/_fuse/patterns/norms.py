@@ -186,7 +186,7 @@ def _raise_for_layout(values: Values, v: Var) -> None:
     form, dims = values.forms[v], values.forms[values.root].dims
     if sorted(form.dims, key=str) != sorted(dims, key=str) or v not in values.program.users:
         return
-    if (old == new and form.dims == dims) or normalized(values, form.polynomial) is None:
+    if normalized(values, form.polynomial) is None:
         return
     if form.dims != dims:
         raise Left("its result is transposed, and the statistics are not of the transposed array")
