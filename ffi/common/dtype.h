@@ -14,8 +14,11 @@
 #include <cuda_fp16.h>
 #define GRADOPS_HOST_DEVICE __host__ __device__
 #else
-#define GRADOPS_HOST_DEVICE
+#define GRADOPS_HOST_DEVICE [[gnu::always_inline]]
 #endif
+// For formulas of lanes. A call would pass lanes through memory, and load a polynomial's
+// coefficients for each vector.
+#define GRADOPS_INLINE [[gnu::always_inline]] inline
 
 namespace gradops {
 

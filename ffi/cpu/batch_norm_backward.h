@@ -59,9 +59,11 @@ class Terms {
         offset_(numbers.Get(kOffset, group, start)) {}
 
   // x - mean, and dz, `skipped` elements after the loop's place `at`, in the same columns. A call
-  // of dz would pass lanes through memory: relu took a third longer in bfloat16.
-  auto centered(auto at, std::int64_t skipped = 0) const { return at(x_ + skipped) - mean_(at); }
-  [[gnu::always_inline]] auto dz(auto at, std::int64_t skipped = 0) const {
+  // would pass lanes through memory: relu took a third longer in bfloat16.
+  GRADOPS_INLINE_LANES auto centered(auto at, std::int64_t skipped = 0) const {
+    return at(x_ + skipped) - mean_(at);
+  }
+  GRADOPS_INLINE auto dz(auto at, std::int64_t skipped = 0) const {
     const auto dy = at(dy_ + skipped);
     const std::remove_cv_t<decltype(dy)> zero = 0;
     if constexpr (kAct == Act::kReluOfArgument) {
@@ -78,7 +80,7 @@ class Terms {
     PrefetchRowAhead(dy_ + skipped, width, at), PrefetchRowAhead(x_ + skipped, width, at);
     if constexpr (kAct == Act::kReluOfOutput) PrefetchRowAhead(y_ + skipped, width, at);
   }
-  auto operator()(std::int64_t skipped, auto at) const {
+  GRADOPS_INLINE_LANES auto operator()(std::int64_t skipped, auto at) const {
     const auto gradient = dz(at, skipped);
     return std::array{gradient, gradient * centered(at, skipped)};
   }

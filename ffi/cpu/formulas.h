@@ -10,51 +10,54 @@
 namespace gradops {
 
 template <int n>
-auto Bits(const Lanes<float, n>& x) {
+GRADOPS_INLINE auto Bits(const Lanes<float, n>& x) {
   return x.template As<std::uint32_t>();
 }
 template <int n>
-auto Bits(const Lanes<double, n>& x) {
+GRADOPS_INLINE auto Bits(const Lanes<double, n>& x) {
   return x.template As<std::uint64_t>();
 }
 template <int n>
-auto FromBits(const Lanes<std::uint32_t, n>& bits) {
+GRADOPS_INLINE auto FromBits(const Lanes<std::uint32_t, n>& bits) {
   return bits.template As<float>();
 }
 template <int n>
-auto FromBits(const Lanes<std::uint64_t, n>& bits) {
+GRADOPS_INLINE auto FromBits(const Lanes<std::uint64_t, n>& bits) {
   return bits.template As<double>();
 }
 template <typename A, int n>
-Lanes<A, n> ClampedAbs(const Lanes<A, n>& x, A limit) {
+GRADOPS_INLINE Lanes<A, n> ClampedAbs(const Lanes<A, n>& x, A limit) {
   return Min(Lanes<A, n>(limit), FromBits(Bits(x) & (~gelu::BitsOf<A>{0} >> 1)));
 }
 template <typename A, int n>
-Lanes<A, n> PositivePart(const Lanes<A, n>& x) {
+GRADOPS_INLINE Lanes<A, n> PositivePart(const Lanes<A, n>& x) {
   return Max(Lanes<A, n>(A{0}), x);
 }
 template <typename A, int n>
-Lanes<A, n> SelectBySign(const Lanes<A, n>& x, const Lanes<A, n>& negative,
-                         const Lanes<A, n>& positive) {
+GRADOPS_INLINE Lanes<A, n> SelectBySign(const Lanes<A, n>& x, const Lanes<A, n>& negative,
+                                        const Lanes<A, n>& positive) {
   return IfNegative(x, negative, positive);
 }
 template <typename A, int n>
-Lanes<A, n> Reciprocal(const Lanes<A, n>& x) {
+GRADOPS_INLINE Lanes<A, n> Reciprocal(const Lanes<A, n>& x) {
   return A{1} / x;
 }
 template <typename A, int n>
-Lanes<A, n> MulAdd(const Lanes<A, n>& a, const Lanes<A, n>& b, const Lanes<A, n>& c) {
+GRADOPS_INLINE Lanes<A, n> MulAdd(const Lanes<A, n>& a, const Lanes<A, n>& b,
+                                  const Lanes<A, n>& c) {
   return Lanes<A, n>::Map(
       [&](int i) { return lanes::MulAdd(a.registers[i], b.registers[i], c.registers[i]); });
 }
 template <typename A, int n>
-Lanes<A, n> MulSub(const Lanes<A, n>& c, const Lanes<A, n>& a, const Lanes<A, n>& b) {
+GRADOPS_INLINE Lanes<A, n> MulSub(const Lanes<A, n>& c, const Lanes<A, n>& a,
+                                  const Lanes<A, n>& b) {
   return Lanes<A, n>::Map(
       [&](int i) { return lanes::MulSub(c.registers[i], a.registers[i], b.registers[i]); });
 }
 // m - a b, rounded once. Without fma, mantissas are cut into halves. m must then be near to a b.
 template <typename A, int n>
-Lanes<A, n> MinusProduct(const Lanes<A, n>& m, const Lanes<A, n>& a, const Lanes<A, n>& b) {
+GRADOPS_INLINE Lanes<A, n> MinusProduct(const Lanes<A, n>& m, const Lanes<A, n>& a,
+                                        const Lanes<A, n>& b) {
 #if defined(GRADOPS_FMA)
   return MulSub(m, a, b);
 #else

@@ -30,20 +30,20 @@ struct Lanes {
   // Copies register by register. GCC copies whole structures through memory, 16 bytes at a time:
   // Lanes, and formulas' structures of Lanes. Loads of 32 bytes then wait (GELU: 2.2, not 0.7 ns
   // per element).
-  Lanes(const Lanes& other) { *this = other; }
-  Lanes& operator=(const Lanes& other) {
+  GRADOPS_INLINE_LANES Lanes(const Lanes& other) { *this = other; }
+  GRADOPS_INLINE_LANES Lanes& operator=(const Lanes& other) {
     lanes::ForEachIndex<kRegisters>([&](auto... i) { ((registers[i] = other.registers[i]), ...); });
     return *this;
   }
   // Not explicit, so that formulas can mix numbers and lanes.
-  Lanes(A value) {
+  GRADOPS_INLINE_LANES Lanes(A value) {
     lanes::ForEachIndex<kRegisters>([&](auto... i) { ((registers[i] = value - Register{}), ...); });
   }
 
   // Has the registers fn(0), fn(1), ...
   template <typename Fn>
-  static Lanes Map(const Fn& fn) {
-    return lanes::ForEachIndex<kRegisters>([&fn](auto... i) {
+  GRADOPS_INLINE_LANES static Lanes Map(const Fn& fn) {
+    return lanes::ForEachIndex<kRegisters>([&fn](auto... i) GRADOPS_INLINE_LANES {
       Lanes result;
       ((result.registers[i] = fn(i)), ...);
       return result;
@@ -51,48 +51,49 @@ struct Lanes {
   }
   // The bits of the numbers, read as type B.
   template <typename B>
-  Lanes<B, kCount> As() const {
+  GRADOPS_INLINE_LANES Lanes<B, kCount> As() const {
     using To = lanes::Vector<B>;
     return Lanes<B, kCount>::Map([this](int i) { return std::bit_cast<To>(registers[i]); });
   }
 
-  friend Lanes operator+(const Lanes& a, const Lanes& b) {
+  GRADOPS_INLINE_LANES friend Lanes operator+(const Lanes& a, const Lanes& b) {
     return Map([&](int i) { return a.registers[i] + b.registers[i]; });
   }
-  friend Lanes operator-(const Lanes& a, const Lanes& b) {
+  GRADOPS_INLINE_LANES friend Lanes operator-(const Lanes& a, const Lanes& b) {
     return Map([&](int i) { return a.registers[i] - b.registers[i]; });
   }
-  friend Lanes operator*(const Lanes& a, const Lanes& b) {
+  GRADOPS_INLINE_LANES friend Lanes operator*(const Lanes& a, const Lanes& b) {
     return Map([&](int i) { return a.registers[i] * b.registers[i]; });
   }
-  friend Lanes operator/(const Lanes& a, const Lanes& b) {
+  GRADOPS_INLINE_LANES friend Lanes operator/(const Lanes& a, const Lanes& b) {
     return Map([&](int i) { return a.registers[i] / b.registers[i]; });
   }
-  friend Lanes operator&(const Lanes& a, const Lanes& b) {
+  GRADOPS_INLINE_LANES friend Lanes operator&(const Lanes& a, const Lanes& b) {
     return Map([&](int i) { return a.registers[i] & b.registers[i]; });
   }
-  friend Lanes operator<<(const Lanes& a, int bits) {
+  GRADOPS_INLINE_LANES friend Lanes operator<<(const Lanes& a, int bits) {
     return Map([&](int i) { return a.registers[i] << bits; });
   }
-  Lanes& operator+=(const Lanes& other) { return *this = *this + other; }
+  GRADOPS_INLINE_LANES Lanes& operator+=(const Lanes& other) { return *this = *this + other; }
   // a > b ? yes : no. The result is `no` where a or b is NaN.
-  friend Lanes IfGreater(const Lanes& a, const Lanes& b, const Lanes& yes, const Lanes& no) {
+  GRADOPS_INLINE_LANES friend Lanes IfGreater(const Lanes& a, const Lanes& b, const Lanes& yes,
+                                              const Lanes& no) {
     return Map([&](int i) {
       return a.registers[i] > b.registers[i] ? yes.registers[i] : no.registers[i];
     });
   }
-  friend Lanes Sqrt(const Lanes& a) {
+  GRADOPS_INLINE_LANES friend Lanes Sqrt(const Lanes& a) {
     return Map([&](int i) { return lanes::Sqrt(a.registers[i]); });
   }
   // a's sign bit decides, also for zeros and NaN.
-  friend Lanes IfNegative(const Lanes& a, const Lanes& yes, const Lanes& no) {
+  GRADOPS_INLINE_LANES friend Lanes IfNegative(const Lanes& a, const Lanes& yes, const Lanes& no) {
     using Signed = lanes::Vector<std::conditional_t<sizeof(A) == 8, std::int64_t, std::int32_t>>;
     return Map([&](int i) {
       return std::bit_cast<Signed>(a.registers[i]) < 0 ? yes.registers[i] : no.registers[i];
     });
   }
   // The sum of all numbers. Halves are added until one number is left.
-  A Sum() const {
+  GRADOPS_INLINE_LANES A Sum() const {
     if constexpr (kRegisters == 1) {
       return lanes::Sum(registers[0]);
     } else {
@@ -102,10 +103,10 @@ struct Lanes {
     }
   }
   // a < b ? a : b, and a > b ? a : b.
-  friend Lanes Min(const Lanes& a, const Lanes& b) {
+  GRADOPS_INLINE_LANES friend Lanes Min(const Lanes& a, const Lanes& b) {
     return Map([&](int i) { return lanes::Min(a.registers[i], b.registers[i]); });
   }
-  friend Lanes Max(const Lanes& a, const Lanes& b) {
+  GRADOPS_INLINE_LANES friend Lanes Max(const Lanes& a, const Lanes& b) {
     return Map([&](int i) { return lanes::Max(a.registers[i], b.registers[i]); });
   }
 };
@@ -126,7 +127,7 @@ inline double Max(double a, double b) {
 
 // Loads kCount elements and widens them.
 template <int kCount, typename T>
-Lanes<Accum<T>, kCount> LoadLanes(const T* from) {
+GRADOPS_INLINE_LANES inline Lanes<Accum<T>, kCount> LoadLanes(const T* from) {
   using A = Accum<T>;
   if constexpr (requires { lanes::Widen(from); }) {
     return Lanes<A, kCount>::Map(
@@ -147,17 +148,18 @@ inline constexpr int kTogether = lanes::kWidth<Accum<T>> * [] {
 
 // Rounds the numbers to T and stores them.
 template <typename T, int kCount>
-void StoreLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
+GRADOPS_INLINE_LANES inline void StoreLanes(T* to, const Lanes<Accum<T>, kCount>& values) {
   using A = Accum<T>;
   constexpr int kRegisters = Lanes<A, kCount>::kRegisters;
   const auto& from = values.registers;
   if constexpr (kTogether<T, kCount> > lanes::kWidth<A>) {
-    lanes::ForEachIndex<kRegisters / 2>([&](auto... i) {
+    lanes::ForEachIndex<kRegisters / 2>([&](auto... i) GRADOPS_INLINE_LANES {
       (lanes::Narrow(to + i * kTogether<T, kCount>, from[2 * i], from[2 * i + 1]), ...);
     });
   } else if constexpr (requires { lanes::Narrow(to, from[0]); }) {
-    lanes::ForEachIndex<kRegisters>(
-        [&](auto... i) { (lanes::Narrow(to + i * lanes::kWidth<A>, from[i]), ...); });
+    lanes::ForEachIndex<kRegisters>([&](auto... i) GRADOPS_INLINE_LANES {
+      (lanes::Narrow(to + i * lanes::kWidth<A>, from[i]), ...);
+    });
   } else {
     A wide[kCount];
     StoreLanes(wide, values);

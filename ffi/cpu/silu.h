@@ -2,9 +2,6 @@
 //
 // Formulas use exp(-|z|), which does not overflow. Both are finite for all finite numbers. A NaN
 // stays a NaN.
-//
-// Compilers are told to inline these functions. A call would pass lanes through memory, and load
-// the polynomial's coefficients for each vector.
 #pragma once
 
 #include <limits>
@@ -17,7 +14,7 @@ namespace gradops {
 // Calls fn(s, 1 - s) for s = 1 / (1 + exp(-z)). Neither of the two loses digits near 0. F is A, or
 // lanes of A.
 template <typename A, typename F, typename Fn>
-[[gnu::always_inline]] inline auto WithSigmoid(const F& z, const Fn& fn) {
+GRADOPS_INLINE auto WithSigmoid(const F& z, const Fn& fn) {
   using gelu::ClampedAbs, gelu::SelectBySign;  // for one number; those for lanes are found, too
   const F size = ClampedAbs(z, std::numeric_limits<A>::max()), one = A{1};
   const F e = gelu::ExpOfNegative<A>(F(A{0}) - size);
@@ -26,12 +23,12 @@ template <typename A, typename F, typename Fn>
 }
 
 template <typename A, typename F>
-[[gnu::always_inline]] inline F Silu(const F& z) {
+GRADOPS_INLINE F Silu(const F& z) {
   return WithSigmoid<A>(z, [&](const F& s, const F&) { return z * s; });
 }
 
 template <typename A, typename F>
-[[gnu::always_inline]] inline F SiluDerivative(const F& z) {
+GRADOPS_INLINE F SiluDerivative(const F& z) {
   return WithSigmoid<A>(z, [&](const F& s, const F& rest) { return s * (F(A{1}) + z * rest); });
 }
 
