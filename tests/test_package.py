@@ -197,13 +197,13 @@ def test_stubs(platform):
 def test_sizes_of_native_modules():
     """Limits the size of native modules. A library of double size contains something twice.
 
-    Optimised sizes in MB: 1.5 (GCC 12) to 2.9 (GCC 13) for CPU. CUDA's code is compressed: 8.
+    Optimised sizes in MB: 4.4 (GCC 12) to 5.9 (GCC 13) for CPU. CUDA's code is compressed: 8.
     """
     modules = [m for m in _registry.MODULES.values() if m.__file__]
     for path in [p for m in modules for p in Path(str(m.__file__)).parent.glob("_c*.so")]:
         cuda = path.name.startswith("_cuda")
         parts = _registry.MODULES["cuda"].build_info.count(",") + 1 if cuda else 1
-        assert path.stat().st_size < (14e6 if cuda else 4.8e6) * parts, path
+        assert path.stat().st_size < (14e6 if cuda else 8e6) * parts, path
 
 
 def test_copies_to_shared_memory_are_legal():
