@@ -149,10 +149,10 @@ def _long(v: Var) -> tuple[int, ...]:
 
 
 def _are_columns(product: JaxprEqn, bias: Var) -> bool:
-    """Whether a bias has the sizes of all columns of a matrix product that has no batch."""
-    (_, contracted), (batch, _) = product.params["dimension_numbers"]
-    columns = [n for i, n in enumerate(product.invars[1].aval.shape) if i not in contracted]
-    return not batch and _long(bias) == (tuple(n for n in columns if n != 1) or (1,))
+    """Whether a bias has the sizes of all axes of a product's second matrix that are not summed."""
+    (_, summed), _ = product.params["dimension_numbers"]
+    columns = [n for i, n in enumerate(product.invars[1].aval.shape) if i not in summed]
+    return _long(bias) == (tuple(n for n in columns if n != 1) or (1,))
 
 
 def _repeated(program: Program, v: Var) -> Var | None:
