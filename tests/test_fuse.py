@@ -431,7 +431,7 @@ def test_bias_of_a_matrix_product(dtype):
 
 @pytest.mark.parametrize("shape", [(1, 1, 4, 6), (4, 6), (4, 1, 6), (4, 6, 1)])
 def test_bias_of_several_axes(shape):
-    """As in linen's DenseGeneral, for the heads of queries, say."""
+    """linen's DenseGeneral has such a bias."""
 
     def layer(x, kernel, bias):
         y = jnp.einsum("bti,ihj->bthj", x, kernel.astype(x.dtype))

@@ -121,7 +121,7 @@ def _of_product(y: jax.Array, bias: jax.Array) -> jax.Array:
 def _biased(program: Program, v: Var, several_axes: bool = False) -> tuple[Var, Var] | None:
     """The array of v's type, and the vector along its last axis, whose sum is v.
 
-    With `several_axes`, an array of several last axes counts, too.
+    With `several_axes`, the second one may have several of the last axes.
     """
     equation = program.equation_of(v)
     if equation is None or equation.primitive.name != "add":

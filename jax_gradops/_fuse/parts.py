@@ -1,8 +1,10 @@
 """Equations that are listed as simpler ones, so that an op may end between these.
 
-- A sum over several axes is one over the last axis, and one over the others.
+- A sum over several axes becomes two sums. The first one is over the last axis.
+
 - A matrix product that sums each pair of rows is an elementwise product and a sum. An example is
   ``einsum("...v,...v->...", x, one_hot)``.
+
 - ``x[i, j, labels]`` is `take_along_axis` if the indices i and j count from 0.
 
 Sums and products are divided only if an operand is a one-hot array, or a product with one. They may

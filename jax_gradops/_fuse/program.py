@@ -33,7 +33,7 @@ def is_float(dtype: Any) -> bool:
 class Item:
     """An equation, and the number of the jaxpr's own equation that it is or is inside of.
 
-    `whole`: the equation of which this is a part, if it is listed in parts (`parts.py`).
+    `whole`: the equation that is listed in parts (`parts.py`), if this is a part.
     """
 
     equation: JaxprEqn
@@ -190,7 +190,7 @@ class Program:
             for i, equation in enumerate(self.jaxpr.eqns)
             if any(self._outer(v) in gone for v in equation.invars if isinstance(v, Var))
         }
-        # The equations that are written in parts, as the sites replace or use some of these.
+        # Equations are written in parts if a site replaces a part or uses the result of one.
         operands = {v for site in sites for v in site.operands}
         divided = {
             id(item.whole)
