@@ -71,7 +71,7 @@ def _beside_manual(context: AbstractMesh) -> _Partitions:
 
     names = AbstractMesh(context.axis_sizes, context.axis_names)
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    return _Partitions(axes, mesh, names, Collectives(size, total, largest), everywhere=True)
+    return _Partitions(axes, mesh, names, Collectives(size, total, largest, None), everywhere=True)
 
 
 def _size_of(axes: Mapping[str, int]) -> Callable[[MeshAxes], int]:

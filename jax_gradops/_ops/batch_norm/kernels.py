@@ -73,14 +73,18 @@ def _merge_statistics(
     uses the distance of each shard's mean from the mean of all shards.
     """
     number = shards.number(dims)
+    own = [partial[f"batch_{name}"] for name in ("mean", "delta", "variance")]
+    gathered = shards.gathered(dims, own)
+    mean, delta, variance = gathered or (part[None] for part in own)
 
     def means(*parts: jax.Array) -> list[jax.Array]:
-        return [part / number for part in shards.total(dims, list(parts))]
+        sums = [jnp.sum(part, 0) for part in parts]
+        return [part / number for part in (sums if gathered else shards.total(dims, sums))]
 
-    first = as_rounded(means(partial["batch_mean"])[0])
-    offset = (partial["batch_mean"] - first) + partial["batch_delta"]
+    first = as_rounded(means(mean)[0])
+    offset = (mean - first[None]) + delta
     unit = root_of_count(number) ** 2  # the sum over shards may overflow; their mean does not
-    spread, variance = means(offset, (partial["batch_variance"] + jnp.square(offset)) / unit)
+    spread, variance = means(offset, (variance + jnp.square(offset)) / unit)
     # spread is a rounding error, and almost 0
     variance = variance * unit - jnp.square(spread)
     mean, delta = split(first, spread)
