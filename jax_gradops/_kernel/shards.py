@@ -15,7 +15,6 @@ from jax import lax
 from jax_gradops._kernel.array_types import MeshAxes
 from jax_gradops._kernel.spec import Named, Result
 
-
 #: Arrays that have at most this many elements together are sent as one.
 PACKED = 2**16
 #: `Shards.gathered` works for at most this many shards.
@@ -25,13 +24,13 @@ FEW = 8
 class Collectives(NamedTuple):
     """Reductions over devices, or over the indices of a mapped axis. Each takes names of axes.
 
-    `index` is the number of this shard. None: nobody knows it.
+    `shard` is the number of this shard. None: nobody knows it.
     """
 
     size: Callable[[MeshAxes], int]
     total: Callable[[list[jax.Array], MeshAxes], list[jax.Array]] = lax.psum
     largest: Callable[[list[jax.Array], MeshAxes], list[jax.Array]] = lax.pmax
-    index: Callable[[MeshAxes], jax.Array] | None = lax.axis_index
+    shard: Callable[[MeshAxes], jax.Array] | None = lax.axis_index
 
 
 #: For the axes of `jax.shard_map`, `jax.pmap` and `jax.vmap`.
@@ -86,9 +85,9 @@ class Shards:
         Each shard adds its arrays to zeros, so that the sum is exact.
         """
         axes, number = self._over(dims), self.number(dims)
-        if self.collectives.index is None or not axes or number > FEW:
+        if self.collectives.shard is None or not axes or number > FEW:
             return None
-        own = jnp.arange(number, dtype=jnp.int32) == self.collectives.index(axes)
+        own = jnp.arange(number, dtype=jnp.int32) == self.collectives.shard(axes)
 
         def place(part: jax.Array) -> jax.Array:
             return jnp.where(jnp.expand_dims(own, range(1, part.ndim + 1)), part[None], 0)
