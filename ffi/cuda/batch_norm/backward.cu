@@ -364,24 +364,25 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
 // --- Kernels and launchers -----------------------------------------------------------------------
 
 // One bundle of channels first: the sums of its channels, then dx.
-template <typename T, Mask kMask>
+template <typename T, Mask kMask, int kHeld>
 __global__ void __launch_bounds__(kBundleWarps* kWarp)
     BundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
                     const __grid_constant__ BundlePieces cut) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
   extern __shared__ __align__(128) char shared[];
-  const BundleBlock<T> block{cut, shared};
+  const BundleBlock<T, kHeld> block{cut, shared};
   const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
   const std::int64_t of_group = channels / cut.bundle;
   if (item >= args.shape.outer.groups * of_group) return;
   const std::int64_t group = item / of_group, first_channel = item % of_group * cut.bundle;
   const std::int64_t start = item * cut.bundle * args.shape.inner;
-  block.Load({static_cast<const T*>(args.dy) + start, static_cast<const T*>(args.x) + start});
+  const T* const dy = static_cast<const T*>(args.dy) + start;
+  block.Load({static_cast<const T*>(args.x) + start, dy});
   const A mean = ParamAt<A>(args.mean, group, item % of_group, 0);
   const A rstd = ParamAt<A>(args.rstd, group, item % of_group, 0);
   const A delta = ParamAt<A>(args.delta, group, item % of_group, 0);
-  A* const scales = block.Numbers(2);
+  A* const scales = block.Numbers();
   A* const offsets = scales + cut.bundle;
   for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
     scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
@@ -392,15 +393,17 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   // Loads x_hat, without delta, and dz.
   const auto load = [&](int vector, int channel, A(&x)[W], A(&dz)[W]) {
     A scale[W], offset[W], y[W];
-    Widen(LoadPlain<W>(block.Array(0) + vector * W), dz);
-    Widen(LoadPlain<W>(block.Array(1) + vector * W), x);
+    Widen(LoadPlain<W>(block.Array(0) + vector * W), x);
+    Widen(
+        kHeld > 1 ? LoadPlain<W>(block.Array(1) + vector * W) : LoadVectorOnce<W>(dy + vector * W),
+        dz);
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       x[j] = (x[j] - mean) * rstd, scale[j] = scales[channel], offset[j] = offsets[channel];
     }
     MaskGrad<kMask, T>(x, scale, offset, y, dz);
   };
-  double* const of_pieces = block.Sums(2);
+  double* const of_pieces = block.Sums();
   A dz_sum = 0, x_hat_sum = 0;
   block.ForLoaded(
       [&](int vector, int channel) {
@@ -515,9 +518,15 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
   }
   const void* const y = args.relu ? args.y : nullptr;
   if (own && y == nullptr && Aligned(args.dy, args.x, args.dx, args.dresidual)) {
-    const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, /*arrays=*/2, 2);
+    // BatchNormBwdKernel takes longer for many short channels than for few long ones.
+    const bool are_short = args.shape.inner * std::int64_t{sizeof(T)} <= 32 * 1024;
+    const BundlePieces both = CutBundle<T>(args.shape, args.bundle, device, 2);
+    const BundlePieces cut =
+        both.warps > 0 || !are_short ? both : CutBundle<T>(args.shape, args.bundle, device, 1);
     const auto launch = [&]<Mask kMask>() {
-      return LaunchBundles(kBackward, BundleBwdKernel<T, kMask>, stream, cut, args);
+      return both.warps > 0
+                 ? LaunchBundles(kBackward, BundleBwdKernel<T, kMask, 2>, stream, cut, args)
+                 : LaunchBundles(kBackward, BundleBwdKernel<T, kMask, 1>, stream, cut, args);
     };
     if (cut.warps > 0) {
       if (args.silu) return launch.template operator()<Mask::kSilu>();

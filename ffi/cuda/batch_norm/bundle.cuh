@@ -1,5 +1,6 @@
-// Channels first: a block takes one bundle of a group, which lies in one piece of memory and fits
-// into shared memory. Arrays are then read once. forward.cu and backward.cu have the kernels.
+// Channels first: a block takes one bundle of a group, which lies in one piece of memory. If its
+// arrays fit into shared memory, they are read once. If only x fits, dy is read twice. forward.cu
+// and backward.cu have the kernels.
 //
 // A channel is cut into pieces, and each piece is one warp's work. So each sum of a piece belongs
 // to one channel. In this picture, a channel has 4 vectors, a piece has 2, and there are two warps:
@@ -41,12 +42,13 @@ struct BundlePieces {
   GRADOPS_HOST_DEVICE int pieces() const { return bundle * channel_pieces; }
 };
 
-// The pieces, or no warps if a bundle cannot be taken in this way. `arrays` arrays stay in shared
-// memory. Each channel has `numbers` numbers there.
+// The pieces, or no warps if a bundle cannot be taken in this way. `held` arrays stay in shared
+// memory, and two numbers for each channel.
 template <typename T>
 BundlePieces CutBundle(const ChannelShape& shape, std::int64_t bundle, const ChannelDevice& device,
-                       int arrays, int numbers) {
+                       int held) {
   constexpr std::int64_t kWidth = kVec<T>;
+  constexpr int kNumbers = 2;
   constexpr std::int64_t kLeastVectors = 16;  // of a channel: shorter ones leave most lanes idle
   const std::int64_t vectors = shape.inner / kWidth;
   if (shape.outer.rows != 1 || shape.inner % kWidth != 0 || vectors < kLeastVectors) return {};
@@ -54,21 +56,23 @@ BundlePieces CutBundle(const ChannelShape& shape, std::int64_t bundle, const Cha
   const std::int64_t piece = std::min<std::int64_t>(vectors, kPieceVectors);
   const std::int64_t pieces = CeilDiv(vectors, piece) * bundle;
   const std::int64_t of_numbers =
-      CeilDiv(bundle * numbers * std::int64_t{sizeof(Accum<T>)}, 16) * 16;
-  const std::int64_t all = arrays * bytes + of_numbers + (pieces * 2 + 2 * kBundleWarps) * 8;
+      CeilDiv(bundle * kNumbers * std::int64_t{sizeof(Accum<T>)}, 16) * 16;
+  const std::int64_t all = held * bytes + of_numbers + (pieces * 2 + 2 * kBundleWarps) * 8;
   if (all > MaxChannelBytes(device.shared_bytes)) return {};
+  // A multiprocessor has registers for 32 warps. With small bundles, it runs four blocks.
+  const std::int64_t most_warps = all <= 48 * 1024 ? kBundleWarps / 2 : kBundleWarps;
   return {.bundle = static_cast<int>(bundle),
           .channel_vectors = static_cast<int>(vectors),
           .piece_vectors = static_cast<int>(piece),
           .channel_pieces = static_cast<int>(pieces / bundle),
-          .warps = static_cast<int>(std::clamp<std::int64_t>(pieces / 2, 1, kBundleWarps)),
+          .warps = static_cast<int>(std::clamp<std::int64_t>(pieces / 2, 1, most_warps)),
           .array_bytes = static_cast<int>(bytes),
           .numbers_bytes = static_cast<int>(of_numbers),
           .shared_bytes = static_cast<int>(all)};
 }
 
-// A block's shared memory and place.
-template <typename T>
+// A block's shared memory and place. kHeld: how many arrays stay in shared memory.
+template <typename T, int kHeld>
 struct BundleBlock {
   using A = Accum<T>;
   static constexpr int W = kVec<T>;
@@ -76,16 +80,14 @@ struct BundleBlock {
   const BundlePieces& cut;
   char* const shared;
 
-  // Its arrays, the numbers of channels [numbers][bundle], the sums of pieces [pieces][2], and
-  // room for sums over warps.
+  // Its arrays, the numbers of channels [numbers][bundle], the sums of pieces [pieces][2],
+  // and room for sums over warps.
   __device__ __forceinline__ T* Array(int i) const {
     return reinterpret_cast<T*>(shared + i * cut.array_bytes);
   }
-  __device__ __forceinline__ A* Numbers(int arrays) const {
-    return reinterpret_cast<A*>(shared + arrays * cut.array_bytes);
-  }
-  __device__ __forceinline__ double* Sums(int arrays) const {
-    return reinterpret_cast<double*>(shared + arrays * cut.array_bytes + cut.numbers_bytes);
+  __device__ __forceinline__ A* Numbers() const { return reinterpret_cast<A*>(Array(kHeld)); }
+  __device__ __forceinline__ double* Sums() const {
+    return reinterpret_cast<double*>(shared + kHeld * cut.array_bytes + cut.numbers_bytes);
   }
 
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
@@ -111,13 +113,19 @@ struct BundleBlock {
   // The first half of the pieces, in whole turns of the warps.
   __device__ __forceinline__ int Half() const { return cut.pieces() / 2 / cut.warps * cut.warps; }
 
-  // Copies the bundle's parts of some arrays to shared memory, in two halves. A thread copies the
-  // vectors that it works on.
+  // Copies the bundle's parts of the held arrays to shared memory, in two halves. A thread copies
+  // the vectors that it works on. The other arrays go to the L2 cache.
   template <int kArrays>
   __device__ __forceinline__ void Load(const T* const (&from)[kArrays]) const {
     const auto copy = [&](int vector, int) {
 #pragma unroll
-      for (int a = 0; a < kArrays; ++a) CopyAsync(Array(a) + vector * W, from[a] + vector * W);
+      for (int a = 0; a < kArrays; ++a) {
+        if (a < kHeld) {
+          CopyAsync(Array(a) + vector * W, from[a] + vector * W);
+        } else {
+          asm volatile("prefetch.global.L2 [%0];" ::"l"(from[a] + vector * W));
+        }
+      }
     };
     ForVectors(0, Half(), copy, [](int, int) {});
     CommitCopies();

@@ -404,7 +404,7 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   using A = Accum<T>;
   constexpr int W = kVec<T>;
   extern __shared__ __align__(128) char shared[];
-  const BundleBlock<T> block{cut, shared};
+  const BundleBlock<T, 1> block{cut, shared};
   const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
   const std::int64_t of_group = channels / cut.bundle;
   if (item >= args.shape.outer.groups * of_group) return;
@@ -412,13 +412,13 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   const std::int64_t start = item * cut.bundle * args.shape.inner;
   const T* const x = static_cast<const T*>(args.x) + start;
   block.Load({x});
-  A* const scales = block.Numbers(1);
+  A* const scales = block.Numbers();
   A* const biases = scales + cut.bundle;
   for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
     scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
     biases[c] = ParamAt<A>(args.bias, group, first_channel + c, 0);
   }
-  double* const room = block.Sums(1);
+  double* const room = block.Sums();
   const double per_element = 1.0 / (static_cast<double>(cut.bundle) * args.shape.inner);
   const A origin = isfinite(static_cast<A>(x[0])) ? static_cast<A>(x[0]) : A{0};
   const auto load = [&](int vector, A(&values)[W]) {
@@ -565,7 +565,7 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
   }
   if (!own && args.y == nullptr) return ffi::Error::Success();
   if (own && Aligned(args.x, args.residual, args.y)) {
-    const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, /*arrays=*/1, 2);
+    const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, 1);
     if (cut.warps > 0) return LaunchBundles(kForward, BundleFwdKernel<T>, stream, cut, args);
   }
   ChannelTask task = TaskOf<T>(/*backward=*/false, args.shape, device);
