@@ -348,6 +348,16 @@ template <typename A, int kSums, typename Terms>
 std::array<double, kSums> SumRuns(std::int64_t rows, std::int64_t inner, std::int64_t pitch,
                                   const Terms& terms) {
   std::array<double, kSums> totals = {};
+  if (rows < 4) {  // a sum for each element of a row would serve few rows
+    for (std::int64_t row = 0; row < rows; ++row) {
+      ForBlocks(inner, [&](std::int64_t start, std::int64_t n) {
+        const std::int64_t first = row * pitch + start;
+        const auto sums = LaneSums<A, kSums>(n, [&](auto at) { return terms(first, at); });
+        for (int s = 0; s < kSums; ++s) totals[s] += static_cast<double>(sums[s]);
+      });
+    }
+    return totals;
+  }
   alignas(64) A sums[kSums][kBlock];
   for (std::int64_t row = 0; row < rows; row += kRowsPerSum) {
     ForBlocks(inner, [&](std::int64_t start, std::int64_t n) {
