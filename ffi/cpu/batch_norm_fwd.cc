@@ -1,7 +1,8 @@
 // Batch norm and group norm on the CPU, forward, in two sweeps over memory. The first sweep makes
 // the statistics, and the second sweep makes y. Statistics are those of channels. In group norm,
 // the channels of a bundle are then put together, in double. If a bundle's elements lie together,
-// it counts as one channel.
+// it counts as one channel. With channels last, the columns of a bundle are put together block by
+// block.
 //
 // The statistics use differences from a guess of the channel's mean. Elements are taken in blocks:
 // with channels last, kRowsPerSum rows; with channels first, a piece. If the guess is off by more
@@ -22,6 +23,7 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "common/math.h"
@@ -83,6 +85,18 @@ void ToMoments(A base, Guess<A> guess, Sum sum, Sum sum_squares, double n, doubl
   squares = left < 0 ? 0 : left;
 }
 
+// The terms of AddRows for rows from `first` on: differences from guesses, and their squares.
+template <typename T>
+auto Differences(const T* first, std::int64_t width, const Accum<T>* shifts,
+                 const Accum<T>* rests) {
+  return [=](std::int64_t r, auto at) {
+    PrefetchRowAhead(first + r * width, width, at);
+    if constexpr (sizeof(T) == 4) PrefetchNear(first + r * width, at);
+    const auto difference = (at(first + r * width) - at(shifts)) - at(rests);
+    return std::array{difference, difference * difference};
+  };
+}
+
 // The moments of n columns from x on, in `rows` rows, with channels last.
 template <typename T>
 void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64_t n,
@@ -111,15 +125,7 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
     const T* const first = x + row * width;
     for (const bool again : {false, true}) {
       for (auto& sum : sums) std::fill_n(sum, n, A{0});
-      AddRows(
-          count, n,
-          [=, &shifts, &rests](std::int64_t r, auto at) {
-            PrefetchRowAhead(first + r * width, width, at);
-            if constexpr (sizeof(T) == 4) PrefetchNear(first + r * width, at);
-            const auto difference = (at(first + r * width) - at(shifts)) - at(rests);
-            return std::array{difference, difference * difference};
-          },
-          sums);
+      AddRows(count, n, Differences(first, width, shifts, rests), sums);
       if (again) break;
       int far = 0;
       for (std::int64_t i = 0; i < n; ++i) {
@@ -217,6 +223,105 @@ void MomentsOf(const T* x, const Layout<true>& layout, const Piece& piece,
   }
 }
 
+// The moments of the bundles of a piece, relative to the first element of each bundle, with
+// channels last. A bundle has up to kSumColumns channels.
+template <typename T>
+class BundleMoments {
+  using A = Accum<T>;
+
+ public:
+  BundleMoments(const T* x, const Layout<false>& layout, const Piece& piece, std::int64_t bundle)
+      : bundle_(bundle),
+        bundles_(layout.channels / bundle),
+        bases_(static_cast<std::size_t>(bundles_)),
+        counts_(static_cast<std::size_t>(bundles_)),
+        moments_(bundles_) {
+    const T* const group = x + layout.offset(piece.group, 0);
+    for (std::size_t b = 0; b < bases_.size(); ++b) {
+      bases_[b] = static_cast<A>(group[static_cast<std::int64_t>(b) * bundle]);
+    }
+    const std::int64_t end =
+        std::min(piece.end_row, layout.elements / layout.width);  // the end of the whole rows
+    Add(group + piece.row * layout.width, end - piece.row, layout.width);
+    if (end < piece.end_row) {
+      Add(group + end * layout.width, layout.width_of(end) / layout.channels, layout.channels);
+    }
+  }
+  Moments Get() && { return std::move(moments_); }
+
+ private:
+  // Adds rows of `width` columns.
+  void Add(const T* x, std::int64_t rows, std::int64_t width) {
+    const std::int64_t most = kSumColumns<T> / bundle_ * bundle_;
+    for (std::int64_t start = 0; rows > 0 && start < width; start += most) {
+      AddColumns(x, rows, width, start, std::min(most, width - start));
+    }
+  }
+
+  // Adds n columns from `start` on.
+  void AddColumns(const T* x, std::int64_t rows, std::int64_t width, std::int64_t start,
+                  std::int64_t n) {
+    constexpr std::int64_t kSamples = 16;
+    alignas(64) A shifts[kSumColumns<T>];
+    alignas(64) A rests[kSumColumns<T>];
+    alignas(64) A sums[2][kSumColumns<T>];
+    A totals[2][kSumColumns<T> / 2];  // of the bundles
+    const auto for_bundles = [&](const auto& fn) {
+      for (std::int64_t i = 0, v = start / bundle_; i < n; i += bundle_, ++v) {
+        fn(i, i / bundle_, static_cast<std::size_t>(v % bundles_));
+      }
+    };
+    const auto guess = [&](std::int64_t i) { return Guess<A>{shifts[i], rests[i]}; };
+    const auto set_guess = [&](std::int64_t i, Guess<A> to) {
+      std::fill_n(shifts + i, bundle_, to.shift), std::fill_n(rests + i, bundle_, to.rest);
+    };
+    for_bundles([&](std::int64_t i, std::int64_t, std::size_t b) {
+      A sampled = 0;
+      for (std::int64_t k = 0; k < kSamples; ++k) {
+        const std::int64_t row = k * rows / kSamples, column = start + i + k * bundle_ / kSamples;
+        sampled += static_cast<A>(x[row * width + column]) - bases_[b];
+      }
+      set_guess(i, Guess<A>{bases_[b]} + sampled / A{kSamples});
+    });
+    for (std::int64_t row = 0; row < rows; row += kRowsPerSum) {
+      const std::int64_t count = std::min(kRowsPerSum, rows - row);
+      const A terms = static_cast<A>(count * bundle_), far_factor = A{1.5} / terms;
+      const T* const first = x + row * width + start;
+      for (const bool again : {false, true}) {
+        for (auto& sum : sums) std::fill_n(sum, n, A{0});
+        AddRows(count, n, Differences(first, width, shifts, rests), sums);
+        bool far = false;
+        for_bundles([&](std::int64_t i, std::int64_t v, std::size_t) {
+          for (int s = 0; s < 2; ++s) totals[s][v] = PairwiseSum(sums[s] + i, bundle_);
+          // Neither side overflows unless the sum of squares has overflowed.
+          far |= !(totals[0][v] * (totals[0][v] * far_factor) <= totals[1][v]);
+        });
+        if (again || !far) break;
+        for_bundles([&](std::int64_t i, std::int64_t v, std::size_t) {
+          set_guess(i, guess(i) + totals[0][v] / terms);
+        });
+      }
+      for_bundles([&](std::int64_t i, std::int64_t v, std::size_t b) {
+        double mean, squares;
+        if (NeedsSecondLook(totals[0][v], totals[1][v])) {
+          LargeMoments(first + i, count, bundle_, width, bases_[b], mean, squares);
+        } else {
+          ToMoments(bases_[b], guess(i), totals[0][v], totals[1][v], static_cast<double>(terms),
+                    mean, squares);
+        }
+        Merge(counts_[b], &moments_.means[b], &moments_.squares[b], static_cast<double>(terms),
+              &mean, &squares, 1);
+        counts_[b] += static_cast<double>(terms);
+      });
+    }
+  }
+
+  const std::int64_t bundle_, bundles_;
+  std::vector<A> bases_;
+  std::vector<double> counts_;  // elements so far
+  Moments moments_;
+};
+
 enum { kMean, kFactor, kOffset, kNumbers };  // y = act((x - mean) * factor + offset + residual)
 
 // Stores y of a piece.
@@ -301,6 +406,7 @@ class ForwardCall {
         args_(args),
         layout_(args.shape),
         wide_(Layout<kFirst>::Wide(args.shape)),
+        sum_channels_(!kFirst && args.bundle <= kSumColumns<T> ? args.bundle : 1),
         streamed_(PrepareResult(args.y, args.shape.elements() * std::int64_t{sizeof(T)},
                                 {args.x, args.residual})),
         of_elements_(Pieces<kFirst>::ForElements(wide_, 2 * sizeof(T))) {}
@@ -334,11 +440,13 @@ class ForwardCall {
     }
     ForPieces(pool_, pieces, [&](const Piece& piece) { PartialMoments(piece); });
     const Numbers numbers(wide_);
-    ForChannelBlocks(pool_, layout_, args_.bundle,
-                     [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
-                       Finish(numbers, group, channel,
-                              OfBundles(group, channel, MergeParts(pieces, group, channel, n)));
-                     });
+    ForChannelBlocks(
+        pool_, layout_, args_.bundle,
+        [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
+          Finish(numbers, group, channel,
+                 OfBundles(group, channel,
+                           MergeParts(pieces, group, channel / sum_channels_, n / sum_channels_)));
+        });
     if (args_.y != nullptr) ApplyAll(numbers);
   }
 
@@ -373,9 +481,16 @@ class ForwardCall {
            ((group * args_.partial_rows + part) * 4 + value) * layout_.channels;
   }
 
-  // The moments of a piece's channels. Here and below, `layout` may be of other channels than x's.
+  // The moments of a piece's channels, or of its bundles. Here and below, `layout` may be of other
+  // channels than x's.
   template <bool kFirstHere>
   Moments MomentsOfPiece(const Layout<kFirstHere>& layout, const Piece& piece) const {
+    if constexpr (!kFirstHere) {
+      if (sum_channels_ > 1) {
+        const T* const x = static_cast<const T*>(args_.x);
+        return BundleMoments<T>(x, layout, piece, sum_channels_).Get();
+      }
+    }
     Moments moments(piece.channels());
     const Coefficients<A, kFirstHere, 1> base(layout, piece.group);
     for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
@@ -389,7 +504,7 @@ class ForwardCall {
   // The moments of the bundles from `first_channel` on, relative to the first element of each
   // bundle. They are made from the moments of the channels.
   Moments OfBundles(std::int64_t group, std::int64_t first_channel, Moments channels) const {
-    if (args_.bundle == 1) return channels;
+    if (args_.bundle == sum_channels_) return channels;
     const std::int64_t bundles = static_cast<std::int64_t>(channels.means.size()) / args_.bundle;
     const auto terms = static_cast<double>(args_.shape.terms());
     Moments all(bundles);
@@ -445,8 +560,8 @@ class ForwardCall {
                    Partial(piece.group, piece.part, 1) + piece.channel, StoredSquares<A>);
   }
 
-  // The moments of n channels from `channel` on, over all parts.
-  Moments MergeParts(const Pieces<kFirst>& pieces, std::int64_t group, std::int64_t channel,
+  // n moments from number `first` on, over all parts.
+  Moments MergeParts(const Pieces<kFirst>& pieces, std::int64_t group, std::int64_t first,
                      std::int64_t n) const {
     Moments all(n);
     double count = 0;
@@ -454,9 +569,9 @@ class ForwardCall {
       const std::int64_t row = part * pieces.rows, end = std::min(layout_.rows, row + pieces.rows);
       const auto added = static_cast<double>(
           (std::min(end * layout_.width, layout_.elements) - row * layout_.width) /
-          layout_.channels);
-      Merge(count, all.means.data(), all.squares.data(), added, Partial(group, part, 0) + channel,
-            Partial(group, part, 1) + channel, n);
+          layout_.channels * sum_channels_);
+      Merge(count, all.means.data(), all.squares.data(), added, Partial(group, part, 0) + first,
+            Partial(group, part, 1) + first, n);
       count += added;
     }
     return all;
@@ -491,6 +606,7 @@ class ForwardCall {
   const CpuContext& pool_;
   const BatchNormFwdArgs& args_;
   const Layout<kFirst> layout_, wide_;
+  const std::int64_t sum_channels_;  // how many neighbouring channels have their moments together
   const bool streamed_;
   const Pieces<kFirst> of_elements_;
 };
