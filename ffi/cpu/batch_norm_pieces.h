@@ -66,14 +66,14 @@ struct Pieces {
   Layout<kFirst> layout;
   std::int64_t rows, parts, channels, blocks;  // rows of a part; parts; channels of a block; blocks
 
-  // A block has a multiple of `unit` channels.
+  // A block has a multiple of `unit` channels. Channels last: parts have at least min_bytes.
   Pieces(const Layout<kFirst>& layout, std::int64_t bytes_per_element, std::int64_t max_parts,
-         std::int64_t unit = 1)
+         std::int64_t unit = 1, std::int64_t min_bytes = kMinChunkBytes)
       : layout(layout) {
     // With channels first, parts are shorter: pieces of long parts would lie in many places.
-    rows =
-        std::min(layout.rows, RowsPerChunk(layout.rows, layout.width * bytes_per_element, max_parts,
-                                           kFirst ? kMinChunkBytes : kLongChunkBytes));
+    rows = std::min(layout.rows, RowsPerChunk(layout.rows, layout.width * bytes_per_element,
+                                              max_parts, kFirst ? kMinChunkBytes : kLongChunkBytes,
+                                              kFirst ? kMinChunkBytes : min_bytes));
     CutChannels(bytes_per_element, unit);
   }
 
@@ -89,8 +89,11 @@ struct Pieces {
     const std::int64_t elements = kFirst ? layout.rows * layout.inner * bundle : layout.elements;
     const bool whole = (kFirst || bundle > 1) && pieces >= kMinBundles &&
                        elements * bytes_per_element <= kMaxBytes;
+    // A part's work for each column takes longer than its rows if these are few. With several
+    // groups, there are enough parts if they are longer.
+    const std::int64_t min_bytes = std::min<std::int64_t>(layout.groups, 4) * kMinChunkBytes;
     return Pieces(layout, bytes_per_element, whole ? 1 : std::min(max_parts, kMaxParts),
-                  whole ? bundle : 1);
+                  whole ? bundle : 1, min_bytes);
   }
   // Whether each piece has whole bundles.
   bool HasWhole(std::int64_t bundle) const { return parts == 1 && channels % bundle == 0; }

@@ -98,10 +98,11 @@ inline constexpr std::int64_t kManyChunks = 64, kLongChunkBytes = 1 << 20;
 // chunks. For data that should stay in a cache, long_chunk_bytes is kMinChunkBytes.
 inline std::int64_t RowsPerChunk(std::int64_t rows, std::int64_t bytes_per_row,
                                  std::int64_t max_chunks,
-                                 std::int64_t long_chunk_bytes = kLongChunkBytes) {
+                                 std::int64_t long_chunk_bytes = kLongChunkBytes,
+                                 std::int64_t min_chunk_bytes = kMinChunkBytes) {
   bytes_per_row = std::max<std::int64_t>(1, bytes_per_row);
   const std::int64_t bytes =
-      std::clamp(rows / kManyChunks * bytes_per_row, kMinChunkBytes, long_chunk_bytes);
+      std::clamp(rows / kManyChunks * bytes_per_row, min_chunk_bytes, long_chunk_bytes);
   const std::int64_t by_count = (rows + max_chunks - 1) / std::max<std::int64_t>(1, max_chunks);
   return std::max({std::int64_t{1}, bytes / bytes_per_row, by_count});
 }
