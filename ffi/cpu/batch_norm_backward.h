@@ -240,41 +240,49 @@ class BackwardCall {
     return streamed;
   }
 
-  // A number of a channel's bundle.
+  // A number of the bundle of a channel.
   A OfBundle(const Param& param, std::int64_t group, std::int64_t channel) const {
     return ReadParam(param, group, channel / args_.bundle, A{0});
   }
-  // Only dx needs level and slope. They are set again when the sums are known.
-  void SetNumbers(const Numbers& numbers, std::int64_t group, std::int64_t channel, A mean_dz,
-                  A mean_dz_x_hat) const {
+  // Sets the numbers of the channels [channel, end) of one bundle. Only dx needs level and slope.
+  // They are set again when the sums are known.
+  void SetNumbers(const Numbers& numbers, std::int64_t group, std::int64_t channel,
+                  std::int64_t end, A mean_dz, A mean_dz_x_hat) const {
     const A rstd = OfBundle(args_.rstd, group, channel);
     const A delta = OfBundle(args_.delta, group, channel);
-    const A factor = rstd * ReadParam(args_.scale, group, channel, A{1});
-    const A offset = ReadParam(args_.bias, group, channel, A{0}) - delta * factor;
     const A slope = mean_dz_x_hat * rstd, level = mean_dz - delta * slope;
     const A mean = OfBundle(args_.mean, group, channel);
-    if constexpr (kWeighted) {
-      numbers.Set(group, channel, {mean, factor, offset, level, slope, rstd});
-    } else {
-      numbers.Set(group, channel, {mean, factor, offset, level, slope});
+    for (; channel < end; ++channel) {
+      const A factor = rstd * ReadParam(args_.scale, group, channel, A{1});
+      const A offset = ReadParam(args_.bias, group, channel, A{0}) - delta * factor;
+      if constexpr (kWeighted) {
+        numbers.Set(group, channel, {mean, factor, offset, level, slope, rstd});
+      } else {
+        numbers.Set(group, channel, {mean, factor, offset, level, slope});
+      }
     }
   }
-  void SetGiven(const Numbers& numbers, std::int64_t group, std::int64_t channel) const {
-    SetNumbers(numbers, group, channel, OfBundle(args_.mean_dz, group, channel),
-               OfBundle(args_.mean_dz_x_hat, group, channel));
+  // Sets the numbers of the channels [channel, end).
+  void SetGiven(const Numbers& numbers, std::int64_t group, std::int64_t channel,
+                std::int64_t end) const {
+    while (channel < end) {
+      const std::int64_t next = std::min(end, (channel / args_.bundle + 1) * args_.bundle);
+      SetNumbers(numbers, group, channel, next, OfBundle(args_.mean_dz, group, channel),
+                 OfBundle(args_.mean_dz_x_hat, group, channel));
+      channel = next;
+    }
   }
   Numbers NumbersOf(const Piece& piece) const {
     Numbers numbers(wide_, piece.group);
-    for (std::int64_t c = piece.channel; c < piece.end_channel; ++c) {
-      SetGiven(numbers, piece.group, c);
-    }
+    SetGiven(numbers, piece.group, piece.channel, piece.end_channel);
     return numbers;
   }
   Numbers AllNumbers() const {
     Numbers numbers(wide_);
-    ForChannels(pool_, layout_, [&](std::int64_t group, std::int64_t channel) {
-      SetGiven(numbers, group, channel);
-    });
+    ForChannelBlocks(pool_, layout_, args_.bundle,
+                     [&](std::int64_t group, std::int64_t channel, std::int64_t n) {
+                       SetGiven(numbers, group, channel, channel + n);
+                     });
     return numbers;
   }
 
@@ -351,9 +359,7 @@ class BackwardCall {
       }
       const A mean_dz = static_cast<A>(sum_dz / elements),
               mean_dz_x_hat = static_cast<A>(sum_dz_x_hat / elements);
-      for (std::int64_t channel = bundle; channel < bundle + args_.bundle; ++channel) {
-        SetNumbers(numbers, group, channel, mean_dz, mean_dz_x_hat);
-      }
+      SetNumbers(numbers, group, bundle, bundle + args_.bundle, mean_dz, mean_dz_x_hat);
     }
   }
 
