@@ -5,6 +5,9 @@
 // A few rows at a time are added up in the accumulation type, and these sums in double. The shape
 // alone decides how arrays are cut into parts. The sums of the parts are added in a fixed order.
 //
+// silu's derivative takes longer than memory. Where dx holds dz without rounding, the first sweep
+// stores dz there, and the second sweep reads it.
+//
 // Memory traffic: dy and x are read twice, and dx is written. relu with a residual also reads y
 // twice and writes dresidual. Whole channels in a piece stay in a cache: memory is then read once.
 //
@@ -43,6 +46,13 @@ using Numbers = Coefficients<A, kFirst, kWeighted ? kRstd + 1 : kRstd>;
 // What dz is: dy; dy where relu's argument or y is positive, else 0; dy times silu's derivative.
 enum class Act { kNone, kReluOfArgument, kReluOfOutput, kSilu };
 
+// Whether the first sweep stores dz in dx. The second sweep needs x.
+template <typename T, Act kAct>
+bool KeepsDz(const BatchNormBwdArgs& args) {
+  return kAct == Act::kSilu && std::is_same_v<T, Accum<T>> && args.dx != nullptr &&
+         args.dx != args.x;
+}
+
 // dz and x - mean of the elements from `offset` on, element by element.
 template <typename T, Act kAct, bool kWeighted, bool kFirst>
 class Terms {
@@ -54,6 +64,7 @@ class Terms {
       : dy_(static_cast<const T*>(args.dy) + offset),
         x_(static_cast<const T*>(args.x) + offset),
         y_(kAct == Act::kReluOfOutput ? static_cast<const T*>(args.y) + offset : nullptr),
+        kept_(KeepsDz<T, kAct>(args) ? static_cast<T*>(args.dx) + offset : nullptr),
         mean_(numbers.Get(kMean, group, start)),
         factor_(numbers.Get(kFactor, group, start)),
         offset_(numbers.Get(kOffset, group, start)) {}
@@ -80,13 +91,18 @@ class Terms {
     PrefetchRowAhead(dy_ + skipped, width, at), PrefetchRowAhead(x_ + skipped, width, at);
     if constexpr (kAct == Act::kReluOfOutput) PrefetchRowAhead(y_ + skipped, width, at);
   }
+  // The terms of the sums.
   GRADOPS_INLINE_LANES auto operator()(std::int64_t skipped, auto at) const {
     const auto gradient = dz(at, skipped);
+    if constexpr (kAct == Act::kSilu && std::is_same_v<T, A>) {
+      if (kept_ != nullptr) at.Store(kept_ + skipped, gradient);
+    }
     return std::array{gradient, gradient * centered(at, skipped)};
   }
 
  private:
   const T *dy_, *x_, *y_;
+  T* kept_;
   Along<A, kFirst> mean_, factor_, offset_;
 };
 
@@ -225,7 +241,10 @@ class BackwardCall {
                          Finish(numbers, group, channel,
                                 MergeParts(pieces.parts, group, channel, n));
                        });
-      if (args_.dx != nullptr) ApplyAll(numbers);
+      if (args_.dx != nullptr) {
+        ForPiecesReversed(pool_, of_elements_,
+                          [&](const Piece& piece) { SecondSweep(piece, numbers); });
+      }
     }
     const ffi::Error error = dscale_.Store(pool_);
     return error.failure() ? error : dbias_.Store(pool_);
@@ -293,13 +312,21 @@ class BackwardCall {
     ForPiecesReversed(pool_, of_elements_, [&](const Piece& piece) { ApplyTo(piece, numbers); });
   }
 
+  // dx of a piece, after the sums.
+  void SecondSweep(const Piece& piece, const Numbers& numbers) const {
+    if (!KeepsDz<T, kAct>(args_)) return ApplyTo(piece, numbers);
+    BatchNormBwdArgs kept = args_;
+    kept.dy = args_.dx;
+    Apply<T, Act::kNone, kWeighted>(kept, wide_, numbers, piece, streamed_);
+  }
+
   // Both sweeps of a piece with whole bundles.
   void BothSweeps(const Piece& piece) const {
     Sums sums = Zeros(piece.channels());
     const Numbers numbers = NumbersOf(piece);
     AddSums<T, kAct, kWeighted>(args_, layout_, numbers, piece, sums);
     Finish(numbers, piece.group, piece.channel, sums);
-    if (args_.dx != nullptr) ApplyTo(piece.OfWhole(wide_), numbers);
+    if (args_.dx != nullptr) SecondSweep(piece.OfWhole(wide_), numbers);
   }
 
   // The partial results of a part: [groups, partial_rows, 2, channels].
