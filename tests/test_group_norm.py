@@ -151,6 +151,39 @@ def test_layouts(platform, implementation, shape, axis, groups, activation, rng)
         np.testing.assert_allclose(rstd, 1 / np.sqrt(parts.var(-1) + EPSILON), rtol=2e-6)
 
 
+def assert_statistics(x: Any, axis: int, groups: int) -> None:
+    """Compares the kernel's mean, rstd and y of x with float64."""
+    y, mean, rstd = backward.group_norm_forward(
+        x, num_groups=groups, axis=axis, epsilon=0.0, implementation="ffi"
+    )
+    parts = np.moveaxis(widen(x), axis, 1).reshape(x.shape[0], groups, -1)
+    np.testing.assert_allclose(mean, parts.mean(-1), rtol=1e-6, atol=1e-6 * np.abs(parts).max())
+    np.testing.assert_allclose(rstd, 1 / parts.std(-1), rtol=1e-6)
+    want = oracles.group_norm(widen(x), num_groups=groups, axis=axis, epsilon=0.0).value
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("values", ["far from 0", "squares overflow"])
+@pytest.mark.parametrize(
+    ("shape", "axis", "groups"),
+    [((2, 300, 120), -1, 3), ((3, 700, 24), -1, 2), ((1, 200, 3000), -1, 1), ((2, 12, 5000), 1, 3)],
+    ids=str,
+)
+def test_hard_statistics(platform, shape, axis, groups, values, rng):
+    """Groups of several parts, with channels last also of parts of rows."""
+    x = rng.standard_normal(shape).astype(np.float32)
+    x = x + 1e3 if values == "far from 0" else x * np.float32(1.3e19)
+    assert_statistics(jax.device_put(x, jax.devices(platform)[0]), axis, groups)
+
+
+def test_guess_of_the_mean_that_is_far_off(rng):
+    """The CPU's kernel guesses means from 16 elements of 64 rows. Here these are unlike others."""
+    x = rng.standard_normal((1, 16, 64, 8, 32)).astype(np.float32)
+    for sample in range(16):
+        x[:, :, 4 * sample, :, 2 * sample] = 1e3
+    assert_statistics(jax.device_put(x.reshape(1, 1024, 256), jax.devices("cpu")[0]), -1, 8)
+
+
 @pytest.mark.parametrize("groups", [1, 3, 12])
 def test_is_another_norm(platform, implementation, groups, rng):
     """One group: layer norm of each sample. A group per channel: instance norm."""
