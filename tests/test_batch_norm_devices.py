@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from transformations import vjp_of
 
 import jax_gradops
 from jax_gradops import _oracles as oracles
-from jax_gradops._kernel.shards import FEW
+from jax_gradops._kernel.shards import FEW, SMALL
 
 pytestmark = pytest.mark.newest_jax
 
@@ -185,6 +186,58 @@ def test_linearized_where_an_index_may_take_another_branch(platform, implementat
     mixed = both(x, np.array([True, False]), weights)
     np.testing.assert_allclose(mixed[1], plain[1], rtol=1e-5)
     assert np.isfinite(mixed).all()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_axis_name_beside_sharded_channels(platform, implementation, kind, rng):
+    """shard_map over the batch. Another axis of the mesh shards the channels."""
+    devices = mesh(platform, AxisType.Auto, kind)
+    dy, x, _, scale, bias = ordinary((8, 4, 2, 6), 1, np.float32, rng)
+
+    def op(x: Any, scale: Any, bias: Any) -> Any:
+        return jax_gradops.batch_norm(
+            x, scale, bias, axis=1, epsilon=EPSILON, axis_name="data",
+            implementation=implementation,
+        )[0]  # fmt: skip
+
+    mapped = jax.shard_map(
+        op, mesh=devices, axis_names={"data"}, in_specs=(P("data"), P(), P()), out_specs=P("data")
+    )
+    specs = P("data", "model"), P("data", "model"), P("model"), P("model")
+    with jax.set_mesh(devices):
+        placed = [
+            jax.device_put(a, NamedSharding(devices, s))
+            for a, s in zip((dy, x, scale, bias), specs, strict=True)
+        ]
+        compiled = jax.jit(vjp_of(mapped)).lower(*placed).compile()
+        y, dx, dscale, dbias = compiled(*placed)
+    if kind == AxisType.Auto:  # inside shard_map, JAX gathers what an Explicit axis shards
+        assert set(collectives(compiled.as_text())) == {"all-reduce"}
+    wide, parameters = [channels_last(a, 1) for a in (dy, x)], (widen(scale), widen(bias))
+    assert_last(y, oracles.batch_norm(wide[1], *parameters, epsilon=EPSILON), 1, np.float32, "y")
+    expected = oracles.batch_norm_vjp(*wide, *parameters, epsilon=EPSILON)
+    assert_last(dx, expected[0], 1, np.float32, "dx")
+    assert_matches(dscale, expected[1], np.float32, np.float32, "dscale")
+    assert_matches(dbias, expected[2], np.float32, np.float32, "dbias")
+
+
+@pytest.mark.parametrize(
+    ("channels", "sums", "of_one_array"), [(16, 1, 1), (SMALL // 3, 2, 2), (SMALL, 2, 1)]
+)
+def test_statistics_in_one_or_two_sums(channels, sums, of_one_array):
+    """Small statistics need one all-reduce, and small arrays are sent as one."""
+    devices = mesh("cpu", AxisType.Auto)
+    rows = NamedSharding(devices, P(("data", "model")))
+    x = jax.device_put(np.ones((16, channels), np.float32), rows)
+
+    def op(x: Any) -> Any:
+        return jax_gradops.batch_norm(x, epsilon=EPSILON, implementation="ffi")
+
+    compiled = jax.jit(op).lower(x).compile()
+    text, (y, mean, var) = str(compiled.as_text()), compiled(x)
+    single = re.findall(r"= f32\[[\d,]*\]\S* all-reduce(?:-start)?\(", text)
+    assert (collectives(text)["all-reduce"], len(single)) == (sums, of_one_array)
+    assert (mean == 1).all() and (var == 0).all() and (y == 0).all()
 
 
 @pytest.mark.R5

@@ -111,6 +111,28 @@ def test_gelu(dtype, features):
             assert_same_in_pieces(gradient, 3, x, dy, rest=rest)
 
 
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_group_norm(dtype, axis):
+    """Sample by sample. In float32, dx holds dz between the two sweeps."""
+    shape = (5, 99, 99, 192) if axis == -1 else (5, 192, 99, 99)
+    x, dy = (array(seed, shape, dtype) for seed in (1, 2))
+    scale, bias = (array(seed, (192,), "float32") for seed in (3, 4))
+
+    def gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
+        norm = functools.partial(
+            jax_gradops.group_norm, scale=scale, bias=bias, num_groups=6, axis=axis,
+            activation="silu", implementation="ffi",
+        )  # fmt: skip
+        return jax.vjp(norm, x)[1](dy)[0]
+
+    large = in_used_memory(gradient, x, dy)
+    with jax.enable_x64(True):
+        wide = jax.jit(gradient)(x.astype("float64"), dy.astype("float64"))
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(large.astype("float64"), wide, rtol=tolerance, atol=tolerance)
+
+
 # Rows begin anywhere in a cache line, or at its start.
 @pytest.mark.parametrize("channels", [99, 128])
 @pytest.mark.parametrize("axis", [-1, 1])

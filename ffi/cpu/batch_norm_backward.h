@@ -5,11 +5,12 @@
 // A few rows at a time are added up in the accumulation type, and these sums in double. The shape
 // alone decides how arrays are cut into parts. The sums of the parts are added in a fixed order.
 //
-// silu's derivative takes longer than memory. Where dx holds dz without rounding, the first sweep
-// stores dz there, and the second sweep reads it.
+// Computing silu's derivative takes longer than reading dz from memory. In float32 and float64, dx
+// has dz's type: the first sweep stores dz in dx, and the second sweep reads x and dx.
 //
-// Memory traffic: dy and x are read twice, and dx is written. relu with a residual also reads y
-// twice and writes dresidual. Whole channels in a piece stay in a cache: memory is then read once.
+// Memory traffic otherwise: dy and x are read twice, and dx is written. relu with a residual also
+// reads y twice and writes dresidual. Whole channels in a piece stay in a cache: memory is then
+// read once.
 //
 // The two ops are compiled in files of their own (batch_norm_bwd.cc, group_norm_bwd.cc): GCC
 // inlines less in a large file. It inlines large functions only if no other file can call them.
@@ -46,7 +47,7 @@ using Numbers = Coefficients<A, kFirst, kWeighted ? kRstd + 1 : kRstd>;
 // What dz is: dy; dy where relu's argument or y is positive, else 0; dy times silu's derivative.
 enum class Act { kNone, kReluOfArgument, kReluOfOutput, kSilu };
 
-// Whether the first sweep stores dz in dx. The second sweep needs x.
+// Whether the first sweep stores dz in dx. Not if dx has x's memory: the second sweep reads x.
 template <typename T, Act kAct>
 bool KeepsDz(const BatchNormBwdArgs& args) {
   return kAct == Act::kSilu && std::is_same_v<T, Accum<T>> && args.dx != nullptr &&

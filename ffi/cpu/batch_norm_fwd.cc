@@ -1,8 +1,8 @@
 // Batch norm and group norm on the CPU, forward, in two sweeps over memory. The first sweep makes
 // the statistics, and the second sweep makes y. Statistics are those of channels. In group norm,
 // the channels of a bundle are then put together, in double. If a bundle's elements lie together,
-// it counts as one channel. With channels last, the columns of a bundle are put together block by
-// block.
+// it counts as one channel. With channels last, the columns of a bundle of up to kSumColumns
+// channels are added up in each block of rows, and the blocks are put together in double.
 //
 // The statistics use differences from a guess of the channel's mean. Elements are taken in blocks:
 // with channels last, kRowsPerSum rows; with channels first, a piece. If the guess is off by more
@@ -265,10 +265,11 @@ class BundleMoments {
     alignas(64) A shifts[kSumColumns<T>];
     alignas(64) A rests[kSumColumns<T>];
     alignas(64) A sums[2][kSumColumns<T>];
-    A totals[2][kSumColumns<T> / 2];  // of the bundles
+    A totals[2][kSumColumns<T> / 2];  // of the bundles, which have at least two channels
+    // Calls fn(first column, number here, number in a row of x) for the bundles.
     const auto for_bundles = [&](const auto& fn) {
-      for (std::int64_t i = 0, v = start / bundle_; i < n; i += bundle_, ++v) {
-        fn(i, i / bundle_, static_cast<std::size_t>(v % bundles_));
+      for (std::int64_t i = 0, v = 0; i < n; i += bundle_, ++v) {
+        fn(i, v, static_cast<std::size_t>((start / bundle_ + v) % bundles_));
       }
     };
     const auto guess = [&](std::int64_t i) { return Guess<A>{shifts[i], rests[i]}; };

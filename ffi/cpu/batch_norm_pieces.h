@@ -89,9 +89,10 @@ struct Pieces {
     const std::int64_t elements = kFirst ? layout.rows * layout.inner * bundle : layout.elements;
     const bool whole = (kFirst || bundle > 1) && pieces >= kMinBundles &&
                        elements * bytes_per_element <= kMaxBytes;
-    // A part's work for each column takes longer than its rows if these are few. With several
-    // groups, there are enough parts if they are longer.
-    const std::int64_t min_bytes = std::min<std::int64_t>(layout.groups, 4) * kMinChunkBytes;
+    // Each part has work for each column. Of short parts, it is most of the work. With several
+    // samples, there are enough parts if they are longer.
+    const std::int64_t min_bytes =
+        bundle > 1 ? std::min<std::int64_t>(layout.groups, 4) * kMinChunkBytes : kMinChunkBytes;
     return Pieces(layout, bytes_per_element, whole ? 1 : std::min(max_parts, kMaxParts),
                   whole ? bundle : 1, min_bytes);
   }

@@ -95,7 +95,8 @@ inline constexpr std::int64_t kMinChunkBytes = 64 << 10;
 inline constexpr std::int64_t kManyChunks = 64, kLongChunkBytes = 1 << 20;
 
 // The number of rows of a chunk. It depends on the shape alone. There are at most `max_chunks`
-// chunks. For data that should stay in a cache, long_chunk_bytes is kMinChunkBytes.
+// chunks. For data that should stay in a cache, long_chunk_bytes is kMinChunkBytes. A chunk has at
+// least min_chunk_bytes.
 inline std::int64_t RowsPerChunk(std::int64_t rows, std::int64_t bytes_per_row,
                                  std::int64_t max_chunks,
                                  std::int64_t long_chunk_bytes = kLongChunkBytes,

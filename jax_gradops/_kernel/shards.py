@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,8 +14,8 @@ from jax import lax
 from jax_gradops._kernel.array_types import MeshAxes
 from jax_gradops._kernel.spec import Named, Result
 
-#: Arrays that have at most this many elements together are sent as one.
-PACKED = 2**16
+#: Arrays with at most this many elements together are small.
+SMALL = 2**16
 #: `Shards.gathered` works for at most this many shards.
 FEW = 8
 
@@ -24,13 +23,13 @@ FEW = 8
 class Collectives(NamedTuple):
     """Reductions over devices, or over the indices of a mapped axis. Each takes names of axes.
 
-    `shard` is the number of this shard. None: nobody knows it.
+    `index` gives the index of this shard. It is None where nobody knows the index.
     """
 
     size: Callable[[MeshAxes], int]
     total: Callable[[list[jax.Array], MeshAxes], list[jax.Array]] = lax.psum
     largest: Callable[[list[jax.Array], MeshAxes], list[jax.Array]] = lax.pmax
-    shard: Callable[[MeshAxes], jax.Array] | None = lax.axis_index
+    index_of: Callable[[MeshAxes], jax.Array] | None = lax.axis_index
 
 
 #: For the axes of `jax.shard_map`, `jax.pmap` and `jax.vmap`.
@@ -71,23 +70,24 @@ class Shards:
         axes = self._over(dims)
         if not axes or not parts:
             return parts
-        if len({part.dtype for part in parts}) > 1 or sum(part.size for part in parts) > PACKED:
+        alike = len({(part.shape, part.dtype) for part in parts}) == 1
+        if len(parts) == 1 or not alike or _size(parts) > SMALL:
             return self.collectives.total(parts, axes)
         # On GPUs, XLA has a fast kernel for one small array, but not for several arrays.
-        (packed,) = self.collectives.total([jnp.concatenate([p.ravel() for p in parts])], axes)
-        ends = list(itertools.accumulate(part.size for part in parts))
-        split = jnp.split(packed, ends[:-1])
-        return [found.reshape(part.shape) for found, part in zip(split, parts, strict=True)]
+        return list(self.collectives.total([jnp.stack(parts)], axes)[0])
 
     def gathered(self, dims: str, parts: list[jax.Array]) -> list[jax.Array] | None:
-        """The arrays of all shards along a new first axis, by one sum. None if this is costly.
+        """The arrays of all shards along a new first axis, by one sum.
 
-        Each shard adds its arrays to zeros, so that the sum is exact.
+        Each shard adds its arrays to zeros, so that the sum is exact. The result is None if nothing
+        is reduced, if there are many shards or large arrays, or if the shard's index is unknown.
         """
         axes, number = self._over(dims), self.number(dims)
-        if self.collectives.shard is None or not axes or number > FEW:
+        if not axes or number > FEW or number * _size(parts) > SMALL:
             return None
-        own = jnp.arange(number, dtype=jnp.int32) == self.collectives.shard(axes)
+        if self.collectives.index_of is None:
+            return None
+        own = jnp.arange(number, dtype=jnp.int32) == self.collectives.index_of(axes)
 
         def place(part: jax.Array) -> jax.Array:
             return jnp.where(jnp.expand_dims(own, range(1, part.ndim + 1)), part[None], 0)
@@ -106,3 +106,8 @@ class Shards:
             names = [name for name, r in results.items() if r.dims == dims and r.sum]
             totals |= zip(names, self.total(dims, [found[n] for n in names]), strict=True)
         return totals
+
+
+def _size(arrays: list[jax.Array]) -> int:
+    """The number of elements of all arrays."""
+    return sum(array.size for array in arrays)

@@ -59,7 +59,8 @@ BundlePieces CutBundle(const ChannelShape& shape, std::int64_t bundle, const Cha
       CeilDiv(bundle * kNumbers * std::int64_t{sizeof(Accum<T>)}, 16) * 16;
   const std::int64_t all = held * bytes + of_numbers + (pieces * 2 + 2 * kBundleWarps) * 8;
   if (all > MaxChannelBytes(device.shared_bytes)) return {};
-  // A multiprocessor has registers for 32 warps. With small bundles, it runs four blocks.
+  // The kernels use up to 64 registers: a multiprocessor runs 32 warps. With small bundles, it runs
+  // four blocks.
   const std::int64_t most_warps = all <= 48 * 1024 ? kBundleWarps / 2 : kBundleWarps;
   return {.bundle = static_cast<int>(bundle),
           .channel_vectors = static_cast<int>(vectors),

@@ -75,11 +75,15 @@ def _merge_statistics(
     number = shards.number(dims)
     own = [partial[f"batch_{name}"] for name in ("mean", "delta", "variance")]
     gathered = shards.gathered(dims, own)
-    mean, delta, variance = gathered or (part[None] for part in own)
+    # The first axis has all shards, or only this one.
+    mean, delta, variance = [part[None] for part in own] if gathered is None else gathered
 
     def means(*parts: jax.Array) -> list[jax.Array]:
+        """The means over all shards."""
         sums = [jnp.sum(part, 0) for part in parts]
-        return [part / number for part in (sums if gathered else shards.total(dims, sums))]
+        if gathered is None:
+            sums = shards.total(dims, sums)
+        return [total / number for total in sums]
 
     first = as_rounded(means(mean)[0])
     offset = (mean - first[None]) + delta
