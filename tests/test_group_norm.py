@@ -104,8 +104,9 @@ def check(results: Any, arrays: Any, **options: Any) -> None:
         assert_matches(got, want, kind, accum, f"{name} of {x.dtype}{list(x.shape)}, {options}")
 
 
-#: Shapes, channel axes and numbers of groups. On an H100, x of a group of (2, 10, 64, 100) in
-#: float32, and of (2, 10, 128, 100) in bfloat16, fits into shared memory, but x and dy do not.
+#: Shapes, channel axes and numbers of groups. Two shapes are for H100: x of a group fits into
+#: shared memory, but not x and dy. These are (2, 10, 64, 100) in float32, and (2, 10, 128, 100) in
+#: bfloat16.
 LAYOUTS = [
     ((5, 6), 1, 2), ((3, 12), -1, 3), ((2, 3, 8), -1, 4), ((2, 8, 3), 1, 2), ((2, 4, 6, 5), 2, 3),
     ((2, 3, 4, 15), -1, 5), ((2, 15, 3, 4), 1, 3), ((2, 3, 2, 4, 6), -1, 6),

@@ -23,7 +23,7 @@ FEW = 8
 class Collectives(NamedTuple):
     """Reductions over devices, or over the indices of a mapped axis. Each takes names of axes.
 
-    `index` gives the index of this shard. It is None where nobody knows the index.
+    `index_of` gives the index of this shard. It is None where nobody knows the index.
     """
 
     size: Callable[[MeshAxes], int]
