@@ -317,13 +317,16 @@ int RunAll(const ChannelDevice& device) {
   // On 132 multiprocessors, some block of a plane has only a step without elements.
   run({1, 3, 3, sizeof(T) == 2 ? 1356 : 3799}, {});
   run({1, 7, 5, 3799}, {});
-  // Group norm. Channels last: tiles with whole bundles, and without. Channels first: planes.
+  // Group norm. Channels last: tiles with whole bundles, and without. Channels first: bundles,
+  // small bundles, planes.
   run({3, 40, 24, 1}, {.shared = true, .bundle = 3, .silu = true});
   run({2, 300, 640, 1}, {.partial_rows = 64, .bundle = 20, .silu = true});
   run({1, 200, 1280, 1}, {.relu = true, .has_y = false, .shared = true, .bundle = 40});
   run({2, 100, 1999 * 3, 1}, {.partial_rows = 5, .bundle = 1999});
   run({70, 1, 12, 1}, {.relu = true, .has_y = false, .partial_rows = 7, .bundle = 12});
   run({2, 1, 12, 1024}, {.partial_rows = 40, .bundle = 4, .silu = true});
+  run({5, 1, 6, 64}, {.bundle = 2, .silu = true});
+  run({1, 1, 37, 128}, {.relu = true, .residual = true});
   run({3, 2, 10, 777}, {.scale = false, .partial_rows = 9, .bundle = 5, .silu = true});
   run({2, 3, 64, 49}, {.shared = true, .bundle = 2, .silu = true});
   run({2, 33, 6, 5}, {.shared = true, .shift = 1, .bundle = 3, .silu = true});

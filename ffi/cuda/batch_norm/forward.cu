@@ -396,7 +396,47 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   SecondPass<kGrouped>(args, plan, partials, shared, stages);
 }
 
-// One bundle of channels first: statistics by two passes over shared memory, then y.
+// --- Channels first, one bundle for a block or a warp --------------------------------------------
+
+// Adds the distance of a value from `center`, and its square. S: the type of the sums.
+template <typename S, typename A>
+__device__ __forceinline__ void AddCentered(A value, A center, S& offset, S& square) {
+  const S centered = static_cast<S>(value) - static_cast<S>(center);
+  offset += centered, square += centered * centered;
+}
+
+// Sets a bundle's statistics as SetStatistics does. sum_squares<S>(sums) adds up distances from
+// `center`, which is almost the mean, and their squares.
+template <typename T, typename A>
+__device__ __forceinline__ void SetBundleStatistics(const BatchNormFwdArgs& args, bool stores,
+                                                    std::int64_t item, A center, double per_element,
+                                                    const auto& sum_squares, A (&own)[3]) {
+  double sums[2];
+  sum_squares.template operator()<A>(sums);
+  if (NeedsSecondLook<T>(double2{sums[0], sums[1]})) sum_squares.template operator()<double>(sums);
+  const double offset = sums[0] * per_element;
+  const double variance = (sums[1] - sums[0] * offset) * per_element;
+  SetStatistics(args, stores, item, center, offset, variance < 0 ? 0.0 : variance, own);
+}
+
+// Stores y of a vector of one channel. `start` is the index of its first element.
+template <typename T, int W, typename A>
+__device__ __forceinline__ void StoreY(const BatchNormFwdArgs& args, A scale, A bias,
+                                       const A (&own)[3], std::int64_t start, A (&values)[W]) {
+  A terms[W], column[kAffine], numbers[kAffine][W];
+  SetAffine(scale, bias, own[0], own[1], own[2], column);
+#pragma unroll
+  for (int v = 0; v < kAffine; ++v) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) numbers[v][j] = column[v];
+  }
+  const T* const residual = static_cast<const T*>(args.residual);
+  if (residual != nullptr) Widen(LoadVectorOnce<W>(residual + start), terms);
+  Apply<T, W>(args, numbers, residual != nullptr, terms, values);
+  StoreLast(static_cast<T*>(args.y), start, Narrow<T>(values));
+}
+
+// A block has a bundle: statistics by two passes over shared memory, then y.
 template <typename T>
 __global__ void __launch_bounds__(kBundleWarps* kWarp)
     BundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
@@ -438,7 +478,6 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   block.Sum(room, of_first);
   const A center = static_cast<A>(static_cast<double>(origin) + of_first[0] * per_element);
 
-  // Sums of distances from `center`, which is almost the mean, and of their squares. S: their type.
   const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
     S offset = 0, square = 0;
     sums[0] = sums[1] = 0;
@@ -448,10 +487,7 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
           A values[W];
           load(vector, values);
 #pragma unroll
-          for (int j = 0; j < W; ++j) {
-            const S centered = static_cast<S>(values[j]) - static_cast<S>(center);
-            offset += centered, square += centered * centered;
-          }
+          for (int j = 0; j < W; ++j) AddCentered<S>(values[j], center, offset, square);
         },
         [&](int, int) {
           sums[0] += static_cast<double>(offset), sums[1] += static_cast<double>(square);
@@ -459,29 +495,69 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
         });
     block.Sum(room, sums);
   };
-  double sums[2];
-  sum_squares.template operator()<A>(sums);
-  if (NeedsSecondLook<T>(double2{sums[0], sums[1]})) sum_squares.template operator()<double>(sums);
-  const double offset = sums[0] * per_element;
-  const double variance = (sums[1] - sums[0] * offset) * per_element;
   A own[3];
-  SetStatistics(args, threadIdx.x == 0, item, center, offset, variance < 0 ? 0.0 : variance, own);
+  SetBundleStatistics<T>(args, threadIdx.x == 0, item, center, per_element, sum_squares, own);
 
   if (args.y == nullptr) return;
-  T* const y = static_cast<T*>(args.y) + start;
-  const T* const residual = static_cast<const T*>(args.residual);
   block.ForVectors([&](int vector, int channel) {
-    A terms[W], column[kAffine], numbers[kAffine][W], values[W];
-    SetAffine(scales[channel], biases[channel], own[0], own[1], own[2], column);
-#pragma unroll
-    for (int v = 0; v < kAffine; ++v) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) numbers[v][j] = column[v];
-    }
+    A values[W];
     load(vector, values);
-    if (residual != nullptr) Widen(LoadVectorOnce<W>(residual + start + vector * W), terms);
-    Apply<T, W>(args, numbers, residual != nullptr, terms, values);
-    StoreLast(y, vector * W, Narrow<T>(values));
+    StoreY<T, W>(args, scales[channel], biases[channel], own, start + vector * W, values);
+  });
+}
+
+constexpr int kSmallVectors = 2;  // the most vectors of a lane
+constexpr int kSmallBundles = 8;  // bundles of a block
+
+// Channels first, small bundles: a warp has all vectors of its bundle in registers.
+template <typename T>
+__global__ void __launch_bounds__(kSmallBundles* kWarp)
+    SmallBundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const std::int64_t item = ItemOfBlock() * kSmallBundles + threadIdx.x / kWarp;
+  const std::int64_t channels = args.shape.outer.features, of_group = channels / args.bundle;
+  if (item >= args.shape.outer.groups * of_group) return;
+  const std::int64_t group = item / of_group, first_channel = item % of_group * args.bundle;
+  const int elements = static_cast<int>(args.bundle * args.shape.inner);
+  const T* const x = static_cast<const T*>(args.x) + item * elements;
+  const double per_element = 1.0 / elements;
+  A values[kSmallVectors][W];
+  // Calls fn(the vector's values, the index of its first element in the bundle) for this lane.
+  const auto for_vectors = [&](const auto& fn) {
+#pragma unroll
+    for (int v = 0; v < kSmallVectors; ++v) {
+      const int i = (v * kWarp + lane) * W;
+      if (i < elements) fn(values[v], i);
+    }
+  };
+  for_vectors([&](A(&loaded)[W], int i) { Widen(LoadVectorOnce<W>(x + i), loaded); });
+
+  double sum[1] = {};
+  for_vectors([&](const A(&loaded)[W], int) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) sum[0] += static_cast<double>(loaded[j]);
+  });
+  WarpSums<kWarp>(sum);
+  const A center = static_cast<A>(sum[0] * per_element);
+  A own[3];
+  const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
+    S offset = 0, square = 0;
+    for_vectors([&](const A(&loaded)[W], int) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) AddCentered<S>(loaded[j], center, offset, square);
+    });
+    sums[0] = static_cast<double>(offset), sums[1] = static_cast<double>(square);
+    WarpSums<kWarp>(sums);
+  };
+  SetBundleStatistics<T>(args, lane == 0, item, center, per_element, sum_squares, own);
+
+  if (args.y == nullptr) return;
+  for_vectors([&](A(&loaded)[W], int i) {
+    const std::int64_t channel = first_channel + i / static_cast<int>(args.shape.inner);
+    StoreY<T, W>(args, ParamAt<A>(args.scale, group, channel, 1),
+                 ParamAt<A>(args.bias, group, channel, 0), own, item * elements + i, loaded);
   });
 }
 
@@ -554,6 +630,23 @@ ffi::Error LaunchApply(cudaStream_t stream, const BatchNormFwdArgs& args, std::i
   return LastError(kForward);
 }
 
+// Whether SmallBundleFwdKernel takes the bundles: most lanes have a vector, and none more than two.
+template <typename T>
+bool IsSmall(const BatchNormFwdArgs& args) {
+  constexpr std::int64_t kLane = kWarp * kVec<T>;
+  const std::int64_t elements = args.bundle * args.shape.inner;
+  return args.shape.outer.rows == 1 && args.shape.inner % kVec<T> == 0 && elements >= kLane / 2 &&
+         elements <= kSmallVectors * kLane;
+}
+
+template <typename T>
+ffi::Error LaunchSmallBundles(cudaStream_t stream, const BatchNormFwdArgs& args) {
+  const std::int64_t bundles = args.shape.outer.groups * args.shape.channels() / args.bundle;
+  SmallBundleFwdKernel<T>
+      <<<BlockPerItem(CeilDiv(bundles, kSmallBundles)), kSmallBundles * kWarp, 0, stream>>>(args);
+  return LastError(kForward);
+}
+
 template <typename T>
 ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const ChannelDevice& device) {
   const bool own = args.mean.data == nullptr;
@@ -565,6 +658,7 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
   }
   if (!own && args.y == nullptr) return ffi::Error::Success();
   if (own && Aligned(args.x, args.residual, args.y)) {
+    if (IsSmall<T>(args)) return LaunchSmallBundles<T>(stream, args);
     const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, 1);
     if (cut.warps > 0) return LaunchBundles(kForward, BundleFwdKernel<T>, stream, cut, args);
   }
