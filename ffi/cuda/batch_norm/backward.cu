@@ -363,7 +363,71 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
 
 // --- Kernels and launchers -----------------------------------------------------------------------
 
-// One bundle of channels first: the sums of its channels, then dx.
+// --- Channels first, one bundle for a block or a run of lanes ------------------------------------
+
+// The numbers of a bundle, and how dx follows from them.
+template <typename A>
+struct BundleNumbers {
+  A mean, rstd, delta;
+  double per_element;
+  A slope, level;
+
+  __device__ __forceinline__ BundleNumbers(const BatchNormBwdArgs& args, std::int64_t group,
+                                           std::int64_t bundle)
+      : mean(ParamAt<A>(args.mean, group, bundle, 0)),
+        rstd(ParamAt<A>(args.rstd, group, bundle, 0)),
+        delta(ParamAt<A>(args.delta, group, bundle, 0)),
+        per_element(1.0 / (static_cast<double>(args.bundle) * args.shape.inner)) {}
+
+  __device__ __forceinline__ A Offset(A scale, A bias) const {
+    return bias - delta * (rstd * scale);
+  }
+  // Turns x into x_hat without delta, and dy into dz.
+  template <Mask kMask, typename T, int W>
+  __device__ __forceinline__ void ToTerms(A scale, A offset, A (&x)[W], A (&dy)[W]) const {
+    A scales[W], offsets[W], y[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      x[j] = (x[j] - mean) * rstd, scales[j] = scale, offsets[j] = offset;
+    }
+    MaskGrad<kMask, T>(x, scales, offsets, y, dy);
+  }
+  // Stores the gradients of a channel's parameters. Its sums of dz and dz * x_hat, without delta,
+  // become those of scale * dz and scale * dz * x_hat.
+  __device__ __forceinline__ void EndChannel(const BatchNormBwdArgs& args, bool stores,
+                                             std::int64_t i, A scale, double (&sums)[2]) const {
+    sums[1] -= static_cast<double>(delta * rstd) * sums[0];
+    if (stores && args.dscale.data != nullptr) {
+      StoreAs(args.dscale.data, args.dscale.dtype, i, sums[1]);
+    }
+    if (stores && args.dbias.data != nullptr)
+      StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
+    sums[0] *= static_cast<double>(scale), sums[1] *= static_cast<double>(scale);
+  }
+  // Sets what dx needs, from the sums of scale * dz and scale * dz * x_hat.
+  __device__ __forceinline__ void EndBundle(const BatchNormBwdArgs& args, bool stores,
+                                            std::int64_t item, const double (&totals)[2]) {
+    if (stores && args.sum_dz != nullptr) {
+      static_cast<A*>(args.sum_dz)[item] = static_cast<A>(totals[0]);
+      static_cast<A*>(args.sum_dz_x_hat)[item] = static_cast<A>(totals[1]);
+    }
+    slope = static_cast<A>(totals[1] * per_element);
+    level = static_cast<A>(totals[0] * per_element) - delta * (slope * rstd);
+  }
+  // Stores dx and dresidual of a vector, whose terms are given. `start`: its first element in x.
+  template <typename T, int W>
+  __device__ __forceinline__ void StoreGradients(const BatchNormBwdArgs& args, std::int64_t start,
+                                                 A scale, A (&x)[W], const A (&dz)[W]) const {
+    if (args.dresidual != nullptr) {
+      StoreLast(static_cast<T*>(args.dresidual), start, Narrow<T>(dz));
+    }
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] = (dz[j] * scale - level - x[j] * slope) * rstd;
+    StoreLast(static_cast<T*>(args.dx), start, Narrow<T>(x));
+  }
+};
+
+// A block has a bundle: the sums of its channels, then dx.
 template <typename T, Mask kMask, int kHeld>
 __global__ void __launch_bounds__(kBundleWarps* kWarp)
     BundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
@@ -379,29 +443,21 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   const std::int64_t start = item * cut.bundle * args.shape.inner;
   const T* const dy = static_cast<const T*>(args.dy) + start;
   block.Load({static_cast<const T*>(args.x) + start, dy});
-  const A mean = ParamAt<A>(args.mean, group, item % of_group, 0);
-  const A rstd = ParamAt<A>(args.rstd, group, item % of_group, 0);
-  const A delta = ParamAt<A>(args.delta, group, item % of_group, 0);
+  BundleNumbers<A> numbers{args, group, item % of_group};
   A* const scales = block.Numbers();
   A* const offsets = scales + cut.bundle;
   for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
     scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
-    offsets[c] = ParamAt<A>(args.bias, group, first_channel + c, 0) - delta * (rstd * scales[c]);
+    offsets[c] = numbers.Offset(scales[c], ParamAt<A>(args.bias, group, first_channel + c, 0));
   }
   __syncthreads();  // scales and offsets are written
 
-  // Loads x_hat, without delta, and dz.
   const auto load = [&](int vector, int channel, A(&x)[W], A(&dz)[W]) {
-    A scale[W], offset[W], y[W];
     Widen(LoadPlain<W>(block.Array(0) + vector * W), x);
     Widen(
         kHeld > 1 ? LoadPlain<W>(block.Array(1) + vector * W) : LoadVectorOnce<W>(dy + vector * W),
         dz);
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      x[j] = (x[j] - mean) * rstd, scale[j] = scales[channel], offset[j] = offsets[channel];
-    }
-    MaskGrad<kMask, T>(x, scale, offset, y, dz);
+    numbers.template ToTerms<kMask, T>(scales[channel], offsets[channel], x, dz);
   };
   double* const of_pieces = block.Sums();
   A dz_sum = 0, x_hat_sum = 0;
@@ -414,8 +470,10 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
       },
       [&](int piece, int) {
         double sums[2] = {static_cast<double>(dz_sum), static_cast<double>(x_hat_sum)};
-        WarpSums<kWarp>(sums);
-        if (block.lane() == 0) of_pieces[2 * piece] = sums[0], of_pieces[2 * piece + 1] = sums[1];
+        block.run().Sums(sums);
+        if (block.run().lane() == 0) {
+          of_pieces[2 * piece] = sums[0], of_pieces[2 * piece + 1] = sums[1];
+        }
         dz_sum = x_hat_sum = 0;
       });
   __syncthreads();  // the sums of pieces are written
@@ -425,33 +483,55 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
     for (int p = c * cut.channel_pieces; p < (c + 1) * cut.channel_pieces; ++p) {
       sums[0] += of_pieces[2 * p], sums[1] += of_pieces[2 * p + 1];
     }
-    sums[1] -= static_cast<double>(delta * rstd) * sums[0];
-    const std::int64_t i = group * channels + first_channel + c;
-    if (args.dscale.data != nullptr) StoreAs(args.dscale.data, args.dscale.dtype, i, sums[1]);
-    if (args.dbias.data != nullptr) StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
-    const auto scale = static_cast<double>(scales[c]);
-    totals[0] += scale * sums[0], totals[1] += scale * sums[1];
+    numbers.EndChannel(args, true, group * channels + first_channel + c, scales[c], sums);
+    totals[0] += sums[0], totals[1] += sums[1];
   }
   block.Sum(of_pieces + 2 * cut.pieces(), totals);
-  if (threadIdx.x == 0 && args.sum_dz != nullptr) {
-    static_cast<A*>(args.sum_dz)[item] = static_cast<A>(totals[0]);
-    static_cast<A*>(args.sum_dz_x_hat)[item] = static_cast<A>(totals[1]);
-  }
-  const double per_element = 1.0 / (static_cast<double>(cut.bundle) * args.shape.inner);
-  const A slope = static_cast<A>(totals[1] * per_element);
-  const A level = static_cast<A>(totals[0] * per_element) - delta * (slope * rstd);
+  numbers.EndBundle(args, threadIdx.x == 0, item, totals);
 
   if (args.dx == nullptr) return;
-  T* const dx = static_cast<T*>(args.dx) + start;
-  T* const dresidual = static_cast<T*>(args.dresidual);
   block.ForVectors([&](int vector, int channel) {
     A x[W], dz[W];
     load(vector, channel, x, dz);
-    if (dresidual != nullptr) StoreLast(dresidual + start, vector * W, Narrow<T>(dz));
-    const A scale = scales[channel];
+    numbers.template StoreGradients<T>(args, start + vector * W, scales[channel], x, dz);
+  });
+}
+
+// A few lanes of a warp have a small bundle of one channel.
+template <typename T, Mask kMask>
+__global__ void __launch_bounds__(kSmallThreads)
+    SmallBundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args, int lanes) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>;
+  const SmallBundle<T> of{lanes, args.shape.inner};
+  const std::int64_t channels = args.shape.outer.features;
+  if (of.item >= args.shape.outer.groups * channels) return;
+  const std::int64_t group = of.item / channels, channel = of.item % channels;
+  const T* const x = static_cast<const T*>(args.x) + of.start();
+  const T* const dy = static_cast<const T*>(args.dy) + of.start();
+  Vector<T, W> of_x[kSmallVectors], of_dy[kSmallVectors];
+  of.ForVectors([&](int v, int i) {
+    of_x[v] = LoadVectorOnce<W>(x + i), of_dy[v] = LoadVectorOnce<W>(dy + i);
+  });
+  BundleNumbers<A> numbers{args, group, channel};
+  const A scale = ParamAt<A>(args.scale, group, channel, 1);
+  const A offset = numbers.Offset(scale, ParamAt<A>(args.bias, group, channel, 0));
+  A x_hat[kSmallVectors][W], dz[kSmallVectors][W], dz_sum = 0, x_hat_sum = 0;
+  of.ForVectors([&](int v, int) {
+    Widen(of_x[v], x_hat[v]);
+    Widen(of_dy[v], dz[v]);
+    numbers.template ToTerms<kMask, T>(scale, offset, x_hat[v], dz[v]);
 #pragma unroll
-    for (int j = 0; j < W; ++j) x[j] = (dz[j] * scale - level - x[j] * slope) * rstd;
-    StoreLast(dx, vector * W, Narrow<T>(x));
+    for (int j = 0; j < W; ++j) dz_sum += dz[v][j], x_hat_sum += dz[v][j] * x_hat[v][j];
+  });
+  double sums[2] = {static_cast<double>(dz_sum), static_cast<double>(x_hat_sum)};
+  of.run.Sums(sums);
+  const bool stores = of.run.lane() == 0;
+  numbers.EndChannel(args, stores, of.item, scale, sums);
+  numbers.EndBundle(args, stores, of.item, sums);
+  if (args.dx == nullptr) return;
+  of.ForVectors([&](int v, int i) {
+    numbers.template StoreGradients<T>(args, of.start() + i, scale, x_hat[v], dz[v]);
   });
 }
 
@@ -520,15 +600,19 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
   if (own && y == nullptr && Aligned(args.dy, args.x, args.dx, args.dresidual)) {
     // For longer channels, BatchNormBwdKernel is near the rate of a copy.
     const bool short_channels = args.shape.inner * std::int64_t{sizeof(T)} <= 32 * 1024;
+    const int lanes = args.bundle == 1 ? SmallLanes<T>(args.shape, 1) : 0;
     const BundlePieces both = CutBundle<T>(args.shape, args.bundle, device, 2);
     const BundlePieces cut =
         both.warps > 0 || !short_channels ? both : CutBundle<T>(args.shape, args.bundle, device, 1);
     const auto launch = [&]<Mask kMask>() {
+      if (lanes > 0) {
+        return LaunchSmallBundles(kBackward, SmallBundleBwdKernel<T, kMask>, stream, args, lanes);
+      }
       return both.warps > 0
                  ? LaunchBundles(kBackward, BundleBwdKernel<T, kMask, 2>, stream, cut, args)
                  : LaunchBundles(kBackward, BundleBwdKernel<T, kMask, 1>, stream, cut, args);
     };
-    if (cut.warps > 0) {
+    if (lanes > 0 || cut.warps > 0) {
       if (args.silu) return launch.template operator()<Mask::kSilu>();
       return args.relu ? launch.template operator()<Mask::kOfX>()
                        : launch.template operator()<Mask::kNone>();

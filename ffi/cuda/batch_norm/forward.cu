@@ -506,58 +506,47 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   });
 }
 
-constexpr int kSmallVectors = 2;  // the most vectors of a lane
-constexpr int kSmallBundles = 8;  // bundles of a block
-
-// Channels first, small bundles: a warp has all vectors of its bundle in registers.
+// A few lanes of a warp have a small bundle.
 template <typename T>
-__global__ void __launch_bounds__(kSmallBundles* kWarp)
-    SmallBundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args) {
+__global__ void __launch_bounds__(kSmallThreads)
+    SmallBundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args, int lanes) {
   using A = Accum<T>;
   constexpr int W = kVec<T>;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const std::int64_t item = ItemOfBlock() * kSmallBundles + threadIdx.x / kWarp;
+  const SmallBundle<T> of{lanes, args.bundle * args.shape.inner};
   const std::int64_t channels = args.shape.outer.features, of_group = channels / args.bundle;
-  if (item >= args.shape.outer.groups * of_group) return;
-  const std::int64_t group = item / of_group, first_channel = item % of_group * args.bundle;
-  const int elements = static_cast<int>(args.bundle * args.shape.inner);
-  const T* const x = static_cast<const T*>(args.x) + item * elements;
-  const double per_element = 1.0 / elements;
+  if (of.item >= args.shape.outer.groups * of_group) return;
+  const std::int64_t group = of.item / of_group, first_channel = of.item % of_group * args.bundle;
+  const int inner = static_cast<int>(args.shape.inner);
+  const T* const x = static_cast<const T*>(args.x) + of.start();
+  const double per_element = 1.0 / of.elements;
   A values[kSmallVectors][W];
-  // Calls fn(the vector's values, the index of its first element in the bundle) for this lane.
-  const auto for_vectors = [&](const auto& fn) {
-#pragma unroll
-    for (int v = 0; v < kSmallVectors; ++v) {
-      const int i = (v * kWarp + lane) * W;
-      if (i < elements) fn(values[v], i);
-    }
-  };
-  for_vectors([&](A(&loaded)[W], int i) { Widen(LoadVectorOnce<W>(x + i), loaded); });
+  of.ForVectors([&](int v, int i) { Widen(LoadVectorOnce<W>(x + i), values[v]); });
 
   double sum[1] = {};
-  for_vectors([&](const A(&loaded)[W], int) {
+  of.ForVectors([&](int v, int) {
 #pragma unroll
-    for (int j = 0; j < W; ++j) sum[0] += static_cast<double>(loaded[j]);
+    for (int j = 0; j < W; ++j) sum[0] += static_cast<double>(values[v][j]);
   });
-  WarpSums<kWarp>(sum);
+  of.run.Sums(sum);
   const A center = static_cast<A>(sum[0] * per_element);
-  A own[3];
   const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
     S offset = 0, square = 0;
-    for_vectors([&](const A(&loaded)[W], int) {
+    of.ForVectors([&](int v, int) {
 #pragma unroll
-      for (int j = 0; j < W; ++j) AddCentered<S>(loaded[j], center, offset, square);
+      for (int j = 0; j < W; ++j) AddCentered<S>(values[v][j], center, offset, square);
     });
     sums[0] = static_cast<double>(offset), sums[1] = static_cast<double>(square);
-    WarpSums<kWarp>(sums);
+    of.run.Sums(sums);
   };
-  SetBundleStatistics<T>(args, lane == 0, item, center, per_element, sum_squares, own);
+  A own[3];
+  const bool stores = of.run.lane() == 0;
+  SetBundleStatistics<T>(args, stores, of.item, center, per_element, sum_squares, own);
 
   if (args.y == nullptr) return;
-  for_vectors([&](A(&loaded)[W], int i) {
-    const std::int64_t channel = first_channel + i / static_cast<int>(args.shape.inner);
+  of.ForVectors([&](int v, int i) {
+    const std::int64_t channel = first_channel + i / inner;
     StoreY<T, W>(args, ParamAt<A>(args.scale, group, channel, 1),
-                 ParamAt<A>(args.bias, group, channel, 0), own, item * elements + i, loaded);
+                 ParamAt<A>(args.bias, group, channel, 0), own, of.start() + i, values[v]);
   });
 }
 
@@ -630,23 +619,6 @@ ffi::Error LaunchApply(cudaStream_t stream, const BatchNormFwdArgs& args, std::i
   return LastError(kForward);
 }
 
-// Whether SmallBundleFwdKernel takes the bundles: most lanes have a vector, and none more than two.
-template <typename T>
-bool IsSmall(const BatchNormFwdArgs& args) {
-  constexpr std::int64_t kLane = kWarp * kVec<T>;
-  const std::int64_t elements = args.bundle * args.shape.inner;
-  return args.shape.outer.rows == 1 && args.shape.inner % kVec<T> == 0 && elements >= kLane / 2 &&
-         elements <= kSmallVectors * kLane;
-}
-
-template <typename T>
-ffi::Error LaunchSmallBundles(cudaStream_t stream, const BatchNormFwdArgs& args) {
-  const std::int64_t bundles = args.shape.outer.groups * args.shape.channels() / args.bundle;
-  SmallBundleFwdKernel<T>
-      <<<BlockPerItem(CeilDiv(bundles, kSmallBundles)), kSmallBundles * kWarp, 0, stream>>>(args);
-  return LastError(kForward);
-}
-
 template <typename T>
 ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const ChannelDevice& device) {
   const bool own = args.mean.data == nullptr;
@@ -658,7 +630,9 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
   }
   if (!own && args.y == nullptr) return ffi::Error::Success();
   if (own && Aligned(args.x, args.residual, args.y)) {
-    if (IsSmall<T>(args)) return LaunchSmallBundles<T>(stream, args);
+    if (const int lanes = SmallLanes<T>(args.shape, args.bundle); lanes > 0) {
+      return LaunchSmallBundles(kForward, SmallBundleFwdKernel<T>, stream, args, lanes);
+    }
     const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, 1);
     if (cut.warps > 0) return LaunchBundles(kForward, BundleFwdKernel<T>, stream, cut, args);
   }

@@ -50,4 +50,24 @@ __device__ __forceinline__ void WarpSums(A (&values)[kValues]) {
   }
 }
 
+// Some neighbouring lanes of a warp: a power of two, which is known at run time only.
+struct LaneRun {
+  int lanes;
+
+  // The number of this thread in its run.
+  __device__ __forceinline__ int lane() const {
+    return static_cast<int>(threadIdx.x) & (lanes - 1);
+  }
+  // WarpSums over a run. All of its lanes must call it, but other lanes need not.
+  template <typename A, int kValues>
+  __device__ __forceinline__ void Sums(A (&values)[kValues]) const {
+    const unsigned mask = 0xffffffffu >> (kWarp - lanes)
+                                             << (static_cast<int>(threadIdx.x) % kWarp - lane());
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) values[i] += __shfl_xor_sync(mask, values[i], distance);
+    }
+  }
+};
+
 }  // namespace gradops
