@@ -10,6 +10,7 @@
 #include <cooperative_groups.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "cuda/batch_norm/bundle.cuh"
 #include "cuda/batch_norm/stages.cuh"
@@ -377,19 +378,19 @@ struct BundleNumbers {
       : mean(ParamAt<A>(args.mean, group, bundle, 0)),
         rstd(ParamAt<A>(args.rstd, group, bundle, 0)),
         delta(ParamAt<A>(args.delta, group, bundle, 0)),
-        per_element(1.0 / (static_cast<double>(args.bundle) * args.shape.inner)) {}
+        per_element(
+            1.0 / (static_cast<double>(args.bundle) * args.shape.outer.rows * args.shape.inner)) {}
 
   __device__ __forceinline__ A Offset(A scale, A bias) const {
     return bias - delta * (rstd * scale);
   }
   // Turns x into x_hat without delta, and dy into dz.
   template <Mask kMask, typename T, int W>
-  __device__ __forceinline__ void ToTerms(A scale, A offset, A (&x)[W], A (&dy)[W]) const {
-    A scales[W], offsets[W], y[W];
+  __device__ __forceinline__ void ToTerms(const A (&scales)[W], const A (&offsets)[W], A (&x)[W],
+                                          A (&dy)[W]) const {
+    A y[W];
 #pragma unroll
-    for (int j = 0; j < W; ++j) {
-      x[j] = (x[j] - mean) * rstd, scales[j] = scale, offsets[j] = offset;
-    }
+    for (int j = 0; j < W; ++j) x[j] = (x[j] - mean) * rstd;
     MaskGrad<kMask, T>(x, scales, offsets, y, dy);
   }
   // Stores the gradients of a channel's parameters. Its sums of dz and dz * x_hat, without delta,
@@ -417,25 +418,25 @@ struct BundleNumbers {
   // Stores dx and dresidual of a vector, whose terms are given. `start`: its first element in x.
   template <typename T, int W>
   __device__ __forceinline__ void StoreGradients(const BatchNormBwdArgs& args, std::int64_t start,
-                                                 A scale, A (&x)[W], const A (&dz)[W]) const {
+                                                 const A (&scales)[W], A (&x)[W],
+                                                 const A (&dz)[W]) const {
     if (args.dresidual != nullptr) {
       StoreLast(static_cast<T*>(args.dresidual), start, Narrow<T>(dz));
     }
 #pragma unroll
-    for (int j = 0; j < W; ++j) x[j] = (dz[j] * scale - level - x[j] * slope) * rstd;
+    for (int j = 0; j < W; ++j) x[j] = (dz[j] * scales[j] - level - x[j] * slope) * rstd;
     StoreLast(static_cast<T*>(args.dx), start, Narrow<T>(x));
   }
 };
 
 // A block has a bundle: the sums of its channels, then dx.
-template <typename T, Mask kMask, int kHeld>
+template <typename T, int W, Mask kMask, int kHeld>
 __global__ void __launch_bounds__(kBundleWarps* kWarp)
     BundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
                     const __grid_constant__ BundlePieces cut) {
   using A = Accum<T>;
-  constexpr int W = kVec<T>;
   extern __shared__ __align__(128) char shared[];
-  const BundleBlock<T, kHeld> block{cut, shared};
+  const BundleBlock<T, W, kHeld> block{cut, shared};
   const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
   const std::int64_t of_group = channels / cut.bundle;
   if (item >= args.shape.outer.groups * of_group) return;
@@ -452,19 +453,22 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   }
   __syncthreads();  // scales and offsets are written
 
-  const auto load = [&](int vector, int channel, A(&x)[W], A(&dz)[W]) {
+  const auto load = [&](int vector, int channel, A(&scale)[W], A(&x)[W], A(&dz)[W]) {
+    A offset[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) scale[j] = scales[channel], offset[j] = offsets[channel];
     Widen(LoadPlain<W>(block.Array(0) + vector * W), x);
     Widen(
         kHeld > 1 ? LoadPlain<W>(block.Array(1) + vector * W) : LoadVectorOnce<W>(dy + vector * W),
         dz);
-    numbers.template ToTerms<kMask, T>(scales[channel], offsets[channel], x, dz);
+    numbers.template ToTerms<kMask, T>(scale, offset, x, dz);
   };
   double* const of_pieces = block.Sums();
   A dz_sum = 0, x_hat_sum = 0;
   block.ForLoaded(
       [&](int vector, int channel) {
-        A x[W], dz[W];
-        load(vector, channel, x, dz);
+        A scale[W], x[W], dz[W];
+        load(vector, channel, scale, x, dz);
 #pragma unroll
         for (int j = 0; j < W; ++j) dz_sum += dz[j], x_hat_sum += dz[j] * x[j];
       },
@@ -491,47 +495,72 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
 
   if (args.dx == nullptr) return;
   block.ForVectors([&](int vector, int channel) {
-    A x[W], dz[W];
-    load(vector, channel, x, dz);
-    numbers.template StoreGradients<T>(args, start + vector * W, scales[channel], x, dz);
+    A scale[W], x[W], dz[W];
+    load(vector, channel, scale, x, dz);
+    numbers.template StoreGradients<T>(args, start + vector * W, scale, x, dz);
   });
 }
 
-// A few lanes of a warp have a small bundle of one channel.
-template <typename T, Mask kMask>
+// A few lanes of a warp have a small bundle. kColumns: inner is 1. Otherwise it has one channel.
+template <typename T, int W, Mask kMask, bool kColumns>
 __global__ void __launch_bounds__(kSmallThreads)
-    SmallBundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args, int lanes) {
+    SmallBundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
+                         const __grid_constant__ SmallPieces cut) {
   using A = Accum<T>;
-  constexpr int W = kVec<T>;
-  const SmallBundle<T> of{lanes, args.shape.inner};
-  const std::int64_t channels = args.shape.outer.features;
-  if (of.item >= args.shape.outer.groups * channels) return;
-  const std::int64_t group = of.item / channels, channel = of.item % channels;
-  const T* const x = static_cast<const T*>(args.x) + of.start();
-  const T* const dy = static_cast<const T*>(args.dy) + of.start();
+  const SmallBundle<W> of{args.shape, args.bundle, cut};
+  if (!of.exists) return;
+  const T* const x = static_cast<const T*>(args.x);
+  const T* const dy = static_cast<const T*>(args.dy);
   Vector<T, W> of_x[kSmallVectors], of_dy[kSmallVectors];
-  of.ForVectors([&](int v, int i) {
-    of_x[v] = LoadVectorOnce<W>(x + i), of_dy[v] = LoadVectorOnce<W>(dy + i);
+  of.ForVectors([&](int v, std::int64_t at, int) {
+    of_x[v] = LoadVectorOnce<W>(x + at), of_dy[v] = LoadVectorOnce<W>(dy + at);
   });
-  BundleNumbers<A> numbers{args, group, channel};
-  const A scale = ParamAt<A>(args.scale, group, channel, 1);
-  const A offset = numbers.Offset(scale, ParamAt<A>(args.bias, group, channel, 0));
-  A x_hat[kSmallVectors][W], dz[kSmallVectors][W], dz_sum = 0, x_hat_sum = 0;
-  of.ForVectors([&](int v, int) {
+  BundleNumbers<A> numbers{args, of.group, of.bundle};
+  // kColumns: all vectors of a lane have the same columns.
+  const int columns = 1 << cut.column_bits;
+  const int column = kColumns ? of.run.lane() & (columns - 1) : 0;
+  const bool has_column = column < cut.row_vectors;
+  const std::int64_t channel = of.first_channel + (has_column ? column * W : 0);
+  A scale[W], offset[W];
+#pragma unroll
+  for (int j = 0; j < W; ++j) {
+    const std::int64_t own = channel + (kColumns ? j : 0);
+    scale[j] = ParamAt<A>(args.scale, of.group, own, 1);
+    offset[j] = numbers.Offset(scale[j], ParamAt<A>(args.bias, of.group, own, 0));
+  }
+  A x_hat[kSmallVectors][W], dz[kSmallVectors][W], dz_sums[W] = {}, x_hat_sums[W] = {};
+  of.ForVectors([&](int v, std::int64_t, int) {
     Widen(of_x[v], x_hat[v]);
     Widen(of_dy[v], dz[v]);
     numbers.template ToTerms<kMask, T>(scale, offset, x_hat[v], dz[v]);
 #pragma unroll
-    for (int j = 0; j < W; ++j) dz_sum += dz[v][j], x_hat_sum += dz[v][j] * x_hat[v][j];
+    for (int j = 0; j < W; ++j) {
+      const int i = kColumns ? j : 0;
+      dz_sums[i] += dz[v][j], x_hat_sums[i] += dz[v][j] * x_hat[v][j];
+    }
   });
-  double sums[2] = {static_cast<double>(dz_sum), static_cast<double>(x_hat_sum)};
-  of.run.Sums(sums);
-  const bool stores = of.run.lane() == 0;
-  numbers.EndChannel(args, stores, of.item, scale, sums);
-  numbers.EndBundle(args, stores, of.item, sums);
+  const std::int64_t first = of.group * args.shape.outer.features + channel;
+  double totals[2] = {};
+  if constexpr (kColumns) {
+    of.run.Sums(dz_sums, columns);
+    of.run.Sums(x_hat_sums, columns);
+    const bool stores = has_column && of.run.lane() < columns;
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      double sums[2] = {static_cast<double>(dz_sums[j]), static_cast<double>(x_hat_sums[j])};
+      numbers.EndChannel(args, stores, first + j, scale[j], sums);
+      totals[0] += sums[0], totals[1] += sums[1];
+    }
+    LaneRun{columns}.Sums(totals);
+  } else {
+    totals[0] = static_cast<double>(dz_sums[0]), totals[1] = static_cast<double>(x_hat_sums[0]);
+    of.run.Sums(totals);
+    numbers.EndChannel(args, of.run.lane() == 0, first, scale[0], totals);
+  }
+  numbers.EndBundle(args, of.run.lane() == 0, of.item, totals);
   if (args.dx == nullptr) return;
-  of.ForVectors([&](int v, int i) {
-    numbers.template StoreGradients<T>(args, of.start() + i, scale, x_hat[v], dz[v]);
+  of.ForVectors([&](int v, std::int64_t at, int) {
+    numbers.template StoreGradients<T>(args, at, scale, x_hat[v], dz[v]);
   });
 }
 
@@ -573,6 +602,32 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   SecondPass<kMask, kGrouped>(args, arrays, plan, partials, shared, stages);
 }
 
+// Launches a kernel of bundles, if there is one for this shape.
+template <typename T, int W, Mask kMask>
+std::optional<ffi::Error> BackwardOfBundles(cudaStream_t stream, const BatchNormBwdArgs& args,
+                                            const ChannelDevice& device) {
+  if (W > 1 && !Aligned(args.dy, args.x, args.dx, args.dresidual)) return {};
+  const bool columns = args.bundle > 1;
+  const SmallPieces small = CutSmall<W>(args.shape, args.bundle, columns);
+  if (small.rows > 0 && (!columns || args.shape.inner == 1)) {
+    return LaunchSmallBundles(kBackward,
+                              columns ? SmallBundleBwdKernel<T, W, kMask, true>
+                                      : SmallBundleBwdKernel<T, W, kMask, false>,
+                              stream, small, args);
+  }
+  if (const BundlePieces cut = CutBundle<T, W>(args.shape, args.bundle, device, 2); cut.warps > 0) {
+    return LaunchBundles(kBackward, BundleBwdKernel<T, W, kMask, 2>, stream, cut, args);
+  }
+  if constexpr (W > 1) {
+    // For longer channels, BatchNormBwdKernel is near the rate of a copy.
+    if (args.shape.inner * std::int64_t{sizeof(T)} > 32 * 1024) return {};
+    const BundlePieces cut = CutBundle<T, W>(args.shape, args.bundle, device, 1);
+    if (cut.warps == 0) return {};
+    return LaunchBundles(kBackward, BundleBwdKernel<T, W, kMask, 1>, stream, cut, args);
+  }
+  return {};
+}
+
 template <typename T>
 ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
                     const ChannelDevice& device) {
@@ -597,26 +652,15 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
     return ffi::Error::Success();
   }
   const void* const y = args.relu ? args.y : nullptr;
-  if (own && y == nullptr && Aligned(args.dy, args.x, args.dx, args.dresidual)) {
-    // For longer channels, BatchNormBwdKernel is near the rate of a copy.
-    const bool short_channels = args.shape.inner * std::int64_t{sizeof(T)} <= 32 * 1024;
-    const int lanes = args.bundle == 1 ? SmallLanes<T>(args.shape, 1) : 0;
-    const BundlePieces both = CutBundle<T>(args.shape, args.bundle, device, 2);
-    const BundlePieces cut =
-        both.warps > 0 || !short_channels ? both : CutBundle<T>(args.shape, args.bundle, device, 1);
+  if (own && y == nullptr) {
     const auto launch = [&]<Mask kMask>() {
-      if (lanes > 0) {
-        return LaunchSmallBundles(kBackward, SmallBundleBwdKernel<T, kMask>, stream, args, lanes);
-      }
-      return both.warps > 0
-                 ? LaunchBundles(kBackward, BundleBwdKernel<T, kMask, 2>, stream, cut, args)
-                 : LaunchBundles(kBackward, BundleBwdKernel<T, kMask, 1>, stream, cut, args);
+      std::optional<ffi::Error> error = BackwardOfBundles<T, kVec<T>, kMask>(stream, args, device);
+      return error ? error : BackwardOfBundles<T, 1, kMask>(stream, args, device);
     };
-    if (lanes > 0 || cut.warps > 0) {
-      if (args.silu) return launch.template operator()<Mask::kSilu>();
-      return args.relu ? launch.template operator()<Mask::kOfX>()
-                       : launch.template operator()<Mask::kNone>();
-    }
+    const std::optional<ffi::Error> error = args.silu   ? launch.template operator()<Mask::kSilu>()
+                                            : args.relu ? launch.template operator()<Mask::kOfX>()
+                                                        : launch.template operator()<Mask::kNone>();
+    if (error) return *error;
   }
   ChannelTask task = TaskOf<T>(/*backward=*/true, args.shape, device);
   task.aligned = Aligned(args.dy, args.x, y, args.dx) &&

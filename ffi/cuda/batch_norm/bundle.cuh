@@ -1,6 +1,7 @@
-// Channels first: a block takes one bundle of a group, which lies in one piece of memory. If its
-// arrays fit into shared memory, they are read once. If only x fits, dy is read twice. Small
-// bundles need no shared memory (SmallBundle). forward.cu and backward.cu have the kernels.
+// A block takes one bundle of a group, if the bundle lies in one piece of memory: x has one row. If
+// its arrays fit into shared memory, they are read once. If only x fits, dy is read twice. Small
+// bundles stay in registers (SmallBundle). forward.cu and backward.cu have the kernels. A vector
+// has W elements. W is 1 if longer vectors do not fit.
 //
 // A channel is cut into pieces, and each piece is the work of a run of lanes of one warp. So each
 // sum of a piece belongs to one channel. Runs are shorter than a warp if channels are short. In
@@ -12,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "common/integers.h"
@@ -39,31 +41,31 @@ inline int LanesFor(std::int64_t vectors, int each) {
 // How a bundle is cut into pieces. All of it follows from the shape.
 struct BundlePieces {
   int bundle;           // channels
-  int channel_vectors;  // vectors of a channel
+  int channels;         // channels that pieces do not cross: 1, or all
+  int channel_vectors;  // vectors of such a channel
   int piece_vectors;    // vectors of a piece; the last piece of a channel may have fewer
   int channel_pieces;   // pieces of a channel
-  int lanes;            // of a run
-  int warps;
-  int array_bytes;    // of a bundle of x
-  int numbers_bytes;  // of the channels' numbers
+  int lane_bits;        // a run has 1 << lane_bits lanes
+  int warps, runs;      // of a block
+  int array_bytes;      // of a bundle of x
+  int numbers_bytes;    // of the channels' numbers
   int shared_bytes;
 
-  GRADOPS_HOST_DEVICE int pieces() const { return bundle * channel_pieces; }
-  GRADOPS_HOST_DEVICE int runs() const { return warps * (kWarp / lanes); }  // of a block
+  GRADOPS_HOST_DEVICE int pieces() const { return channels * channel_pieces; }
 };
 
 // The pieces, or no warps if a bundle cannot be taken in this way. `held` arrays stay in shared
-// memory, and two numbers for each channel.
-template <typename T>
+// memory, and two numbers for each channel. If `joined`, pieces may cross channels.
+template <typename T, int W>
 BundlePieces CutBundle(const ChannelShape& shape, std::int64_t bundle, const ChannelDevice& device,
-                       int held) {
-  constexpr std::int64_t kWidth = kVec<T>;
+                       int held, bool joined = false) {
   constexpr int kNumbers = 2;
-  const std::int64_t vectors = shape.inner / kWidth;
-  if (shape.outer.rows != 1 || shape.inner % kWidth != 0) return {};
-  const std::int64_t bytes = bundle * vectors * kVecBytes;
+  const std::int64_t elements = bundle * shape.inner, channels = joined ? 1 : bundle;
+  if (shape.outer.rows != 1 || elements / channels % W != 0) return {};
+  const std::int64_t vectors = elements / channels / W;  // of a channel
+  const std::int64_t bytes = CeilDiv(elements * std::int64_t{sizeof(T)}, 16) * 16;
   const std::int64_t piece = std::min<std::int64_t>(vectors, kPieceVectors);
-  const std::int64_t pieces = CeilDiv(vectors, piece) * bundle;
+  const std::int64_t pieces = CeilDiv(vectors, piece) * channels;
   const std::int64_t of_numbers =
       CeilDiv(bundle * kNumbers * std::int64_t{sizeof(Accum<T>)}, 16) * 16;
   const std::int64_t all = held * bytes + of_numbers + (pieces * 2 + 2 * kBundleWarps) * 8;
@@ -72,23 +74,25 @@ BundlePieces CutBundle(const ChannelShape& shape, std::int64_t bundle, const Cha
   // four blocks.
   const std::int64_t most_warps = all <= 48 * 1024 ? kBundleWarps / 2 : kBundleWarps;
   constexpr std::int64_t kWarpVectors = 4 * kWarp;
+  const std::int64_t warps = std::clamp<std::int64_t>(elements / W / kWarpVectors, 1, most_warps);
+  const int lanes = LanesFor(std::min<std::int64_t>(vectors, kWarp), 1);
   return {.bundle = static_cast<int>(bundle),
+          .channels = static_cast<int>(channels),
           .channel_vectors = static_cast<int>(vectors),
           .piece_vectors = static_cast<int>(piece),
-          .channel_pieces = static_cast<int>(pieces / bundle),
-          .lanes = LanesFor(std::min<std::int64_t>(vectors, kWarp), 1),
-          .warps = static_cast<int>(
-              std::clamp<std::int64_t>(bundle * vectors / kWarpVectors, 1, most_warps)),
+          .channel_pieces = static_cast<int>(pieces / channels),
+          .lane_bits = std::countr_zero(static_cast<unsigned>(lanes)),
+          .warps = static_cast<int>(warps),
+          .runs = static_cast<int>(warps) * (kWarp / lanes),
           .array_bytes = static_cast<int>(bytes),
           .numbers_bytes = static_cast<int>(of_numbers),
           .shared_bytes = static_cast<int>(all)};
 }
 
 // A block's shared memory and place. kHeld: how many arrays stay in shared memory.
-template <typename T, int kHeld>
+template <typename T, int W, int kHeld>
 struct BundleBlock {
   using A = Accum<T>;
-  static constexpr int W = kVec<T>;
 
   const BundlePieces& cut;
   char* const shared;
@@ -103,7 +107,7 @@ struct BundleBlock {
     return reinterpret_cast<double*>(shared + kHeld * cut.array_bytes + cut.numbers_bytes);
   }
 
-  __device__ __forceinline__ LaneRun run() const { return {cut.lanes}; }
+  __device__ __forceinline__ LaneRun run() const { return {1 << cut.lane_bits}; }
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
 
@@ -111,12 +115,13 @@ struct BundleBlock {
   // vectors, and end_piece(piece, channel) after each piece.
   __device__ __forceinline__ void ForVectors(int first, int end, const auto& fn,
                                              const auto& end_piece) const {
-    const int own = static_cast<int>(threadIdx.x) / cut.lanes;
-    for (int piece = first + own; piece < end; piece += cut.runs()) {
+    const int own = static_cast<int>(threadIdx.x) >> cut.lane_bits;
+    for (int piece = first + own; piece < end; piece += cut.runs) {
       const int channel = piece / cut.channel_pieces;
       const int start = piece % cut.channel_pieces * cut.piece_vectors;
       const int stop = min(start + cut.piece_vectors, cut.channel_vectors);
-      for (int i = start + run().lane(); i < stop; i += cut.lanes) {
+      // A run that is shorter than a warp has at most one vector for each lane.
+      for (int i = start + run().lane(); i < stop; i += kWarp) {
         fn(channel * cut.channel_vectors + i, channel);
       }
       end_piece(piece, channel);
@@ -126,7 +131,7 @@ struct BundleBlock {
     ForVectors(0, cut.pieces(), fn, [](int, int) {});
   }
   // The first half of the pieces, in whole turns of the runs.
-  __device__ __forceinline__ int Half() const { return cut.pieces() / 2 / cut.runs() * cut.runs(); }
+  __device__ __forceinline__ int Half() const { return cut.pieces() / 2 / cut.runs * cut.runs; }
 
   // Copies the bundle's parts of the held arrays to shared memory, in two halves. A thread copies
   // the vectors that it works on. The other arrays go to the L2 cache.
@@ -135,7 +140,9 @@ struct BundleBlock {
     const auto copy = [&](int vector, int) {
 #pragma unroll
       for (int a = 0; a < kArrays; ++a) {
-        if (a < kHeld) {
+        if constexpr (W == 1) {
+          Array(a)[vector] = from[a][vector];
+        } else if (a < kHeld) {
           CopyAsync(Array(a) + vector * W, from[a] + vector * W);
         } else {
           asm volatile("prefetch.global.L2 [%0];" ::"l"(from[a] + vector * W));
@@ -200,44 +207,84 @@ ffi::Error LaunchBundles(const char* op, void (*kernel)(Args, BundlePieces), cud
 constexpr int kSmallThreads = 256;  // threads of a block
 constexpr int kSmallVectors = 2;    // the most vectors of a lane
 
-// The lanes for a small bundle. 0: the bundle is not small.
-template <typename T>
-int SmallLanes(const ChannelShape& shape, std::int64_t bundle) {
-  const std::int64_t vectors = bundle * shape.inner / kVec<T>;
-  if (shape.outer.rows != 1 || shape.inner % kVec<T> != 0) return 0;
-  return vectors > kWarp * kSmallVectors ? 0 : LanesFor(vectors, kSmallVectors);
+// How a run of lanes has a small bundle. It is a matrix. Its columns are padded to a power of two,
+// and counted through all rows: lane i has the places i and i + lanes.
+struct SmallPieces {
+  int lane_bits;  // a run has 1 << lane_bits lanes
+  int rows;
+  int row_vectors;   // columns
+  int column_bits;   // there are 1 << column_bits columns with padding
+  int row_elements;  // of the bundle
+};
+
+// The pieces, or no rows if the bundle is not small. If `whole_columns`, all vectors of a lane are
+// in one column.
+template <int W>
+SmallPieces CutSmall(const ChannelShape& shape, std::int64_t bundle, bool whole_columns = false) {
+  constexpr std::int64_t kMost = kWarp * kSmallVectors;
+  // The most rows of short elements. With more, the other kernels are faster.
+  constexpr std::int64_t kMostRows = W > 1 ? kMost : 8;
+  const std::int64_t rows = shape.outer.rows, row = bundle * shape.inner;
+  // The other kernels are better for a single matrix.
+  if (shape.outer.groups == 1 && rows > 1) return {};
+  if (rows > kMostRows || row % W != 0 || row / W > kMost) return {};
+  const int columns = LanesFor(row / W, 1);
+  if (rows * columns > kMost) return {};
+  const int least = LanesFor(rows * columns, kSmallVectors);
+  const int lanes = whole_columns ? std::max(columns, least) : least;
+  if (lanes > kWarp) return {};
+  const auto bits = [](int power) { return std::countr_zero(static_cast<unsigned>(power)); };
+  return {.lane_bits = bits(lanes),
+          .rows = static_cast<int>(rows),
+          .row_vectors = static_cast<int>(row / W),
+          .column_bits = bits(columns),
+          .row_elements = static_cast<int>(row)};
 }
 
 // A run of lanes has all vectors of a bundle in registers.
-template <typename T>
+template <int W>
 struct SmallBundle {
+  const SmallPieces& cut;
   LaneRun run;
   std::int64_t item;  // the bundle's number
-  int elements;
+  std::int64_t group, bundle, first_channel;
+  std::int64_t start, row_elements;
+  bool exists;
 
-  __device__ __forceinline__ SmallBundle(int lanes, std::int64_t elements)
-      : run{lanes},
-        item(ItemOfBlock() * (kSmallThreads / lanes) + static_cast<int>(threadIdx.x) / lanes),
-        elements(static_cast<int>(elements)) {}
+  __device__ __forceinline__ SmallBundle(const ChannelShape& shape, std::int64_t channels,
+                                         const SmallPieces& cut)
+      : cut(cut), run{1 << cut.lane_bits} {
+    item = ItemOfBlock() * (kSmallThreads >> cut.lane_bits) + (threadIdx.x >> cut.lane_bits);
+    const std::int64_t bundles = shape.outer.features / channels;
+    group = item / bundles, bundle = item % bundles, first_channel = bundle * channels;
+    row_elements = shape.outer.features * shape.inner;
+    // With one row, loads need not wait for the divisions.
+    start = cut.rows == 1 ? item * cut.row_elements
+                          : group * shape.outer.rows * row_elements + bundle * cut.row_elements;
+    exists = item < shape.outer.groups * bundles;
+  }
 
-  __device__ __forceinline__ std::int64_t start() const { return item * elements; }
-  // Calls fn(number, index of the first element) for each vector of this lane.
+  // Calls fn(number, index of the first element in x, column of that element) for each vector of
+  // this lane.
   __device__ __forceinline__ void ForVectors(const auto& fn) const {
 #pragma unroll
     for (int v = 0; v < kSmallVectors; ++v) {
-      const int i = (v * run.lanes + run.lane()) * kVec<T>;
-      if (i < elements) fn(v, i);
+      const int place = (v << cut.lane_bits) + run.lane();
+      const int row = place >> cut.column_bits, column = place & ((1 << cut.column_bits) - 1);
+      if (row < cut.rows && column < cut.row_vectors) {
+        fn(v, start + row * row_elements + column * W, column * W);
+      }
     }
   }
 };
 
-// Launches kernel(args, lanes).
+// Launches kernel(args, cut).
 template <typename Args>
-ffi::Error LaunchSmallBundles(const char* op, void (*kernel)(Args, int), cudaStream_t stream,
-                              const Args& args, int lanes) {
+ffi::Error LaunchSmallBundles(const char* op, void (*kernel)(Args, SmallPieces),
+                              cudaStream_t stream, const SmallPieces& cut, const Args& args) {
   const std::int64_t bundles = args.shape.outer.groups * args.shape.channels() / args.bundle;
-  const std::int64_t blocks = CeilDiv(bundles * lanes, std::int64_t{kSmallThreads});
-  kernel<<<BlockPerItem(blocks), kSmallThreads, 0, stream>>>(args, lanes);
+  const std::int64_t blocks = CeilDiv(bundles << cut.lane_bits, std::int64_t{kSmallThreads});
+  kernel<<<BlockPerItem(blocks), kSmallThreads, 0, stream>>>(args, cut);
   return LastError(op);
 }
 

@@ -12,6 +12,7 @@
 #include <cooperative_groups.h>
 
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 
 #include "common/math.h"
@@ -419,16 +420,22 @@ __device__ __forceinline__ void SetBundleStatistics(const BatchNormFwdArgs& args
   SetStatistics(args, stores, item, center, offset, variance < 0 ? 0.0 : variance, own);
 }
 
-// Stores y of a vector of one channel. `start` is the index of its first element.
+// Stores y of a vector. `start` is the index of its first element. of_element(j, scale, bias) gives
+// the parameters of element j; if `one_channel`, element 0 stands for all.
 template <typename T, int W, typename A>
-__device__ __forceinline__ void StoreY(const BatchNormFwdArgs& args, A scale, A bias,
-                                       const A (&own)[3], std::int64_t start, A (&values)[W]) {
-  A terms[W], column[kAffine], numbers[kAffine][W];
-  SetAffine(scale, bias, own[0], own[1], own[2], column);
+__device__ __forceinline__ void StoreY(const BatchNormFwdArgs& args, bool one_channel,
+                                       const auto& of_element, const A (&own)[3],
+                                       std::int64_t start, A (&values)[W]) {
+  A terms[W], numbers[kAffine][W], column[kAffine];
 #pragma unroll
-  for (int v = 0; v < kAffine; ++v) {
+  for (int j = 0; j < W; ++j) {
+    if (j == 0 || !one_channel) {
+      A scale, bias;
+      of_element(j, scale, bias);
+      SetAffine(scale, bias, own[0], own[1], own[2], column);
+    }
 #pragma unroll
-    for (int j = 0; j < W; ++j) numbers[v][j] = column[v];
+    for (int v = 0; v < kAffine; ++v) numbers[v][j] = column[v];
   }
   const T* const residual = static_cast<const T*>(args.residual);
   if (residual != nullptr) Widen(LoadVectorOnce<W>(residual + start), terms);
@@ -437,14 +444,13 @@ __device__ __forceinline__ void StoreY(const BatchNormFwdArgs& args, A scale, A 
 }
 
 // A block has a bundle: statistics by two passes over shared memory, then y.
-template <typename T>
+template <typename T, int W>
 __global__ void __launch_bounds__(kBundleWarps* kWarp)
     BundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                     const __grid_constant__ BundlePieces cut) {
   using A = Accum<T>;
-  constexpr int W = kVec<T>;
   extern __shared__ __align__(128) char shared[];
-  const BundleBlock<T, 1> block{cut, shared};
+  const BundleBlock<T, W, 1> block{cut, shared};
   const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
   const std::int64_t of_group = channels / cut.bundle;
   if (item >= args.shape.outer.groups * of_group) return;
@@ -499,31 +505,34 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   SetBundleStatistics<T>(args, threadIdx.x == 0, item, center, per_element, sum_squares, own);
 
   if (args.y == nullptr) return;
+  const bool one_channel = cut.channels == cut.bundle;  // for each vector
+  const int inner = static_cast<int>(args.shape.inner);
   block.ForVectors([&](int vector, int channel) {
     A values[W];
     load(vector, values);
-    StoreY<T, W>(args, scales[channel], biases[channel], own, start + vector * W, values);
+    const auto of_element = [&](int j, A& scale, A& bias) {
+      const int of_bundle = one_channel ? channel : (vector * W + j) / inner;
+      scale = scales[of_bundle], bias = biases[of_bundle];
+    };
+    StoreY<T>(args, one_channel, of_element, own, start + vector * W, values);
   });
 }
 
 // A few lanes of a warp have a small bundle.
-template <typename T>
+template <typename T, int W>
 __global__ void __launch_bounds__(kSmallThreads)
-    SmallBundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args, int lanes) {
+    SmallBundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
+                         const __grid_constant__ SmallPieces cut) {
   using A = Accum<T>;
-  constexpr int W = kVec<T>;
-  const SmallBundle<T> of{lanes, args.bundle * args.shape.inner};
-  const std::int64_t channels = args.shape.outer.features, of_group = channels / args.bundle;
-  if (of.item >= args.shape.outer.groups * of_group) return;
-  const std::int64_t group = of.item / of_group, first_channel = of.item % of_group * args.bundle;
-  const int inner = static_cast<int>(args.shape.inner);
-  const T* const x = static_cast<const T*>(args.x) + of.start();
-  const double per_element = 1.0 / of.elements;
+  const SmallBundle<W> of{args.shape, args.bundle, cut};
+  if (!of.exists) return;
+  const T* const x = static_cast<const T*>(args.x);
+  const double per_element = 1.0 / (static_cast<double>(cut.rows) * (cut.row_vectors * W));
   A values[kSmallVectors][W];
-  of.ForVectors([&](int v, int i) { Widen(LoadVectorOnce<W>(x + i), values[v]); });
+  of.ForVectors([&](int v, std::int64_t at, int) { Widen(LoadVectorOnce<W>(x + at), values[v]); });
 
   double sum[1] = {};
-  of.ForVectors([&](int v, int) {
+  of.ForVectors([&](int v, std::int64_t, int) {
 #pragma unroll
     for (int j = 0; j < W; ++j) sum[0] += static_cast<double>(values[v][j]);
   });
@@ -531,7 +540,7 @@ __global__ void __launch_bounds__(kSmallThreads)
   const A center = static_cast<A>(sum[0] * per_element);
   const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
     S offset = 0, square = 0;
-    of.ForVectors([&](int v, int) {
+    of.ForVectors([&](int v, std::int64_t, int) {
 #pragma unroll
       for (int j = 0; j < W; ++j) AddCentered<S>(values[v][j], center, offset, square);
     });
@@ -543,10 +552,14 @@ __global__ void __launch_bounds__(kSmallThreads)
   SetBundleStatistics<T>(args, stores, of.item, center, per_element, sum_squares, own);
 
   if (args.y == nullptr) return;
-  of.ForVectors([&](int v, int i) {
-    const std::int64_t channel = first_channel + i / inner;
-    StoreY<T, W>(args, ParamAt<A>(args.scale, group, channel, 1),
-                 ParamAt<A>(args.bias, group, channel, 0), own, of.start() + i, values[v]);
+  const int inner = static_cast<int>(args.shape.inner);
+  of.ForVectors([&](int v, std::int64_t at, int column) {
+    const auto of_element = [&](int j, A& scale, A& bias) {
+      const std::int64_t channel = of.first_channel + (column + j) / inner;
+      scale = ParamAt<A>(args.scale, of.group, channel, 1);
+      bias = ParamAt<A>(args.bias, of.group, channel, 0);
+    };
+    StoreY<T>(args, inner % W == 0, of_element, own, at, values[v]);
   });
 }
 
@@ -619,6 +632,20 @@ ffi::Error LaunchApply(cudaStream_t stream, const BatchNormFwdArgs& args, std::i
   return LastError(kForward);
 }
 
+// Launches a kernel of bundles, if there is one for this shape.
+template <typename T, int W>
+std::optional<ffi::Error> ForwardOfBundles(cudaStream_t stream, const BatchNormFwdArgs& args,
+                                           const ChannelDevice& device) {
+  if (W > 1 && !Aligned(args.x, args.residual, args.y)) return {};
+  if (const SmallPieces cut = CutSmall<W>(args.shape, args.bundle); cut.rows > 0) {
+    return LaunchSmallBundles(kForward, SmallBundleFwdKernel<T, W>, stream, cut, args);
+  }
+  const bool joined = args.shape.inner % W != 0;
+  const BundlePieces cut = CutBundle<T, W>(args.shape, args.bundle, device, 1, joined);
+  if (cut.warps == 0) return {};
+  return LaunchBundles(kForward, BundleFwdKernel<T, W>, stream, cut, args);
+}
+
 template <typename T>
 ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const ChannelDevice& device) {
   const bool own = args.mean.data == nullptr;
@@ -629,12 +656,10 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
     return LastError(kForward);
   }
   if (!own && args.y == nullptr) return ffi::Error::Success();
-  if (own && Aligned(args.x, args.residual, args.y)) {
-    if (const int lanes = SmallLanes<T>(args.shape, args.bundle); lanes > 0) {
-      return LaunchSmallBundles(kForward, SmallBundleFwdKernel<T>, stream, args, lanes);
-    }
-    const BundlePieces cut = CutBundle<T>(args.shape, args.bundle, device, 1);
-    if (cut.warps > 0) return LaunchBundles(kForward, BundleFwdKernel<T>, stream, cut, args);
+  if (own) {
+    std::optional<ffi::Error> error = ForwardOfBundles<T, kVec<T>>(stream, args, device);
+    if (!error) error = ForwardOfBundles<T, 1>(stream, args, device);
+    if (error) return *error;
   }
   ChannelTask task = TaskOf<T>(/*backward=*/false, args.shape, device);
   task.aligned = Aligned(args.x, args.residual, args.y);

@@ -58,12 +58,14 @@ struct LaneRun {
   __device__ __forceinline__ int lane() const {
     return static_cast<int>(threadIdx.x) & (lanes - 1);
   }
-  // WarpSums over a run. All of its lanes must call it, but other lanes need not.
+  // WarpSums over a run. All of its lanes must call it, but other lanes need not. With `least`:
+  // over the lanes whose numbers differ by a multiple of `least`, a power of two.
   template <typename A, int kValues>
-  __device__ __forceinline__ void Sums(A (&values)[kValues]) const {
+  __device__ __forceinline__ void Sums(A (&values)[kValues], int least = 1) const {
+    if (lanes == kWarp && least == 1) return WarpSums<kWarp>(values);
     const unsigned mask = 0xffffffffu >> (kWarp - lanes)
                                              << (static_cast<int>(threadIdx.x) % kWarp - lane());
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    for (int distance = lanes / 2; distance >= least; distance /= 2) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) values[i] += __shfl_xor_sync(mask, values[i], distance);
     }

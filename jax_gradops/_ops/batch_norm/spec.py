@@ -169,8 +169,8 @@ def _group_plan(task: PlanTask, groups_of: Callable[[int], int]) -> dict[str, An
         f"Channels are last: {groups} groups x {task.shape[-1] // groups} channels.",
         "The plan is that of batch norm, with a mean and a variance for each sample and group. In "
         'its words, a sample is a "group", and a group of channels is a "bundle".',
-        "With channels first, another kernel runs if a group of a sample fits into shared memory. "
-        "It needs no plan. README.md beside this kernel's file describes it.",
+        "Other kernels run if a group of a sample is small, or with channels first, if it fits into "
+        "shared memory. They need no plan. README.md beside this kernel's file describes them.",
     )
     return {**_channel_plan(task, kernel, task.shape[0], groups), "notes": notes}
 
