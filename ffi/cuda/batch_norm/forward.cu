@@ -421,15 +421,14 @@ __device__ __forceinline__ void SetBundleStatistics(const BatchNormFwdArgs& args
 }
 
 // Stores y of a vector. `start` is the index of its first element. of_element(j, scale, bias) gives
-// the parameters of element j; if `one_channel`, element 0 stands for all.
-template <typename T, int W, typename A>
-__device__ __forceinline__ void StoreY(const BatchNormFwdArgs& args, bool one_channel,
-                                       const auto& of_element, const A (&own)[3],
-                                       std::int64_t start, A (&values)[W]) {
+// the parameters of element j. If kOneChannel, element 0 stands for all.
+template <typename T, bool kOneChannel, int W, typename A>
+__device__ __forceinline__ void StoreY(const BatchNormFwdArgs& args, const auto& of_element,
+                                       const A (&own)[3], std::int64_t start, A (&values)[W]) {
   A terms[W], numbers[kAffine][W], column[kAffine];
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    if (j == 0 || !one_channel) {
+    if (j == 0 || !kOneChannel) {
       A scale, bias;
       of_element(j, scale, bias);
       SetAffine(scale, bias, own[0], own[1], own[2], column);
@@ -443,8 +442,9 @@ __device__ __forceinline__ void StoreY(const BatchNormFwdArgs& args, bool one_ch
   StoreLast(static_cast<T*>(args.y), start, Narrow<T>(values));
 }
 
-// A block has a bundle: statistics by two passes over shared memory, then y.
-template <typename T, int W>
+// A block has a bundle: statistics by two passes over shared memory, then y. kOneChannel: a vector
+// has no elements of two channels.
+template <typename T, int W, bool kOneChannel>
 __global__ void __launch_bounds__(kBundleWarps* kWarp)
     BundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                     const __grid_constant__ BundlePieces cut) {
@@ -505,21 +505,20 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   SetBundleStatistics<T>(args, threadIdx.x == 0, item, center, per_element, sum_squares, own);
 
   if (args.y == nullptr) return;
-  const bool one_channel = cut.channels == cut.bundle;  // for each vector
   const int inner = static_cast<int>(args.shape.inner);
   block.ForVectors([&](int vector, int channel) {
     A values[W];
     load(vector, values);
     const auto of_element = [&](int j, A& scale, A& bias) {
-      const int of_bundle = one_channel ? channel : (vector * W + j) / inner;
+      const int of_bundle = kOneChannel ? channel : (vector * W + j) / inner;
       scale = scales[of_bundle], bias = biases[of_bundle];
     };
-    StoreY<T>(args, one_channel, of_element, own, start + vector * W, values);
+    StoreY<T, kOneChannel>(args, of_element, own, start + vector * W, values);
   });
 }
 
 // A few lanes of a warp have a small bundle.
-template <typename T, int W>
+template <typename T, int W, bool kOneChannel>
 __global__ void __launch_bounds__(kSmallThreads)
     SmallBundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                          const __grid_constant__ SmallPieces cut) {
@@ -559,7 +558,7 @@ __global__ void __launch_bounds__(kSmallThreads)
       scale = ParamAt<A>(args.scale, of.group, channel, 1);
       bias = ParamAt<A>(args.bias, of.group, channel, 0);
     };
-    StoreY<T>(args, inner % W == 0, of_element, own, at, values[v]);
+    StoreY<T, kOneChannel>(args, of_element, own, at, values[v]);
   });
 }
 
@@ -637,13 +636,18 @@ template <typename T, int W>
 std::optional<ffi::Error> ForwardOfBundles(cudaStream_t stream, const BatchNormFwdArgs& args,
                                            const ChannelDevice& device) {
   if (W > 1 && !Aligned(args.x, args.residual, args.y)) return {};
+  const bool one_channel = args.shape.inner % W == 0;
   if (const SmallPieces cut = CutSmall<W>(args.shape, args.bundle); cut.rows > 0) {
-    return LaunchSmallBundles(kForward, SmallBundleFwdKernel<T, W>, stream, cut, args);
+    return LaunchSmallBundles(
+        kForward,
+        one_channel ? SmallBundleFwdKernel<T, W, true> : SmallBundleFwdKernel<T, W, W == 1>, stream,
+        cut, args);
   }
-  const bool joined = args.shape.inner % W != 0;
-  const BundlePieces cut = CutBundle<T, W>(args.shape, args.bundle, device, 1, joined);
+  const BundlePieces cut = CutBundle<T, W>(args.shape, args.bundle, device, 1, !one_channel);
   if (cut.warps == 0) return {};
-  return LaunchBundles(kForward, BundleFwdKernel<T, W>, stream, cut, args);
+  return LaunchBundles(kForward,
+                       one_channel ? BundleFwdKernel<T, W, true> : BundleFwdKernel<T, W, W == 1>,
+                       stream, cut, args);
 }
 
 template <typename T>
