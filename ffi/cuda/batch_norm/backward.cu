@@ -362,9 +362,7 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
   });
 }
 
-// --- Kernels and launchers -----------------------------------------------------------------------
-
-// --- Channels first, one bundle for a block or a run of lanes ------------------------------------
+// --- One bundle for a block or for a few lanes ---------------------------------------------------
 
 // The numbers of a bundle, and how dx follows from them.
 template <typename A>
@@ -401,8 +399,9 @@ struct BundleNumbers {
     if (stores && args.dscale.data != nullptr) {
       StoreAs(args.dscale.data, args.dscale.dtype, i, sums[1]);
     }
-    if (stores && args.dbias.data != nullptr)
+    if (stores && args.dbias.data != nullptr) {
       StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
+    }
     sums[0] *= static_cast<double>(scale), sums[1] *= static_cast<double>(scale);
   }
   // Sets what dx needs, from the sums of scale * dz and scale * dz * x_hat.
@@ -564,6 +563,8 @@ __global__ void __launch_bounds__(kSmallThreads)
   });
 }
 
+// --- Kernels and launchers -----------------------------------------------------------------------
+
 template <typename T, int W, bool kPlane, int kSteps, bool kGrouped, Mask kMask>
 __global__ void __launch_bounds__(kChannelThreads, 1)
     BatchNormBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
@@ -615,6 +616,8 @@ std::optional<ffi::Error> BackwardOfBundles(cudaStream_t stream, const BatchNorm
                                       : SmallBundleBwdKernel<T, W, kMask, false>,
                               stream, small, args);
   }
+  // For longer channels, BatchNormBwdKernel is as fast.
+  if (W == 1 && args.shape.inner > 2048) return {};
   if (const BundlePieces cut = CutBundle<T, W>(args.shape, args.bundle, device, 2); cut.warps > 0) {
     return LaunchBundles(kBackward, BundleBwdKernel<T, W, kMask, 2>, stream, cut, args);
   }

@@ -222,8 +222,8 @@ struct SmallPieces {
 template <int W>
 SmallPieces CutSmall(const ChannelShape& shape, std::int64_t bundle, bool whole_columns = false) {
   constexpr std::int64_t kMost = kWarp * kSmallVectors;
-  // The most rows of short elements. With more, the other kernels are faster.
-  constexpr std::int64_t kMostRows = W > 1 ? kMost : 8;
+  // With more rows of single elements, the other kernels are faster.
+  constexpr std::int64_t kMostRows = W > 1 ? kMost : 16;
   const std::int64_t rows = shape.outer.rows, row = bundle * shape.inner;
   // The other kernels are better for a single matrix.
   if (shape.outer.groups == 1 && rows > 1) return {};

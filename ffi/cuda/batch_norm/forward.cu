@@ -397,7 +397,65 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   SecondPass<kGrouped>(args, plan, partials, shared, stages);
 }
 
-// --- Channels first, one bundle for a block or a warp --------------------------------------------
+constexpr int kApplyThreads = 256;  // threads of a block of BatchNormApplyKernel
+template <bool kResidual>
+constexpr int kApplyVectors = kResidual ? 2 : 4;  // vectors of such a thread
+
+// The second pass as a separate kernel of short blocks (AppliesSeparately in plan.h). It computes y
+// from the AffineNumbers that BatchNormFwdKernel has left in the workspace. It goes from the end of
+// the arrays to the start: the L2 cache still has what was read last. A thread loads all of its
+// vectors first. A vector belongs to one channel or two. A group has `vectors` vectors.
+template <typename T, bool kResidual>
+__global__ void __launch_bounds__(kApplyThreads, 4)
+    BatchNormApplyKernel(const __grid_constant__ BatchNormFwdArgs args, std::int64_t vectors) {
+  using A = Accum<T>;
+  constexpr int W = kVec<T>, kVectors = kApplyVectors<kResidual>;
+  const std::int64_t block = gridDim.x - 1 - blockIdx.x, group = blockIdx.y;
+  const std::int64_t first = block * kVectors * kApplyThreads + threadIdx.x;
+  const std::int64_t channels = args.shape.outer.features, inner = args.shape.inner;
+  const ChannelPartials<A, kMoments> partials{args.workspace, args.partial_rows, channels};
+  const T* const x = static_cast<const T*>(args.x) + group * vectors * W;
+  const T* const residual = static_cast<const T*>(args.residual) + group * vectors * W;
+  T* const y = static_cast<T*>(args.y) + group * vectors * W;
+  Vector<T, W> of_x[kVectors] = {}, of_residual[kVectors] = {};
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const std::int64_t i = first + k * kApplyThreads;
+    if (i < vectors) of_x[k] = LoadVectorOnce<W>(x + i * W);
+    if (kResidual && i < vectors) of_residual[k] = LoadVectorOnce<W>(residual + i * W);
+  }
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const std::int64_t i = first + k * kApplyThreads;
+    if (i >= vectors) break;
+    const std::int64_t row = i * W / inner, channel = row % channels;
+    const int left = static_cast<int>(min((row + 1) * inner - i * W, std::int64_t{W}));
+    const auto own = partials.at(group, 0, channel);
+    auto next = own;  // of the channel after
+    if (left < W) next = partials.at(group, 0, channel + 1 < channels ? channel + 1 : 0);
+    A numbers[kAffine][W], values[W], terms[W];
+#pragma unroll
+    for (int v = 0; v < kAffine; ++v) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) numbers[v][j] = j < left ? own.v[v] : next.v[v];
+    }
+    Widen(of_x[k], values);
+    if constexpr (kResidual) Widen(of_residual[k], terms);
+    Apply<T, W>(args, numbers, kResidual, terms, values);
+    StoreLast(y, i * W, Narrow<T>(values));
+  }
+}
+
+// Stores the statistics of bundles without elements.
+template <typename A>
+__global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
+  const std::int64_t all = args.shape.outer.groups * args.bundles;
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  A unused[3];
+  if (i < all) SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
+}
+
+// --- One bundle for a block or for a few lanes ---------------------------------------------------
 
 // Adds the distance of a value from `center`, and its square. S: the type of the sums.
 template <typename S, typename A>
@@ -560,64 +618,6 @@ __global__ void __launch_bounds__(kSmallThreads)
     };
     StoreY<T, kOneChannel>(args, of_element, own, at, values[v]);
   });
-}
-
-constexpr int kApplyThreads = 256;  // threads of a block of BatchNormApplyKernel
-template <bool kResidual>
-constexpr int kApplyVectors = kResidual ? 2 : 4;  // vectors of such a thread
-
-// The second pass as a separate kernel of short blocks (AppliesSeparately in plan.h). It computes y
-// from the AffineNumbers that BatchNormFwdKernel has left in the workspace. It goes from the end of
-// the arrays to the start: the L2 cache still has what was read last. A thread loads all of its
-// vectors first. A vector belongs to one channel or two. A group has `vectors` vectors.
-template <typename T, bool kResidual>
-__global__ void __launch_bounds__(kApplyThreads, 4)
-    BatchNormApplyKernel(const __grid_constant__ BatchNormFwdArgs args, std::int64_t vectors) {
-  using A = Accum<T>;
-  constexpr int W = kVec<T>, kVectors = kApplyVectors<kResidual>;
-  const std::int64_t block = gridDim.x - 1 - blockIdx.x, group = blockIdx.y;
-  const std::int64_t first = block * kVectors * kApplyThreads + threadIdx.x;
-  const std::int64_t channels = args.shape.outer.features, inner = args.shape.inner;
-  const ChannelPartials<A, kMoments> partials{args.workspace, args.partial_rows, channels};
-  const T* const x = static_cast<const T*>(args.x) + group * vectors * W;
-  const T* const residual = static_cast<const T*>(args.residual) + group * vectors * W;
-  T* const y = static_cast<T*>(args.y) + group * vectors * W;
-  Vector<T, W> of_x[kVectors] = {}, of_residual[kVectors] = {};
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const std::int64_t i = first + k * kApplyThreads;
-    if (i < vectors) of_x[k] = LoadVectorOnce<W>(x + i * W);
-    if (kResidual && i < vectors) of_residual[k] = LoadVectorOnce<W>(residual + i * W);
-  }
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const std::int64_t i = first + k * kApplyThreads;
-    if (i >= vectors) break;
-    const std::int64_t row = i * W / inner, channel = row % channels;
-    const int left = static_cast<int>(min((row + 1) * inner - i * W, std::int64_t{W}));
-    const auto own = partials.at(group, 0, channel);
-    auto next = own;  // of the channel after
-    if (left < W) next = partials.at(group, 0, channel + 1 < channels ? channel + 1 : 0);
-    A numbers[kAffine][W], values[W], terms[W];
-#pragma unroll
-    for (int v = 0; v < kAffine; ++v) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) numbers[v][j] = j < left ? own.v[v] : next.v[v];
-    }
-    Widen(of_x[k], values);
-    if constexpr (kResidual) Widen(of_residual[k], terms);
-    Apply<T, W>(args, numbers, kResidual, terms, values);
-    StoreLast(y, i * W, Narrow<T>(values));
-  }
-}
-
-// Stores the statistics of bundles without elements.
-template <typename A>
-__global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs args) {
-  const std::int64_t all = args.shape.outer.groups * args.bundles;
-  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  A unused[3];
-  if (i < all) SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
 }
 
 // --- Launchers -----------------------------------------------------------------------------------
