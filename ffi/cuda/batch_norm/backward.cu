@@ -6,7 +6,8 @@
 //
 // Traffic: dy, x and relu's y (if it is given) are read twice, except what caches and shared memory
 // hold. dx is written. If y is given, the first pass writes dresidual, and the second pass reads
-// dresidual instead of dy and y. README.md has the words.
+// dresidual instead of dy and y. Bundles that a block or a warp can hold have kernels of their own,
+// which add up dz and dz * x_hat. README.md has the words.
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -369,7 +370,7 @@ template <typename A>
 struct BundleNumbers {
   A mean, rstd, delta;
   double per_element;
-  A slope, level;
+  A slope, level;  // set by EndBundle
 
   __device__ __forceinline__ BundleNumbers(const BatchNormBwdArgs& args, std::int64_t group,
                                            std::int64_t bundle)
@@ -386,10 +387,13 @@ struct BundleNumbers {
   template <Mask kMask, typename T, int W>
   __device__ __forceinline__ void ToTerms(const A (&scales)[W], const A (&offsets)[W], A (&x)[W],
                                           A (&dy)[W]) const {
-    A y[W];
+    A factors[W], y[W];
+    // Forward computes the activation's argument in the same way. So y and its mask agree.
 #pragma unroll
-    for (int j = 0; j < W; ++j) x[j] = (x[j] - mean) * rstd;
-    MaskGrad<kMask, T>(x, scales, offsets, y, dy);
+    for (int j = 0; j < W; ++j) x[j] -= mean, factors[j] = rstd * scales[j];
+    MaskGrad<kMask, T>(x, factors, offsets, y, dy);
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] *= rstd;
   }
   // Stores the gradients of a channel's parameters. Its sums of dz and dz * x_hat, without delta,
   // become those of scale * dz and scale * dz * x_hat.
@@ -500,11 +504,12 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
   });
 }
 
-// A few lanes of a warp have a small bundle. kColumns: inner is 1. Otherwise it has one channel.
+// A few lanes of a warp have a small bundle. It has one channel, or kColumns: several channels with
+// an inner of 1.
 template <typename T, int W, Mask kMask, bool kColumns>
 __global__ void __launch_bounds__(kSmallThreads)
     SmallBundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
-                         const __grid_constant__ SmallPieces cut) {
+                         const __grid_constant__ SmallLayout cut) {
   using A = Accum<T>;
   const SmallBundle<W> of{args.shape, args.bundle, cut};
   if (!of.exists) return;
@@ -514,7 +519,7 @@ __global__ void __launch_bounds__(kSmallThreads)
   of.ForVectors([&](int v, std::int64_t at, int) {
     of_x[v] = LoadVectorOnce<W>(x + at), of_dy[v] = LoadVectorOnce<W>(dy + at);
   });
-  BundleNumbers<A> numbers{args, of.group, of.bundle};
+  BundleNumbers<A> numbers{args, of.group, of.number_in_group};
   // kColumns: all vectors of a lane have the same columns.
   const int columns = 1 << cut.column_bits;
   const int column = kColumns ? of.run.lane() & (columns - 1) : 0;
@@ -609,7 +614,7 @@ std::optional<ffi::Error> BackwardOfBundles(cudaStream_t stream, const BatchNorm
                                             const ChannelDevice& device) {
   if (W > 1 && !Aligned(args.dy, args.x, args.dx, args.dresidual)) return {};
   const bool columns = args.bundle > 1;
-  const SmallPieces small = CutSmall<W>(args.shape, args.bundle, columns);
+  const SmallLayout small = CutSmall<W>(args.shape, args.bundle, columns);
   if (small.rows > 0 && (!columns || args.shape.inner == 1)) {
     return LaunchSmallBundles(kBackward,
                               columns ? SmallBundleBwdKernel<T, W, kMask, true>

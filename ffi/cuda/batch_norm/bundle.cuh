@@ -38,11 +38,11 @@ inline int LanesFor(std::int64_t vectors, int each) {
   return lanes;
 }
 
-// How a bundle is cut into pieces. All of it follows from the shape.
+// How a bundle is cut into pieces.
 struct BundlePieces {
   int bundle;           // channels
-  int channels;         // channels that pieces do not cross: 1, or all
-  int channel_vectors;  // vectors of such a channel
+  int channels;         // 1 if pieces may cross channels: the bundle then counts as one channel
+  int channel_vectors;  // vectors of a channel
   int piece_vectors;    // vectors of a piece; the last piece of a channel may have fewer
   int channel_pieces;   // pieces of a channel
   int lane_bits;        // a run has 1 << lane_bits lanes
@@ -70,7 +70,7 @@ BundlePieces CutBundle(const ChannelShape& shape, std::int64_t bundle, const Cha
       CeilDiv(bundle * kNumbers * std::int64_t{sizeof(Accum<T>)}, 16) * 16;
   const std::int64_t all = held * bytes + of_numbers + (pieces * 2 + 2 * kBundleWarps) * 8;
   if (all > MaxChannelBytes(device.shared_bytes)) return {};
-  // The kernels use up to 64 registers: a multiprocessor runs 32 warps. With small bundles, it runs
+  // The kernels use up to 64 registers: a multiprocessor runs 32 warps. With up to 48 KB, it runs
   // four blocks.
   const std::int64_t most_warps = all <= 48 * 1024 ? kBundleWarps / 2 : kBundleWarps;
   constexpr std::int64_t kWarpVectors = 4 * kWarp;
@@ -137,6 +137,7 @@ struct BundleBlock {
   // the vectors that it works on. The other arrays go to the L2 cache.
   template <int kArrays>
   __device__ __forceinline__ void Load(const T* const (&from)[kArrays]) const {
+    static_assert(W > 1 || kArrays == kHeld);
     const auto copy = [&](int vector, int) {
 #pragma unroll
       for (int a = 0; a < kArrays; ++a) {
@@ -207,20 +208,20 @@ ffi::Error LaunchBundles(const char* op, void (*kernel)(Args, BundlePieces), cud
 constexpr int kSmallThreads = 256;  // threads of a block
 constexpr int kSmallVectors = 2;    // the most vectors of a lane
 
-// How a run of lanes has a small bundle. It is a matrix. Its columns are padded to a power of two,
-// and counted through all rows: lane i has the places i and i + lanes.
-struct SmallPieces {
+// How a run of lanes has a small bundle. The bundle is a matrix of vectors. Its columns are padded
+// to a power of two, and its places are counted row by row: lane i has the places i and i + lanes.
+struct SmallLayout {
   int lane_bits;  // a run has 1 << lane_bits lanes
   int rows;
-  int row_vectors;   // columns
-  int column_bits;   // there are 1 << column_bits columns with padding
-  int row_elements;  // of the bundle
+  int row_vectors;  // columns
+  int column_bits;  // there are 1 << column_bits columns with padding
+  int bundle_row;   // elements of a row
 };
 
-// The pieces, or no rows if the bundle is not small. If `whole_columns`, all vectors of a lane are
+// The layout, or no rows if the bundle is not small. If `whole_columns`, all vectors of a lane are
 // in one column.
 template <int W>
-SmallPieces CutSmall(const ChannelShape& shape, std::int64_t bundle, bool whole_columns = false) {
+SmallLayout CutSmall(const ChannelShape& shape, std::int64_t bundle, bool whole_columns = false) {
   constexpr std::int64_t kMost = kWarp * kSmallVectors;
   // With more rows of single elements, the other kernels are faster.
   constexpr std::int64_t kMostRows = W > 1 ? kMost : 16;
@@ -238,29 +239,32 @@ SmallPieces CutSmall(const ChannelShape& shape, std::int64_t bundle, bool whole_
           .rows = static_cast<int>(rows),
           .row_vectors = static_cast<int>(row / W),
           .column_bits = bits(columns),
-          .row_elements = static_cast<int>(row)};
+          .bundle_row = static_cast<int>(row)};
 }
 
 // A run of lanes has all vectors of a bundle in registers.
 template <int W>
 struct SmallBundle {
-  const SmallPieces& cut;
+  const SmallLayout& cut;
   LaneRun run;
   std::int64_t item;  // the bundle's number
-  std::int64_t group, bundle, first_channel;
-  std::int64_t start, row_elements;
+  std::int64_t group, number_in_group;
+  std::int64_t first_channel;
+  std::int64_t start, row_elements;  // of the bundle, of a row of x
   bool exists;
 
-  __device__ __forceinline__ SmallBundle(const ChannelShape& shape, std::int64_t channels,
-                                         const SmallPieces& cut)
+  __device__ __forceinline__ SmallBundle(const ChannelShape& shape, std::int64_t bundle,
+                                         const SmallLayout& cut)
       : cut(cut), run{1 << cut.lane_bits} {
     item = ItemOfBlock() * (kSmallThreads >> cut.lane_bits) + (threadIdx.x >> cut.lane_bits);
-    const std::int64_t bundles = shape.outer.features / channels;
-    group = item / bundles, bundle = item % bundles, first_channel = bundle * channels;
+    const std::int64_t bundles = shape.outer.features / bundle;
+    group = item / bundles, number_in_group = item % bundles;
+    first_channel = number_in_group * bundle;
     row_elements = shape.outer.features * shape.inner;
     // With one row, loads need not wait for the divisions.
-    start = cut.rows == 1 ? item * cut.row_elements
-                          : group * shape.outer.rows * row_elements + bundle * cut.row_elements;
+    start = cut.rows == 1
+                ? item * cut.bundle_row
+                : group * shape.outer.rows * row_elements + number_in_group * cut.bundle_row;
     exists = item < shape.outer.groups * bundles;
   }
 
@@ -280,8 +284,8 @@ struct SmallBundle {
 
 // Launches kernel(args, cut).
 template <typename Args>
-ffi::Error LaunchSmallBundles(const char* op, void (*kernel)(Args, SmallPieces),
-                              cudaStream_t stream, const SmallPieces& cut, const Args& args) {
+ffi::Error LaunchSmallBundles(const char* op, void (*kernel)(Args, SmallLayout),
+                              cudaStream_t stream, const SmallLayout& cut, const Args& args) {
   const std::int64_t bundles = args.shape.outer.groups * args.shape.channels() / args.bundle;
   const std::int64_t blocks = CeilDiv(bundles << cut.lane_bits, std::int64_t{kSmallThreads});
   kernel<<<BlockPerItem(blocks), kSmallThreads, 0, stream>>>(args, cut);

@@ -8,7 +8,7 @@
 // L2 cache has the last vectors.
 //
 // Traffic: x is read twice, except what caches and shared memory hold. y is written, the residual
-// read. README.md has the words.
+// read. Bundles that a block or a warp can hold have kernels of their own. README.md has the words.
 #include <cooperative_groups.h>
 
 #include <cstdint>
@@ -579,7 +579,7 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
 template <typename T, int W, bool kOneChannel>
 __global__ void __launch_bounds__(kSmallThreads)
     SmallBundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
-                         const __grid_constant__ SmallPieces cut) {
+                         const __grid_constant__ SmallLayout cut) {
   using A = Accum<T>;
   const SmallBundle<W> of{args.shape, args.bundle, cut};
   if (!of.exists) return;
@@ -588,13 +588,18 @@ __global__ void __launch_bounds__(kSmallThreads)
   A values[kSmallVectors][W];
   of.ForVectors([&](int v, std::int64_t at, int) { Widen(LoadVectorOnce<W>(x + at), values[v]); });
 
+  // Sums of float elements in double need no origin: a constant bundle has its value as center.
+  A origin = 0;
+  if constexpr (std::is_same_v<A, double>) {
+    if (isfinite(x[of.start])) origin = x[of.start];
+  }
   double sum[1] = {};
   of.ForVectors([&](int v, std::int64_t, int) {
 #pragma unroll
-    for (int j = 0; j < W; ++j) sum[0] += static_cast<double>(values[v][j]);
+    for (int j = 0; j < W; ++j) sum[0] += static_cast<double>(values[v][j] - origin);
   });
   of.run.Sums(sum);
-  const A center = static_cast<A>(sum[0] * per_element);
+  const A center = static_cast<A>(static_cast<double>(origin) + sum[0] * per_element);
   const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
     S offset = 0, square = 0;
     of.ForVectors([&](int v, std::int64_t, int) {
@@ -637,7 +642,7 @@ std::optional<ffi::Error> ForwardOfBundles(cudaStream_t stream, const BatchNormF
                                            const ChannelDevice& device) {
   if (W > 1 && !Aligned(args.x, args.residual, args.y)) return {};
   const bool one_channel = args.shape.inner % W == 0;
-  if (const SmallPieces cut = CutSmall<W>(args.shape, args.bundle); cut.rows > 0) {
+  if (const SmallLayout cut = CutSmall<W>(args.shape, args.bundle); cut.rows > 0) {
     return LaunchSmallBundles(
         kForward,
         one_channel ? SmallBundleFwdKernel<T, W, true> : SmallBundleFwdKernel<T, W, W == 1>, stream,

@@ -55,6 +55,12 @@ _TRAFFIC: dict[Direction, int] = {"fwd": 3, "bwd": 5}
 _TRAFFIC_OF_ADD: dict[Direction, int] = {"fwd": 4, "bwd": 7}
 
 
+_ONE_PASS = (
+    "If one pass is enough, another kernel runs, without a plan. README.md beside this kernel's "
+    "file says when."
+)
+
+
 def _channel_plan(task: PlanTask, kernel: Kernel, samples: int, groups: int) -> dict[str, Any]:
     """The plan with channels last, for a number of samples with statistics of their own.
 
@@ -88,7 +94,7 @@ def _channel_plan(task: PlanTask, kernel: Kernel, samples: int, groups: int) -> 
 
 def _plan(task: PlanTask) -> dict[str, Any]:
     kernel = kernels.BATCH_BWD if task.direction == "bwd" else kernels.BATCH_FWD
-    return _channel_plan(task, kernel, 1, task.shape[-1])
+    return {**_channel_plan(task, kernel, 1, task.shape[-1]), "notes": (_ONE_PASS,)}
 
 
 BATCH_NORM = OpSpec(
@@ -169,8 +175,7 @@ def _group_plan(task: PlanTask, groups_of: Callable[[int], int]) -> dict[str, An
         f"Channels are last: {groups} groups x {task.shape[-1] // groups} channels.",
         "The plan is that of batch norm, with a mean and a variance for each sample and group. In "
         'its words, a sample is a "group", and a group of channels is a "bundle".',
-        "Other kernels run if a group of a sample is small, or with channels first, if it fits into "
-        "shared memory. They need no plan. README.md beside this kernel's file describes them.",
+        _ONE_PASS,
     )
     return {**_channel_plan(task, kernel, task.shape[0], groups), "notes": notes}
 
