@@ -140,6 +140,8 @@ _GROUP_NORM_IMAGES = (
     (4, 256, 256, 128),
     (4, 512, 512, 128),
 )
+# Small images, and no image at all: thousands of small groups.
+_SMALL_IMAGES = (256, 8, 8, 512), (256, 7, 7, 512), (1024, 4, 4, 512), (4096, 1, 1, 1024)
 #: Shapes by device and op. The entry "" is for all other ops.
 DEFAULT_SHAPES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "gpu": {
@@ -194,6 +196,8 @@ def shapes_of(key: Key, dtype: str, device: str, wanted: Sequence[Shape | str]) 
             shapes = _rows(dtype, device, POWERS)
         elif shape == "all" and not OPERATIONS[key].spec.has_channels:
             shapes = (*_rows(dtype, device), *FEW_ROWS)
+        elif shape == "all" and op in ("group_norm", "instance_norm"):
+            shapes = (*defaults, *_SMALL_IMAGES)
         else:
             shapes = defaults
         for n, *between, c in shapes:

@@ -104,8 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape",
         type=_shapes,
         metavar="SHAPE,…",
-        help=f"{FORMATS}: rows of 64 to 65536 features, many and few; widths: rows of 256, 512, "
-        "… 16384 features, as many bytes in all of each",
+        help=f"{FORMATS}: rows of 64 to 65536 features, many and few, and small images; widths: "
+        "rows of 256, 512, … 16384 features, as many bytes in all of each",
     )
     add("layout", cases.LAYOUTS, "all", "of shapes of four axes")
     parser.add_argument(
