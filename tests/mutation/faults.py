@@ -1835,10 +1835,10 @@ CUDA = [
     ),
     Fault(
         "group norm: a lane's second vector of a small group is its first",
-        "ffi/cuda/batch_norm/bundle.cuh",
-        "const int place = (v << cut.lane_bits) + run.lane();",
-        "const int place = run.lane();",
-        _gpu("group_norm", "test_layouts and ffi"),
+        "ffi/cuda/batch_norm/bundle_plan.h",
+        "const int place = (vector << lane_bits) + lane;",
+        "const int place = lane;",
+        _k("bundle_plans", "test_small_bundles"),
     ),
     Fault(
         "group norm: short channels of a block are added up several times",

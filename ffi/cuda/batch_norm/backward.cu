@@ -11,7 +11,6 @@
 #include <cooperative_groups.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "cuda/batch_norm/bundle.cuh"
 #include "cuda/batch_norm/stages.cuh"
@@ -608,32 +607,21 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   SecondPass<kMask, kGrouped>(args, arrays, plan, partials, shared, stages);
 }
 
-// Launches a kernel of bundles, if there is one for this shape.
 template <typename T, int W, Mask kMask>
-std::optional<ffi::Error> BackwardOfBundles(cudaStream_t stream, const BatchNormBwdArgs& args,
-                                            const ChannelDevice& device) {
-  if (W > 1 && !Aligned(args.dy, args.x, args.dx, args.dresidual)) return {};
-  const bool columns = args.bundle > 1;
-  const SmallLayout small = CutSmall<W>(args.shape, args.bundle, columns);
-  if (small.rows > 0 && (!columns || args.shape.inner == 1)) {
+ffi::Error LaunchBackward(cudaStream_t stream, const BatchNormBwdArgs& args,
+                          const BundlePlan& plan) {
+  if (plan.small.rows > 0) {
     return LaunchSmallBundles(kBackward,
-                              columns ? SmallBundleBwdKernel<T, W, kMask, true>
-                                      : SmallBundleBwdKernel<T, W, kMask, false>,
-                              stream, small, args);
-  }
-  // For longer channels, BatchNormBwdKernel is as fast.
-  if (W == 1 && args.shape.inner > 2048) return {};
-  if (const BundlePieces cut = CutBundle<T, W>(args.shape, args.bundle, device, 2); cut.warps > 0) {
-    return LaunchBundles(kBackward, BundleBwdKernel<T, W, kMask, 2>, stream, cut, args);
+                              args.bundle > 1 ? SmallBundleBwdKernel<T, W, kMask, true>
+                                              : SmallBundleBwdKernel<T, W, kMask, false>,
+                              stream, plan.small, args);
   }
   if constexpr (W > 1) {
-    // For longer channels, BatchNormBwdKernel is near the rate of a copy.
-    if (args.shape.inner * std::int64_t{sizeof(T)} > 32 * 1024) return {};
-    const BundlePieces cut = CutBundle<T, W>(args.shape, args.bundle, device, 1);
-    if (cut.warps == 0) return {};
-    return LaunchBundles(kBackward, BundleBwdKernel<T, W, kMask, 1>, stream, cut, args);
+    if (plan.held == 1) {
+      return LaunchBundles(kBackward, BundleBwdKernel<T, W, kMask, 1>, stream, plan.block, args);
+    }
   }
-  return {};
+  return LaunchBundles(kBackward, BundleBwdKernel<T, W, kMask, 2>, stream, plan.block, args);
 }
 
 template <typename T>
@@ -660,21 +648,20 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
     return ffi::Error::Success();
   }
   const void* const y = args.relu ? args.y : nullptr;
-  if (own && y == nullptr) {
-    const auto launch = [&]<Mask kMask>() {
-      std::optional<ffi::Error> error = BackwardOfBundles<T, kVec<T>, kMask>(stream, args, device);
-      return error ? error : BackwardOfBundles<T, 1, kMask>(stream, args, device);
-    };
-    const std::optional<ffi::Error> error = args.silu   ? launch.template operator()<Mask::kSilu>()
-                                            : args.relu ? launch.template operator()<Mask::kOfX>()
-                                                        : launch.template operator()<Mask::kNone>();
-    if (error) return *error;
-  }
   ChannelTask task = TaskOf<T>(/*backward=*/true, args.shape, device);
   task.aligned = Aligned(args.dy, args.x, y, args.dx) &&
                  Aligned(args.dx == nullptr ? nullptr : args.dresidual);
   task.bundle = args.bundle, task.statistics = own, task.apply = args.dx != nullptr;
   task.transient_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
+  if (const BundlePlan bundles = ChooseBundlePlan(task); y == nullptr && bundles.width > 0) {
+    const auto launch = [&]<Mask kMask>() {
+      return bundles.width == 1 ? LaunchBackward<T, 1, kMask>(stream, args, bundles)
+                                : LaunchBackward<T, kVec<T>, kMask>(stream, args, bundles);
+    };
+    if (args.silu) return launch.template operator()<Mask::kSilu>();
+    return args.relu ? launch.template operator()<Mask::kOfX>()
+                     : launch.template operator()<Mask::kNone>();
+  }
   const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
   const bool grouped = args.bundle > 1 || args.silu || args.weighted;
   const auto launch = [&]<Mask kMask>() {

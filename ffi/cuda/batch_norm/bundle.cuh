@@ -1,24 +1,12 @@
-// A block takes one bundle of a group, if the bundle lies in one piece of memory: x has one row. If
-// its arrays fit into shared memory, they are read once. If only x fits, dy is read twice. Small
-// bundles stay in registers (SmallBundle). forward.cu and backward.cu have the kernels. A vector
-// has W elements. W is 1 if longer vectors do not fit.
-//
-// A channel is cut into pieces, and each piece is the work of a run of lanes of one warp. So each
-// sum of a piece belongs to one channel. Runs are shorter than a warp if channels are short. In
-// this picture, a channel has 4 vectors, a piece has 2, and there are two runs:
-//
-//   channel         0           1           2
-//   vector     0  1  2  3  0  1  2  3  0  1  2  3
-//   run        0  0  1  1  0  0  1  1  0  0  1  1
+// What the kernels of bundles share. bundle_plan.h has the choice. forward.cu and backward.cu have
+// the kernels. A vector has W elements. W is 1 if longer vectors do not fit.
 #pragma once
 
-#include <algorithm>
-#include <bit>
 #include <cstdint>
 
 #include "common/integers.h"
 #include "common/shape.h"
-#include "cuda/batch_norm/plan.h"
+#include "cuda/batch_norm/bundle_plan.h"
 #include "cuda/batch_norm/tiles.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/pipeline.cuh"
@@ -27,67 +15,6 @@
 
 namespace gradops {
 namespace {
-
-constexpr int kBundleWarps = 16;   // the most warps of a block
-constexpr int kPieceVectors = 64;  // the most vectors of a piece
-
-// The fewest lanes, a power of two, with which each has at most `each` of the vectors.
-inline int LanesFor(std::int64_t vectors, int each) {
-  int lanes = 1;
-  while (std::int64_t{lanes} * each < vectors) lanes *= 2;
-  return lanes;
-}
-
-// How a bundle is cut into pieces.
-struct BundlePieces {
-  int bundle;           // channels
-  int channels;         // 1 if pieces may cross channels: the bundle then counts as one channel
-  int channel_vectors;  // vectors of a channel
-  int piece_vectors;    // vectors of a piece; the last piece of a channel may have fewer
-  int channel_pieces;   // pieces of a channel
-  int lane_bits;        // a run has 1 << lane_bits lanes
-  int warps, runs;      // of a block
-  int array_bytes;      // of a bundle of x
-  int numbers_bytes;    // of the channels' numbers
-  int shared_bytes;
-
-  GRADOPS_HOST_DEVICE int pieces() const { return channels * channel_pieces; }
-};
-
-// The pieces, or no warps if a bundle cannot be taken in this way. `held` arrays stay in shared
-// memory, and two numbers for each channel. If `joined`, pieces may cross channels.
-template <typename T, int W>
-BundlePieces CutBundle(const ChannelShape& shape, std::int64_t bundle, const ChannelDevice& device,
-                       int held, bool joined = false) {
-  constexpr int kNumbers = 2;
-  const std::int64_t elements = bundle * shape.inner, channels = joined ? 1 : bundle;
-  if (shape.outer.rows != 1 || elements / channels % W != 0) return {};
-  const std::int64_t vectors = elements / channels / W;  // of a channel
-  const std::int64_t bytes = CeilDiv(elements * std::int64_t{sizeof(T)}, 16) * 16;
-  const std::int64_t piece = std::min<std::int64_t>(vectors, kPieceVectors);
-  const std::int64_t pieces = CeilDiv(vectors, piece) * channels;
-  const std::int64_t of_numbers =
-      CeilDiv(bundle * kNumbers * std::int64_t{sizeof(Accum<T>)}, 16) * 16;
-  const std::int64_t all = held * bytes + of_numbers + (pieces * 2 + 2 * kBundleWarps) * 8;
-  if (all > MaxChannelBytes(device.shared_bytes)) return {};
-  // The kernels use up to 64 registers: a multiprocessor runs 32 warps. With up to 48 KB, it runs
-  // four blocks.
-  const std::int64_t most_warps = all <= 48 * 1024 ? kBundleWarps / 2 : kBundleWarps;
-  constexpr std::int64_t kWarpVectors = 4 * kWarp;
-  const std::int64_t warps = std::clamp<std::int64_t>(elements / W / kWarpVectors, 1, most_warps);
-  const int lanes = LanesFor(std::min<std::int64_t>(vectors, kWarp), 1);
-  return {.bundle = static_cast<int>(bundle),
-          .channels = static_cast<int>(channels),
-          .channel_vectors = static_cast<int>(vectors),
-          .piece_vectors = static_cast<int>(piece),
-          .channel_pieces = static_cast<int>(pieces / channels),
-          .lane_bits = std::countr_zero(static_cast<unsigned>(lanes)),
-          .warps = static_cast<int>(warps),
-          .runs = static_cast<int>(warps) * (kWarp / lanes),
-          .array_bytes = static_cast<int>(bytes),
-          .numbers_bytes = static_cast<int>(of_numbers),
-          .shared_bytes = static_cast<int>(all)};
-}
 
 // A block's shared memory and place. kHeld: how many arrays stay in shared memory.
 template <typename T, int W, int kHeld>
@@ -205,43 +132,6 @@ ffi::Error LaunchBundles(const char* op, void (*kernel)(Args, BundlePieces), cud
 
 // --- Small bundles -------------------------------------------------------------------------------
 
-constexpr int kSmallThreads = 256;  // threads of a block
-constexpr int kSmallVectors = 2;    // the most vectors of a lane
-
-// How a run of lanes has a small bundle. The bundle is a matrix of vectors. Its columns are padded
-// to a power of two, and its places are counted row by row: lane i has the places i and i + lanes.
-struct SmallLayout {
-  int lane_bits;  // a run has 1 << lane_bits lanes
-  int rows;
-  int row_vectors;  // columns
-  int column_bits;  // there are 1 << column_bits columns with padding
-  int bundle_row;   // elements of a row
-};
-
-// The layout, or no rows if the bundle is not small. If `whole_columns`, all vectors of a lane are
-// in one column.
-template <int W>
-SmallLayout CutSmall(const ChannelShape& shape, std::int64_t bundle, bool whole_columns = false) {
-  constexpr std::int64_t kMost = kWarp * kSmallVectors;
-  // With more rows of single elements, the other kernels are faster.
-  constexpr std::int64_t kMostRows = W > 1 ? kMost : 16;
-  const std::int64_t rows = shape.outer.rows, row = bundle * shape.inner;
-  // The other kernels are better for a single matrix.
-  if (shape.outer.groups == 1 && rows > 1) return {};
-  if (rows > kMostRows || row % W != 0 || row / W > kMost) return {};
-  const int columns = LanesFor(row / W, 1);
-  if (rows * columns > kMost) return {};
-  const int least = LanesFor(rows * columns, kSmallVectors);
-  const int lanes = whole_columns ? std::max(columns, least) : least;
-  if (lanes > kWarp) return {};
-  const auto bits = [](int power) { return std::countr_zero(static_cast<unsigned>(power)); };
-  return {.lane_bits = bits(lanes),
-          .rows = static_cast<int>(rows),
-          .row_vectors = static_cast<int>(row / W),
-          .column_bits = bits(columns),
-          .bundle_row = static_cast<int>(row)};
-}
-
 // A run of lanes has all vectors of a bundle in registers.
 template <int W>
 struct SmallBundle {
@@ -273,8 +163,7 @@ struct SmallBundle {
   __device__ __forceinline__ void ForVectors(const auto& fn) const {
 #pragma unroll
     for (int v = 0; v < kSmallVectors; ++v) {
-      const int place = (v << cut.lane_bits) + run.lane();
-      const int row = place >> cut.column_bits, column = place & ((1 << cut.column_bits) - 1);
+      const auto [row, column] = cut.PlaceOf(v, run.lane());
       if (row < cut.rows && column < cut.row_vectors) {
         fn(v, start + row * row_elements + column * W, column * W);
       }

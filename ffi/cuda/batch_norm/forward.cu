@@ -12,7 +12,6 @@
 #include <cooperative_groups.h>
 
 #include <cstdint>
-#include <optional>
 #include <type_traits>
 
 #include "common/math.h"
@@ -636,23 +635,19 @@ ffi::Error LaunchApply(cudaStream_t stream, const BatchNormFwdArgs& args, std::i
   return LastError(kForward);
 }
 
-// Launches a kernel of bundles, if there is one for this shape.
 template <typename T, int W>
-std::optional<ffi::Error> ForwardOfBundles(cudaStream_t stream, const BatchNormFwdArgs& args,
-                                           const ChannelDevice& device) {
-  if (W > 1 && !Aligned(args.x, args.residual, args.y)) return {};
+ffi::Error LaunchForward(cudaStream_t stream, const BatchNormFwdArgs& args,
+                         const BundlePlan& plan) {
   const bool one_channel = args.shape.inner % W == 0;
-  if (const SmallLayout cut = CutSmall<W>(args.shape, args.bundle); cut.rows > 0) {
+  if (plan.small.rows > 0) {
     return LaunchSmallBundles(
         kForward,
         one_channel ? SmallBundleFwdKernel<T, W, true> : SmallBundleFwdKernel<T, W, W == 1>, stream,
-        cut, args);
+        plan.small, args);
   }
-  const BundlePieces cut = CutBundle<T, W>(args.shape, args.bundle, device, 1, !one_channel);
-  if (cut.warps == 0) return {};
   return LaunchBundles(kForward,
                        one_channel ? BundleFwdKernel<T, W, true> : BundleFwdKernel<T, W, W == 1>,
-                       stream, cut, args);
+                       stream, plan.block, args);
 }
 
 template <typename T>
@@ -665,16 +660,15 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
     return LastError(kForward);
   }
   if (!own && args.y == nullptr) return ffi::Error::Success();
-  if (own) {
-    std::optional<ffi::Error> error = ForwardOfBundles<T, kVec<T>>(stream, args, device);
-    if (!error) error = ForwardOfBundles<T, 1>(stream, args, device);
-    if (error) return *error;
-  }
   ChannelTask task = TaskOf<T>(/*backward=*/false, args.shape, device);
   task.aligned = Aligned(args.x, args.residual, args.y);
   task.bundle = args.bundle, task.statistics = own, task.apply = args.y != nullptr;
   task.transient_arrays = args.residual == nullptr ? 0 : 1;
   task.partial_rows = args.partial_rows;
+  if (const BundlePlan bundles = ChooseBundlePlan(task); bundles.width > 0) {
+    return bundles.width == 1 ? LaunchForward<T, 1>(stream, args, bundles)
+                              : LaunchForward<T, kVec<T>>(stream, args, bundles);
+  }
   const BatchNormPlan plan = ChooseBatchNormPlan(task);
   BatchNormFwdArgs main = args;
   if (plan.apply_vectors > 0) main.y = nullptr;

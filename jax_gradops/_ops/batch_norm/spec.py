@@ -55,12 +55,6 @@ _TRAFFIC: dict[Direction, int] = {"fwd": 3, "bwd": 5}
 _TRAFFIC_OF_ADD: dict[Direction, int] = {"fwd": 4, "bwd": 7}
 
 
-_ONE_PASS = (
-    "If one pass is enough, another kernel runs, without a plan. README.md beside this kernel's "
-    "file says when."
-)
-
-
 def _channel_plan(task: PlanTask, kernel: Kernel, samples: int, groups: int) -> dict[str, Any]:
     """The plan with channels last, for a number of samples with statistics of their own.
 
@@ -71,30 +65,32 @@ def _channel_plan(task: PlanTask, kernel: Kernel, samples: int, groups: int) -> 
     rows, channels = math.prod(task.shape[:-1]) // samples, task.shape[-1]
     assert kernel.workspace is not None
     shape = kernel.workspace(samples, {"n": rows, "d": channels, "m": 1}, 2)
-    return _plans.batch_norm_plan(
-        backward=task.direction == "bwd",
-        groups=samples,
-        rows=rows,
-        channels=channels,
-        inner=1,
-        bundle=channels // groups,
-        element_bytes=task.element_bytes,
-        accum_bytes=max(4, task.element_bytes),
-        aligned=True,
-        statistics=True,
-        apply=True,
-        transient_arrays=0,
-        partial_rows=shape[1] if len(shape) > 1 else 0,
-        multiprocessors=task.gpu.multiprocessors,
-        shared_bytes=task.gpu.shared_bytes,
-        l2_bytes=task.gpu.l2_bytes,
-        clusters=task.gpu.architecture >= 90,
-    )
+    given = {
+        "backward": task.direction == "bwd",
+        "groups": samples,
+        "rows": rows,
+        "channels": channels,
+        "inner": 1,
+        "bundle": channels // groups,
+        "element_bytes": task.element_bytes,
+        "accum_bytes": max(4, task.element_bytes),
+        "aligned": True,
+        "statistics": True,
+        "apply": True,
+        "transient_arrays": 0,
+        "partial_rows": shape[1] if len(shape) > 1 else 0,
+        "multiprocessors": task.gpu.multiprocessors,
+        "shared_bytes": task.gpu.shared_bytes,
+        "l2_bytes": task.gpu.l2_bytes,
+        "clusters": task.gpu.architecture >= 90,
+    }
+    bundles = _plans.bundle_plan(**given)
+    return bundles if bundles["kernel"] else _plans.batch_norm_plan(**given)
 
 
 def _plan(task: PlanTask) -> dict[str, Any]:
     kernel = kernels.BATCH_BWD if task.direction == "bwd" else kernels.BATCH_FWD
-    return {**_channel_plan(task, kernel, 1, task.shape[-1]), "notes": (_ONE_PASS,)}
+    return _channel_plan(task, kernel, 1, task.shape[-1])
 
 
 BATCH_NORM = OpSpec(
@@ -175,7 +171,7 @@ def _group_plan(task: PlanTask, groups_of: Callable[[int], int]) -> dict[str, An
         f"Channels are last: {groups} groups x {task.shape[-1] // groups} channels.",
         "The plan is that of batch norm, with a mean and a variance for each sample and group. In "
         'its words, a sample is a "group", and a group of channels is a "bundle".',
-        _ONE_PASS,
+        "With channels first, a block may take a bundle: README.md beside this file says when.",
     )
     return {**_channel_plan(task, kernel, task.shape[0], groups), "notes": notes}
 

@@ -1,0 +1,92 @@
+"""How CUDA's kernels of one pass divide a bundle of batch norm or group norm.
+
+The rule is ffi/cuda/batch_norm/bundle_plan.h, and `_plans` returns its choice. test_group_norm.py
+tests the results on a GPU. These tests need no GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from gpus import GPUS, numbers
+
+from jax_gradops import _plans
+
+
+def task(
+    groups: int, rows: int, channels: int, inner: int, bundle: int, gpu: str = "h200", **other: Any
+) -> dict[str, Any]:
+    architecture, multiprocessors, shared_bytes, l2_bytes = GPUS[gpu]
+    return {
+        "groups": groups,
+        "rows": rows,
+        "channels": channels,
+        "inner": inner,
+        "bundle": bundle,
+        "element_bytes": 2,
+        "accum_bytes": 4,
+        "aligned": True,
+        "statistics": True,
+        "apply": True,
+        "multiprocessors": multiprocessors,
+        "shared_bytes": shared_bytes,
+        "l2_bytes": l2_bytes,
+        "clusters": architecture >= 90,
+        **other,
+    }
+
+
+# Sizes, and what runs forward and backward in 16 bits: the kernel, the elements of a vector, and
+# the lanes of a run.
+CHOICES = {
+    (16, 1, 1280, 64, 40): (("BundleFwdKernel", 8, 8), ("BundleBwdKernel", 8, 8)),
+    (256, 1, 512, 49, 16): (("BundleFwdKernel", 8, 32), ("BundleBwdKernel", 1, 32)),
+    (16, 1, 320, 3969, 10): (("BundleFwdKernel", 1, 32), None),
+    (16, 1, 320, 65536, 10): (None, None),
+    (1024, 1, 512, 64, 1): (("SmallBundleFwdKernel", 8, 4), ("SmallBundleBwdKernel", 8, 4)),
+    (1024, 1, 256, 64, 8): (("SmallBundleFwdKernel", 8, 32), ("BundleBwdKernel", 8, 8)),
+    (256, 1, 512, 49, 1): (("SmallBundleFwdKernel", 1, 32), ("SmallBundleBwdKernel", 1, 32)),
+    (1024, 16, 512, 1, 16): (("SmallBundleFwdKernel", 8, 16), ("SmallBundleBwdKernel", 8, 16)),
+    (4096, 1, 1024, 1, 32): (("SmallBundleFwdKernel", 8, 2), ("SmallBundleBwdKernel", 8, 4)),
+    (256, 64, 512, 1, 16): (None, None),
+    (1, 16, 512, 1, 1): (None, None),
+}
+
+
+@pytest.mark.parametrize("sizes", CHOICES, ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+def test_choice(sizes, backward):
+    found = numbers(_plans.bundle_plan(**task(*sizes, backward=backward)))
+    want = CHOICES[sizes][backward]
+    assert (tuple(found[k] for k in ("kernel", "width", "lanes")) if want else None) == want
+    assert want or found == {"kernel": ""}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("element_bytes", [2, 4, 8])
+def test_small_bundles_have_each_vector_once(gpu, element_bytes):
+    """A block's shared memory also has an upper limit."""
+    kernels = set()
+    for groups, rows, bundle, inner, backward, aligned in itertools.product(
+        (1, 3), (1, 2, 5, 16, 17), (1, 2, 3, 8, 24, 300), (1, 3, 8, 49, 256, 5000), *[(0, 1)] * 2
+    ):
+        given = task(
+            groups, rows, 5 * bundle, inner, bundle, gpu, backward=backward, aligned=aligned,
+            element_bytes=element_bytes, accum_bytes=max(4, element_bytes),
+        )  # fmt: skip
+        found = numbers(_plans.bundle_plan(**given))
+        kernels.add(found["kernel"])
+        coverage = numbers(_plans.bundle_coverage(**given))
+        if found["kernel"].startswith("Small"):
+            assert coverage["least_lanes"] == coverage["most_lanes"] == 1, given
+            assert found["lanes"] <= 32 and found["rows"] == rows
+            assert found["row_vectors"] * found["width"] == bundle * inner
+            if backward and bundle > 1:  # each lane has one column
+                assert inner == 1 and found["lanes"] >= found["columns"]
+        elif found["kernel"]:
+            assert rows == 1 and found["shared_bytes"] <= GPUS[gpu][2] - 2048, given
+            vectors = found["channel_vectors"] * found["width"]
+            assert vectors in (inner, bundle * inner) and found["lanes"] <= 32
+    assert len(kernels) == 5
