@@ -24,8 +24,8 @@ import jax_gradops
 from jax_gradops import _oracles as oracles
 from jax_gradops import backward
 
-#: x has the shape (2, 16, 9, 12) with channels last, and 3 groups of 4 channels. With the other
-#: space, several groups share a warp on a GPU.
+#: x has the shape (2, 16, 9, 12) with channels last, and 3 groups of 4 channels. On a GPU,
+#: several groups of the other space share a warp.
 GROUPS, CHANNELS = 3, 12
 SPACES = (16, 9), (2, 5)
 

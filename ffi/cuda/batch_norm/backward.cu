@@ -394,8 +394,8 @@ struct BundleNumbers {
 #pragma unroll
     for (int j = 0; j < W; ++j) x[j] *= rstd;
   }
-  // Stores the gradients of a channel's parameters. Its sums of dz and dz * x_hat, without delta,
-  // become those of scale * dz and scale * dz * x_hat.
+  // Stores the gradients of a channel's parameters. `sums` has the sums of dz and of dz * x_hat
+  // without delta. It gets the sums of scale * dz and of scale * dz * x_hat.
   __device__ __forceinline__ void EndChannel(const BatchNormBwdArgs& args, bool stores,
                                              std::int64_t i, A scale, double (&sums)[2]) const {
     sums[1] -= static_cast<double>(delta * rstd) * sums[0];
@@ -417,7 +417,7 @@ struct BundleNumbers {
     slope = static_cast<A>(totals[1] * per_element);
     level = static_cast<A>(totals[0] * per_element) - delta * (slope * rstd);
   }
-  // Stores dx and dresidual of a vector, whose terms are given. `start`: its first element in x.
+  // Stores dx and dresidual of a vector, from its terms. `start` is the index of its first element.
   template <typename T, int W>
   __device__ __forceinline__ void StoreGradients(const BatchNormBwdArgs& args, std::int64_t start,
                                                  const A (&scales)[W], A (&x)[W],

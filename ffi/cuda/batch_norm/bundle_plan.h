@@ -28,7 +28,7 @@ inline constexpr int kPieceVectors = 64;  // the most vectors of a piece
 //   run        0  0  1  1  0  0  1  1  0  0  1  1
 struct BundlePieces {
   int bundle;           // channels
-  int channels;         // 1 if pieces may cross channels: the bundle then counts as one channel
+  int channels;         // 1 if vectors may cross channels: the bundle then counts as one channel
   int channel_vectors;  // vectors of a channel
   int piece_vectors;    // vectors of a piece; the last piece of a channel may have fewer
   int channel_pieces;   // pieces of a channel
@@ -149,8 +149,8 @@ constexpr SmallLayout CutSmall(const ChannelTask& task, int width) {
 // The plan for a task with elements. Backward: y is not given.
 constexpr BundlePlan ChooseBundlePlan(const ChannelTask& task) {
   using namespace bundle_choice;
-  // Of single elements, and bytes if only x stays in shared memory. For longer channels,
-  // BatchNormBwdKernel is as fast.
+  // The most elements of a channel if vectors have one element, and the most bytes of a channel if
+  // only x stays in shared memory. For longer channels, BatchNormBwdKernel is as fast.
   constexpr std::int64_t kMostElements = 2048, kMostBytes = 32 * 1024;
   if (!task.statistics) return {};
   for (const int width : {16 / task.element_bytes, 1}) {
