@@ -58,8 +58,8 @@ struct LaneRun {
   __device__ __forceinline__ int lane() const {
     return static_cast<int>(threadIdx.x) & (lanes - 1);
   }
-  // WarpSums over a run. All of its lanes must call it, but other lanes need not. With `least`, a sum
-  // is over the lanes whose numbers differ by a multiple of `least`, a power of two.
+  // WarpSums over a run. All of its lanes must call it, but other lanes need not. With `least`, a
+  // sum is over the lanes whose numbers differ by a multiple of `least`, a power of two.
   template <typename A, int kValues>
   __device__ __forceinline__ void Sums(A (&values)[kValues], int least = 1) const {
     if (lanes == kWarp && least == 1) return WarpSums<kWarp>(values);
