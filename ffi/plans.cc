@@ -64,26 +64,6 @@ struct BundleChoice {
   ChannelTask task{};
   Description Choose() const { return Describe(ChooseBundlePlan(task)); }
 };
-// How many lanes have each vector of a small bundle, for tests.
-struct BundleCoverage {
-  ChannelTask task{};
-  Description Choose() const {
-    const SmallLayout small = ChooseBundlePlan(task).small;
-    std::vector<std::int64_t> lanes(static_cast<std::size_t>(small.rows * small.row_vectors));
-    for (int lane = 0; lane < 1 << small.lane_bits; ++lane) {
-      for (int v = 0; v < kSmallVectors; ++v) {
-        const auto [row, column] = small.PlaceOf(v, lane);
-        if (row >= small.rows || column >= small.row_vectors) continue;
-        lanes[static_cast<std::size_t>(row * small.row_vectors + column)] += 1;
-      }
-    }
-    if (lanes.empty()) return {};
-    return {"",
-            "",
-            {{"least_lanes", std::ranges::min(lanes), "the fewest lanes of a vector"},
-             {"most_lanes", std::ranges::max(lanes), "the most lanes of a vector"}}};
-  }
-};
 // What the plan of batch norm gives the blocks, over all tiles, for tests.
 struct ChannelCoverage {
   ChannelTask task{};
@@ -247,7 +227,6 @@ NB_MODULE(_plans, m) {
   gradops::Define(m, "batch_norm_plan", gradops::kChannelFields<gradops::ChannelChoice>);
   gradops::Define(m, "batch_norm_coverage", gradops::kChannelFields<gradops::ChannelCoverage>);
   gradops::Define(m, "bundle_plan", gradops::kChannelFields<gradops::BundleChoice>);
-  gradops::Define(m, "bundle_coverage", gradops::kChannelFields<gradops::BundleCoverage>);
   gradops::Define(m, "gelu_plan", gradops::kGeluFields);
   gradops::Define(m, "clip_plan", gradops::kClipFields);
   gradops::Define(m, "cross_entropy_plan", gradops::kCrossEntropyFields);

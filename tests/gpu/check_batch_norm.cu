@@ -14,6 +14,8 @@
 
 #include "batch_norm_cases.cuh"
 #include "cuda/batch_norm/backward.cu"
+#include "cuda/batch_norm/bundle_backward.cu"
+#include "cuda/batch_norm/bundle_forward.cu"
 #include "cuda/batch_norm/forward.cu"
 #include "driver.cuh"
 

@@ -19,6 +19,8 @@
 #include <vector>
 
 #include "cuda/batch_norm/backward.cu"
+#include "cuda/batch_norm/bundle_backward.cu"
+#include "cuda/batch_norm/bundle_forward.cu"
 #include "cuda/batch_norm/forward.cu"
 #include "driver.cuh"
 #include "timing.cuh"

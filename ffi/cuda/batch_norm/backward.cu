@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "cuda/batch_norm/bundle.cuh"
+#include "cuda/batch_norm/elements.cuh"
 #include "cuda/batch_norm/stages.cuh"
 #include "cuda/batch_norm/sums.cuh"
 #include "cuda/batch_norm/tiles.cuh"
@@ -23,15 +24,9 @@
 namespace gradops {
 namespace {
 
-constexpr const char* kBackward = "batch_norm_bwd";
 constexpr int kGradChunksPerSum = 16;
 
 // --- An element ----------------------------------------------------------------------------------
-
-// What dz is: dy, or dy where relu's argument was positive and 0 elsewhere, or dy times silu's
-// derivative. The sign of relu's argument is taken from y, or the argument is computed again from
-// x.
-enum class Mask { kNone, kOfY, kOfX, kSilu };
 
 // The arrays of a pass; dresidual is null if the pass does not write dresidual.
 template <typename T>
@@ -53,22 +48,6 @@ __device__ __forceinline__ void LoadGrad(const GradArrays<T>& arrays, const Edge
   LoadEdge(arrays.dy, edge, dy);
   LoadEdge(arrays.x, edge, x);
   if constexpr (kMask == Mask::kOfY) LoadEdge(arrays.y, edge, y);
-}
-
-// Turns dy into dz. The activation's argument is x * factor + offset. NaN is not positive.
-template <Mask kMask, typename T, int W, typename A = Accum<T>>
-__device__ __forceinline__ void MaskGrad(const A (&x)[W], const A (&factor)[W],
-                                         const A (&offset)[W], const A (&y)[W], A (&dy)[W]) {
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    const A argument = x[j] * factor[j] + offset[j];
-    if constexpr (kMask == Mask::kOfY) dy[j] = y[j] > 0 ? dy[j] : A{0};
-    if constexpr (kMask == Mask::kOfX) dy[j] = argument > 0 ? dy[j] : A{0};
-    if constexpr (kMask == Mask::kSilu) {
-      const A sigmoid = Sigmoid<T>(argument);
-      dy[j] *= sigmoid * (1 + argument * (1 - sigmoid));
-    }
-  }
 }
 
 // The numbers of a channel that dx is computed from. Batch norm has one number less, as its sums
@@ -362,211 +341,6 @@ __device__ __forceinline__ void SecondPass(const BatchNormBwdArgs& args,
   });
 }
 
-// --- One bundle for a block or for a few lanes ---------------------------------------------------
-
-// The numbers of a bundle, and how dx follows from them.
-template <typename A>
-struct BundleNumbers {
-  A mean, rstd, delta;
-  double per_element;
-  A slope, level;  // set by EndBundle
-
-  __device__ __forceinline__ BundleNumbers(const BatchNormBwdArgs& args, std::int64_t group,
-                                           std::int64_t bundle)
-      : mean(ParamAt<A>(args.mean, group, bundle, 0)),
-        rstd(ParamAt<A>(args.rstd, group, bundle, 0)),
-        delta(ParamAt<A>(args.delta, group, bundle, 0)),
-        per_element(
-            1.0 / (static_cast<double>(args.bundle) * args.shape.outer.rows * args.shape.inner)) {}
-
-  __device__ __forceinline__ A Offset(A scale, A bias) const {
-    return bias - delta * (rstd * scale);
-  }
-  // Turns x into x_hat without delta, and dy into dz.
-  template <Mask kMask, typename T, int W>
-  __device__ __forceinline__ void ToTerms(const A (&scales)[W], const A (&offsets)[W], A (&x)[W],
-                                          A (&dy)[W]) const {
-    A factors[W], y[W];
-    // Forward computes the activation's argument in the same way. So y and its mask agree.
-#pragma unroll
-    for (int j = 0; j < W; ++j) x[j] -= mean, factors[j] = rstd * scales[j];
-    MaskGrad<kMask, T>(x, factors, offsets, y, dy);
-#pragma unroll
-    for (int j = 0; j < W; ++j) x[j] *= rstd;
-  }
-  // Stores the gradients of a channel's parameters. `sums` has the sums of dz and of dz * x_hat
-  // without delta. It gets the sums of scale * dz and of scale * dz * x_hat.
-  __device__ __forceinline__ void EndChannel(const BatchNormBwdArgs& args, bool stores,
-                                             std::int64_t i, A scale, double (&sums)[2]) const {
-    sums[1] -= static_cast<double>(delta * rstd) * sums[0];
-    if (stores && args.dscale.data != nullptr) {
-      StoreAs(args.dscale.data, args.dscale.dtype, i, sums[1]);
-    }
-    if (stores && args.dbias.data != nullptr) {
-      StoreAs(args.dbias.data, args.dbias.dtype, i, sums[0]);
-    }
-    sums[0] *= static_cast<double>(scale), sums[1] *= static_cast<double>(scale);
-  }
-  // Sets what dx needs, from the sums of scale * dz and scale * dz * x_hat.
-  __device__ __forceinline__ void EndBundle(const BatchNormBwdArgs& args, bool stores,
-                                            std::int64_t item, const double (&totals)[2]) {
-    if (stores && args.sum_dz != nullptr) {
-      static_cast<A*>(args.sum_dz)[item] = static_cast<A>(totals[0]);
-      static_cast<A*>(args.sum_dz_x_hat)[item] = static_cast<A>(totals[1]);
-    }
-    slope = static_cast<A>(totals[1] * per_element);
-    level = static_cast<A>(totals[0] * per_element) - delta * (slope * rstd);
-  }
-  // Stores dx and dresidual of a vector, from its terms. `start` is the index of its first element.
-  template <typename T, int W>
-  __device__ __forceinline__ void StoreGradients(const BatchNormBwdArgs& args, std::int64_t start,
-                                                 const A (&scales)[W], A (&x)[W],
-                                                 const A (&dz)[W]) const {
-    if (args.dresidual != nullptr) {
-      StoreLast(static_cast<T*>(args.dresidual), start, Narrow<T>(dz));
-    }
-#pragma unroll
-    for (int j = 0; j < W; ++j) x[j] = (dz[j] * scales[j] - level - x[j] * slope) * rstd;
-    StoreLast(static_cast<T*>(args.dx), start, Narrow<T>(x));
-  }
-};
-
-// A block has a bundle: the sums of its channels, then dx.
-template <typename T, int W, Mask kMask, int kHeld>
-__global__ void __launch_bounds__(kBundleWarps* kWarp)
-    BundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
-                    const __grid_constant__ BundlePieces cut) {
-  using A = Accum<T>;
-  extern __shared__ __align__(128) char shared[];
-  const BundleBlock<T, W, kHeld> block{cut, shared};
-  const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
-  const std::int64_t of_group = channels / cut.bundle;
-  if (item >= args.shape.outer.groups * of_group) return;
-  const std::int64_t group = item / of_group, first_channel = item % of_group * cut.bundle;
-  const std::int64_t start = item * cut.bundle * args.shape.inner;
-  const T* const dy = static_cast<const T*>(args.dy) + start;
-  block.Load({static_cast<const T*>(args.x) + start, dy});
-  BundleNumbers<A> numbers{args, group, item % of_group};
-  A* const scales = block.Numbers();
-  A* const offsets = scales + cut.bundle;
-  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
-    scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
-    offsets[c] = numbers.Offset(scales[c], ParamAt<A>(args.bias, group, first_channel + c, 0));
-  }
-  __syncthreads();  // scales and offsets are written
-
-  const auto load = [&](int vector, int channel, A(&scale)[W], A(&x)[W], A(&dz)[W]) {
-    A offset[W];
-#pragma unroll
-    for (int j = 0; j < W; ++j) scale[j] = scales[channel], offset[j] = offsets[channel];
-    Widen(LoadPlain<W>(block.Array(0) + vector * W), x);
-    Widen(
-        kHeld > 1 ? LoadPlain<W>(block.Array(1) + vector * W) : LoadVectorOnce<W>(dy + vector * W),
-        dz);
-    numbers.template ToTerms<kMask, T>(scale, offset, x, dz);
-  };
-  double* const of_pieces = block.Sums();
-  A dz_sum = 0, x_hat_sum = 0;
-  block.ForLoaded(
-      [&](int vector, int channel) {
-        A scale[W], x[W], dz[W];
-        load(vector, channel, scale, x, dz);
-#pragma unroll
-        for (int j = 0; j < W; ++j) dz_sum += dz[j], x_hat_sum += dz[j] * x[j];
-      },
-      [&](int piece, int) {
-        double sums[2] = {static_cast<double>(dz_sum), static_cast<double>(x_hat_sum)};
-        block.run().Sums(sums);
-        if (block.run().lane() == 0) {
-          of_pieces[2 * piece] = sums[0], of_pieces[2 * piece + 1] = sums[1];
-        }
-        dz_sum = x_hat_sum = 0;
-      });
-  __syncthreads();  // the sums of pieces are written
-  double totals[2] = {};
-  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
-    double sums[2] = {};
-    for (int p = c * cut.channel_pieces; p < (c + 1) * cut.channel_pieces; ++p) {
-      sums[0] += of_pieces[2 * p], sums[1] += of_pieces[2 * p + 1];
-    }
-    numbers.EndChannel(args, true, group * channels + first_channel + c, scales[c], sums);
-    totals[0] += sums[0], totals[1] += sums[1];
-  }
-  block.Sum(of_pieces + 2 * cut.pieces(), totals);
-  numbers.EndBundle(args, threadIdx.x == 0, item, totals);
-
-  if (args.dx == nullptr) return;
-  block.ForVectors([&](int vector, int channel) {
-    A scale[W], x[W], dz[W];
-    load(vector, channel, scale, x, dz);
-    numbers.template StoreGradients<T>(args, start + vector * W, scale, x, dz);
-  });
-}
-
-// A few lanes of a warp have a small bundle. It has one channel, or kColumns: several channels with
-// an inner of 1.
-template <typename T, int W, Mask kMask, bool kColumns>
-__global__ void __launch_bounds__(kSmallThreads)
-    SmallBundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
-                         const __grid_constant__ SmallLayout cut) {
-  using A = Accum<T>;
-  const SmallBundle<W> of{args.shape, args.bundle, cut};
-  if (!of.exists) return;
-  const T* const x = static_cast<const T*>(args.x);
-  const T* const dy = static_cast<const T*>(args.dy);
-  Vector<T, W> of_x[kSmallVectors], of_dy[kSmallVectors];
-  of.ForVectors([&](int v, std::int64_t at, int) {
-    of_x[v] = LoadVectorOnce<W>(x + at), of_dy[v] = LoadVectorOnce<W>(dy + at);
-  });
-  BundleNumbers<A> numbers{args, of.group, of.number_in_group};
-  // kColumns: all vectors of a lane have the same columns.
-  const int columns = 1 << cut.column_bits;
-  const int column = kColumns ? of.run.lane() & (columns - 1) : 0;
-  const bool has_column = column < cut.row_vectors;
-  const std::int64_t channel = of.first_channel + (has_column ? column * W : 0);
-  A scale[W], offset[W];
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    const std::int64_t own = channel + (kColumns ? j : 0);
-    scale[j] = ParamAt<A>(args.scale, of.group, own, 1);
-    offset[j] = numbers.Offset(scale[j], ParamAt<A>(args.bias, of.group, own, 0));
-  }
-  A x_hat[kSmallVectors][W], dz[kSmallVectors][W], dz_sums[W] = {}, x_hat_sums[W] = {};
-  of.ForVectors([&](int v, std::int64_t, int) {
-    Widen(of_x[v], x_hat[v]);
-    Widen(of_dy[v], dz[v]);
-    numbers.template ToTerms<kMask, T>(scale, offset, x_hat[v], dz[v]);
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      const int i = kColumns ? j : 0;
-      dz_sums[i] += dz[v][j], x_hat_sums[i] += dz[v][j] * x_hat[v][j];
-    }
-  });
-  const std::int64_t first = of.group * args.shape.outer.features + channel;
-  double totals[2] = {};
-  if constexpr (kColumns) {
-    of.run.Sums(dz_sums, columns);
-    of.run.Sums(x_hat_sums, columns);
-    const bool stores = has_column && of.run.lane() < columns;
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      double sums[2] = {static_cast<double>(dz_sums[j]), static_cast<double>(x_hat_sums[j])};
-      numbers.EndChannel(args, stores, first + j, scale[j], sums);
-      totals[0] += sums[0], totals[1] += sums[1];
-    }
-    LaneRun{columns}.Sums(totals);
-  } else {
-    totals[0] = static_cast<double>(dz_sums[0]), totals[1] = static_cast<double>(x_hat_sums[0]);
-    of.run.Sums(totals);
-    numbers.EndChannel(args, of.run.lane() == 0, first, scale[0], totals);
-  }
-  numbers.EndBundle(args, of.run.lane() == 0, of.item, totals);
-  if (args.dx == nullptr) return;
-  of.ForVectors([&](int v, std::int64_t at, int) {
-    numbers.template StoreGradients<T>(args, at, scale, x_hat[v], dz[v]);
-  });
-}
-
 // --- Kernels and launchers -----------------------------------------------------------------------
 
 template <typename T, int W, bool kPlane, int kSteps, bool kGrouped, Mask kMask>
@@ -607,23 +381,6 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   SecondPass<kMask, kGrouped>(args, arrays, plan, partials, shared, stages);
 }
 
-template <typename T, int W, Mask kMask>
-ffi::Error LaunchBackward(cudaStream_t stream, const BatchNormBwdArgs& args,
-                          const BundlePlan& plan) {
-  if (plan.small.rows > 0) {
-    return LaunchSmallBundles(kBackward,
-                              args.bundle > 1 ? SmallBundleBwdKernel<T, W, kMask, true>
-                                              : SmallBundleBwdKernel<T, W, kMask, false>,
-                              stream, plan.small, args);
-  }
-  if constexpr (W > 1) {
-    if (plan.held == 1) {
-      return LaunchBundles(kBackward, BundleBwdKernel<T, W, kMask, 1>, stream, plan.block, args);
-    }
-  }
-  return LaunchBundles(kBackward, BundleBwdKernel<T, W, kMask, 2>, stream, plan.block, args);
-}
-
 template <typename T>
 ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
                     const ChannelDevice& device) {
@@ -654,13 +411,7 @@ ffi::Error Backward(cudaStream_t stream, const BatchNormBwdArgs& args,
   task.bundle = args.bundle, task.statistics = own, task.apply = args.dx != nullptr;
   task.transient_arrays = y == nullptr ? 0 : 1, task.partial_rows = args.partial_rows;
   if (const BundlePlan bundles = ChooseBundlePlan(task); y == nullptr && bundles.width > 0) {
-    const auto launch = [&]<Mask kMask>() {
-      return bundles.width == 1 ? LaunchBackward<T, 1, kMask>(stream, args, bundles)
-                                : LaunchBackward<T, kVec<T>, kMask>(stream, args, bundles);
-    };
-    if (args.silu) return launch.template operator()<Mask::kSilu>();
-    return args.relu ? launch.template operator()<Mask::kOfX>()
-                     : launch.template operator()<Mask::kNone>();
+    return BundlesBwd(stream, args, bundles);
   }
   const ChannelPlan plan = ChooseBatchNormPlan(task).channels;
   const bool grouped = args.bundle > 1 || args.silu || args.weighted;

@@ -1,5 +1,6 @@
-// What the kernels of bundles share. bundle_plan.h has the choice. forward.cu and backward.cu have
-// the kernels. A vector has W elements. W is 1 if longer vectors do not fit.
+// What the kernels of bundles share. bundle_plan.h has the choice. bundle_forward.cu and
+// bundle_backward.cu have the kernels. A vector has W elements. W is 1 if longer vectors do not
+// fit.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +13,17 @@
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/reduce.cuh"
 #include "cuda/common/vector.cuh"
+#include "ops/batch_norm.h"
 
 namespace gradops {
+
+// BatchNormFwd and BatchNormBwd for a task whose plan has a width.
+ffi::Error BundlesFwd(cudaStream_t stream, const BatchNormFwdArgs& args, const BundlePlan& plan);
+ffi::Error BundlesBwd(cudaStream_t stream, const BatchNormBwdArgs& args, const BundlePlan& plan);
+
 namespace {
+
+// --- A block has a bundle ------------------------------------------------------------------------
 
 // A block's shared memory and place. kHeld: how many arrays stay in shared memory.
 template <typename T, int W, int kHeld>
@@ -112,10 +121,163 @@ struct BundleBlock {
   }
 };
 
-// Launches kernel(args, cut) with a block for each bundle of all groups.
-template <typename Args>
-ffi::Error LaunchBundles(const char* op, void (*kernel)(Args, BundlePieces), cudaStream_t stream,
-                         const BundlePieces& cut, const Args& args) {
+// --- A run of lanes has a bundle -----------------------------------------------------------------
+
+template <int W>
+struct SmallBundle {
+  const SmallLayout& cut;
+  LaneRun run;
+  std::int64_t item;  // the bundle's number
+  std::int64_t start;
+  bool exists;
+
+  __device__ __forceinline__ SmallBundle(std::int64_t bundles, const SmallLayout& cut)
+      : cut(cut), run{1 << cut.lane_bits} {
+    item = ItemOfBlock() * (kSmallThreads >> cut.lane_bits) + (threadIdx.x >> cut.lane_bits);
+    start = item * cut.vectors * W;
+    exists = item < bundles;
+  }
+
+  // Calls fn(number, first element in the bundle) for each vector of this lane.
+  __device__ __forceinline__ void ForVectors(const auto& fn) const {
+#pragma unroll
+    for (int v = 0; v < SmallVectors(W); ++v) {
+      const int vector = (v << cut.lane_bits) + run.lane();
+      if (vector < cut.vectors) fn(v, vector * W);
+    }
+  }
+};
+
+// --- A block has a panel -------------------------------------------------------------------------
+
+// A block's shared memory and place. kHeld: the arrays. kSums: a thread has a sum for each element
+// of its vectors (W), or one for all (1).
+template <typename T, int W, int kHeld, int kSums>
+struct Panel {
+  using A = Accum<T>;
+
+  const PanelLayout& cut;
+  char* const shared;
+  std::int64_t group, first_channel, channels;  // `channels` of the group
+  std::int64_t start;                           // the index in x
+  std::int64_t first_bundle;                    // in the group
+  int bundles;                                  // of the panel
+  int row, column;                              // where this thread starts; column is an element
+  int stop;                                     // after this thread's last row
+  bool exists;
+
+  __device__ __forceinline__ Panel(const ChannelShape& shape, const PanelLayout& cut, char* shared)
+      : cut(cut), shared(shared), channels(shape.outer.features) {
+    const std::int64_t panels = CeilDiv(channels, std::int64_t{cut.channels}), item = ItemOfBlock();
+    exists = item < shape.outer.groups * panels;
+    group = item / panels, first_channel = item % panels * cut.channels;
+    start = group * cut.rows * channels + first_channel;
+    first_bundle = first_channel / cut.bundle;
+    const auto own = static_cast<int>(min(channels - first_channel, std::int64_t{cut.channels}));
+    bundles = own / cut.bundle;
+    const int thread = static_cast<int>(threadIdx.x);
+    row = thread / cut.row_vectors, column = thread % cut.row_vectors * W;
+    const bool works = row < cut.step_rows && column < own;
+    stop = works ? cut.rows : 0;
+    if (!works) column = 0;
+  }
+
+  // Its arrays, the numbers of bundles, and the sums of threads.
+  __device__ __forceinline__ T* Array(int i) const {
+    return reinterpret_cast<T*>(shared + i * cut.array_bytes);
+  }
+  // A number of a bundle of the panel.
+  __device__ __forceinline__ A& Number(int which, int bundle) const {
+    return reinterpret_cast<A*>(
+        Array(kHeld))[(which * W + bundle % W) * cut.number_pitch + bundle / W];
+  }
+  // The sum of a column for the threads that start in a row.
+  template <int kValues>
+  __device__ __forceinline__ A& Sum(int first_row, int value, int column) const {
+    const int place = ((first_row * kValues + value) * kSums + column % kSums) * cut.sum_pitch;
+    return reinterpret_cast<A*>(shared + kHeld * cut.array_bytes +
+                                cut.numbers_bytes)[place + column / kSums];
+  }
+
+  __device__ __forceinline__ LaneRun run() const { return {1 << cut.lane_bits}; }
+  // The bundle, in the panel, of element j of this thread's vectors, or of all if kBundles is 1.
+  __device__ __forceinline__ int BundleOf(int j) const { return (column + j) / cut.bundle; }
+  // The number of a bundle of the panel among all bundles.
+  __device__ __forceinline__ std::int64_t Item(int bundle) const {
+    return group * (channels / cut.bundle) + first_bundle + bundle;
+  }
+
+  // Calls fn(index in a shared array, index in x) for each vector of this thread.
+  __device__ __forceinline__ void ForVectors(const auto& fn) const {
+    for (int r = row; r < stop; r += cut.step_rows) {
+      fn(r * cut.channels + column, start + r * channels + column);
+    }
+  }
+  // Copies the panel to shared memory. A thread copies the vectors that it works on.
+  __device__ __forceinline__ void Load(const T* const (&from)[kHeld]) const {
+    ForVectors([&](int i, std::int64_t at) {
+#pragma unroll
+      for (int a = 0; a < kHeld; ++a) {
+        if constexpr (W == 1) {
+          Array(a)[i] = from[a][at];
+        } else {
+          CopyAsync(Array(a) + i, from[a] + at);
+        }
+      }
+    });
+    CommitCopies();
+  }
+
+  // Puts this thread's sums where AddUp finds them. Between the two, the block must wait.
+  template <int kValues>
+  __device__ __forceinline__ void Put(const A (&sums)[kValues][kSums]) const {
+    if (stop == 0) return;
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) {
+        Sum<kValues>(row, v, column / cut.column_elements + j) = sums[v][j];
+      }
+    }
+  }
+  // Calls fn(bundle) for the bundles of this thread's run.
+  __device__ __forceinline__ void ForBundles(const auto& fn) const {
+    const int runs = cut.warps * kWarp >> cut.lane_bits;
+    for (int b = static_cast<int>(threadIdx.x) >> cut.lane_bits; b < bundles; b += runs) fn(b);
+  }
+  // Sets totals to the sums of a bundle, in a fixed order. of_column(stores, column of the panel,
+  // sums) may change a column's sums before they are added. One lane stores.
+  template <int kValues>
+  __device__ __forceinline__ void AddUp(int bundle, double (&totals)[kValues],
+                                        const auto& of_column) const {
+    const int of_bundle = cut.bundle / cut.column_elements, columns = 1 << cut.column_bits;
+    const int first_row = run().lane() >> cut.column_bits;
+    for (double& total : totals) total = 0;
+    for (int first = 0; first < of_bundle; first += columns) {
+      const int i = first + (run().lane() & (columns - 1)), own = bundle * of_bundle + i;
+      double sums[kValues] = {};
+      for (int r = first_row; i < of_bundle && r < cut.step_rows;
+           r += run().lanes >> cut.column_bits) {
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) {
+          sums[v] += static_cast<double>(Sum<kValues>(r, v, own));
+        }
+      }
+      run().Sums(sums, columns);
+      if (i < of_bundle) of_column(first_row == 0, own, sums);
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) totals[v] += sums[v];
+    }
+    LaneRun{columns}.Sums(totals);
+  }
+};
+
+// --- Launches ------------------------------------------------------------------------------------
+
+// Launches kernel(args, cut) with a block for each of `items`.
+template <typename Args, typename Layout>
+ffi::Error LaunchBlocks(const char* op, void (*kernel)(Args, Layout), cudaStream_t stream,
+                        const Layout& cut, std::int64_t items, const Args& args) {
   int bytes = 0;
   const auto ask = [&](int& answer) {
     answer = static_cast<int>(MaxChannelBytes(CurrentDevice().shared_bytes));
@@ -124,62 +286,35 @@ ffi::Error LaunchBundles(const char* op, void (*kernel)(Args, BundlePieces), cud
   const cudaError_t status =
       Remembered(reinterpret_cast<const void*>(kernel), kWarp * kBundleWarps, 0, 1, bytes, ask);
   if (status != cudaSuccess) return ToError(op, status);
-  const std::int64_t bundles = args.shape.outer.groups * args.shape.channels() / cut.bundle;
-  kernel<<<BlockPerItem(bundles), kWarp * cut.warps, static_cast<std::size_t>(cut.shared_bytes),
+  kernel<<<BlockPerItem(items), kWarp * cut.warps, static_cast<std::size_t>(cut.shared_bytes),
            stream>>>(args, cut);
   return LastError(op);
 }
 
-// --- Small bundles -------------------------------------------------------------------------------
+// The kernels for a plan: of blocks, of runs, of panels.
+template <typename Args>
+struct BundleKernels {
+  void (*block)(Args, BundlePieces);
+  void (*small)(Args, SmallLayout);
+  void (*panel)(Args, PanelLayout);
 
-// A run of lanes has all vectors of a bundle in registers.
-template <int W>
-struct SmallBundle {
-  const SmallLayout& cut;
-  LaneRun run;
-  std::int64_t item;  // the bundle's number
-  std::int64_t group, number_in_group;
-  std::int64_t first_channel;
-  std::int64_t start, row_elements;  // of the bundle, of a row of x
-  bool exists;
-
-  __device__ __forceinline__ SmallBundle(const ChannelShape& shape, std::int64_t bundle,
-                                         const SmallLayout& cut)
-      : cut(cut), run{1 << cut.lane_bits} {
-    item = ItemOfBlock() * (kSmallThreads >> cut.lane_bits) + (threadIdx.x >> cut.lane_bits);
-    const std::int64_t bundles = shape.outer.features / bundle;
-    group = item / bundles, number_in_group = item % bundles;
-    first_channel = number_in_group * bundle;
-    row_elements = shape.outer.features * shape.inner;
-    // With one row, loads need not wait for the divisions.
-    start = cut.rows == 1
-                ? item * cut.bundle_row
-                : group * shape.outer.rows * row_elements + number_in_group * cut.bundle_row;
-    exists = item < shape.outer.groups * bundles;
-  }
-
-  // Calls fn(number, index of the first element in x, column of that element) for each vector of
-  // this lane.
-  __device__ __forceinline__ void ForVectors(const auto& fn) const {
-#pragma unroll
-    for (int v = 0; v < kSmallVectors; ++v) {
-      const auto [row, column] = cut.PlaceOf(v, run.lane());
-      if (row < cut.rows && column < cut.row_vectors) {
-        fn(v, start + row * row_elements + column * W, column * W);
-      }
+  ffi::Error Launch(const char* op, cudaStream_t stream, const BundlePlan& plan,
+                    const Args& args) const {
+    const std::int64_t groups = args.shape.outer.groups, channels = args.shape.outer.features;
+    const std::int64_t bundles = groups * (channels / args.bundle);
+    if (plan.panel.channels > 0) {
+      const std::int64_t panels = CeilDiv(channels, std::int64_t{plan.panel.channels});
+      return LaunchBlocks(op, panel, stream, plan.panel, groups * panels, args);
     }
+    if (plan.small.vectors > 0) {
+      const std::int64_t blocks =
+          CeilDiv(bundles << plan.small.lane_bits, std::int64_t{kSmallThreads});
+      small<<<BlockPerItem(blocks), kSmallThreads, 0, stream>>>(args, plan.small);
+      return LastError(op);
+    }
+    return LaunchBlocks(op, block, stream, plan.block, bundles, args);
   }
 };
-
-// Launches kernel(args, cut).
-template <typename Args>
-ffi::Error LaunchSmallBundles(const char* op, void (*kernel)(Args, SmallLayout),
-                              cudaStream_t stream, const SmallLayout& cut, const Args& args) {
-  const std::int64_t bundles = args.shape.outer.groups * args.shape.channels() / args.bundle;
-  const std::int64_t blocks = CeilDiv(bundles << cut.lane_bits, std::int64_t{kSmallThreads});
-  kernel<<<BlockPerItem(blocks), kSmallThreads, 0, stream>>>(args, cut);
-  return LastError(op);
-}
 
 }  // namespace
 }  // namespace gradops

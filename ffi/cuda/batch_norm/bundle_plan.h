@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <numeric>
 
 #include "common/description.h"
 #include "common/integers.h"
@@ -37,6 +38,7 @@ struct BundlePieces {
   int array_bytes;      // of a bundle of x
   int numbers_bytes;    // of the channels' numbers
   int shared_bytes;
+  double per_element;  // 1 / elements of a bundle
 
   constexpr int pieces() const { return channels * channel_pieces; }
 };
@@ -44,27 +46,51 @@ struct BundlePieces {
 // --- A run of lanes has a bundle -----------------------------------------------------------------
 
 inline constexpr int kSmallThreads = 256;  // threads of a block
-inline constexpr int kSmallVectors = 2;    // the most vectors of a lane
 
-// A run of lanes has all vectors of a small bundle in registers. The bundle is a matrix of vectors.
-// Its columns are padded to a power of two, and its places are counted row by row: lane i has the
-// places i and i + lanes.
+// The most vectors of a lane, for vectors of `width` elements.
+constexpr int SmallVectors(int width) {
+  return width > 1 ? 2 : 8;
+}
+
+// A run of lanes has all vectors of a small bundle in registers, if x has one row: lane i has the
+// vectors i, i + lanes, and so on.
 struct SmallLayout {
-  struct Place {
-    int row, column;
-  };
+  int lane_bits;       // a run has 1 << lane_bits lanes
+  int vectors;         // of a bundle; 0: the bundle is not small
+  double per_element;  // 1 / elements of a bundle
+};
 
-  int lane_bits;    // a run has 1 << lane_bits lanes
-  int rows;         // 0: the bundle is not small
-  int row_vectors;  // columns
-  int column_bits;  // there are 1 << column_bits columns with padding
-  int bundle_row;   // elements of a row
+// --- A block has a panel -------------------------------------------------------------------------
 
-  // The place of a lane's vector. There may be no such row or column.
-  constexpr Place PlaceOf(int vector, int lane) const {
-    const int place = (vector << lane_bits) + lane;
-    return {place >> column_bits, place & ((1 << column_bits) - 1)};
-  }
+inline constexpr int kPanelWarps = 8;  // the most warps of a block
+
+// A block takes a panel of a group, if channels are last: some neighbouring bundles. A group is a
+// matrix then, and a panel has some of its columns. Threads are numbered row by row, and each stays
+// in its column of vectors. In this picture, rows have 8 vectors, a panel has 4, and a step has two
+// rows. These are the threads:
+//
+//           panel 0          panel 1
+//   row 0   0  1  2  3       0  1  2  3
+//   row 1   4  5  6  7       4  5  6  7
+//   row 2   0  1  2  3       0  1  2  3
+struct PanelLayout {
+  int bundle;       // channels
+  int channels;     // of a panel; 0: no block takes panels. A group's last panel may have fewer.
+  int rows;         // of x
+  int row_vectors;  // of a panel
+  int step_rows;    // the rows of a step
+  int column_elements;  // a thread has one sum for so many neighbouring elements
+  // A run of 1 << lane_bits lanes adds up what threads have of a bundle. 1 << column_bits of them
+  // have neighbouring columns.
+  int lane_bits, column_bits;
+  int warps;          // of a block
+  int array_bytes;    // of a panel of x
+  int numbers_bytes;  // of the bundles' numbers
+  int shared_bytes;
+  // The distances, in shared memory, between sums or numbers that a thread has for neighbouring
+  // elements. They are odd, so that lanes do not share banks.
+  int sum_pitch, number_pitch;
+  double per_element;  // 1 / elements of a bundle
 };
 
 // --- The choice ----------------------------------------------------------------------------------
@@ -75,14 +101,15 @@ struct BundlePlan {
   int held;   // arrays in a block's shared memory
   BundlePieces block;
   SmallLayout small;
+  PanelLayout panel;
 };
 
 namespace bundle_choice {
 
-// The fewest lanes, as a power of two, with which each has at most `each` of the vectors.
-constexpr int LaneBits(std::int64_t vectors, int each) {
+// The fewest lanes, as a power of two, with which each has at most `each` of the items.
+constexpr int LaneBits(std::int64_t items, int each) {
   int bits = 0;
-  while ((std::int64_t{each} << bits) < vectors) ++bits;
+  while ((std::int64_t{each} << bits) < items) ++bits;
   return bits;
 }
 
@@ -117,31 +144,93 @@ constexpr BundlePieces CutBundle(const ChannelTask& task, int width, int held) {
           .runs = static_cast<int>(warps) * (kWarpThreads >> lane_bits),
           .array_bytes = static_cast<int>(bytes),
           .numbers_bytes = static_cast<int>(of_numbers),
-          .shared_bytes = static_cast<int>(all)};
+          .shared_bytes = static_cast<int>(all),
+          .per_element = 1 / static_cast<double>(elements)};
 }
 
 constexpr SmallLayout CutSmall(const ChannelTask& task, int width) {
-  constexpr std::int64_t kMost = kWarpThreads * kSmallVectors;  // vectors
-  // With more rows of single elements, the other kernels are faster.
-  const std::int64_t most_rows = width > 1 ? kMost : 16;
-  const std::int64_t row = task.bundle * task.inner;
-  // The other kernels are better for a single matrix.
-  if (task.groups == 1 && task.rows > 1) return {};
-  if (task.rows > most_rows || row % width != 0 || row / width > kMost) return {};
-  const int column_bits = LaneBits(row / width, 1);
-  if (task.rows << column_bits > kMost) return {};
-  int lane_bits = LaneBits(task.rows << column_bits, kSmallVectors);
-  if (task.backward && task.bundle > 1) {
-    // Each channel has sums. All vectors of a lane are in one column, with a channel per element.
-    if (task.inner != 1) return {};
-    lane_bits = std::max(lane_bits, column_bits);
+  const std::int64_t elements = task.bundle * task.inner, vectors = elements / width;
+  // Backward, each channel has sums: of an element, or of the bundle.
+  if (task.backward && task.bundle > 1 && task.inner > 1) return {};
+  if (task.rows != 1 || elements % width != 0) return {};
+  if (vectors > kWarpThreads * SmallVectors(width)) return {};
+  return {.lane_bits = LaneBits(vectors, SmallVectors(width)),
+          .vectors = static_cast<int>(vectors),
+          .per_element = 1 / static_cast<double>(elements)};
+}
+
+// Of 1 << lane_bits lanes, 1 << the result have neighbouring columns, and the others have other
+// rows. The lanes then take the least time.
+constexpr int ColumnBits(int lane_bits, std::int64_t columns, std::int64_t rows) {
+  constexpr std::int64_t kColumn = 8;  // the end of a column takes as long as so many rows
+  int best = 0;
+  std::int64_t least = 0;
+  for (int bits = lane_bits; bits >= 0; --bits) {
+    const std::int64_t time = CeilDiv(columns, std::int64_t{1} << bits) *
+                              (CeilDiv(rows, std::int64_t{1} << (lane_bits - bits)) + kColumn);
+    if (bits == lane_bits || time < least) best = bits, least = time;
   }
-  if (1 << lane_bits > kWarpThreads) return {};
-  return {.lane_bits = lane_bits,
+  return best;
+}
+
+// The layout of panels with `units` units: the fewest channels that are whole bundles and whole
+// vectors.
+constexpr PanelLayout PanelOf(const ChannelTask& task, int width, std::int64_t units) {
+  // With larger panels, the kernels of two passes are faster.
+  const std::int64_t most_bytes = (task.backward ? 32 : 40) * 1024;
+  constexpr std::int64_t kThreads = 128;  // of a block, if a row has fewer vectors
+  constexpr int kNumbers = 4;
+  const auto whole = [](std::int64_t bytes) { return CeilDiv(bytes, 16) * 16; };
+  const std::int64_t channels = std::lcm(task.bundle, std::int64_t{width}) * units;
+  const std::int64_t row_vectors = channels / width, bundles = channels / task.bundle;
+  const std::int64_t array = whole(task.rows * channels * task.element_bytes);
+  if (row_vectors > kPanelWarps * kWarpThreads || array > most_bytes) return {};
+  const std::int64_t most_rows = std::max<std::int64_t>(1, kThreads / row_vectors);
+  const std::int64_t step_rows = CeilDiv(task.rows, CeilDiv(task.rows, most_rows));
+  const std::int64_t warps = CeilDiv(step_rows * row_vectors, kWarpThreads);
+  const int column_elements = !task.backward && task.bundle % width == 0 ? width : 1;
+  const std::int64_t sum_pitch = row_vectors | 1, number_pitch = CeilDiv(bundles, width) | 1;
+  const std::int64_t numbers = whole(kNumbers * width * number_pitch * task.accum_bytes);
+  const std::int64_t sums =
+      whole(step_rows * 2 * (width / column_elements) * sum_pitch * task.accum_bytes);
+  const std::int64_t all = (task.backward ? 2 : 1) * array + numbers + sums;
+  if (all > MaxChannelBytes(task.device.shared_bytes)) return {};
+  int lane_bits = 0;  // as many lanes as all bundles can have at the same time
+  while (lane_bits < 5 && (bundles << (lane_bits + 1)) <= warps * kWarpThreads) ++lane_bits;
+  return {.bundle = static_cast<int>(task.bundle),
+          .channels = static_cast<int>(channels),
           .rows = static_cast<int>(task.rows),
-          .row_vectors = static_cast<int>(row / width),
-          .column_bits = column_bits,
-          .bundle_row = static_cast<int>(row)};
+          .row_vectors = static_cast<int>(row_vectors),
+          .step_rows = static_cast<int>(step_rows),
+          .column_elements = column_elements,
+          .lane_bits = lane_bits,
+          .column_bits = ColumnBits(lane_bits, task.bundle / column_elements, step_rows),
+          .warps = static_cast<int>(warps),
+          .array_bytes = static_cast<int>(array),
+          .numbers_bytes = static_cast<int>(numbers),
+          .shared_bytes = static_cast<int>(all),
+          .sum_pitch = static_cast<int>(sum_pitch),
+          .number_pitch = static_cast<int>(number_pitch),
+          .per_element = 1 / static_cast<double>(task.rows * task.bundle)};
+}
+
+constexpr PanelLayout CutPanel(const ChannelTask& task, int width) {
+  // What panels should have: bytes of a row in all arrays, bytes of an array, and panels for each
+  // multiprocessor.
+  constexpr std::int64_t kRowBytes = 128, kArrayBytes = 16 * 1024, kPanels = 2;
+  // The other kernels are better for a single matrix.
+  if (task.inner != 1 || task.channels % width != 0) return {};
+  if (task.groups == 1 && task.rows > 1) return {};
+  const std::int64_t unit = std::lcm(task.bundle, std::int64_t{width});
+  const std::int64_t most = task.channels / unit, bytes = unit * task.element_bytes;
+  const std::int64_t wide = std::max(CeilDiv(kRowBytes / (task.backward ? 2 : 1), bytes),
+                                     kArrayBytes / (bytes * task.rows));
+  const std::int64_t many = task.groups * most / (kPanels * task.device.multiprocessors);
+  std::int64_t units = std::max<std::int64_t>(1, std::min({wide, many, most}));
+  units = CeilDiv(most, CeilDiv(most, units));  // panels of equal width
+  PanelLayout panel{};
+  while (units > 0 && panel.channels == 0) panel = PanelOf(task, width, units--);
+  return panel;
 }
 
 }  // namespace bundle_choice
@@ -156,32 +245,47 @@ constexpr BundlePlan ChooseBundlePlan(const ChannelTask& task) {
   for (const int width : {16 / task.element_bytes, 1}) {
     if (width > 1 && !task.aligned) continue;
     const SmallLayout small = CutSmall(task, width);
-    if (small.rows > 0) return {task.backward, width, 0, {}, small};
+    if (small.vectors > 0) return {task.backward, width, 0, {}, small, {}};
+    const PanelLayout panel = CutPanel(task, width);
+    if (panel.channels > 0) return {task.backward, width, task.backward ? 2 : 1, {}, {}, panel};
+    // Panels of vectors are too large. With single elements, they would be slow.
+    if (task.rows > 1 && task.inner == 1 && task.channels % width == 0) return {};
     if (task.backward && width == 1 && task.inner > kMostElements) continue;
     const int arrays = task.backward ? 2 : 1;
     const BundlePieces all = CutBundle(task, width, arrays);
-    if (all.warps > 0) return {task.backward, width, arrays, all, {}};
+    if (all.warps > 0) return {task.backward, width, arrays, all, {}, {}};
     if (!task.backward || width == 1 || task.inner * task.element_bytes > kMostBytes) continue;
     const BundlePieces of_x = CutBundle(task, width, 1);
-    if (of_x.warps > 0) return {task.backward, width, 1, of_x, {}};
+    if (of_x.warps > 0) return {task.backward, width, 1, of_x, {}, {}};
   }
   return {};
 }
 
 // The plan in numbers, for tests and people. The kernel has no name if there is no such plan.
 inline Description Describe(const BundlePlan& plan) {
-  const std::string file = plan.backward ? "batch_norm/backward.cu" : "batch_norm/forward.cu";
+  const std::string direction = plan.backward ? "Bwd" : "Fwd";
+  const std::string file =
+      plan.backward ? "batch_norm/bundle_backward.cu" : "batch_norm/bundle_forward.cu";
   if (plan.width == 0) return {};
-  if (plan.small.rows > 0) {
-    return {plan.backward ? "SmallBundleBwdKernel" : "SmallBundleFwdKernel",
+  if (plan.panel.channels > 0) {
+    return {"Panel" + direction + "Kernel",
+            file,
+            {{"width", plan.width, "elements of a vector"},
+             {"channels", plan.panel.channels, "channels of a panel"},
+             {"row_vectors", plan.panel.row_vectors, "vectors of a row of a panel"},
+             {"step_rows", plan.panel.step_rows, "rows that a block's threads load at a time"},
+             {"lanes", 1 << plan.panel.lane_bits, "lanes that add up a bundle's sums"},
+             {"warps", plan.panel.warps, "warps of a block"},
+             {"shared_bytes", plan.panel.shared_bytes, "shared memory of a block, in bytes"}}};
+  }
+  if (plan.small.vectors > 0) {
+    return {"SmallBundle" + direction + "Kernel",
             file,
             {{"width", plan.width, "elements of a vector"},
              {"lanes", 1 << plan.small.lane_bits, "lanes of a warp that share a bundle"},
-             {"rows", plan.small.rows, "rows of a bundle"},
-             {"row_vectors", plan.small.row_vectors, "vectors of a row of a bundle"},
-             {"columns", 1 << plan.small.column_bits, "vectors of a row with padding"}}};
+             {"vectors", plan.small.vectors, "vectors of a bundle"}}};
   }
-  return {plan.backward ? "BundleBwdKernel" : "BundleFwdKernel",
+  return {"Bundle" + direction + "Kernel",
           file,
           {{"width", plan.width, "elements of a vector"},
            {"held", plan.held, "arrays that stay in shared memory"},

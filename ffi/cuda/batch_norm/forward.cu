@@ -14,9 +14,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/math.h"
 #include "common/stored_squares.h"
 #include "cuda/batch_norm/bundle.cuh"
+#include "cuda/batch_norm/elements.cuh"
 #include "cuda/batch_norm/stages.cuh"
 #include "cuda/batch_norm/sums.cuh"
 #include "cuda/batch_norm/tiles.cuh"
@@ -25,7 +25,6 @@
 namespace gradops {
 namespace {
 
-constexpr const char* kForward = "batch_norm_fwd";
 constexpr int kMomentChunksPerSum = 8;
 
 // --- Statistics ----------------------------------------------------------------------------------
@@ -46,18 +45,6 @@ __device__ __forceinline__ Accum<T> Origin(const T* x, const ChannelPlan& plan,
   const A c = static_cast<A>(x[plan.Sample(part, channel, 2)]);
   const A origin = max(min(a, b), min(max(a, b), c));
   return isfinite(origin) ? origin : A{0};
-}
-
-// Whether squares added up in float have to be added up again in double. Elements above about 1e16
-// have such squares, although their variance is a float. An element that is NaN or infinite also
-// spoils the sum of distances, and a second look would give NaN again. Float16 never overflows.
-template <typename T>
-__device__ __forceinline__ bool NeedsSecondLook(const double2& sum) {
-  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BFloat16>) {
-    return Overflowed(sum.y) && isfinite(sum.x);
-  } else {
-    return false;
-  }
 }
 
 // The sum of (x - center)^2 over the part's elements of a channel, in double. It is slow, and only
@@ -170,37 +157,6 @@ __device__ __forceinline__ void FirstPass(const T* x, const ChannelPlan& plan,
   });
 }
 
-// Computes a channel's statistics; the mean is origin + offset. Returns the three numbers that y is
-// computed from. If `stores`, stores all four statistics.
-template <typename A>
-__device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool stores,
-                                              std::int64_t i, A origin, double offset,
-                                              double variance, A (&mean_rstd_delta)[3]) {
-  const A mean = static_cast<A>(static_cast<double>(origin) + offset);
-  const A rstd = InverseDeviation(static_cast<A>(variance), Epsilon<A>(args.epsilon));
-  // Computed from the origin, because the exact mean may have more digits than a double.
-  const A delta =
-      static_cast<A>((static_cast<double>(origin) - static_cast<double>(mean)) + offset);
-  if (stores) {
-    static_cast<A*>(args.batch_mean)[i] = mean;
-    static_cast<A*>(args.batch_variance)[i] = static_cast<A>(variance);
-    static_cast<A*>(args.batch_rstd)[i] = rstd;
-    static_cast<A*>(args.batch_delta)[i] = delta;
-  }
-  mean_rstd_delta[0] = mean, mean_rstd_delta[1] = rstd, mean_rstd_delta[2] = delta;
-}
-
-// A channel's numbers for y = (x - mean) * factor + offset.
-enum AffineNumbers { kAffineMean, kFactor, kOffset, kAffine };
-static_assert(kAffine == kForwardNeeds.parameters);
-
-template <typename A>
-__device__ __forceinline__ void SetAffine(A scale, A bias, A mean, A rstd, A delta,
-                                          A (&numbers)[kAffine]) {
-  numbers[kAffineMean] = mean, numbers[kFactor] = rstd * scale;
-  numbers[kOffset] = bias - delta * numbers[kFactor];
-}
-
 // Combines the partial results, and stores the statistics. A channel's AffineNumbers replace its
 // first partial result. If the block has one tile only, they go to `shared`.
 template <typename A>
@@ -290,25 +246,6 @@ struct MomentsFinish {
 };
 
 // --- y -------------------------------------------------------------------------------------------
-
-// Turns elements of x into elements of y. `terms`: the residual's elements.
-template <typename T, int W, bool kGrouped = true, typename A = Accum<T>>
-__device__ __forceinline__ void Apply(const BatchNormFwdArgs& args, const A (&numbers)[kAffine][W],
-                                      bool residual, const A (&terms)[W], A (&values)[W]) {
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    values[j] = (values[j] - numbers[kAffineMean][j]) * numbers[kFactor][j] + numbers[kOffset][j];
-    if (residual) values[j] += terms[j];
-  }
-  if (args.relu) {
-#pragma unroll
-    for (int j = 0; j < W; ++j) values[j] = values[j] < 0 ? A{0} : values[j];  // NaN stays NaN
-  }
-  if (kGrouped && args.silu) {
-#pragma unroll
-    for (int j = 0; j < W; ++j) values[j] *= Sigmoid<T>(values[j]);
-  }
-}
 
 template <bool kGrouped, typename T, int W, int kSteps>
 __device__ __forceinline__ void SecondPass(const BatchNormFwdArgs& args, const ChannelPlan& plan,
@@ -454,176 +391,6 @@ __global__ void EmptyStatisticsKernel(const __grid_constant__ BatchNormFwdArgs a
   if (i < all) SetStatistics(args, true, i, A{0}, 0.0, 0.0, unused);
 }
 
-// --- One bundle for a block or for a few lanes ---------------------------------------------------
-
-// Adds the distance of a value from `center`, and its square. S: the type of the sums.
-template <typename S, typename A>
-__device__ __forceinline__ void AddCentered(A value, A center, S& offset, S& square) {
-  const S centered = static_cast<S>(value) - static_cast<S>(center);
-  offset += centered, square += centered * centered;
-}
-
-// Sets a bundle's statistics as SetStatistics does. sum_squares<S>(sums) adds up distances from
-// `center`, which is almost the mean, and their squares.
-template <typename T, typename A>
-__device__ __forceinline__ void SetBundleStatistics(const BatchNormFwdArgs& args, bool stores,
-                                                    std::int64_t item, A center, double per_element,
-                                                    const auto& sum_squares, A (&own)[3]) {
-  double sums[2];
-  sum_squares.template operator()<A>(sums);
-  if (NeedsSecondLook<T>(double2{sums[0], sums[1]})) sum_squares.template operator()<double>(sums);
-  const double offset = sums[0] * per_element;
-  const double variance = (sums[1] - sums[0] * offset) * per_element;
-  SetStatistics(args, stores, item, center, offset, variance < 0 ? 0.0 : variance, own);
-}
-
-// Stores y of a vector. `start` is the index of its first element. of_element(j, scale, bias) gives
-// the parameters of element j. If kOneChannel, element 0 stands for all.
-template <typename T, bool kOneChannel, int W, typename A>
-__device__ __forceinline__ void StoreY(const BatchNormFwdArgs& args, const auto& of_element,
-                                       const A (&own)[3], std::int64_t start, A (&values)[W]) {
-  A terms[W], numbers[kAffine][W], column[kAffine];
-#pragma unroll
-  for (int j = 0; j < W; ++j) {
-    if (j == 0 || !kOneChannel) {
-      A scale, bias;
-      of_element(j, scale, bias);
-      SetAffine(scale, bias, own[0], own[1], own[2], column);
-    }
-#pragma unroll
-    for (int v = 0; v < kAffine; ++v) numbers[v][j] = column[v];
-  }
-  const T* const residual = static_cast<const T*>(args.residual);
-  if (residual != nullptr) Widen(LoadVectorOnce<W>(residual + start), terms);
-  Apply<T, W>(args, numbers, residual != nullptr, terms, values);
-  StoreLast(static_cast<T*>(args.y), start, Narrow<T>(values));
-}
-
-// A block has a bundle: statistics by two passes over shared memory, then y. kOneChannel: a vector
-// has no elements of two channels.
-template <typename T, int W, bool kOneChannel>
-__global__ void __launch_bounds__(kBundleWarps* kWarp)
-    BundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
-                    const __grid_constant__ BundlePieces cut) {
-  using A = Accum<T>;
-  extern __shared__ __align__(128) char shared[];
-  const BundleBlock<T, W, 1> block{cut, shared};
-  const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
-  const std::int64_t of_group = channels / cut.bundle;
-  if (item >= args.shape.outer.groups * of_group) return;
-  const std::int64_t group = item / of_group, first_channel = item % of_group * cut.bundle;
-  const std::int64_t start = item * cut.bundle * args.shape.inner;
-  const T* const x = static_cast<const T*>(args.x) + start;
-  block.Load({x});
-  A* const scales = block.Numbers();
-  A* const biases = scales + cut.bundle;
-  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
-    scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
-    biases[c] = ParamAt<A>(args.bias, group, first_channel + c, 0);
-  }
-  double* const room = block.Sums();
-  const double per_element = 1.0 / (static_cast<double>(cut.bundle) * args.shape.inner);
-  const A origin = isfinite(static_cast<A>(x[0])) ? static_cast<A>(x[0]) : A{0};
-  const auto load = [&](int vector, A(&values)[W]) {
-    Widen(LoadPlain<W>(block.Array(0) + vector * W), values);
-  };
-
-  A distance = 0;
-  double of_first[1] = {};
-  block.ForLoaded(
-      [&](int vector, int) {
-        A values[W];
-        load(vector, values);
-#pragma unroll
-        for (int j = 0; j < W; ++j) distance += values[j] - origin;
-      },
-      [&](int, int) { of_first[0] += static_cast<double>(distance), distance = 0; });
-  block.Sum(room, of_first);
-  const A center = static_cast<A>(static_cast<double>(origin) + of_first[0] * per_element);
-
-  const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
-    S offset = 0, square = 0;
-    sums[0] = sums[1] = 0;
-    block.ForVectors(
-        0, cut.pieces(),
-        [&](int vector, int) {
-          A values[W];
-          load(vector, values);
-#pragma unroll
-          for (int j = 0; j < W; ++j) AddCentered<S>(values[j], center, offset, square);
-        },
-        [&](int, int) {
-          sums[0] += static_cast<double>(offset), sums[1] += static_cast<double>(square);
-          offset = square = 0;
-        });
-    block.Sum(room, sums);
-  };
-  A own[3];
-  SetBundleStatistics<T>(args, threadIdx.x == 0, item, center, per_element, sum_squares, own);
-
-  if (args.y == nullptr) return;
-  const int inner = static_cast<int>(args.shape.inner);
-  block.ForVectors([&](int vector, int channel) {
-    A values[W];
-    load(vector, values);
-    const auto of_element = [&](int j, A& scale, A& bias) {
-      const int of_bundle = kOneChannel ? channel : (vector * W + j) / inner;
-      scale = scales[of_bundle], bias = biases[of_bundle];
-    };
-    StoreY<T, kOneChannel>(args, of_element, own, start + vector * W, values);
-  });
-}
-
-// A few lanes of a warp have a small bundle.
-template <typename T, int W, bool kOneChannel>
-__global__ void __launch_bounds__(kSmallThreads)
-    SmallBundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
-                         const __grid_constant__ SmallLayout cut) {
-  using A = Accum<T>;
-  const SmallBundle<W> of{args.shape, args.bundle, cut};
-  if (!of.exists) return;
-  const T* const x = static_cast<const T*>(args.x);
-  const double per_element = 1.0 / (static_cast<double>(cut.rows) * (cut.row_vectors * W));
-  A values[kSmallVectors][W];
-  of.ForVectors([&](int v, std::int64_t at, int) { Widen(LoadVectorOnce<W>(x + at), values[v]); });
-
-  // Sums of float elements in double need no origin: a constant bundle has its value as center.
-  A origin = 0;
-  if constexpr (std::is_same_v<A, double>) {
-    if (isfinite(x[of.start])) origin = x[of.start];
-  }
-  double sum[1] = {};
-  of.ForVectors([&](int v, std::int64_t, int) {
-#pragma unroll
-    for (int j = 0; j < W; ++j) sum[0] += static_cast<double>(values[v][j] - origin);
-  });
-  of.run.Sums(sum);
-  const A center = static_cast<A>(static_cast<double>(origin) + sum[0] * per_element);
-  const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
-    S offset = 0, square = 0;
-    of.ForVectors([&](int v, std::int64_t, int) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) AddCentered<S>(values[v][j], center, offset, square);
-    });
-    sums[0] = static_cast<double>(offset), sums[1] = static_cast<double>(square);
-    of.run.Sums(sums);
-  };
-  A own[3];
-  const bool stores = of.run.lane() == 0;
-  SetBundleStatistics<T>(args, stores, of.item, center, per_element, sum_squares, own);
-
-  if (args.y == nullptr) return;
-  const int inner = static_cast<int>(args.shape.inner);
-  of.ForVectors([&](int v, std::int64_t at, int column) {
-    const auto of_element = [&](int j, A& scale, A& bias) {
-      const std::int64_t channel = of.first_channel + (column + j) / inner;
-      scale = ParamAt<A>(args.scale, of.group, channel, 1);
-      bias = ParamAt<A>(args.bias, of.group, channel, 0);
-    };
-    StoreY<T, kOneChannel>(args, of_element, own, at, values[v]);
-  });
-}
-
 // --- Launchers -----------------------------------------------------------------------------------
 
 template <typename T, bool kResidual>
@@ -633,21 +400,6 @@ ffi::Error LaunchApply(cudaStream_t stream, const BatchNormFwdArgs& args, std::i
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(args.shape.outer.groups));
   BatchNormApplyKernel<T, kResidual><<<grid, kApplyThreads, 0, stream>>>(args, vectors);
   return LastError(kForward);
-}
-
-template <typename T, int W>
-ffi::Error LaunchForward(cudaStream_t stream, const BatchNormFwdArgs& args,
-                         const BundlePlan& plan) {
-  const bool one_channel = args.shape.inner % W == 0;
-  if (plan.small.rows > 0) {
-    return LaunchSmallBundles(
-        kForward,
-        one_channel ? SmallBundleFwdKernel<T, W, true> : SmallBundleFwdKernel<T, W, W == 1>, stream,
-        plan.small, args);
-  }
-  return LaunchBundles(kForward,
-                       one_channel ? BundleFwdKernel<T, W, true> : BundleFwdKernel<T, W, W == 1>,
-                       stream, plan.block, args);
 }
 
 template <typename T>
@@ -666,8 +418,7 @@ ffi::Error Forward(cudaStream_t stream, const BatchNormFwdArgs& args, const Chan
   task.transient_arrays = args.residual == nullptr ? 0 : 1;
   task.partial_rows = args.partial_rows;
   if (const BundlePlan bundles = ChooseBundlePlan(task); bundles.width > 0) {
-    return bundles.width == 1 ? LaunchForward<T, 1>(stream, args, bundles)
-                              : LaunchForward<T, kVec<T>>(stream, args, bundles);
+    return BundlesFwd(stream, args, bundles);
   }
   const BatchNormPlan plan = ChooseBatchNormPlan(task);
   BatchNormFwdArgs main = args;

@@ -71,19 +71,77 @@ __device__ __forceinline__ void ForEdges(const ChannelPlan& plan, const ChannelP
 
 // --- The numbers of channels ---------------------------------------------------------------------
 
-// An element of a parameter of any float dtype, widened, or `absent` if the parameter is null.
+// Sets values to N neighbouring elements of a parameter of any float dtype, widened, or to `absent`
+// if the parameter is null. One by one, loads would wait for each other at the switch.
+template <int N, typename A>
+__device__ __forceinline__ void LoadParam(const Param& param, std::int64_t group,
+                                          std::int64_t channel, A absent, A (&values)[N]) {
+  if (param.data == nullptr) {
+#pragma unroll
+    for (A& value : values) value = absent;
+    return;
+  }
+  const auto load = [&]<typename D>(const D* from) {
+    from += group * param.group_stride + channel;
+    constexpr int V = kVec<D>;
+    if constexpr (N % V == 0) {
+      if (Aligned(from)) {
+#pragma unroll
+        for (int i = 0; i < N; i += V) {
+          const Vector<D, V> vector = LoadVector<V>(from + i);
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            values[i + j] = static_cast<A>(static_cast<Accum<D>>(vector.v[j]));
+          }
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) values[j] = static_cast<A>(static_cast<Accum<D>>(from[j]));
+  };
+  switch (param.dtype) {
+    case ffi::F16: return load(static_cast<const Half*>(param.data));
+    case ffi::BF16: return load(static_cast<const BFloat16*>(param.data));
+    case ffi::F32: return load(static_cast<const float*>(param.data));
+    default: return load(static_cast<const double*>(param.data));
+  }
+}
+// One element.
 template <typename A>
 __device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std::int64_t channel,
                                      A absent) {
-  if (param.data == nullptr) return absent;
-  const std::int64_t i = group * param.group_stride + channel;
-  switch (param.dtype) {
-    case ffi::F16:
-      return static_cast<A>(static_cast<float>(static_cast<const Half*>(param.data)[i]));
-    case ffi::BF16:
-      return static_cast<A>(static_cast<float>(static_cast<const BFloat16*>(param.data)[i]));
-    case ffi::F32: return static_cast<A>(static_cast<const float*>(param.data)[i]);
-    default: return static_cast<A>(static_cast<const double*>(param.data)[i]);
+  A values[1];
+  LoadParam(param, group, channel, absent, values);
+  return values[0];
+}
+
+// Stores N neighbouring elements of an array of any float dtype.
+template <int N, typename A>
+__device__ __forceinline__ void StoreParam(const ParamGrad& to, std::int64_t i,
+                                           const A (&values)[N]) {
+  const auto store = [&]<typename D>(D* array) {
+    constexpr int V = kVec<D>;
+    if constexpr (N % V == 0) {
+      if (Aligned(array + i)) {
+#pragma unroll
+        for (int k = 0; k < N; k += V) {
+          Vector<D, V> vector;
+#pragma unroll
+          for (int j = 0; j < V; ++j) vector.v[j] = static_cast<D>(values[k + j]);
+          StoreVector<V>(array + i + k, vector);
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) array[i + j] = static_cast<D>(values[j]);
+  };
+  switch (to.dtype) {
+    case ffi::F16: return store(static_cast<Half*>(to.data));
+    case ffi::BF16: return store(static_cast<BFloat16*>(to.data));
+    case ffi::F32: return store(static_cast<float*>(to.data));
+    default: return store(static_cast<double*>(to.data));
   }
 }
 
