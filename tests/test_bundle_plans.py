@@ -47,10 +47,13 @@ CHOICES = {
     (16, 1, 320, 65536, 10): (None, None),
     (1024, 1, 512, 64, 1): (("SmallBundleFwdKernel", 8, 4), ("SmallBundleBwdKernel", 8, 4)),
     (1024, 1, 256, 64, 8): (("SmallBundleFwdKernel", 8, 32), ("BundleBwdKernel", 8, 8)),
-    (256, 1, 512, 49, 1): (("SmallBundleFwdKernel", 1, 32), ("SmallBundleBwdKernel", 1, 32)),
-    (1024, 16, 512, 1, 16): (("SmallBundleFwdKernel", 8, 16), ("SmallBundleBwdKernel", 8, 16)),
-    (4096, 1, 1024, 1, 32): (("SmallBundleFwdKernel", 8, 2), ("SmallBundleBwdKernel", 8, 4)),
-    (256, 64, 512, 1, 16): (None, None),
+    (256, 1, 512, 49, 1): (("SmallBundleFwdKernel", 1, 8), ("SmallBundleBwdKernel", 1, 8)),
+    (4096, 1, 1024, 1, 32): (("SmallBundleFwdKernel", 8, 2), ("SmallBundleBwdKernel", 8, 2)),
+    (1024, 16, 512, 1, 16): (("PanelFwdKernel", 8, 4), ("PanelBwdKernel", 8, 4)),
+    (256, 64, 512, 1, 16): (("PanelFwdKernel", 8, 16), ("PanelBwdKernel", 8, 16)),
+    (1024, 9, 160, 1, 5): (("PanelFwdKernel", 8, 4), ("PanelBwdKernel", 8, 4)),
+    (1024, 9, 33, 1, 3): (("PanelFwdKernel", 1, 8), ("PanelBwdKernel", 1, 8)),
+    (16, 1024, 640, 1, 20): (None, None),
     (1, 16, 512, 1, 1): (None, None),
 }
 
@@ -66,11 +69,11 @@ def test_choice(sizes, backward):
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
-def test_small_bundles_have_each_vector_once(gpu, element_bytes):
-    """A block's shared memory also has an upper limit."""
+def test_plans_of_many_shapes(gpu, element_bytes):
+    """Sizes fit each other, and a block's shared memory and its number of warps have limits."""
     kernels = set()
     for groups, rows, bundle, inner, backward, aligned in itertools.product(
-        (1, 3), (1, 2, 5, 16, 17), (1, 2, 3, 8, 24, 300), (1, 3, 8, 49, 256, 5000), *[(0, 1)] * 2
+        (1, 3, 700), (1, 2, 17, 200), (1, 2, 3, 8, 24, 300), (1, 3, 8, 49, 256, 5000), *[(0, 1)] * 2
     ):
         given = task(
             groups, rows, 5 * bundle, inner, bundle, gpu, backward=backward, aligned=aligned,
@@ -78,15 +81,26 @@ def test_small_bundles_have_each_vector_once(gpu, element_bytes):
         )  # fmt: skip
         found = numbers(_plans.bundle_plan(**given))
         kernels.add(found["kernel"])
-        coverage = numbers(_plans.bundle_coverage(**given))
+        if not found["kernel"]:
+            continue
+        assert found["lanes"] <= 32, given
+        assert aligned or found["width"] == 1, given
+        if found["kernel"].startswith("Panel"):
+            assert inner == 1 and (groups > 1 or rows == 1), given
+            assert found["channels"] % bundle == 0 and found["channels"] <= 5 * bundle, given
+            assert found["row_vectors"] * found["width"] == found["channels"], given
+            threads = found["row_vectors"] * found["step_rows"]
+            assert threads <= 32 * found["warps"] <= 256 and found["step_rows"] <= rows, given
+            panel_bytes = rows * found["channels"] * element_bytes * (1 + backward)
+            assert panel_bytes < found["shared_bytes"] <= GPUS[gpu][2] - 2048, given
+            continue
+        assert rows == 1, given
         if found["kernel"].startswith("Small"):
-            assert coverage["least_lanes"] == coverage["most_lanes"] == 1, given
-            assert found["lanes"] <= 32 and found["rows"] == rows
-            assert found["row_vectors"] * found["width"] == bundle * inner
-            if backward and bundle > 1:  # each lane has one column
-                assert inner == 1 and found["lanes"] >= found["columns"]
-        elif found["kernel"]:
-            assert rows == 1 and found["shared_bytes"] <= GPUS[gpu][2] - 2048, given
+            assert found["vectors"] * found["width"] == bundle * inner, given
+            most = 2 if found["width"] > 1 else 8  # vectors of a lane
+            assert found["vectors"] <= most * found["lanes"], given
+        else:
+            assert found["shared_bytes"] <= GPUS[gpu][2] - 2048, given
             vectors = found["channel_vectors"] * found["width"]
-            assert vectors in (inner, bundle * inner) and found["lanes"] <= 32
-    assert len(kernels) == 5
+            assert vectors in (inner, bundle * inner), given
+    assert len(kernels) == 7

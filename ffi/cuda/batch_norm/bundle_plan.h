@@ -223,8 +223,9 @@ constexpr PanelLayout CutPanel(const ChannelTask& task, int width) {
   if (task.groups == 1 && task.rows > 1) return {};
   const std::int64_t unit = std::lcm(task.bundle, std::int64_t{width});
   const std::int64_t most = task.channels / unit, bytes = unit * task.element_bytes;
-  const std::int64_t wide = std::max(CeilDiv(kRowBytes / (task.backward ? 2 : 1), bytes),
-                                     kArrayBytes / (bytes * task.rows));
+  const std::int64_t row = CeilDiv(kRowBytes / (task.backward ? 2 : 1), bytes);
+  const std::int64_t wide =
+      row * std::max<std::int64_t>(1, kArrayBytes / (row * bytes * task.rows));
   const std::int64_t many = task.groups * most / (kPanels * task.device.multiprocessors);
   std::int64_t units = std::max<std::int64_t>(1, std::min({wide, many, most}));
   units = CeilDiv(most, CeilDiv(most, units));  // panels of equal width
