@@ -61,7 +61,7 @@ def test_large_means(platform, implementation, space, axis, offset, spread, rng)
     op = functools.partial(jax_gradops.group_norm, **options, implementation=implementation)
     y, dx = jax.jit(vjp_of(op), compiler_options=OPTIMIZED)(dy, x)
     want = oracles.group_norm(widen(x), **options).value
-    limit = 4 if implementation == "ffi" else 12
+    limit = 5 if implementation == "ffi" else 12
     assert np.abs(widen(y) - want).max() <= limit * 2.0**-24 * np.abs(want).max()
     expected = oracles.group_norm_vjp(widen(dy), widen(x), **options)[0]
     assert_matches(dx, expected, np.float32, np.float32, f"dx, offset {offset}")
