@@ -319,9 +319,18 @@ int RunAll(const ChannelDevice& device) {
   // On 132 multiprocessors, some block of a plane has only a step without elements.
   run({1, 3, 3, sizeof(T) == 2 ? 1356 : 3799}, {});
   run({1, 7, 5, 3799}, {});
-  // Group norm. Channels last: tiles with whole bundles, and without. Channels first: bundles,
-  // small bundles, planes.
+  // Columns of several groups.
+  run({2, 2600, 33, 1}, {.residual = true, .partial_rows = 2});
+  // Group norm. Channels last: panels, tiles with whole bundles, and tiles without. Channels first:
+  // bundles, small bundles, planes.
   run({3, 40, 24, 1}, {.shared = true, .bundle = 3, .silu = true});
+  run({3, 40, 24, 1}, {.shift = 1, .bundle = 3, .silu = true});
+  run({120, 6, 40, 1}, {.bundle = 2, .silu = true});
+  run({120, 6, 35, 1}, {.relu = true, .has_y = false, .bundle = 5});
+  run({601, 2, 16, 1}, {.shared = true, .bundle = 8});
+  run({601, 2, 24, 1}, {.bundle = 3, .silu = true});
+  run({270, 3, 16, 1}, {.residual = true, .partial_rows = 3});
+  run({2, 2600, 24, 1}, {.partial_rows = 64, .bundle = 3, .silu = true});
   run({2, 300, 640, 1}, {.partial_rows = 64, .bundle = 20, .silu = true});
   run({1, 200, 1280, 1}, {.relu = true, .has_y = false, .shared = true, .bundle = 40});
   run({2, 100, 1999 * 3, 1}, {.partial_rows = 5, .bundle = 1999});

@@ -1864,7 +1864,7 @@ CUDA = [
     Fault(
         "group norm: dx is computed before a panel's sums are there",
         "ffi/cuda/batch_norm/bundle_backward.cu",
-        "__syncthreads();  // lines are written",
+        "__syncthreads();  // slopes and levels are written",
         "",
         _gpu("group_norm", "test_layouts and ffi"),
     ),

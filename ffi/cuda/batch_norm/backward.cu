@@ -6,7 +6,7 @@
 //
 // Traffic: dy, x and relu's y (if it is given) are read twice, except what caches and shared memory
 // hold. dx is written. If y is given, the first pass writes dresidual, and the second pass reads
-// dresidual instead of dy and y. Bundles that a block or a warp can hold have kernels of their own,
+// dresidual instead of dy and y. Bundles that are taken in one pass have kernels of their own,
 // which add up dz and dz * x_hat. README.md has the words.
 #include <cooperative_groups.h>
 

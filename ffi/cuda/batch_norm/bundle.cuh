@@ -150,30 +150,33 @@ struct SmallBundle {
 
 // --- A block has a panel -------------------------------------------------------------------------
 
-// A block's shared memory and place. kHeld: the arrays. kSums: a thread has a sum for each element
-// of its vectors (W), or one for all (1).
+// A block's shared memory and place. kHeld: the arrays. kSums: the sum columns of a vector, 1 or W.
+// Columns and bundles are counted in the panel.
 template <typename T, int W, int kHeld, int kSums>
 struct Panel {
   using A = Accum<T>;
 
   const PanelLayout& cut;
   char* const shared;
-  std::int64_t group, first_channel, channels;  // `channels` of the group
-  std::int64_t start;                           // the index in x
-  std::int64_t first_bundle;                    // in the group
-  int bundles;                                  // of the panel
-  int row, column;                              // where this thread starts; column is an element
-  int stop;                                     // after this thread's last row
+  std::int64_t channels;             // of a group
+  std::int64_t group;                // the panel's first
+  std::int64_t first, first_bundle;  // the panel's first ones, counted through all groups
+  std::int64_t group_bundles;        // bundles of a group
+  int bundles;
+  int row, column;  // where this thread starts
+  int stop;         // after this thread's last row
   bool exists;
 
   __device__ __forceinline__ Panel(const ChannelShape& shape, const PanelLayout& cut, char* shared)
       : cut(cut), shared(shared), channels(shape.outer.features) {
-    const std::int64_t panels = CeilDiv(channels, std::int64_t{cut.channels}), item = ItemOfBlock();
-    exists = item < shape.outer.groups * panels;
-    group = item / panels, first_channel = item % panels * cut.channels;
-    start = group * cut.rows * channels + first_channel;
-    first_bundle = first_channel / cut.bundle;
-    const auto own = static_cast<int>(min(channels - first_channel, std::int64_t{cut.channels}));
+    const std::int64_t panels = cut.PanelsOfGroup(channels), item = ItemOfBlock();
+    group = item / panels * cut.groups;
+    exists = group < shape.outer.groups;
+    first = group * channels + item % panels * cut.channels;
+    first_bundle = first / cut.bundle, group_bundles = channels / cut.bundle;
+    // The channels of whole groups, or of this group, that are left.
+    const std::int64_t left = (cut.groups > 1 ? shape.outer.groups : group + 1) * channels - first;
+    const auto own = static_cast<int>(min(left, std::int64_t{cut.channels}));
     bundles = own / cut.bundle;
     const int thread = static_cast<int>(threadIdx.x);
     row = thread / cut.row_vectors, column = thread % cut.row_vectors * W;
@@ -181,6 +184,22 @@ struct Panel {
     stop = works ? cut.rows : 0;
     if (!works) column = 0;
   }
+
+  // The group of a column, and the column's channel there.
+  __device__ __forceinline__ std::int64_t GroupOf(int at) const {
+    return group + (cut.groups > 1 ? at / static_cast<int>(channels) : 0);
+  }
+  __device__ __forceinline__ std::int64_t ChannelOf(int at) const {
+    return first + at - GroupOf(at) * channels;
+  }
+  // The index in x of a column's element in row 0.
+  __device__ __forceinline__ std::int64_t At(int at) const {
+    return first + at + GroupOf(at) * (cut.rows - 1) * channels;
+  }
+  // The bundle of element j of this thread's vectors.
+  __device__ __forceinline__ int BundleOf(int j) const { return (column + j) / cut.bundle; }
+  // A bundle's number among all bundles.
+  __device__ __forceinline__ std::int64_t Item(int bundle) const { return first_bundle + bundle; }
 
   // Its arrays, the numbers of bundles, and the sums of threads.
   __device__ __forceinline__ T* Array(int i) const {
@@ -191,26 +210,21 @@ struct Panel {
     return reinterpret_cast<A*>(
         Array(kHeld))[(which * W + bundle % W) * cut.number_pitch + bundle / W];
   }
-  // The sum of a column for the threads that start in a row.
+  // What the threads that start in a row have added up for a sum column.
   template <int kValues>
-  __device__ __forceinline__ A& Sum(int first_row, int value, int column) const {
-    const int place = ((first_row * kValues + value) * kSums + column % kSums) * cut.sum_pitch;
+  __device__ __forceinline__ A& Sum(int first_row, int value, int sum_column) const {
+    static_assert(kValues <= kPanelSums);
+    const int place = ((first_row * kValues + value) * kSums + sum_column % kSums) * cut.sum_pitch;
     return reinterpret_cast<A*>(shared + kHeld * cut.array_bytes +
-                                cut.numbers_bytes)[place + column / kSums];
+                                cut.numbers_bytes)[place + sum_column / kSums];
   }
 
   __device__ __forceinline__ LaneRun run() const { return {1 << cut.lane_bits}; }
-  // The bundle, in the panel, of element j of this thread's vectors, or of all if kBundles is 1.
-  __device__ __forceinline__ int BundleOf(int j) const { return (column + j) / cut.bundle; }
-  // The number of a bundle of the panel among all bundles.
-  __device__ __forceinline__ std::int64_t Item(int bundle) const {
-    return group * (channels / cut.bundle) + first_bundle + bundle;
-  }
-
   // Calls fn(index in a shared array, index in x) for each vector of this thread.
   __device__ __forceinline__ void ForVectors(const auto& fn) const {
+    const std::int64_t at = At(column);
     for (int r = row; r < stop; r += cut.step_rows) {
-      fn(r * cut.channels + column, start + r * channels + column);
+      fn(r * cut.channels + column, at + r * channels);
     }
   }
   // Copies the panel to shared memory. A thread copies the vectors that it works on.
@@ -236,7 +250,7 @@ struct Panel {
     for (int v = 0; v < kValues; ++v) {
 #pragma unroll
       for (int j = 0; j < kSums; ++j) {
-        Sum<kValues>(row, v, column / cut.column_elements + j) = sums[v][j];
+        Sum<kValues>(row, v, column / cut.sum_elements + j) = sums[v][j];
       }
     }
   }
@@ -245,12 +259,12 @@ struct Panel {
     const int runs = cut.warps * kWarp >> cut.lane_bits;
     for (int b = static_cast<int>(threadIdx.x) >> cut.lane_bits; b < bundles; b += runs) fn(b);
   }
-  // Sets totals to the sums of a bundle, in a fixed order. of_column(stores, column of the panel,
-  // sums) may change a column's sums before they are added. One lane stores.
+  // Sets totals to the sums of a bundle, in a fixed order. of_column(stores, sum column, sums) may
+  // change a column's sums before they are added. One lane stores.
   template <int kValues>
   __device__ __forceinline__ void AddUp(int bundle, double (&totals)[kValues],
                                         const auto& of_column) const {
-    const int of_bundle = cut.bundle / cut.column_elements, columns = 1 << cut.column_bits;
+    const int of_bundle = cut.bundle / cut.sum_elements, columns = 1 << cut.column_bits;
     const int first_row = run().lane() >> cut.column_bits;
     for (double& total : totals) total = 0;
     for (int first = 0; first < of_bundle; first += columns) {
@@ -303,8 +317,7 @@ struct BundleKernels {
     const std::int64_t groups = args.shape.outer.groups, channels = args.shape.outer.features;
     const std::int64_t bundles = groups * (channels / args.bundle);
     if (plan.panel.channels > 0) {
-      const std::int64_t panels = CeilDiv(channels, std::int64_t{plan.panel.channels});
-      return LaunchBlocks(op, panel, stream, plan.panel, groups * panels, args);
+      return LaunchBlocks(op, panel, stream, plan.panel, plan.panel.Panels(groups, channels), args);
     }
     if (plan.small.vectors > 0) {
       const std::int64_t blocks =

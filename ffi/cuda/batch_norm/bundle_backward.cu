@@ -29,6 +29,12 @@ struct BundleNumbers {
       : mean(At(args.mean, group, bundle)),
         rstd(At(args.rstd, group, bundle)),
         delta(At(args.delta, group, bundle)) {}
+  // Of a bundle of a panel.
+  __device__ __forceinline__ static BundleNumbers Of(const BatchNormBwdArgs& args,
+                                                     const auto& panel, int bundle) {
+    const std::int64_t group = panel.GroupOf(bundle * panel.cut.bundle);
+    return {args, group, panel.Item(bundle) - group * panel.group_bundles};
+  }
 
   __device__ __forceinline__ A Offset(A scale, A bias) const {
     return bias - delta * (rstd * scale);
@@ -242,12 +248,12 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, kOneBundle ? 3 : 2)
   BundleNumbers<A> numbers[kBundles];
 #pragma unroll
   for (int j = 0; j < kBundles; ++j) {
-    numbers[j] = {args, panel.group, panel.first_bundle + panel.BundleOf(j)};
+    numbers[j] = BundleNumbers<A>::Of(args, panel, panel.BundleOf(j));
   }
   A scale[W], offset[W];
-  const std::int64_t channel = panel.first_channel + panel.column;
-  LoadParam(args.scale, panel.group, channel, A{1}, scale);
-  LoadParam(args.bias, panel.group, channel, A{0}, offset);
+  const std::int64_t group = panel.GroupOf(panel.column), channel = panel.ChannelOf(panel.column);
+  LoadParam(args.scale, group, channel, A{1}, scale);
+  LoadParam(args.bias, group, channel, A{0}, offset);
 #pragma unroll
   for (int j = 0; j < W; ++j) offset[j] = numbers[j % kBundles].Offset(scale[j], offset[j]);
   const auto load = [&](int i, A(&x)[W], A(&dz)[W]) {
@@ -264,22 +270,22 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, kOneBundle ? 3 : 2)
     for (int j = 0; j < W; ++j) sums[0][j] += dz[j], sums[1][j] += dz[j] * x[j];
   });
   panel.Put(sums);
-  __syncthreads();          // sums are written
-  enum { kSlope, kLevel };  // numbers of a bundle
+  __syncthreads();                    // sums are written
+  enum { kSlope, kLevel, kNumbers };  // of a bundle
+  static_assert(kNumbers <= kPanelNumbers);
   panel.ForBundles([&](int bundle) {
-    BundleNumbers<A> own{args, panel.group, panel.first_bundle + bundle};
+    auto own = BundleNumbers<A>::Of(args, panel, bundle);
     double totals[2];
     panel.AddUp(bundle, totals, [&](bool stores, int column, double (&of_channel)[2]) {
-      const std::int64_t own_channel = panel.first_channel + column;
-      own.EndChannel(args, stores, panel.group * panel.channels + own_channel,
-                     ParamAt<A>(args.scale, panel.group, own_channel, 1), of_channel);
+      const A own_scale = ParamAt<A>(args.scale, panel.GroupOf(column), panel.ChannelOf(column), 1);
+      own.EndChannel(args, stores, panel.first + column, own_scale, of_channel);
     });
     const bool stores = panel.run().lane() == 0;
     own.EndBundle(args, stores, panel.Item(bundle), cut.per_element, totals);
     if (stores) panel.Number(kSlope, bundle) = own.slope, panel.Number(kLevel, bundle) = own.level;
   });
   if (args.dx == nullptr) return;
-  __syncthreads();  // lines are written
+  __syncthreads();  // slopes and levels are written
 #pragma unroll
   for (int j = 0; j < kBundles; ++j) {
     numbers[j].slope = panel.Number(kSlope, panel.BundleOf(j));
@@ -297,6 +303,7 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, kOneBundle ? 3 : 2)
 template <typename T, int W, Mask kMask>
 ffi::Error LaunchBackward(cudaStream_t stream, const BatchNormBwdArgs& args,
                           const BundlePlan& plan) {
+  // With a W of 1, there is one kernel for both cases.
   const bool bundle = W == 1 || args.bundle % W == 0;
   constexpr int kHeld = W == 1 ? 2 : 1;  // single elements are not read twice
   const BundleKernels<BatchNormBwdArgs> kernels{

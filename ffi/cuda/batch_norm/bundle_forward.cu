@@ -198,21 +198,22 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
     PanelFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                    const __grid_constant__ PanelLayout cut) {
   using A = Accum<T>;
-  enum { kCenter, kMeanOf, kRstdOf, kDeltaOf };  // numbers of a bundle
-  constexpr int kSums = kOneBundle ? 1 : W, kBundles = kSums;
+  enum { kCenter, kMeanOf, kRstdOf, kDeltaOf, kNumbers };  // of a bundle
+  static_assert(kNumbers <= kPanelNumbers);
+  constexpr int kBundles = kOneBundle ? 1 : W;
   extern __shared__ __align__(128) char shared[];
-  const Panel<T, W, 1, kSums> panel{args.shape, cut, shared};
+  const Panel<T, W, 1, kBundles> panel{args.shape, cut, shared};
   if (!panel.exists) return;
   const T* const x = static_cast<const T*>(args.x);
   panel.Load({x});
   const auto origin_of = [&](int bundle) {
-    const A first = static_cast<A>(x[panel.start + bundle * cut.bundle]);
+    const A first = static_cast<A>(x[panel.At(bundle * cut.bundle)]);
     return isfinite(first) ? first : A{0};
   };
   const auto load = [&](int i, A(&values)[W]) { Widen(LoadPlain<W>(panel.Array(0) + i), values); };
   const auto unchanged = [](bool, int, const auto&) {};
 
-  A centers[kBundles], of_first[1][kSums] = {};
+  A centers[kBundles], of_first[1][kBundles] = {};
 #pragma unroll
   for (int j = 0; j < kBundles; ++j) centers[j] = origin_of(panel.BundleOf(j));
   WaitForCopies<0>();
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
     A values[W];
     load(i, values);
 #pragma unroll
-    for (int j = 0; j < W; ++j) of_first[0][j % kSums] += values[j] - centers[j % kBundles];
+    for (int j = 0; j < W; ++j) of_first[0][j % kBundles] += values[j] - centers[j % kBundles];
   });
   panel.Put(of_first);
   __syncthreads();  // sums are written
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
   });
   __syncthreads();  // centers are written, and sums have been read
 
-  A sums[2][kSums] = {};
+  A sums[2][kBundles] = {};
 #pragma unroll
   for (int j = 0; j < kBundles; ++j) centers[j] = panel.Number(kCenter, panel.BundleOf(j));
   panel.ForVectors([&](int i, std::int64_t) {
@@ -241,14 +242,15 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
     load(i, values);
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      AddCentered<A>(values[j], centers[j % kBundles], sums[0][j % kSums], sums[1][j % kSums]);
+      AddCentered<A>(values[j], centers[j % kBundles], sums[0][j % kBundles],
+                     sums[1][j % kBundles]);
     }
   });
   panel.Put(sums);
   A scale[W], bias[W];
-  const std::int64_t channel = panel.first_channel + panel.column;
-  LoadParam(args.scale, panel.group, channel, A{1}, scale);
-  LoadParam(args.bias, panel.group, channel, A{0}, bias);
+  const std::int64_t group = panel.GroupOf(panel.column), channel = panel.ChannelOf(panel.column);
+  LoadParam(args.scale, group, channel, A{1}, scale);
+  LoadParam(args.bias, group, channel, A{0}, bias);
   __syncthreads();  // sums are written
   panel.ForBundles([&](int bundle) {
     const A center = panel.Number(kCenter, bundle);
@@ -299,6 +301,7 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
 template <typename T, int W>
 ffi::Error LaunchForward(cudaStream_t stream, const BatchNormFwdArgs& args,
                          const BundlePlan& plan) {
+  // With a W of 1, there is one kernel for both cases.
   const bool channel = W == 1 || args.shape.inner % W == 0;
   const bool bundle = W == 1 || args.bundle % W == 0;
   const BundleKernels<BatchNormFwdArgs> kernels{

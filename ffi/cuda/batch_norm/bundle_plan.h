@@ -3,9 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <numeric>
+#include <string>
 
 #include "common/description.h"
 #include "common/integers.h"
@@ -62,26 +62,32 @@ struct SmallLayout {
 
 // --- A block has a panel -------------------------------------------------------------------------
 
-inline constexpr int kPanelWarps = 8;  // the most warps of a block
+inline constexpr int kPanelWarps = 8;    // the most warps of a block
+inline constexpr int kPanelNumbers = 4;  // of each bundle, at most
+inline constexpr int kPanelSums = 2;     // of each thread and sum column, at most
 
-// A block takes a panel of a group, if channels are last: some neighbouring bundles. A group is a
-// matrix then, and a panel has some of its columns. Threads are numbered row by row, and each stays
-// in its column of vectors. In this picture, rows have 8 vectors, a panel has 4, and a step has two
-// rows. These are the threads:
+// A block takes a panel, if channels are last: some neighbouring bundles of a group, or some whole
+// groups. A group is a matrix then, and a panel has some of its columns. The columns of further
+// groups follow. Threads are numbered row by row, and each stays in its column of vectors. In this
+// picture, rows have 8 vectors, a panel has 4, and a step has two rows. These are the threads:
 //
 //           panel 0          panel 1
 //   row 0   0  1  2  3       0  1  2  3
 //   row 1   4  5  6  7       4  5  6  7
 //   row 2   0  1  2  3       0  1  2  3
+//
+// A thread has sums for each element of a row, or for each vector if that has one bundle. These are
+// the sum columns.
 struct PanelLayout {
-  int bundle;       // channels
-  int channels;     // of a panel; 0: no block takes panels. A group's last panel may have fewer.
-  int rows;         // of x
-  int row_vectors;  // of a panel
-  int step_rows;    // the rows of a step
-  int column_elements;  // a thread has one sum for so many neighbouring elements
+  int groups;        // 1: a panel is a part of a group, or a group
+  int bundle;        // channels
+  int channels;      // of a panel; 0: no block takes panels. The last panel may have fewer.
+  int rows;          // of x
+  int row_vectors;   // of a panel
+  int step_rows;     // the rows of a step
+  int sum_elements;  // neighbouring elements of a sum column
   // A run of 1 << lane_bits lanes adds up what threads have of a bundle. 1 << column_bits of them
-  // have neighbouring columns.
+  // have neighbouring sum columns.
   int lane_bits, column_bits;
   int warps;          // of a block
   int array_bytes;    // of a panel of x
@@ -91,6 +97,14 @@ struct PanelLayout {
   // elements. They are odd, so that lanes do not share banks.
   int sum_pitch, number_pitch;
   double per_element;  // 1 / elements of a bundle
+
+  // The panels of x. Each has `groups` groups, or a group has several panels.
+  constexpr std::int64_t PanelsOfGroup(std::int64_t all_channels) const {
+    return groups > 1 ? 1 : CeilDiv(all_channels, std::int64_t{channels});
+  }
+  constexpr std::int64_t Panels(std::int64_t all_groups, std::int64_t all_channels) const {
+    return CeilDiv(all_groups, std::int64_t{groups}) * PanelsOfGroup(all_channels);
+  }
 };
 
 // --- The choice ----------------------------------------------------------------------------------
@@ -173,38 +187,35 @@ constexpr int ColumnBits(int lane_bits, std::int64_t columns, std::int64_t rows)
   return best;
 }
 
-// The layout of panels with `units` units: the fewest channels that are whole bundles and whole
-// vectors.
-constexpr PanelLayout PanelOf(const ChannelTask& task, int width, std::int64_t units) {
-  // With larger panels, the kernels of two passes are faster.
-  const std::int64_t most_bytes = (task.backward ? 32 : 40) * 1024;
-  constexpr std::int64_t kThreads = 128;  // of a block, if a row has fewer vectors
-  constexpr int kNumbers = 4;
+inline constexpr std::int64_t kPanelThreads = 128;  // of a block, if a row has fewer vectors
+
+// The layout of panels of so many channels.
+constexpr PanelLayout PanelOf(const ChannelTask& task, int width, std::int64_t channels) {
   const auto whole = [](std::int64_t bytes) { return CeilDiv(bytes, 16) * 16; };
-  const std::int64_t channels = std::lcm(task.bundle, std::int64_t{width}) * units;
   const std::int64_t row_vectors = channels / width, bundles = channels / task.bundle;
-  const std::int64_t array = whole(task.rows * channels * task.element_bytes);
-  if (row_vectors > kPanelWarps * kWarpThreads || array > most_bytes) return {};
-  const std::int64_t most_rows = std::max<std::int64_t>(1, kThreads / row_vectors);
+  const std::int64_t most_rows = std::max<std::int64_t>(1, kPanelThreads / row_vectors);
   const std::int64_t step_rows = CeilDiv(task.rows, CeilDiv(task.rows, most_rows));
   const std::int64_t warps = CeilDiv(step_rows * row_vectors, kWarpThreads);
-  const int column_elements = !task.backward && task.bundle % width == 0 ? width : 1;
+  // Backward, each channel has sums.
+  const int sum_elements = !task.backward && task.bundle % width == 0 ? width : 1;
   const std::int64_t sum_pitch = row_vectors | 1, number_pitch = CeilDiv(bundles, width) | 1;
-  const std::int64_t numbers = whole(kNumbers * width * number_pitch * task.accum_bytes);
+  const std::int64_t array = whole(task.rows * channels * task.element_bytes);
+  const std::int64_t numbers = whole(kPanelNumbers * width * number_pitch * task.accum_bytes);
   const std::int64_t sums =
-      whole(step_rows * 2 * (width / column_elements) * sum_pitch * task.accum_bytes);
+      whole(step_rows * kPanelSums * (width / sum_elements) * sum_pitch * task.accum_bytes);
   const std::int64_t all = (task.backward ? 2 : 1) * array + numbers + sums;
-  if (all > MaxChannelBytes(task.device.shared_bytes)) return {};
-  int lane_bits = 0;  // as many lanes as all bundles can have at the same time
+  if (warps > kPanelWarps || all > MaxChannelBytes(task.device.shared_bytes)) return {};
+  int lane_bits = 0;  // the most lanes with which all bundles have a run at the same time
   while (lane_bits < 5 && (bundles << (lane_bits + 1)) <= warps * kWarpThreads) ++lane_bits;
-  return {.bundle = static_cast<int>(task.bundle),
+  return {.groups = static_cast<int>(std::max<std::int64_t>(1, channels / task.channels)),
+          .bundle = static_cast<int>(task.bundle),
           .channels = static_cast<int>(channels),
           .rows = static_cast<int>(task.rows),
           .row_vectors = static_cast<int>(row_vectors),
           .step_rows = static_cast<int>(step_rows),
-          .column_elements = column_elements,
+          .sum_elements = sum_elements,
           .lane_bits = lane_bits,
-          .column_bits = ColumnBits(lane_bits, task.bundle / column_elements, step_rows),
+          .column_bits = ColumnBits(lane_bits, task.bundle / sum_elements, step_rows),
           .warps = static_cast<int>(warps),
           .array_bytes = static_cast<int>(array),
           .numbers_bytes = static_cast<int>(numbers),
@@ -216,22 +227,33 @@ constexpr PanelLayout PanelOf(const ChannelTask& task, int width, std::int64_t u
 
 constexpr PanelLayout CutPanel(const ChannelTask& task, int width) {
   // What panels should have: bytes of a row in all arrays, bytes of an array, and panels for each
-  // multiprocessor.
-  constexpr std::int64_t kRowBytes = 128, kArrayBytes = 16 * 1024, kPanels = 2;
+  // multiprocessor. What they must have: bytes of a row of a large group. Memory is read in pieces
+  // of 32 bytes.
+  constexpr std::int64_t kRowBytes = 128, kArrayBytes = 16 * 1024, kPanels = 2, kLeastBytes = 32;
+  // With larger panels, the kernels of two passes are faster.
+  const std::int64_t most_bytes = (task.backward ? 32 : 40) * 1024;
   // The other kernels are better for a single matrix.
   if (task.inner != 1 || task.channels % width != 0) return {};
   if (task.groups == 1 && task.rows > 1) return {};
+  // A unit has the fewest channels that are whole bundles and whole vectors.
   const std::int64_t unit = std::lcm(task.bundle, std::int64_t{width});
-  const std::int64_t most = task.channels / unit, bytes = unit * task.element_bytes;
+  const std::int64_t bytes = unit * task.element_bytes, of_group = task.channels / unit;
   const std::int64_t row = CeilDiv(kRowBytes / (task.backward ? 2 : 1), bytes);
-  const std::int64_t wide =
+  const std::int64_t wanted =
       row * std::max<std::int64_t>(1, kArrayBytes / (row * bytes * task.rows));
-  const std::int64_t many = task.groups * most / (kPanels * task.device.multiprocessors);
-  std::int64_t units = std::max<std::int64_t>(1, std::min({wide, many, most}));
-  units = CeilDiv(most, CeilDiv(most, units));  // panels of equal width
-  PanelLayout panel{};
-  while (units > 0 && panel.channels == 0) panel = PanelOf(task, width, units--);
-  return panel;
+  const std::int64_t least = CeilDiv(kLeastBytes, bytes), all = task.groups * of_group;
+  const std::int64_t even = std::max(least, all / (kPanels * task.device.multiprocessors));
+  const std::int64_t most = std::min(most_bytes / (bytes * task.rows),
+                                     std::max<std::int64_t>(1, kPanelThreads * width / unit));
+  std::int64_t units = std::min({wanted, even, most, all});
+  if (units >= of_group) {
+    units -= units % of_group;  // whole groups
+  } else if (units < least) {
+    return {};
+  } else {
+    units = CeilDiv(of_group, CeilDiv(of_group, units));  // panels of equal width
+  }
+  return PanelOf(task, width, units * unit);
 }
 
 }  // namespace bundle_choice
@@ -272,7 +294,8 @@ inline Description Describe(const BundlePlan& plan) {
     return {"Panel" + direction + "Kernel",
             file,
             {{"width", plan.width, "elements of a vector"},
-             {"channels", plan.panel.channels, "channels of a panel"},
+             {"groups", plan.panel.groups, "groups of x in a panel; 1: also a part of one"},
+             {"channels", plan.panel.channels, "channels of a panel, in all its groups"},
              {"row_vectors", plan.panel.row_vectors, "vectors of a row of a panel"},
              {"step_rows", plan.panel.step_rows, "rows that a block's threads load at a time"},
              {"lanes", 1 << plan.panel.lane_bits, "lanes that add up a bundle's sums"},

@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "common/math.h"
-#include "common/stored_squares.h"
 #include "cuda/batch_norm/tiles.cuh"
 #include "ops/batch_norm.h"
 

@@ -8,7 +8,7 @@
 // L2 cache has the last vectors.
 //
 // Traffic: x is read twice, except what caches and shared memory hold. y is written, the residual
-// read. Bundles that a block or a warp can hold have kernels of their own. README.md has the words.
+// read. Bundles that are taken in one pass have kernels of their own. README.md has the words.
 #include <cooperative_groups.h>
 
 #include <cstdint>

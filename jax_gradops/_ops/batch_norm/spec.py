@@ -171,7 +171,7 @@ def _group_plan(task: PlanTask, groups_of: Callable[[int], int]) -> dict[str, An
         f"Channels are last: {groups} groups x {task.shape[-1] // groups} channels.",
         "The plan is that of batch norm, with a mean and a variance for each sample and group. In "
         'its words, a sample is a "group", and a group of channels is a "bundle".',
-        "With channels first, a block may take a bundle in one pass.",
+        "With channels first, more shapes are taken in one pass.",
     )
     return {**_channel_plan(task, kernel, task.shape[0], groups), "notes": notes}
 
