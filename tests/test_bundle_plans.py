@@ -51,9 +51,11 @@ CHOICES = {
     (4096, 1, 1024, 1, 32): (("SmallBundleFwdKernel", 8, 2), ("SmallBundleBwdKernel", 8, 2)),
     (1024, 16, 512, 1, 16): (("PanelFwdKernel", 8, 4), ("PanelBwdKernel", 8, 4)),
     (256, 64, 512, 1, 16): (("PanelFwdKernel", 8, 16), ("PanelBwdKernel", 8, 16)),
-    (1024, 9, 160, 1, 5): (("PanelFwdKernel", 8, 4), ("PanelBwdKernel", 8, 4)),
-    (1024, 9, 33, 1, 3): (("PanelFwdKernel", 1, 8), ("PanelBwdKernel", 1, 8)),
+    (1024, 9, 160, 1, 5): (("PanelFwdKernel", 8, 1), ("PanelBwdKernel", 8, 1)),
+    (1024, 9, 33, 1, 3): (("PanelFwdKernel", 1, 2), ("PanelBwdKernel", 1, 2)),
+    (65536, 1, 64, 1, 2): (("SmallBundleFwdKernel", 1, 1), ("SmallBundleBwdKernel", 1, 1)),
     (16, 1024, 640, 1, 20): (None, None),
+    (64, 1024, 256, 1, 8): (None, None),
     (1, 16, 512, 1, 1): (None, None),
 }
 
@@ -87,7 +89,10 @@ def test_plans_of_many_shapes(gpu, element_bytes):
         assert aligned or found["width"] == 1, given
         if found["kernel"].startswith("Panel"):
             assert inner == 1 and (groups > 1 or rows == 1), given
-            assert found["channels"] % bundle == 0 and found["channels"] <= 5 * bundle, given
+            assert found["channels"] % bundle == 0 and found["groups"] <= groups, given
+            # A part of a group, or whole groups.
+            whole = found["channels"] == 5 * bundle * found["groups"]
+            assert whole or (found["groups"] == 1 and found["channels"] < 5 * bundle), given
             assert found["row_vectors"] * found["width"] == found["channels"], given
             threads = found["row_vectors"] * found["step_rows"]
             assert threads <= 32 * found["warps"] <= 256 and found["step_rows"] <= rows, given

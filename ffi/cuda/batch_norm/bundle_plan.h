@@ -227,9 +227,8 @@ constexpr PanelLayout PanelOf(const ChannelTask& task, int width, std::int64_t c
 
 constexpr PanelLayout CutPanel(const ChannelTask& task, int width) {
   // What panels should have: bytes of a row in all arrays, bytes of an array, and panels for each
-  // multiprocessor. What they must have: bytes of a row of a large group. Memory is read in pieces
-  // of 32 bytes.
-  constexpr std::int64_t kRowBytes = 128, kArrayBytes = 16 * 1024, kPanels = 2, kLeastBytes = 32;
+  // multiprocessor. What they must have: bytes of a row, or whole groups.
+  constexpr std::int64_t kRowBytes = 128, kArrayBytes = 16 * 1024, kPanels = 2, kLeastBytes = 64;
   // With larger panels, the kernels of two passes are faster.
   const std::int64_t most_bytes = (task.backward ? 32 : 40) * 1024;
   // The other kernels are better for a single matrix.
@@ -269,6 +268,8 @@ constexpr BundlePlan ChooseBundlePlan(const ChannelTask& task) {
     if (width > 1 && !task.aligned) continue;
     const SmallLayout small = CutSmall(task, width);
     if (small.vectors > 0) return {task.backward, width, 0, {}, small, {}};
+    // Such small bundles are faster if each has a lane of its own.
+    if (task.rows == 1 && task.inner == 1 && task.bundle < width) continue;
     const PanelLayout panel = CutPanel(task, width);
     if (panel.channels > 0) return {task.backward, width, task.backward ? 2 : 1, {}, {}, panel};
     // Panels of vectors are too large. With single elements, they would be slow.
