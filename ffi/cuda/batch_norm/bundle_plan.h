@@ -176,7 +176,7 @@ constexpr SmallLayout CutSmall(const ChannelTask& task, int width) {
 // Of 1 << lane_bits lanes, 1 << the result have neighbouring columns, and the others have other
 // rows. The lanes then take the least time.
 constexpr int ColumnBits(int lane_bits, std::int64_t columns, std::int64_t rows) {
-  constexpr std::int64_t kColumn = 8;  // the end of a column takes as long as so many rows
+  constexpr std::int64_t kColumn = 8;  // a column's end takes as long as 8 rows
   int best = 0;
   std::int64_t least = 0;
   for (int bits = lane_bits; bits >= 0; --bits) {
@@ -189,7 +189,7 @@ constexpr int ColumnBits(int lane_bits, std::int64_t columns, std::int64_t rows)
 
 inline constexpr std::int64_t kPanelThreads = 128;  // of a block, if a row has fewer vectors
 
-// The layout of panels of so many channels.
+// The layout of panels with a number of channels.
 constexpr PanelLayout PanelOf(const ChannelTask& task, int width, std::int64_t channels) {
   const auto whole = [](std::int64_t bytes) { return CeilDiv(bytes, 16) * 16; };
   const std::int64_t row_vectors = channels / width, bundles = channels / task.bundle;
