@@ -33,7 +33,7 @@ struct BundleBlock {
   const BundlePieces& cut;
   char* const shared;
 
-  // Its arrays, the numbers of channels [numbers][bundle], the sums of pieces [pieces][2],
+  // Its arrays, the numbers of channels [numbers][bundle], backward the sums of pieces [pieces][2],
   // and room for sums over warps.
   __device__ __forceinline__ T* Array(int i) const {
     return reinterpret_cast<T*>(shared + i * cut.array_bytes);
@@ -292,13 +292,7 @@ struct Panel {
 template <typename Args, typename Layout>
 ffi::Error LaunchBlocks(const char* op, void (*kernel)(Args, Layout), cudaStream_t stream,
                         const Layout& cut, std::int64_t items, const Args& args) {
-  int bytes = 0;
-  const auto ask = [&](int& answer) {
-    answer = static_cast<int>(MaxChannelBytes(CurrentDevice().shared_bytes));
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, answer);
-  };
-  const cudaError_t status =
-      Remembered(reinterpret_cast<const void*>(kernel), kWarp * kBundleWarps, 0, 1, bytes, ask);
+  const cudaError_t status = AllowSharedMemory(reinterpret_cast<const void*>(kernel));
   if (status != cudaSuccess) return ToError(op, status);
   kernel<<<BlockPerItem(items), kWarp * cut.warps, static_cast<std::size_t>(cut.shared_bytes),
            stream>>>(args, cut);

@@ -1,6 +1,7 @@
 // Batch norm and group norm backward, CUDA, with one pass over the arrays: a block has a bundle or
 // a panel, or a few lanes have a small bundle. Sums are of dz and dz * x_hat. Traffic: dy and x are
-// read, and dx is written. dx may be dy's buffer: the thread that writes an element has read it.
+// read, dy twice if only x is held. dx and dresidual are written. One of them may be dy's buffer:
+// the thread that writes an element has read it.
 #include <cstdint>
 
 #include "cuda/batch_norm/bundle.cuh"
@@ -16,7 +17,8 @@ namespace {
 template <typename A>
 struct BundleNumbers {
   A mean, rstd, delta;
-  A slope, level;  // set by EndBundle
+  // Set by EndBundle: dx = (scale * dz - level - (x - mean) * rstd * slope) * rstd.
+  A slope, level;
 
   // A statistic: it has the accumulation dtype.
   __device__ __forceinline__ static A At(const Param& of, std::int64_t group, std::int64_t bundle) {
@@ -220,8 +222,8 @@ __global__ void __launch_bounds__(kSmallThreads, kElements ? 3
       dscale[j] = dz[v][j] * (x_hat[v][j] - (kElements ? numbers[0].delta * numbers[0].rstd : 0));
       dz_sum += dz[v][j] * weight, x_hat_sum += dscale[j] * weight;
     }
-    if (kElements && args.dscale.data != nullptr) StoreParam(args.dscale, of.start + i, dscale);
-    if (kElements && args.dbias.data != nullptr) StoreParam(args.dbias, of.start + i, dz[v]);
+    if (kElements) StoreParam(args.dscale, of.start + i, dscale);
+    if (kElements) StoreParam(args.dbias, of.start + i, dz[v]);
   });
   double totals[2] = {static_cast<double>(dz_sum), static_cast<double>(x_hat_sum)};
   of.run.Sums(totals);

@@ -12,6 +12,12 @@
 namespace gradops {
 namespace {
 
+// An origin of distances: the value of an element, unless this is NaN or infinite.
+template <typename A>
+__device__ __forceinline__ A OriginFrom(A value) {
+  return isfinite(value) ? value : A{0};
+}
+
 // Adds the distance of a value from `center`, and its square. S: the type of the sums.
 template <typename S, typename A>
 __device__ __forceinline__ void AddCentered(A value, A center, S& offset, S& square) {
@@ -81,7 +87,7 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
     biases[c] = ParamAt<A>(args.bias, group, first_channel + c, 0);
   }
   double* const room = block.Sums();
-  const A origin = isfinite(static_cast<A>(x[0])) ? static_cast<A>(x[0]) : A{0};
+  const A origin = OriginFrom(static_cast<A>(x[0]));
   const auto load = [&](int vector, A(&values)[W]) {
     Widen(LoadPlain<W>(block.Array(0) + vector * W), values);
   };
@@ -147,7 +153,7 @@ __global__ void __launch_bounds__(kSmallThreads, kOneChannel ? 5 : 4)
   A values[SmallVectors(W)][W];
   of.ForVectors([&](int v, int i) { Widen(LoadVectorOnce<W>(x + i), values[v]); });
 
-  const A origin = isfinite(static_cast<A>(x[0])) ? static_cast<A>(x[0]) : A{0};
+  const A origin = OriginFrom(static_cast<A>(x[0]));
   A distance = 0;
   of.ForVectors([&](int v, int) {
 #pragma unroll
@@ -207,8 +213,7 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
   const T* const x = static_cast<const T*>(args.x);
   panel.Load({x});
   const auto origin_of = [&](int bundle) {
-    const A first = static_cast<A>(x[panel.At(bundle * cut.bundle)]);
-    return isfinite(first) ? first : A{0};
+    return OriginFrom(static_cast<A>(x[panel.At(bundle * cut.bundle)]));
   };
   const auto load = [&](int i, A(&values)[W]) { Widen(LoadPlain<W>(panel.Array(0) + i), values); };
   const auto unchanged = [](bool, int, const auto&) {};

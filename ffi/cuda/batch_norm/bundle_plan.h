@@ -76,8 +76,8 @@ inline constexpr int kPanelSums = 2;     // of each thread and sum column, at mo
 //   row 1   4  5  6  7       4  5  6  7
 //   row 2   0  1  2  3       0  1  2  3
 //
-// A thread has sums for each element of a row, or for each vector if that has one bundle. These are
-// the sum columns.
+// A thread has sums for each element of its vector. Forward, it has one sum for the vector if
+// bundles are whole vectors. These are the sum columns.
 struct PanelLayout {
   int groups;        // 1: a panel is a part of a group, or a group
   int bundle;        // channels
@@ -93,8 +93,8 @@ struct PanelLayout {
   int array_bytes;    // of a panel of x
   int numbers_bytes;  // of the bundles' numbers
   int shared_bytes;
-  // The distances, in shared memory, between sums or numbers that a thread has for neighbouring
-  // elements. They are odd, so that lanes do not share banks.
+  // The distances, in shared memory, between a thread's sums of neighbouring elements, and between
+  // the numbers of neighbouring bundles. They are odd, so that lanes do not share banks.
   int sum_pitch, number_pitch;
   double per_element;  // 1 / elements of a bundle
 
@@ -135,10 +135,10 @@ constexpr BundlePieces CutBundle(const ChannelTask& task, int width, int held) {
   const std::int64_t elements = task.bundle * task.inner, channels = joined ? 1 : task.bundle;
   if (task.rows != 1 || elements / channels % width != 0) return {};
   const std::int64_t vectors = elements / channels / width;  // of a channel
-  const std::int64_t bytes = CeilDiv(elements * task.element_bytes, 16) * 16;
+  const std::int64_t bytes = RoundUp(elements * task.element_bytes, 16);
   const std::int64_t piece = std::min<std::int64_t>(vectors, kPieceVectors);
   const std::int64_t pieces = CeilDiv(vectors, piece) * channels;
-  const std::int64_t of_numbers = CeilDiv(task.bundle * kNumbers * task.accum_bytes, 16) * 16;
+  const std::int64_t of_numbers = RoundUp(task.bundle * kNumbers * task.accum_bytes, 16);
   const std::int64_t all = held * bytes + of_numbers + (pieces * 2 + 2 * kBundleWarps) * 8;
   if (all > MaxChannelBytes(task.device.shared_bytes)) return {};
   // The kernels use up to 64 registers: a multiprocessor runs 32 warps. With up to 48 KB, it runs
@@ -164,7 +164,7 @@ constexpr BundlePieces CutBundle(const ChannelTask& task, int width, int held) {
 
 constexpr SmallLayout CutSmall(const ChannelTask& task, int width) {
   const std::int64_t elements = task.bundle * task.inner, vectors = elements / width;
-  // Backward, each channel has sums: of an element, or of the bundle.
+  // Backward, sums are per channel: a channel must be one element, or the whole bundle.
   if (task.backward && task.bundle > 1 && task.inner > 1) return {};
   if (task.rows != 1 || elements % width != 0) return {};
   if (vectors > kWarpThreads * SmallVectors(width)) return {};
@@ -191,7 +191,6 @@ inline constexpr std::int64_t kPanelThreads = 128;  // of a block, if a row has 
 
 // The layout of panels with a number of channels.
 constexpr PanelLayout PanelOf(const ChannelTask& task, int width, std::int64_t channels) {
-  const auto whole = [](std::int64_t bytes) { return CeilDiv(bytes, 16) * 16; };
   const std::int64_t row_vectors = channels / width, bundles = channels / task.bundle;
   const std::int64_t most_rows = std::max<std::int64_t>(1, kPanelThreads / row_vectors);
   const std::int64_t step_rows = CeilDiv(task.rows, CeilDiv(task.rows, most_rows));
@@ -199,10 +198,10 @@ constexpr PanelLayout PanelOf(const ChannelTask& task, int width, std::int64_t c
   // Backward, each channel has sums.
   const int sum_elements = !task.backward && task.bundle % width == 0 ? width : 1;
   const std::int64_t sum_pitch = row_vectors | 1, number_pitch = CeilDiv(bundles, width) | 1;
-  const std::int64_t array = whole(task.rows * channels * task.element_bytes);
-  const std::int64_t numbers = whole(kPanelNumbers * width * number_pitch * task.accum_bytes);
+  const std::int64_t array = RoundUp(task.rows * channels * task.element_bytes, 16);
+  const std::int64_t numbers = RoundUp(kPanelNumbers * width * number_pitch * task.accum_bytes, 16);
   const std::int64_t sums =
-      whole(step_rows * kPanelSums * (width / sum_elements) * sum_pitch * task.accum_bytes);
+      RoundUp(step_rows * kPanelSums * (width / sum_elements) * sum_pitch * task.accum_bytes, 16);
   const std::int64_t all = (task.backward ? 2 : 1) * array + numbers + sums;
   if (warps > kPanelWarps || all > MaxChannelBytes(task.device.shared_bytes)) return {};
   int lane_bits = 0;  // the most lanes with which all bundles have a run at the same time
@@ -250,7 +249,7 @@ constexpr PanelLayout CutPanel(const ChannelTask& task, int width) {
   } else if (units < least) {
     return {};
   } else {
-    units = CeilDiv(of_group, CeilDiv(of_group, units));  // panels of equal width
+    units = CeilDiv(of_group, CeilDiv(of_group, units));  // panels of almost equal width
   }
   return PanelOf(task, width, units * unit);
 }
@@ -272,7 +271,7 @@ constexpr BundlePlan ChooseBundlePlan(const ChannelTask& task) {
     if (task.rows == 1 && task.inner == 1 && task.bundle < width) continue;
     const PanelLayout panel = CutPanel(task, width);
     if (panel.channels > 0) return {task.backward, width, task.backward ? 2 : 1, {}, {}, panel};
-    // Panels of vectors are too large. With single elements, they would be slow.
+    // No panel of vectors fits, or x is a single matrix. Panels of single elements would be slow.
     if (task.rows > 1 && task.inner == 1 && task.channels % width == 0) return {};
     if (task.backward && width == 1 && task.inner > kMostElements) continue;
     const int arrays = task.backward ? 2 : 1;

@@ -1,4 +1,4 @@
-// What forward and backward compute for a channel and for an element, in all kernels of batch norm.
+// The formulas of statistics, y, activations and dz, for all kernels of batch norm.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,10 @@ namespace {
 
 constexpr const char* kForward = "batch_norm_fwd";
 
-// Whether squares added up in float have to be added up again in double. Elements above about 1e16
-// have such squares, although their variance is a float. An element that is NaN or infinite also
-// spoils the sum of distances, and a second look would give NaN again. Float16 never overflows.
+// Whether squares added up in float have to be added up again in double. The sum of n squares
+// overflows if distances are about 1.8e19 / sqrt(n), although their variance is a float. An element
+// that is NaN or infinite also spoils the sum of distances, and a second look would give NaN again.
+// Float16 never overflows.
 template <typename T>
 __device__ __forceinline__ bool NeedsSecondLook(const double2& sum) {
   if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BFloat16>) {
@@ -27,7 +28,7 @@ __device__ __forceinline__ bool NeedsSecondLook(const double2& sum) {
   }
 }
 
-// Computes a channel's statistics; the mean is origin + offset. Returns the three numbers that y is
+// Computes a bundle's statistics; the mean is origin + offset. Returns the three numbers that y is
 // computed from. If `stores`, stores all four statistics.
 template <typename A>
 __device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool stores,
@@ -86,7 +87,8 @@ constexpr const char* kBackward = "batch_norm_bwd";
 // x.
 enum class Mask { kNone, kOfY, kOfX, kSilu };
 
-// Turns dy into dz. The activation's argument is x * factor + offset. NaN is not positive.
+// Turns dy into dz. The activation's argument is x * factor + offset. `x` is the distance from the
+// mean, or x_hat if `factor` is the scale. NaN is not positive.
 template <Mask kMask, typename T, int W, typename A = Accum<T>>
 __device__ __forceinline__ void MaskGrad(const A (&x)[W], const A (&factor)[W],
                                          const A (&offset)[W], const A (&y)[W], A (&dy)[W]) {

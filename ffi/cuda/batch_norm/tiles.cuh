@@ -71,8 +71,9 @@ __device__ __forceinline__ void ForEdges(const ChannelPlan& plan, const ChannelP
 
 // --- The numbers of channels ---------------------------------------------------------------------
 
-// Sets values to N neighbouring elements of a parameter of any float dtype, widened, or to `absent`
-// if the parameter is null. One by one, loads would wait for each other at the switch.
+// Sets values to N neighbouring elements of a parameter of any float dtype, converted to A, or to
+// `absent` if the parameter is null. The switch is outside the loops: with a switch for each
+// element, each load would wait for the one before.
 template <int N, typename A>
 __device__ __forceinline__ void LoadParam(const Param& param, std::int64_t group,
                                           std::int64_t channel, A absent, A (&values)[N]) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ A ParamAt(const Param& param, std::int64_t group, std
   return values[0];
 }
 
-// Stores N neighbouring elements of an array of any float dtype.
+// Stores N neighbouring elements of an array of any float dtype, if it is not null.
 template <int N, typename A>
 __device__ __forceinline__ void StoreParam(const ParamGrad& to, std::int64_t i,
                                            const A (&values)[N]) {
@@ -137,6 +138,7 @@ __device__ __forceinline__ void StoreParam(const ParamGrad& to, std::int64_t i,
 #pragma unroll
     for (int j = 0; j < N; ++j) array[i + j] = static_cast<D>(values[j]);
   };
+  if (to.data == nullptr) return;
   switch (to.dtype) {
     case ffi::F16: return store(static_cast<Half*>(to.data));
     case ffi::BF16: return store(static_cast<BFloat16*>(to.data));
@@ -271,6 +273,15 @@ bool FitClusters(const void* kernel, const ChannelPlan& plan, const cudaLaunchCo
   return clusters >= plan.all_tiles;
 }
 
+// Allows a kernel enough shared memory for any plan. This takes time, and so it is done once.
+inline cudaError_t AllowSharedMemory(const void* kernel) {
+  int bytes = 0;
+  return Remembered(kernel, 0, 0, 1, bytes, [&](int& answer) {
+    answer = static_cast<int>(MaxChannelBytes(CurrentDevice().shared_bytes));
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, answer);
+  });
+}
+
 // Launches kernel(args, plan). Blocks that need each other's partial results run at the same time.
 // A tile's blocks are a cluster if the GPU has room for all clusters. Otherwise the launch is
 // cooperative: all blocks run at the same time.
@@ -279,14 +290,7 @@ ffi::Error LaunchChannels(const char* op, void (*kernel)(Args, ChannelPlan), cud
                           const ChannelPlan& chosen, const ChannelDevice& device,
                           const Args& args) {
   const void* const function = reinterpret_cast<const void*>(kernel);
-  // Allow enough shared memory for any plan. This takes time, and so it is done once.
-  int bytes = 0;
-  const auto ask = [&](int& answer) {
-    answer = static_cast<int>(MaxChannelBytes(CurrentDevice().shared_bytes));
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, answer);
-  };
-  if (const cudaError_t status = Remembered(function, kChannelThreads, 0, 1, bytes, ask);
-      status != cudaSuccess) {
+  if (const cudaError_t status = AllowSharedMemory(function); status != cudaSuccess) {
     return ToError(op, status);
   }
   cudaLaunchAttribute attribute{};
