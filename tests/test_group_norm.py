@@ -107,8 +107,8 @@ def check(results: Any, arrays: Any, **options: Any) -> None:
 #: Shapes, channel axes and numbers of groups. Two shapes are for H100: x of a group fits into
 #: shared memory, but not x and dy. These are (2, 10, 64, 100) in float32, and (2, 10, 128, 100) in
 #: bfloat16. A few lanes of a warp have a group of (3, 10, 8, 8) and the next three shapes. With
-#: channels last, a block takes small images, or some channels of one. From (80, 6, 56) to
-#: (601, 2, 5), the last block has fewer. The last three shapes are too large for this.
+#: channels last, a block takes small images, or some channels of one. The six shapes before the
+#: last three leave fewer channels or images for the last block. The last three are too large.
 LAYOUTS = [
     ((5, 6), 1, 2), ((3, 12), -1, 3), ((2, 3, 8), -1, 4), ((2, 8, 3), 1, 2), ((2, 4, 6, 5), 2, 3),
     ((2, 3, 4, 15), -1, 5), ((2, 15, 3, 4), 1, 3), ((2, 3, 2, 4, 6), -1, 6),

@@ -21,8 +21,8 @@ inline constexpr int kPieceVectors = 64;  // the most vectors of a piece
 // A block takes one bundle of a group, if x has one row: the bundle then lies in one stretch of
 // memory. If its arrays fit into shared memory, they are read once. If only x fits, dy is read
 // twice. A channel is cut into pieces, and each piece is the work of a run of lanes of one warp. A
-// piece has elements of one channel, and so has its sum. Runs are shorter than a warp if channels are short.
-// In this picture, a channel has 4 vectors, a piece has 2, and there are two runs:
+// piece has elements of one channel, and so has its sum. Runs are shorter than a warp if channels
+// are short. In this picture, a channel has 4 vectors, a piece has 2, and there are two runs:
 //
 //   channel         0           1           2
 //   vector     0  1  2  3  0  1  2  3  0  1  2  3
