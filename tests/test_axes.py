@@ -33,8 +33,9 @@ def _handler(call: Any, *arrays: jax.Array) -> Any:
     """The reference, with a check of the types that XLA would allocate for a handler."""
     CALLS.append(call)
     results, native = formula(call, *arrays), call.handler_call(arrays)
-    types = [native.types[i] for i in native.wanted]
+    types = [native.types[i] for i, _ in native.wanted]
     assert [(r.shape, r.dtype) for r in results] == [(t.shape, t.dtype) for t in types]
+    assert [r.shape for r in results] == [shape for _, shape in native.wanted]
     return results
 
 

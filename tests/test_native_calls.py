@@ -75,14 +75,15 @@ def test_declarations(platform: str) -> None:
             assert signature["workspace"] == (kernel.workspace is not None), name
             continue
         assert not signature["variadic"], name
-        assert {a["name"]: a["axes"] for a in signature["operands"]} == dict(kernel.operands), name
-        assert {a["name"]: a["axes"] for a in signature["results"]} == {
-            result: r.dims for result, r in kernel.results.items()
+        of_kernel = dict(kernel.operands) | {n: r.dims for n, r in kernel.results.items()}
+        arrays = signature["operands"] + signature["results"]
+        assert {a["name"]: a["axes"] for a in arrays} == {
+            n: axes.replace(kernel.features, "d") for n, axes in of_kernel.items()
         }, name
         for result in signature["results"]:
             # A sum over rows may have the dtype of a parameter.
-            of_kernel = kernel.results[result["name"]].dtype
-            may_have = {"x": {"x"}, "accum": {"accum", "any float"}}[of_kernel]
+            dtype = kernel.results[result["name"]].dtype
+            may_have = {"x": {"x"}, "accum": {"accum", "any float"}}[dtype]
             assert result["dtype"] in may_have, (name, result)
             in_place_of = kernel.in_place.get(result["name"], result["in_place_of"])
             assert result["in_place_of"] == in_place_of, (name, result)
@@ -140,6 +141,14 @@ def test_good(platform, target):
         ("batch_norm_fwd", {"mean": PARAMETER, "rstd": PARAMETER}, "mean and batch_mean must be"),
         ("batch_norm_fwd", {"batch_variance": NOTHING}, "batch_mean and batch_variance must be"),
         ("batch_norm_fwd", {"workspace": scratch(1, 1, 2, 4)}, "workspace"),
+        (
+            "group_norm_fwd",
+            {"batch_mean": full(3)},
+            "batch_mean must have a last axis that divides",
+        ),
+        ("group_norm_fwd", {"batch_rstd": full(4)}, "batch_rstd must have .* one of size 2"),
+        ("group_norm_fwd", {"scale": full(2)}, "scale must have x's group axes and axis 1"),
+        ("group_norm_bwd", {"mean": full()}, "mean must have x's group axes and one of size"),
         ("batch_norm_bwd", {"mean": NOTHING}, "mean"),
         ("batch_norm_bwd", {"mean_dz": NOTHING}, "mean_dz and mean_dz_x_hat must be both"),
         ("batch_norm_bwd", {"dscale": HALF}, "dscale and mean_dz must be one there"),

@@ -37,9 +37,10 @@ enum class Presence { kRequired, kOptional };
 //
 // Letters name the axes: n is for the row axes (any number), d for the features, and m for the axes
 // after the features. m is a row axis, too. The attribute inner_rank says how many axes m has. Any
-// other letter stands for one axis. Features may also be two axes: g for bundles and c for the
-// features of a bundle. The group axes (of jax.vmap) come before all. An operand
-// without n may lack the group axes: all groups then share it.
+// other letter stands for one axis. x lacks g, the bundles: each has an equal number of
+// neighbouring features. The first array with axis g that is there says how many bundles there are.
+// The group axes (of jax.vmap) come before all. An operand without n may lack the group axes: all
+// groups then share it.
 struct Signature {
   struct Array {
     std::string_view name, axes;
@@ -176,9 +177,16 @@ class RowChecker {
         if (letter != 'n' && letter != 'm') shape_.features *= Product(DimsOf(letter));
       }
       bundles_ = shape_.features;
-      if (axes.find('c') != axes.npos) {
-        bundle_ = Product(DimsOf('c')), bundles_ = Product(DimsOf('g'));
-      }
+    }
+  }
+
+  // The first array with axis g says how many bundles there are.
+  void CutFeatures(std::string_view name, const ffi::AnyBuffer& buffer) {
+    if (!ok() || buffer.dimensions().size() == 0) return;  // Check finds the wrong rank
+    bundles_ = buffer.dimensions().back();
+    bundle_ = shape_.features / std::max<std::int64_t>(1, bundles_);
+    if (bundles_ * bundle_ != shape_.features) {
+      Fail(name, "a last axis that divides x's axis " + Feature(), buffer);
     }
   }
 
@@ -268,8 +276,9 @@ class RowChecker {
     return false;
   }
 
-  // x's dimensions along the axes of a letter.
+  // x's dimensions along the axes of a letter. Those of g are not x's.
   Dims DimsOf(char letter) const {
+    if (letter == 'g') return Dims(&bundles_, 1);
     std::int64_t start = group_rank_;
     for (const char before : axes_.substr(0, axes_.find(letter))) start += RankOf(before);
     return Dims(x_.dimensions().begin() + start, static_cast<std::size_t>(RankOf(letter)));
@@ -278,17 +287,18 @@ class RowChecker {
     return letter == 'n' ? row_rank_ : letter == 'm' ? inner_rank_ : 1;
   }
 
+  // Which of x's axes has the features.
+  std::string Feature() const { return std::to_string(group_rank_ + row_rank_); }
+
   std::string Expected(const Signature::Array& array) const {
     std::string shape = "x's shape";
-    const bool last = inner_rank_ == 0;
-    const auto feature = std::to_string(group_rank_ + row_rank_);
-    if (axes_.find('c') != axes_.npos && array.axes != axes_) {
-      shape = "x's group axes and axis " + feature;
-      if (array.axes.ends_with('c')) shape += " and the next one";
+    const std::string feature = inner_rank_ == 0 ? "last axis" : "axis " + Feature();
+    if (array.axes == "g") {
+      shape = "x's group axes and one of size " + std::to_string(bundles_);
     } else if (!array.has_rows()) {
-      shape = "x's group axes and " + (last ? "last axis" : "axis " + feature);
+      shape = "x's group axes and " + feature;
     } else if (array.axes != axes_) {
-      shape += " without the " + (last ? "last axis" : "axis " + feature);
+      shape += " without the " + feature;
     }
     switch (array.dtype) {
       case DtypeRule::kX: return shape + " and dtype";
@@ -401,6 +411,7 @@ class RowHandler {
       args_.shape = check.shape().outer;
     }
     if constexpr (requires { args_.bundle; }) {
+      CutFeatures(check);
       args_.bundle = check.bundle(), args_.bundles = check.bundles();
     }
     std::int64_t sums = 0;
@@ -417,6 +428,14 @@ class RowHandler {
       args_.partial_rows = check.PartialRows(workspace, sums);
     }
     return check.ok() ? ffi::Error::Success() : check.error();
+  }
+
+  void CutFeatures(RowChecker& check) const {
+    for (std::size_t i = 0; i < kArrays; ++i) {
+      const Signature::Array array = ArrayAt(i);
+      if (array.axes != "g" || !check.IsThere(array.presence, *buffers_[i])) continue;
+      return check.CutFeatures(array.name, *buffers_[i]);
+    }
   }
 
   // Checks each array and stores it in its member. Counts the sums over rows that are wanted.

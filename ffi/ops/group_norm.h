@@ -1,6 +1,6 @@
 // Group norm: the declarations. Arguments and launchers are those of batch norm.
 //
-// x is [groups, rows, bundles, channels of a bundle, inner]. The groups are the samples.
+// x is [groups, rows, channels, inner]. The groups are the samples.
 #pragma once
 
 #include "ops/batch_norm.h"
@@ -11,15 +11,15 @@ struct GroupNormForward {
   static constexpr char kName[] = "group_norm_fwd";
   using Args = BatchNormFwdArgs;
   static constexpr BufferOf<Args> kOperands[] = {
-      {"x", "ngcm", DtypeRule::kX, &Args::x},
-      {"scale", "gc", DtypeRule::kAnyFloat, &Args::scale, Presence::kOptional},
-      {"bias", "gc", DtypeRule::kAnyFloat, &Args::bias, Presence::kOptional},
+      {"x", "ndm", DtypeRule::kX, &Args::x},
+      {"scale", "d", DtypeRule::kAnyFloat, &Args::scale, Presence::kOptional},
+      {"bias", "d", DtypeRule::kAnyFloat, &Args::bias, Presence::kOptional},
       {"mean", "g", DtypeRule::kAccum, &Args::mean, Presence::kOptional},
       {"rstd", "g", DtypeRule::kAccum, &Args::rstd, Presence::kOptional},
       {"delta", "g", DtypeRule::kAccum, &Args::delta, Presence::kOptional},
   };
   static constexpr BufferOf<Args> kResults[] = {
-      {"y", "ngcm", DtypeRule::kX, &Args::y, Presence::kOptional},
+      {"y", "ndm", DtypeRule::kX, &Args::y, Presence::kOptional},
       {"batch_mean", "g", DtypeRule::kAccum, &Args::batch_mean, Presence::kOptional},
       {"batch_variance", "g", DtypeRule::kAccum, &Args::batch_variance, Presence::kOptional},
       {"batch_rstd", "g", DtypeRule::kAccum, &Args::batch_rstd, Presence::kOptional},
@@ -47,10 +47,10 @@ struct GroupNormBackward {
   static constexpr char kName[] = "group_norm_bwd";
   using Args = BatchNormBwdArgs;
   static constexpr BufferOf<Args> kOperands[] = {
-      {"dy", "ngcm", DtypeRule::kX, &Args::dy},
-      {"x", "ngcm", DtypeRule::kX, &Args::x},
-      {"scale", "gc", DtypeRule::kAnyFloat, &Args::scale, Presence::kOptional},
-      {"bias", "gc", DtypeRule::kAnyFloat, &Args::bias, Presence::kOptional},
+      {"dy", "ndm", DtypeRule::kX, &Args::dy},
+      {"x", "ndm", DtypeRule::kX, &Args::x},
+      {"scale", "d", DtypeRule::kAnyFloat, &Args::scale, Presence::kOptional},
+      {"bias", "d", DtypeRule::kAnyFloat, &Args::bias, Presence::kOptional},
       {"mean", "g", DtypeRule::kAccum, &Args::mean},
       {"rstd", "g", DtypeRule::kAccum, &Args::rstd},
       {"delta", "g", DtypeRule::kAccum, &Args::delta, Presence::kOptional},
@@ -58,9 +58,9 @@ struct GroupNormBackward {
       {"mean_dz_x_hat", "g", DtypeRule::kAccum, &Args::mean_dz_x_hat, Presence::kOptional},
   };
   static constexpr BufferOf<Args> kResults[] = {
-      {"dx", "ngcm", DtypeRule::kX, &Args::dx, Presence::kOptional},
-      {"dscale", "gc", DtypeRule::kAnyFloat, &Args::dscale, Presence::kOptional},
-      {"dbias", "gc", DtypeRule::kAnyFloat, &Args::dbias, Presence::kOptional},
+      {"dx", "ndm", DtypeRule::kX, &Args::dx, Presence::kOptional},
+      {"dscale", "d", DtypeRule::kAnyFloat, &Args::dscale, Presence::kOptional},
+      {"dbias", "d", DtypeRule::kAnyFloat, &Args::dbias, Presence::kOptional},
       {"sum_dz", "g", DtypeRule::kAccum, &Args::sum_dz, Presence::kOptional},
       {"sum_dz_x_hat", "g", DtypeRule::kAccum, &Args::sum_dz_x_hat, Presence::kOptional},
   };

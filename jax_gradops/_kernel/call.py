@@ -23,8 +23,8 @@ class HandlerCall(NamedTuple):
     types: Sequence[Any]
     aliases: dict[int, int]
     attributes: Mapping[str, Any]
-    # Positions of the results that are wanted.
-    wanted: Sequence[int]
+    # Positions and shapes of the results that are wanted.
+    wanted: Sequence[tuple[int, Sequence[int]]]
 
 
 class Call(Protocol):

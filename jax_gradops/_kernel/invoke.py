@@ -206,4 +206,4 @@ def _ffi_call(call: Call, *arrays: jax.Array) -> Arrays:
     native = jax.ffi.ffi_call(target, handler.types, input_output_aliases=handler.aliases)
     attributes = {"group_rank": np.int64(call.groups), **handler.attributes}
     results = native(*handler.operands, **attributes)
-    return tuple(results[i] for i in handler.wanted)
+    return tuple(results[i].reshape(shape) for i, shape in handler.wanted)

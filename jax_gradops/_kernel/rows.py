@@ -86,6 +86,19 @@ class RowCall:
             for letter in dims
         }
 
+    def _for_handler(self, dims: str, axes: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Sizes by letter, with the features' axes as one axis.
+
+        Before the call, a reshape splits the channels of a group norm into two axes. XLA removes
+        it together with the reshape to this shape. If the call had the split shape, XLA on the CPU
+        would copy arrays with axes of size 1.
+        """
+        features = self.kernel.features
+        found = dict(axes)
+        if features in dims:
+            found["d"] = (math.prod(size for letter in features for size in axes[letter]),)
+        return {letter: found[letter] for letter in dims.replace(features, "d")}
+
     def is_shared(self, ndim: int, dims: str) -> bool:
         """Whether an array lacks the group axes."""
         return "n" not in dims and ndim == self._rank(dims)
@@ -166,20 +179,29 @@ class RowCall:
         lead, axes = x.shape[: self.groups], self.split(self.dims, x.shape[self.groups :])
         accum = accum_dtype(x.dtype)
 
+        def joined(lead: Sequence[int], axes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+            return (*lead, *(size for sizes in axes.values() for size in sizes))
+
+        def of_handler(a: jax.Array, dims: str) -> jax.Array:
+            groups = 0 if self.is_shared(a.ndim, dims) else self.groups
+            sizes = self._for_handler(dims, self.split(dims, a.shape[groups:]))
+            return a.reshape(joined(a.shape[:groups], sizes))
+
         def type_of(name: str, result: Result) -> Any:
             if name in self.skip:
                 return result_type(x, (0,), accum)
-            shape = (*lead, *(size for letter in result.dims for size in axes[letter]))
+            sizes = self._for_handler(result.dims, axes)
             default = x.dtype if result.dtype == "x" else accum
-            return result_type(x, shape, dict(self.dtypes).get(name, default))
+            return result_type(x, joined(lead, sizes), dict(self.dtypes).get(name, default))
 
         types = [type_of(name, result) for name, result in kernel.results.items()]
         if kernel.workspace is not None:
-            sizes = {letter: math.prod(found) for letter, found in axes.items()}
+            merged = self._for_handler(self.dims, axes)
+            sizes = {letter: math.prod(found) for letter, found in merged.items()}
             sums = sum(bool(self._lacking(r)) for r in self.wanted.values())
             shape = kernel.workspace(math.prod(lead), sizes, sums)
             types.append(scratch_type(x, shape, accum))
-        named = dict(zip(self.present, arrays, strict=True))
+        named = dict(zip(self.present, map(of_handler, arrays, self.in_dims), strict=True))
         if len(named) < len(kernel.operands):
             # Handlers have a fixed signature: an absent operand is an array without elements. It is
             # made from x: `jax.ensure_compile_time_eval` would turn `jnp.zeros` into a constant.
@@ -194,7 +216,10 @@ class RowCall:
             types=types,
             aliases={inputs.index(i): outputs.index(o) for o, i in kernel.in_place.items()},
             attributes=attributes,
-            wanted=[outputs.index(name) for name in self.wanted],
+            wanted=[
+                (outputs.index(name), joined(lead, {n: axes[n] for n in result.dims}))
+                for name, result in self.wanted.items()
+            ],
         )
 
     # --- Transformations -------------------------------------------------------------------------

@@ -77,12 +77,13 @@ class Kernel:
       reference: computes all results in `jax.numpy`, without group axes. It takes the operands
         (None where absent). Its static arguments are the attributes and the numbers of axes in
         `ranks`.
+      features: letters of the features' axes. The handler has them as one axis, ``d``.
       whole: letters of axes that every device must hold whole.
       ranks: letters that stand for a number of axes, and the name of this number. The handler has
         it as the attribute ``<name>_rank``.
       workspace: shape of an extra scratch result. It takes the number of groups, the number of
-        elements along the axes of each letter, and the number of wanted results that are reduced.
-        The elements are as wide as the accumulation dtype.
+        elements along the axes of each letter that the handler has, and the number of wanted
+        results that are reduced. The elements are as wide as the accumulation dtype.
       stages: for results that need other results of all shards.
       in_place: result name to operand name. The result takes over the operand's memory. Both have
         equal axes and dtypes. XLA first copies an operand that is needed later. XLA also copies an
@@ -97,6 +98,7 @@ class Kernel:
     operands: Mapping[str, str]
     results: Mapping[str, Result]
     reference: Callable[..., Arrays]
+    features: str = "d"
     whole: str = ""
     ranks: Mapping[str, str] = dataclasses.field(default_factory=dict)
     workspace: Callable[[int, Mapping[str, int], int], tuple[int, ...]] | None = None

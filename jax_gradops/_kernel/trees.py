@@ -96,8 +96,8 @@ class TreeCall:
             types = [result_type(x, lead, accum)] * len(sums)
         else:
             types = [result_type(a, a.shape, a.dtype) for a in arrays[: self.arrays]]
-        wanted = range(len(types))
-        aliases = {} if sums else {i: i for i in wanted}
+        wanted = [(i, found.shape) for i, found in enumerate(types)]
+        aliases = {} if sums else {i: i for i, _ in wanted}
         if self.kernel.workspace is not None:
             shape = self.kernel.workspace(math.prod(lead))
             types = [*types, scratch_type(x, shape, accum)]

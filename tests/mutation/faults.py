@@ -1042,6 +1042,13 @@ CPU = [
         _GELU,
     ),
     Fault(
+        "the number of bundles is not checked",
+        "ffi/common/signature.h",
+        "if (bundles_ * bundle_ != shape_.features) {",
+        "if (bundles_ < 0) {",
+        _CALLS,
+    ),
+    Fault(
         "the workspace's size is not checked",
         "ffi/ops/global_norm.h",
         "if (!args.leaves.empty() && args.workspace_doubles < args.groups) {",
@@ -1255,8 +1262,8 @@ CPU = [
     Fault(
         "a leaf's memory becomes another one's result",
         "jax_gradops/_kernel/trees.py",
-        "aliases = {} if sums else {i: i for i in wanted}",
-        "aliases = {} if sums else {i: len(types) - 1 - i for i in wanted}",
+        "aliases = {} if sums else {i: i for i, _ in wanted}",
+        "aliases = {} if sums else {i: len(types) - 1 - i for i, _ in wanted}",
         _k("global_norm_in_place", "test_in_place"),
     ),
     Fault(

@@ -69,20 +69,18 @@ Choice Choose(const Signature& op, Random& random) {
   return choice;
 }
 
-// The axes of x without the groups, by letter. The features are the axis d, or the axes g and c: g
-// bundles of c features.
+// The axes without the groups, by letter. g is the number of bundles.
 class Axes {
  public:
   Axes(const Signature& op, const Shape& shape, Random& random) : shape_(shape) {
-    if (op.operands[0].axes.find('c') == std::string_view::npos) return;
-    // The smallest factor of the features is c or g.
+    if (std::ranges::none_of(op.operands, [](const auto& a) { return a.axes == "g"; })) return;
+    // The smallest factor of the features is the number of bundles, or of a bundle's features.
     std::int64_t few = 2;
     while (few * few <= shape.features && shape.features % few != 0) ++few;
     if (shape.features % few != 0) few = shape.features;
     if (shape.features == 0) few = 3;
     const std::int64_t others = shape.features / few;
-    const bool swap = random.Below(2) == 0;
-    bundles_ = swap ? few : others, bundle_ = swap ? others : few;
+    bundles_ = random.Below(2) == 0 ? few : others;
   }
   Dims operator()(std::string_view letters) const {
     Dims dims;
@@ -90,7 +88,6 @@ class Axes {
       dims = dims + (letter == 'n'   ? shape_.rows
                      : letter == 'm' ? shape_.inner
                      : letter == 'g' ? Dims{bundles_}
-                     : letter == 'c' ? Dims{bundle_}
                                      : Dims{shape_.features});
     }
     return dims;
@@ -98,7 +95,7 @@ class Axes {
 
  private:
   const Shape& shape_;
-  std::int64_t bundles_ = 0, bundle_ = 0;
+  std::int64_t bundles_ = 0;
 };
 
 Call MakeRowCall(const Signature& op, XLA_FFI_DataType dtype, const Shape& shape, Random& random) {

@@ -108,17 +108,9 @@ def _means(
 # --- The kernels ---------------------------------------------------------------------------------
 
 
-def _workspace(
-    values: int | None, groups: int, sizes: Mapping[str, int], sums: int
-) -> tuple[int, ...]:
-    """Scratch shape: partial results of `values` numbers per channel. Empty if `sums` is 0.
-
-    Without `values`, there is a number for each sum.
-    """
-    channels = [letter for letter in ("d", "g", "c") if letter in sizes]
-    rows = {letter: size for letter, size in sizes.items() if letter not in channels}
-    sizes = {**rows, "d": math.prod(sizes[letter] for letter in channels)}
-    return column_sum_workspace(groups, sizes, sums if values is None or sums == 0 else values)
+def _workspace(values: int, groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, ...]:
+    """Scratch shape: partial results of `values` numbers per channel. Empty if `sums` is 0."""
+    return column_sum_workspace(groups, sizes, values if sums else 0)
 
 
 _PARAMETERS = ("scale", "bias")
@@ -161,6 +153,7 @@ GROUP_FWD = Kernel(
     },
     results={"y": Result("ngcm", "x"), **dict.fromkeys(_STATISTICS, Result("g", sum=False))},
     reference=_group_forward,
+    features="gc",
     whole="c",
     ranks={"m": "inner"},
     workspace=_FORWARD_WORKSPACE,
@@ -177,9 +170,10 @@ GROUP_BWD = Kernel(
         **dict.fromkeys(_SUMS_OF_GROUP, Result("g")),
     },
     reference=_group_backward,
+    features="gc",
     whole="c",
     ranks={"m": "inner"},
-    workspace=functools.partial(_workspace, None),
+    workspace=column_sum_workspace,
     stages=Stages("nm", _MEANS, functools.partial(_means, "g", *_SUMS_OF_GROUP)),
 )  # fmt: skip
 
