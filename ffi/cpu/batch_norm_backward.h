@@ -72,7 +72,7 @@ class Terms {
 
   // x - mean, and dz, `skipped` elements after the loop's place `at`, in the same columns. A call
   // would pass lanes through memory: relu took a third longer in bfloat16.
-  GRADOPS_INLINE_LANES auto centered(auto at, std::int64_t skipped = 0) const {
+  GRADOPS_INLINE auto centered(auto at, std::int64_t skipped = 0) const {
     return at(x_ + skipped) - mean_(at);
   }
   GRADOPS_INLINE auto dz(auto at, std::int64_t skipped = 0) const {
@@ -93,7 +93,7 @@ class Terms {
     if constexpr (kAct == Act::kReluOfOutput) PrefetchRowAhead(y_ + skipped, width, at);
   }
   // The terms of the sums.
-  GRADOPS_INLINE_LANES auto operator()(std::int64_t skipped, auto at) const {
+  GRADOPS_INLINE auto operator()(std::int64_t skipped, auto at) const {
     const auto gradient = dz(at, skipped);
     if constexpr (kAct == Act::kSilu && std::is_same_v<T, A>) {
       if (kept_ != nullptr) at.Store(kept_ + skipped, gradient);

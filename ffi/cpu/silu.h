@@ -4,32 +4,36 @@
 // stays a NaN.
 #pragma once
 
-#include <limits>
-
 #include "common/exponential.h"
 #include "cpu/formulas.h"
 
 namespace gradops {
 
-// Calls fn(s, 1 - s) for s = 1 / (1 + exp(-z)). Neither of the two loses digits near 0. F is A, or
+// s = 1 / (1 + exp(-z)), and its derivative s (1 - s). Neither loses digits near 0. F is A, or
 // lanes of A.
-template <typename A, typename F, typename Fn>
-GRADOPS_INLINE auto WithSigmoid(const F& z, const Fn& fn) {
-  using gelu::ClampedAbs, gelu::SelectBySign;  // for one number; those for lanes are found, too
-  const F size = ClampedAbs(z, std::numeric_limits<A>::max()), one = A{1};
-  const F e = gelu::ExpOfNegative<A>(F(A{0}) - size);
+template <typename F>
+struct Sigmoid {
+  F value, derivative;
+};
+
+template <typename A, typename F>
+GRADOPS_INLINE Sigmoid<F> SigmoidOf(const F& z) {
+  using gelu::SelectBySign;  // for one number; the one for lanes is found, too
+  const F one = A{1}, e = gelu::ExpOfNegative<A>(F(SelectBySign(z, z, F(A{0}) - z)));
   const F larger = one / (one + e), smaller = e * larger;
-  return fn(F(SelectBySign(z, smaller, larger)), F(SelectBySign(z, larger, smaller)));
+  return {SelectBySign(z, smaller, larger), larger * smaller};
 }
 
 template <typename A, typename F>
 GRADOPS_INLINE F Silu(const F& z) {
-  return WithSigmoid<A>(z, [&](const F& s, const F&) { return z * s; });
+  return z * SigmoidOf<A>(z).value;
 }
 
 template <typename A, typename F>
 GRADOPS_INLINE F SiluDerivative(const F& z) {
-  return WithSigmoid<A>(z, [&](const F& s, const F& rest) { return s * (F(A{1}) + z * rest); });
+  using gelu::MulAdd;
+  const Sigmoid<F> s = SigmoidOf<A>(z);
+  return MulAdd(z, s.derivative, s.value);
 }
 
 }  // namespace gradops
