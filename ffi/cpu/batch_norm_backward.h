@@ -205,6 +205,7 @@ template <typename T, Act kAct, bool kWeighted, bool kFirst>
 class BackwardCall {
   using A = Accum<T>;
   using Numbers = gradops::Numbers<A, kFirst, kWeighted>;
+  static constexpr bool kHasArgument = kAct == Act::kReluOfArgument || kAct == Act::kSilu;
 
  public:
   BackwardCall(const CpuContext& pool, const BatchNormBwdArgs& args)
@@ -274,7 +275,7 @@ class BackwardCall {
     const A mean = OfBundle(args_.mean, group, channel);
     for (; channel < end; ++channel) {
       const A factor = rstd * ReadParam(args_.scale, group, channel, A{1});
-      const A offset = ReadParam(args_.bias, group, channel, A{0}) - delta * factor;
+      const A offset = kHasArgument ? ReadParam(args_.bias, group, channel, A{0}) - delta * factor : 0;
       if constexpr (kWeighted) {
         numbers.Set(group, channel, {mean, factor, offset, level, slope, rstd});
       } else {

@@ -156,9 +156,9 @@ class Coefficients {
   Coefficients(const Layout<kFirst>& layout, std::int64_t group) : Coefficients(layout, group, 1) {}
 
   void Set(std::int64_t group, std::int64_t channel, const std::array<A, kCount>& values) const {
-    for (int k = 0; k < kCount; ++k) {
-      A* const all = values_.get() + ((group - first_group_) * kCount + k) * pitch_;
-      for (std::int64_t i = channel; i < pitch_; i += layout_.channels) all[i] = values[k];
+    A* const all = values_.get() + (group - first_group_) * kCount * pitch_;
+    for (std::int64_t i = channel; i < pitch_; i += layout_.channels) {
+      for (int k = 0; k < kCount; ++k) all[k * pitch_ + i] = values[k];
     }
   }
   // Number k of a channel, or, with channels last, of a column.
