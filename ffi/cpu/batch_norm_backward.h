@@ -175,7 +175,10 @@ template <typename T, Act kAct, bool kWeighted, bool kFirst>
 void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
            const Numbers<Accum<T>, kFirst, kWeighted>& numbers, const Piece& piece, bool streamed) {
   using A = Accum<T>;
-  ForBlocksOf(layout, piece, [&](const Block& block) {
+  // Four rows share one load of each column's numbers. Group norm of float32 in the caches took up
+  // to 13 % less time with AVX-512. Batch norm of large arrays gained nothing.
+  constexpr int kRows = kWeighted && !kFirst && sizeof(T) == 4 ? 4 : 1;
+  ForBlocksOf<kRows>(layout, piece, [&](const Block& block) {
     const Terms<T, kAct, kWeighted, kFirst> terms(args, numbers, block.offset, piece.group,
                                                   block.start);
     const Along<A, kFirst> factor = numbers.Get(kFactor, piece.group, block.start),
@@ -184,17 +187,21 @@ void Apply(const BatchNormBwdArgs& args, const Layout<kFirst>& layout,
     T* const dx = static_cast<T*>(args.dx) + block.offset;
     if constexpr (kWeighted) {
       const Along<A, kFirst> rstd = numbers.Get(kRstd, piece.group, block.start);
-      StoreForLanes<kLanes<A>>(dx, block.n, streamed, [=](auto at) {
-        return terms.dz(at) * factor(at) - (level(at) + terms.centered(at) * slope(at)) * rstd(at);
-      });
+      StoreRowsForLanes<kLanes<A>, kRows>(
+          dx, block.rows, layout.width, block.n, streamed, [=](auto at) {
+            const auto f = factor(at), l = level(at), s = slope(at), r = rstd(at);
+            return [=](std::int64_t skipped) {
+              return terms.dz(at, skipped) * f - (l + terms.centered(at, skipped) * s) * r;
+            };
+          });
     } else {
       StoreForLanes<kLanes<A>>(dx, block.n, streamed, [=](auto at) {
         return (terms.dz(at) - level(at) - terms.centered(at) * slope(at)) * factor(at);
       });
-    }
-    if (args.dresidual != nullptr) {
-      StoreForLanes<kLanes<A>>(static_cast<T*>(args.dresidual) + block.offset, block.n, streamed,
-                               [=](auto at) { return terms.dz(at); });
+      if (args.dresidual != nullptr) {
+        StoreForLanes<kLanes<A>>(static_cast<T*>(args.dresidual) + block.offset, block.n, streamed,
+                                 [=](auto at) { return terms.dz(at); });
+      }
     }
   });
   if (streamed) StreamFence();
@@ -275,7 +282,8 @@ class BackwardCall {
     const A mean = OfBundle(args_.mean, group, channel);
     for (; channel < end; ++channel) {
       const A factor = rstd * ReadParam(args_.scale, group, channel, A{1});
-      const A offset = kHasArgument ? ReadParam(args_.bias, group, channel, A{0}) - delta * factor : 0;
+      const A offset =
+          kHasArgument ? ReadParam(args_.bias, group, channel, A{0}) - delta * factor : 0;
       if constexpr (kWeighted) {
         numbers.Set(group, channel, {mean, factor, offset, level, slope, rstd});
       } else {
