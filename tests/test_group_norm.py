@@ -221,10 +221,11 @@ def test_is_another_norm(platform, implementation, groups, rng):
 @pytest.mark.newest_jax
 @pytest.mark.parametrize("groups", [1, 3, 12])
 @pytest.mark.parametrize("axis", [1, -1])
-def test_x_is_not_copied(platform, groups, axis, rng):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+def test_x_is_not_copied(platform, groups, axis, dtype, rng):
     """XLA has been seen to copy x for a kernel that took one more axis of size 1."""
     shape = (2, 12, 1, 5) if axis == 1 else (2, 1, 5, 12)
-    arrays = jax.device_put(problem(rng, shape, axis, np.float32), jax.devices(platform)[0])
+    arrays = jax.device_put(problem(rng, shape, axis, dtype), jax.devices(platform)[0])
     options = {"num_groups": groups, "axis": axis, "implementation": "ffi"}
     op = functools.partial(jax_gradops.group_norm, **options)
     for function, operands in ((op, arrays[1:]), (vjp_of(op), arrays)):

@@ -193,14 +193,16 @@ void MomentsOf(const T* x, const Layout<true>& layout, const Piece& piece,
   constexpr std::int64_t kSamples = 16;
   const std::int64_t rows = piece.end_row - piece.row, terms = rows * layout.inner;
   const auto count = static_cast<double>(terms);
+  std::array<std::int64_t, kSamples> samples;  // where they are in each channel
+  for (std::size_t k = 0; k < kSamples; ++k) {
+    const std::int64_t i = static_cast<std::int64_t>(k) * terms / kSamples;
+    samples[k] = i / layout.inner * layout.width + i % layout.inner;
+  }
   for (std::int64_t channel = piece.channel; channel < piece.end_channel; ++channel) {
     const T* const first = x + layout.offset(piece.group, piece.row) + channel * layout.inner;
     const A base = bases.Get(0, piece.group, channel).value;
     A sampled = 0;
-    for (std::int64_t k = 0; k < kSamples; ++k) {
-      const std::int64_t i = k * terms / kSamples;
-      sampled += static_cast<A>(first[i / layout.inner * layout.width + i % layout.inner]) - base;
-    }
+    for (const std::int64_t i : samples) sampled += static_cast<A>(first[i]) - base;
     Guess<A> guess = Guess<A>{base} + sampled / A{kSamples};
     std::array<double, 2> sums;
     bool large = false;
