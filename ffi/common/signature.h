@@ -37,10 +37,10 @@ enum class Presence { kRequired, kOptional };
 //
 // Letters name the axes: n is for the row axes (any number), d for the features, and m for the axes
 // after the features. m is a row axis, too. The attribute inner_rank says how many axes m has. Any
-// other letter stands for one axis. x lacks g, the bundles: each has an equal number of
-// neighbouring features. The first array with axis g that is there says how many bundles there are.
-// The group axes (of jax.vmap) come before all. An operand without n may lack the group axes: all
-// groups then share it.
+// other letter stands for one axis. g is the axis of bundles. A bundle is some neighbouring
+// features, and all bundles are equally large. x has no axis g. The last axis of the first array
+// with axes g that is there gives the number of bundles. The group axes (of jax.vmap) come before
+// all. An operand without n may lack the group axes: all groups then share it.
 struct Signature {
   struct Array {
     std::string_view name, axes;
@@ -158,35 +158,32 @@ class RowChecker {
              std::int64_t group_rank, std::int64_t inner_rank)
       : op_(op), x_(x), axes_(axes), inner_rank_(inner_rank) {
     const auto rank = static_cast<std::int64_t>(x.dimensions().size());
-    const auto others = static_cast<std::int64_t>(axes.size() - 1 - axes.ends_with('m'));
     if (!IsFloat(x.element_type())) {
       Fail("x", "float16, bfloat16, float32 or float64", x);
-    } else if (group_rank < 0 || group_rank > rank - others) {
+    } else if (group_rank < 0 || group_rank > rank - 1) {
       message_ = op_ + ": attribute group_rank must be in [0, rank of x), got " +
                  std::to_string(group_rank) + " for x " + Describe(x);
-    } else if (inner_rank < 0 || inner_rank > rank - others - group_rank) {
+    } else if (inner_rank < 0 || inner_rank > rank - 1 - group_rank) {
       message_ = op_ + ": attribute inner_rank must be in [0, rank of x - group_rank), got " +
                  std::to_string(inner_rank) + " for x " + Describe(x);
     } else {
       group_rank_ = group_rank;
-      row_rank_ = rank - group_rank - others - inner_rank;
+      row_rank_ = rank - group_rank - 1 - inner_rank;
       shape_ = {Product(Dims(x.dimensions().begin(), static_cast<std::size_t>(group_rank))),
-                Product(DimsOf('n')), 1};
+                Product(DimsOf('n')), Product(DimsOf('d'))};
       inner_ = Product(DimsOf('m'));
-      for (const char letter : axes) {
-        if (letter != 'n' && letter != 'm') shape_.features *= Product(DimsOf(letter));
-      }
       bundles_ = shape_.features;
     }
   }
 
-  // The first array with axis g says how many bundles there are.
-  void CutFeatures(std::string_view name, const ffi::AnyBuffer& buffer) {
-    if (!ok() || buffer.dimensions().size() == 0) return;  // Check finds the wrong rank
-    bundles_ = buffer.dimensions().back();
+  // The number of bundles is the size of this array's last axis.
+  void SetBundles(std::string_view name, const ffi::AnyBuffer& buffer) {
+    if (!ok()) return;
+    const auto dims = buffer.dimensions();
+    bundles_ = dims.size() == 0 ? 0 : dims.back(), gives_bundles_ = name;
     bundle_ = shape_.features / std::max<std::int64_t>(1, bundles_);
     if (bundles_ * bundle_ != shape_.features) {
-      Fail(name, "a last axis that divides x's axis " + Feature(), buffer);
+      Fail(name, "a last axis that divides x's axis " + FeatureAxis(), buffer);
     }
   }
 
@@ -287,14 +284,15 @@ class RowChecker {
     return letter == 'n' ? row_rank_ : letter == 'm' ? inner_rank_ : 1;
   }
 
-  // Which of x's axes has the features.
-  std::string Feature() const { return std::to_string(group_rank_ + row_rank_); }
+  // The number of the features' axis in x.
+  std::string FeatureAxis() const { return std::to_string(group_rank_ + row_rank_); }
 
   std::string Expected(const Signature::Array& array) const {
     std::string shape = "x's shape";
-    const std::string feature = inner_rank_ == 0 ? "last axis" : "axis " + Feature();
+    const std::string feature = inner_rank_ == 0 ? "last axis" : "axis " + FeatureAxis();
     if (array.axes == "g") {
       shape = "x's group axes and one of size " + std::to_string(bundles_);
+      if (array.name != gives_bundles_) shape += ", as " + std::string(gives_bundles_) + " has";
     } else if (!array.has_rows()) {
       shape = "x's group axes and " + feature;
     } else if (array.axes != axes_) {
@@ -320,6 +318,7 @@ class RowChecker {
   std::int64_t group_rank_ = 0, row_rank_ = 0, inner_rank_;
   RowShape shape_{0, 0, 0};
   std::int64_t inner_ = 1, bundle_ = 1, bundles_ = 0;
+  std::string_view gives_bundles_;
   std::string message_;
 };
 
@@ -411,7 +410,7 @@ class RowHandler {
       args_.shape = check.shape().outer;
     }
     if constexpr (requires { args_.bundle; }) {
-      CutFeatures(check);
+      FindBundles(check);
       args_.bundle = check.bundle(), args_.bundles = check.bundles();
     }
     std::int64_t sums = 0;
@@ -430,11 +429,11 @@ class RowHandler {
     return check.ok() ? ffi::Error::Success() : check.error();
   }
 
-  void CutFeatures(RowChecker& check) const {
+  void FindBundles(RowChecker& check) const {
     for (std::size_t i = 0; i < kArrays; ++i) {
       const Signature::Array array = ArrayAt(i);
       if (array.axes != "g" || !check.IsThere(array.presence, *buffers_[i])) continue;
-      return check.CutFeatures(array.name, *buffers_[i]);
+      return check.SetBundles(array.name, *buffers_[i]);
     }
   }
 

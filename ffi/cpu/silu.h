@@ -1,7 +1,7 @@
 // silu(z) = z / (1 + exp(-z)), and its derivative, for one number and for lanes.
 //
 // Formulas use exp(-|z|), which does not overflow. Both are finite for all finite numbers. A NaN
-// stays a NaN.
+// stays a NaN. silu of -inf, and the derivative at both infinities, are NaN.
 #pragma once
 
 #include "common/exponential.h"
@@ -9,17 +9,18 @@
 
 namespace gradops {
 
-// s = 1 / (1 + exp(-z)), and its derivative s (1 - s). Neither loses digits near 0. F is A, or
-// lanes of A.
+// s = 1 / (1 + exp(-z)), and its derivative s (1 - s). Both have all digits where they are small.
 template <typename F>
 struct Sigmoid {
   F value, derivative;
 };
 
+// F is A, or lanes of A.
 template <typename A, typename F>
 GRADOPS_INLINE Sigmoid<F> SigmoidOf(const F& z) {
   using gelu::SelectBySign;  // for one number; the one for lanes is found, too
-  const F one = A{1}, e = gelu::ExpOfNegative<A>(F(SelectBySign(z, z, F(A{0}) - z)));
+  const F one = A{1}, minus_size = SelectBySign(z, z, F(A{0}) - z);  // -|z|
+  const F e = gelu::ExpOfNegative<A>(minus_size);
   const F larger = one / (one + e), smaller = e * larger;
   return {SelectBySign(z, smaller, larger), larger * smaller};
 }

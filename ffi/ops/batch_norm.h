@@ -72,7 +72,8 @@ struct BatchNormBwdArgs {
   // Sums of scale * dz and scale * dz * x_hat: [groups, bundles] in the accumulation dtype. Null:
   // not wanted.
   void *sum_dz, *sum_dz_x_hat;
-  // Scratch: [groups, partial_rows, 2, channels] in the accumulation dtype. See forward.
+  // Scratch for [groups, partial_rows, 2, channels] numbers in the accumulation dtype, or for twice
+  // as many with sum_dz. See forward.
   void* workspace;
   std::int64_t partial_rows;
 };

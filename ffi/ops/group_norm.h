@@ -1,6 +1,6 @@
 // Group norm: the declarations. Arguments and launchers are those of batch norm.
 //
-// x is [groups, rows, channels, inner]. The groups are the samples.
+// d are the channels, and g are the bundles. The groups of x are the samples.
 #pragma once
 
 #include "ops/batch_norm.h"

@@ -23,7 +23,8 @@ class HandlerCall(NamedTuple):
     types: Sequence[Any]
     aliases: dict[int, int]
     attributes: Mapping[str, Any]
-    # Positions and shapes of the results that are wanted.
+    # The position of each wanted result, and the shape that the caller gets. `types` has the
+    # handler's shapes.
     wanted: Sequence[tuple[int, Sequence[int]]]
 
 

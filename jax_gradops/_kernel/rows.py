@@ -179,8 +179,8 @@ class RowCall:
         lead, axes = x.shape[: self.groups], self.split(self.dims, x.shape[self.groups :])
         accum = accum_dtype(x.dtype)
 
-        def joined(lead: Sequence[int], axes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-            return (*lead, *(size for sizes in axes.values() for size in sizes))
+        def joined(groups: Sequence[int], sizes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+            return (*groups, *(size for found in sizes.values() for size in found))
 
         def of_handler(a: jax.Array, dims: str) -> jax.Array:
             groups = 0 if self.is_shared(a.ndim, dims) else self.groups

@@ -77,7 +77,8 @@ class Kernel:
       reference: computes all results in `jax.numpy`, without group axes. It takes the operands
         (None where absent). Its static arguments are the attributes and the numbers of axes in
         `ranks`.
-      features: letters of the features' axes. The handler has them as one axis, ``d``.
+      features: letters of the features' axes, side by side. The handler has one axis, ``d``, in
+        their place, in each array that has all of them. An array with only some keeps these.
       whole: letters of axes that every device must hold whole.
       ranks: letters that stand for a number of axes, and the name of this number. The handler has
         it as the attribute ``<name>_rank``.

@@ -31,7 +31,7 @@ class Random {
   std::uint64_t state_;
 };
 
-// x is [groups..., rows..., features, inner...]. In group norm, the features are two axes.
+// x is [groups..., rows..., features, inner...].
 struct Shape {
   std::vector<std::int64_t> groups, rows;
   std::int64_t features;
