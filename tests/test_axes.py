@@ -1,4 +1,4 @@
-"""Axes beyond those of the ops: statistics with row axes, and classes that are sharded.
+"""Axes that no op has: statistics with row axes, and classes that are sharded.
 
 Their handlers are their references: these tests are about the layers around a handler.
 """

@@ -72,8 +72,8 @@ struct BatchNormBwdArgs {
   // Sums of scale * dz and scale * dz * x_hat: [groups, bundles] in the accumulation dtype. Null:
   // not wanted.
   void *sum_dz, *sum_dz_x_hat;
-  // Scratch for [groups, partial_rows, 2, channels] numbers in the accumulation dtype, or for twice
-  // as many with sum_dz. See forward.
+  // Scratch: [groups, partial_rows, 2, channels] in the accumulation dtype. With sum_dz, it has
+  // twice this size. See forward.
   void* workspace;
   std::int64_t partial_rows;
 };
