@@ -69,13 +69,44 @@ def test_choice(sizes, backward):
     assert want or found == {"kernel": ""}
 
 
+# Sizes and bytes of an element, and how many blocks share a bundle, forward and backward. 0: no
+# kernel takes such bundles in one pass.
+BLOCKS = {
+    (16, 1, 320, 4096, 10, 2): (1, 4),
+    (16, 1, 320, 4096, 10, 4): (4, 8),
+    (8, 1, 256, 9216, 8, 2): (2, 8),
+    (8, 1, 256, 9216, 8, 4): (4, 8),
+    (4, 1, 128, 65536, 4, 2): (8, 0),
+    (4, 1, 128, 65536, 4, 4): (0, 0),
+    (8, 1, 256, 9217, 8, 2): (2, 0),
+    # The cases of check_batch_norm.cu.
+    (2, 1, 6, 10240, 3, 4): (2, 8),
+    (1, 1, 3, 30720, 1, 4): (2, 8),
+    (2, 1, 16, 15361, 8, 4): (8, 0),
+}
+
+
+@pytest.mark.parametrize("sizes", BLOCKS, ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+def test_blocks(sizes, backward):
+    given = task(*sizes[:-1], element_bytes=sizes[-1], backward=backward)
+    assert numbers(_plans.bundle_plan(**given)).get("blocks", 0) == BLOCKS[sizes][backward]
+    without_clusters = numbers(_plans.bundle_plan(**given | {"clusters": False}))
+    assert without_clusters.get("blocks", 1) == 1
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_plans_of_many_shapes(gpu, element_bytes):
     """Sizes fit each other, and a block's shared memory and its number of warps have limits."""
     kernels = set()
     for groups, rows, bundle, inner, backward, aligned in itertools.product(
-        (1, 3, 700), (1, 2, 17, 200), (1, 2, 3, 8, 24, 300), (1, 3, 8, 49, 256, 5000), *[(0, 1)] * 2
+        (1, 3, 700),
+        (1, 2, 17, 200),
+        (1, 2, 3, 8, 24, 300),
+        (1, 3, 8, 49, 256, 5000, 40000),
+        (0, 1),
+        (0, 1),
     ):
         given = task(
             groups, rows, 5 * bundle, inner, bundle, gpu, backward=backward, aligned=aligned,
@@ -106,6 +137,11 @@ def test_plans_of_many_shapes(gpu, element_bytes):
             assert found["vectors"] <= most * found["lanes"], given
         else:
             assert found["shared_bytes"] <= GPUS[gpu][2] - 2048, given
+            held = bundle * inner * element_bytes * (1 + backward)
+            assert held < found["blocks"] * found["shared_bytes"], given
+            if found["blocks"] > 1:
+                assert given["clusters"] and found["width"] > 1, given
+                assert found["blocks"] <= 8 and found["shared_bytes"] <= 75 * 1024, given
             vectors = found["channel_vectors"] * found["width"]
             assert vectors in (inner, bundle * inner), given
     assert len(kernels) == 7

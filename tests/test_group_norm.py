@@ -106,17 +106,18 @@ def check(results: Any, arrays: Any, **options: Any) -> None:
         assert_matches(got, want, kind, accum, f"{name} of {x.dtype}{list(x.shape)}, {options}")
 
 
-#: Shapes, channel axes and numbers of groups. Two shapes are for H100: x of a group fits into
-#: shared memory, but not x and dy. These are (2, 10, 64, 100) in float32, and (2, 10, 128, 100) in
-#: bfloat16. A few lanes of a warp have a group of (3, 10, 8, 8) and the next three shapes. With
-#: channels last, a block takes small images, or some channels of one. The six shapes before the
-#: last three leave fewer channels or images for the last block. The last three are too large.
+#: Shapes, channel axes and numbers of groups. On an H100, clusters of blocks share the groups of
+#: (2, 10, 64, 100) and of the three shapes after it. A few lanes of a warp have a group of
+#: (3, 10, 8, 8) and the next three shapes. With channels last, a block takes small images, or some
+#: channels of one. The six shapes before the last three leave fewer channels or images for the last
+#: block. The last three are too large.
 LAYOUTS = [
     ((5, 6), 1, 2), ((3, 12), -1, 3), ((2, 3, 8), -1, 4), ((2, 8, 3), 1, 2), ((2, 4, 6, 5), 2, 3),
     ((2, 3, 4, 15), -1, 5), ((2, 15, 3, 4), 1, 3), ((2, 3, 2, 4, 6), -1, 6),
     ((2, 6, 3, 2, 4), 1, 1), ((2, 3, 10, 2, 4), -3, 5), ((4, 9, 9, 130), -1, 10),
     ((3, 66, 17, 17), 1, 33),
-    ((2, 10, 64, 100), 1, 2), ((2, 10, 128, 100), 1, 2), ((2, 64, 7, 7), 1, 32),
+    ((2, 10, 64, 100), 1, 2), ((2, 10, 128, 100), 1, 2), ((2, 10, 300, 100), 1, 2),
+    ((2, 16, 91, 91), 1, 2), ((2, 64, 7, 7), 1, 32),
     ((3, 10, 8, 8), 1, 5), ((2, 11, 12, 18), 1, 11), ((9, 24), -1, 3), ((70, 7), -1, 7),
     ((3, 2, 2, 48), -1, 3), ((3, 5, 48), -1, 2),
     ((2, 40, 8, 8), 1, 2),
@@ -175,20 +176,31 @@ def assert_statistics(x: Any, axis: int, groups: int) -> None:
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=2e-6 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("values", ["far from 0", "squares overflow"])
+@pytest.mark.parametrize("values", ["far from 0", "squares overflow", "few are far off"])
 @pytest.mark.parametrize(
     ("shape", "axis", "groups"),
     [((2, 300, 120), -1, 3), ((3, 1400, 24), -1, 2), ((1, 200, 3000), -1, 1), ((2, 12, 5000), 1, 3),
-     ((2, 12, 200), 1, 12), ((3, 40, 24), -1, 2), ((3, 41, 20), -1, 4)],
+     ((2, 12, 20000), 1, 2), ((2, 12, 200), 1, 12), ((3, 40, 24), -1, 2), ((3, 41, 20), -1, 4)],
     ids=str,
 )  # fmt: skip
 def test_hard_statistics(platform, shape, axis, groups, values, rng):
     """Groups of several parts, with channels last also of parts of rows.
 
-    The last three have small groups: on a GPU, other kernels take them.
+    On a GPU, other kernels take the small groups of the last three. Clusters of eight blocks take
+    the groups of 20000 positions. The kernels add up distances from few elements of a group, or of
+    a block's part.
     """
     x = rng.standard_normal(shape).astype(np.float32)
-    x = x + 1e3 if values == "far from 0" else x * np.float32(1.3e19)
+    if values == "far from 0":
+        x += 1e3
+    elif values == "squares overflow":
+        x *= np.float32(1.3e19)
+    else:
+        parts = np.moveaxis(x, axis, 1).reshape(shape[0], groups, -1)
+        parts[..., 0] = 1e3
+        parts[..., parts.shape[-1] * 5 // 8] = 1e3  # the first of a block
+        channels = parts.reshape(np.moveaxis(x, axis, 1).shape)
+        x = np.ascontiguousarray(np.moveaxis(channels, 1, axis))
     assert_statistics(jax.device_put(x, jax.devices(platform)[0]), axis, groups)
 
 

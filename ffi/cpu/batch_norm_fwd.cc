@@ -127,13 +127,17 @@ void ColumnMoments(const T* x, std::int64_t rows, std::int64_t width, std::int64
       for (auto& sum : sums) std::fill_n(sum, n, A{0});
       AddRows(count, n, Differences(first, width, shifts, rests), sums);
       if (again) break;
+      // Neither side overflows unless the sum of squares has overflowed.
+      const auto is_far = [&](std::int64_t i) {
+        return !(sums[0][i] * (sums[0][i] * far_factor) <= sums[1][i]);
+      };
       int far = 0;
-      for (std::int64_t i = 0; i < n; ++i) {
-        // Neither side overflows unless the sum of squares has overflowed.
-        far |= sums[0][i] * (sums[0][i] * far_factor) <= sums[1][i] ? 0 : 1;
-      }
+      for (std::int64_t i = 0; i < n; ++i) far |= is_far(i) ? 1 : 0;
       if (far == 0) break;
-      for (std::int64_t i = 0; i < n; ++i) set_guess(i, guess(i) + sums[0][i] / terms);
+      // Other channels keep their guesses: results do not depend on other channels.
+      for (std::int64_t i = 0; i < n; ++i) {
+        if (is_far(i)) set_guess(i, guess(i) + sums[0][i] / terms);
+      }
     }
     double of_means[kSumColumns<T>], of_squares[kSumColumns<T>];
     for (std::int64_t i = 0; i < n; ++i) {
@@ -293,15 +297,19 @@ class BundleMoments {
       for (const bool again : {false, true}) {
         for (auto& sum : sums) std::fill_n(sum, n, A{0});
         AddRows(count, n, Differences(first, width, shifts, rests), sums);
+        // Neither side overflows unless the sum of squares has overflowed.
+        const auto is_far = [&](std::int64_t v) {
+          return !(totals[0][v] * (totals[0][v] * far_factor) <= totals[1][v]);
+        };
         bool far = false;
         for_bundles([&](std::int64_t i, std::int64_t v, std::size_t) {
           for (int s = 0; s < 2; ++s) totals[s][v] = PairwiseSum(sums[s] + i, bundle_);
-          // Neither side overflows unless the sum of squares has overflowed.
-          far |= !(totals[0][v] * (totals[0][v] * far_factor) <= totals[1][v]);
+          far |= is_far(v);
         });
         if (again || !far) break;
+        // Other bundles keep their guesses: results do not depend on other bundles.
         for_bundles([&](std::int64_t i, std::int64_t v, std::size_t) {
-          set_guess(i, guess(i) + totals[0][v] / terms);
+          if (is_far(v)) set_guess(i, guess(i) + totals[0][v] / terms);
         });
       }
       for_bundles([&](std::int64_t i, std::int64_t v, std::size_t b) {

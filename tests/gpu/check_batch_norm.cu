@@ -343,6 +343,12 @@ int RunAll(const ChannelDevice& device) {
   run({3, 2, 10, 777}, {.scale = false, .partial_rows = 9, .bundle = 5, .silu = true});
   run({2, 3, 64, 49}, {.shared = true, .bundle = 2, .silu = true});
   run({2, 33, 6, 5}, {.shared = true, .shift = 1, .bundle = 3, .silu = true});
+  // Clusters: blocks share channels, a channel has all blocks, vectors have two channels.
+  run({2, 1, 6, 40960 / sizeof(T)}, {.bundle = 3, .silu = true});
+  run({2, 1, 6, 40960 / sizeof(T)}, {.relu = true, .has_y = false, .shared = true, .bundle = 3});
+  run({1, 1, 3, 122880 / sizeof(T)}, {.residual = true});
+  run({1, 1, 3, 122880 / sizeof(T)}, {.in_place = true});
+  run({2, 1, 16, 15361}, {.shared = true, .bundle = 8, .silu = true});
   // The arrays do not fit in the shared memory of all blocks.
   run({1, 40000, 256 / sizeof(T), 1}, {.relu = true, .residual = true});
   return calls;

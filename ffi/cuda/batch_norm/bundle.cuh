@@ -23,36 +23,85 @@ ffi::Error BundlesBwd(cudaStream_t stream, const BatchNormBwdArgs& args, const B
 
 namespace {
 
-// --- A block has a bundle ------------------------------------------------------------------------
+// --- A block or a cluster has a bundle -----------------------------------------------------------
 
-// A block's shared memory and place. kHeld: how many arrays stay in shared memory.
-template <typename T, int W, int kHeld>
+// A block's shared memory and place. kArrays: how many arrays it holds. kCluster: several blocks
+// have the bundle. Vectors are counted in the bundle.
+template <typename T, int W, int kArrays, bool kCluster>
 struct BundleBlock {
   using A = Accum<T>;
 
   const BundlePieces& cut;
   char* const shared;
+  std::int64_t item, group;
+  std::int64_t number, first_channel;  // of the bundle, in its group
+  std::int64_t start;                  // the index in x of its first element
+  int rank;                            // of this block in the cluster
+  int first, end;                      // this block's pieces
+  bool exists;
 
-  // Its arrays, the numbers of channels [numbers][bundle], backward the sums of pieces [pieces][2],
-  // and room for sums over warps.
-  __device__ __forceinline__ T* Array(int i) const {
-    return reinterpret_cast<T*>(shared + i * cut.array_bytes);
+  __device__ __forceinline__ BundleBlock(const ChannelShape& shape, const BundlePieces& cut,
+                                         char* shared)
+      : cut(cut), shared(shared) {
+    const std::int64_t of_group = shape.outer.features / cut.bundle;
+    item = kCluster ? ItemOfBlock() >> cut.block_bits : ItemOfBlock();
+    rank = kCluster ? ClusterRank() : 0;
+    group = item / of_group, number = item % of_group, first_channel = number * cut.bundle;
+    start = item * cut.bundle * shape.inner;
+    first = kCluster ? FirstPiece(rank) : 0, end = kCluster ? FirstPiece(rank + 1) : cut.pieces();
+    exists = item < shape.outer.groups * of_group;
   }
-  __device__ __forceinline__ A* Numbers() const { return reinterpret_cast<A*>(Array(kHeld)); }
-  __device__ __forceinline__ double* Sums() const {
-    return reinterpret_cast<double*>(shared + kHeld * cut.array_bytes + cut.numbers_bytes);
+  __device__ __forceinline__ int FirstPiece(int of_rank) const {
+    return min(of_rank * cut.block_pieces, cut.pieces());
+  }
+  __device__ __forceinline__ int FirstVector(int piece) const {
+    return piece / cut.channel_pieces * cut.channel_vectors +
+           piece % cut.channel_pieces * cut.piece_vectors;
+  }
+  // The elements of a block of the cluster.
+  __device__ __forceinline__ int Elements(int of_rank) const {
+    return (FirstVector(FirstPiece(of_rank + 1)) - FirstVector(FirstPiece(of_rank))) * W;
+  }
+  // After the last channel that has pieces before this one.
+  __device__ __forceinline__ int EndChannel(int piece) const {
+    return (piece + cut.channel_pieces - 1) / cut.channel_pieces;
+  }
+
+  // Shared memory has the block's part of the arrays, the numbers of channels [numbers][bundle],
+  // and pairs of sums: of warps, backward of pieces, in a cluster what other blocks read [2] and
+  // backward of channels.
+  __device__ __forceinline__ T* At(int array, int vector) const {
+    const int own = kCluster ? vector - FirstVector(first) : vector;
+    return reinterpret_cast<T*>(shared + array * cut.array_bytes) + own * W;
+  }
+  __device__ __forceinline__ A* Numbers() const {
+    return reinterpret_cast<A*>(shared + kArrays * cut.array_bytes);
+  }
+  __device__ __forceinline__ double* Pair(int i) const {
+    return reinterpret_cast<double*>(shared + kArrays * cut.array_bytes + cut.numbers_bytes) +
+           2 * i;
+  }
+  __device__ __forceinline__ double* SumsOfPiece(int piece) const {
+    return Pair(kBundleWarps + piece - first);
+  }
+  // Up to four numbers that the other blocks read.
+  __device__ __forceinline__ double* Shown() const { return Pair(kBundleWarps + cut.sum_pieces); }
+  // Where a block of that rank has its sums of a channel. InBlock finds them in that block.
+  __device__ __forceinline__ double* SumsOfChannel(int of_rank, int channel) const {
+    const int own = channel - FirstPiece(of_rank) / cut.channel_pieces;
+    return Pair(kBundleWarps + cut.sum_pieces + 2 + own);
   }
 
   __device__ __forceinline__ LaneRun run() const { return {1 << cut.lane_bits}; }
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
 
-  // The pieces [first, end) of all, for this run: calls fn(vector, channel) for this lane's
-  // vectors, and end_piece(piece, channel) after each piece.
-  __device__ __forceinline__ void ForVectors(int first, int end, const auto& fn,
+  // The block's pieces from `from` to `to`, for this run: calls fn(vector, channel) for this lane's
+  // vectors, and end_piece(piece) after each piece.
+  __device__ __forceinline__ void ForVectors(int from, int to, const auto& fn,
                                              const auto& end_piece) const {
     const int own = static_cast<int>(threadIdx.x) >> cut.lane_bits;
-    for (int piece = first + own; piece < end; piece += cut.runs) {
+    for (int piece = from + own; piece < to; piece += cut.runs) {
       const int channel = piece / cut.channel_pieces;
       const int start = piece % cut.channel_pieces * cut.piece_vectors;
       const int stop = min(start + cut.piece_vectors, cut.channel_vectors);
@@ -60,64 +109,87 @@ struct BundleBlock {
       for (int i = start + run().lane(); i < stop; i += kWarp) {
         fn(channel * cut.channel_vectors + i, channel);
       }
-      end_piece(piece, channel);
+      end_piece(piece);
     }
   }
   __device__ __forceinline__ void ForVectors(const auto& fn) const {
-    ForVectors(0, cut.pieces(), fn, [](int, int) {});
+    ForVectors(first, end, fn, [](int) {});
   }
-  // The first half of the pieces, in whole turns of the runs.
-  __device__ __forceinline__ int Half() const { return cut.pieces() / 2 / cut.runs * cut.runs; }
+  // Where the second half of the pieces starts. The first half has whole turns of the runs.
+  __device__ __forceinline__ int Half() const {
+    return first + (end - first) / 2 / cut.runs * cut.runs;
+  }
 
-  // Copies the bundle's parts of the held arrays to shared memory, in two halves. A thread copies
-  // the vectors that it works on. The other arrays go to the L2 cache.
-  template <int kArrays>
+  // Copies the block's part of the arrays to shared memory, in two halves. A thread copies the
+  // vectors that it works on.
   __device__ __forceinline__ void Load(const T* const (&from)[kArrays]) const {
-    static_assert(W > 1 || kArrays == kHeld);
     const auto copy = [&](int vector, int) {
 #pragma unroll
       for (int a = 0; a < kArrays; ++a) {
         if constexpr (W == 1) {
-          Array(a)[vector] = from[a][vector];
-        } else if (a < kHeld) {
-          CopyAsync(Array(a) + vector * W, from[a] + vector * W);
+          *At(a, vector) = from[a][vector];
         } else {
-          asm volatile("prefetch.global.L2 [%0];" ::"l"(from[a] + vector * W));
+          CopyAsync(At(a, vector), from[a] + vector * W);
         }
       }
     };
-    ForVectors(0, Half(), copy, [](int, int) {});
+    ForVectors(first, Half(), copy, [](int) {});
     CommitCopies();
-    ForVectors(Half(), cut.pieces(), copy, [](int, int) {});
+    ForVectors(Half(), end, copy, [](int) {});
     CommitCopies();
   }
   // ForVectors, each half when its copies are there.
   __device__ __forceinline__ void ForLoaded(const auto& fn, const auto& end_piece) const {
     WaitForCopies<1>();
-    ForVectors(0, Half(), fn, end_piece);
+    ForVectors(first, Half(), fn, end_piece);
     WaitForCopies<0>();
-    ForVectors(Half(), cut.pieces(), fn, end_piece);
+    ForVectors(Half(), end, fn, end_piece);
   }
 
-  // Replaces values by their sums over all threads, in a fixed order. `room` has 2 * kBundleWarps
-  // numbers.
+  // Replaces values by their sums over all threads of the block, in a fixed order.
   template <int kValues>
-  __device__ __forceinline__ void Sum(double* room, double (&values)[kValues]) const {
+  __device__ __forceinline__ void Sum(double (&values)[kValues]) const {
     static_assert(kValues <= 2);
     WarpSums<kWarp>(values);
-    __syncthreads();  // room has been read
+    __syncthreads();  // the sums of warps have been read
     if (lane() == 0) {
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) room[v * kBundleWarps + warp()] = values[v];
+      for (int v = 0; v < kValues; ++v) Pair(warp())[v] = values[v];
     }
-    __syncthreads();  // room is written
+    __syncthreads();  // the sums of warps are written
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-      values[v] = lane() < cut.warps ? room[v * kBundleWarps + lane()] : 0.0;
-    }
-    WarpSums<kBundleWarps>(values);
+    for (int v = 0; v < kValues; ++v) values[v] = lane() < cut.warps ? Pair(lane())[v] : 0.0;
+    SumLanes<kBundleWarps>(values);
+  }
+  // Replaces values, in all lanes, by their sums over the first kLanes lanes.
+  template <int kLanes, int kValues>
+  __device__ __forceinline__ static void SumLanes(double (&values)[kValues]) {
+    WarpSums<kLanes>(values);
 #pragma unroll
     for (int v = 0; v < kValues; ++v) values[v] = __shfl_sync(0xffffffffu, values[v], 0);
+  }
+  // Replaces this block's values by those of block number lane(), and by 0 in further lanes.
+  template <int kValues>
+  __device__ __forceinline__ void Exchange(double (&values)[kValues]) const {
+    static_assert(kValues <= 4);
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) Shown()[v] = values[v];
+    }
+    ClusterSync();  // what other blocks read is written
+    const int blocks = 1 << cut.block_bits;
+    const double* const there = InBlock(min(lane(), blocks - 1), Shown());
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) values[v] = lane() < blocks ? there[v] : 0.0;
+  }
+  // A block must not end while others read from it. This barrier has two steps: when this block has
+  // read from the others, and at its end. The first step does not wait for reads: what was read
+  // must have been used before.
+  __device__ __forceinline__ void HasRead() const {
+    if constexpr (kCluster) ClusterArrive();
+  }
+  __device__ __forceinline__ void WaitForReaders() const {
+    if constexpr (kCluster) ClusterWait();
   }
 };
 
@@ -150,9 +222,9 @@ struct SmallBundle {
 
 // --- A block has a panel -------------------------------------------------------------------------
 
-// A block's shared memory and place. kHeld: the arrays. kSums: the sum columns of a vector, 1 or W.
-// Columns and bundles are counted in the panel.
-template <typename T, int W, int kHeld, int kSums>
+// A block's shared memory and place. kArrays: how many arrays it holds. kSums: the sum columns of a
+// vector, 1 or W. Columns and bundles are counted in the panel.
+template <typename T, int W, int kArrays, int kSums>
 struct Panel {
   using A = Accum<T>;
 
@@ -208,14 +280,14 @@ struct Panel {
   // A number of a bundle of the panel.
   __device__ __forceinline__ A& Number(int which, int bundle) const {
     return reinterpret_cast<A*>(
-        Array(kHeld))[(which * W + bundle % W) * cut.number_pitch + bundle / W];
+        Array(kArrays))[(which * W + bundle % W) * cut.number_pitch + bundle / W];
   }
   // What the threads that start in a row have added up for a sum column.
   template <int kValues>
   __device__ __forceinline__ A& Sum(int first_row, int value, int sum_column) const {
     static_assert(kValues <= kPanelSums);
     const int place = ((first_row * kValues + value) * kSums + sum_column % kSums) * cut.sum_pitch;
-    return reinterpret_cast<A*>(shared + kHeld * cut.array_bytes +
+    return reinterpret_cast<A*>(shared + kArrays * cut.array_bytes +
                                 cut.numbers_bytes)[place + sum_column / kSums];
   }
 
@@ -228,10 +300,10 @@ struct Panel {
     }
   }
   // Copies the panel to shared memory. A thread copies the vectors that it works on.
-  __device__ __forceinline__ void Load(const T* const (&from)[kHeld]) const {
+  __device__ __forceinline__ void Load(const T* const (&from)[kArrays]) const {
     ForVectors([&](int i, std::int64_t at) {
 #pragma unroll
-      for (int a = 0; a < kHeld; ++a) {
+      for (int a = 0; a < kArrays; ++a) {
         if constexpr (W == 1) {
           Array(a)[i] = from[a][at];
         } else {
@@ -288,18 +360,18 @@ struct Panel {
 
 // --- Launches ------------------------------------------------------------------------------------
 
-// Launches kernel(args, cut) with a block for each of `items`.
+// Launches kernel(args, cut) with a block or a cluster for each of `items`.
 template <typename Args, typename Layout>
 ffi::Error LaunchBlocks(const char* op, void (*kernel)(Args, Layout), cudaStream_t stream,
-                        const Layout& cut, std::int64_t items, const Args& args) {
+                        const Layout& cut, std::int64_t items, int cluster, const Args& args) {
   const cudaError_t status = AllowSharedMemory(reinterpret_cast<const void*>(kernel));
   if (status != cudaSuccess) return ToError(op, status);
-  kernel<<<BlockPerItem(items), kWarp * cut.warps, static_cast<std::size_t>(cut.shared_bytes),
-           stream>>>(args, cut);
-  return LastError(op);
+  const Launch launch(stream, BlockPerItem(items * cluster), dim3(kWarp * cut.warps),
+                      cut.shared_bytes, cluster);
+  return ToError(op, cudaLaunchKernelEx(&launch.config, kernel, args, cut));
 }
 
-// The kernels for a plan: of blocks, of runs, of panels.
+// The kernels for a plan: of blocks or clusters, of runs, of panels.
 template <typename Args>
 struct BundleKernels {
   void (*block)(Args, BundlePieces);
@@ -311,7 +383,8 @@ struct BundleKernels {
     const std::int64_t groups = args.shape.outer.groups, channels = args.shape.outer.features;
     const std::int64_t bundles = groups * (channels / args.bundle);
     if (plan.panel.channels > 0) {
-      return LaunchBlocks(op, panel, stream, plan.panel, plan.panel.Panels(groups, channels), args);
+      const std::int64_t panels = plan.panel.Panels(groups, channels);
+      return LaunchBlocks(op, panel, stream, plan.panel, panels, 1, args);
     }
     if (plan.small.vectors > 0) {
       const std::int64_t blocks =
@@ -319,7 +392,7 @@ struct BundleKernels {
       small<<<BlockPerItem(blocks), kSmallThreads, 0, stream>>>(args, plan.small);
       return LastError(op);
     }
-    return LaunchBlocks(op, block, stream, plan.block, bundles, args);
+    return LaunchBlocks(op, block, stream, plan.block, bundles, 1 << plan.block.block_bits, args);
   }
 };
 

@@ -1,6 +1,6 @@
 // Batch norm and group norm backward, CUDA, with one pass over the arrays: a block has a bundle or
-// a panel, or a few lanes have a small bundle. Sums are of dz and dz * x_hat. Traffic: dy and x are
-// read, dy twice if only x is held. dx and dresidual are written. One of them may be dy's buffer:
+// a panel, a cluster has a bundle, or a few lanes have a small bundle. Sums are of dz and dz *
+// x_hat. Traffic: dy and x are read, dx and dresidual are written. One of them may be dy's buffer:
 // the thread that writes an element has read it.
 #include <cstdint>
 
@@ -99,27 +99,42 @@ __device__ __forceinline__ void StoreGradients(const BatchNormBwdArgs& args, std
   StoreLast(static_cast<T*>(args.dx), start, Narrow<T>(x));
 }
 
-// A block has a bundle: the sums of its channels, then dx.
-template <typename T, int W, Mask kMask, int kHeld>
+// Stores the gradients of the parameters of a cluster's channels. The block that has a channel's
+// first piece stores them.
+template <typename A>
+__device__ __forceinline__ void EndChannelsOfCluster(const BatchNormBwdArgs& args,
+                                                     const auto& block, const A* scales,
+                                                     const BundleNumbers<A>& numbers) {
+  const BundlePieces& cut = block.cut;
+  for (int c = block.EndChannel(block.first) + static_cast<int>(threadIdx.x);
+       c < block.EndChannel(block.end); c += static_cast<int>(blockDim.x)) {
+    double sums[2] = {};
+    for (int r = block.rank; block.FirstPiece(r) < (c + 1) * cut.channel_pieces; ++r) {
+      const double* const of_block = InBlock(r, block.SumsOfChannel(r, c));
+      sums[0] += of_block[0], sums[1] += of_block[1];
+    }
+    numbers.EndChannel(args, true, block.item * cut.bundle + c, scales[c], sums);
+  }
+}
+
+// A block or a cluster has a bundle: the sums of its channels, then dx.
+template <typename T, int W, Mask kMask, bool kCluster>
 __global__ void __launch_bounds__(kBundleWarps* kWarp)
     BundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
                     const __grid_constant__ BundlePieces cut) {
   using A = Accum<T>;
   extern __shared__ __align__(128) char shared[];
-  const BundleBlock<T, W, kHeld> block{cut, shared};
-  const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
-  const std::int64_t of_group = channels / cut.bundle;
-  if (item >= args.shape.outer.groups * of_group) return;
-  const std::int64_t group = item / of_group, first_channel = item % of_group * cut.bundle;
-  const std::int64_t start = item * cut.bundle * args.shape.inner;
-  const T* const dy = static_cast<const T*>(args.dy) + start;
-  block.Load({static_cast<const T*>(args.x) + start, dy});
-  BundleNumbers<A> numbers[1] = {{args, group, item % of_group}};
+  const BundleBlock<T, W, 2, kCluster> block{args.shape, cut, shared};
+  if (!block.exists) return;
+  block.Load(
+      {static_cast<const T*>(args.x) + block.start, static_cast<const T*>(args.dy) + block.start});
+  BundleNumbers<A> numbers[1] = {{args, block.group, block.number}};
   A* const scales = block.Numbers();
   A* const offsets = scales + cut.bundle;
   for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
-    scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
-    offsets[c] = numbers[0].Offset(scales[c], ParamAt<A>(args.bias, group, first_channel + c, 0));
+    const std::int64_t channel = block.first_channel + c;
+    scales[c] = ParamAt<A>(args.scale, block.group, channel, 1);
+    offsets[c] = numbers[0].Offset(scales[c], ParamAt<A>(args.bias, block.group, channel, 0));
   }
   __syncthreads();  // scales and offsets are written
 
@@ -127,13 +142,10 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
     A offset[W];
 #pragma unroll
     for (int j = 0; j < W; ++j) scale[j] = scales[channel], offset[j] = offsets[channel];
-    Widen(LoadPlain<W>(block.Array(0) + vector * W), x);
-    Widen(
-        kHeld > 1 ? LoadPlain<W>(block.Array(1) + vector * W) : LoadVectorOnce<W>(dy + vector * W),
-        dz);
+    Widen(LoadPlain<W>(block.At(0, vector)), x);
+    Widen(LoadPlain<W>(block.At(1, vector)), dz);
     ToTerms<kMask, T>(numbers, scale, offset, x, dz);
   };
-  double* const of_pieces = block.Sums();
   A dz_sum = 0, x_hat_sum = 0;
   block.ForLoaded(
       [&](int vector, int channel) {
@@ -142,33 +154,52 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
 #pragma unroll
         for (int j = 0; j < W; ++j) dz_sum += dz[j], x_hat_sum += dz[j] * x[j];
       },
-      [&](int piece, int) {
+      [&](int piece) {
         double sums[2] = {static_cast<double>(dz_sum), static_cast<double>(x_hat_sum)};
         block.run().Sums(sums);
         if (block.run().lane() == 0) {
-          of_pieces[2 * piece] = sums[0], of_pieces[2 * piece + 1] = sums[1];
+          block.SumsOfPiece(piece)[0] = sums[0], block.SumsOfPiece(piece)[1] = sums[1];
         }
         dz_sum = x_hat_sum = 0;
       });
   __syncthreads();  // the sums of pieces are written
+  const LaneRun of_channel{1 << cut.sum_bits};
+  const int end_channel = block.EndChannel(block.end);
   double totals[2] = {};
-  for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
+  for (int c = block.first / cut.channel_pieces + (static_cast<int>(threadIdx.x) >> cut.sum_bits);
+       c < end_channel; c += static_cast<int>(blockDim.x) >> cut.sum_bits) {
     double sums[2] = {};
-    for (int p = c * cut.channel_pieces; p < (c + 1) * cut.channel_pieces; ++p) {
-      sums[0] += of_pieces[2 * p], sums[1] += of_pieces[2 * p + 1];
+    const int end = min((c + 1) * cut.channel_pieces, block.end);
+    for (int p = max(c * cut.channel_pieces, block.first) + of_channel.lane(); p < end;
+         p += of_channel.lanes) {
+      sums[0] += block.SumsOfPiece(p)[0], sums[1] += block.SumsOfPiece(p)[1];
     }
-    numbers[0].EndChannel(args, true, group * channels + first_channel + c, scales[c], sums);
+    of_channel.Sums(sums);
+    if (of_channel.lane() > 0) continue;
+    if constexpr (kCluster) {
+      double* const own = block.SumsOfChannel(block.rank, c);
+      own[0] = sums[0], own[1] = sums[1];
+    }
+    numbers[0].EndChannel(args, !kCluster, block.item * cut.bundle + c, scales[c], sums);
     totals[0] += sums[0], totals[1] += sums[1];
   }
-  block.Sum(of_pieces + 2 * cut.pieces(), totals);
-  numbers[0].EndBundle(args, threadIdx.x == 0, item, cut.per_element, totals);
+  block.Sum(totals);
+  if constexpr (kCluster) {
+    block.Exchange(totals);
+    block.template SumLanes<1 << kClusterBits>(totals);
+    EndChannelsOfCluster(args, block, scales, numbers[0]);
+  }
+  block.HasRead();
+  numbers[0].EndBundle(args, block.rank == 0 && threadIdx.x == 0, block.item, cut.per_element,
+                       totals);
 
-  if (args.dx == nullptr) return;
-  block.ForVectors([&](int vector, int channel) {
+  const auto store_dx = [&](int vector, int channel) {
     A scale[W], x[W], dz[W];
     load(vector, channel, scale, x, dz);
-    StoreGradients<T>(args, start + vector * W, numbers, scale, x, dz);
-  });
+    StoreGradients<T>(args, block.start + vector * W, numbers, scale, x, dz);
+  };
+  if (args.dx != nullptr) block.ForVectors(store_dx);
+  block.WaitForReaders();
 }
 
 // A few lanes of a warp have a small bundle. kElements: each element has its own channel. Otherwise
@@ -307,9 +338,9 @@ ffi::Error LaunchBackward(cudaStream_t stream, const BatchNormBwdArgs& args,
                           const BundlePlan& plan) {
   // With a W of 1, there is one kernel for both cases.
   const bool bundle = W == 1 || args.bundle % W == 0;
-  constexpr int kHeld = W == 1 ? 2 : 1;  // single elements are not read twice
   const BundleKernels<BatchNormBwdArgs> kernels{
-      plan.held == 1 ? BundleBwdKernel<T, W, kMask, kHeld> : BundleBwdKernel<T, W, kMask, 2>,
+      plan.block.block_bits == 0 ? BundleBwdKernel<T, W, kMask, false>
+                                 : BundleBwdKernel<T, W, kMask, W != 1>,
       args.bundle > 1 ? SmallBundleBwdKernel<T, W, kMask, true>
                       : SmallBundleBwdKernel<T, W, kMask, false>,
       bundle ? PanelBwdKernel<T, W, kMask, true> : PanelBwdKernel<T, W, kMask, W == 1>};

@@ -1,8 +1,8 @@
 // Batch norm and group norm forward, CUDA, with one pass over the arrays: a block has a bundle or a
-// panel, or a few lanes have a small bundle. Traffic: x and the residual are read, and y is
-// written.
+// panel, a cluster has a bundle, or a few lanes have a small bundle. Traffic: x and the residual
+// are read, and y is written.
 #include <cstdint>
-#include <type_traits>
+#include <limits>
 
 #include "cuda/batch_norm/bundle.cuh"
 #include "cuda/batch_norm/elements.cuh"
@@ -12,10 +12,13 @@
 namespace gradops {
 namespace {
 
-// An origin of distances: the value of an element, unless this is NaN or infinite.
+// An origin of distances, near the mean: the mean of at(0) to at(3), unless it is NaN or infinite.
+// Equal elements have exactly their value.
 template <typename A>
-__device__ __forceinline__ A OriginFrom(A value) {
-  return isfinite(value) ? value : A{0};
+__device__ __forceinline__ A OriginOf(const auto& at) {
+  const A first = at(0);
+  const A mean = first + ((at(1) - first) + (at(2) - first) + (at(3) - first)) / 4;
+  return isfinite(mean) ? mean : A{0};
 }
 
 // Adds the distance of a value from `center`, and its square. S: the type of the sums.
@@ -25,18 +28,57 @@ __device__ __forceinline__ void AddCentered(A value, A center, S& offset, S& squ
   offset += centered, square += centered * centered;
 }
 
-// Sets a bundle's statistics as SetStatistics does. sum_squares<S>(sums) adds up distances from
-// `center`, which is almost the mean, and their squares.
+// Of some elements: their mean is center + offset.
+template <typename A>
+struct Moments {
+  A center;
+  double offset, squares;  // the sum of squared distances from the mean
+
+  // From the sums of distances from `center`, and of their squares.
+  __device__ __forceinline__ Moments(A center, const double (&sums)[2], double per_element)
+      : center(center), offset(sums[0] * per_element), squares(sums[1] - sums[0] * offset) {}
+  __device__ __forceinline__ A Mean() const {
+    return static_cast<A>(static_cast<double>(center) + offset);
+  }
+};
+
+// Whether squares have lost digits: the center is far from the mean, or they overflow. NaN counts
+// as far.
+template <typename A>
+__device__ __forceinline__ bool LostDigits(const double (&sums)[2], const Moments<A>& of) {
+  constexpr double kFar = 2;  // in squared standard deviations
+  return !(sums[0] * of.offset <= kFar * of.squares) || Overflowed(of.squares);
+}
+
+// The moments of elements whose mean is almost `center`. sum_up<S>(center, sums) adds up distances
+// and their squares.
 template <typename T, typename A>
-__device__ __forceinline__ void SetBundleStatistics(const BatchNormFwdArgs& args, bool stores,
-                                                    std::int64_t item, A center, double per_element,
-                                                    const auto& sum_squares, A (&own)[3]) {
+__device__ __forceinline__ Moments<A> MomentsAbout(A center, double per_element,
+                                                   const auto& sum_up) {
   double sums[2];
-  sum_squares.template operator()<A>(sums);
-  if (NeedsSecondLook<T>(double2{sums[0], sums[1]})) sum_squares.template operator()<double>(sums);
-  const double offset = sums[0] * per_element;
-  const double variance = (sums[1] - sums[0] * offset) * per_element;
-  SetStatistics(args, stores, item, center, offset, variance < 0 ? 0.0 : variance, own);
+  sum_up.template operator()<A>(center, sums);
+  if (NeedsSecondLook<T>(double2{sums[0], sums[1]})) {
+    sum_up.template operator()<double>(center, sums);
+  }
+  return {center, sums, per_element};
+}
+// The same, from an origin that may be far from the mean.
+template <typename T, typename A>
+__device__ __forceinline__ Moments<A> MomentsOf(A origin, double per_element, const auto& sum_up) {
+  double sums[2];
+  sum_up.template operator()<A>(origin, sums);
+  const Moments<A> first{origin, sums, per_element};
+  if (!LostDigits(sums, first)) return first;
+  return MomentsAbout<T>(first.Mean(), per_element, sum_up);
+}
+
+// Sets a bundle's statistics as SetStatistics does.
+template <typename A>
+__device__ __forceinline__ void SetBundleStatistics(const BatchNormFwdArgs& args, bool stores,
+                                                    std::int64_t item, const Moments<A>& of,
+                                                    double per_element, A (&own)[3]) {
+  const double variance = of.squares * per_element;
+  SetStatistics(args, stores, item, of.center, of.offset, variance < 0 ? 0.0 : variance, own);
 }
 
 // Stores y of a vector. `start` is the index of its first element.
@@ -64,70 +106,77 @@ __device__ __forceinline__ void StoreY(const BatchNormFwdArgs& args, const A (&s
   StoreY<T>(args, numbers, start, values);
 }
 
-// A block has a bundle: statistics by two passes over shared memory, then y. kOneChannel: a vector
-// has no elements of two channels.
-template <typename T, int W, bool kOneChannel>
+// Chan's merge of the moments of a cluster's blocks, in a fixed order. Distances are from block 0's
+// mean, so that equal means stay as they are.
+template <typename A>
+__device__ __forceinline__ void MergeBlocks(const auto& block, Moments<A>& moments) {
+  double of[3] = {static_cast<double>(moments.center), moments.offset, moments.squares};
+  block.Exchange(of);  // lane r has block r's
+  const int blocks = 1 << block.cut.block_bits;
+  const double count = block.lane() < blocks ? block.Elements(block.lane()) : 0;
+  const double center = __shfl_sync(0xffffffffu, of[0], 0);
+  const double offset = __shfl_sync(0xffffffffu, of[1], 0);
+  const double distance = count > 0 ? (of[0] - center) + (of[1] - offset) : 0.0;
+  double mean[1] = {count * block.cut.per_element * distance};
+  block.template SumLanes<1 << kClusterBits>(mean);
+  const double from_mean = distance - mean[0];
+  double squares[1] = {of[2] + count * from_mean * from_mean};
+  block.template SumLanes<1 << kClusterBits>(squares);
+  moments.center = static_cast<A>(center), moments.offset = offset + mean[0];
+  moments.squares = squares[0];
+}
+
+// A block or a cluster has a bundle: statistics, then y. kOneChannel: a vector has no elements of
+// two channels.
+template <typename T, int W, bool kOneChannel, bool kCluster>
 __global__ void __launch_bounds__(kBundleWarps* kWarp)
     BundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                     const __grid_constant__ BundlePieces cut) {
   using A = Accum<T>;
   extern __shared__ __align__(128) char shared[];
-  const BundleBlock<T, W, 1> block{cut, shared};
-  const std::int64_t item = ItemOfBlock(), channels = args.shape.outer.features;
-  const std::int64_t of_group = channels / cut.bundle;
-  if (item >= args.shape.outer.groups * of_group) return;
-  const std::int64_t group = item / of_group, first_channel = item % of_group * cut.bundle;
-  const std::int64_t start = item * cut.bundle * args.shape.inner;
-  const T* const x = static_cast<const T*>(args.x) + start;
+  const BundleBlock<T, W, 1, kCluster> block{args.shape, cut, shared};
+  if (!block.exists) return;
+  const T* const x = static_cast<const T*>(args.x) + block.start;
   block.Load({x});
   A* const scales = block.Numbers();
   A* const biases = scales + cut.bundle;
   for (int c = static_cast<int>(threadIdx.x); c < cut.bundle; c += static_cast<int>(blockDim.x)) {
-    scales[c] = ParamAt<A>(args.scale, group, first_channel + c, 1);
-    biases[c] = ParamAt<A>(args.bias, group, first_channel + c, 0);
+    scales[c] = ParamAt<A>(args.scale, block.group, block.first_channel + c, 1);
+    biases[c] = ParamAt<A>(args.bias, block.group, block.first_channel + c, 0);
   }
-  double* const room = block.Sums();
-  const A origin = OriginFrom(static_cast<A>(x[0]));
+  const T* const own_x = x + block.FirstVector(block.first) * W;
+  const int elements = block.Elements(block.rank);
+  const A origin = OriginOf<A>([&](int i) { return static_cast<A>(own_x[i * (elements / 4)]); });
+  const double per_element = kCluster ? 1 / static_cast<double>(elements) : cut.per_element;
   const auto load = [&](int vector, A(&values)[W]) {
-    Widen(LoadPlain<W>(block.Array(0) + vector * W), values);
+    Widen(LoadPlain<W>(block.At(0, vector)), values);
   };
 
-  A distance = 0;
-  double of_first[1] = {};
-  block.ForLoaded(
-      [&](int vector, int) {
-        A values[W];
-        load(vector, values);
-#pragma unroll
-        for (int j = 0; j < W; ++j) distance += values[j] - origin;
-      },
-      [&](int, int) { of_first[0] += static_cast<double>(distance), distance = 0; });
-  block.Sum(room, of_first);
-  const A center = static_cast<A>(static_cast<double>(origin) + of_first[0] * cut.per_element);
-
-  const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
+  const auto sum_up = [&]<typename S>(A center, double (&sums)[2]) {
     S offset = 0, square = 0;
     sums[0] = sums[1] = 0;
-    block.ForVectors(
-        0, cut.pieces(),
+    block.ForLoaded(
         [&](int vector, int) {
           A values[W];
           load(vector, values);
 #pragma unroll
           for (int j = 0; j < W; ++j) AddCentered<S>(values[j], center, offset, square);
         },
-        [&](int, int) {
+        [&](int) {
           sums[0] += static_cast<double>(offset), sums[1] += static_cast<double>(square);
           offset = square = 0;
         });
-    block.Sum(room, sums);
+    block.Sum(sums);
   };
+  Moments<A> moments = MomentsOf<T>(origin, per_element, sum_up);
+  if constexpr (kCluster) MergeBlocks(block, moments);
+  block.HasRead();
   A own[3];
-  SetBundleStatistics<T>(args, threadIdx.x == 0, item, center, cut.per_element, sum_squares, own);
+  const bool stores = block.rank == 0 && threadIdx.x == 0;
+  SetBundleStatistics(args, stores, block.item, moments, cut.per_element, own);
 
-  if (args.y == nullptr) return;
   const int inner = static_cast<int>(args.shape.inner);
-  block.ForVectors([&](int vector, int channel) {
+  const auto store_y = [&](int vector, int channel) {
     A values[W];
     load(vector, values);
     A scale[W], bias[W];
@@ -136,8 +185,10 @@ __global__ void __launch_bounds__(kBundleWarps* kWarp)
       const int of_bundle = kOneChannel ? channel : (vector * W + j) / inner;
       scale[j] = scales[of_bundle], bias[j] = biases[of_bundle];
     }
-    StoreY<T>(args, scale, bias, own, start + vector * W, values);
-  });
+    StoreY<T>(args, scale, bias, own, block.start + vector * W, values);
+  };
+  if (args.y != nullptr) block.ForVectors(store_y);
+  block.WaitForReaders();
 }
 
 // A few lanes of a warp have a small bundle.
@@ -153,7 +204,8 @@ __global__ void __launch_bounds__(kSmallThreads, kOneChannel ? 5 : 4)
   A values[SmallVectors(W)][W];
   of.ForVectors([&](int v, int i) { Widen(LoadVectorOnce<W>(x + i), values[v]); });
 
-  const A origin = OriginFrom(static_cast<A>(x[0]));
+  // Squares are of distances from the mean. In registers, that takes little time.
+  const A first = static_cast<A>(x[0]), origin = isfinite(first) ? first : A{0};
   A distance = 0;
   of.ForVectors([&](int v, int) {
 #pragma unroll
@@ -162,18 +214,19 @@ __global__ void __launch_bounds__(kSmallThreads, kOneChannel ? 5 : 4)
   double sum[1] = {static_cast<double>(distance)};
   of.run.Sums(sum);
   const A center = static_cast<A>(static_cast<double>(origin) + sum[0] * cut.per_element);
-  const auto sum_squares = [&]<typename S>(double (&sums)[2]) {
+  const auto sum_up = [&]<typename S>(A about, double (&sums)[2]) {
     S offset = 0, square = 0;
     of.ForVectors([&](int v, int) {
 #pragma unroll
-      for (int j = 0; j < W; ++j) AddCentered<S>(values[v][j], center, offset, square);
+      for (int j = 0; j < W; ++j) AddCentered<S>(values[v][j], about, offset, square);
     });
     sums[0] = static_cast<double>(offset), sums[1] = static_cast<double>(square);
     of.run.Sums(sums);
   };
   A own[3];
   const bool stores = of.run.lane() == 0;
-  SetBundleStatistics<T>(args, stores, of.item, center, cut.per_element, sum_squares, own);
+  SetBundleStatistics(args, stores, of.item, MomentsAbout<T>(center, cut.per_element, sum_up),
+                      cut.per_element, own);
 
   if (args.y == nullptr) return;
   const std::int64_t group = of.item / of_group;
@@ -197,14 +250,13 @@ __global__ void __launch_bounds__(kSmallThreads, kOneChannel ? 5 : 4)
   });
 }
 
-// A block has a panel: statistics by two passes over shared memory, then y. kOneBundle: a vector
-// has no elements of two bundles.
+// A block has a panel: statistics, then y. kOneBundle: a vector has no elements of two bundles.
 template <typename T, int W, bool kOneBundle>
 __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
     PanelFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                    const __grid_constant__ PanelLayout cut) {
   using A = Accum<T>;
-  enum { kCenter, kMeanOf, kRstdOf, kDeltaOf, kNumbers };  // of a bundle
+  enum { kMeanOf, kRstdOf, kDeltaOf, kCenter, kNumbers };  // of a bundle
   static_assert(kNumbers <= kPanelNumbers);
   constexpr int kBundles = kOneBundle ? 1 : W;
   extern __shared__ __align__(128) char shared[];
@@ -213,77 +265,84 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
   const T* const x = static_cast<const T*>(args.x);
   panel.Load({x});
   const auto origin_of = [&](int bundle) {
-    return OriginFrom(static_cast<A>(x[panel.At(bundle * cut.bundle)]));
+    const std::int64_t at = panel.At(bundle * cut.bundle);
+    return OriginOf<A>([&](int i) {
+      return static_cast<A>(x[at + i * cut.rows / 4 * panel.channels + i * cut.bundle / 4]);
+    });
   };
   const auto load = [&](int i, A(&values)[W]) { Widen(LoadPlain<W>(panel.Array(0) + i), values); };
   const auto unchanged = [](bool, int, const auto&) {};
 
-  A centers[kBundles], of_first[1][kBundles] = {};
+  A centers[kBundles];
+  const auto sum_up = [&] {
+    A sums[2][kBundles] = {};
+    panel.ForVectors([&](int i, std::int64_t) {
+      A values[W];
+      load(i, values);
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        AddCentered<A>(values[j], centers[j % kBundles], sums[0][j % kBundles],
+                       sums[1][j % kBundles]);
+      }
+    });
+    panel.Put(sums);
+  };
+  const bool stores = panel.run().lane() == 0;
+  const auto set_statistics = [&](int bundle, const Moments<A>& moments) {
+    A own[3];
+    SetBundleStatistics(args, stores, panel.Item(bundle), moments, cut.per_element, own);
+#pragma unroll
+    for (int v = 0; v < 3; ++v) {
+      if (stores) panel.Number(kMeanOf + v, bundle) = own[v];
+    }
+  };
 #pragma unroll
   for (int j = 0; j < kBundles; ++j) centers[j] = origin_of(panel.BundleOf(j));
   WaitForCopies<0>();
-  panel.ForVectors([&](int i, std::int64_t) {
-    A values[W];
-    load(i, values);
-#pragma unroll
-    for (int j = 0; j < W; ++j) of_first[0][j % kBundles] += values[j] - centers[j % kBundles];
-  });
-  panel.Put(of_first);
-  __syncthreads();  // sums are written
-  panel.ForBundles([&](int bundle) {
-    double sum[1];
-    panel.AddUp(bundle, sum, unchanged);
-    if (panel.run().lane() > 0) return;
-    panel.Number(kCenter, bundle) =
-        static_cast<A>(static_cast<double>(origin_of(bundle)) + sum[0] * cut.per_element);
-  });
-  __syncthreads();  // centers are written, and sums have been read
-
-  A sums[2][kBundles] = {};
-#pragma unroll
-  for (int j = 0; j < kBundles; ++j) centers[j] = panel.Number(kCenter, panel.BundleOf(j));
-  panel.ForVectors([&](int i, std::int64_t) {
-    A values[W];
-    load(i, values);
-#pragma unroll
-    for (int j = 0; j < W; ++j) {
-      AddCentered<A>(values[j], centers[j % kBundles], sums[0][j % kBundles],
-                     sums[1][j % kBundles]);
-    }
-  });
-  panel.Put(sums);
+  sum_up();
   A scale[W], bias[W];
   const std::int64_t group = panel.GroupOf(panel.column), channel = panel.ChannelOf(panel.column);
   LoadParam(args.scale, group, channel, A{1}, scale);
   LoadParam(args.bias, group, channel, A{0}, bias);
   __syncthreads();  // sums are written
+  bool again = false;
   panel.ForBundles([&](int bundle) {
-    const A center = panel.Number(kCenter, bundle);
-    const auto sum_squares = [&]<typename S>(double (&totals)[2]) {
-      if constexpr (std::is_same_v<S, A>) {
-        panel.AddUp(bundle, totals, unchanged);
-      } else {  // again, from the elements
-        totals[0] = totals[1] = 0;
+    double sums[2];
+    panel.AddUp(bundle, sums, unchanged);
+    const Moments<A> moments{origin_of(bundle), sums, cut.per_element};
+    const bool lost = LostDigits(sums, moments);
+    set_statistics(bundle, moments);
+    again |= lost;
+    // The center of a second pass over shared memory. NaN: there is none, or the mean is NaN.
+    if (stores) {
+      panel.Number(kCenter, bundle) = lost ? moments.Mean() : std::numeric_limits<A>::quiet_NaN();
+    }
+  });
+  if (__syncthreads_or(again)) {  // statistics are written, and sums have been read
+#pragma unroll
+    for (int j = 0; j < kBundles; ++j) centers[j] = panel.Number(kCenter, panel.BundleOf(j));
+    sum_up();
+    __syncthreads();  // sums are written
+    panel.ForBundles([&](int bundle) {
+      const A center = panel.Number(kCenter, bundle);
+      if (isnan(center)) return;
+      double sums[2];
+      panel.AddUp(bundle, sums, unchanged);
+      if (NeedsSecondLook<T>(double2{sums[0], sums[1]})) {  // from the elements
+        sums[0] = sums[1] = 0;
         for (int r = 0; r < cut.rows; ++r) {
           for (int i = panel.run().lane(); i < cut.bundle; i += panel.run().lanes) {
             const T value = panel.Array(0)[r * cut.channels + bundle * cut.bundle + i];
-            AddCentered<S>(static_cast<A>(value), center, totals[0], totals[1]);
+            AddCentered<double>(static_cast<A>(value), center, sums[0], sums[1]);
           }
         }
-        panel.run().Sums(totals);
+        panel.run().Sums(sums);
       }
-    };
-    A own[3];
-    const bool stores = panel.run().lane() == 0;
-    SetBundleStatistics<T>(args, stores, panel.Item(bundle), center, cut.per_element, sum_squares,
-                           own);
-#pragma unroll
-    for (int v = 0; v < 3; ++v) {
-      if (stores) panel.Number(kMeanOf + v, bundle) = own[v];
-    }
-  });
+      set_statistics(bundle, {center, sums, cut.per_element});
+    });
+    __syncthreads();  // statistics are written
+  }
   if (args.y == nullptr) return;
-  __syncthreads();  // statistics are written
 
   A affine[kAffine][W], column[kAffine];
 #pragma unroll
@@ -309,8 +368,13 @@ ffi::Error LaunchForward(cudaStream_t stream, const BatchNormFwdArgs& args,
   // With a W of 1, there is one kernel for both cases.
   const bool channel = W == 1 || args.shape.inner % W == 0;
   const bool bundle = W == 1 || args.bundle % W == 0;
+  const auto block = [&]<bool kCluster>() {
+    return channel ? BundleFwdKernel<T, W, true, kCluster>
+                   : BundleFwdKernel<T, W, W == 1, kCluster>;
+  };
   const BundleKernels<BatchNormFwdArgs> kernels{
-      channel ? BundleFwdKernel<T, W, true> : BundleFwdKernel<T, W, W == 1>,
+      plan.block.block_bits == 0 ? block.template operator()<false>()
+                                 : block.template operator()<W != 1>(),
       channel ? SmallBundleFwdKernel<T, W, true> : SmallBundleFwdKernel<T, W, W == 1>,
       bundle ? PanelFwdKernel<T, W, true> : PanelFwdKernel<T, W, W == 1>};
   return kernels.Launch(kForward, stream, plan, args);

@@ -13,32 +13,38 @@
 
 namespace gradops {
 
-// --- A block has a bundle ------------------------------------------------------------------------
+// --- A block or a cluster has a bundle -----------------------------------------------------------
 
 inline constexpr int kBundleWarps = 16;   // the most warps of a block
+inline constexpr int kClusterBits = 3;    // a cluster has at most 1 << kClusterBits blocks
 inline constexpr int kPieceVectors = 64;  // the most vectors of a piece
 
-// A block takes one bundle of a group, if x has one row: the bundle then lies in one stretch of
-// memory. If its arrays fit into shared memory, they are read once. If only x fits, dy is read
-// twice. A channel is cut into pieces, and each piece is the work of a run of lanes of one warp. A
-// piece has elements of one channel, and so has its sum. Runs are shorter than a warp if channels
-// are short. In this picture, a channel has 4 vectors, a piece has 2, and there are two runs:
+// A block or a cluster takes one bundle of a group, if x has one row: the bundle then lies in one
+// stretch of memory. The blocks keep it in shared memory, so it is read once. A channel is cut into
+// pieces, and each piece is the work of a run of lanes of one warp. A piece has elements of one
+// channel, and so has its sum. Runs are shorter than a warp if channels are short. In this picture,
+// a channel has 4 vectors, a piece has 2, there are two blocks, and a block has two runs:
 //
 //   channel         0           1           2
 //   vector     0  1  2  3  0  1  2  3  0  1  2  3
-//   run        0  0  1  1  0  0  1  1  0  0  1  1
+//   block      0  0  0  0  0  0  1  1  1  1  1  1
+//   run        0  0  1  1  0  0  0  0  1  1  0  0
 struct BundlePieces {
   int bundle;           // channels
   int channels;         // 1 if vectors may cross channels: the bundle then counts as one channel
   int channel_vectors;  // vectors of a channel
   int piece_vectors;    // vectors of a piece; the last piece of a channel may have fewer
   int channel_pieces;   // pieces of a channel
+  int block_bits;       // 1 << block_bits blocks take the bundle
+  int block_pieces;     // pieces of a block; the last block may have fewer
+  int sum_pieces;       // pieces whose sums are in shared memory: backward, the block's
   int lane_bits;        // a run has 1 << lane_bits lanes
-  int warps, runs;      // of a block; no warps: a block cannot take the bundle
-  int array_bytes;      // of a bundle of x
+  int sum_bits;         // 1 << sum_bits lanes add up the sums of a channel's pieces
+  int warps, runs;      // of a block; no warps: these blocks cannot take the bundle
+  int array_bytes;      // of a block's part of x
   int numbers_bytes;    // of the channels' numbers
-  int shared_bytes;
-  double per_element;  // 1 / elements of a bundle
+  int shared_bytes;     // of a block
+  double per_element;   // 1 / elements of a bundle
 
   constexpr int pieces() const { return channels * channel_pieces; }
 };
@@ -112,13 +118,17 @@ struct PanelLayout {
 struct BundlePlan {
   bool backward;
   int width;  // elements of a vector; 0: no kernel takes bundles in one pass
-  int held;   // arrays in a block's shared memory
   BundlePieces block;
   SmallLayout small;
   PanelLayout panel;
 };
 
 namespace bundle_choice {
+
+// The kernels of bundles use up to 64 registers: a multiprocessor runs 32 warps. With up to
+// kSmallBytes of shared memory, it runs four blocks of 8 warps. With more, blocks have 16 warps.
+// kMostBytes: the most of a block of a cluster. Larger bundles are faster in two passes.
+inline constexpr int kSmallBytes = 48 * 1024, kMostBytes = 75 * 1024;
 
 // The fewest lanes, as a power of two, with which each has at most `each` of the items.
 constexpr int LaneBits(std::int64_t items, int each) {
@@ -127,39 +137,64 @@ constexpr int LaneBits(std::int64_t items, int each) {
   return bits;
 }
 
-// `held` arrays stay in shared memory, and two numbers for each channel.
-constexpr BundlePieces CutBundle(const ChannelTask& task, int width, int held) {
-  constexpr int kNumbers = 2;
+// The bundle among 1 << block_bits blocks.
+constexpr BundlePieces CutBundle(const ChannelTask& task, int width, int block_bits) {
+  constexpr int kNumbers = 2;  // of each channel, in each block
   // Backward, each piece is in one channel. Forward, vectors may cross channels.
   const bool joined = !task.backward && task.inner % width != 0;
   const std::int64_t elements = task.bundle * task.inner, channels = joined ? 1 : task.bundle;
   if (task.rows != 1 || elements / channels % width != 0) return {};
   const std::int64_t vectors = elements / channels / width;  // of a channel
-  const std::int64_t bytes = RoundUp(elements * task.element_bytes, 16);
   const std::int64_t piece = std::min<std::int64_t>(vectors, kPieceVectors);
-  const std::int64_t pieces = CeilDiv(vectors, piece) * channels;
+  const std::int64_t of_channel = CeilDiv(vectors, piece), all_pieces = of_channel * channels;
+  const std::int64_t pieces = CeilDiv(all_pieces, std::int64_t{1} << block_bits);
+  if (pieces * ((1 << block_bits) - 1) >= all_pieces) return {};  // a block would have none
+  const std::int64_t block_elements = std::min(elements, pieces * piece * width);
+  const std::int64_t bytes = RoundUp(block_elements * task.element_bytes, 16);
   const std::int64_t of_numbers = RoundUp(task.bundle * kNumbers * task.accum_bytes, 16);
-  const std::int64_t all = held * bytes + of_numbers + (pieces * 2 + 2 * kBundleWarps) * 8;
+  // Sums in pairs, as BundleBlock has them.
+  const std::int64_t of_pieces = task.backward ? pieces : 0;
+  const std::int64_t of_cluster = 2 + (task.backward ? CeilDiv(pieces, of_channel) + 1 : 0);
+  const std::int64_t pairs = kBundleWarps + of_pieces + (block_bits > 0 ? of_cluster : 0);
+  const std::int64_t all = (task.backward ? 2 : 1) * bytes + of_numbers + pairs * 2 * 8;
   if (all > MaxChannelBytes(task.device.shared_bytes)) return {};
-  // The kernels use up to 64 registers: a multiprocessor runs 32 warps. With up to 48 KB, it runs
-  // four blocks.
-  const std::int64_t most_warps = all <= 48 * 1024 ? kBundleWarps / 2 : kBundleWarps;
+  const std::int64_t most_warps = all <= kSmallBytes ? kBundleWarps / 2 : kBundleWarps;
   constexpr std::int64_t kWarpVectors = 4 * kWarpThreads;
   const std::int64_t warps =
-      std::clamp<std::int64_t>(elements / width / kWarpVectors, 1, most_warps);
+      std::clamp<std::int64_t>(block_elements / width / kWarpVectors, 1, most_warps);
   const int lane_bits = LaneBits(std::min<std::int64_t>(vectors, kWarpThreads), 1);
   return {.bundle = static_cast<int>(task.bundle),
           .channels = static_cast<int>(channels),
           .channel_vectors = static_cast<int>(vectors),
           .piece_vectors = static_cast<int>(piece),
-          .channel_pieces = static_cast<int>(pieces / channels),
+          .channel_pieces = static_cast<int>(of_channel),
+          .block_bits = block_bits,
+          .block_pieces = static_cast<int>(pieces),
+          .sum_pieces = static_cast<int>(of_pieces),
           .lane_bits = lane_bits,
+          .sum_bits = LaneBits(std::min<std::int64_t>(of_channel, kWarpThreads), 1),
           .warps = static_cast<int>(warps),
           .runs = static_cast<int>(warps) * (kWarpThreads >> lane_bits),
           .array_bytes = static_cast<int>(bytes),
           .numbers_bytes = static_cast<int>(of_numbers),
           .shared_bytes = static_cast<int>(all),
           .per_element = 1 / static_cast<double>(elements)};
+}
+
+// The blocks for a bundle. A block takes it alone if a multiprocessor has room for two such blocks.
+// The blocks of a cluster are as large as may be, but backward small ones are faster.
+constexpr BundlePieces ChooseBlocks(const ChannelTask& task, int width) {
+  const BundlePieces alone = CutBundle(task, width, 0);
+  if (!task.device.clusters || width == 1) return alone;
+  if (alone.warps > 0 && 2 * alone.shared_bytes <= MaxChannelBytes(task.device.shared_bytes)) {
+    return alone;
+  }
+  BundlePieces cut{};
+  for (int bits = 1; bits <= kClusterBits; ++bits) {
+    cut = CutBundle(task, width, bits);
+    if (cut.warps > 0 && cut.shared_bytes <= (task.backward ? kSmallBytes : kMostBytes)) break;
+  }
+  return cut.warps > 0 && cut.shared_bytes <= kMostBytes ? cut : alone;
 }
 
 constexpr SmallLayout CutSmall(const ChannelTask& task, int width) {
@@ -259,27 +294,23 @@ constexpr PanelLayout CutPanel(const ChannelTask& task, int width) {
 // The plan for a task with elements. Backward: y is not given.
 constexpr BundlePlan ChooseBundlePlan(const ChannelTask& task) {
   using namespace bundle_choice;
-  // The most elements of a channel if vectors have one element, and the most bytes of a channel if
-  // only x stays in shared memory. For longer channels, BatchNormBwdKernel is as fast.
-  constexpr std::int64_t kMostElements = 2048, kMostBytes = 32 * 1024;
+  // The most elements of a channel if vectors have one element. For longer channels,
+  // BatchNormBwdKernel is as fast.
+  constexpr std::int64_t kMostElements = 2048;
   if (!task.statistics) return {};
   for (const int width : {16 / task.element_bytes, 1}) {
     if (width > 1 && !task.aligned) continue;
     const SmallLayout small = CutSmall(task, width);
-    if (small.vectors > 0) return {task.backward, width, 0, {}, small, {}};
+    if (small.vectors > 0) return {task.backward, width, {}, small, {}};
     // Such small bundles are faster if each has a lane of its own.
     if (task.rows == 1 && task.inner == 1 && task.bundle < width) continue;
     const PanelLayout panel = CutPanel(task, width);
-    if (panel.channels > 0) return {task.backward, width, task.backward ? 2 : 1, {}, {}, panel};
+    if (panel.channels > 0) return {task.backward, width, {}, {}, panel};
     // No panel of vectors fits, or x is a single matrix. Panels of single elements would be slow.
     if (task.rows > 1 && task.inner == 1 && task.channels % width == 0) return {};
     if (task.backward && width == 1 && task.inner > kMostElements) continue;
-    const int arrays = task.backward ? 2 : 1;
-    const BundlePieces all = CutBundle(task, width, arrays);
-    if (all.warps > 0) return {task.backward, width, arrays, all, {}, {}};
-    if (!task.backward || width == 1 || task.inner * task.element_bytes > kMostBytes) continue;
-    const BundlePieces of_x = CutBundle(task, width, 1);
-    if (of_x.warps > 0) return {task.backward, width, 1, of_x, {}, {}};
+    const BundlePieces block = ChooseBlocks(task, width);
+    if (block.warps > 0) return {task.backward, width, block, {}, {}};
   }
   return {};
 }
@@ -312,7 +343,7 @@ inline Description Describe(const BundlePlan& plan) {
   return {"Bundle" + direction + "Kernel",
           file,
           {{"width", plan.width, "elements of a vector"},
-           {"held", plan.held, "arrays that stay in shared memory"},
+           {"blocks", 1 << plan.block.block_bits, "blocks that share a bundle"},
            {"channel_vectors", plan.block.channel_vectors, "vectors of a channel"},
            {"channel_pieces", plan.block.channel_pieces, "pieces of a channel"},
            {"lanes", 1 << plan.block.lane_bits, "lanes that work on a piece"},

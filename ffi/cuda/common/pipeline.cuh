@@ -185,6 +185,14 @@ __device__ __forceinline__ void ClusterSync() {
   }
 }
 
+// Where block `rank` of the cluster has what is at `shared` in this block.
+template <typename A>
+__device__ __forceinline__ A* InBlock(int rank, A* shared) {
+  A* there = shared;
+  if constexpr (kHopper) asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
+  return there;
+}
+
 // Writes `value` to `shared` in block `rank` of the cluster. Its `barrier` counts the bytes.
 template <typename A>
 __device__ __forceinline__ void SendTo(int rank, A* shared, A value, std::uint64_t* barrier) {
