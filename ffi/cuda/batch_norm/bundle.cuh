@@ -67,9 +67,9 @@ struct BundleBlock {
     return (piece + cut.channel_pieces - 1) / cut.channel_pieces;
   }
 
-  // Shared memory has the block's part of the arrays, the numbers of channels [numbers][bundle],
-  // and pairs of sums: of warps, backward of pieces, in a cluster what other blocks read [2] and
-  // backward of channels.
+  // Shared memory has the block's part of the arrays, then the numbers of channels
+  // [numbers][bundle], then pairs of sums. These are of warps, and backward of pieces. In a
+  // cluster, two pairs follow that other blocks read, and backward the pairs of channels.
   __device__ __forceinline__ T* At(int array, int vector) const {
     const int own = kCluster ? vector - FirstVector(first) : vector;
     return reinterpret_cast<T*>(shared + array * cut.array_bytes) + own * W;
