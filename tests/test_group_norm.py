@@ -106,8 +106,8 @@ def check(results: Any, arrays: Any, **options: Any) -> None:
         assert_matches(got, want, kind, accum, f"{name} of {x.dtype}{list(x.shape)}, {options}")
 
 
-#: Shapes, channel axes and numbers of groups. On an H100, clusters of blocks share the groups of
-#: (2, 10, 64, 100) and of the three shapes after it. A few lanes of a warp have a group of
+#: Shapes, channel axes and numbers of groups. On an H100, a cluster of blocks takes a group of
+#: (2, 10, 64, 100) or of the three shapes after it. A few lanes of a warp have a group of
 #: (3, 10, 8, 8) and the next three shapes. With channels last, a block takes small images, or some
 #: channels of one. The six shapes before the last three leave fewer channels or images for the last
 #: block. The last three are too large.

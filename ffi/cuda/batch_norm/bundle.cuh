@@ -115,7 +115,7 @@ struct BundleBlock {
   __device__ __forceinline__ void ForVectors(const auto& fn) const {
     ForVectors(first, end, fn, [](int) {});
   }
-  // Where the second half of the pieces starts. The first half has whole turns of the runs.
+  // The second half of the pieces starts here. The first half has whole turns of the runs.
   __device__ __forceinline__ int Half() const {
     return first + (end - first) / 2 / cut.runs * cut.runs;
   }
@@ -168,7 +168,7 @@ struct BundleBlock {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) values[v] = __shfl_sync(0xffffffffu, values[v], 0);
   }
-  // Replaces this block's values by those of block number lane(), and by 0 in further lanes.
+  // Gives lane r the values of block r, instead of this block's. Further lanes get 0.
   template <int kValues>
   __device__ __forceinline__ void Exchange(double (&values)[kValues]) const {
     static_assert(kValues <= 4);
