@@ -264,11 +264,10 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
   if (!panel.exists) return;
   const T* const x = static_cast<const T*>(args.x);
   panel.Load({x});
+  const auto sample = [&](int i) { return i * cut.rows / 4 * panel.channels; };
   const auto origin_of = [&](int bundle) {
-    const std::int64_t at = panel.At(bundle * cut.bundle);
-    return OriginOf<A>([&](int i) {
-      return static_cast<A>(x[at + i * cut.rows / 4 * panel.channels + i * cut.bundle / 4]);
-    });
+    const T* const from = x + panel.At(bundle * cut.bundle);
+    return OriginOf<A>([&](int i) { return static_cast<A>(from[sample(i) + i * cut.bundle / 4]); });
   };
   const auto load = [&](int i, A(&values)[W]) { Widen(LoadPlain<W>(panel.Array(0) + i), values); };
   const auto unchanged = [](bool, int, const auto&) {};
@@ -296,8 +295,20 @@ __global__ void __launch_bounds__(kPanelWarps* kWarp, 4)
       if (stores) panel.Number(kMeanOf + v, bundle) = own[v];
     }
   };
+  if (kBundles > 1 && cut.bundle == 1) {  // the same as below, by vectors
+    A samples[4][W];
 #pragma unroll
-  for (int j = 0; j < kBundles; ++j) centers[j] = origin_of(panel.BundleOf(j));
+    for (int i = 0; i < 4; ++i) {
+      Widen(LoadPlain<W>(x + panel.At(panel.column) + sample(i)), samples[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < kBundles; ++j) {
+      centers[j] = OriginOf<A>([&](int i) { return samples[i][j]; });
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kBundles; ++j) centers[j] = origin_of(panel.BundleOf(j));
+  }
   WaitForCopies<0>();
   sum_up();
   A scale[W], bias[W];

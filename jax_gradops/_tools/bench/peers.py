@@ -302,16 +302,10 @@ def xla(case: Case, plan: Plan) -> JaxPeer:
 
 
 class CopyPeer(JaxPeer):
-    """A copy that reads and writes the case's number of bytes, or up to 8 bytes or 0.1 % fewer.
-
-    The CUDA driver copies some sizes that are not multiples of 4096 bytes at two thirds of its
-    rate.
-    """
+    """A copy that reads and writes the case's number of bytes, or up to 7 fewer."""
 
     def types(self) -> list[Any]:
         size = max(1, self.case.bytes // 8)
-        if size >= 1 << 20:
-            size -= size % 1024
         self._kind = jax.ShapeDtypeStruct((size,), jnp.dtype("float32"))
         self._random = random(self._kind.shape, "float32", "float32", self.plan.device)
         return [self._kind]
