@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,39 @@ def test_a_plan_goes_through_the_cache_several_times(monkeypatch: pytest.MonkeyP
     assert (plan(1).calls, plan(1).figures) == (0, ("warm",))
     assert (plan(8).calls, plan(8).figures) == (32, ("cold", "warm"))
     assert (plan(1024).calls, plan(1024).figures) == (1, ("cold",))
+
+
+def test_the_clock_waits(platform: str) -> None:
+    if not testing.has_handlers(platform):
+        pytest.skip("needs the modules for tests")
+    device = jax.devices(platform)[0]
+    begin = timing.clock(device)()
+    end = timing.clock(device, 3.0)()
+    assert 0.003 <= timing.seconds_between(begin, end) < 1
+
+
+class SlowHost:
+    """A GPU's clock if the host needs 5 ms to queue the runs. The device needs 1 ms for them."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def clock(self, _: Any, wait_ms: float = 0.0) -> Any:
+        def read() -> Any:
+            self.waits += [wait_ms] if wait_ms else []
+            return types.SimpleNamespace(is_ready=lambda: sum(self.waits[-1:]) < 5)
+
+        return read
+
+
+def test_the_device_waits_for_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples contain no dispatch. Later samples begin with the wait that was long enough."""
+    host = SlowHost()
+    monkeypatch.setattr(timing, "clock", host.clock)
+    monkeypatch.setattr(timing, "seconds_between", lambda *_: 0.001)
+    runner = timing.QueuedProgram(lambda arguments: [arguments], (), 4, None)
+    assert runner.sample(2) == runner.sample(2) == (0.001 / 8, False)
+    assert host.waits == [2, 8, 8]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ DECLARED: dict[str, dict[str, Any]] = {
 }
 GOOD = {name: good(signature) for name, signature in DECLARED.items() if name != "device_clock"}
 if "device_copy" in GOOD:  # a release has no handlers of the benchmark
-    GOOD["device_clock"] = Good({}, {"ns": full(2, dtype=np.uint32)}, {})
+    GOOD["device_clock"] = Good({}, {"ns": full(2, dtype=np.uint32)}, {"wait_ms": np.float64(0)})
     GOOD["device_copy"] = GOOD["device_copy"]._replace(attributes={})
 
 
@@ -183,6 +183,8 @@ def test_good(platform, target):
         ("scale", {"second_factor": full(2)}, "second_factor must have factor's"),
         ("device_clock", {"ns": full(2)}, r"ns must be uint32\[2\]; got float32"),
         ("device_clock", {"ns": full(1, dtype=np.uint32)}, r"ns must be uint32\[2\]"),
+        ("device_clock", {"wait_ms": np.float64(-1)}, "wait_ms must be 0 to 1000 ms"),
+        ("device_clock", {"wait_ms": np.float64(1001)}, "0 to 1000 ms; got 1001"),
         ("device_copy", {"x": full(3, 4, dtype=np.int32)}, "x must be float16"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),

@@ -252,7 +252,8 @@ Call MakeCall(std::string_view op, XLA_FFI_DataType dtype, const Shape& shape, R
   if (op == "device_clock") {
     call = {
         .op = "device_clock",
-        .results = {{.name = "ns", .dtype = XLA_FFI_DataType_U32, .dims = {2}, .scratch = true}}};
+        .results = {{.name = "ns", .dtype = XLA_FFI_DataType_U32, .dims = {2}, .scratch = true}},
+        .attributes = {{"wait_ms", XLA_FFI_DataType_F64, 0}}};
   } else if (op == "device_copy") {
     const Dims dims = shape.groups + shape.rows + Dims{shape.features};
     call = {.op = "device_copy", .operands = {{"x", dtype, dims}}, .results = {{"y", dtype, dims}}};

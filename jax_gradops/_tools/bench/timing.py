@@ -143,11 +143,11 @@ class InPlace:
 
 
 @functools.cache
-def clock(device: Any) -> Callable[[], Any]:
+def clock(device: Any, wait_ms: float = 0.0) -> Callable[[], Any]:
     """A program that reads the device's clock: nanoseconds, as two 32-bit halves.
 
-    The host hears of a program's end late, and the delay varies: 140 us were measured as 133 to
-    147.
+    The device first waits for `wait_ms` milliseconds. The host would not do as a clock: it hears of
+    a program's end late, and the delay varies. 140 us were measured as 133 to 147.
     """
     if not testing.has_handlers(device.platform):
         raise BenchError(
@@ -157,7 +157,7 @@ def clock(device: Any) -> Callable[[], Any]:
     name = f"{_registry.TARGET_PREFIX}device_clock"
     read = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((2,), np.uint32), has_side_effect=True)
     with jax.default_device(device):
-        return jax.jit(read).lower().compile()
+        return jax.jit(lambda: read(wait_ms=np.float64(wait_ms))).lower().compile()
 
 
 def seconds_between(begin: Any, end: Any) -> float:
@@ -167,17 +167,18 @@ def seconds_between(begin: Any, end: Any) -> float:
 
 
 class QueuedProgram:
-    """Times queued runs on a GPU. No run waits for the host."""
+    """Times queued runs on a GPU. No run waits for the host.
+
+    If the host queues runs too slowly, the device waits before them.
+    """
 
     _LEAD = 4  # runs before the clock starts: the timed ones are queued meanwhile
-    # Attempts of a sample: the host may be interrupted. Also the limit of failed samples.
-    _TRIES = 3
+    _WAITS = (0.0, 2.0, 8.0, 32.0)  # milliseconds; the shortest that is long enough
 
     def __init__(self, compiled: Any, arguments: Sequence[Any], calls: int, device: Any) -> None:
         self.calls = calls
         self._compiled, self._arguments = compiled, arguments
-        self._clock = clock(device)
-        self._failed_samples = 0
+        self._device, self._wait = device, 0
 
     def _run(self, runs: int) -> Any:
         last = None
@@ -189,18 +190,22 @@ class QueuedProgram:
         return jax.block_until_ready(self._run(1))[0]
 
     def sample(self, runs: int) -> tuple[float, bool]:
-        for _ in range(self._TRIES if self._failed_samples < self._TRIES else 0):
+        read = clock(self._device)
+        while True:
             if isinstance(self._compiled, InPlace):
                 self._compiled.restart()
+            if wait_ms := self._WAITS[self._wait]:
+                clock(self._device, wait_ms)()
             self._run(self._LEAD)
-            begin = self._clock()
+            begin = read()
             self._run(runs)
             queued = not begin.is_ready()  # else the device may have waited for the host
-            seconds = seconds_between(begin, self._clock())
+            seconds = seconds_between(begin, read())
             if queued:
-                self._failed_samples = 0
                 return seconds / (runs * self.calls), False
-        self._failed_samples += 1
+            if self._wait + 1 == len(self._WAITS):
+                break
+            self._wait += 1
         start = time.perf_counter()
         jax.block_until_ready(self._run(runs))
         return (time.perf_counter() - start) / (runs * self.calls), True
