@@ -1,6 +1,6 @@
 // Copy on the device. Memory traffic: one read, one write.
 //
-// Not by the driver: it copies some sizes at two thirds of its rate (benchmarks/tuning/README.md).
+// A kernel is used because the driver copies some sizes slowly (benchmarks/tuning/README.md).
 #include "testing/device_copy.h"
 
 #include "cuda/common/launch.cuh"
