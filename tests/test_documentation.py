@@ -40,6 +40,8 @@ OPS = {
     "bias + GELU, tanh": "bias_gelu tanh",
     "bias + GELU, exact": "bias_gelu exact",
     "batch norm": "batch_norm",
+    "group norm and SiLU": "group_norm silu",
+    "softmax cross-entropy": "softmax_cross_entropy",
 }
 
 
@@ -54,13 +56,14 @@ def test_readme_is_short():
 
 
 def test_speeds_are_those_of_the_committed_figures():
-    """The first table: the median of the speeds over XLA of all widths."""
+    """The first table: the median of the speeds over XLA of all shapes."""
     speeds = defaultdict(list)
     for path in (ROOT / "benchmarks" / "h200").glob("*.json"):
         for result in json.loads(path.read_text())["results"]:
             op = f"{result['op']} {result['form']}".strip()
             key = op, result["dtype"], result["direction"]
-            speeds[key].append(result["cold"]["speed_up_over_xla"])
+            if (speed := result["cold"]["speed_up_over_xla"]) is not None:
+                speeds[key].append(speed)
     expected = [
         [name]
         + [

@@ -16,6 +16,7 @@ namespace gradops {
 // --- A block or a cluster has a bundle -----------------------------------------------------------
 
 inline constexpr int kBundleWarps = 16;   // the most warps of a block
+inline constexpr int kHalfWarps = 20;     // half of a multiprocessor's: threads have 48 registers
 inline constexpr int kClusterBits = 3;    // a cluster has at most 1 << kClusterBits blocks
 inline constexpr int kPieceVectors = 64;  // the most vectors of a piece
 
@@ -125,10 +126,11 @@ struct BundlePlan {
 
 namespace bundle_choice {
 
-// The kernels of bundles use up to 64 registers: a multiprocessor runs 32 warps. With up to
-// kSmallBytes of shared memory, it runs four blocks of 8 warps. With more, blocks have 16 warps.
-// kMostBytes: the most of a block of a cluster. Larger bundles are faster in two passes.
-inline constexpr int kSmallBytes = 48 * 1024, kMostBytes = 75 * 1024;
+// The most shared memory of a block of a cluster, forward and backward. Larger bundles are faster
+// in two passes. Backward, blocks of up to kSmallBytes are faster than fewer larger ones.
+inline constexpr int kMostBytes = 75 * 1024, kSmallBytes = 48 * 1024;
+
+inline constexpr int kLeastWarps = 6;  // of a block with enough vectors
 
 // The fewest lanes, as a power of two, with which each has at most `each` of the items.
 constexpr int LaneBits(std::int64_t items, int each) {
@@ -158,10 +160,15 @@ constexpr BundlePieces CutBundle(const ChannelTask& task, int width, int block_b
   const std::int64_t pairs = kBundleWarps + of_pieces + (block_bits > 0 ? of_cluster : 0);
   const std::int64_t all = (task.backward ? 2 : 1) * bytes + of_numbers + pairs * 2 * 8;
   if (all > MaxChannelBytes(task.device.shared_bytes)) return {};
-  const std::int64_t most_warps = all <= kSmallBytes ? kBundleWarps / 2 : kBundleWarps;
+  // A multiprocessor has the blocks that fit its shared memory, or fewer if x has few bundles.
+  const std::int64_t all_blocks = task.groups * (task.channels / task.bundle) << block_bits;
+  const std::int64_t blocks = std::min(MaxChannelBytes(task.device.shared_bytes) / all,
+                                       CeilDiv(all_blocks, task.device.multiprocessors));
+  const std::int64_t share =
+      std::clamp<std::int64_t>(2 * kHalfWarps / blocks, kLeastWarps, kBundleWarps);
   constexpr std::int64_t kWarpVectors = 4 * kWarpThreads;
   const std::int64_t warps =
-      std::clamp<std::int64_t>(block_elements / width / kWarpVectors, 1, most_warps);
+      std::clamp<std::int64_t>(block_elements / width / kWarpVectors, 1, share);
   const int lane_bits = LaneBits(std::min<std::int64_t>(vectors, kWarpThreads), 1);
   return {.bundle = static_cast<int>(task.bundle),
           .channels = static_cast<int>(channels),
