@@ -95,6 +95,25 @@ def test_blocks(sizes, backward):
     assert without_clusters.get("blocks", 1) == 1
 
 
+# Sizes and bytes of an element, and a block's warps, forward and backward.
+WARPS = {
+    (16, 1, 320, 4096, 10, 2): (16, 8),  # two blocks of 81 KB at a time, five of 41 KB
+    (16, 1, 640, 1024, 20, 2): (10, 16),  # of 512 blocks, four are on a multiprocessor
+    (64, 1, 1280, 256, 40, 4): (8, 16),  # of 2048 blocks, five or two
+    (8, 1, 320, 65536, 1, 2): (13, 6),  # clusters: three blocks of 65 KB, six of 33 KB
+    (2, 1, 320, 4096, 10, 2): (16, 10),  # of 64 blocks, one; backward, a block has 1,280 vectors
+    (1024, 1, 320, 1024, 1, 4): (2, 2),  # a block has 256 vectors
+    (0, 1, 320, 4096, 10, 2): (16, 10),
+}
+
+
+@pytest.mark.parametrize("sizes", WARPS, ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+def test_warps(sizes, backward):
+    given = task(*sizes[:-1], element_bytes=sizes[-1], backward=backward)
+    assert numbers(_plans.bundle_plan(**given))["warps"] == WARPS[sizes][backward]
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_plans_of_many_shapes(gpu, element_bytes):
@@ -137,6 +156,7 @@ def test_plans_of_many_shapes(gpu, element_bytes):
             assert found["vectors"] <= most * found["lanes"], given
         else:
             assert found["shared_bytes"] <= GPUS[gpu][2] - 2048, given
+            assert 1 <= found["warps"] <= 16, given
             held = bundle * inner * element_bytes * (1 + backward)
             assert held < found["blocks"] * found["shared_bytes"], given
             if found["blocks"] > 1:

@@ -164,6 +164,17 @@ def test_layouts(platform, implementation, shape, axis, groups, activation, rng)
         np.testing.assert_allclose(rstd, 1 / np.sqrt(parts.var(-1) + EPSILON), rtol=2e-6)
 
 
+@pytest.mark.parametrize("platform", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("shape", "groups"), [((45, 12, 80, 84), 6), ((99, 1, 256, 256), 1)])
+def test_many_bundles(platform, shape, groups, dtype, rng):
+    """A multiprocessor of an H100 has 3 or 6 blocks at a time, not 1 or 2 as in other tests."""
+    options = {"num_groups": groups, "axis": 1, "epsilon": EPSILON, "activation": "silu"}
+    op = functools.partial(jax_gradops.group_norm, **options, implementation="ffi")
+    arrays = problem(rng, shape, 1, jnp.dtype(dtype))
+    check(jax.jit(vjp_of(op))(*arrays), arrays, **options)
+
+
 def assert_statistics(x: Any, axis: int, groups: int) -> None:
     """Compares the kernel's mean, rstd and y of x with float64."""
     y, mean, rstd = backward.group_norm_forward(

@@ -90,11 +90,16 @@ def _named(name: str | None) -> str:
     return "–" if name is None else _NAMES.get(name, name.capitalize())
 
 
+def _of_device(result: dict[str, Any]) -> dict[str, Any]:
+    """The competitors whose time does not contain the host's dispatch."""
+    return {n: peer for n, peer in result["cold"]["peers"].items() if not peer["host_bound"]}
+
+
 def _numbers(result: dict[str, Any]) -> list[str]:
-    peers, best = result["cold"]["peers"], result["cold"]["best_peer"]
+    peers, best = _of_device(result), result["cold"]["best_peer"]
     return [
         _time(peers, "ours"),
-        f"{peers['ours']['fraction_of_copy']:.2f}",
+        f"{peers['ours']['fraction_of_copy']:.2f}" if {"ours", "copy"} <= peers.keys() else "–",
         _time(peers, "xla"),
         _named(best),
         _time(peers, best),
@@ -153,12 +158,13 @@ def speed(arguments: str, _: str) -> str:
 def ranges(arguments: str, _: str) -> str:
     """The smallest and the largest speed-up over XLA of all shapes, for a folder.
 
-    Shapes where XLA's results were wrong have none.
+    Shapes where XLA's results were wrong have none. So have times with the host's dispatch.
     """
     found: dict[tuple[str, ...], list[float]] = {}
     for _content, result in results(ROOT / "benchmarks" / arguments):
         key = _title(result), result["dtype"], _DIRECTIONS[result["direction"]]
-        if (speed_up := result["cold"]["speed_up_over_xla"]) is not None:
+        if {"ours", "xla"} <= _of_device(result).keys():
+            speed_up = result["cold"]["speed_up_over_xla"]
             found.setdefault(key, []).append(speed_up)
     rows = [[*key, f"{min(all_):.2f}", f"{max(all_):.2f}"] for key, all_ in found.items()]
     return table(["op", "dtype", "direction", "least", "most"], rows)

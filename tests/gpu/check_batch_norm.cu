@@ -343,6 +343,8 @@ int RunAll(const ChannelDevice& device) {
   run({3, 2, 10, 777}, {.scale = false, .partial_rows = 9, .bundle = 5, .silu = true});
   run({2, 3, 64, 49}, {.shared = true, .bundle = 2, .silu = true});
   run({2, 33, 6, 5}, {.shared = true, .shift = 1, .bundle = 3, .silu = true});
+  // On 132 multiprocessors, three blocks are on each.
+  run({45, 1, 12, 6720}, {.bundle = 2, .silu = true});
   // Clusters: blocks share channels, a channel has all blocks, vectors have two channels.
   run({2, 1, 6, 40960 / sizeof(T)}, {.bundle = 3, .silu = true});
   run({2, 1, 6, 40960 / sizeof(T)}, {.relu = true, .has_y = false, .shared = true, .bundle = 3});

@@ -1855,6 +1855,13 @@ CUDA = [
         _k("bundle_plans", "test_plans_of_many_shapes"),
     ),
     Fault(
+        "group norm: blocks have 16 warps, however many are on a multiprocessor",
+        "ffi/cuda/batch_norm/bundle_plan.h",
+        "std::int64_t share = std::clamp<std::int64_t>(",
+        "std::int64_t share = std::max<std::int64_t>(",
+        _k("bundle_plans", "test_warps"),
+    ),
+    Fault(
         "group norm: short channels of a block are added up several times",
         "ffi/cuda/batch_norm/bundle.cuh",
         "piece += cut.runs) {",

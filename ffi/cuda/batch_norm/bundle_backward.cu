@@ -119,7 +119,7 @@ __device__ __forceinline__ void EndChannelsOfCluster(const BatchNormBwdArgs& arg
 
 // A block or a cluster has a bundle: the sums of its channels, then dx.
 template <typename T, int W, Mask kMask, bool kCluster>
-__global__ void __launch_bounds__(kHalfWarps* kWarp, 2)
+__global__ void __launch_bounds__(kRegisterWarps* kWarp, 2)
     BundleBwdKernel(const __grid_constant__ BatchNormBwdArgs args,
                     const __grid_constant__ BundlePieces cut) {
   using A = Accum<T>;

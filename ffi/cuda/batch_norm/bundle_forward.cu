@@ -129,7 +129,7 @@ __device__ __forceinline__ void MergeBlocks(const auto& block, Moments<A>& momen
 // A block or a cluster has a bundle: statistics, then y. kOneChannel: a vector has no elements of
 // two channels.
 template <typename T, int W, bool kOneChannel, bool kCluster>
-__global__ void __launch_bounds__(kHalfWarps* kWarp, 2)
+__global__ void __launch_bounds__(kRegisterWarps* kWarp, 2)
     BundleFwdKernel(const __grid_constant__ BatchNormFwdArgs args,
                     const __grid_constant__ BundlePieces cut) {
   using A = Accum<T>;

@@ -15,10 +15,12 @@ namespace gradops {
 
 // --- A block or a cluster has a bundle -----------------------------------------------------------
 
-inline constexpr int kBundleWarps = 16;   // the most warps of a block
-inline constexpr int kHalfWarps = 20;     // half of a multiprocessor's: threads have 48 registers
+inline constexpr int kBundleWarps = 16;  // the most warps of a block
+// A multiprocessor has room for two blocks of 20 warps. So a thread has up to 48 registers.
+inline constexpr int kRegisterWarps = 20;
 inline constexpr int kClusterBits = 3;    // a cluster has at most 1 << kClusterBits blocks
 inline constexpr int kPieceVectors = 64;  // the most vectors of a piece
+static_assert(kBundleWarps <= kRegisterWarps);
 
 // A block or a cluster takes one bundle of a group, if x has one row: the bundle then lies in one
 // stretch of memory. The blocks keep it in shared memory, so it is read once. A channel is cut into
@@ -160,12 +162,13 @@ constexpr BundlePieces CutBundle(const ChannelTask& task, int width, int block_b
   const std::int64_t pairs = kBundleWarps + of_pieces + (block_bits > 0 ? of_cluster : 0);
   const std::int64_t all = (task.backward ? 2 : 1) * bytes + of_numbers + pairs * 2 * 8;
   if (all > MaxChannelBytes(task.device.shared_bytes)) return {};
-  // A multiprocessor has the blocks that fit its shared memory, or fewer if x has few bundles.
+  // A multiprocessor has the blocks that fit its shared memory, or fewer if x has few bundles. CUDA
+  // takes 1 KB for each block.
   const std::int64_t all_blocks = task.groups * (task.channels / task.bundle) << block_bits;
-  const std::int64_t blocks = std::min(MaxChannelBytes(task.device.shared_bytes) / all,
+  const std::int64_t blocks = std::min(task.device.shared_bytes / (all + 1024),
                                        CeilDiv(all_blocks, task.device.multiprocessors));
-  const std::int64_t share =
-      std::clamp<std::int64_t>(2 * kHalfWarps / blocks, kLeastWarps, kBundleWarps);
+  const std::int64_t share = std::clamp<std::int64_t>(
+      2 * kRegisterWarps / std::max<std::int64_t>(1, blocks), kLeastWarps, kBundleWarps);
   constexpr std::int64_t kWarpVectors = 4 * kWarpThreads;
   const std::int64_t warps =
       std::clamp<std::int64_t>(block_elements / width / kWarpVectors, 1, share);
