@@ -1857,8 +1857,8 @@ CUDA = [
     Fault(
         "group norm: blocks have 16 warps, however many are on a multiprocessor",
         "ffi/cuda/batch_norm/bundle_plan.h",
-        "std::int64_t share = std::clamp<std::int64_t>(",
-        "std::int64_t share = std::max<std::int64_t>(",
+        "std::max<std::int64_t>(1, blocks), kLeastWarps",
+        "std::clamp<std::int64_t>(blocks, 1, 1), kLeastWarps",
         _k("bundle_plans", "test_warps"),
     ),
     Fault(
