@@ -158,7 +158,7 @@ def speed(arguments: str, _: str) -> str:
 def ranges(arguments: str, _: str) -> str:
     """The smallest and the largest speed-up over XLA of all shapes, for a folder.
 
-    Shapes where XLA's results were wrong have none. So have times with the host's dispatch.
+    XLA's wrong results do not count. Times with the host's dispatch do not, either.
     """
     found: dict[tuple[str, ...], list[float]] = {}
     for _content, result in results(ROOT / "benchmarks" / arguments):

@@ -128,8 +128,8 @@ struct BundlePlan {
 
 namespace bundle_choice {
 
-// The most shared memory of a block of a cluster, forward and backward. Larger bundles are faster
-// in two passes. Backward, blocks of up to kSmallBytes are faster than fewer larger ones.
+// A block of a cluster has at most kMostBytes of shared memory. Larger bundles are faster in two
+// passes. Backward, many blocks of up to kSmallBytes are faster than few large ones.
 inline constexpr int kMostBytes = 75 * 1024, kSmallBytes = 48 * 1024;
 
 inline constexpr int kLeastWarps = 6;  // of a block with enough vectors
