@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_gradops import _checks
-from jax_gradops._fuse.report import FuseSummary, Report
+from jax_gradops._fuse.report import FuseSummary
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,7 +124,7 @@ def _run(
     """Traces a function, puts ops in, and runs it."""
     # This import is not at the top. There, it would slow down the import of the library by 3 %.
     from jax_gradops._fuse import check
-    from jax_gradops._fuse.rewrite import rewritten
+    from jax_gradops._fuse.rewrite import Rewriter
 
     leaves, structure = jax.tree.flatten((args, kwargs))
     traced = [_is_array(leaf) for leaf in leaves]
@@ -141,13 +141,15 @@ def _run(
 
     closed = jax.make_jaxpr(flat)(*arrays)
     while True:
-        found = Report()
+        rewriter = Rewriter()
         with check.in_threads() as comparisons:
-            jaxpr = rewritten(closed.jaxpr, found, {}, closed.consts)
+            jaxpr = rewriter.rewritten(closed.jaxpr, closed.consts)
         if all(map(check.passed, comparisons)):
             break  # else the search starts again, and leaves what differs
+    rewriter.keep()
+    check.forget_errors()
     if report is not None:
-        report(found.summary())
+        report(rewriter.report.summary())
     results_of = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays)
     # A result that is a number of the jaxpr is no `jax.Array`.
     computed = (v if _is_array(v) else jnp.asarray(v) for v in results_of)

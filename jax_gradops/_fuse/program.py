@@ -230,7 +230,9 @@ class Program:
         key = site.key and (site.key, types, tuple(v.aval for v in site.outputs))
         traced = self._traced.get(key)
         if traced is None:
-            traced = jax.make_jaxpr(functools.partial(_shaped, site))(*types)
+            # Inside `jax.sharding.auto_axes`, the types have another mesh than the caller.
+            with jax.sharding.use_abstract_mesh(site.outputs[0].aval.sharding.mesh):
+                traced = jax.make_jaxpr(functools.partial(_shaped, site))(*types)
             if traced.consts:
                 raise ValueError(f"jax_gradops.fuse: {site.op} has constants")
             if key:

@@ -94,6 +94,14 @@ class Report:
     def __init__(self) -> None:
         self._replaced: dict[Replaced, int] = {}
         self._left: dict[Kept, int] = {}
+        self.failed = False  # whether a search ended with an error
+
+    def add(self, other: Report) -> None:
+        for entry, times in other._replaced.items():
+            self._replaced[entry] = self._replaced.get(entry, 0) + times
+        for kept, times in other._left.items():
+            self._left[kept] = self._left.get(kept, 0) + times
+        self.failed |= other.failed
 
     def found(self, site: Site, equation: JaxprEqn, options: str) -> None:
         shapes = ", ".join(_type(v) for v in site.operands)
@@ -112,6 +120,7 @@ class Report:
         except Exception as error:
             if RAISE_ERRORS:
                 raise
+            self.failed = True
             first = (str(error).splitlines() or [""])[0]
             self.left(kind, equation, f"the search failed: {type(error).__name__}: {first}")
 
