@@ -49,7 +49,7 @@ class Kept:
     """Code that is nearly an op of this library, and was left as it is.
 
     Attributes:
-      kind: ``"norm"``, ``"gelu"``, ``"loss"``, ``"bias"`` or ``"shard_map"``.
+      kind: ``"norm"``, ``"gelu"``, ``"loss"``, ``"bias"``, ``"shard_map"`` or ``"function"``.
       why: the reason.
       where: the file and the line of the code.
       times: how often this code was found in the traced function.

@@ -68,19 +68,21 @@ def roots(program: Program, anchor: int) -> list[Var]:
 
 def is_over_devices(program: Program, anchor: int) -> bool:
     """Whether a sum over a mapped axis of an array's sums leads to an equation."""
-    after = {v for v in program.items[anchor].equation.invars if isinstance(v, Var)}
-    summed, seen = False, 0
-    for item in reversed(program.items[:anchor]):
-        equation = item.equation
-        if seen > _BEFORE or not any(v in after for v in equation.outvars):
+    waiting, seen, summed = [-anchor], set[int](), False
+    while waiting and len(seen) <= _BEFORE:
+        i = -heapq.heappop(waiting)  # the latest equation
+        if i in seen:
             continue
-        seen += 1
+        seen.add(i)
+        equation = program.items[i].equation
         name = equation.primitive.name
         summed = summed or name in ("psum", "psum_invariant", "psum2", "all_reduce")
         if summed and name == "reduce_sum":
             return True
         if name in _OF_STATISTICS or rules.is_known(equation):
-            after.update(v for v in equation.invars if isinstance(v, Var))
+            for v in equation.invars:
+                if isinstance(v, Var) and v in program.producer:
+                    heapq.heappush(waiting, -program.producer[v])
     return False
 
 
