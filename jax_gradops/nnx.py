@@ -475,7 +475,7 @@ def fuse(
     >>> model = nnx.Sequential(nnx.LayerNorm(4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs))
     >>> model = jax_gradops.nnx.fuse(model, report=print)
     fused 1, left 0
-      layers.0: now jax_gradops.nnx.LayerNorm
+      layers[0]: LayerNorm -> jax_gradops.nnx.LayerNorm
     """
     _checks.choice("fuse", "residuals", residuals, "input", "output", None)
     _checks.flag("fuse", "gelu", gelu)

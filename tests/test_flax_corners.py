@@ -377,7 +377,7 @@ def test_fuse_after_flax_has_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(model.layers[0]) is jax_gradops.nnx.LayerNorm
         np.testing.assert_allclose(model(x_of()), expected, rtol=1e-5, atol=1e-5)
     fuse(nnx.Sequential(weight_norm), report=reports.append)
-    assert reports[-1].left == {"layers.0": "no kernel for WeightNorm"}
+    assert reports[-1].left == {"layers[0]": "no kernel for WeightNorm"}
     assert type(unfuse(before).layers[0]) is norm
 
 
