@@ -33,6 +33,7 @@ class Options(NamedTuple):
 
 def checked_options(
     op: str,
+    labels: jax.Array,
     label_smoothing: Any,
     z_loss: Any,
     ignore_index: Any,
@@ -49,6 +50,12 @@ def checked_options(
             raise _checks.wrong(
                 op, "ignore_index", "an integer or None", ignore_index, TypeError
             ) from error
+        limits = jnp.iinfo(labels.dtype)
+        if not limits.min <= ignore_index <= limits.max:
+            raise ValueError(
+                f"{op}: ignore_index must be a value of labels' dtype {labels.dtype}, from "
+                f"{limits.min} to {limits.max}, got {ignore_index}"
+            )
     z_loss = _checks.number(op, "z_loss", z_loss, minimum=0)
     names = _checks.axis_names(op, axis_name, "with sharded classes, none is needed")
     chosen = resolve_implementation(implementation, op)
@@ -56,15 +63,19 @@ def checked_options(
 
 
 def checked_labels(
-    op: str, labels: ArrayLike, logits: jax.Array, axis: int, name: str = "logits"
+    op: str, labels: ArrayLike, logits: jax.Array, axes: tuple[int, ...], name: str = "logits"
 ) -> jax.Array:
-    checked = _checks.array(op, "labels", labels, _INTEGERS)
-    shape = logits.shape[:axis] + logits.shape[axis + 1 :]
-    if checked.shape != shape:
+    shape = tuple(n for i, n in enumerate(logits.shape) if i not in axes)
+    axis = axes[0] if len(axes) == 1 else axes
+    expected = f"the shape of {name} {logits.shape} without axis {axis}: {shape}"
+    if len(axes) == 1 and _checks.is_array(labels) and jnp.ndim(labels) == logits.ndim:
         raise ValueError(
-            f"{op}: labels must have the shape of {name} {logits.shape} without axis {axis}: "
-            f"{shape}, got {checked.shape}"
+            f"{op}: labels are class numbers. They must have {expected}, got "
+            f"{jnp.shape(labels)}. For one-hot labels pass jnp.argmax(labels, {axis})"
         )
+    checked = _checks.array(op, "labels", labels, _INTEGERS)
+    if checked.shape != shape:
+        raise ValueError(f"{op}: labels must have {expected}, got {checked.shape}")
     return checked
 
 
@@ -77,7 +88,7 @@ def class_labels(labels: jax.Array, classes: int, ignore_index: int | None) -> j
     is_class = (labels >= 0) & (labels <= min(classes - 1, limits.max))
     found = jnp.where(is_class, labels, jnp.zeros_like(labels)).astype(jnp.int32)
     found = jnp.where(is_class, found, _NO_CLASS)
-    if ignore_index is not None and limits.min <= ignore_index <= limits.max:
+    if ignore_index is not None:
         found = jnp.where(labels == np.array(ignore_index, labels.dtype), IGNORED, found)
     return found
 
