@@ -231,6 +231,7 @@ def test_axes_and_masks_of_optax(implementation, shape, axis, where, rng):
     axes = tuple(a % len(shape) for a in np.atleast_1d(axis))
     rows = [n for i, n in enumerate(shape) if i not in axes]
     logits = rng.standard_normal(shape)
+    logits.flat[-1] = -np.inf  # a class that cannot be
     labels = rng.integers(0, logits.size // np.prod(rows, dtype=int), rows)
     if where is not None:
         where = (np.arange(np.prod(where)) % 3 != 1).reshape(where)

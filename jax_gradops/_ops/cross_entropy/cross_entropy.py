@@ -23,16 +23,17 @@ from jax_gradops._ops.cross_entropy.loss import (
     checked_labels,
     checked_options,
     class_labels,
-    loss_of,
+    loss_of_rows,
     poisoned,
 )
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def losses_of(logits: jax.Array, labels: jax.Array, *, options: Options) -> jax.Array:
-    """The loss of each row, for labels of `class_labels`.
+def sums_of(
+    logits: jax.Array, labels: jax.Array, options: Options
+) -> tuple[RowSums, jax.Array, Any]:
+    """The sums of each row, the labels with the same types, and the number of classes.
 
-    A label that is no class counts as a class of logit 0, and has no gradient.
+    Labels are those of `class_labels`.
     """
     names, classes = options.axis_name, logits.shape[-1]
     numbers = jnp.arange(classes, dtype=jnp.int32)
@@ -44,23 +45,24 @@ def losses_of(logits: jax.Array, labels: jax.Array, *, options: Options) -> jax.
     # With XLA's operations, JAX itself differentiates.
     row = RowSums(*(sums.compute if options.implementation == "xla" else sums)(*operands))
     matched: Any = match_vma(labels, row.largest)[0]
-    loss = loss_of(row, reshard_like(matched, row.largest), classes, options)
-    return reshard_like(loss, labels)
+    return row, reshard_like(matched, row.largest), classes
 
 
-def _losses_where(
+def _sums_where(
     logits: jax.Array, labels: jax.Array, where: jax.Array, options: Options
-) -> jax.Array:
-    """As `losses_of`, with some logits left out. The logit of the label always counts."""
+) -> tuple[RowSums, jax.Array, Any]:
+    """As `sums_of`, with some logits left out. The logit of the label always counts."""
     ignored = (labels == IGNORED)[..., None]
     wide = jnp.where(ignored, 0, logits.astype(accum_dtype(logits.dtype)))
     counted = jnp.where(where | ignored, wide, -jnp.inf)
     largest = lax.stop_gradient(jnp.max(counted, -1, initial=-jnp.inf))
     total = jnp.sum(jnp.exp(counted - largest[..., None]), -1)
     logit = jnp.take_along_axis(wide, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-    differences = jnp.sum(jnp.where(where, wide - largest[..., None], 0), -1)
+    differences = None
+    if options.label_smoothing:  # a sum with -inf times 0 would be NaN
+        differences = jnp.sum(jnp.where(where, wide - largest[..., None], 0), -1)
     number = jnp.sum(where, -1, dtype=wide.dtype)
-    return loss_of(RowSums(largest, total, logit, differences), labels, number, options)
+    return RowSums(largest, total, logit, differences), labels, number
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -78,10 +80,11 @@ def _apply(
     if counted is not None:
         found = jnp.where(counted, found, IGNORED)
     if where is None:
-        loss = losses_of(logits, found, options=options)
+        row, found, number = sums_of(logits, found, options)
     else:
-        loss = _losses_where(logits, found, where, options)
-    return poisoned(loss, found)
+        row, found, number = _sums_where(logits, found, where, options)
+    loss = loss_of_rows(row, found, number, options)
+    return reshard_like(poisoned(loss, found), labels)
 
 
 @functools.partial(jax.jit, static_argnames="options")

@@ -35,7 +35,7 @@ from jax_gradops._ops.cross_entropy.loss import (
     checked_labels,
     checked_options,
     class_labels,
-    loss_of,
+    loss_of_rows,
     nan_if,
     poisoned,
 )
@@ -80,7 +80,7 @@ def _chunk(
 
     def loss(*sums: jax.Array) -> jax.Array:
         row = RowSums(largest, *sums, *[None] * len(skip))
-        return loss_of(row, labels, classes, options)
+        return loss_of_rows(row, labels, classes, options)
 
     largest, *others = sums
     losses, pullback = jax.vjp(loss, *others)

@@ -93,19 +93,24 @@ def class_labels(labels: jax.Array, classes: int, ignore_index: int | None) -> j
     return found
 
 
-def loss_of(sums: RowSums, labels: jax.Array, classes: Any, options: Options) -> jax.Array:
+def loss_of(sums: RowSums, term: jax.Array, classes: Any, options: Options) -> jax.Array:
+    """The loss of each row. `term` is the negative logarithm of the label's probability."""
+    log_total, smoothing = jnp.log(sums.total), options.label_smoothing
+    loss = (1 - smoothing) * term
+    if sums.sum_of_differences is not None:
+        loss = loss + smoothing * (log_total - sums.sum_of_differences / classes)
+    if options.z_loss:
+        loss = loss + options.z_loss * jnp.square(sums.largest + log_total)
+    return loss
+
+
+def loss_of_rows(sums: RowSums, labels: jax.Array, classes: Any, options: Options) -> jax.Array:
     """The loss of each row. All terms are differences to the row's largest logit.
 
     A label that is no class counts as a class of logit 0. See `poisoned`.
     """
-    log_total = jnp.log(sums.total)
-    smoothing = options.label_smoothing
-    loss = log_total + (1 - smoothing) * (sums.largest - sums.logit_of_label)
-    if sums.sum_of_differences is not None:
-        loss = loss - smoothing * (sums.sum_of_differences / classes)
-    if options.z_loss:
-        loss = loss + options.z_loss * jnp.square(sums.largest + log_total)
-    return jnp.where(labels == IGNORED, 0, loss)
+    term = jnp.log(sums.total) + (sums.largest - sums.logit_of_label)
+    return jnp.where(labels == IGNORED, 0, loss_of(sums, term, classes, options))
 
 
 # --- Labels that are no class --------------------------------------------------------------------
