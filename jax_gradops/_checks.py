@@ -249,6 +249,16 @@ def axis(op: str, name: str, value: Any, ndim: int) -> int:
     return result % ndim
 
 
+def axes(op: str, name: str, value: Any, ndim: int) -> tuple[int, ...]:
+    """`value`, an axis or a tuple of different axes, as axes in [0, ndim)."""
+    found = tuple(
+        axis(op, name, v, ndim) for v in (value if isinstance(value, tuple) else (value,))
+    )
+    if len(set(found)) < len(found):
+        raise ValueError(f"{op}: {name} must not have an axis twice, got {value}")
+    return found
+
+
 def axis_names(op: str, value: Any, under_jit: str) -> tuple[Any, ...] | None:
     """`value` as a tuple of bound names, or None for no name. `under_jit` says what jit needs."""
     if value is None or (isinstance(value, tuple | list) and not value):

@@ -594,6 +594,10 @@ LOSSES = {
     ),
     "one row": lambda x, i: jax.vmap(jax.vmap(lambda x, i: -jax.nn.log_softmax(x)[i]))(x, i),
     "label_smoothing=0.1": smoothed,
+    "label_smoothing=0.1 of one_hot": lambda x, i: optax.losses.softmax_cross_entropy(
+        x, optax.smooth_labels(one_hot(i), 0.1)
+    ),
+    "one_hot logits": lambda x, i: jax.nn.logsumexp(x, -1) - jnp.sum(x * one_hot(i), -1),
     "z_loss=0.001": with_z_loss,
     "label_smoothing=0.1, z_loss=0.01": lambda x, i: (
         smoothed(x, i) + 0.01 * jax.nn.logsumexp(x, -1) ** 2
@@ -603,19 +607,34 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name):
-    """Labels that are no class give what the code gives: NaN, the nearest class, or zero."""
+    """Labels that are no class give what the code gives: NaN, the nearest class, or zero.
+
+    So do their gradients, whether the loss is masked or not.
+    """
     loss = LOSSES[name]
     fused = jax_gradops.fuse(loss)
+    masked = jax_gradops.fuse(lambda x, i: jnp.where(i >= 0, loss(x, i), 0))
     x = operands()[0]
-    for labels in ([[0, 5, 23], [7, 1, 11]], [[0, -1, 23], [24, 1, -25]]):
+    limits = jnp.iinfo(jnp.int32)
+    for labels in (
+        [[0, 5, 23], [7, 1, 11]],
+        [[0, -1, 23], [24, 1, -25]],
+        [[limits.min, limits.max, -24], [2**20, -2, 3]],
+    ):
         labels = jnp.asarray(labels)
         (site,) = summary_of(loss, x, labels).replaced
         assert site.op == "softmax_cross_entropy_with_integer_labels"
-        assert (f"; {name}" in site.shapes) is ("=" in name) is ("; " in site.shapes)
+        assert (
+            (f"; {name.split(' of ')[0]}" in site.shapes) is ("=" in name) is ("; " in site.shapes)
+        )
         np.testing.assert_allclose(fused(x, labels), loss(x, labels), rtol=2e-6, atol=2e-6)
-        of = jnp.asarray([[1.0, 2, 0], [0, 3, 0]], x.dtype)
-        (a,), (b,) = (jax.vjp(lambda x, f=f, i=labels: f(x, i), x)[1](of) for f in (loss, fused))
-        np.testing.assert_allclose(b, a, atol=2e-6)
+        for of in ([[1.0, 2, 0], [0, 3, 0]], [[1.0, 2, 3], [4, 5, 6]]):
+            of = jnp.asarray(of, x.dtype)
+            pulls = [jax.vjp(lambda x, f=f, i=labels: f(x, i), x)[1] for f in (loss, fused, masked)]
+            plain, (found,), (of_masked,) = *pulls[0](of), pulls[1](of), pulls[2](of)
+            np.testing.assert_allclose(found, plain, atol=2e-6)
+            (counted,) = pulls[0](jnp.where(labels >= 0, of, 0))
+            np.testing.assert_allclose(of_masked, counted, atol=2e-6)
 
 
 SUMMED = {
@@ -763,13 +782,12 @@ def test_why_a_loss_is_left():
 @pytest.mark.parametrize(
     "labels, why",
     [
-        (lambda i: optax.smooth_labels(one_hot(i), 0.1), "a label that is no class"),
         (lambda i: jnp.where(one_hot(i) == 1, 0.9, 0.1 / N), "numbers for all classes"),
         (lambda i: one_hot(i) * 0.75 + one_hot(i + 1) * 0.25, "numbers for all classes"),
         (lambda i: jnp.cos(one_hot(i)), "numbers for all classes"),
         (lambda i: wide(i[..., None] == jnp.arange(1, N + 1)[None, None]), "0, 1, 2, and so on"),
     ],
-    ids=["smoothed", "by where", "of two classes", "probabilities", "from 1"],
+    ids=["by where", "of two classes", "probabilities", "from 1"],
 )
 def test_labels_that_are_not_integers(labels, why):
     """The report says why such a loss is left."""
