@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jax_gradops._fuse.forms import Dims
-from jax_gradops._fuse.polynomial import ONE, Axes, Leaf, Monomial, Polynomial, close
+from jax_gradops._fuse.polynomial import (
+    ONE,
+    Axes,
+    Function,
+    Leaf,
+    Monomial,
+    Polynomial,
+    close,
+)
 from jax_gradops._fuse.search import Values
 
 
@@ -185,6 +193,14 @@ def only_leaves(p: Polynomial, axes: Axes) -> bool:
         for monomial in p.terms
         for atom, _ in monomial
     )
+
+
+def dtype_of(values: Values, function: Function) -> Any:
+    """The dtype in which a function is computed: that of the first value that has the function."""
+    for v, form in values.forms.items():
+        if any(atom == function for monomial in form.polynomial.terms for atom, _ in monomial):
+            return v.aval.dtype
+    raise AssertionError(function)
 
 
 def same_layout(values: Values, v: Var) -> bool:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
@@ -17,6 +18,7 @@ from jax_gradops._fuse.patterns.candidate import (
     Before,
     Candidate,
     Left,
+    dtype_of,
     only_leaves,
     parameter,
     same_layout,
@@ -24,6 +26,9 @@ from jax_gradops._fuse.patterns.candidate import (
 from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Monomial, Polynomial
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.row_norm import layer_norm
+
+
+NOT_LAST = "the means are not over the last axes"
 
 
 class Normalized(NamedTuple):
@@ -34,6 +39,7 @@ class Normalized(NamedTuple):
     epsilon: float
     scale: Polynomial
     bias: Polynomial
+    dtype: Any  # of the square root
 
 
 def normalized(values: Values, p: Polynomial) -> Normalized | None:
@@ -63,7 +69,7 @@ def normalized(values: Values, p: Polynomial) -> Normalized | None:
         if centered and rest.close_to(polynomial.of_monomial(root) * scale):
             raise Left("the mean is not subtracted from the array, although the variance has it")
         return None
-    return Normalized(centered, over, epsilon, scale, bias)
+    return Normalized(centered, over, epsilon, scale, bias, dtype_of(values, deviation))
 
 
 def _is_inverse_root(atom: polynomial.Atom, exponent: float) -> bool:
@@ -107,6 +113,25 @@ def unbiased(values: Values, found: Normalized) -> bool:
     )
 
 
+def raise_for_range(found: Normalized, op: str) -> None:
+    """Raises `Left` if usual arrays are NaN or infinite in the code. They are not in the op.
+
+    Such arrays are rows without a variance, and in float16 also numbers above 255. The derivative
+    of 1/sqrt(epsilon) has the power -3/2.
+    """
+    if found.dtype == jnp.float16:
+        raise Left(
+            "its statistics are in float16, where the square of a number above 255 is infinite. "
+            "Compute them in float32"
+        )
+    if found.epsilon <= float(jnp.finfo(found.dtype).max) ** (-2 / 3):
+        row = "one constant" if found.centered else "zeros"
+        raise Left(
+            f"epsilon is {found.epsilon:.3g}: for a row of {row}, the code or its derivative is NaN, "
+            f"and the op is not. Add a larger epsilon, such as 1e-6, or call jax_gradops.{op}"
+        )
+
+
 def why_left(values: Values, shows: Var) -> str:
     """Why the square root of a mean square is not part of a norm. Empty if it is none at all."""
     form = values.forms.get(shows)
@@ -141,6 +166,13 @@ def _atoms(terms: Iterable[tuple[Monomial, float]]) -> set[polynomial.Atom]:
     return found
 
 
+def first_axis(values: Values, over: Axes) -> int | None:
+    """The first of the array's axes that means are over. None if these are not the last axes."""
+    labels = [{p.label for p in axis} for axis in values.forms[values.root].dims]
+    first = next((i for i, axis in enumerate(labels) if axis and axis <= over), len(labels))
+    return first if frozenset(n for axis in labels[first:] for n in axis) == over else None
+
+
 def row_norm(values: Values, v: Var) -> Candidate | None:
     """Layer norm or RMS norm over the last axes."""
     if not same_layout(values, v):
@@ -150,10 +182,11 @@ def row_norm(values: Values, v: Var) -> Candidate | None:
     if found is None:
         return None
     dims = values.forms[values.root].dims
-    labels = [{p.label for p in axis} for axis in dims]
-    first = next((i for i, axis in enumerate(labels) if axis and axis <= found.over), len(dims))
-    if frozenset(n for axis in labels[first:] for n in axis) != found.over:
-        raise Left("the means are not over the last axes")
+    first = first_axis(values, found.over)
+    if first is None:
+        if found.centered:
+            return None  # perhaps a batch norm or a group norm
+        raise Left(NOT_LAST)
     if unbiased(values, found):
         raise Left("the variance is divided by n - 1")
     if not only_leaves(found.scale, found.over) or not only_leaves(found.bias, found.over):
@@ -176,6 +209,7 @@ def row_norm(values: Values, v: Var) -> Candidate | None:
         functools.partial(_row_norm, f, affine, begin_norm_axis=first, epsilon=found.epsilon)
         for f in (norm, with_addition)
     )
+    raise_for_range(found, norm.__name__)
     before = Before("arrays", with_addition.__name__, add)
     return Candidate(norm.__name__, call, (values.root, *affine.leaves), v, before=before)
 
