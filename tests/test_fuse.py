@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -318,6 +319,80 @@ def test_code_that_only_looks_like_a_norm(function):
         assert left.kind == "norm" and left.why and left.where.startswith(__file__)
     text = str(jax.make_jaxpr(function)(*arrays))
     assert str(jax.make_jaxpr(jax_gradops.fuse(function))(*arrays)).count("\n") == text.count("\n")
+
+
+# --- NaN and names -------------------------------------------------------------------------------
+
+
+def std_of(x):
+    return (x - mean(x)) / jnp.std(x, -1, keepdims=True)
+
+
+NO_VARIANCE = {
+    "l2": lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
+    "rms": lambda x: x * jax.lax.rsqrt(mean(x * x)),
+    "std": std_of,
+    "denormal": lambda x: x * jax.lax.rsqrt(mean(x * x) + 1e-40),
+    "infinite derivative": lambda x: x * jax.lax.rsqrt(mean(x * x) + 1e-30),
+    "batch": lambda x: (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True),
+    "cosine": lambda x: optax.losses.cosine_similarity(x, x + 1)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", NO_VARIANCE)
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_rows_without_a_variance(name, value):
+    """NaN is where the code has it, in results and gradients. The report says why."""
+    function = NO_VARIANCE[name]
+    x = operands(shape=(4, N))[0].at[1].set(value).at[:, 1].set(value)
+    summary = summary_of(function, x)
+    assert not summary.replaced
+    assert "is NaN, and the op is not" in summary.left[0].why
+    for f in (lambda f: f, lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))):
+        np.testing.assert_array_equal(f(jax_gradops.fuse(function))(x), f(function)(x))
+
+
+def test_statistics_in_float16():
+    """The square of 300 is infinite in float16. Then the code's result is 0, the op's is 1."""
+    by_hand = lambda x: x / jnp.sqrt(mean(jnp.square(x)) + 1e-3)  # noqa: E731
+    x = jnp.full((2, N), 300, jnp.float16)
+    (left,) = summary_of(by_hand, x).left
+    assert "float16" in left.why
+    assert not jnp.any(jax_gradops.fuse(by_hand)(x))
+    assert names(lambda x: by_hand(wide(x)).astype(x.dtype), x) == ["rms_norm"]
+
+
+def named(x):
+    return checkpoint_name(x, "kept")
+
+
+NAMED = {  # how it is found, and how many of the named values a policy still saves
+    "mean square": (lambda x, s, b: x * jax.lax.rsqrt(named(mean(x * x)) + EPSILON), 0),
+    "variance": (lambda x, s, b: (x - mean(x)) * jax.lax.rsqrt(
+        named(jnp.var(x, -1, keepdims=True)) + EPSILON), 0),
+    "sum": (lambda x, s, b: rms(named(x + jnp.sin(x)), s, b), 1),
+    "result": (lambda x, s, b: jnp.sin(named(rms(x, s, b))), 1),
+    "scale": (lambda x, s, b: rms(x, named(jnp.exp(s)), b), 1),
+    "before a GELU": (lambda x, s, b: jax.nn.gelu(named(jnp.exp(x) + full(b, x))), 1),
+    "before a bias": (lambda x, s, b: jax.nn.gelu(named(jnp.exp(x)) + full(b, x)), 1),
+    "in a GELU": (lambda x, s, b: 0.5 * x * (1 + named(jax.lax.erf(x * math.sqrt(0.5)))), 0),
+    "loss": (lambda x, s, b: named(
+        -picked(jax.nn.log_softmax(x), jnp.argmax(jnp.sin(x), -1))) ** 2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_checkpoint_names(name, capsys):
+    """Ops are found through names. A policy saves named values outside of an op as before."""
+    function, saved = NAMED[name]
+    arrays = operands()
+    (entry,) = summary_of(function, *arrays).replaced
+    assert ("checkpoint_name 'kept' on a value inside has no effect" in entry.shapes) == (not saved)
+    check(function, arrays, 2e-5)
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    kept = jax.checkpoint(jax_gradops.fuse(function), policy=policy)
+    jax.ad_checkpoint.print_saved_residuals(kept, *arrays)
+    assert capsys.readouterr().out.count("named 'kept'") == saved
 
 
 # --- The addition before a norm ------------------------------------------------------------------

@@ -33,7 +33,7 @@ from jax_gradops._fuse.search import Values
 from jax_gradops._implementation import default_implementation, use_implementation
 
 _NOTHING_HERE = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
-_NOTHING_HERE |= {"pvary", "pcast"}
+_NOTHING_HERE |= {"pvary", "pcast", "name"}
 # The number of elements, in the comparison, of axes without a sum.
 _ROWS = 2
 # All comparisons so far, by their keys. A result says what differs. It is "" if nothing does.

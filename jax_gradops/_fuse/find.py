@@ -91,7 +91,8 @@ class Finder:
             if shows not in values.forms:
                 stopped = stopped or (search.why_stopped(values, shows) if kind == "norm" else "")
                 continue
-            for v in reversed(values.forms):
+            # An op's result may have a name. The name stays.
+            for v in (v for v in reversed(values.forms) if not search.is_named(self.program, v)):
                 for pattern in PATTERNS[kind]:
                     try:
                         candidate = pattern(values, v)
@@ -132,6 +133,12 @@ class Finder:
         self.taken |= site.region
         self.program.moved |= dict.fromkeys(site.outputs, site.at)
         source = self.program.source(self.program.producer[site.outputs[0]])
+        inside = [self.program.items[i].equation for i in sorted(site.region)]
+        names = [e.params["name"] for e in inside if e.primitive.name == "name"]
+        if names:
+            names = ", ".join(map(repr, dict.fromkeys(names)))
+            gone = f"checkpoint_name {names} on a value inside has no effect now"
+            options = "; ".join([options, gone] if options else [gone])
         self.report.found(site, source, options)
 
     def _site(self, values: Values, candidate: Candidate, anchor: int) -> Site | None:

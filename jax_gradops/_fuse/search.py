@@ -63,7 +63,16 @@ def roots(program: Program, anchor: int) -> list[Var]:
     if reduced <= 1:
         return []
     found = [v for v in seen if math.prod(v.aval.shape) == reduced and is_float(v.aval.dtype)]
-    return sorted(found, key=lambda v: program.producer.get(v, -1))
+    # A policy for `jax.checkpoint` saves the array that has a name: it is tried before its copy.
+    producers = [program.equation_of(v) for v in seen]
+    copies = {e.invars[0] for e in producers if e is not None and e.primitive.name == "name"}
+    return sorted(found, key=lambda v: (v in copies, program.producer.get(v, -1)))
+
+
+def is_named(program: Program, v: Var) -> bool:
+    """Whether a variable is the result of `jax.ad_checkpoint.checkpoint_name`."""
+    equation = program.equation_of(v)
+    return equation is not None and equation.primitive.name == "name"
 
 
 def is_over_devices(program: Program, anchor: int) -> bool:
@@ -218,7 +227,7 @@ def _has_one_hot(found: Iterable[Form]) -> bool:
 
 # Of arrays that are not computed from the root, these would only make long polynomials.
 _NOT_FOLLOWED = {"reduce_sum", "reduce_max", "stop_gradient", "tanh", "erf", "erfc", "logistic"}
-_NOT_FOLLOWED |= {"exp", "log", "is_finite", "gather"}
+_NOT_FOLLOWED |= {"exp", "log", "is_finite", "gather", "name"}
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 

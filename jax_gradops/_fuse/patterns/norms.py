@@ -27,7 +27,6 @@ from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Monomial, P
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.row_norm import layer_norm
 
-
 NOT_LAST = "the means are not over the last axes"
 
 
@@ -127,8 +126,8 @@ def raise_for_range(found: Normalized, op: str) -> None:
     if found.epsilon <= float(jnp.finfo(found.dtype).max) ** (-2 / 3):
         row = "one constant" if found.centered else "zeros"
         raise Left(
-            f"epsilon is {found.epsilon:.3g}: for a row of {row}, the code or its derivative is NaN, "
-            f"and the op is not. Add a larger epsilon, such as 1e-6, or call jax_gradops.{op}"
+            f"epsilon is {found.epsilon:.3g}: for a row of {row}, the code or its derivative is "
+            f"NaN, and the op is not. Add a larger epsilon, or call jax_gradops.{op}"
         )
 
 
