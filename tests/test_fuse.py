@@ -395,6 +395,22 @@ def test_checkpoint_names(name, capsys):
     assert capsys.readouterr().out.count("named 'kept'") == saved
 
 
+POOLS = {
+    "mean": lambda x: x.mean(1),
+    "sum": lambda x: x.sum(0),
+    "mean twice": lambda x: jnp.exp(x).mean(0).mean(0, keepdims=True),
+    "attention": lambda x: (x * jax.nn.softmax(jnp.sum(jnp.sin(x), -1, keepdims=True), 1)).sum(1),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("norm", [two_passes, rms], ids=lambda f: f.__name__)
+def test_norms_after_a_pool(norm, pool):
+    function = lambda x, scale, bias: norm(POOLS[pool](x), scale, bias)  # noqa: E731
+    assert names(function, *operands()) == ["layer_norm" if norm is two_passes else "rms_norm"]
+    check(function, operands(), 2e-5)
+
+
 # --- The addition before a norm ------------------------------------------------------------------
 
 

@@ -74,6 +74,7 @@ class Finder:
     def _around(self, anchor: int, kind: str) -> None:
         """Looks for an op around an equation that may be a part of one."""
         why: list[str] = []
+        general: list[str] = []
         if kind == "norm":
             try:
                 site = clip.clip(self.program, anchor)
@@ -106,12 +107,12 @@ class Finder:
                         self._take(site, candidate.options)
                         return
             if kind == "norm":
-                why.append(norms.why_left(values, shows))
+                general.append(norms.why_left(values, shows))
             elif kind == "loss":
-                why.append(losses.why_left(values))
+                general.append(losses.why_left(values))
         if kind == "norm" and search.is_over_devices(self.program, anchor):
             why.insert(0, _OVER_DEVICES)
-        why = [each for each in (*why, stopped) if each]
+        why = [each for each in (*why, *general, stopped) if each]
         if why:
             self.report.left(kind, self.program.source(anchor), why[0])
 

@@ -41,11 +41,16 @@ def kind(equation: JaxprEqn) -> str:
 
 
 def roots(program: Program, anchor: int) -> list[Var]:
-    """The arrays from which the op around an equation may start. The earliest is first."""
+    """The arrays from which the op around an equation may start.
+
+    They have the size of an array that is summed. The largest are first, because the statistics of
+    a batch norm may be sums of sums. An array that was pooled before a norm is smaller than what
+    was pooled. Of arrays of one size, the earliest is first.
+    """
     equation = program.items[anchor].equation
     seen: set[Var] = set()
     stack: list[Any] = [v for v in equation.invars if isinstance(v, Var)]
-    reduced = 0  # the size of the largest array that is summed
+    reduced: set[int] = set()  # the sizes of arrays that are summed
     while stack and len(seen) < _BEFORE:
         v = stack.pop()
         if v in seen:
@@ -55,18 +60,18 @@ def roots(program: Program, anchor: int) -> list[Var]:
         if before is None:
             continue
         if before.primitive.name == "reduce_sum":
-            reduced = max(reduced, math.prod(before.invars[0].aval.shape))
+            reduced.add(math.prod(before.invars[0].aval.shape))
         if not _starts(program, before):
             stack.extend(u for u in before.invars if isinstance(u, Var))
     if kind(equation) == "gelu":
-        reduced = math.prod(equation.outvars[0].aval.shape)
-    if reduced <= 1:
-        return []
-    found = [v for v in seen if math.prod(v.aval.shape) == reduced and is_float(v.aval.dtype)]
+        reduced = {math.prod(equation.outvars[0].aval.shape)}
+    size_of = {v: math.prod(v.aval.shape) for v in seen if is_float(v.aval.dtype)}
+    found = [v for v, size in size_of.items() if size in reduced and size > 1]
     # A policy for `jax.checkpoint` saves the array that has a name: it is tried before its copy.
     producers = [program.equation_of(v) for v in seen]
     copies = {e.invars[0] for e in producers if e is not None and e.primitive.name == "name"}
-    return sorted(found, key=lambda v: (v in copies, program.producer.get(v, -1)))
+    order = {v: (-size_of[v], v in copies, program.producer.get(v, -1)) for v in found}
+    return sorted(found, key=order.__getitem__)
 
 
 def is_named(program: Program, v: Var) -> bool:
