@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,11 @@ from jax_gradops._fuse.program import Program, Site
 from jax_gradops._fuse.report import Report
 from jax_gradops._fuse.search import Values
 
-PATTERNS: dict[str, tuple[Callable[[Values, Var], Candidate | None], ...]] = {
-    "norm": (norms.row_norm, channel_norms.channel_norm),
-    "gelu": (gelu.gelu,),
-    "loss": (losses.loss,),
+# Groups of patterns. A group is tried if none before it has found an op.
+PATTERNS: dict[str, tuple[tuple[Callable[[Values, Var], Candidate | None], ...], ...]] = {
+    "norm": ((norms.row_norm, channel_norms.channel_norm), (norms.norm_before_affine,)),
+    "gelu": ((gelu.gelu,),),
+    "loss": ((losses.loss,),),
 }
 
 _OVER_DEVICES = (
@@ -85,7 +87,8 @@ class Finder:
                 self._take(site, "")
                 return
         stopped, shows = "", self.program.items[anchor].equation.outvars[0]
-        for root in search.roots(self.program, anchor):
+        roots = search.roots(self.program, anchor)
+        for patterns, root in itertools.product(PATTERNS[kind], roots):
             if root not in self._values:
                 self._values[root] = search.values_from(self.program, root)
             values = self._values[root]
@@ -93,26 +96,28 @@ class Finder:
                 stopped = stopped or (search.why_stopped(values, shows) if kind == "norm" else "")
                 continue
             # An op's result may have a name. The name stays.
-            for v in (v for v in reversed(values.forms) if not search.is_named(self.program, v)):
-                for pattern in PATTERNS[kind]:
-                    try:
-                        candidate = pattern(values, v)
-                        site = candidate and self._site(values, candidate, anchor)
-                    except Left as left:
-                        why.append(str(left))
-                        continue
-                    except TooLong:
-                        continue
-                    if candidate and site and self._fits(site):
-                        self._take(site, candidate.options)
-                        return
+            found = [v for v in values.forms if not search.is_named(self.program, v)]
+            for v, pattern in itertools.product(reversed(found), patterns):
+                try:
+                    candidate = pattern(values, v)
+                    site = candidate and self._site(values, candidate, anchor)
+                except Left as left:
+                    why.append(str(left))
+                    continue
+                except TooLong:
+                    continue
+                if candidate and site and self._fits(site):
+                    self._take(site, candidate.options)
+                    return
             if kind == "norm":
                 general.append(norms.why_left(values, shows))
             elif kind == "loss":
                 general.append(losses.why_left(values))
         if kind == "norm" and search.is_over_devices(self.program, anchor):
             why.insert(0, _OVER_DEVICES)
-        why = [each for each in (*why, *general, stopped) if each]
+        if kind != "norm" or search.is_factor(self.program, shows, roots):
+            why += [*general, stopped]
+        why = [each for each in why if each]
         if why:
             self.report.left(kind, self.program.source(anchor), why[0])
 

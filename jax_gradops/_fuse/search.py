@@ -130,6 +130,27 @@ def _near(program: Program, v: Var) -> set[Var]:
     return found
 
 
+def is_factor(program: Program, v: Var, arrays: Iterable[Var]) -> bool:
+    """Whether what follows from a value is a factor or divisor of an array as large as these.
+
+    The root in a norm is one. A distance, or a norm that is only logged, is none.
+    """
+    size = min((math.prod(u.aval.shape) for u in arrays), default=0)
+    seen, stack = {v}, [v]
+    while stack and len(seen) < _BEFORE:
+        for i in program.users.get(stack.pop(), ()):
+            equation = program.items[i].equation
+            sizes = [[n for n in u.aval.shape if isinstance(n, int)] for u in equation.invars]
+            large = any(math.prod(each) >= size for each in sizes)
+            if large and (
+                equation.primitive.name in ("mul", "div") or not rules.is_known(equation)
+            ):
+                return True
+            stack += [u for u in equation.outvars if u not in seen]
+            seen.update(equation.outvars)
+    return False
+
+
 @dataclasses.dataclass
 class Values:
     """The forms of the values that are computed from a root.
@@ -137,7 +158,8 @@ class Values:
     Attributes:
       program: the jaxpr.
       root: the array.
-      sizes: the sizes of the root's axes, with axes that a reshape divides in parts.
+      sizes: the sizes of the root's axes, with axes that a reshape divides in parts. After these,
+        the sizes of axes that values have and the root has not: see `number_new_axes`.
       forms: by variable, in order of computation.
       leaves: the forms of arrays that are not computed from the root.
       stopped: why the values end, by variable.
@@ -152,7 +174,7 @@ class Values:
 
     @property
     def root_atom(self) -> Root:
-        return Root(frozenset(range(len(self.sizes))))
+        return Root(self.forms[self.root].labels)
 
     @property
     def axes(self) -> Axes:
@@ -253,7 +275,8 @@ def _follow(program: Program, root: Var, dims: list[list[int]]) -> Values:
     labels = iter(range(len(sizes)))
     parts = tuple(tuple(Part(next(labels), n) for n in axis) for axis in dims)
     values = Values(program, root, sizes, {}, {}, {})
-    values.forms[root] = Form(polynomial.of_atom(values.root_atom), parts)
+    root_atom = Root(frozenset(range(len(sizes))))
+    values.forms[root] = Form(polynomial.of_atom(root_atom), parts)
     waiting = list(program.users.get(root, ()))
     heapq.heapify(waiting)
     seen: set[int] = set()
