@@ -411,6 +411,90 @@ def test_norms_after_a_pool(norm, pool):
     check(function, operands(), 2e-5)
 
 
+# --- Parameters that are not vectors of a row ----------------------------------------------------
+
+
+def folded(x, scale, bias, keep=lambda a: a):
+    """The scale stands beside 1/sqrt(variance)."""
+    factor = jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + EPSILON) * scale
+    return (x - mean(x)) * keep(factor) + bias
+
+
+def modulated(x, scale, bias):
+    return jax.nn.standardize(x, epsilon=EPSILON) * (1 + scale) + bias
+
+
+def folded_rms(x, scale, bias):
+    return x * (jax.lax.rsqrt(mean(x * x) + EPSILON) * (1 + scale)) + 0 * bias
+
+
+def whole(x, scale, bias):
+    return folded(x, full(scale, x), full(bias, x))
+
+
+OUTSIDE = "without the scale and the bias"
+# The function, the shapes of x and of the parameters, and how the norm is found.
+VARYING = {
+    "of a sample": (folded, (2, 3, N), (2, 1, N), "group"),
+    "of a sample, rms": (folded_rms, (2, 3, N), (2, 1, N), "group"),
+    "modulation": (modulated, (2, 3, N), (2, 1, N), "group"),
+    "modulation of a sum": (
+        lambda x, s, b: modulated(x + jnp.sin(x), s, b), (2, 3, N), (2, 1, N), "group"),
+    "of two axes": (folded, (2, 3, 4, N), (2, 3, 1, N), "group"),
+    "of rows in one axis": (
+        lambda x, s, b: modulated(x, *(jnp.repeat(a, 3, 0) for a in (s, b))),
+        (6, N), (2, N), "group"),
+    "ensemble": (jax.vmap(whole), (2, 3, N), (2, N), "group"),
+    "ensemble of one x": (jax.vmap(whole, (None, 0, 0)), (3, N), (2, N), OUTSIDE),
+    "ensemble, last": (jax.vmap(whole, (None, 0, 0), 2), (3, N), (2, N), OUTSIDE),
+    "of a position": (folded, (2, 3, N), (1, 3, N), OUTSIDE),
+    "of a position, after the norm": (modulated, (2, 3, N), (1, 3, N), "norm"),
+    "of each element": (folded, (2, 3, N), (2, 3, N), OUTSIDE),
+    "of each element, after the norm": (modulated, (2, 3, N), (2, 3, N), "norm"),
+    "of a row": (folded, (2, 3, N), (2, 3, 1), OUTSIDE),
+    "mask after the norm": (modulated, (2, 3, N), (2, 3, 1), "norm"),
+    "factor that is used elsewhere": (
+        lambda x, s, b: folded(x, s, b, lambda a: jnp.sin(a) + a), (2, 3, N), (2, 1, N), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_parameters_that_vary_along_rows(name):
+    function, shape, of_parameters, how = VARYING[name]
+    x = operands(shape=shape)[0]
+    arrays = [x, *operands(shape=(2, *of_parameters))[0]]
+    shapes = [each.shapes for each in summary_of(function, *arrays).replaced]
+    assert len(shapes) == (how is not None)
+    for each in shapes:
+        assert (OUTSIDE in each) == (how == OUTSIDE)
+        assert (each.count("float32") == 1) == (how == "norm")
+    check(function, arrays, 2e-5)
+
+
+def rms_with_shift(x, shift):
+    """pi0.5's adaptive RMS norm: the result in float32 gets a shift before the cast."""
+    y = wide(x) / jnp.sqrt(mean(jnp.square(wide(x))) + 1e-6)
+    return (y + shift).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: jnp.linalg.norm(x), None),
+        (lambda x: {"rms": jnp.sqrt(jnp.mean(x * x)), "log": jnp.log(jnp.std(x, -1))}, None),
+        (lambda x: jnp.linalg.norm(x[:, 1:] - x[:, :-1], axis=-1), None),
+        (lambda x: x / (jnp.std(x) + EPSILON), "a number is added to the square root"),
+        (lambda x: rms_with_shift(x.astype(jnp.bfloat16), mean(jnp.sin(x))), "used in float32"),
+        (lambda x: jax.nn.standardize(x, 0), "the means are not over the last axes"),
+    ],
+    ids=["of all", "logged", "distances", "epsilon outside", "shift", "first axis"],
+)
+def test_why_a_norm_is_left(function, why):
+    summary = summary_of(function, operands()[0])
+    assert not summary.replaced
+    assert (why in summary.left[0].why) if why else not summary.left
+
+
 # --- The addition before a norm ------------------------------------------------------------------
 
 

@@ -241,7 +241,7 @@ class _Groups:
         """Calls a norm under `jax.vmap` over the axes along which the parameters vary."""
         sizes = list(label_sizes(self.dims, x.shape).values())
         lead, row = sizes[: self.count], x.shape[self.first :]
-        like = jax.ShapeDtypeStruct(sizes, x.dtype)
+        like: Any = jax.ShapeDtypeStruct(sizes, x.dtype)
         given = affine.arguments(like, leaves)
         numbers = {name: v for name, v in given.items() if isinstance(v, float)}
         arrays = {n: v.reshape(*lead, *row) for n, v in given.items() if n not in numbers}
@@ -291,7 +291,7 @@ def norm_before_affine(values: Values, v: Var) -> Candidate | None:
     if found is None or first is None or unbiased(values, found):
         return None
     dims = values.forms[v].dims
-    axes = frozenset(part.label for axis in dims for part in axis)
+    axes: Any = frozenset(part.label for axis in dims for part in axis)
     if not axes > found.over or not all(only_leaves(p, axes) for p in (found.scale, found.bias)):
         return None
     every = range(len(dims))
