@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -318,6 +319,180 @@ def test_code_that_only_looks_like_a_norm(function):
         assert left.kind == "norm" and left.why and left.where.startswith(__file__)
     text = str(jax.make_jaxpr(function)(*arrays))
     assert str(jax.make_jaxpr(jax_gradops.fuse(function))(*arrays)).count("\n") == text.count("\n")
+
+
+# --- NaN and names -------------------------------------------------------------------------------
+
+
+def std_of(x):
+    return (x - mean(x)) / jnp.std(x, -1, keepdims=True)
+
+
+NO_VARIANCE = {
+    "l2": lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
+    "rms": lambda x: x * jax.lax.rsqrt(mean(x * x)),
+    "std": std_of,
+    "denormal": lambda x: x * jax.lax.rsqrt(mean(x * x) + 1e-40),
+    "infinite derivative": lambda x: x * jax.lax.rsqrt(mean(x * x) + 1e-30),
+    "batch": lambda x: (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True),
+    "cosine": lambda x: optax.losses.cosine_similarity(x, x + 1)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", NO_VARIANCE)
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_rows_without_a_variance(name, value):
+    """NaN is where the code has it, in results and gradients. The report says why."""
+    function = NO_VARIANCE[name]
+    x = operands(shape=(4, N))[0].at[1].set(value).at[:, 1].set(value)
+    summary = summary_of(function, x)
+    assert not summary.replaced
+    assert "is NaN, and the op is not" in summary.left[0].why
+    for f in (lambda f: f, lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))):
+        np.testing.assert_array_equal(f(jax_gradops.fuse(function))(x), f(function)(x))
+
+
+def test_statistics_in_float16():
+    """The square of 300 is infinite in float16. Then the code's result is 0, the op's is 1."""
+    by_hand = lambda x: x / jnp.sqrt(mean(jnp.square(x)) + 1e-3)  # noqa: E731
+    x = jnp.full((2, N), 300, jnp.float16)
+    (left,) = summary_of(by_hand, x).left
+    assert "float16" in left.why
+    assert not jnp.any(jax_gradops.fuse(by_hand)(x))
+    assert names(lambda x: by_hand(wide(x)).astype(x.dtype), x) == ["rms_norm"]
+
+
+def named(x):
+    return checkpoint_name(x, "kept")
+
+
+NAMED = {  # how it is found, and how many of the named values a policy still saves
+    "mean square": (lambda x, s, b: x * jax.lax.rsqrt(named(mean(x * x)) + EPSILON), 0),
+    "variance": (lambda x, s, b: (x - mean(x)) * jax.lax.rsqrt(
+        named(jnp.var(x, -1, keepdims=True)) + EPSILON), 0),
+    "sum": (lambda x, s, b: rms(named(x + jnp.sin(x)), s, b), 1),
+    "result": (lambda x, s, b: jnp.sin(named(rms(x, s, b))), 1),
+    "scale": (lambda x, s, b: rms(x, named(jnp.exp(s)), b), 1),
+    "before a GELU": (lambda x, s, b: jax.nn.gelu(named(jnp.exp(x) + full(b, x))), 1),
+    "before a bias": (lambda x, s, b: jax.nn.gelu(named(jnp.exp(x)) + full(b, x)), 1),
+    "in a GELU": (lambda x, s, b: 0.5 * x * (1 + named(jax.lax.erf(x * math.sqrt(0.5)))), 0),
+    "loss": (lambda x, s, b: named(
+        -picked(jax.nn.log_softmax(x), jnp.argmax(jnp.sin(x), -1))) ** 2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_checkpoint_names(name, capsys):
+    """Ops are found through names. A policy saves named values outside of an op as before."""
+    function, saved = NAMED[name]
+    arrays = operands()
+    (entry,) = summary_of(function, *arrays).replaced
+    assert ("checkpoint_name 'kept' on a value inside has no effect" in entry.shapes) == (not saved)
+    check(function, arrays, 2e-5)
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    kept = jax.checkpoint(jax_gradops.fuse(function), policy=policy)
+    jax.ad_checkpoint.print_saved_residuals(kept, *arrays)
+    assert capsys.readouterr().out.count("named 'kept'") == saved
+
+
+POOLS = {
+    "mean": lambda x: x.mean(1),
+    "sum": lambda x: x.sum(0),
+    "mean twice": lambda x: jnp.exp(x).mean(0).mean(0, keepdims=True),
+    "attention": lambda x: (x * jax.nn.softmax(jnp.sum(jnp.sin(x), -1, keepdims=True), 1)).sum(1),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("norm", [two_passes, rms], ids=lambda f: f.__name__)
+def test_norms_after_a_pool(norm, pool):
+    function = lambda x, scale, bias: norm(POOLS[pool](x), scale, bias)  # noqa: E731
+    assert names(function, *operands()) == ["layer_norm" if norm is two_passes else "rms_norm"]
+    check(function, operands(), 2e-5)
+
+
+# --- Parameters that are not vectors of a row ----------------------------------------------------
+
+
+def folded(x, scale, bias, keep=lambda a: a):
+    """The scale stands beside 1/sqrt(variance)."""
+    factor = jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + EPSILON) * scale
+    return (x - mean(x)) * keep(factor) + bias
+
+
+def modulated(x, scale, bias):
+    return jax.nn.standardize(x, epsilon=EPSILON) * (1 + scale) + bias
+
+
+def folded_rms(x, scale, bias):
+    return x * (jax.lax.rsqrt(mean(x * x) + EPSILON) * (1 + scale)) + 0 * bias
+
+
+def whole(x, scale, bias):
+    return folded(x, full(scale, x), full(bias, x))
+
+
+OUTSIDE = "without the scale and the bias"
+# The function, the shapes of x and of the parameters, and how the norm is found.
+VARYING = {
+    "of a sample": (folded, (2, 3, N), (2, 1, N), "group"),
+    "of a sample, rms": (folded_rms, (2, 3, N), (2, 1, N), "group"),
+    "modulation": (modulated, (2, 3, N), (2, 1, N), "group"),
+    "modulation of a sum": (
+        lambda x, s, b: modulated(x + jnp.sin(x), s, b), (2, 3, N), (2, 1, N), "group"),
+    "of two axes": (folded, (2, 3, 4, N), (2, 3, 1, N), "group"),
+    "of rows in one axis": (
+        lambda x, s, b: modulated(x, *(jnp.repeat(a, 3, 0) for a in (s, b))),
+        (6, N), (2, N), "group"),
+    "ensemble": (jax.vmap(whole), (2, 3, N), (2, N), "group"),
+    "ensemble of one x": (jax.vmap(whole, (None, 0, 0)), (3, N), (2, N), OUTSIDE),
+    "ensemble, last": (jax.vmap(whole, (None, 0, 0), 2), (3, N), (2, N), OUTSIDE),
+    "of a position": (folded, (2, 3, N), (1, 3, N), OUTSIDE),
+    "of a position, after the norm": (modulated, (2, 3, N), (1, 3, N), "norm"),
+    "of each element": (folded, (2, 3, N), (2, 3, N), OUTSIDE),
+    "of each element, after the norm": (modulated, (2, 3, N), (2, 3, N), "norm"),
+    "of a row": (folded, (2, 3, N), (2, 3, 1), OUTSIDE),
+    "mask after the norm": (modulated, (2, 3, N), (2, 3, 1), "norm"),
+    "factor that is used elsewhere": (
+        lambda x, s, b: folded(x, s, b, lambda a: jnp.sin(a) + a), (2, 3, N), (2, 1, N), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARYING)
+def test_parameters_that_vary_along_rows(name):
+    function, shape, of_parameters, how = VARYING[name]
+    x = operands(shape=shape)[0]
+    arrays = [x, *operands(shape=(2, *of_parameters))[0]]
+    shapes = [each.shapes for each in summary_of(function, *arrays).replaced]
+    assert len(shapes) == (how is not None)
+    for each in shapes:
+        assert (OUTSIDE in each) == (how == OUTSIDE)
+        assert (each.count("float32") == 1) == (how == "norm")
+    check(function, arrays, 2e-5)
+
+
+def rms_with_shift(x, shift):
+    """pi0.5's adaptive RMS norm: the result in float32 gets a shift before the cast."""
+    y = wide(x) / jnp.sqrt(mean(jnp.square(wide(x))) + 1e-6)
+    return (y + shift).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: jnp.linalg.norm(x), None),
+        (lambda x: {"rms": jnp.sqrt(jnp.mean(x * x)), "log": jnp.log(jnp.std(x, -1))}, None),
+        (lambda x: jnp.linalg.norm(x[:, 1:] - x[:, :-1], axis=-1), None),
+        (lambda x: x / (jnp.std(x) + EPSILON), "a number is added to the square root"),
+        (lambda x: rms_with_shift(x.astype(jnp.bfloat16), mean(jnp.sin(x))), "used in float32"),
+        (lambda x: jax.nn.standardize(x, 0), "the means are not over the last axes"),
+    ],
+    ids=["of all", "logged", "distances", "epsilon outside", "shift", "first axis"],
+)
+def test_why_a_norm_is_left(function, why):
+    summary = summary_of(function, operands()[0])
+    assert not summary.replaced
+    assert (why in summary.left[0].why) if why else not summary.left
 
 
 # --- The addition before a norm ------------------------------------------------------------------

@@ -183,7 +183,7 @@ def _is_gate(program: Program, v: Var, depth: int = 3) -> bool:
         others = [u for u in equation.invars if isinstance(u, Var) and u is not v]
         if name == "mul" and any(u.aval.shape == v.aval.shape for u in others):
             return True
-        passed = name in ("convert_element_type", "reshape", "copy", "copy_p") and depth > 0
+        passed = name in ("convert_element_type", "reshape", "copy", "copy_p", "name") and depth > 0
         if passed and _is_gate(program, equation.outvars[0], depth - 1):
             return True
     return False

@@ -33,7 +33,7 @@ from jax_gradops._fuse.search import Values
 from jax_gradops._implementation import default_implementation, use_implementation
 
 _NOTHING_HERE = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
-_NOTHING_HERE |= {"pvary", "pcast"}
+_NOTHING_HERE |= {"pvary", "pcast", "name"}
 # The number of elements, in the comparison, of axes without a sum.
 _ROWS = 2
 # All comparisons so far, by their keys. A result says what differs. It is "" if nothing does.
@@ -276,6 +276,7 @@ class _Region:
         self.addition = [program.items[i].equation for i in sorted(addition)]
         self.equations = [program.items[i].equation for i in equations]
         form = values.forms[candidate.output]
+        self.order = [p.label for axis in form.dims for p in axis if isinstance(p.label, int)]
         self.leaves, self.classes = _labels(form.polynomial)
         reduced = {a for e in self.equations for a in self._reduced(e)}
         # Of an axis that is divided, only the first part is shorter: see `label_sizes`.
@@ -344,6 +345,9 @@ class _Region:
     def op(self, *arrays: jax.Array) -> list[jax.Array]:
         """Computes the op's result, with the axes that `run` returns, and perhaps the sum."""
         result, *others = jax.tree.leaves(self.call(*self._given(arrays)))
+        result = result.reshape([self.sizes[i] for i in self.order]).transpose(
+            np.argsort(self.order)
+        )
         return [result.reshape(self.output_sizes), *(others[:1] if self.has_sum else [])]
 
     def _given(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -378,7 +382,9 @@ class _Region:
         given: dict[Any, jax.Array] = dict(zip(self.distinct, arrays, strict=True))
         run_broadcast(self.addition, given, wide)
         total = given[self.values.root]
-        env: dict[Any, jax.Array] = {self.values.root: total.reshape(self.sizes)}
+        own = self.values.root_atom.axes
+        sizes = [n if i in own else 1 for i, n in enumerate(self.sizes)]
+        env: dict[Any, jax.Array] = {self.values.root: total.reshape(sizes)}
         for v in self.candidate.operands[1:]:
             array = given[v]
             labels = self._axes(v)

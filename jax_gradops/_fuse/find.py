@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,11 @@ from jax_gradops._fuse.program import Program, Site
 from jax_gradops._fuse.report import Report
 from jax_gradops._fuse.search import Values
 
-PATTERNS: dict[str, tuple[Callable[[Values, Var], Candidate | None], ...]] = {
-    "norm": (norms.row_norm, channel_norms.channel_norm),
-    "gelu": (gelu.gelu,),
-    "loss": (losses.loss,),
+# Groups of patterns. A group is tried if none before it has found an op.
+PATTERNS: dict[str, tuple[tuple[Callable[[Values, Var], Candidate | None], ...], ...]] = {
+    "norm": ((norms.row_norm, channel_norms.channel_norm), (norms.norm_before_affine,)),
+    "gelu": ((gelu.gelu,),),
+    "loss": ((losses.loss,),),
 }
 
 _OVER_DEVICES = (
@@ -74,6 +76,7 @@ class Finder:
     def _around(self, anchor: int, kind: str) -> None:
         """Looks for an op around an equation that may be a part of one."""
         why: list[str] = []
+        general: list[str] = []
         if kind == "norm":
             try:
                 site = clip.clip(self.program, anchor)
@@ -84,33 +87,37 @@ class Finder:
                 self._take(site, "")
                 return
         stopped, shows = "", self.program.items[anchor].equation.outvars[0]
-        for root in search.roots(self.program, anchor):
+        roots = search.roots(self.program, anchor)
+        for patterns, root in itertools.product(PATTERNS[kind], roots):
             if root not in self._values:
                 self._values[root] = search.values_from(self.program, root)
             values = self._values[root]
             if shows not in values.forms:
                 stopped = stopped or (search.why_stopped(values, shows) if kind == "norm" else "")
                 continue
-            for v in reversed(values.forms):
-                for pattern in PATTERNS[kind]:
-                    try:
-                        candidate = pattern(values, v)
-                        site = candidate and self._site(values, candidate, anchor)
-                    except Left as left:
-                        why.append(str(left))
-                        continue
-                    except TooLong:
-                        continue
-                    if candidate and site and self._fits(site):
-                        self._take(site, candidate.options)
-                        return
+            # An op's result may have a name. The name stays.
+            found = [v for v in values.forms if not search.is_named(self.program, v)]
+            for v, pattern in itertools.product(reversed(found), patterns):
+                try:
+                    candidate = pattern(values, v)
+                    site = candidate and self._site(values, candidate, anchor)
+                except Left as left:
+                    why.append(str(left))
+                    continue
+                except TooLong:
+                    continue
+                if candidate and site and self._fits(site):
+                    self._take(site, candidate.options)
+                    return
             if kind == "norm":
-                why.append(norms.why_left(values, shows))
+                general.append(norms.why_left(values, shows))
             elif kind == "loss":
-                why.append(losses.why_left(values))
+                general.append(losses.why_left(values))
         if kind == "norm" and search.is_over_devices(self.program, anchor):
             why.insert(0, _OVER_DEVICES)
-        why = [each for each in (*why, stopped) if each]
+        if kind != "norm" or search.is_factor(self.program, shows, roots):
+            why += [*general, stopped]
+        why = [each for each in why if each]
         if why:
             self.report.left(kind, self.program.source(anchor), why[0])
 
@@ -132,6 +139,12 @@ class Finder:
         self.taken |= site.region
         self.program.moved |= dict.fromkeys(site.outputs, site.at)
         source = self.program.source(self.program.producer[site.outputs[0]])
+        inside = [self.program.items[i].equation for i in sorted(site.region)]
+        names = [e.params["name"] for e in inside if e.primitive.name == "name"]
+        if names:
+            names = ", ".join(map(repr, dict.fromkeys(names)))
+            gone = f"checkpoint_name {names} on a value inside has no effect now"
+            options = "; ".join([options, gone] if options else [gone])
         self.report.found(site, source, options)
 
     def _site(self, values: Values, candidate: Candidate, anchor: int) -> Site | None:

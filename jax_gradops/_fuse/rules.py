@@ -450,6 +450,7 @@ RULES: dict[str, Rule] = {
     "reduce_precision": _same,
     "copy": _same,
     "copy_p": _same,
+    "name": _same,  # checkpoint_name
     "pvary": _same,
     "pcast": _same,
     "gt": _compare(lambda a, b: a > b),

@@ -41,11 +41,16 @@ def kind(equation: JaxprEqn) -> str:
 
 
 def roots(program: Program, anchor: int) -> list[Var]:
-    """The arrays from which the op around an equation may start. The earliest is first."""
+    """The arrays from which the op around an equation may start.
+
+    They have the size of an array that is summed. The largest are first, because the statistics of
+    a batch norm may be sums of sums. An array that was pooled before a norm is smaller than what
+    was pooled. Of arrays of one size, the earliest is first.
+    """
     equation = program.items[anchor].equation
     seen: set[Var] = set()
     stack: list[Any] = [v for v in equation.invars if isinstance(v, Var)]
-    reduced = 0  # the size of the largest array that is summed
+    reduced: set[int] = set()  # the sizes of arrays that are summed
     while stack and len(seen) < _BEFORE:
         v = stack.pop()
         if v in seen:
@@ -55,15 +60,24 @@ def roots(program: Program, anchor: int) -> list[Var]:
         if before is None:
             continue
         if before.primitive.name == "reduce_sum":
-            reduced = max(reduced, math.prod(before.invars[0].aval.shape))
+            reduced.add(math.prod(before.invars[0].aval.shape))
         if not _starts(program, before):
             stack.extend(u for u in before.invars if isinstance(u, Var))
     if kind(equation) == "gelu":
-        reduced = math.prod(equation.outvars[0].aval.shape)
-    if reduced <= 1:
-        return []
-    found = [v for v in seen if math.prod(v.aval.shape) == reduced and is_float(v.aval.dtype)]
-    return sorted(found, key=lambda v: program.producer.get(v, -1))
+        reduced = {math.prod(equation.outvars[0].aval.shape)}
+    size_of = {v: math.prod(v.aval.shape) for v in seen if is_float(v.aval.dtype)}
+    found = [v for v, size in size_of.items() if size in reduced and size > 1]
+    # A policy for `jax.checkpoint` saves the array that has a name: it is tried before its copy.
+    producers = [program.equation_of(v) for v in seen]
+    copies = {e.invars[0] for e in producers if e is not None and e.primitive.name == "name"}
+    order = {v: (-size_of[v], v in copies, program.producer.get(v, -1)) for v in found}
+    return sorted(found, key=order.__getitem__)
+
+
+def is_named(program: Program, v: Var) -> bool:
+    """Whether a variable is the result of `jax.ad_checkpoint.checkpoint_name`."""
+    equation = program.equation_of(v)
+    return equation is not None and equation.primitive.name == "name"
 
 
 def is_over_devices(program: Program, anchor: int) -> bool:
@@ -118,6 +132,27 @@ def _near(program: Program, v: Var) -> set[Var]:
     return found
 
 
+def is_factor(program: Program, v: Var, arrays: Iterable[Var]) -> bool:
+    """Whether what follows from a value is a factor or divisor of an array as large as these.
+
+    The root in a norm is one. A distance, or a norm that is only logged, is none.
+    """
+    size = min((math.prod(u.aval.shape) for u in arrays), default=0)
+    seen, stack = {v}, [v]
+    while stack and len(seen) < _BEFORE:
+        for i in program.users.get(stack.pop(), ()):
+            equation = program.items[i].equation
+            sizes = [[n for n in u.aval.shape if isinstance(n, int)] for u in equation.invars]
+            large = any(math.prod(each) >= size for each in sizes)
+            if large and (
+                equation.primitive.name in ("mul", "div") or not rules.is_known(equation)
+            ):
+                return True
+            stack += [u for u in equation.outvars if u not in seen]
+            seen.update(equation.outvars)
+    return False
+
+
 @dataclasses.dataclass
 class Values:
     """The forms of the values that are computed from a root.
@@ -125,7 +160,8 @@ class Values:
     Attributes:
       program: the jaxpr.
       root: the array.
-      sizes: the sizes of the root's axes, with axes that a reshape divides in parts.
+      sizes: the sizes of the root's axes, with axes that a reshape divides in parts. After these,
+        the sizes of axes that values have and the root has not: see `number_new_axes`.
       forms: by variable, in order of computation.
       leaves: the forms of arrays that are not computed from the root.
       stopped: why the values end, by variable.
@@ -140,7 +176,7 @@ class Values:
 
     @property
     def root_atom(self) -> Root:
-        return Root(frozenset(range(len(self.sizes))))
+        return Root(self.forms[self.root].labels)
 
     @property
     def axes(self) -> Axes:
@@ -220,7 +256,7 @@ def _has_one_hot(found: Iterable[Form]) -> bool:
 
 # Of arrays that are not computed from the root, these would only make long polynomials.
 _NOT_FOLLOWED = {"reduce_sum", "reduce_max", "stop_gradient", "tanh", "erf", "erfc", "logistic"}
-_NOT_FOLLOWED |= {"exp", "log", "is_finite", "gather"}
+_NOT_FOLLOWED |= {"exp", "log", "is_finite", "gather", "name"}
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -241,7 +277,8 @@ def _follow(program: Program, root: Var, dims: list[list[int]]) -> Values:
     labels = iter(range(len(sizes)))
     parts = tuple(tuple(Part(next(labels), n) for n in axis) for axis in dims)
     values = Values(program, root, sizes, {}, {}, {})
-    values.forms[root] = Form(polynomial.of_atom(values.root_atom), parts)
+    root_atom = Root(frozenset(range(len(sizes))))
+    values.forms[root] = Form(polynomial.of_atom(root_atom), parts)
     waiting = list(program.users.get(root, ()))
     heapq.heapify(waiting)
     seen: set[int] = set()

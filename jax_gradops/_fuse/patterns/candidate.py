@@ -13,8 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jax_gradops._fuse.forms import Dims
-from jax_gradops._fuse.polynomial import ONE, Axes, Leaf, Monomial, Polynomial, close
+from jax_gradops._fuse.forms import Dims, Form, Part, Unknown, resolve, resolved
+from jax_gradops._fuse.polynomial import (
+    ONE,
+    Axes,
+    Function,
+    Leaf,
+    Monomial,
+    Polynomial,
+    close,
+)
 from jax_gradops._fuse.search import Values
 
 
@@ -138,11 +146,16 @@ def label_sizes(dims: Dims, shape: Sequence[int]) -> dict[Any, int]:
     return sizes
 
 
-def parameter(values: Values, p: Polynomial, axes: Sequence[int]) -> Parameter:
-    """A polynomial of leaves as an array of some of the root's array axes."""
+def parameter(
+    values: Values, p: Polynomial, axes: Sequence[int], dims: Dims | None = None
+) -> Parameter:
+    """A polynomial of leaves as an array of some of the root's array axes.
+
+    `dims`: those of another shape of the root.
+    """
     found = {a.var for m in p.terms for a, _ in m if isinstance(a, Leaf)}
     leaves = tuple(sorted(found, key=values.program.number))
-    return Parameter(p, leaves, tuple(axes), values.forms[values.root].dims)
+    return Parameter(p, leaves, tuple(axes), dims or values.forms[values.root].dims)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +198,37 @@ def only_leaves(p: Polynomial, axes: Axes) -> bool:
         for monomial in p.terms
         for atom, _ in monomial
     )
+
+
+def number_new_axes(values: Values, v: Var) -> tuple[int, ...] | None:
+    """Gives labels to the axes that a value has because of its leaves, and the root has not.
+
+    `jax.vmap` over the parameters of one norm makes such axes. Returns the positions of these
+    axes. None if the other axes are not the root's.
+    """
+    form = values.forms[v]
+    own = values.root_atom.axes
+    new = [
+        i for i, axis in enumerate(form.dims)
+        if axis and not any(p.label is None or p.label in own for p in axis)
+    ]  # fmt: skip
+    if tuple(a for i, a in enumerate(form.dims) if i not in new) != values.forms[values.root].dims:
+        return None
+    known: dict[Unknown, tuple[Part, ...]] = {}
+    for part in (p for i in new for p in form.dims[i] if isinstance(p.label, Unknown)):
+        known[part.label] = (Part(len(values.sizes), part.size),)  # pyright: ignore
+        values.sizes.append(part.size)
+    dims = tuple(resolved(axis, known) for axis in form.dims)
+    values.forms[v] = Form(resolve(form.polynomial, known), dims)
+    return tuple(new)
+
+
+def dtype_of(values: Values, function: Function) -> Any:
+    """The dtype in which a function is computed: that of the first value that has the function."""
+    for v, form in values.forms.items():
+        if any(atom == function for monomial in form.polynomial.terms for atom, _ in monomial):
+            return v.aval.dtype
+    raise AssertionError(function)
 
 
 def same_layout(values: Values, v: Var) -> bool:

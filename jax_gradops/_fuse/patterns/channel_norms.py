@@ -44,6 +44,8 @@ def channel_norm(values: Values, v: Var) -> Candidate | None:
     if found is None or not found.centered:
         return None
     layout = _layout(values, found.over, found.scale.axes | found.bias.axes)
+    if layout is None and norms.first_axis(values, found.over) is None:
+        raise Left(norms.NOT_LAST)
     if layout is None or (residual is not None and layout.op != "batch_norm"):
         return None
     if activation == "silu" and layout.op == "batch_norm":
@@ -55,6 +57,7 @@ def channel_norm(values: Values, v: Var) -> Candidate | None:
     )
     if not only_leaves(found.scale, channels) or not only_leaves(found.bias, channels):
         return None
+    norms.raise_for_range(found, layout.op)
     affine = Affine(
         parameter(values, found.scale, [layout.axis]),
         parameter(values, found.bias, [layout.axis]),

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
-from jax_gradops._fuse.patterns.candidate import Before, Candidate, same_layout
+from jax_gradops._fuse.patterns.candidate import Before, Candidate, dtype_of, same_layout
 from jax_gradops._fuse.polynomial import Function, Polynomial
 from jax_gradops._fuse.search import Values
 from jax_gradops._ops.gelu import bias_gelu
@@ -31,7 +30,7 @@ def gelu(values: Values, v: Var) -> Candidate | None:
     approximate = names == {"tanh"}
     (function,) = functions
     # In bfloat16 the literals are rounded: sqrt(2 / pi) is 0.796875.
-    unit = float(jnp.finfo(_dtype(values, function)).eps)
+    unit = float(jnp.finfo(dtype_of(values, function)).eps)
     x = polynomial.of_atom(values.root_atom)
     argument = polynomial.from_key(function.of)
     if not argument.close_to(_argument(x, approximate), max(unit, 1e-6)):
@@ -43,14 +42,6 @@ def gelu(values: Values, v: Var) -> Candidate | None:
     before = Before("bias", "bias_gelu", functools.partial(_bias_gelu, approximate))
     options = "" if approximate else "exact"
     return Candidate("gelu", call, (values.root,), v, options, before=before, literals=unit)
-
-
-def _dtype(values: Values, function: Function) -> Any:
-    """The dtype in which tanh or erf is computed: that of the first value that has the function."""
-    for v, form in values.forms.items():
-        if any(atom == function for monomial in form.polynomial.terms for atom, _ in monomial):
-            return v.aval.dtype
-    raise AssertionError(function)
 
 
 def _bias_gelu(approximate: bool, x: jax.Array, bias: jax.Array) -> jax.Array:
