@@ -618,6 +618,21 @@ def test_losses(name):
         np.testing.assert_allclose(b, a, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+@pytest.mark.parametrize("name", ["optax", "log_softmax", "one row"])
+def test_labels_of_few_bits(name, dtype):
+    """There are more classes than numbers of 8 bits."""
+    loss, x = LOSSES[name], operands(shape=(2, 3, 300))[0]
+    labels = jnp.asarray([[0, 5, 23], [31, 1, 11]], dtype)
+    assert names(loss, x, labels) == ["softmax_cross_entropy_with_integer_labels"]
+    got, expected = (
+        jax.value_and_grad(lambda x, f=f: jnp.sum(f(x, labels)))(x)
+        for f in (jax_gradops.fuse(loss), loss)
+    )
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+
+
 SUMMED = {
     "all": lambda lp, i: -jnp.sum(lp * one_hot(i)),
     "mean": lambda lp, i: jnp.mean(-lp * one_hot(i)),
@@ -1140,6 +1155,19 @@ def norms_of_reshaped_rows(x):
     return norm(h) + jnp.sin(h)
 
 
+def numbers_from_calls(x):
+    inner = jax.jit(lambda x: (x * 2.0, 0.5))
+    outer = jax.jit(lambda x: (*inner(x), True))
+    y, number, flag = outer(x)
+    body = lambda c, _: ((c[0] + number, plain_rms(c[1])), None)  # noqa: E731
+    (number, y), _ = jax.lax.scan(body, (number, y), None, 2)
+    return jnp.where(flag, plain_rms(y), y) * number
+
+
+def complex_number(x):
+    return plain_rms(x + jnp.real(np.complex128(2 + 1j) * jnp.ones_like(x).astype(complex)))
+
+
 def unused_result_of_a_call(x):
     call = jax.jit(lambda a, b: (jnp.sin(a), b * 2))
     mean_square = mean(x * x)
@@ -1154,7 +1182,8 @@ def tanh_of_zero(x):
     "function",
     [
         pairs, pairs_of_a_row, products_of_rows, statistics_in_another_order, gelu_then_norm,
-        norms_of_reshaped_rows, unused_result_of_a_call, tanh_of_zero,
+        norms_of_reshaped_rows, unused_result_of_a_call, tanh_of_zero, numbers_from_calls,
+        complex_number,
     ],
 )  # fmt: skip
 def test_unusual_programs(function):

@@ -188,7 +188,7 @@ class Program:
         touched |= {
             i
             for i, equation in enumerate(self.jaxpr.eqns)
-            if any(self._outer(v) in gone for v in equation.invars if isinstance(v, Var))
+            if any(v in gone for v in map(self._outer, equation.invars) if isinstance(v, Var))
         }
         # Equations are written in parts if a site replaces a part or uses the result of one.
         operands = {v for site in sites for v in site.operands}

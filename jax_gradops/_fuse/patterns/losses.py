@@ -197,6 +197,8 @@ def _cross_entropy(
     classes = x.shape[axis]
     rows = x.shape[:axis] + x.shape[axis + 1 :]
     index = index.reshape(rows)
+    if index.dtype.itemsize < 4:  # there may be more classes than numbers of the dtype
+        index = index.astype(jnp.int32)
     inside = (index >= 0) & (index < classes)
     if fill == "nan":
         labels = jnp.where(index < 0, jnp.asarray(classes, index.dtype), index)
