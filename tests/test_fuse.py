@@ -1165,7 +1165,7 @@ def numbers_from_calls(x):
 
 
 def complex_number(x):
-    return plain_rms(x + jnp.real(np.complex128(2 + 1j) * jnp.ones_like(x).astype(complex)))
+    return plain_rms(x + full(jnp.real(np.complex128(2 + 1j) * jnp.ones(N, complex)), x))
 
 
 def unused_result_of_a_call(x):
