@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -972,6 +973,14 @@ def test_clip(max_norm):
         np.testing.assert_allclose(b, a, rtol=1e-6)
 
 
+def test_report_of_many_arrays():
+    """It names a few."""
+    gradients, clip = [jnp.ones((2, 3))] * 40 + [jnp.ones(3)] * 40, optax.clip_by_global_norm(1.0)
+    (each,) = summary_of(clip.update, gradients, clip.init(gradients)).replaced
+    assert each.shapes == "float64[2,3], float64[2,3], … (80 arrays)"
+    assert "_clipping.py:" in each.where
+
+
 def test_clip_of_some_arrays_is_left():
     def update(a, b):
         norm = jnp.sqrt(jnp.sum(a**2) + jnp.sum(b**2))
@@ -1067,6 +1076,66 @@ def test_report():
     assert each.where == f"{__file__}:{line}" and each.times == 2
     assert each.shapes == "float32[2,3,24], float32[24], float32[24]"
     assert "layer_norm(float32[2,3,24], float32[24], float32[24]) (2 times)" in str(summary)
+
+
+MODEL = """
+import jax, jax.numpy as jnp, optax
+from flax import linen as nn
+
+@jax.jit
+def rms_norm(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)  # rms_norm
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return rms_norm(jnp.sin(nn.LayerNorm()(x)))  # layer_norm
+
+def loss(x, labels):
+    rows = x.reshape(-1, x.shape[-1])
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels  # not here
+    return losses(rows, labels.reshape(-1)).mean()  # softmax_cross_entropy_with_integer_labels
+"""
+
+
+def test_lines_of_an_installed_model(tmp_path, monkeypatch):
+    """The report names neither the caller's line nor a framework's."""
+    pytest.importorskip("flax")
+    file = tmp_path / "site-packages" / "model_for_fuse" / "model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(MODEL)
+    monkeypatch.syspath_prepend(str(file.parents[1]))
+    model = importlib.import_module("model_for_fuse.model")
+    x, labels, block = operands()[0], jnp.zeros((2, 3), int), model.Block()
+    params = block.init(jax.random.key(0), x)
+    summary = summary_of(lambda p, x, i: model.loss(block.apply(p, x), i), params, x, labels)
+    lines = MODEL.splitlines()
+    assert len(summary.replaced) == 3 and not summary.left
+    for each in summary.replaced:
+        path, _, line = each.where.rpartition(":")
+        assert path == str(file) and lines[int(line) - 1].endswith(f"# {each.op}")
+    assert "float32[2,3,24], int64[2,3]" in summary.replaced[-1].shapes
+
+
+@pytest.mark.parametrize(
+    "function, shape, labels, shapes",
+    [
+        (LOSSES["log_softmax"], (6, N), (6,), "float32[6,24], int8[6]"),
+        (lambda x, i: LOSSES["optax"](x.reshape(-1, N), i.reshape(-1)), (2, 3, N), (2, 3),
+         "float32[2,3,24], int8[2,3]"),
+        (lambda x, i: LOSSES["one row"](x[None], i[None]), (6, N), (6,), "float32[6,24], int8[6]"),
+        (lambda x, i: by_var(x.reshape(2, 3, N), *[wide(i)] * 2), (6, N), (N,),
+         "float32[6,24], float32[24], float32[24]"),
+        # The rows of the norm are no rows of x.
+        (lambda x, i: plain_rms(x.reshape(6, 2 * N)), (6, 2, N), (6,), "float32[6,48]"),
+    ],
+    ids=["expanded", "flattened", "of one row", "norm", "other rows"],
+)  # fmt: skip
+def test_shapes_in_a_report(function, shape, labels, shapes):
+    """They are those of the arrays that the code has before it expands or flattens them."""
+    arrays = jnp.ones(shape, jnp.float32), jnp.ones(labels, jnp.int8)
+    (site,) = summary_of(function, *arrays).replaced
+    assert site.shapes == shapes
 
 
 def test_implementation_in_use():

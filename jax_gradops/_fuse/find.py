@@ -132,7 +132,8 @@ class Finder:
         self.taken |= site.region
         self.program.moved |= dict.fromkeys(site.outputs, site.at)
         source = self.program.source(self.program.producer[site.outputs[0]])
-        self.report.found(site, source, options)
+        operands = [self.program.as_written(v) for v in site.operands]
+        self.report.found(site.op, operands, source, options)
 
     def _site(self, values: Values, candidate: Candidate, anchor: int) -> Site | None:
         """The equations that an op replaces, after all checks."""
