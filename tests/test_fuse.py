@@ -1125,7 +1125,7 @@ def test_lines_of_an_installed_model(tmp_path, monkeypatch):
          "float32[2,3,24], int8[2,3]"),
         (lambda x, i: LOSSES["one row"](x[None], i[None]), (6, N), (6,), "float32[6,24], int8[6]"),
         (lambda x, i: by_var(x.reshape(2, 3, N), *[wide(i)] * 2), (6, N), (N,),
-         "float32[6,24], float32[24], float32[24]"),
+         "float32[6,24], float32[24]"),
         # The rows of the norm are no rows of x.
         (lambda x, i: plain_rms(x.reshape(6, 2 * N)), (6, 2, N), (6,), "float32[6,48]"),
     ],

@@ -11,13 +11,14 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from jax_gradops._fuse import additions, check, search
+from jax_gradops._fuse import additions, check, search, skipped
 from jax_gradops._fuse.patterns import channel_norms, clip, gelu, losses, norms
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
 from jax_gradops._fuse.polynomial import TooLong
 from jax_gradops._fuse.program import Program, Site
 from jax_gradops._fuse.report import Report
 from jax_gradops._fuse.search import Values
+from jax_gradops._fuse.skipped import Reason
 
 PATTERNS: dict[str, tuple[Callable[[Values, Var], Candidate | None], ...]] = {
     "norm": (norms.row_norm, channel_norms.channel_norm),
@@ -25,6 +26,7 @@ PATTERNS: dict[str, tuple[Callable[[Values, Var], Candidate | None], ...]] = {
     "loss": (losses.loss,),
 }
 
+_SHARED = "a value inside is used elsewhere, too"
 _OVER_DEVICES = (
     "its statistics are sums over a mapped axis (psum or pmean). jax_gradops.batch_norm computes "
     "such statistics with axis_name="
@@ -45,6 +47,7 @@ class Finder:
         self.sites: list[Site] = []
         self.taken: set[int] = set()
         self._values: dict[Var, Values] = {}
+        self._reasons: dict[int, Reason] = {}
 
     def run(self) -> list[Site]:
         for i, item in enumerate(self.program.items):
@@ -54,6 +57,8 @@ class Finder:
             elif kind and i not in self.taken:
                 with self.report.guard(kind, self.program.source(i)):
                     self._around(i, kind)
+        for line in skipped.lines(self.program, self.taken, self._reasons):
+            self.report.left(line.kind, self.program.source(line.anchor), line.why)
         # Last, because a norm or a GELU takes the bias before it first.
         for i, item in enumerate(self.program.items):
             equation = item.equation
@@ -74,6 +79,7 @@ class Finder:
     def _around(self, anchor: int, kind: str) -> None:
         """Looks for an op around an equation that may be a part of one."""
         why: list[str] = []
+        others: list[str] = []  # reasons if this is a norm or a loss at all
         if kind == "norm":
             try:
                 site = clip.clip(self.program, anchor)
@@ -105,14 +111,14 @@ class Finder:
                         self._take(site, candidate.options)
                         return
             if kind == "norm":
-                why.append(norms.why_left(values, shows))
+                others.append(norms.why_left(values, shows))
             elif kind == "loss":
-                why.append(losses.why_left(values))
+                others.append(losses.why_left(values))
         if kind == "norm" and search.is_over_devices(self.program, anchor):
             why.insert(0, _OVER_DEVICES)
-        why = [each for each in (*why, stopped) if each]
-        if why:
-            self.report.left(kind, self.program.source(anchor), why[0])
+        reasons = [each for each in (*why, *others, stopped) if each]
+        if reasons:
+            self._reasons[anchor] = Reason(kind, reasons[0], bool(why))
 
     def _fits(self, site: Site) -> bool:
         """Whether the operands of all ops are still computed, and before the ops."""
@@ -151,7 +157,7 @@ class Finder:
         for i in sorted(equations - region):
             name = program.items[i].equation.primitive.name
             if i == anchor or name in ("reduce_sum", "reduce_max"):
-                raise Left("a value inside is used elsewhere, too")
+                raise Left(losses.SHARED if "entropy" in candidate.op else _SHARED)
         at = program.producer[output]
         if len(outputs) > 1:
             at = program.operand_position(candidate.operands)

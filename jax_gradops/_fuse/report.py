@@ -17,8 +17,8 @@ from jax.extend.core import JaxprEqn
 RAISE_ERRORS = False
 # A reader looks for a norm in the model, not in the framework that the model calls. Other installed
 # packages may be models.
-_NEVER_SHOWN = ("jax", "jax_gradops")
-_FRAMEWORKS = (*_NEVER_SHOWN, "flax", "haiku", "equinox", "keras", "optax", "distrax", "chex")
+NEVER_SHOWN = ("jax", "jax_gradops")
+_FRAMEWORKS = (*NEVER_SHOWN, "flax", "haiku", "equinox", "keras", "optax", "distrax", "chex")
 _FRAMEWORKS += ("tensorflow_probability", "einops", "jaxtyping", "beartype", "typeguard")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
@@ -140,7 +140,7 @@ def where(equation: JaxprEqn) -> str:
     """
     traceback = equation.source_info.traceback
     frames = [(f.file_name, f.line_num) for f in traceback.frames] if traceback else []
-    own = [f for f in frames if is_own(f[0])] or [f for f in frames if is_own(f[0], _NEVER_SHOWN)]
+    own = [f for f in frames if is_own(f[0])] or [f for f in frames if is_own(f[0], NEVER_SHOWN)]
     file, line = own[0] if own else ("unknown", 0)
     return f"{file}:{line}"
 

@@ -106,6 +106,11 @@ def _loss(values: Values, p: Polynomial) -> _Loss | None:
     return None
 
 
+OTHER_FORMULA = (
+    "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
+)
+SHARED = "the log-probabilities, or log(sum(exp(x))), are used elsewhere, too"
+PROBABILITIES = "the labels are probabilities of all classes, not class numbers"
 _FILL = (
     "for a label that is no class, the code has a loss without the label's terms. The op has NaN"
 )
@@ -118,7 +123,7 @@ def why_left(values: Values) -> str:
         logs = {a for a in atoms if isinstance(a, Function) and a.name == "log"}
         picks = {a for a in atoms if isinstance(a, Pick) and a.of}
         if logs and picks:
-            return "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
+            return OTHER_FORMULA
     return ""
 
 
@@ -172,7 +177,7 @@ def _raise_for_probabilities(values: Values, p: Polynomial, log: Function) -> No
         if both and (values.root_atom, 1.0) in mean.of and _is_lse(values, log, mean.over):
             if _is_comparison(values, labels[0].var):
                 raise Left("the labels are not compared with 0, 1, 2, and so on")
-            raise Left("the labels are numbers for all classes, not integers")
+            raise Left(PROBABILITIES)
 
 
 def _is_comparison(values: Values, v: Var) -> bool:
