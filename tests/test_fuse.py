@@ -780,9 +780,9 @@ def test_why_a_loss_is_left():
     "labels, why",
     [
         (lambda i: optax.smooth_labels(one_hot(i), 0.1), "a label that is no class"),
-        (lambda i: jnp.where(one_hot(i) == 1, 0.9, 0.1 / N), "numbers for all classes"),
-        (lambda i: one_hot(i) * 0.75 + one_hot(i + 1) * 0.25, "numbers for all classes"),
-        (lambda i: jnp.cos(one_hot(i)), "numbers for all classes"),
+        (lambda i: jnp.where(one_hot(i) == 1, 0.9, 0.1 / N), "probabilities of all classes"),
+        (lambda i: one_hot(i) * 0.75 + one_hot(i + 1) * 0.25, "probabilities of all classes"),
+        (lambda i: jnp.cos(one_hot(i)), "probabilities of all classes"),
         (lambda i: wide(i[..., None] == jnp.arange(1, N + 1)[None, None]), "0, 1, 2, and so on"),
     ],
     ids=["smoothed", "by where", "of two classes", "probabilities", "from 1"],
@@ -1003,6 +1003,150 @@ def test_values_that_are_used_elsewhere():
 
     summary = summary_of(of, *operands())
     assert not summary.replaced and "used elsewhere" in summary.left[0].why
+
+
+def divided(f):
+    """Two arrays that are divided by a function of their own norms."""
+    norm = lambda a: jnp.sqrt(jnp.sum(a**2))  # noqa: E731
+    return lambda x, y, i: (x * f(norm(x)), y * f(norm(y)))
+
+
+def clipped_by_all(x, y, i):
+    norm = jnp.sqrt(jnp.sum(x**2) + jnp.sum(y**2))
+    return [a * jnp.minimum(1.0, 1.0 / (norm + 1e-6)) for a in (x, y)]
+
+
+def norm_of_mask(x, y, i):
+    mask = (y > 0).astype(x.dtype)
+    square = jnp.sum(x**2 * mask, -1, keepdims=True) / jnp.sum(mask, -1, keepdims=True)
+    return x * jax.lax.rsqrt(square + EPSILON)
+
+
+@jax.custom_vjp
+def custom_norm(x):
+    return plain_rms(x)
+
+
+custom_norm.defvjp(lambda x: (plain_rms(x), x), lambda x, dy: (dy,))
+log_softmax, sigmoid, silu = jax.nn.log_softmax, jax.nn.sigmoid, jax.nn.silu
+
+
+@jax.custom_jvp
+def product(x, y):
+    return x * y
+
+
+product.defjvp(lambda p, t: (product(*p), t[0] * p[1] + p[0] * t[1]))
+
+# Functions of two arrays and of labels; the kind of code, and a part of the reason.
+SKIPPED = {
+    "returned": (lambda x, y, i: (-picked(z := log_softmax(x), i), z), "loss", "elsewhere"),
+    "biased": (lambda x, y, i: (-jnp.sum(one_hot(i) * (z := log_softmax(x + y[:1] * 0)), -1), z),
+               "loss", "log-probabilities"),
+    "log_prob": (lambda x, y, i: jnp.sum(product(log_softmax(x), one_hot(i)), -1), "loss",
+                 "custom_jvp"),
+    "entropy": (lambda x, y, i: jnp.sum(jnp.exp(log_softmax(x)) * log_softmax(x), -1), "loss",
+                "entropy"),
+    "entropy by softmax": (lambda x, y, i: jnp.sum(jax.nn.softmax(x) * log_softmax(x), -1), "loss",
+                           "entropy"),
+    "divergence": (lambda x, y, i: jnp.sum(jnp.exp(log_softmax(x)) * (log_softmax(x)
+                   - log_softmax(y)), -1), "loss", "divergence"),
+    "teacher": (lambda x, y, i: -jnp.sum(jax.nn.softmax(y) * log_softmax(x)), "loss",
+                "probabilities"),
+    "safe": (lambda x, y, i: optax.losses.safe_softmax_cross_entropy(x, y), "loss", "custom_jvp"),
+    "softmax": (lambda x, y, i: -jnp.log(picked(jax.nn.softmax(x), i)), "loss", "log_softmax"),
+    "diagonal": (lambda x, y, i: jnp.diag(log_softmax(x @ y.T)), "loss", "diagonal"),
+    "eye": (lambda x, y, i: jnp.sum(log_softmax(x @ y.T) * jnp.eye(6, dtype=x.dtype)), "loss",
+            "diagonal"),
+    "sigmoid": (lambda x, y, i: jnp.mean(optax.losses.sigmoid_binary_cross_entropy(x, y)), "loss",
+                "sigmoid"),
+    "sigmoid by hand": (lambda x, y, i: jnp.sum(jnp.maximum(x, 0) - x * y
+                        + jnp.log1p(jnp.exp(-jnp.abs(x)))), "loss", "sigmoid"),
+    "log of sigmoid": (lambda x, y, i: jnp.sum(y * jnp.log(sigmoid(x)) + (1 - y)
+                       * jnp.log(1 - sigmoid(x))), "loss", "sigmoid"),
+    "pairs": (lambda x, y, i: jax.nn.log_sigmoid((2 * jnp.eye(6, dtype=x.dtype) - 1) * (x @ y.T)),
+              "loss", "sigmoid"),
+    "gated": (lambda x, y, i: silu(x) * y, "activation", "gated SiLU"),
+    "silu": (lambda x, y, i: silu(x) @ y.T, "activation", "SiLU"),
+    "silu by hand": (lambda x, y, i: x / (1 + jnp.exp(-x)), "activation", "SiLU"),
+    "gate": (lambda x, y, i: sigmoid(x) * y, "activation", "gate"),
+    "halves": (lambda x, y, i: jax.nn.glu(x), "activation", "gate"),
+    "mish": (lambda x, y, i: jax.nn.mish(x), "activation", "Mish"),
+    "softplus": (lambda x, y, i: jax.nn.softplus(x), "activation", "softplus"),
+    "tanh": (lambda x, y, i: jnp.tanh(x), "activation", "tanh"),
+    "quick gelu": (lambda x, y, i: x * sigmoid(1.702 * x), "gelu", "1.702"),
+    "0.05": (lambda x, y, i: x * (1 + jnp.tanh(0.8 * (x + 0.05 * x**3))), "gelu", "not x * (1"),
+    "masked norm": (norm_of_mask, "norm", "mask"),
+    "custom norm": (lambda x, y, i: custom_norm(x), "norm", "custom_vjp"),
+    "weights": (lambda x, y, i: (x - jnp.mean(x, 0)[None]) * jax.lax.rsqrt(jnp.maximum(
+                jnp.var(x, 0) * 6, 1e-4))[None], "norm", "statistics"),
+    "clip": (clipped_by_all, "clip", "Optax"),
+    "clip of each": (divided(lambda n: 1 / jnp.maximum(n, 1.0)), "clip", "its own norm"),
+    "adaptive clip": (lambda x, y, i: optax.adaptive_grad_clip(1.0).update(
+                      x, optax.EmptyState(), y)[0], "clip", "its own norm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_code_that_is_named(name):
+    """There is one line for what a reader would call a norm, an activation, a loss or a clip."""
+    function, kind, why = SKIPPED[name]
+    x, y = operands(shape=(6, N))[0], jnp.cos(operands(shape=(6, N))[0])
+    summary = summary_of(function, x, y, jnp.arange(6))
+    assert not summary.replaced
+    (left,) = summary.left
+    assert left.kind == kind and why in left.why
+
+
+def attention(x, y, i):
+    scores = jnp.where(x @ y.T > 0, x @ y.T / math.sqrt(N), -1e9)
+    weights = jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True))
+    return jax.nn.softmax(scores) @ y + weights @ y, weights * x[:, :6]
+
+
+def rotated(x, y, i):
+    t = jnp.arange(6.0)[:, None] * 10000 ** (-jnp.arange(12.0) / 12)[None]
+    a, b = jnp.split(x.astype(t.dtype), 2, -1)
+    return jnp.concatenate([a * jnp.cos(t) - b * jnp.sin(t), a * jnp.sin(t) + b * jnp.cos(t)], -1)
+
+
+def updates(name):
+    optimizer = getattr(optax, name)(1e-3)
+    return lambda x, y, i: optimizer.update({"a": x}, optimizer.init({"a": y}), {"a": y})
+
+
+UNNAMED = {
+    "attention": attention,
+    "dropout": lambda x, y, i: jnp.where(jax.random.normal(jax.random.key(0), x.shape) < 1, x, 0),
+    "rotation": rotated,
+    "for a log": lambda x, y, i: (optax.tree.norm([x, y]), jnp.std(x), jnp.linalg.norm(y, axis=1)),
+    "distances": lambda x, y, i: jnp.sqrt(jnp.sum((x[:, None] - y[None]) ** 2, -1)),
+    "random": lambda x, y, i: [
+        each(jax.random.key(0), (6, N)) for each in
+        (jax.nn.initializers.truncated_normal(), jax.nn.initializers.he_normal(), jax.random.gumbel)
+    ],
+    "schedule": lambda x, y, i: optax.warmup_cosine_decay_schedule(0.0, 1.0, 10, 100)(x[0, 0]),
+    "logits": lambda x, y, i: (log_softmax(x), jax.nn.logsumexp(y), jnp.argmax(log_softmax(y))),
+    "mean square": lambda x, y, i: jnp.mean((x - y) ** 2),
+    "numbers": lambda x, y, i: (jnp.tanh(x[0, 0]), sigmoid(y[0, 0]), jnp.log(jnp.abs(x) + 1)),
+    "effects": lambda x, y, i: jax.debug.print("{}", x[0, 0]),
+} | {name: updates(name) for name in ("adam", "lamb", "novograd", "lars", "adagrad")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_code_that_is_not_named(name):
+    x, y = operands(shape=(6, N))[0], jnp.cos(operands(shape=(6, N))[0])
+    with jax.numpy_dtype_promotion("standard"):
+        summary = summary_of(UNNAMED[name], x, y, jnp.arange(6))
+    assert not summary.replaced and not summary.left
+
+
+def test_log_probabilities_beside_a_loss():
+    """They are no loss, although they are computed from the same logits."""
+    x = operands()[0]
+    both = lambda x, i: (-picked(log_softmax(x), i), log_softmax(x))  # noqa: E731
+    summary = summary_of(both, x, jnp.zeros((2, 3), int))
+    assert len(summary.replaced) == 1 and not summary.left
 
 
 def loop(x, scale, bias):

@@ -35,7 +35,8 @@ _OVER_DEVICES = (
 
 def _has_symbolic_shape(equation: JaxprEqn) -> bool:
     """Whether sizes are variables, as `jax.export.symbolic_shape` makes them."""
-    sizes = [n for v in (*equation.invars, *equation.outvars) for n in v.aval.shape]
+    arrays = (*equation.invars, *equation.outvars)
+    sizes = [n for v in arrays for n in getattr(v.aval, "shape", ())]
     return not all(isinstance(n, int) for n in sizes)
 
 
@@ -57,8 +58,11 @@ class Finder:
             elif kind and i not in self.taken:
                 with self.report.guard(kind, self.program.source(i)):
                     self._around(i, kind)
-        for line in skipped.lines(self.program, self.taken, self._reasons):
-            self.report.left(line.kind, self.program.source(line.anchor), line.why)
+        equations = [item.equation for item in self.program.items]
+        if equations and not any(map(_has_symbolic_shape, equations)):
+            with self.report.guard("function", self.program.source(0)):
+                for line in skipped.lines(self.program, self.taken, self._reasons):
+                    self.report.left(line.kind, self.program.source(line.anchor), line.why)
         # Last, because a norm or a GELU takes the bias before it first.
         for i, item in enumerate(self.program.items):
             equation = item.equation
@@ -78,13 +82,13 @@ class Finder:
 
     def _around(self, anchor: int, kind: str) -> None:
         """Looks for an op around an equation that may be a part of one."""
-        why: list[str] = []
-        others: list[str] = []  # reasons if this is a norm or a loss at all
+        named, why = kind, list[str]()
+        others: list[str] = []  # from formulas that are less like an op's
         if kind == "norm":
             try:
                 site = clip.clip(self.program, anchor)
             except Left as left:
-                site = None
+                site, named = None, "clip"
                 why.append(str(left))
             if site and not site.region & self.taken and self._fits(site):
                 self._take(site, "")
@@ -113,12 +117,14 @@ class Finder:
             if kind == "norm":
                 others.append(norms.why_left(values, shows))
             elif kind == "loss":
-                others.append(losses.why_left(values))
+                others.append(losses.why_left(values, shows))
         if kind == "norm" and search.is_over_devices(self.program, anchor):
             why.insert(0, _OVER_DEVICES)
         reasons = [each for each in (*why, *others, stopped) if each]
         if reasons:
-            self._reasons[anchor] = Reason(kind, reasons[0], bool(why))
+            # A square root of a sum of squares is often no part of a norm.
+            rank = skipped.SURE if why or kind != "norm" else skipped.UNSURE
+            self._reasons[anchor] = Reason(named, reasons[0], rank)
 
     def _fits(self, site: Site) -> bool:
         """Whether the operands of all ops are still computed, and before the ops."""

@@ -51,10 +51,12 @@ class Replaced:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Code that is nearly an op of this library, and was left as it is.
+    """A norm, an activation, a loss, a clip or a bias that was left as it is.
 
     Attributes:
-      kind: ``"norm"``, ``"gelu"``, ``"loss"``, ``"bias"`` or ``"shard_map"``.
+      kind: ``"norm"``, ``"gelu"``, ``"loss"``, ``"clip"`` or ``"bias"``. ``"activation"``: one for
+        which the library has no kernel. ``"shard_map"`` or ``"function"``: the search in a function
+        failed.
       why: the reason.
       where: the file and the line of the code.
       times: how often this code was found in the traced function.
@@ -75,7 +77,7 @@ class FuseSummary:
 
     Attributes:
       replaced: the code that was replaced, in order.
-      left: the code that is nearly an op.
+      left: the norms, activations, losses, clips and biases that were left as they are.
     """
 
     replaced: tuple[Replaced, ...]
@@ -120,7 +122,7 @@ class Report:
             if RAISE_ERRORS:
                 raise
             first = (str(error).splitlines() or [""])[0]
-            self.left(kind, equation, f"the search failed: {type(error).__name__}: {first}")
+            self.left(kind, equation, f"the search failed: {type(error).__name__}: {first[:200]}")
 
     def summary(self) -> FuseSummary:
         return FuseSummary(

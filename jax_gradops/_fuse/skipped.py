@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jax_gradops._fuse import search
 from jax_gradops._fuse.patterns import losses
 from jax_gradops._fuse.program import Program
 from jax_gradops._fuse.report import NEVER_SHOWN, is_own
@@ -26,6 +27,8 @@ _SHAPES |= {"convert_element_type", "reduce_precision", "stop_gradient", "pvary"
 _ELEMENTWISE = _SHAPES | {"add", "sub", "mul", "div", "neg", "abs", "max", "min", "clamp", "exp"}
 _ELEMENTWISE |= {"log", "log1p", "expm1", "select_n", "integer_pow", "square", "pow", "logistic"}
 _ELEMENTWISE |= {"tanh", "custom_jvp_call", "add_any"}
+# A norm may have the statistics of a part of an array, or of a function of the array.
+_RELATED = _ELEMENTWISE | {"slice", "split", "concatenate", "sin", "cos", "sqrt", "rsqrt", "erf"}
 _ORDERS = {"lt", "gt", "le", "ge"}
 # How many equations of a piece of code are followed.
 _NEAR = 12
@@ -42,34 +45,37 @@ class Skipped(NamedTuple):
     why: str
 
 
+# The ranks of the search's reasons, and of better ones in the table.
+_LEAST, UNSURE, _BETTER, SURE, _BEST = range(5)
+
+
 class Reason(NamedTuple):
-    """What the search says. If it is not certain, the code may be none of an op's kind."""
+    """What the search says. If it is unsure, the code may be none of this kind."""
 
     kind: str
     why: str
-    certain: bool
+    rank: int
 
 
 class _Row(NamedTuple):
-    """If an equation's primitive is one of these, and the test is true, it shows this code.
+    """A line of the table: if the test of an equation with such a primitive is true, `why` holds.
 
-    `certain`: the reason is better than the one of the search.
+    The search may have a reason, too. The one with the higher rank is shown.
     """
 
     primitives: tuple[str, ...]
     kind: str
     test: Callable[[_Piece], bool]
     why: str
-    certain: bool = False
+    rank: int = _LEAST
 
 
 class _Piece:
     """The code around an equation that may show what the code is."""
 
-    def __init__(self, program: Program, anchor: int, whole: bool = True) -> None:
-        self.program, self.anchor, self.whole = program, anchor, whole
-        self.equation = program.items[anchor].equation
-        self.result: Var = self.equation.outvars[0]
+    def __init__(self, program: Program, equation: JaxprEqn, whole: bool) -> None:
+        self.program, self.equation, self.whole = program, equation, whole
+        self.result: Var = equation.outvars[0]
 
     @property
     def size(self) -> int:
@@ -105,9 +111,9 @@ class _Piece:
                         waiting += equation.outvars
         return found
 
-    def origins(self, v: Any) -> set[Var]:
-        """v, and the arrays from which elementwise equations compute v."""
-        equations = [e for e in self.before(v) if e.primitive.name in _ELEMENTWISE]
+    def origins(self, v: Any, names: set[str] = _ELEMENTWISE) -> set[Var]:
+        """The value, and the arrays from which elementwise equations compute it."""
+        equations = [e for e in self.before(v, names) if e.primitive.name in names]
         return {u for e in equations for u in e.invars if isinstance(u, Var)} | {v}
 
     def plain(self, v: Any) -> Any:
@@ -149,10 +155,10 @@ class _Piece:
 
     @functools.cached_property
     def uses(self) -> set[str]:
-        """How log-probabilities are used: "labels", "diagonal", "entropy", "array"."""
-        after = [self.program.items[i].equation for i in self.after(self.result)]
-        own = {self.result, *(v for e in after if e.primitive.name in _ELEMENTWISE
-                              for v in e.outvars)}  # fmt: skip
+        """What log-probabilities meet: "labels", "diagonal", "entropy", "array", "custom"."""
+        names = _ELEMENTWISE - {"exp"}  # after it, they are probabilities, as in attention
+        after = [self.program.items[i].equation for i in self.after(self.result, names)]
+        own = {self.result, *(v for e in after if e.primitive.name in names for v in e.outvars)}
         exps = {v for e in after if e.primitive.name == "exp" for v in e.outvars}
         before = self.origins(self.equation.invars[0])
         for each in self.before(self.equation.invars[0], _ELEMENTWISE | {"reduce_sum"}):
@@ -167,10 +173,10 @@ class _Piece:
             products = name in ("mul", "select_n", "custom_jvp_call", "dot_general")
             if not products or not self._is_summed(equation):
                 continue
-            for v in equation.invars:
-                if v in exps and name != "select_n":
-                    found.add("entropy")
-            for v in self.others(equation, own):
+            arrays = {v for v in equation.invars if isinstance(v, Var)}
+            if arrays & exps and arrays & own and name != "select_n":
+                found.add("entropy")
+            for v in self.others(equation, own | exps):
                 if math.prod(self.plain(v).aval.shape) < math.prod(v.aval.shape):
                     continue  # weights of rows, or of classes
                 use = self._other_factor(v, before)
@@ -260,22 +266,20 @@ class _Piece:
         names = _ELEMENTWISE | {"psum", "psum_invariant", "all_reduce"}
         found: set[Var] = set()
         for each in self.before(self.equation.invars[0], names, _FAR):
-            if each.primitive.name not in ("reduce_sum", "dot_general", "reduce_window_sum"):
-                continue
-            terms = self.before(each.invars[0])
-            if each.primitive.name == "dot_general":
-                terms = [each] if each.invars[0] is each.invars[1] else []
+            terms = [each] if each.primitive.name == "dot_general" else []
+            if each.primitive.name == "reduce_sum":
+                terms = self.before(each.invars[0])
             for e in terms:
                 operands = [v for v in e.invars if isinstance(v, Var)]
                 power = e.primitive.name == "integer_pow" and e.params["y"] == 2
                 if power or e.primitive.name == "square" or len(operands) > len(set(operands)):
-                    found |= self.origins(operands[0])
+                    found |= self.origins(operands[0], _RELATED)
         return found
 
     @functools.cached_property
     def divides(self) -> str:
-        """"norm" or "clip" if arrays are divided by the square root of their own squares' sum."""
-        squared = self.squared()
+        """Whether arrays are divided by the root of their own squares' sum: "norm" or "clip"."""
+        squared = self.squared() if search.kind(self.equation) == "norm" else set()
         if not squared or self._is_moving_average():
             return ""
         exponents = [self.number(v) or 0.0 for v in self.equation.invars[1:]]  # of "pow"
@@ -297,7 +301,7 @@ class _Piece:
                 below = name == "div" and e.invars[1] is v
                 after = inverse != (below or (name == "integer_pow" and e.params["y"] < 0))
                 if name in ("mul", "div") and larger:
-                    if after and self.origins(larger[0]) & squared:
+                    if after and self.origins(larger[0], _RELATED) & squared:
                         if (bounded and not is_ratio) or self._is_bounded(e.outvars[0]):
                             return "clip"
                         if not is_ratio:
@@ -339,8 +343,11 @@ class _Piece:
 
     def has_mask(self) -> bool:
         """Whether some elements are left out of the statistics, by `where` or by a product."""
-        before = self.before(self.equation.invars[0], _ELEMENTWISE | {"reduce_sum"}, _FAR)
-        arrays = [self.plain(v).aval for e in before for v in e.invars]
+        names = _SHAPES | {"mul", "square", "integer_pow", "select_n"}
+        sums = [e for e in self.before(self.equation.invars[0], most=_FAR)
+                if e.primitive.name == "reduce_sum"]  # fmt: skip
+        terms = [e for each in sums for e in self.before(each.invars[0], names)]
+        arrays = [self.plain(v).aval for e in terms for v in e.invars]
         return any(a.dtype == bool and math.prod(a.shape) > self.size for a in arrays)
 
     def is_of_one_array(self) -> bool:
@@ -410,18 +417,17 @@ def _inner(equation: JaxprEqn) -> Sequence[JaxprEqn]:
 _NO_KERNEL = "the library has no kernel for {}. XLA computes it in one pass with the code around it"
 _LOSSES = ("log", "log1p", "custom_jvp_call")
 _ROOTS = ("sqrt", "rsqrt", "pow")
-_FUNCTIONS = ("logistic", "tanh", "erf", "erfc")
 _SIGMOID_LOSS = "it is a sigmoid cross-entropy. The library has the softmax cross-entropy"
-_CUSTOM = "it is inside a function with custom_vjp or custom_jvp, whose derivative is its author's"
+_CUSTOM = "it is inside a function with custom_vjp or custom_jvp, which stays as it is"
 
 
 def _activation(test: Callable[[_Piece], bool], name: str, *primitives: str) -> _Row:
     return _Row(primitives, "activation", test, _NO_KERNEL.format(name))
 
 
-def _loss(use: str, why: str, certain: bool = False) -> _Row:
+def _loss(use: str, why: str, rank: int = _LEAST) -> _Row:
     test = lambda p: p.is_log_of_sum_of_exp() and use in p.uses  # noqa: E731
-    return _Row(("log",), "loss", test, why, certain)
+    return _Row(("log",), "loss", test, why, rank)
 
 
 # The first row whose test is true names the code.
@@ -429,17 +435,17 @@ _ROWS = (
     _Row(("log",), "loss", _Piece.is_log_of_sigmoid, _SIGMOID_LOSS),
     _Row(_LOSSES, "loss", _Piece.is_sigmoid_loss, _SIGMOID_LOSS),
     _loss("labels", losses.OTHER_FORMULA),
-    _loss("custom", "the labels are multiplied in a function with custom_jvp, whose derivative is "
-          "its author's"),
+    _loss("custom", "the labels are multiplied in a function with custom_jvp, which stays as it "
+          "is"),
     _loss("diagonal", "it takes the diagonal of the log-probabilities. The op takes labels, here "
-          "jnp.arange(n)", certain=True),
+          "jnp.arange(n)", _BEST),
     _loss("entropy", "it is an entropy or a divergence of the softmax's own probabilities, not a "
-          "loss of labels", certain=True),
+          "loss of labels", _BEST),
     _loss("array", losses.PROBABILITIES),
     _Row(("log",), "loss", _Piece.is_log_of_softmax, "it is the logarithm of softmax(x), which is "
          "infinite where a probability is rounded to 0. log_softmax(x) is found"),
     _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.has_mask(), "a mask leaves some "
-         "elements out", certain=True),
+         "elements out", _BETTER),
     _Row(_ROOTS, "norm", lambda p: p.divides == "norm", "its statistics are not a variance or a "
          "mean square of one array, in a formula of the ops"),
     _Row(_ROOTS, "clip", lambda p: p.divides == "clip" and p.is_of_one_array(), "an array is "
@@ -452,7 +458,7 @@ _ROWS = (
          "erf(x / sqrt(2))) / 2, or its approximation by tanh, of one array"),
     _Row(("logistic",), "gelu", _Piece.is_quick_gelu, "it is the approximation x * sigmoid(1.702 "
          "x). The op has the exact GELU, and the approximation by tanh"),
-    _activation(lambda p: p.is_times_own_argument() and p.is_gate(), "SwiGLU", "logistic"),
+    _activation(lambda p: p.is_times_own_argument() and p.is_gate(), "a gated SiLU", "logistic"),
     _activation(_Piece.is_times_own_argument, "SiLU", "logistic"),
     _activation(_Piece.is_gate, "a sigmoid gate", "logistic"),
     _activation(lambda p: True, "the sigmoid", "logistic"),
@@ -474,37 +480,45 @@ def lines(
     """
     found: list[tuple[int, int, Skipped]] = []
     for i, item in enumerate(program.items):
-        name = item.equation.primitive.name
-        (result, *_) = item.equation.outvars
-        if i in taken or not (result in program.users or result in program.results):
+        equation, name = item.equation, item.equation.primitive.name
+        used = [v for v in equation.outvars if v in program.users or v in program.results]
+        if i in taken or not used:
             continue
-        if name.startswith("custom_") and (inner := _of_user(item.equation)) is not None:
+        if name.startswith("custom_") and (inner := _with_derivative(equation)) is not None:
             kinds = {line.kind: None for line in lines(Program(inner), set(), {}, whole=False)}
-            found += [(0, i, Skipped(kind, i, _CUSTOM)) for kind in kinds]
+            found += [(-1, i, Skipped(kind, i, _CUSTOM)) for kind in kinds]
             continue
-        piece = _Piece(program, i, whole)
-        rows = (n for n, row in enumerate(_ROWS) if name in row.primitives and row.test(piece))
-        number = next(rows, len(_ROWS)) if piece.size > 1 or name in _ROOTS else len(_ROWS)
-        row = _ROWS[number] if number < len(_ROWS) else None
+        number, row = _row_of(_Piece(program, equation, whole))
         reason = reasons.get(i)
-        if reason is not None and reason.certain and not (row and row.certain):
-            found.append((number, i, Skipped(reason.kind, i, reason.why)))
-        elif row is not None:
-            said = reason is not None and reason.kind == row.kind and not row.certain
-            found.append((number, i, Skipped(row.kind, i, reason.why if said else row.why)))
-    covered: set[int] = set()
+        if reason and reason.rank == UNSURE and (row is None or row.kind != reason.kind):
+            reason = None
+        best = max((each for each in (row, reason) if each), key=lambda e: e.rank, default=None)
+        if best is not None:
+            found.append((number, i, Skipped(best.kind, i, best.why)))
+    of_losses: set[int] = set()
+    of_others: set[int] = set()
     for _, i, line in sorted(found, key=lambda each: each[:2]):
-        after = {i}
         if line.kind in ("loss", "activation", "gelu"):
-            piece = _Piece(program, i)
-            after |= {*piece.after(piece.result, _ELEMENTWISE | {"stack", "concatenate"})}
-            if after & covered:
+            piece = _Piece(program, program.items[i].equation, whole)
+            after = {i, *piece.after(piece.result, _ELEMENTWISE | {"stack", "concatenate"})}
+            near = {i, *piece.after(piece.result, _ELEMENTWISE - {"add", "sub"})}
+            if after & of_losses or (line.kind != "loss" and near & of_others):
                 continue
-            covered |= after
+            of_losses |= after if line.kind == "loss" else set()
+            of_others |= near
         yield line
 
 
-def _of_user(equation: JaxprEqn) -> Jaxpr | None:
+def _row_of(piece: _Piece) -> tuple[int, _Row | None]:
+    """The first row whose test is true, and its number."""
+    name = piece.equation.primitive.name
+    for number, row in enumerate(_ROWS):
+        if name in row.primitives and (piece.size > 1 or name in _ROOTS) and row.test(piece):
+            return number, row
+    return len(_ROWS), None
+
+
+def _with_derivative(equation: JaxprEqn) -> Jaxpr | None:
     """The jaxpr of a function with a derivative of its own, if it is not JAX's."""
     inner = equation.params.get("call_jaxpr")
     jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner

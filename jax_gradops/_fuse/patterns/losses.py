@@ -106,9 +106,7 @@ def _loss(values: Values, p: Polynomial) -> _Loss | None:
     return None
 
 
-OTHER_FORMULA = (
-    "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
-)
+OTHER_FORMULA = "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
 SHARED = "the log-probabilities, or log(sum(exp(x))), are used elsewhere, too"
 PROBABILITIES = "the labels are probabilities of all classes, not class numbers"
 _FILL = (
@@ -116,9 +114,14 @@ _FILL = (
 )
 
 
-def why_left(values: Values) -> str:
-    """Why a label's element is not part of a loss. Empty if there is no such element."""
-    for form in values.forms.values():
+def why_left(values: Values, shows: Var) -> str:
+    """Why a logarithm and a label's element are no loss. Empty if there is no such element."""
+    after = {shows}
+    for v, form in values.forms.items():
+        equation = values.program.equation_of(v)
+        if equation is None or not after & {u for u in equation.invars if isinstance(u, Var)}:
+            continue
+        after.add(v)
         atoms = [a for monomial in form.polynomial.terms for a, _ in monomial]
         logs = {a for a in atoms if isinstance(a, Function) and a.name == "log"}
         picks = {a for a in atoms if isinstance(a, Pick) and a.of}
