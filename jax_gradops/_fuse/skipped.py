@@ -143,8 +143,8 @@ class _Piece:
 
     def others(self, equation: JaxprEqn, own: set[Var]) -> list[Var]:
         """The arrays of an equation that are not among these, without numbers."""
-        plain = [(v, self.plain(v)) for v in equation.invars]
-        return [v for v, u in plain if isinstance(u, Var) and v not in own and u not in own]
+        arrays = [(v, self.plain(v)) for v in equation.invars if isinstance(v, Var)]
+        return [v for v, u in arrays if isinstance(u, Var) and v not in own and u not in own]
 
     # --- Losses ------------------------------------------------------------------------------
 
@@ -187,12 +187,14 @@ class _Piece:
     def _other_factor(self, v: Var, logits: set[Var]) -> str:
         """What log-probabilities are multiplied by."""
         origins = self.before(v, _ELEMENTWISE | {"eq"})
+        same = self.before(v, _SHAPES | {"eq"})
         for each in origins:
             if each.primitive.name == "eq":
                 sides = [self.before(u) for u in each.invars]
                 counts = [any(e.primitive.name == "iota" for e in side) for side in sides]
                 if any(counts):
-                    return "diagonal" if all(counts) else "labels"
+                    is_eye = all(counts) and any(each is e for e in same)
+                    return "diagonal" if is_eye else "labels"
         if any(_shows(e, "exp") for e in origins) and self.origins(v) & logits:
             return "entropy"
         return "" if v.aval.dtype == bool else "array"
