@@ -359,7 +359,8 @@ class _Region:
         """An operand with few rows."""
         shape = self.shape(v)
         if not is_float(v.aval.dtype):
-            return rng.integers(0, self.sizes[self.classes], shape).astype(v.aval.dtype)
+            most = min(self.sizes[self.classes] - 1, jnp.iinfo(v.aval.dtype).max)
+            return rng.integers(0, most, shape, endpoint=True).astype(v.aval.dtype)
         numbers = rng.uniform(0.5, 1.5, shape)
         if v.aval.shape == self.values.root.aval.shape:
             numbers = rng.standard_normal(shape) * 1.5 + 0.25

@@ -43,7 +43,7 @@ def apply(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
 def of_literal(literal: Literal) -> Form:
     """A number, or an array whose elements are all equal."""
     value = np.asarray(literal.val)
-    if value.size != 1:
+    if value.size != 1 or np.iscomplexobj(value):
         raise NoForm("")
     if value.dtype == bool or np.issubdtype(value.dtype, np.integer):
         return forms.of_number(float(value.item()), value.shape)
@@ -51,7 +51,7 @@ def of_literal(literal: Literal) -> Form:
         return forms.of_number(
             exact(float(value.astype(np.float64).item()), value.dtype), value.shape
         )
-    except (TypeError, ValueError):  # complex numbers, keys of random numbers
+    except (TypeError, ValueError):  # keys of random numbers
         raise NoForm("") from None
 
 

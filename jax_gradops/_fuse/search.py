@@ -132,27 +132,6 @@ def _near(program: Program, v: Var) -> set[Var]:
     return found
 
 
-def is_factor(program: Program, v: Var, arrays: Iterable[Var]) -> bool:
-    """Whether what follows from a value is a factor or divisor of an array as large as these.
-
-    The root in a norm is one. A distance, or a norm that is only logged, is none.
-    """
-    size = min((math.prod(u.aval.shape) for u in arrays), default=0)
-    seen, stack = {v}, [v]
-    while stack and len(seen) < _BEFORE:
-        for i in program.users.get(stack.pop(), ()):
-            equation = program.items[i].equation
-            sizes = [[n for n in u.aval.shape if isinstance(n, int)] for u in equation.invars]
-            large = any(math.prod(each) >= size for each in sizes)
-            if large and (
-                equation.primitive.name in ("mul", "div") or not rules.is_known(equation)
-            ):
-                return True
-            stack += [u for u in equation.outvars if u not in seen]
-            seen.update(equation.outvars)
-    return False
-
-
 @dataclasses.dataclass
 class Values:
     """The forms of the values that are computed from a root.

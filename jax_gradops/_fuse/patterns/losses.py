@@ -107,14 +107,24 @@ def _loss(values: Values, p: Polynomial) -> _Loss | None:
     return None
 
 
-def why_left(values: Values) -> str:
-    """Why a label's element is not part of a loss. Empty if there is no such element."""
-    for form in values.forms.values():
+OTHER_FORMULA = "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
+SHARED = "the log-probabilities, or log(sum(exp(x))), are used elsewhere, too"
+PROBABILITIES = "the labels are probabilities of all classes, not class numbers"
+
+
+def why_left(values: Values, shows: Var) -> str:
+    """Why a logarithm and a label's element are no loss. Empty if there is no such element."""
+    after = {shows}
+    for v, form in values.forms.items():
+        equation = values.program.equation_of(v)
+        if equation is None or not after & {u for u in equation.invars if isinstance(u, Var)}:
+            continue
+        after.add(v)
         atoms = [a for monomial in form.polynomial.terms for a, _ in monomial]
         logs = {a for a in atoms if isinstance(a, Function) and a.name == "log"}
         picks = {a for a in atoms if isinstance(a, Pick) and a.of}
         if logs and picks:
-            return "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
+            return OTHER_FORMULA
     return ""
 
 
@@ -168,7 +178,7 @@ def _raise_for_probabilities(values: Values, p: Polynomial, log: Function) -> No
         if both and (values.root_atom, 1.0) in mean.of and _is_lse(values, log, mean.over):
             if _is_comparison(values, labels[0].var):
                 raise Left("the labels are not compared with 0, 1, 2, and so on")
-            raise Left("the labels are numbers for all classes, not integers")
+            raise Left(PROBABILITIES)
 
 
 def _is_comparison(values: Values, v: Var) -> bool:
@@ -196,7 +206,9 @@ def _cross_entropy(
     logits = jnp.moveaxis(x, axis, -1)
     *rows, classes = logits.shape
     index = index.reshape(rows)
-    labels = jnp.clip(index, 0, min(classes - 1, jnp.iinfo(index.dtype).max)).astype(jnp.int32)
+    if index.dtype.itemsize < 4:  # there may be more classes than numbers of the dtype
+        index = index.astype(jnp.int32)
+    labels = jnp.clip(index, 0, classes - 1).astype(jnp.int32)
     options = Options(label_smoothing, z_loss, None, None, chosen)
     row, labels, _ = sums_of(logits, labels, options)
     inside = reshard_like((index >= 0) & (index < classes), labels)
