@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -34,19 +34,38 @@ _ELSEWHERE = {
     "residual_bias": "add_layer_norm and add_rms_norm have it",
 }
 
+#: Types of what is never a scale or a bias.
+_NO_VECTORS = (int, float, np.generic, str, tuple)
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def with_hints(function: _Function) -> _Function:
-    """`function`. If a keyword is not one of its arguments, the error says which one was meant."""
-    known = inspect.signature(function).parameters
+    """`function`, with errors that say what to write if a call does not fit its signature.
+
+    A number, a word or a tuple is no scale and no bias: an option was meant, or PyTorch's order.
+    """
+    op, known = function.__name__, inspect.signature(function).parameters
+    positional = [name for name, p in known.items() if p.kind is not p.KEYWORD_ONLY]
+    required = [name for name, p in known.items() if p.default is p.empty]
+    usage = ", ".join(name if name in positional else f"{name}=..." for name in known)
+
+    def wrong_call(what: str) -> TypeError:
+        return TypeError(f"{op}: {what}. Write {op}({usage})")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for given in kwargs:
             if given not in known:
-                hint = _hint(given, known)
-                raise TypeError(f"{function.__name__}: there is no argument {given!r}. {hint}")
+                raise TypeError(f"{op}: there is no argument {given!r}. {_hint(given, known)}")
+        if len(args) > (most := len(positional)):
+            raise wrong_call(f"expected at most {most} positional arguments, got {len(args)}")
+        given_in_order = dict(zip(positional, args, strict=False))
+        if missing := [n for n in required if n not in given_in_order and n not in kwargs]:
+            raise wrong_call(f"{', '.join(missing)} must be given")
+        for name, value in given_in_order.items():
+            if name in ("scale", "bias") and isinstance(value, _NO_VECTORS):
+                raise wrong_call(f"{name} must be an array, got {described(value)}")
         return function(*args, **kwargs)
 
     return call  # pyright: ignore[reportReturnType]
@@ -54,14 +73,21 @@ def with_hints(function: _Function) -> _Function:
 
 def _hint(given: str, known: Collection[str]) -> str:
     """What to write in the place of an argument that a function does not have."""
-    import difflib  # takes milliseconds
-
     if given in _ELSEWHERE:
         return _ELSEWHERE[given]
     meant = [ours for ours, others in _OTHER_NAMES.items() if given in others and ours in known]
-    if meant := meant or difflib.get_close_matches(given, known, 1):
-        return f"Did you mean {meant[0]!r}?"
+    if name := next(iter(meant), None) or _closest(given, known):
+        return f"Did you mean {name!r}?"
     return f"The arguments are {', '.join(known)}"
+
+
+def _closest(given: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The name that is most like `given`. Capital letters and underscores do not count."""
+    import difflib  # takes milliseconds
+
+    plain = {name.lower().replace("_", ""): name for name in names}
+    found = difflib.get_close_matches(given.lower().replace("_", ""), plain, 1, cutoff)
+    return plain[found[0]] if found else None
 
 
 class UnboundAxisError(ValueError, NameError):
@@ -202,7 +228,10 @@ def choice(op: str, name: str, value: Any, *choices: str | None) -> Any:
     if isinstance(value, str | None) and value in choices:
         return value
     *others, last = map(repr, choices)
-    raise wrong(op, name, f"{', '.join(others)} or {last}", value, ValueError)
+    error = wrong(op, name, f"{', '.join(others)} or {last}", value, ValueError)
+    if isinstance(value, str) and (meant := _closest(value, filter(None, choices), 0.8)):
+        error = ValueError(f"{error}. Did you mean {meant!r}?")
+    raise error
 
 
 def axis(op: str, name: str, value: Any, ndim: int) -> int:
@@ -218,6 +247,16 @@ def axis(op: str, name: str, value: Any, ndim: int) -> int:
             f"{op}: {name} must be in [{-ndim}, {ndim}) for an array of {ndim} axes, got {result}"
         )
     return result % ndim
+
+
+def axes(op: str, name: str, value: Any, ndim: int) -> tuple[int, ...]:
+    """`value`, an axis or a tuple of different axes, as axes in [0, ndim)."""
+    found = tuple(
+        axis(op, name, v, ndim) for v in (value if isinstance(value, tuple) else (value,))
+    )
+    if len(set(found)) < len(found):
+        raise ValueError(f"{op}: {name} must not have an axis twice, got {value}")
+    return found
 
 
 def axis_names(op: str, value: Any, under_jit: str) -> tuple[Any, ...] | None:

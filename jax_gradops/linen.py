@@ -12,6 +12,7 @@ modules load into these, and the reverse. The classes are subclasses of Flax's.
 Flax's own code computes what the kernels do not cover:
 
 - `mask`, `axis_index_groups`, `force_float32_reductions=False`, complex or integer arrays.
+- Arrays without elements. An epsilon of 0: where the variance is 0, Flax's result is NaN.
 - LayerNorm and RMSNorm with an `axis_name`, or with axes that are not the last ones.
 - BatchNorm with several axes, or with running averages.
 - GroupNorm and InstanceNorm with an `axis_name`, or with statistics of less than a sample. A sample

@@ -14,6 +14,7 @@ into these, and the reverse. The classes are subclasses of Flax's.
 Flax's own code computes what the kernels do not cover:
 
 - `mask`, `axis_index_groups`, complex or integer arrays.
+- Arrays without elements. An epsilon of 0: where the variance is 0, Flax's result is NaN.
 - LayerNorm and RMSNorm with an `axis_name`, or with axes that are not the last ones.
 - BatchNorm with several axes, or with running averages.
 - GroupNorm and InstanceNorm with an `axis_name`, or with statistics of less than a sample. A sample
@@ -475,7 +476,7 @@ def fuse(
     >>> model = nnx.Sequential(nnx.LayerNorm(4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs))
     >>> model = jax_gradops.nnx.fuse(model, report=print)
     fused 1, left 0
-      layers.0: now jax_gradops.nnx.LayerNorm
+      layers[0]: LayerNorm -> jax_gradops.nnx.LayerNorm
     """
     _checks.choice("fuse", "residuals", residuals, "input", "output", None)
     _checks.flag("fuse", "gelu", gelu)

@@ -67,12 +67,14 @@ def called(op: str, arguments: dict[str, Any], x: jax.Array) -> Any:
     operands: dict[str, tuple[Any, ...]] = {
         "gelu": (x,), "bias_gelu": (x, vector), "bias_gelu_backward": (x, x, vector),
         "add_layer_norm": (x, x, vector), "add_rms_norm": (x, x, vector),
-        "batch_norm_inference": (x, vector, vector), "group_norm": (x, vector, vector),
+        "batch_norm_inference": (x, vector), "group_norm": (x, vector, vector),
         "layer_norm_backward": (x, x, vector, row, row), "rms_norm_backward": (x, x, vector, row),
         "clip_tree_by_global_norm": ([x],), "inplace_clip_by_global_norm": ([x],),
     }  # fmt: skip
     if "clip" in op:
         arguments = {"max_norm": 1.0, **arguments}
+    if op == "batch_norm_inference":
+        arguments = {"mean": vector, "var": vector, **arguments}
     if op == "group_norm":
         arguments = {"num_groups": 2, **arguments}
     if "bias_gelu_backward" in op:

@@ -105,7 +105,7 @@ def test_constant_channel_of_every_epsilon(platform, implementation, epsilon):
     x, bias = np.full((6, 3), 3, np.float32), np.float32([-1, 0, 2])
     options = {"epsilon": epsilon, "implementation": implementation}
     y, mean, var = jax_gradops.batch_norm(x, None, bias, **options)
-    given = jax_gradops.batch_norm_inference(x, mean, var, None, bias, **options)
+    given = jax_gradops.batch_norm_inference(x, None, bias, mean=mean, var=var, **options)
     np.testing.assert_array_equal(y, [bias] * 6)
     np.testing.assert_array_equal(given, [bias] * 6)
 

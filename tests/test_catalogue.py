@@ -126,7 +126,7 @@ OF_CHANNELS: dict[str, Callable[[Any, Any], Any]] = {
         implementation=i,
     ),
     "batch_norm_inference": lambda a, i: jax_gradops.batch_norm_inference(
-        a.x, a.bias, a.scale**2, a.scale, a.bias, implementation=i
+        a.x, a.scale, a.bias, mean=a.bias, var=a.scale**2, implementation=i
     ),
     "batch_norm_forward": lambda a, i: backward.batch_norm_forward(
         a.x, a.scale, a.bias, implementation=i

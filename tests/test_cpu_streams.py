@@ -145,7 +145,7 @@ def test_batch_norm(dtype, axis, channels):
 
     def inference(x: jax.Array) -> jax.Array:
         return jax_gradops.batch_norm_inference(
-            x, mean, mean * mean + 1, scale, bias, axis=axis, implementation="ffi"
+            x, scale, bias, mean=mean, var=mean * mean + 1, axis=axis, implementation="ffi"
         )
 
     assert_same_in_pieces(inference, 3, x)

@@ -205,12 +205,49 @@ def test_equals_optax(platform, implementation, rng):
     found = cross_entropy(logits, labels, implementation=implementation)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     other = np.moveaxis(logits, -1, 1)
-    where = rng.random(logits.shape) < 0.7
-    expected = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=where)
-    found = cross_entropy(logits, labels, where=where, implementation=implementation)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
     found = cross_entropy(other, labels, axis=1, implementation=implementation)
     np.testing.assert_allclose(found, cross_entropy(logits, labels), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "where"),
+    [
+        ((7, 7), -1, (7,)),
+        ((7, 7), -1, (7, 1)),
+        ((7, 7), 1, (1, 7)),
+        ((5, 7), -1, (5, 7)),
+        ((5, 7, 3), 0, (7, 3)),
+        ((5, 7, 3), 0, (7, 1)),
+        ((5, 7, 7), -2, (5, 7)),
+        ((5, 2, 3), (1, 2), None),
+        ((5, 2, 3, 2), (3, -3), (5, 3)),
+        ((5, 2, 3, 2), (1, 3), (5, 2, 3, 2)),
+    ],
+    ids=str,
+)
+def test_axes_and_masks_of_optax(implementation, shape, axis, where, rng):
+    """A mask is of rows or of logits. What does not count may be NaN, and its label no class."""
+    optax = pytest.importorskip("optax")
+    axes = tuple(a % len(shape) for a in np.atleast_1d(axis))
+    rows = [n for i, n in enumerate(shape) if i not in axes]
+    logits = rng.standard_normal(shape)
+    logits.flat[-1] = -np.inf  # a class that cannot be
+    labels = rng.integers(0, logits.size // np.prod(rows, dtype=int), rows)
+    if where is not None:
+        where = (np.arange(np.prod(where)) % 3 != 1).reshape(where)
+        where[3:4] = False
+        whole = np.expand_dims(where, axes) if where.ndim == len(rows) else where
+        out = ~np.broadcast_to(whole, shape).any(axes)
+        labels[out] = -5
+        logits = np.where(np.expand_dims(out, axes), np.nan, logits)
+    run = lambda f: jax.vjp(lambda x: f(x, labels, axis, where), logits)  # noqa: E731
+    (expected, of_optax), (found, pull) = (
+        run(optax.losses.softmax_cross_entropy_with_integer_labels),
+        run(lambda *args: cross_entropy(*args, implementation=implementation)),
+    )
+    weights = rng.standard_normal(rows)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(pull(weights)[0], of_optax(weights)[0], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("value", [1e38, -3e38, 3e-39])
@@ -230,9 +267,10 @@ def test_labels(platform, implementation, dtype):
     """Labels of every dtype: classes, ignored ones, and ones that are no class."""
     limits = np.iinfo(dtype)
     labels = np.array([0, 4, 5, limits.max, limits.min], dtype)
-    loss, gradient = loss_and_gradient(
-        jnp.ones(5), jnp.zeros((5, 5)), labels, implementation=implementation
+    loss, pull = jax.vjp(
+        lambda x: cross_entropy(x, labels, implementation=implementation), jnp.zeros((5, 5))
     )
+    (gradient,) = pull(jnp.ones(5))
     no_class = [False, False, True, True, limits.min < 0]
     np.testing.assert_array_equal(np.isnan(loss), no_class)
     np.testing.assert_array_equal(np.isnan(gradient).all(-1), no_class)
@@ -243,7 +281,7 @@ def test_labels(platform, implementation, dtype):
     np.testing.assert_array_equal(ignored == 0, np.arange(5) == 3)
 
 
-@pytest.mark.parametrize("where", [None, True])
+@pytest.mark.parametrize("where", [None, np.ones((1, 7), bool)], ids=["all", "where"])
 def test_masked_labels(platform, implementation, where, rng):
     """A label that is no class adds 0 to a gradient if the cotangent of its loss is 0, else NaN."""
     logits = rng.standard_normal((5, 7))

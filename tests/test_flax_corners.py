@@ -108,6 +108,9 @@ def both(name: str, x: Any, **options: Any) -> list[Any]:
     return results
 
 
+_NORMS = ("LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm")
+
+
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_options_that_are_odd(name: str) -> None:
     same = {"reduction_axes": (-1, 2), "feature_axes": (-1, 2)}  # the last axis, twice
@@ -123,6 +126,25 @@ def test_options_that_are_odd(name: str) -> None:
     with jax.enable_x64(False):
         for y in both(name, x_of(), dtype=float):
             assert y.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale_init": lambda _, shape, __: jnp.full(shape, 2)}, {"epsilon": 0}],
+    ids=["integers", "no epsilon"],
+)
+@pytest.mark.parametrize("name", _NORMS)
+def test_integer_scales_and_no_epsilon(name: str, options: dict[str, Any]) -> None:
+    """Without epsilon, a variance of 0 gives NaN."""
+    more: dict[str, Any] = {
+        "BatchNorm": {"use_running_average": False},
+        "GroupNorm": {"num_groups": 2},
+    }.get(name, {})
+    x = x_of().at[0, :, :].set(0).at[:, :, 0].set(0)
+    flax, ours, flax_nnx, ours_nnx = both(name, x, **more, **options)
+    np.testing.assert_allclose(ours, flax, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(ours_nnx, flax_nnx, rtol=1e-4, atol=1e-4)
+    assert bool(np.isnan(ours).any()) == ("epsilon" in options)
 
 
 def test_lists_in_nnx() -> None:
@@ -355,8 +377,6 @@ def test_captured_results_of_a_sum_are_arrays() -> None:
 
 # --- Flax's names given to our classes -----------------------------------------------------------
 
-_NORMS = ("LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm")
-
 
 def test_fuse_after_flax_has_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
     before = mlp(nnx.Rngs(0))
@@ -377,7 +397,7 @@ def test_fuse_after_flax_has_our_names(monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(model.layers[0]) is jax_gradops.nnx.LayerNorm
         np.testing.assert_allclose(model(x_of()), expected, rtol=1e-5, atol=1e-5)
     fuse(nnx.Sequential(weight_norm), report=reports.append)
-    assert reports[-1].left == {"layers.0": "no kernel for WeightNorm"}
+    assert reports[-1].left == {"layers[0]": "no kernel for WeightNorm"}
     assert type(unfuse(before).layers[0]) is norm
 
 

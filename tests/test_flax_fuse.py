@@ -35,13 +35,13 @@ def test_fuse_and_unfuse() -> None:
     now = jax.tree.leaves(nnx.variables(model), is_leaf=lambda v: isinstance(v, nnx.Variable))
     assert all(a is b for a, b in zip(variables, now, strict=True))
     assert reports[0].changed == {
-        "batch": "jax_gradops.nnx.BatchNorm",
-        "blocks.0": "jax_gradops.nnx.RMSNorm, residuals='output'",
-        "blocks.1": "jax_gradops.nnx.RMSNorm, residuals='output'",
-        "group": "jax_gradops.nnx.GroupNorm",
-        "instance": "jax_gradops.nnx.InstanceNorm",
-        "layer": "jax_gradops.nnx.LayerNorm, residuals='output'",
-        "mlp": "jax_gradops.nnx.Sequential",
+        "batch": "BatchNorm -> jax_gradops.nnx.BatchNorm",
+        "blocks[0]": "RMSNorm -> jax_gradops.nnx.RMSNorm, residuals='output'",
+        "blocks[1]": "RMSNorm -> jax_gradops.nnx.RMSNorm, residuals='output'",
+        "group": "GroupNorm -> jax_gradops.nnx.GroupNorm",
+        "instance": "InstanceNorm -> jax_gradops.nnx.InstanceNorm",
+        "layer": "LayerNorm -> jax_gradops.nnx.LayerNorm, residuals='output'",
+        "mlp.layers[1]": "gelu -> jax_gradops.bias_gelu, with the bias of layers[0]",
     }
     assert not reports[0].left
     assert isinstance(model.layer, nnx.LayerNorm) and model.layer.residuals == "output"
@@ -79,15 +79,17 @@ def test_fuse_says_what_it_leaves() -> None:
     reports: list[Any] = []
     fuse(model, gelu=True, report=reports.append)
     assert reports[0].changed == {
-        "exact": "jax_gradops.nnx.Sequential",
-        "group": "jax_gradops.nnx.GroupNorm",
-        "sure": "jax_gradops.nnx.LayerNorm",
+        "exact.layers[1]": "gelu -> jax_gradops.bias_gelu, with the bias of layers[0]",
+        "exact.layers[3]": "gelu -> jax_gradops.bias_gelu, with the bias of layers[2]",
+        "group": "GroupNorm -> jax_gradops.nnx.GroupNorm",
+        "sure": "LayerNorm -> jax_gradops.nnx.LayerNorm",
     }
     assert reports[0].left == {
         "axis": "axis_name is set",
         "complex": "no kernel for complex64",
         "devices": "axis_name is set",
         "differ": "reduction_axes and feature_axes differ",
+        "exact.layers[4]": "a GELU that follows no Linear",
         "groups": "axis_index_groups is set",
         "instance": "more than one axis",
         "other": "reduction_axes are not the last ones",
@@ -96,8 +98,8 @@ def test_fuse_says_what_it_leaves() -> None:
         "weight": "no kernel for WeightNorm",
     }
     assert str(reports[0]).splitlines()[:2] == [
-        "fused 3, left 10",
-        "  exact: now jax_gradops.nnx.Sequential",
+        "fused 4, left 11",
+        "  exact.layers[1]: gelu -> jax_gradops.bias_gelu, with the bias of layers[0]",
     ]
     x = x_of()
     ours = model["exact"](x)
@@ -181,11 +183,11 @@ def test_fuse_says_what_is_fused_already() -> None:
     )
     reports: list[Any] = []
     fuse(fuse(model), report=reports.append)
-    already = {"layers.0": "LayerNorm", "layers.1": "Subclass", "layers.2": "RMSNorm"}
+    already = {"layers[0]": "LayerNorm", "layers[1]": "Subclass", "layers[2]": "RMSNorm"}
     assert reports[0].already == already and not reports[0].changed
     assert str(reports[0]) == "fused 0, left 0, already fused 3"
     fuse(model, residuals="output", report=reports.append)
-    assert reports[1].already.keys() == {"layers.1"}
+    assert reports[1].already.keys() == {"layers[1]"}
     fuse(unfuse(model), report=reports.append)
     assert str(reports[2]).startswith("fused 2, left 0, already fused 1\n")
 
@@ -195,7 +197,7 @@ def test_fuse_does_not_count_layers_without_bias() -> None:
     with_bias, without = (nnx.Linear(3, 3, use_bias=b, rngs=rngs) for b in (True, False))
     reports: list[Any] = []
     fuse(nnx.Dict(one=with_bias, two=without), linear=True, report=reports.append)
-    assert reports[0] == nnx_fuse.FuseReport({"one": "jax_gradops.nnx.Linear"}, {})
+    assert reports[0] == nnx_fuse.FuseReport({"one": "Linear -> jax_gradops.nnx.Linear"}, {})
     assert type(without) is nnx.Linear
 
 
@@ -221,7 +223,7 @@ def test_fuse_refuses(caplog: pytest.LogCaptureFixture) -> None:
         fuse(Model(nnx.Rngs(0)), residuals="both")  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, logger="jax_gradops"):
         fuse(Model(nnx.Rngs(0)))
-    assert "fused 6, left 0" in caplog.text
+    assert "fused 6, left 1" in caplog.text
 
 
 def test_training_goes_on_after_fuse() -> None:
@@ -278,15 +280,20 @@ def small() -> nnx.Sequential:
     return nnx.Sequential(norm, linear, jax.nn.gelu)
 
 
+ZEROS = "residuals='output' is not set: its scale has zeros"
+
+
 def test_scales_of_zero_keep_the_input() -> None:
     zeros = nnx.LayerNorm(WIDTH, scale_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
     model = nnx.Sequential(zeros, nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0)))
     reports: list[Any] = []
     fuse(model, residuals="output", report=reports.append)
     assert reports[0].changed == {
-        "layers.0": "jax_gradops.nnx.LayerNorm, without residuals='output': its scale has zeros",
-        "layers.1": "jax_gradops.nnx.LayerNorm, residuals='output'",
+        "layers[0]": f"LayerNorm -> jax_gradops.nnx.LayerNorm, {ZEROS}",
+        "layers[1]": "LayerNorm -> jax_gradops.nnx.LayerNorm, residuals='output'",
     }
+    fuse(model, residuals="output", report=reports.append)
+    assert reports[1].left == {"layers[0]": ZEROS}
     gradient = nnx.grad(lambda norm, x: jnp.sum(jnp.sin(norm(x) + x)))(model.layers[0], x_of())
     assert np.all(np.asarray(gradient["scale"][...]) != 0)
 
@@ -303,9 +310,9 @@ def test_fuse_leaves_residuals_that_are_set() -> None:
     reports: list[Any] = []
     model = fuse(small(), residuals="output")
     fuse(model, gelu=True, report=reports.append)
-    assert model.layers[0].residuals == "output" and list(reports[0].changed) == ["the model"]
+    assert model.layers[0].residuals == "output" and list(reports[0].changed) == ["layers[2]"]
     fuse(model, residuals="input", report=reports.append)
-    assert reports[1].changed == {"layers.0": "jax_gradops.nnx.LayerNorm, residuals='input'"}
+    assert reports[1].changed == {"layers[0]": "jax_gradops.nnx.LayerNorm, residuals='input'"}
 
 
 def test_fuse_of_linen_modules() -> None:

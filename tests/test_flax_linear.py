@@ -310,17 +310,17 @@ def test_fuse() -> None:
     fuse(model, gelu=True, linear=True, report=reports.append)
     fuse(model, gelu=True, linear=True, report=reports.append)
     assert [r.changed for r in reports] == [
-        {"norm": "jax_gradops.nnx.LayerNorm"},
+        {"norm": "LayerNorm -> jax_gradops.nnx.LayerNorm"},
         {
-            "pair": "jax_gradops.nnx.Sequential",
-            "pair.layers.0": "jax_gradops.nnx.Linear",
-            "pair.layers.2": "jax_gradops.nnx.Linear",
-            "plain": "jax_gradops.nnx.Linear",
+            "pair.layers[0]": "Linear -> jax_gradops.nnx.Linear",
+            "pair.layers[1]": "gelu -> jax_gradops.bias_gelu, with the bias of layers[0]",
+            "pair.layers[2]": "Linear -> jax_gradops.nnx.Linear",
+            "plain": "Linear -> jax_gradops.nnx.Linear",
         },
         {},
     ]
     assert [r.left for r in reports] == [
-        {},
+        {"pair.layers[1]": "a GELU: gelu=True is not given"},
         *[
             {
                 "own": "Doubled is a subclass of Linear, maybe with code of its own",

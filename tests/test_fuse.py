@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -769,6 +770,10 @@ LOSSES = {
     ),
     "one row": lambda x, i: jax.vmap(jax.vmap(lambda x, i: -jax.nn.log_softmax(x)[i]))(x, i),
     "label_smoothing=0.1": smoothed,
+    "label_smoothing=0.1 of one_hot": lambda x, i: optax.losses.softmax_cross_entropy(
+        x, optax.smooth_labels(one_hot(i), 0.1)
+    ),
+    "one_hot logits": lambda x, i: jax.nn.logsumexp(x, -1) - jnp.sum(x * one_hot(i), -1),
     "z_loss=0.001": with_z_loss,
     "label_smoothing=0.1, z_loss=0.01": lambda x, i: (
         smoothed(x, i) + 0.01 * jax.nn.logsumexp(x, -1) ** 2
@@ -778,19 +783,49 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name):
-    """Labels that are no class give what the code gives: NaN, the nearest class, or zero."""
+    """Labels that are no class give what the code gives: NaN, the nearest class, or zero.
+
+    So do their gradients, whether the loss is masked or not.
+    """
     loss = LOSSES[name]
     fused = jax_gradops.fuse(loss)
+    masked = jax_gradops.fuse(lambda x, i: jnp.where(i >= 0, loss(x, i), 0))
     x = operands()[0]
-    for labels in ([[0, 5, 23], [7, 1, 11]], [[0, -1, 23], [24, 1, -25]]):
+    limits = jnp.iinfo(jnp.int32)
+    for labels in (
+        [[0, 5, 23], [7, 1, 11]],
+        [[0, -1, 23], [24, 1, -25]],
+        [[limits.min, limits.max, -24], [2**20, -2, 3]],
+    ):
         labels = jnp.asarray(labels)
         (site,) = summary_of(loss, x, labels).replaced
         assert site.op == "softmax_cross_entropy_with_integer_labels"
-        assert (f"; {name}" in site.shapes) is ("=" in name) is ("; " in site.shapes)
+        assert (
+            (f"; {name.split(' of ')[0]}" in site.shapes) is ("=" in name) is ("; " in site.shapes)
+        )
         np.testing.assert_allclose(fused(x, labels), loss(x, labels), rtol=2e-6, atol=2e-6)
-        of = jnp.asarray([[1.0, 2, 0], [0, 3, 0]], x.dtype)
-        (a,), (b,) = (jax.vjp(lambda x, f=f, i=labels: f(x, i), x)[1](of) for f in (loss, fused))
-        np.testing.assert_allclose(b, a, atol=2e-6)
+        for of in ([[1.0, 2, 0], [0, 3, 0]], [[1.0, 2, 3], [4, 5, 6]]):
+            of = jnp.asarray(of, x.dtype)
+            pulls = [jax.vjp(lambda x, f=f, i=labels: f(x, i), x)[1] for f in (loss, fused, masked)]
+            plain, (found,), (of_masked,) = *pulls[0](of), pulls[1](of), pulls[2](of)
+            np.testing.assert_allclose(found, plain, atol=2e-6)
+            (counted,) = pulls[0](jnp.where(labels >= 0, of, 0))
+            np.testing.assert_allclose(of_masked, counted, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+@pytest.mark.parametrize("name", ["optax", "log_softmax", "one row"])
+def test_labels_of_few_bits(name, dtype):
+    """There are more classes than numbers of 8 bits."""
+    loss, x = LOSSES[name], operands(shape=(2, 3, 300))[0]
+    labels = jnp.asarray([[0, 5, 23], [31, 1, 11]], dtype)
+    assert names(loss, x, labels) == ["softmax_cross_entropy_with_integer_labels"]
+    got, expected = (
+        jax.value_and_grad(lambda x, f=f: jnp.sum(f(x, labels)))(x)
+        for f in (jax_gradops.fuse(loss), loss)
+    )
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
 
 
 SUMMED = {
@@ -938,13 +973,12 @@ def test_why_a_loss_is_left():
 @pytest.mark.parametrize(
     "labels, why",
     [
-        (lambda i: optax.smooth_labels(one_hot(i), 0.1), "a label that is no class"),
-        (lambda i: jnp.where(one_hot(i) == 1, 0.9, 0.1 / N), "numbers for all classes"),
-        (lambda i: one_hot(i) * 0.75 + one_hot(i + 1) * 0.25, "numbers for all classes"),
-        (lambda i: jnp.cos(one_hot(i)), "numbers for all classes"),
+        (lambda i: jnp.where(one_hot(i) == 1, 0.9, 0.1 / N), "probabilities of all classes"),
+        (lambda i: one_hot(i) * 0.75 + one_hot(i + 1) * 0.25, "probabilities of all classes"),
+        (lambda i: jnp.cos(one_hot(i)), "probabilities of all classes"),
         (lambda i: wide(i[..., None] == jnp.arange(1, N + 1)[None, None]), "0, 1, 2, and so on"),
     ],
-    ids=["smoothed", "by where", "of two classes", "probabilities", "from 1"],
+    ids=["by where", "of two classes", "probabilities", "from 1"],
 )
 def test_labels_that_are_not_integers(labels, why):
     """The report says why such a loss is left."""
@@ -1132,6 +1166,14 @@ def test_clip(max_norm):
         np.testing.assert_allclose(b, a, rtol=1e-6)
 
 
+def test_report_of_many_arrays():
+    """It names a few."""
+    gradients, clip = [jnp.ones((2, 3))] * 40 + [jnp.ones(3)] * 40, optax.clip_by_global_norm(1.0)
+    (each,) = summary_of(clip.update, gradients, clip.init(gradients)).replaced
+    assert each.shapes == "float64[2,3], float64[2,3], … (80 arrays)"
+    assert "_clipping.py:" in each.where
+
+
 def test_clip_of_some_arrays_is_left():
     def update(a, b):
         norm = jnp.sqrt(jnp.sum(a**2) + jnp.sum(b**2))
@@ -1154,6 +1196,150 @@ def test_values_that_are_used_elsewhere():
 
     summary = summary_of(of, *operands())
     assert not summary.replaced and "used elsewhere" in summary.left[0].why
+
+
+def divided(f):
+    """Two arrays that are divided by a function of their own norms."""
+    norm = lambda a: jnp.sqrt(jnp.sum(a**2))  # noqa: E731
+    return lambda x, y, i: (x * f(norm(x)), y * f(norm(y)))
+
+
+def clipped_by_all(x, y, i):
+    norm = jnp.sqrt(jnp.sum(x**2) + jnp.sum(y**2))
+    return [a * jnp.minimum(1.0, 1.0 / (norm + 1e-6)) for a in (x, y)]
+
+
+def norm_of_mask(x, y, i):
+    mask = (y > 0).astype(x.dtype)
+    square = jnp.sum(x**2 * mask, -1, keepdims=True) / jnp.sum(mask, -1, keepdims=True)
+    return x * jax.lax.rsqrt(square + EPSILON)
+
+
+@jax.custom_vjp
+def custom_norm(x):
+    return plain_rms(x)
+
+
+custom_norm.defvjp(lambda x: (plain_rms(x), x), lambda x, dy: (dy,))
+log_softmax, sigmoid, silu = jax.nn.log_softmax, jax.nn.sigmoid, jax.nn.silu
+
+
+@jax.custom_jvp
+def product(x, y):
+    return x * y
+
+
+product.defjvp(lambda p, t: (product(*p), t[0] * p[1] + p[0] * t[1]))
+
+# Functions of two arrays and of labels; the kind of code, and a part of the reason.
+SKIPPED = {
+    "returned": (lambda x, y, i: (-picked(z := log_softmax(x), i), z), "loss", "elsewhere"),
+    "biased": (lambda x, y, i: (-jnp.sum(one_hot(i) * (z := log_softmax(x + y[:1] * 0)), -1), z),
+               "loss", "log-probabilities"),
+    "log_prob": (lambda x, y, i: jnp.sum(product(log_softmax(x), one_hot(i)), -1), "loss",
+                 "custom_jvp"),
+    "entropy": (lambda x, y, i: jnp.sum(jnp.exp(log_softmax(x)) * log_softmax(x), -1), "loss",
+                "entropy"),
+    "entropy by softmax": (lambda x, y, i: jnp.sum(jax.nn.softmax(x) * log_softmax(x), -1), "loss",
+                           "entropy"),
+    "divergence": (lambda x, y, i: jnp.sum(jnp.exp(log_softmax(x)) * (log_softmax(x)
+                   - log_softmax(y)), -1), "loss", "divergence"),
+    "teacher": (lambda x, y, i: -jnp.sum(jax.nn.softmax(y) * log_softmax(x)), "loss",
+                "probabilities"),
+    "safe": (lambda x, y, i: optax.losses.safe_softmax_cross_entropy(x, y), "loss", "custom_jvp"),
+    "softmax": (lambda x, y, i: -jnp.log(picked(jax.nn.softmax(x), i)), "loss", "log_softmax"),
+    "diagonal": (lambda x, y, i: jnp.diag(log_softmax(x @ y.T)), "loss", "diagonal"),
+    "eye": (lambda x, y, i: jnp.sum(log_softmax(x @ y.T) * jnp.eye(6, dtype=x.dtype)), "loss",
+            "diagonal"),
+    "sigmoid": (lambda x, y, i: jnp.mean(optax.losses.sigmoid_binary_cross_entropy(x, y)), "loss",
+                "sigmoid"),
+    "sigmoid by hand": (lambda x, y, i: jnp.sum(jnp.maximum(x, 0) - x * y
+                        + jnp.log1p(jnp.exp(-jnp.abs(x)))), "loss", "sigmoid"),
+    "log of sigmoid": (lambda x, y, i: jnp.sum(y * jnp.log(sigmoid(x)) + (1 - y)
+                       * jnp.log(1 - sigmoid(x))), "loss", "sigmoid"),
+    "pairs": (lambda x, y, i: jax.nn.log_sigmoid((2 * jnp.eye(6, dtype=x.dtype) - 1) * (x @ y.T)),
+              "loss", "sigmoid"),
+    "gated": (lambda x, y, i: silu(x) * y, "activation", "gated SiLU"),
+    "silu": (lambda x, y, i: silu(x) @ y.T, "activation", "SiLU"),
+    "silu by hand": (lambda x, y, i: x / (1 + jnp.exp(-x)), "activation", "SiLU"),
+    "gate": (lambda x, y, i: sigmoid(x) * y, "activation", "gate"),
+    "halves": (lambda x, y, i: jax.nn.glu(x), "activation", "gate"),
+    "mish": (lambda x, y, i: jax.nn.mish(x), "activation", "Mish"),
+    "softplus": (lambda x, y, i: jax.nn.softplus(x), "activation", "softplus"),
+    "tanh": (lambda x, y, i: jnp.tanh(x), "activation", "tanh"),
+    "quick gelu": (lambda x, y, i: x * sigmoid(1.702 * x), "gelu", "1.702"),
+    "0.05": (lambda x, y, i: x * (1 + jnp.tanh(0.8 * (x + 0.05 * x**3))), "gelu", "not x * (1"),
+    "masked norm": (norm_of_mask, "norm", "mask"),
+    "custom norm": (lambda x, y, i: custom_norm(x), "norm", "custom_vjp"),
+    "weights": (lambda x, y, i: (x - jnp.mean(x, 0)[None]) * jax.lax.rsqrt(jnp.maximum(
+                jnp.var(x, 0) * 6, 1e-4))[None], "norm", "statistics"),
+    "clip": (clipped_by_all, "clip", "Optax"),
+    "clip of each": (divided(lambda n: 1 / jnp.maximum(n, 1.0)), "clip", "its own norm"),
+    "adaptive clip": (lambda x, y, i: optax.adaptive_grad_clip(1.0).update(
+                      x, optax.EmptyState(), y)[0], "clip", "its own norm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_code_that_is_named(name):
+    """There is one line for what a reader would call a norm, an activation, a loss or a clip."""
+    function, kind, why = SKIPPED[name]
+    x, y = operands(shape=(6, N))[0], jnp.cos(operands(shape=(6, N))[0])
+    summary = summary_of(function, x, y, jnp.arange(6))
+    assert not summary.replaced
+    (left,) = summary.left
+    assert left.kind == kind and why in left.why
+
+
+def attention(x, y, i):
+    scores = jnp.where(x @ y.T > 0, x @ y.T / math.sqrt(N), -1e9)
+    weights = jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True))
+    return jax.nn.softmax(scores) @ y + weights @ y, weights * x[:, :6]
+
+
+def rotated(x, y, i):
+    t = jnp.arange(6.0)[:, None] * 10000 ** (-jnp.arange(12.0) / 12)[None]
+    a, b = jnp.split(x.astype(t.dtype), 2, -1)
+    return jnp.concatenate([a * jnp.cos(t) - b * jnp.sin(t), a * jnp.sin(t) + b * jnp.cos(t)], -1)
+
+
+def updates(name):
+    optimizer = getattr(optax, name)(1e-3)
+    return lambda x, y, i: optimizer.update({"a": x}, optimizer.init({"a": y}), {"a": y})
+
+
+UNNAMED = {
+    "attention": attention,
+    "dropout": lambda x, y, i: jnp.where(jax.random.normal(jax.random.key(0), x.shape) < 1, x, 0),
+    "rotation": rotated,
+    "for a log": lambda x, y, i: (optax.tree.norm([x, y]), jnp.std(x), jnp.linalg.norm(y, axis=1)),
+    "distances": lambda x, y, i: jnp.sqrt(jnp.sum((x[:, None] - y[None]) ** 2, -1)),
+    "random": lambda x, y, i: [
+        each(jax.random.key(0), (6, N)) for each in
+        (jax.nn.initializers.truncated_normal(), jax.nn.initializers.he_normal(), jax.random.gumbel)
+    ],
+    "schedule": lambda x, y, i: optax.warmup_cosine_decay_schedule(0.0, 1.0, 10, 100)(x[0, 0]),
+    "logits": lambda x, y, i: (log_softmax(x), jax.nn.logsumexp(y), jnp.argmax(log_softmax(y))),
+    "mean square": lambda x, y, i: jnp.mean((x - y) ** 2),
+    "numbers": lambda x, y, i: (jnp.tanh(x[0, 0]), sigmoid(y[0, 0]), jnp.log(jnp.abs(x) + 1)),
+    "effects": lambda x, y, i: jax.debug.print("{}", x[0, 0]),
+} | {name: updates(name) for name in ("adam", "lamb", "novograd", "lars", "adagrad")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_code_that_is_not_named(name):
+    x, y = operands(shape=(6, N))[0], jnp.cos(operands(shape=(6, N))[0])
+    with jax.numpy_dtype_promotion("standard"):
+        summary = summary_of(UNNAMED[name], x, y, jnp.arange(6))
+    assert not summary.replaced and not summary.left
+
+
+def test_log_probabilities_beside_a_loss():
+    """They are no loss, although they are computed from the same logits."""
+    x = operands()[0]
+    both = lambda x, i: (-picked(log_softmax(x), i), log_softmax(x))  # noqa: E731
+    summary = summary_of(both, x, jnp.zeros((2, 3), int))
+    assert len(summary.replaced) == 1 and not summary.left
 
 
 def loop(x, scale, bias):
@@ -1227,6 +1413,66 @@ def test_report():
     assert each.where == f"{__file__}:{line}" and each.times == 2
     assert each.shapes == "float32[2,3,24], float32[24], float32[24]"
     assert "layer_norm(float32[2,3,24], float32[24], float32[24]) (2 times)" in str(summary)
+
+
+MODEL = """
+import jax, jax.numpy as jnp, optax
+from flax import linen as nn
+
+@jax.jit
+def rms_norm(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)  # rms_norm
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return rms_norm(jnp.sin(nn.LayerNorm()(x)))  # layer_norm
+
+def loss(x, labels):
+    rows = x.reshape(-1, x.shape[-1])
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels  # not here
+    return losses(rows, labels.reshape(-1)).mean()  # softmax_cross_entropy_with_integer_labels
+"""
+
+
+def test_lines_of_an_installed_model(tmp_path, monkeypatch):
+    """The report names neither the caller's line nor a framework's."""
+    pytest.importorskip("flax")
+    file = tmp_path / "site-packages" / "model_for_fuse" / "model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(MODEL)
+    monkeypatch.syspath_prepend(str(file.parents[1]))
+    model = importlib.import_module("model_for_fuse.model")
+    x, labels, block = operands()[0], jnp.zeros((2, 3), int), model.Block()
+    params = block.init(jax.random.key(0), x)
+    summary = summary_of(lambda p, x, i: model.loss(block.apply(p, x), i), params, x, labels)
+    lines = MODEL.splitlines()
+    assert len(summary.replaced) == 3 and not summary.left
+    for each in summary.replaced:
+        path, _, line = each.where.rpartition(":")
+        assert path == str(file) and lines[int(line) - 1].endswith(f"# {each.op}")
+    assert "float32[2,3,24], int64[2,3]" in summary.replaced[-1].shapes
+
+
+@pytest.mark.parametrize(
+    "function, shape, labels, shapes",
+    [
+        (LOSSES["log_softmax"], (6, N), (6,), "float32[6,24], int8[6]"),
+        (lambda x, i: LOSSES["optax"](x.reshape(-1, N), i.reshape(-1)), (2, 3, N), (2, 3),
+         "float32[2,3,24], int8[2,3]"),
+        (lambda x, i: LOSSES["one row"](x[None], i[None]), (6, N), (6,), "float32[6,24], int8[6]"),
+        (lambda x, i: by_var(x.reshape(2, 3, N), *[wide(i)] * 2), (6, N), (N,),
+         "float32[6,24], float32[24]"),
+        # The rows of the norm are no rows of x.
+        (lambda x, i: plain_rms(x.reshape(6, 2 * N)), (6, 2, N), (6,), "float32[6,48]"),
+    ],
+    ids=["expanded", "flattened", "of one row", "norm", "other rows"],
+)  # fmt: skip
+def test_shapes_in_a_report(function, shape, labels, shapes):
+    """They are those of the arrays that the code has before it expands or flattens them."""
+    arrays = jnp.ones(shape, jnp.float32), jnp.ones(labels, jnp.int8)
+    (site,) = summary_of(function, *arrays).replaced
+    assert site.shapes == shapes
 
 
 def test_implementation_in_use():
@@ -1315,6 +1561,19 @@ def norms_of_reshaped_rows(x):
     return norm(h) + jnp.sin(h)
 
 
+def numbers_from_calls(x):
+    inner = jax.jit(lambda x: (x * 2.0, 0.5))
+    outer = jax.jit(lambda x: (*inner(x), True))
+    y, number, flag = outer(x)
+    body = lambda c, _: ((c[0] + number, plain_rms(c[1])), None)  # noqa: E731
+    (number, y), _ = jax.lax.scan(body, (number, y), None, 2)
+    return jnp.where(flag, plain_rms(y), y) * number
+
+
+def complex_number(x):
+    return plain_rms(x + full(jnp.real(np.complex128(2 + 1j) * jnp.ones(N, complex)), x))
+
+
 def unused_result_of_a_call(x):
     call = jax.jit(lambda a, b: (jnp.sin(a), b * 2))
     mean_square = mean(x * x)
@@ -1329,7 +1588,8 @@ def tanh_of_zero(x):
     "function",
     [
         pairs, pairs_of_a_row, products_of_rows, statistics_in_another_order, gelu_then_norm,
-        norms_of_reshaped_rows, unused_result_of_a_call, tanh_of_zero,
+        norms_of_reshaped_rows, unused_result_of_a_call, tanh_of_zero, numbers_from_calls,
+        complex_number,
     ],
 )  # fmt: skip
 def test_unusual_programs(function):

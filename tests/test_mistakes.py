@@ -87,7 +87,7 @@ def test_every_function_is_in_the_table():
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "batch_norm", "group_norm", "bias_gelu"])
 def test_options_have_names(op):
-    with pytest.raises(TypeError, match=r"takes from \d to \d positional arguments but \d"):
+    with pytest.raises(TypeError, match=r"at most \d positional arguments, got 5. Write"):
         getattr(jax_gradops, op)(*[ARRAYS["x"]] * 5)
 
 

@@ -29,6 +29,7 @@ from jax_gradops._ops.gelu.bias_gelu import bias_gelu, gelu
 from jax_gradops._ops.row_norm.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _FLOATS = tuple(map(jnp.dtype, _checks.FLOAT_DTYPES))
+_TINY = float(np.finfo(np.float32).tiny)
 #: Saved at import: later, a user may set `jax.nn.gelu` to this library's function.
 JAX_GELU: Any = jax.nn.gelu
 #: JAX's activations that norms compute too, by their names in the ops.
@@ -166,8 +167,10 @@ def why_uncovered(module: Any) -> str:
     for dtype in (module.param_dtype, module.dtype):
         if dtype is not None and jnp.dtype(dtype) not in _FLOATS:
             return f"no kernel for {jnp.dtype(dtype)}"
-    if not isinstance(module.epsilon, (int, float, np.number)) or not 0 <= module.epsilon < np.inf:
-        return "epsilon is no number, or negative"
+    # Flax divides by 0 where the variance is 0 and epsilon vanishes. The ops do not.
+    epsilon = module.epsilon
+    if not isinstance(epsilon, (int, float, np.number)) or not _TINY <= epsilon < np.inf:
+        return "epsilon is no positive number"
     if module.axis_index_groups is not None:
         return "axis_index_groups is set"
     if not getattr(module, "force_float32_reductions", True):
@@ -214,15 +217,17 @@ def _is_covered(module: Any, x: Any, mask: Any) -> bool:
     return plain and not why_uncovered(module)
 
 
-def _in_and_out(module: Any, x: jax.Array, scale: Any, bias: Any) -> tuple[jax.Array, Any]:
-    """`x` as the op takes it, and the result's dtype.
+def _in_and_out(module: Any, x: jax.Array, *given: Any) -> tuple[jax.Array, list[Any], Any]:
+    """`x` and the parameters as the op takes them, and the result's dtype.
 
     Flax normalises in float32 or wider, and rounds once. The result's dtype is `module.dtype`, or
-    else the promoted dtype of x and the parameters.
+    else the promoted dtype of x and the parameters. An initialiser may have made integers.
     """
-    given = (a for a in (x, scale, bias) if a is not None)
-    result = jax.dtypes.canonicalize_dtype(canonicalize_dtype(*given, dtype=module.dtype))
-    return x.astype(jnp.promote_types(x.dtype, result)), result
+    used = (a for a in (x, *given) if a is not None)
+    result = jax.dtypes.canonicalize_dtype(canonicalize_dtype(*used, dtype=module.dtype))
+    x = x.astype(jnp.promote_types(x.dtype, result))
+    parameters = [p if p is None or p.dtype in _FLOATS else p.astype(x.dtype) for p in given]
+    return x, parameters, result
 
 
 class After(NamedTuple):
@@ -275,22 +280,22 @@ def norm(
     module: Any, x: Any, shape: tuple[int, ...], scale: Any, bias: Any = None, *, centered: bool
 ) -> Any:
     """A LayerNorm's result (`centered`) or an RMSNorm's. For a `Sum`: the result and the sum."""
-    parameters = [scale, bias] if centered else [scale]
+    array = jnp.asarray(x.x if isinstance(x, Sum) else x)
+    given = [scale, bias] if centered else [scale]
+    promoted, parameters, result = _in_and_out(module, array, *given)
     options: Any = {
         "begin_norm_axis": -len(shape),
         "epsilon": module.epsilon,
         "residuals": module.residuals,
     }
     if isinstance(x, Sum):
-        _, result = _in_and_out(module, x.x, scale, bias)
-        if x.x.dtype == result:
+        if array.dtype == result:
             fused = add_layer_norm if centered else add_rms_norm
             return fused(x.x, x.residual, *parameters, residual_bias=x.bias, **options)
         total = x.plain()
         return norm(module, total, shape, scale, bias, centered=centered), total
-    x, result = _in_and_out(module, jnp.asarray(x), scale, bias)
-    y = layer_norm(x, *parameters, **options) if centered else rms_norm(x, *parameters, **options)
-    return y.astype(result)
+    plain = layer_norm if centered else rms_norm
+    return plain(promoted, *parameters, **options).astype(result)
 
 
 # --- Batch norm ----------------------------------------------------------------------------------
@@ -307,7 +312,7 @@ def batch_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A BatchNorm's result in training, and the batch's mean and variance."""
     given = jnp.asarray(x)
-    x, result = _in_and_out(module, given, scale, bias)
+    x, (scale, bias), result = _in_and_out(module, given, scale, bias)
     # The op adds a residual of the result's dtype. Any other residual decides the sum's dtype.
     fuses = after.residual is None or after.residual.dtype == result
     fused = after if fuses else After()
@@ -370,7 +375,7 @@ def group_norm(
     activation: Any,
 ) -> jax.Array:
     """The result of a GroupNorm, or of an InstanceNorm (`groups` is None)."""
-    x, result = _in_and_out(module, jnp.asarray(x), scale, bias)
+    x, (scale, bias), result = _in_and_out(module, jnp.asarray(x), scale, bias)
     options: Any = {"axis": axis, "epsilon": module.epsilon, "activation": activation}
     if groups is None:
         return _instance_norm(x, scale, bias, **options).astype(result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import types
 from typing import Any
@@ -215,22 +216,23 @@ def sequential(layers: list[Any], *args: Any, **kwargs: Any) -> Any:
     return _SEQUENTIAL(module, *args, **kwargs)
 
 
-def with_pairs(module: nnx.Sequential, gelu: bool) -> list[Any]:
-    """A Sequential's layers. Each pair becomes one function.
+def pairs(module: nnx.Sequential, gelu: bool) -> dict[int, functools.partial[Any]]:
+    """One function for each pair of a Sequential's layers, by the second layer's index.
 
     A pair is a norm of this library and an activation, or (`gelu`) a Linear and a GELU.
     """
-    result: list[Any] = []
-    for layer in module.layers:
-        pair = _pair(result[-1], layer, gelu) if result else None
-        if pair is None:
-            result.append(layer)
-        else:
-            result[-1] = pair
-    return result
+    neighbours = enumerate(itertools.pairwise(module.layers), 1)
+    found = {i: _pair(first, second, gelu) for i, (first, second) in neighbours}
+    return {i: pair for i, pair in found.items() if pair is not None}
 
 
-def _pair(first: Any, second: Any, gelu: bool) -> Any:
+def with_pairs(module: nnx.Sequential, gelu: bool) -> list[Any]:
+    """A Sequential's layers. Each pair becomes one function."""
+    found = pairs(module, gelu)
+    return [found.get(i + 1, layer) for i, layer in enumerate(module.layers) if i not in found]
+
+
+def _pair(first: Any, second: Any, gelu: bool) -> functools.partial[Any] | None:
     """One function for two layers; None if they are no pair."""
     if gelu and type(first) in LINEARS and (approximate := _approximate(second)) is not None:
         return functools.partial(linear_gelu, approximate, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ _LINEN_NORMS = (
 )
 _TO_NNX: Any = bridge.ToNNX
 _UNKNOWN = "fuse does not know the class"
+_Path = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +36,15 @@ class FuseReport:
     """What `fuse` did to a model.
 
     Attributes:
-      changed: by the module's path in the model, what the module is now.
-      left: by path, why a norm is unchanged. If `fuse` was asked to change them, linear layers and
-        subclasses of `Sequential` are listed too. A norm of a class that `fuse` does not know is a
-        module whose class has "norm" in its name, or whose `scale`, `weight` or `gamma` has one
-        axis and stands beside an epsilon.
-      already: by path, the class of a module that was of this library before.
+      changed: by path in the model, such as ``"blocks[0].norm"``, the old and the new class of a
+        module. For a function in an `nnx.Sequential`, what computes it. A shared module is named
+        once.
+      left: by path, why a norm, or a GELU in an `nnx.Sequential`, is unchanged. If `fuse` was asked
+        to change them, linear layers and subclasses of `Sequential` are listed too. A norm of a
+        class that `fuse` does not know is a module whose class has "norm" in its name, or whose
+        `scale`, `weight` or `gamma` has one axis and stands beside an epsilon.
+      already: by path, the class of a module that was of this library before. For a function, as in
+        `changed`.
     """
 
     changed: dict[str, str]
@@ -49,7 +54,7 @@ class FuseReport:
     def __str__(self) -> str:
         before = f", already fused {len(self.already)}" if self.already else ""
         lines = [f"fused {len(self.changed)}, left {len(self.left)}{before}"]
-        lines += [f"  {path}: now {what}" for path, what in self.changed.items()]
+        lines += [f"  {path}: {what}" for path, what in self.changed.items()]
         lines += [f"  {path}: left, {why}" for path, why in self.left.items()]
         if any(why.startswith(_UNKNOWN) for why in self.left.values()):
             lines.append(
@@ -72,58 +77,87 @@ def change(
     wanted = {FLAX.Sequential: gelu, FLAX.Linear: linear}
     ours = {flax: own for flax, own in ours.items() if wanted.get(flax, True)}
     norms = ours[FLAX.LayerNorm], ours[FLAX.RMSNorm]
-    changed: dict[str, str] = {}
-    left: dict[str, str] = {}
-    already: dict[str, str] = {}
+    changed: dict[_Path, str] = {}
+    left: dict[_Path, str] = {}
+    already: dict[_Path, str] = {}
     modules = list(modules_of("fuse", model))
+    before = {p: nnx_calls.pairs(m, m.gelu) for p, m in modules if type(m) is sequential}
     for path, module in modules:
         kind = type(module)
         why = _why_left(module, ours)
         if why:
             left[path] = why
+        elif kind is sequential:
+            pass  # its pairs are listed below
         elif _is_ours(module):
             already[path] = kind.__name__
         elif kind is FLAX.Linear and module.bias is None:
             pass  # jax_gradops.nnx.Linear differs in the gradient of the bias only
         elif kind in ours and kind is not FLAX.Sequential:
             object.__setattr__(module, "__class__", ours[kind])
-            changed[path] = f"jax_gradops.nnx.{ours[kind].__name__}"
+            changed[path] = f"{kind.__name__} -> jax_gradops.nnx.{ours[kind].__name__}"
         if type(module) in norms and residuals not in (None, module.residuals):
-            name = f"jax_gradops.nnx.{type(module).__name__}"
+            name = changed.get(path, f"jax_gradops.nnx.{type(module).__name__}")
             if residuals == "output" and _has_zeros(module.scale):
-                changed[path] = f"{name}, without residuals={residuals!r}: its scale has zeros"
+                why = f"residuals={residuals!r} is not set: its scale has zeros"
+                if path in changed:
+                    changed[path] = f"{name}, {why}"
+                else:
+                    left[path] = why
             else:
                 module.residuals = residuals
                 changed[path] = f"{name}, residuals={residuals!r}"
     for path, module in modules:  # after the norms: a pair has a norm of this library
-        if _pairs(module, sequential, gelu):
-            changed[path] = f"jax_gradops.nnx.{sequential.__name__}"
-    return FuseReport(
-        {path: changed[path] for path, _ in modules if path in changed},
-        left,
-        {path: name for path, name in already.items() if path not in changed},
+        if type(module) not in (FLAX.Sequential, sequential):
+            continue
+        possible, now = nnx_calls.pairs(module, True), _fused_pairs(module, sequential, gelu)
+        for i, layer in enumerate(module.layers):
+            of_layer = (*path, "layers", i)
+            if i in now:
+                known = i in before.get(path, {})
+                (already if known else changed)[of_layer] = _described(now[i], i)
+            elif getattr(layer, "func", layer) is common.JAX_GELU:
+                why = ": gelu=True is not given" if i in possible else " that follows no Linear"
+                left[of_layer] = f"a GELU{why}"
+    already = {path: what for path, what in already.items() if path not in changed | left}
+    return FuseReport(*map(_by_name, (changed, left, already)))
+
+
+def _fused_pairs(module: Any, sequential: type, gelu: bool) -> dict[int, functools.partial[Any]]:
+    """Makes a Sequential compute pairs of layers as one. Returns all pairs that it has."""
+    if type(module) is sequential:
+        if gelu and not module.gelu:
+            del module.gelu
+        return nnx_calls.pairs(module, module.gelu)
+    found = nnx_calls.pairs(module, gelu)
+    if found:
+        object.__setattr__(module, "__class__", sequential)
+        if not gelu and len(nnx_calls.pairs(module, True)) > len(found):
+            module.gelu = False
+    return found
+
+
+def _described(pair: functools.partial[Any], index: int) -> str:
+    """What the second layer of a pair became. `index` is the layer's in its Sequential."""
+    first = f"layers[{index - 1}]"
+    if pair.func is not nnx_calls.linear_gelu:
+        return f"{pair.args[0]} -> computed by {first}"
+    _, linear = pair.args
+    return "gelu -> jax_gradops." + (
+        "gelu" if linear.bias is None else f"bias_gelu, with the bias of {first}"
     )
 
 
-def _pairs(module: Any, sequential: type, gelu: bool) -> bool:
-    """Makes a Sequential compute pairs of layers as one. Returns whether this is a change."""
-    if type(module) not in (FLAX.Sequential, sequential):
-        return False
-    without, with_gelu = (len(nnx_calls.with_pairs(module, each)) for each in (False, True))
-    if type(module) is sequential:
-        if not gelu or module.gelu:
-            return False
-        del module.gelu
-        return with_gelu < without
-    if (with_gelu if gelu else without) == len(module.layers):
-        return False
-    object.__setattr__(module, "__class__", sequential)
-    if not gelu and with_gelu < without:
-        module.gelu = False
-    return True
+def _by_name(entries: dict[_Path, str]) -> dict[str, str]:
+    """The entries in the order of their paths, each path as Python code after ``model.``."""
+    result = {}
+    for path in sorted(entries, key=lambda path: [(isinstance(k, str), k) for k in path]):
+        name = "".join(f".{k}" if isinstance(k, str) else f"[{k}]" for k in path)
+        result[name.removeprefix(".") or "the model"] = entries[path]
+    return result
 
 
-def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
+def modules_of(function: str, model: Any) -> Iterator[tuple[_Path, Any]]:
     """The path and the module for each module of a model, each once."""
     if not isinstance(model, nnx.Module):
         got = type(model).__name__
@@ -135,8 +169,7 @@ def modules_of(function: str, model: Any) -> Iterator[tuple[str, Any]]:
             )
         raise TypeError(f"{function}: model must be a flax.nnx.Module, got {got}")
     found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
-    for path, module in found:
-        yield ".".join(map(str, path)) or "the model", module
+    yield from found
 
 
 def _why_left(module: Any, ours: Mapping[type, type]) -> str:

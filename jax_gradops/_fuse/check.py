@@ -39,8 +39,7 @@ _ROWS = 2
 # All comparisons so far, by their keys. A result says what differs. It is "" if nothing does.
 _comparisons: dict[Any, Future[str]] = {}
 # The threads for comparisons, and the comparisons that the search has not waited for.
-_in_threads: ContextVar[tuple[ThreadPoolExecutor, list[Future[str]]] | None]
-_in_threads = ContextVar("_in_threads", default=None)
+_in_threads: ContextVar[tuple[ThreadPoolExecutor, list[Future[str]]]] = ContextVar("_in_threads")
 # The comparison runs once, so that compilation is most of its time.
 _QUICKLY_COMPILED: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
@@ -52,7 +51,7 @@ if jax.__version_info__ < (0, 11):  # later versions have no such option
 
 @contextlib.contextmanager
 def in_threads() -> Iterator[list[Future[str]]]:
-    """Comparisons that start inside are compiled and run in threads, and count as passed.
+    """Comparisons that start inside run in threads, and count as passed until they have finished.
 
     After it, all have finished. `passed` tells which of them passed.
     """
@@ -68,6 +67,36 @@ def in_threads() -> Iterator[list[Future[str]]]:
 def passed(comparison: Future[str]) -> bool:
     """Whether a comparison that has finished found no difference, and no error."""
     return comparison.exception() is None and comparison.result() == ""
+
+
+def forget_errors() -> None:
+    """Comparisons that ended with an error run again in the next trace."""
+    for key, comparison in list(_comparisons.items()):
+        if comparison.done() and comparison.exception() is not None:
+            _comparisons.pop(key, None)
+
+
+@contextlib.contextmanager
+def _own_settings(x64: bool, implementation: Any) -> Iterator[None]:
+    """In a new thread: JAX's default settings in place of the process's, but for 64 bits."""
+    cpu = jax.devices("cpu")[0] if _has_cpu() else None
+    # With "ffi", the references for platforms without kernels are not traced.
+    kernels = "ffi" if cpu and not _registry.why_unavailable("cpu") else None
+    with contextlib.ExitStack() as settings:
+        for setting in (
+            jax.enable_x64(x64),
+            jax.disable_jit(False),
+            jax.default_device(cpu),
+            jax.transfer_guard("allow"),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+            jax.numpy_rank_promotion("allow"),
+            jax.numpy_dtype_promotion("standard"),
+            jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+            use_implementation(implementation or kernels),
+        ):
+            settings.enter_context(setting)
+        yield
 
 
 def equal(
@@ -145,35 +174,19 @@ class _Case(NamedTuple):
 def _compare_once(
     key: Any, op: str, call: Callable[..., Any], cases: Callable[[], Sequence[_Case]]
 ) -> None:
-    """Raises `Left` if results or gradients of a case differ. It does not wait for threads."""
-    threads, unfinished = _in_threads.get() or (None, [])
+    """Raises `Left` if results or gradients of a case differ. It does not wait for them."""
+    threads, unfinished = _in_threads.get()
     if key not in _comparisons:
-        groups = cases()
-        cpu = jax.devices("cpu")[0] if _has_cpu() else None
-        # With "ffi", the references for platforms without kernels are not traced.
-        kernels = "ffi" if cpu and not _registry.why_unavailable("cpu") else None
-        with (
-            jax.disable_jit(False),
-            jax.default_device(cpu),
-            jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-            use_implementation(default_implementation() or kernels),
-        ):
-            finish = functools.partial(_difference, op, groups, _lowered(call, groups))
-        _comparisons[key] = threads.submit(finish) if threads else _done(finish)
+        settings = jax.config.jax_enable_x64, default_implementation()  # pyright: ignore
+        _comparisons[key] = threads.submit(_difference, settings, op, call, cases)
     comparison = _comparisons[key]
-    if threads and not comparison.done():
+    if not comparison.done():
         unfinished.append(comparison)
     elif comparison.result():
         raise Left(comparison.result())
 
 
-def _done(finish: Callable[[], str]) -> Future[str]:
-    future: Future[str] = Future()
-    future.set_result(finish())
-    return future
-
-
-def _lowered(call: Callable[..., Any], cases: Sequence[_Case]) -> jax.stages.Lowered:
+def _program(call: Callable[..., Any], cases: Sequence[_Case]) -> jax.stages.Lowered:
     """The program of all cases."""
 
     def both(groups: Sequence[Sequence[jax.Array]]) -> Any:
@@ -185,11 +198,17 @@ def _lowered(call: Callable[..., Any], cases: Sequence[_Case]) -> jax.stages.Low
     return jax.jit(both).lower([case.arrays for case in cases])
 
 
-def _difference(op: str, cases: Sequence[_Case], lowered: jax.stages.Lowered) -> str:
+def _difference(
+    settings: tuple[bool, Any],
+    op: str,
+    call: Callable[..., Any],
+    make_cases: Callable[[], Sequence[_Case]],
+) -> str:
     """What differs, or ""."""
-    # What `compile` returns runs at once. A jitted function would become a part of the trace.
-    compiled = lowered.compile(_QUICKLY_COMPILED)
-    found = compiled([case.arrays for case in cases])
+    with _own_settings(*settings):
+        cases = make_cases()
+        compiled = _program(call, cases).compile(_QUICKLY_COMPILED)
+        found = jax.device_get(compiled([case.arrays for case in cases]))
     for case, (expected, got) in zip(cases, found, strict=True):
         for what, a, b in zip(("results", "gradients"), expected, got, strict=True):
             for x, y in zip(a, b, strict=True):
@@ -340,7 +359,8 @@ class _Region:
         """An operand with few rows."""
         shape = self.shape(v)
         if not is_float(v.aval.dtype):
-            return rng.integers(0, self.sizes[self.classes], shape).astype(v.aval.dtype)
+            most = min(self.sizes[self.classes] - 1, jnp.iinfo(v.aval.dtype).max)
+            return rng.integers(0, most, shape, endpoint=True).astype(v.aval.dtype)
         numbers = rng.uniform(0.5, 1.5, shape)
         if v.aval.shape == self.values.root.aval.shape:
             numbers = rng.standard_normal(shape) * 1.5 + 0.25

@@ -12,13 +12,14 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from jax_gradops._fuse import additions, check, search
+from jax_gradops._fuse import additions, check, search, skipped
 from jax_gradops._fuse.patterns import channel_norms, clip, gelu, losses, norms
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
 from jax_gradops._fuse.polynomial import TooLong
 from jax_gradops._fuse.program import Program, Site
 from jax_gradops._fuse.report import Report
 from jax_gradops._fuse.search import Values
+from jax_gradops._fuse.skipped import Reason
 
 # Groups of patterns. A group is tried if none before it has found an op.
 PATTERNS: dict[str, tuple[tuple[Callable[[Values, Var], Candidate | None], ...], ...]] = {
@@ -27,6 +28,7 @@ PATTERNS: dict[str, tuple[tuple[Callable[[Values, Var], Candidate | None], ...],
     "loss": ((losses.loss,),),
 }
 
+_SHARED = "a value inside is used elsewhere, too"
 _OVER_DEVICES = (
     "its statistics are sums over a mapped axis (psum or pmean). jax_gradops.batch_norm computes "
     "such statistics with axis_name="
@@ -35,7 +37,8 @@ _OVER_DEVICES = (
 
 def _has_symbolic_shape(equation: JaxprEqn) -> bool:
     """Whether sizes are variables, as `jax.export.symbolic_shape` makes them."""
-    sizes = [n for v in (*equation.invars, *equation.outvars) for n in v.aval.shape]
+    arrays = (*equation.invars, *equation.outvars)
+    sizes = [n for v in arrays for n in getattr(v.aval, "shape", ())]
     return not all(isinstance(n, int) for n in sizes)
 
 
@@ -47,6 +50,7 @@ class Finder:
         self.sites: list[Site] = []
         self.taken: set[int] = set()
         self._values: dict[Var, Values] = {}
+        self._reasons: dict[int, Reason] = {}
 
     def run(self) -> list[Site]:
         for i, item in enumerate(self.program.items):
@@ -56,6 +60,11 @@ class Finder:
             elif kind and i not in self.taken:
                 with self.report.guard(kind, self.program.source(i)):
                     self._around(i, kind)
+        equations = [item.equation for item in self.program.items]
+        if equations and not any(map(_has_symbolic_shape, equations)):
+            with self.report.guard("function", self.program.source(0)):
+                for line in skipped.lines(self.program, self.taken, self._reasons):
+                    self.report.left(line.kind, self.program.source(line.anchor), line.why)
         # Last, because a norm or a GELU takes the bias before it first.
         for i, item in enumerate(self.program.items):
             equation = item.equation
@@ -75,13 +84,12 @@ class Finder:
 
     def _around(self, anchor: int, kind: str) -> None:
         """Looks for an op around an equation that may be a part of one."""
-        why: list[str] = []
-        general: list[str] = []
+        named, why = kind, list[str]()
         if kind == "norm":
             try:
                 site = clip.clip(self.program, anchor)
             except Left as left:
-                site = None
+                site, named = None, "clip"
                 why.append(str(left))
             if site and not site.region & self.taken and self._fits(site):
                 self._take(site, "")
@@ -109,17 +117,16 @@ class Finder:
                 if candidate and site and self._fits(site):
                     self._take(site, candidate.options)
                     return
-            if kind == "norm":
-                general.append(norms.why_left(values, shows))
-            elif kind == "loss":
-                general.append(losses.why_left(values))
         if kind == "norm" and search.is_over_devices(self.program, anchor):
             why.insert(0, _OVER_DEVICES)
-        if kind != "norm" or search.is_factor(self.program, shows, roots):
-            why += [*general, stopped]
-        why = [each for each in why if each]
-        if why:
-            self.report.left(kind, self.program.source(anchor), why[0])
+        of_kind = {"norm": norms.why_left, "loss": losses.why_left}.get(kind)
+        followed = [self._values[root] for root in roots if shows in self._values[root].forms]
+        others = [of_kind(values, shows) for values in followed] if of_kind else []
+        reasons = [each for each in (*why, *others, stopped) if each]
+        if reasons:
+            # A square root of a sum of squares is often no part of a norm.
+            rank = skipped.SURE if why or kind != "norm" else skipped.UNSURE
+            self._reasons[anchor] = Reason(named, reasons[0], rank)
 
     def _fits(self, site: Site) -> bool:
         """Whether the operands of all ops are still computed, and before the ops."""
@@ -145,7 +152,8 @@ class Finder:
             names = ", ".join(map(repr, dict.fromkeys(names)))
             gone = f"checkpoint_name {names} on a value inside has no effect now"
             options = "; ".join([options, gone] if options else [gone])
-        self.report.found(site, source, options)
+        operands = [self.program.as_written(v) for v in site.operands]
+        self.report.found(site.op, operands, source, options)
 
     def _site(self, values: Values, candidate: Candidate, anchor: int) -> Site | None:
         """The equations that an op replaces, after all checks."""
@@ -163,7 +171,7 @@ class Finder:
         for i in sorted(equations - region):
             name = program.items[i].equation.primitive.name
             if i == anchor or name in ("reduce_sum", "reduce_max"):
-                raise Left("a value inside is used elsewhere, too")
+                raise Left(losses.SHARED if "entropy" in candidate.op else _SHARED)
         at = program.producer[output]
         if len(outputs) > 1:
             at = program.operand_position(candidate.operands)

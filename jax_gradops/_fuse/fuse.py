@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,9 +13,12 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_gradops import _checks
-from jax_gradops._fuse.report import FuseSummary, Report
+from jax_gradops._fuse.report import FuseSummary, Kept
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# JAX's settings that make jax.numpy check the values between operations.
+_ERROR_CHECKS = [f"jax_error_checking_behavior_{kind}" for kind in ("nan", "divide", "oob")]
 
 
 @_checks.with_hints
@@ -124,9 +128,14 @@ def _run(
     report: Callable[[FuseSummary], Any] | None,
 ) -> Any:
     """Traces a function, puts ops in, and runs it."""
+    checks = [name for name in _ERROR_CHECKS if getattr(jax.config, name, "ignore") != "ignore"]
+    if checks:
+        if report is not None:
+            report(_left_whole(function, f"{checks[0]} checks values that an op does not compute"))
+        return function(*args, **kwargs)
     # This import is not at the top. There, it would slow down the import of the library by 3 %.
     from jax_gradops._fuse import check
-    from jax_gradops._fuse.rewrite import rewritten
+    from jax_gradops._fuse.rewrite import Rewriter
 
     leaves, structure = jax.tree.flatten((args, kwargs))
     traced = [_is_array(leaf) for leaf in leaves]
@@ -143,13 +152,15 @@ def _run(
 
     closed = jax.make_jaxpr(flat)(*arrays)
     while True:
-        found = Report()
+        rewriter = Rewriter()
         with check.in_threads() as comparisons:
-            jaxpr = rewritten(closed.jaxpr, found, {}, closed.consts)
+            jaxpr = rewriter.rewritten(closed.jaxpr, closed.consts)
         if all(map(check.passed, comparisons)):
             break  # else the search starts again, and leaves what differs
+    rewriter.keep()
+    check.forget_errors()
     if report is not None:
-        report(found.summary())
+        report(rewriter.report.summary())
     results_of = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays)
     # A result that is a number of the jaxpr is no `jax.Array`.
     computed = (v if _is_array(v) else jnp.asarray(v) for v in results_of)
@@ -157,6 +168,12 @@ def _run(
     return jax.tree.unflatten(
         out_structure, [next(computed) if is_array else v for v, is_array in others]
     )
+
+
+def _left_whole(function: Callable[..., Any], why: str) -> FuseSummary:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    where = f"{code.co_filename}:{code.co_firstlineno}" if code else "unknown:0"
+    return FuseSummary((), (Kept("function", why, where),))
 
 
 def _is_array(leaf: Any) -> bool:

@@ -101,7 +101,8 @@ class Pick(Atom):
       of: the monomial.
       index: the integers.
       over: the axis.
-      fill: what an index outside of the axis gives: "nan", "nearest", or "zero".
+      fill: what an index outside of the axis gives: "nan", "nearest", "zero", or
+        "constant": the nearest element, without a derivative.
     """
 
     of: Monomial
@@ -322,7 +323,9 @@ def pick(p: Polynomial, index: Leaf, over: int, fill: str) -> Polynomial:
     terms: dict[Monomial, float] = {}
     for monomial, c in p.terms.items():
         inner = frozenset((atom, e) for atom, e in monomial if over in atom.axes)
-        picked = frozenset([(_pick(inner, index, over, fill), 1.0)])
+        # What does not vary is the same for each index. An index outside may still change it.
+        same = not inner and fill == "nearest"
+        picked = frozenset([] if same else [(_pick(inner, index, over, fill), 1.0)])
         _add(terms, product(monomial - inner, picked), c)
     return _checked(terms)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, gensym
 
 from jax_gradops._fuse.parts import parts_of
+from jax_gradops._fuse.report import is_own
 from jax_gradops._kernel.array_types import like_type
 
 # Inner `jit` functions up to this number of equations are opened, so that a variance by `jnp.var`
@@ -22,6 +24,9 @@ _OPENED = 80
 # An inner function with one of these primitives is not opened.
 _CLOSED = {"scan", "while", "cond", "shard_map", "remat2", "checkpoint", "remat"}
 _CLOSED |= {"jax_gradops", "jax_gradops_widening"}
+# Changes of an array's shape; and what JAX computes from indices, of which some may be negative.
+_SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
+_INDICES = {"convert_element_type", "select_n", "lt", "add"}
 
 
 def is_float(dtype: Any) -> bool:
@@ -33,11 +38,14 @@ def is_float(dtype: Any) -> bool:
 class Item:
     """An equation, and the number of the jaxpr's own equation that it is or is inside of.
 
-    `whole`: the equation that is listed in parts (`parts.py`), if this is a part.
+    Attributes:
+      source: the equation that has the line of the code.
+      whole: the equation that is listed in parts (`parts.py`), if this is a part.
     """
 
     equation: JaxprEqn
     origin: int
+    source: JaxprEqn
     whole: JaxprEqn | None = None
 
 
@@ -93,8 +101,14 @@ class Program:
     def _outer(self, v: Any) -> Any:
         return self._same.get(v, v) if isinstance(v, Var) else v
 
-    def _list(self, equation: JaxprEqn, inner: dict[Var, Any], origin: int) -> None:
-        """Appends an equation. A call is replaced by the equations of the function."""
+    def _list(
+        self, equation: JaxprEqn, inner: dict[Var, Any], origin: int, call: JaxprEqn | None = None
+    ) -> None:
+        """Appends an equation. A call is replaced by the equations of the function.
+
+        JAX traces a function such as `jnp.var` once. The lines in its equations are those of its
+        first call. So the equations get the line of the `call`.
+        """
 
         def read(v: Any) -> Any:
             return self._outer(inner.get(v, v) if isinstance(v, Var) else v)
@@ -105,9 +119,11 @@ class Program:
         if closed is None:
             if invars != equation.invars or outvars != equation.outvars:
                 equation = equation.replace(invars=invars, outvars=outvars)
-            self._append(equation, origin)
+            self._append(equation, origin, call or equation)
             return
         body = closed.jaxpr
+        debug_info = getattr(body, "debug_info", None)
+        call = None if is_own(getattr(debug_info, "func_filename", None)) else call or equation
         names: dict[Var, Any] = dict(zip(body.invars, invars, strict=True))
         names |= _numbers(body, closed.consts)
         for outer, v in zip(outvars, body.outvars, strict=True):
@@ -121,17 +137,17 @@ class Program:
             for v in each.outvars:
                 if v not in names and type(v) is Var:
                     names[v] = self._new(v.aval)
-            self._list(each, names, origin)
+            self._list(each, names, origin, call)
 
-    def _append(self, equation: JaxprEqn, origin: int) -> None:
+    def _append(self, equation: JaxprEqn, origin: int, source: JaxprEqn) -> None:
         """Appends an equation, perhaps as several simpler ones."""
         parts = parts_of(equation, self.equation_of)
-        items = [Item(equation, origin)]
+        items = [Item(equation, origin, source)]
         if parts is not None:
             function, operands = parts
             traced = jax.make_jaxpr(function)(*(v.aval for v in operands))
             equations = self._named(traced, operands, equation.outvars, equation.source_info)
-            items = [Item(each, origin, equation) for each in equations]
+            items = [Item(each, origin, source, equation) for each in equations]
         for item in items:
             self.producer |= dict.fromkeys(item.equation.outvars, len(self.items))
             self.items.append(item)
@@ -147,12 +163,31 @@ class Program:
         return {v: users[::-1] for v, users in used.items() if users}
 
     def source(self, i: int) -> JaxprEqn:
-        """The jaxpr's own equation for an equation of the list.
+        """The equation that has the line of the code of an equation of the list."""
+        return self.items[i].source
 
-        JAX traces functions such as `jnp.var` once. The lines in their equations are those of the
-        first call.
+    def as_written(self, v: Any) -> Any:
+        """The array that the code has, before it is expanded or flattened to `v`.
+
+        The rows stay what they are. Labels may have any shape, and JAX adds to negative indices.
         """
-        return self.jaxpr.eqns[self.items[i].origin]
+        labels = not is_float(v.aval.dtype)
+        passed = _SHAPES | _INDICES if labels else _SHAPES
+        found: set[Any] = set()
+        stack, seen = [v], {v}
+        while stack:
+            u = stack.pop()
+            equation = self.equation_of(u)
+            arrays = [w for w in equation.invars if isinstance(w, Var)] if equation else []
+            if equation is None or equation.primitive.name not in passed:
+                found.add(u)
+            elif any(not _same_rows(u.aval.shape, w.aval.shape, labels) for w in arrays):
+                found.add(u)
+            else:
+                stack += [w for w in arrays if w not in seen]
+                seen.update(arrays)
+        (*_, first) = found or (v,)
+        return first if len(found) == 1 and is_float(first.aval.dtype) is not labels else v
 
     def equation_of(self, v: Any) -> JaxprEqn | None:
         """The equation that computes a variable. None for an input or a number."""
@@ -188,7 +223,7 @@ class Program:
         touched |= {
             i
             for i, equation in enumerate(self.jaxpr.eqns)
-            if any(self._outer(v) in gone for v in equation.invars if isinstance(v, Var))
+            if any(v in gone for v in map(self._outer, equation.invars) if isinstance(v, Var))
         }
         # Equations are written in parts if a site replaces a part or uses the result of one.
         operands = {v for site in sites for v in site.operands}
@@ -230,7 +265,9 @@ class Program:
         key = site.key and (site.key, types, tuple(v.aval for v in site.outputs))
         traced = self._traced.get(key)
         if traced is None:
-            traced = jax.make_jaxpr(functools.partial(_shaped, site))(*types)
+            # Inside `jax.sharding.auto_axes`, the types have another mesh than the caller.
+            with jax.sharding.use_abstract_mesh(site.outputs[0].aval.sharding.mesh):
+                traced = jax.make_jaxpr(functools.partial(_shaped, site))(*types)
             if traced.consts:
                 raise ValueError(f"jax_gradops.fuse: {site.op} has constants")
             if key:
@@ -254,6 +291,12 @@ class Program:
             outvars = [names.get(v, v) for v in equation.outvars]
             found.append(equation.replace(invars=invars, outvars=outvars, source_info=source))
         return found
+
+
+def _same_rows(after: Sequence[int], before: Sequence[int], labels: bool) -> bool:
+    """Whether a change of shape neither repeats elements nor, but for labels, joins rows."""
+    last = [next((n for n in reversed(shape) if n != 1), 1) for shape in (after, before)]
+    return math.prod(after) == math.prod(before) and (labels or last[0] == last[1])
 
 
 def _shaped(site: Site, *operands: jax.Array) -> list[jax.Array]:

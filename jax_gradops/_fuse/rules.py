@@ -43,7 +43,7 @@ def apply(equation: JaxprEqn, operands: Sequence[Form]) -> Form:
 def of_literal(literal: Literal) -> Form:
     """A number, or an array whose elements are all equal."""
     value = np.asarray(literal.val)
-    if value.size != 1:
+    if value.size != 1 or np.iscomplexobj(value):
         raise NoForm("")
     if value.dtype == bool or np.issubdtype(value.dtype, np.integer):
         return forms.of_number(float(value.item()), value.shape)
@@ -51,7 +51,7 @@ def of_literal(literal: Literal) -> Form:
         return forms.of_number(
             exact(float(value.astype(np.float64).item()), value.dtype), value.shape
         )
-    except (TypeError, ValueError):  # complex numbers, keys of random numbers
+    except (TypeError, ValueError):  # keys of random numbers
         raise NoForm("") from None
 
 
@@ -375,13 +375,8 @@ def _picked(equation: JaxprEqn, x: Form, index: Form, axis: int) -> Polynomial:
     value = equation.params.get("fill_value")
     if value is not None and not np.isnan(value):
         raise NoForm("")
-    fill = "nan" if equation.params["mode"].name == "FILL_OR_DROP" else "nearest"
-    if any(parts[0].label not in polynomial.axes_of(m) for m in x.polynomial.terms):
-        # Factors without the axis are the same for each index.
-        inside = {m: c for m, c in x.polynomial.terms.items()
-                  if parts[0].label in polynomial.axes_of(m)}  # fmt: skip
-        picked = polynomial.pick(Polynomial(inside), leaf, parts[0].label, fill)
-        return picked + x.polynomial.without(inside)
+    fills = {"FILL_OR_DROP": "nan", "CLIP": "nearest"}
+    fill = fills.get(equation.params["mode"].name, "constant")
     return polynomial.pick(x.polynomial, leaf, parts[0].label, fill)
 
 

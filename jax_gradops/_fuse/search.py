@@ -82,19 +82,21 @@ def is_named(program: Program, v: Var) -> bool:
 
 def is_over_devices(program: Program, anchor: int) -> bool:
     """Whether a sum over a mapped axis of an array's sums leads to an equation."""
-    after = {v for v in program.items[anchor].equation.invars if isinstance(v, Var)}
-    summed, seen = False, 0
-    for item in reversed(program.items[:anchor]):
-        equation = item.equation
-        if seen > _BEFORE or not any(v in after for v in equation.outvars):
+    waiting, seen, summed = [-anchor], set[int](), False
+    while waiting and len(seen) <= _BEFORE:
+        i = -heapq.heappop(waiting)  # the latest equation
+        if i in seen:
             continue
-        seen += 1
+        seen.add(i)
+        equation = program.items[i].equation
         name = equation.primitive.name
         summed = summed or name in ("psum", "psum_invariant", "psum2", "all_reduce")
         if summed and name == "reduce_sum":
             return True
         if name in _OF_STATISTICS or rules.is_known(equation):
-            after.update(v for v in equation.invars if isinstance(v, Var))
+            for v in equation.invars:
+                if isinstance(v, Var) and v in program.producer:
+                    heapq.heappush(waiting, -program.producer[v])
     return False
 
 
@@ -128,27 +130,6 @@ def _near(program: Program, v: Var) -> set[Var]:
         ]
         found.update(last)
     return found
-
-
-def is_factor(program: Program, v: Var, arrays: Iterable[Var]) -> bool:
-    """Whether what follows from a value is a factor or divisor of an array as large as these.
-
-    The root in a norm is one. A distance, or a norm that is only logged, is none.
-    """
-    size = min((math.prod(u.aval.shape) for u in arrays), default=0)
-    seen, stack = {v}, [v]
-    while stack and len(seen) < _BEFORE:
-        for i in program.users.get(stack.pop(), ()):
-            equation = program.items[i].equation
-            sizes = [[n for n in u.aval.shape if isinstance(n, int)] for u in equation.invars]
-            large = any(math.prod(each) >= size for each in sizes)
-            if large and (
-                equation.primitive.name in ("mul", "div") or not rules.is_known(equation)
-            ):
-                return True
-            stack += [u for u in equation.outvars if u not in seen]
-            seen.update(equation.outvars)
-    return False
 
 
 @dataclasses.dataclass

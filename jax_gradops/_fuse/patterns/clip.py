@@ -9,13 +9,13 @@ where(norm < max_norm, array, array / norm * max_norm).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jax_gradops._fuse import check, search
 from jax_gradops._fuse.patterns.candidate import Left
@@ -32,6 +32,12 @@ class _Clip:
     arrays: tuple[Var, ...]
     clipped: tuple[Var, ...]
     max_norm: Any
+
+    @property
+    def number(self) -> float | None:
+        """The bound if it is a number."""
+        bound = self.max_norm
+        return None if isinstance(bound, Var) else float(np.asarray(bound.val))
 
 
 def clip(program: Program, anchor: int) -> Site | None:
@@ -53,8 +59,7 @@ def clip(program: Program, anchor: int) -> Site | None:
 
 def _site(program: Program, anchor: int, found: _Clip) -> Site:
     norm = program.items[anchor].equation.outvars[0]
-    is_array = isinstance(found.max_norm, Var)
-    operands = (*found.arrays, found.max_norm) if is_array else found.arrays
+    operands = (*found.arrays, found.max_norm) if found.number is None else found.arrays
     equations = search.slice_between(program, found.clipped, set(operands))
     outputs = found.clipped
     others = [i for i in program.users.get(norm, ()) if i not in equations]
@@ -67,43 +72,73 @@ def _site(program: Program, anchor: int, found: _Clip) -> Site:
     outside = [u for v in outputs for u in program.users.get(v, ()) if u not in region]
     if any(u < at for u in outside):
         raise Left("a gradient is computed from the global norm")
-    number = 0.0 if is_array else float(np.asarray(found.max_norm.val))
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
-        *leaves, bound = arrays if is_array else (*arrays, number)
-        tree, before = clip_tree_by_global_norm(leaves, bound)
-        return [*tree, before.astype(norm.aval.dtype)][: len(outputs)]
+        return _clip(arrays, found.number, norm.aval.dtype)[: len(outputs)]
 
-    _compare(program, call, operands, outputs, sorted(equations))
+    _compare(program, found, norm, sorted(equations))
     return Site("clip_tree_by_global_norm", call, operands, outputs, region, at)
 
 
-def _compare(
-    program: Program,
-    call: Callable[..., Any],
-    operands: Sequence[Var],
-    outputs: Sequence[Var],
-    equations: Sequence[int],
-) -> None:
-    """Runs the equations and the op on small arrays with the operands' dtypes and ranks."""
+def _compare(program: Program, found: _Clip, norm: Var, equations: Sequence[int]) -> None:
+    """Runs the equations and the op on small arrays: one array of each kind.
+
+    Arrays of one kind have equal ranks, dtypes and equations. The others count as zeros.
+    """
+    lines = [program.items[i].equation for i in equations]
+    own = _own_equations(lines, found.arrays)
+    kinds: dict[str, tuple[Var, Var]] = {}
+    for array, clipped in zip(found.arrays, found.clipped, strict=True):
+        kind = str((_small(array), array.aval.dtype, *own[array]))
+        kinds.setdefault(kind, (array, clipped))
+    bound = [found.max_norm] if found.number is None else []
+    operands = [*(array for array, _ in kinds.values()), *bound]
+    outputs = [*(clipped for _, clipped in kinds.values()), norm]
 
     def reference(wide: bool, *arrays: jax.Array) -> list[jax.Array]:
         env: dict[Any, jax.Array] = dict(zip(operands, arrays, strict=True))
-        check.run_broadcast((program.items[i].equation for i in equations), env, wide)
-        found = [env[v] for v in outputs]
-        return [jnp.broadcast_to(y, _small(v)) for y, v in zip(found, outputs, strict=True)]
+        for equation in lines:
+            known = [v for v in equation.invars if not isinstance(v, Var) or v in env]
+            if len(known) == len(equation.invars):
+                check.run_broadcast([equation], env, wide)
+            elif equation.primitive.name == "add" and len(known) == 1 and known[0] in env:
+                env[equation.outvars[0]] = env[known[0]]  # the other one is a sum of zeros
+        return [jnp.broadcast_to(env[v], _small(v)) for v in outputs]
 
-    key = ("clip", str([v.aval.dtype.name for v in operands]), len(outputs) > len(operands))
-    shown = [
-        (e.primitive.name, [str(v.aval) for v in e.outvars], [str(v) for v in e.invars if
-         isinstance(v, Literal)])
-        for e in (program.items[i].equation for i in equations)
-    ]  # fmt: skip
-    shapes = [_small(v) for v in operands]
-    check.compare(
-        "clip_tree_by_global_norm", reference, call, [(s, v.aval.dtype) for s, v in
-        zip(shapes, operands, strict=True)], (*key, str(shown), str(shapes)),
-    )  # fmt: skip
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        return _clip(arrays, found.number, norm.aval.dtype)
+
+    types = [(_small(v), v.aval.dtype) for v in operands]
+    key = "clip", *kinds, *own[None], found.number, str([v.aval for v in bound])
+    check.compare("clip_tree_by_global_norm", reference, call, types, key)
+
+
+def _own_equations(
+    equations: Iterable[JaxprEqn], arrays: Iterable[Var]
+) -> dict[Var | None, dict[Any, None]]:
+    """For each array, the equations of its square and its clipped value. None: of the norm."""
+    found: dict[Var | None, dict[Any, None]] = {array: {} for array in (*arrays, None)}
+    # The array from which a value is computed. None: from several.
+    source: dict[Any, Var | None] = {array: array for array in found if array is not None}
+    for equation in equations:
+        given = {source[v] for v in equation.invars if isinstance(v, Var) and v in source}
+        own = given - {None}
+        if len(own) != 1 or (None in given and equation.primitive.name == "add"):
+            own = {None}
+        (array,) = own
+        numbers = [str(v) for v in equation.invars if not isinstance(v, Var)]
+        dtypes = [str(v.aval.dtype) for v in equation.outvars]
+        found[array][equation.primitive.name, str(numbers), str(dtypes)] = None
+        if given:
+            source |= dict.fromkeys(equation.outvars, array)
+    return found
+
+
+def _clip(arrays: Sequence[jax.Array], number: float | None, dtype: Any) -> list[jax.Array]:
+    """The clipped arrays and the norm. The bound is a number, or the last array."""
+    *leaves, bound = arrays if number is None else (*arrays, number)
+    tree, before = clip_tree_by_global_norm(leaves, bound)
+    return [*tree, before.astype(dtype)]
 
 
 def _small(v: Var) -> tuple[int, ...]:
@@ -112,20 +147,27 @@ def _small(v: Var) -> tuple[int, ...]:
 
 def _squares(program: Program, total: Any) -> tuple[Var, ...]:
     """The arrays whose squares are summed, or none."""
-    equation = program.equation_of(total)
-    if equation is None:
-        return ()
-    name, operands = equation.primitive.name, equation.invars
-    if name in _PASSED_ON:
-        return _squares(program, operands[0])
-    if name == "add":
-        parts = [() if _is_zero(v) else _squares(program, v) or None for v in operands]
-        return () if None in parts else tuple(v for part in parts for v in part or ())
-    if name == "reduce_sum" and len(equation.params["axes"]) == len(operands[0].aval.shape):
-        array = _square_of(program, operands[0])
-        return () if array is None else (array,)
-    array = _square_of(program, total)
-    return () if array is None or array.aval.shape else (array,)  # the square of a scalar
+    found: list[Var] = []
+    stack = [total]
+    while stack:
+        v = stack.pop()
+        equation = program.equation_of(v)
+        name, operands = (equation.primitive.name, equation.invars) if equation else ("", [])
+        array = None
+        if name in _PASSED_ON:
+            stack.append(operands[0])
+            continue
+        if name == "reduce_sum" and len(operands[0].aval.shape) == len(equation.params["axes"]):
+            array = _square_of(program, operands[0])
+        elif equation is not None:
+            array = _square_of(program, v)  # the square of a scalar
+        if array is None and name == "add":
+            stack += [u for u in operands[::-1] if not _is_zero(u)]
+        elif array is None or (name != "reduce_sum" and array.aval.shape):
+            return ()
+        else:
+            found.append(array)
+    return tuple(found)
 
 
 def _is_zero(v: Any) -> bool:

@@ -6,25 +6,31 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Var
 
 from jax_gradops._fuse import polynomial
 from jax_gradops._fuse.patterns.candidate import Candidate, Left, Parameter, parameter
 from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Monomial, Pick, Polynomial
 from jax_gradops._fuse.search import Values
-from jax_gradops._ops.cross_entropy.cross_entropy import (
-    softmax_cross_entropy_with_integer_labels as cross_entropy,
-)
+from jax_gradops._implementation import resolve_implementation
+from jax_gradops._kernel.array_types import reshard_like
+from jax_gradops._ops.cross_entropy.cross_entropy import sums_of
+from jax_gradops._ops.cross_entropy.loss import Options, loss_of, nan_if
+
+_OP = "softmax_cross_entropy_with_integer_labels"
 
 
 class _Loss(NamedTuple):
     """sign * (lse - (1 - smoothing) * root[label] - smoothing * mean(root) + z_loss * lse²).
 
-    The lse is the logarithm of the sum of exp(root) along `axis`, an axis of the root.
+    The lse is the logarithm of the sum of exp(root) along `axis`, an axis of the root. If
+    `whole_term`, the code has (1 - smoothing) * (lse - root)[label]: for a label that is no class,
+    this part of the lse has no gradient, too.
     """
 
     sign: float  # -1 for a log-likelihood
@@ -33,6 +39,7 @@ class _Loss(NamedTuple):
     fill: str
     smoothing: float
     z_loss: float
+    whole_term: bool = False
 
 
 def loss(values: Values, v: Var) -> Candidate | None:
@@ -64,12 +71,13 @@ def loss(values: Values, v: Var) -> Candidate | None:
         axis=axis,
         sign=found.sign,
         fill=found.fill,
+        whole_term=found.whole_term,
         dtype=v.aval.dtype.name,
         **given,
     )
     options = ", ".join(f"{name}={number:.7g}" for name, number in given.items())
     operands = (values.root, found.labels.var, *weight.leaves)
-    return Candidate("softmax_cross_entropy_with_integer_labels", call, operands, v, options)
+    return Candidate(_OP, call, operands, v, options)
 
 
 def _loss(values: Values, p: Polynomial) -> _Loss | None:
@@ -92,33 +100,31 @@ def _loss(values: Values, p: Polynomial) -> _Loss | None:
     if found is None:
         return None
     if p.close_to(_formula(values, log, picked, found)):
-        if picked.fill == "zero":
-            raise Left(_FILL)
         return found
-    if picked.fill != "zero":
-        return None
-    # A sum of one-hot labels times log-probabilities is 0 for a label that is no class.
-    valid = polynomial.pick(polynomial.constant(1.0), picked.index, picked.over, "zero")
+    valid = polynomial.pick(polynomial.constant(1.0), picked.index, picked.over, picked.fill)
     if p.close_to(_formula(values, log, picked, found, valid)):
-        if found.smoothing or found.z_loss:
-            raise Left(_FILL)
-        return found
+        return found._replace(whole_term=True)
     return None
 
 
-_FILL = (
-    "for a label that is no class, the code has a loss without the label's terms. The op has NaN"
-)
+OTHER_FORMULA = "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
+SHARED = "the log-probabilities, or log(sum(exp(x))), are used elsewhere, too"
+PROBABILITIES = "the labels are probabilities of all classes, not class numbers"
 
 
-def why_left(values: Values) -> str:
-    """Why a label's element is not part of a loss. Empty if there is no such element."""
-    for form in values.forms.values():
+def why_left(values: Values, shows: Var) -> str:
+    """Why a logarithm and a label's element are no loss. Empty if there is no such element."""
+    after = {shows}
+    for v, form in values.forms.items():
+        equation = values.program.equation_of(v)
+        if equation is None or not after & {u for u in equation.invars if isinstance(u, Var)}:
+            continue
+        after.add(v)
         atoms = [a for monomial in form.polynomial.terms for a, _ in monomial]
         logs = {a for a in atoms if isinstance(a, Function) and a.name == "log"}
         picks = {a for a in atoms if isinstance(a, Pick) and a.of}
         if logs and picks:
-            return "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
+            return OTHER_FORMULA
     return ""
 
 
@@ -172,7 +178,7 @@ def _raise_for_probabilities(values: Values, p: Polynomial, log: Function) -> No
         if both and (values.root_atom, 1.0) in mean.of and _is_lse(values, log, mean.over):
             if _is_comparison(values, labels[0].var):
                 raise Left("the labels are not compared with 0, 1, 2, and so on")
-            raise Left("the labels are numbers for all classes, not integers")
+            raise Left(PROBABILITIES)
 
 
 def _is_comparison(values: Values, v: Var) -> bool:
@@ -190,23 +196,37 @@ def _cross_entropy(
     axis: int,
     sign: float,
     fill: str,
+    whole_term: bool,
     dtype: str,
-    **options: Any,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> jax.Array:
     """The loss times a weight, with what the replaced code does with labels that are no class."""
-    classes = x.shape[axis]
-    rows = x.shape[:axis] + x.shape[axis + 1 :]
+    chosen = resolve_implementation(None, _OP) if axis == x.ndim - 1 else "xla"
+    logits = jnp.moveaxis(x, axis, -1)
+    *rows, classes = logits.shape
     index = index.reshape(rows)
-    inside = (index >= 0) & (index < classes)
-    if fill == "nan":
-        labels = jnp.where(index < 0, jnp.asarray(classes, index.dtype), index)
-    elif fill == "nearest":
-        labels = jnp.clip(index, 0, classes - 1)
+    if index.dtype.itemsize < 4:  # there may be more classes than numbers of the dtype
+        index = index.astype(jnp.int32)
+    labels = jnp.clip(index, 0, classes - 1).astype(jnp.int32)
+    options = Options(label_smoothing, z_loss, None, None, chosen)
+    row, labels, _ = sums_of(logits, labels, options)
+    inside = reshard_like((index >= 0) & (index < classes), labels)
+
+    def picked(value: jax.Array) -> jax.Array:
+        """What the code has instead of the label's value, if the label is no class."""
+        if fill == "nearest":
+            return value
+        constant = lax.stop_gradient(value)
+        others = {"nan": constant + nan_if(~inside, value.dtype), "zero": 0 * constant}
+        return jnp.where(inside, value, others.get(fill, constant))
+
+    log_total = jnp.log(row.total)
+    if whole_term:
+        term = picked(log_total + (row.largest - row.logit_of_label))
     else:
-        labels = jnp.where(inside, index, jnp.zeros((), index.dtype))
-    y = cross_entropy(x, labels, axis, **options)
-    if fill == "zero":
-        y = jnp.where(inside, y, jnp.zeros((), y.dtype))
+        term = log_total + (row.largest - picked(row.logit_of_label))
+    y = reshard_like(loss_of(row, term, classes, options), index)
     if weights:
         y = y * weight.array(dict(zip(weight.leaves, weights, strict=True)), x)
     return (y if sign > 0 else -y).astype(dtype)

@@ -114,11 +114,11 @@ def batch_norm(
 @_checks.with_hints
 def batch_norm_inference(
     x: ArrayLike,
-    mean: ArrayLike,
-    var: ArrayLike,
     scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     *,
+    mean: ArrayLike,
+    var: ArrayLike,
     axis: int = -1,
     epsilon: float = 1e-5,
     implementation: Implementation = None,
@@ -130,11 +130,10 @@ def batch_norm_inference(
 
     Args:
       x: the input, in float16, bfloat16, float32 or float64. It has at least two axes.
-      mean: of shape ``(x.shape[axis],)``, in any of the four dtypes. It is converted to float32
-        (float64 for float64).
+      scale: of shape ``(x.shape[axis],)``, in any of the four dtypes. None means no scale.
+      bias: has the rules of `scale`. None means no bias.
+      mean: has the rules of `scale`. It is converted to float32 (float64 for float64).
       var: the variances. The rules of `mean` apply.
-      scale: has the rules of `mean`. None means no scale.
-      bias: has the rules of `mean`. None means no bias.
       axis: the channel axis, in ``[-x.ndim, x.ndim)``.
       epsilon: added to the variance. It is finite and at least 0.
       implementation: ``"ffi"`` selects the native kernel. ``"xla"`` and None select `jax.numpy`:
@@ -158,7 +157,7 @@ def batch_norm_inference(
 
     >>> import jax.numpy as jnp, jax_gradops
     >>> x, mean, var = jnp.array([[1.0, 5.0], [3.0, 5.0]]), jnp.array([2.0, 1.0]), jnp.ones(2)
-    >>> print(jax_gradops.batch_norm_inference(x, mean, var, epsilon=0.0))
+    >>> print(jax_gradops.batch_norm_inference(x, mean=mean, var=var, epsilon=0.0))
     [[-1.  4.]
      [ 1.  4.]]
     """

@@ -47,6 +47,10 @@ def _form(name: str, relu: bool, **settings: Any) -> Form:
     )
 
 
+def _inference(x: Any, mean: Any, var: Any, **options: Any) -> Any:
+    return batch_norm_inference(x, mean=mean, var=var, **options)
+
+
 # Forward, the first pass reads x for statistics. The second one reads x and writes y. Backward,
 # the first pass reads x and dy for sums. The second one reads both again and writes dx. With a
 # residual, the first pass may write dz, the residual's gradient. The second pass then reads dz
@@ -108,7 +112,7 @@ BATCH_NORM_INFERENCE = OpSpec(
     "channels",
     (
         Form(
-            functools.partial(batch_norm_inference, implementation=None),
+            _inference,
             _oracles.batch_norm_inference,
             (kernels.BATCH_FWD,),
             options={"epsilon": EPSILON},

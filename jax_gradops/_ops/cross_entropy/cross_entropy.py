@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,45 +23,68 @@ from jax_gradops._ops.cross_entropy.loss import (
     checked_labels,
     checked_options,
     class_labels,
-    loss_of,
+    loss_of_rows,
     poisoned,
 )
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def _apply(logits: jax.Array, labels: jax.Array, *, options: Options) -> jax.Array:
+def sums_of(
+    logits: jax.Array, labels: jax.Array, options: Options
+) -> tuple[RowSums, jax.Array, Any]:
+    """The sums of each row, the labels with the same types, and the number of classes.
+
+    Labels are those of `class_labels`.
+    """
     names, classes = options.axis_name, logits.shape[-1]
     numbers = jnp.arange(classes, dtype=jnp.int32)
     if names:
         numbers = numbers + lax.axis_index(names) * classes
         classes = classes * lax.axis_size(names)
-    found = class_labels(labels, classes, options.ignore_index)
-    operands = prepare(FWD, logits, found, numbers)
+    operands = prepare(FWD, logits, labels, numbers)
     sums = Sums(options.label_smoothing > 0, names, options.implementation)
     # With XLA's operations, JAX itself differentiates.
     row = RowSums(*(sums.compute if options.implementation == "xla" else sums)(*operands))
-    matched: Any = match_vma(found, row.largest)[0]
-    loss = loss_of(row, reshard_like(matched, row.largest), classes, options)
-    return reshard_like(poisoned(loss, matched), labels)
+    matched: Any = match_vma(labels, row.largest)[0]
+    return row, reshard_like(matched, row.largest), classes
+
+
+def _sums_where(
+    logits: jax.Array, labels: jax.Array, where: jax.Array, options: Options
+) -> tuple[RowSums, jax.Array, Any]:
+    """As `sums_of`, with some logits left out. The logit of the label always counts."""
+    ignored = (labels == IGNORED)[..., None]
+    wide = jnp.where(ignored, 0, logits.astype(accum_dtype(logits.dtype)))
+    counted = jnp.where(where | ignored, wide, -jnp.inf)
+    largest = lax.stop_gradient(jnp.max(counted, -1, initial=-jnp.inf))
+    total = jnp.sum(jnp.exp(counted - largest[..., None]), -1)
+    logit = jnp.take_along_axis(wide, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    differences = None
+    if options.label_smoothing:  # a sum with -inf times 0 would be NaN
+        differences = jnp.sum(jnp.where(where, wide - largest[..., None], 0), -1)
+    number = jnp.sum(where, -1, dtype=wide.dtype)
+    return RowSums(largest, total, logit, differences), labels, number
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def _apply_where(
-    logits: jax.Array, labels: jax.Array, where: jax.Array, *, options: Options
+def _apply(
+    logits: jax.Array,
+    labels: jax.Array,
+    counted: jax.Array | None,
+    where: jax.Array | None,
+    *,
+    options: Options,
 ) -> jax.Array:
-    """The loss with some logits left out. The logit of the label always counts."""
-    wide = logits.astype(accum_dtype(logits.dtype))
-    found = class_labels(labels, logits.shape[-1], options.ignore_index)
-    ignored = (found == IGNORED)[..., None]
-    wide = jnp.where(ignored, 0, wide)
-    counted = jnp.where(where, wide, -jnp.inf)
-    largest = lax.stop_gradient(jnp.max(counted, -1, initial=-jnp.inf))
-    total = jnp.sum(jnp.exp(counted - largest[..., None]), -1)
-    logit = jnp.take_along_axis(wide, jnp.maximum(found, 0)[..., None], -1)[..., 0]
-    differences = jnp.sum(jnp.where(where, wide - largest[..., None], 0), -1)
-    number = jnp.sum(jnp.broadcast_to(where, wide.shape).astype(wide.dtype), -1)
-    loss = loss_of(RowSums(largest, total, logit, differences), found, number, options)
-    return poisoned(loss, found)
+    """The loss of each row. `counted` says which rows count, and `where` which logits."""
+    classes = logits.shape[-1] * (lax.axis_size(options.axis_name) if options.axis_name else 1)
+    found = class_labels(labels, classes, options.ignore_index)
+    if counted is not None:
+        found = jnp.where(counted, found, IGNORED)
+    if where is None:
+        row, found, number = sums_of(logits, found, options)
+    else:
+        row, found, number = _sums_where(logits, found, where, options)
+    loss = loss_of_rows(row, found, number, options)
+    return reshard_like(poisoned(loss, found), labels)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -89,7 +114,7 @@ def _apply_backward(
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,
-    axis: int = -1,
+    axis: int | tuple[int, ...] = -1,
     where: ArrayLike | None = None,
     *,
     label_smoothing: float = 0.0,
@@ -115,9 +140,13 @@ def softmax_cross_entropy_with_integer_labels(
       labels: integers, of the shape of logits without `axis`. A label that is no class makes the
         loss of its row NaN. The gradient of this row is 0 if the cotangent of its loss is 0, as
         after a mask. Otherwise it is NaN.
-      axis: the axis of the classes. For another axis than the last one, XLA's operations are used.
-      where: which logits count, as in Optax. It is broadcast to the shape of logits. XLA's
-        operations are used. The logit of a label always counts.
+      axis: the axis of the classes. If it is a tuple of axes, a label is an index of these axes,
+        flattened in this order. For other axes than the last one, XLA's operations are used.
+      where: bools that say what counts, as in Optax. If `where` has the labels' number of axes, it
+        is broadcast to their shape, and says which rows count. A row that does not count has the
+        loss 0 and the gradient 0. If `where` has the logits' number of axes, it is broadcast to
+        their shape, and says which logits count. XLA's operations are then used. A row without
+        any logit that counts does not count. The logit of a label always counts.
       label_smoothing: the part of each label that is spread over all classes, in [0, 1].
       z_loss: the factor of the squared logsumexp, at least 0.
       ignore_index: rows with this label have the loss 0 and the gradient 0, whatever their logits.
@@ -159,24 +188,44 @@ def softmax_cross_entropy_with_integer_labels(
     x = _checks.array(op, "logits", logits)
     if x.ndim == 0:
         raise ValueError(f"{op}: logits must have at least one axis, got a scalar")
-    axis = _checks.axis(op, "axis", axis, x.ndim)
-    checked = checked_labels(op, labels, x, axis)
-    options = checked_options(op, label_smoothing, z_loss, ignore_index, implementation, axis_name)
-    if axis != x.ndim - 1:
-        x, options = jnp.moveaxis(x, axis, -1), options._replace(implementation="xla")
-    if where is None:
-        return _apply(x, checked, options=options)
-    if options.axis_name:
-        raise ValueError(f"{op}: where cannot be combined with axis_name")
+    axes = _checks.axes(op, "axis", axis, x.ndim)
+    checked = checked_labels(op, labels, x, axes)
+    options = checked_options(
+        op, checked, label_smoothing, z_loss, ignore_index, implementation, axis_name
+    )
+    mask = None if where is None else _checked_where(op, where, checked.shape, x.shape)
+    counted = mask
+    if mask is not None and mask.ndim > checked.ndim:
+        if options.axis_name:
+            raise ValueError(
+                f"{op}: with axis_name, where must have labels' shape {checked.shape}, got "
+                f"{jnp.shape(where)}"
+            )
+        counted, mask = jnp.any(mask, axes), _classes_last(mask, axes)
+    else:
+        mask = None
+    if axes != (x.ndim - 1,):
+        x, options = _classes_last(x, axes), options._replace(implementation="xla")
+    return _apply(x, checked, counted, mask, options=options)
+
+
+def _checked_where(op: str, where: Any, labels: Sequence[int], logits: Sequence[int]) -> jax.Array:
+    """The mask in the shape of labels or of logits."""
     mask = _checks.array(op, "where", where, ("bool",))
-    try:
-        mask = jnp.moveaxis(jnp.broadcast_to(mask, jnp.shape(logits)), axis, -1)
-    except ValueError:
-        raise ValueError(
-            f"{op}: where must broadcast to the shape of logits {jnp.shape(logits)}, got "
-            f"{mask.shape}"
-        ) from None
-    return _apply_where(x, checked, mask, options=options)
+    for shape in (labels, logits):
+        if mask.ndim == len(shape) and all(map(lambda m, n: m in (1, n), mask.shape, shape)):
+            return jnp.broadcast_to(mask, shape)
+    raise ValueError(
+        f"{op}: where must have the axes of labels {labels} or of logits {logits}, each of the "
+        f"same size or 1, got {mask.shape}"
+    )
+
+
+def _classes_last(a: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Makes one last axis of the axes of the classes."""
+    rows = [i for i in range(a.ndim) if i not in axes]
+    shape = [a.shape[i] for i in rows]
+    return jnp.transpose(a, (*rows, *axes)).reshape(*shape, math.prod(a.shape[i] for i in axes))
 
 
 @_checks.with_hints
@@ -232,13 +281,13 @@ def softmax_cross_entropy_backward(
     x = _checks.array(op, "logits", logits)
     if x.ndim == 0:
         raise ValueError(f"{op}: logits must have at least one axis, got a scalar")
-    checked = checked_labels(op, labels, x, x.ndim - 1)
+    checked = checked_labels(op, labels, x, (x.ndim - 1,))
     rows = {"dloss": _checks.array(op, "dloss", dloss), "lse": _checks.array(op, "lse", lse)}
     for name, row in rows.items():
         if row.shape != checked.shape:
             raise ValueError(
                 f"{op}: {name} must have labels' shape {checked.shape}, got {row.shape}"
             )
-    options = checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
+    options = checked_options(op, checked, label_smoothing, z_loss, ignore_index, implementation)
     wide = rows["lse"].astype(accum_dtype(x.dtype))
     return _apply_backward(rows["dloss"], x, checked, wide, options=options)

@@ -35,7 +35,7 @@ from jax_gradops._ops.cross_entropy.loss import (
     checked_labels,
     checked_options,
     class_labels,
-    loss_of,
+    loss_of_rows,
     nan_if,
     poisoned,
 )
@@ -80,7 +80,7 @@ def _chunk(
 
     def loss(*sums: jax.Array) -> jax.Array:
         row = RowSums(largest, *sums, *[None] * len(skip))
-        return loss_of(row, labels, classes, options)
+        return loss_of_rows(row, labels, classes, options)
 
     largest, *others = sums
     losses, pullback = jax.vjp(loss, *others)
@@ -407,10 +407,10 @@ def linear_softmax_cross_entropy(
             f"{op}: bias must have shape {matrix.shape[1:]} for kernel {matrix.shape}, got "
             f"{vector.shape}"
         )
-    found = checked_labels(op, labels, checked, checked.ndim - 1, "x")
+    found = checked_labels(op, labels, checked, (checked.ndim - 1,), "x")
     if rows_per_chunk is not None:
         rows_per_chunk = _checks.count(op, "rows_per_chunk", rows_per_chunk)
-    options = checked_options(op, label_smoothing, z_loss, ignore_index, implementation)
+    options = checked_options(op, found, label_smoothing, z_loss, ignore_index, implementation)
     # Read here: JAX traces the program later, where a user's setting may no longer hold.
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     reduction = _checks.choice(op, "reduction", reduction, "none", "sum", "mean")

@@ -33,6 +33,7 @@ class Options(NamedTuple):
 
 def checked_options(
     op: str,
+    labels: jax.Array,
     label_smoothing: Any,
     z_loss: Any,
     ignore_index: Any,
@@ -49,6 +50,12 @@ def checked_options(
             raise _checks.wrong(
                 op, "ignore_index", "an integer or None", ignore_index, TypeError
             ) from error
+        limits = jnp.iinfo(labels.dtype)
+        if not limits.min <= ignore_index <= limits.max:
+            raise ValueError(
+                f"{op}: ignore_index must be a value of labels' dtype {labels.dtype}, from "
+                f"{limits.min} to {limits.max}, got {ignore_index}"
+            )
     z_loss = _checks.number(op, "z_loss", z_loss, minimum=0)
     names = _checks.axis_names(op, axis_name, "with sharded classes, none is needed")
     chosen = resolve_implementation(implementation, op)
@@ -56,15 +63,19 @@ def checked_options(
 
 
 def checked_labels(
-    op: str, labels: ArrayLike, logits: jax.Array, axis: int, name: str = "logits"
+    op: str, labels: ArrayLike, logits: jax.Array, axes: tuple[int, ...], name: str = "logits"
 ) -> jax.Array:
-    checked = _checks.array(op, "labels", labels, _INTEGERS)
-    shape = logits.shape[:axis] + logits.shape[axis + 1 :]
-    if checked.shape != shape:
+    shape = tuple(n for i, n in enumerate(logits.shape) if i not in axes)
+    axis = axes[0] if len(axes) == 1 else axes
+    expected = f"the shape of {name} {logits.shape} without axis {axis}: {shape}"
+    if len(axes) == 1 and _checks.is_array(labels) and jnp.ndim(labels) == logits.ndim:
         raise ValueError(
-            f"{op}: labels must have the shape of {name} {logits.shape} without axis {axis}: "
-            f"{shape}, got {checked.shape}"
+            f"{op}: labels are class numbers. They must have {expected}, got "
+            f"{jnp.shape(labels)}. For one-hot labels pass jnp.argmax(labels, {axis})"
         )
+    checked = _checks.array(op, "labels", labels, _INTEGERS)
+    if checked.shape != shape:
+        raise ValueError(f"{op}: labels must have {expected}, got {checked.shape}")
     return checked
 
 
@@ -77,24 +88,29 @@ def class_labels(labels: jax.Array, classes: int, ignore_index: int | None) -> j
     is_class = (labels >= 0) & (labels <= min(classes - 1, limits.max))
     found = jnp.where(is_class, labels, jnp.zeros_like(labels)).astype(jnp.int32)
     found = jnp.where(is_class, found, _NO_CLASS)
-    if ignore_index is not None and limits.min <= ignore_index <= limits.max:
+    if ignore_index is not None:
         found = jnp.where(labels == np.array(ignore_index, labels.dtype), IGNORED, found)
     return found
 
 
-def loss_of(sums: RowSums, labels: jax.Array, classes: Any, options: Options) -> jax.Array:
+def loss_of(sums: RowSums, term: jax.Array, classes: Any, options: Options) -> jax.Array:
+    """The loss of each row. `term` is the negative logarithm of the label's probability."""
+    log_total, smoothing = jnp.log(sums.total), options.label_smoothing
+    loss = (1 - smoothing) * term
+    if sums.sum_of_differences is not None:
+        loss = loss + smoothing * (log_total - sums.sum_of_differences / classes)
+    if options.z_loss:
+        loss = loss + options.z_loss * jnp.square(sums.largest + log_total)
+    return loss
+
+
+def loss_of_rows(sums: RowSums, labels: jax.Array, classes: Any, options: Options) -> jax.Array:
     """The loss of each row. All terms are differences to the row's largest logit.
 
     A label that is no class counts as a class of logit 0. See `poisoned`.
     """
-    log_total = jnp.log(sums.total)
-    smoothing = options.label_smoothing
-    loss = log_total + (1 - smoothing) * (sums.largest - sums.logit_of_label)
-    if sums.sum_of_differences is not None:
-        loss = loss - smoothing * (sums.sum_of_differences / classes)
-    if options.z_loss:
-        loss = loss + options.z_loss * jnp.square(sums.largest + log_total)
-    return jnp.where(labels == IGNORED, 0, loss)
+    term = jnp.log(sums.total) + (sums.largest - sums.logit_of_label)
+    return jnp.where(labels == IGNORED, 0, loss_of(sums, term, classes, options))
 
 
 # --- Labels that are no class --------------------------------------------------------------------

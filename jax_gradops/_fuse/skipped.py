@@ -1,0 +1,528 @@
+"""Code that a reader would call a norm, an activation, a loss or a clip, and that was not replaced.
+
+The search has no reason for code that is unlike the ops' formulas. So each equation that may show
+such code is tested here: what is it computed from, and what is computed from it? The tests follow
+elementwise equations only, and a few of them. A matrix product ends a piece of code.
+"""
+
+# JAX declares the types of variables without shapes.
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from jax_gradops._fuse import search
+from jax_gradops._fuse.patterns import losses
+from jax_gradops._fuse.program import Program
+from jax_gradops._fuse.report import NEVER_SHOWN, is_own
+
+_SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p"}
+_SHAPES |= {"convert_element_type", "reduce_precision", "stop_gradient", "pvary", "pcast", "name"}
+_ELEMENTWISE = _SHAPES | {"add", "sub", "mul", "div", "neg", "abs", "max", "min", "clamp", "exp"}
+_ELEMENTWISE |= {"log", "log1p", "expm1", "select_n", "integer_pow", "square", "pow", "logistic"}
+_ELEMENTWISE |= {"tanh", "custom_jvp_call", "add_any"}
+# A norm may have the statistics of a part of an array, or of a function of the array.
+_RELATED = _ELEMENTWISE | {"slice", "split", "concatenate", "sin", "cos", "sqrt", "rsqrt", "erf"}
+_ORDERS = {"lt", "gt", "le", "ge"}
+# How many equations of a piece of code are followed.
+_NEAR = 12
+_FAR = 60
+# A smaller bound of a norm is there to avoid a division by 0.
+_SMALL = 1e-2
+
+
+class Skipped(NamedTuple):
+    """A line of the report: the kind of code, the number of its equation, and the reason."""
+
+    kind: str
+    anchor: int
+    why: str
+
+
+# The ranks of the search's reasons, and of better ones in the table.
+_LEAST, UNSURE, _BETTER, SURE, _BEST = range(5)
+
+
+class Reason(NamedTuple):
+    """What the search says. If it is unsure, the code may be none of this kind."""
+
+    kind: str
+    why: str
+    rank: int
+
+
+class _Row(NamedTuple):
+    """A line of the table: if the test of an equation with such a primitive is true, `why` holds.
+
+    The search may have a reason, too. The one with the higher rank is shown.
+    """
+
+    primitives: tuple[str, ...]
+    kind: str
+    test: Callable[[_Piece], bool]
+    why: str
+    rank: int = _LEAST
+
+
+class _Piece:
+    """The code around an equation that may show what the code is."""
+
+    def __init__(self, program: Program, equation: JaxprEqn, whole: bool) -> None:
+        self.program, self.equation, self.whole = program, equation, whole
+        self.result: Var = equation.outvars[0]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.result.aval.shape)
+
+    # --- What is near ------------------------------------------------------------------------
+
+    def before(self, v: Any, names: set[str] = _ELEMENTWISE, most: int = _NEAR) -> list[JaxprEqn]:
+        """The equations that compute v, back to and with the first of other primitives."""
+        found: list[JaxprEqn] = []
+        waiting, seen = [v], set()
+        while waiting and len(found) < most:
+            u = waiting.pop(0)
+            equation = self.program.equation_of(u)
+            if equation is None or id(equation) in seen:
+                continue
+            seen.add(id(equation))
+            found.append(equation)
+            if equation.primitive.name in names:
+                waiting += [w for w in equation.invars if isinstance(w, Var)]
+        return found
+
+    def after(self, v: Any, names: set[str] = _ELEMENTWISE, most: int = _FAR) -> list[int]:
+        """The equations that use v, to and with the first of other primitives."""
+        found: list[int] = []
+        waiting = [v]
+        while waiting and len(found) < most:
+            for i in self.program.users.get(waiting.pop(0), ()):
+                if i not in found:
+                    found.append(i)
+                    equation = self.program.items[i].equation
+                    if equation.primitive.name in names:
+                        waiting += equation.outvars
+        return found
+
+    def origins(self, v: Any, names: set[str] = _ELEMENTWISE) -> set[Var]:
+        """The value, and the arrays from which elementwise equations compute it."""
+        equations = [e for e in self.before(v, names) if e.primitive.name in names]
+        return {u for e in equations for u in e.invars if isinstance(u, Var)} | {v}
+
+    def plain(self, v: Any) -> Any:
+        """The array before changes of its shape and dtype."""
+        equation = self.program.equation_of(v)
+        while equation is not None and equation.primitive.name in _SHAPES:
+            v = equation.invars[0]
+            equation = self.program.equation_of(v)
+        return v
+
+    def spread(self, v: Any, depth: int = 6) -> int:
+        """The number of elements of an array, without those that are repeated."""
+        equation = self.program.equation_of(v)
+        size = math.prod(v.aval.shape)
+        if isinstance(v, Literal) or size == 1:
+            return 1
+        if equation is None or equation.primitive.name not in _ELEMENTWISE or not depth:
+            return size
+        return min(size, max(self.spread(u, depth - 1) for u in equation.invars))
+
+    def number(self, v: Any) -> float | None:
+        """The value of a number, perhaps repeated."""
+        v = self.plain(v)
+        if not isinstance(v, Literal) or np.size(v.val) != 1 or np.iscomplexobj(v.val):
+            return None
+        return float(np.asarray(v.val).item())
+
+    def others(self, equation: JaxprEqn, own: set[Var]) -> list[Var]:
+        """The arrays of an equation that are not among these, without numbers."""
+        arrays = [(v, self.plain(v)) for v in equation.invars if isinstance(v, Var)]
+        return [v for v, u in arrays if isinstance(u, Var) and v not in own and u not in own]
+
+    # --- Losses ------------------------------------------------------------------------------
+
+    def is_log_of_sum_of_exp(self) -> bool:
+        sums = [e for e in self.before(self.equation.invars[0], _SHAPES | {"add", "max", "abs"})
+                if e.primitive.name == "reduce_sum"]  # fmt: skip
+        return any(_shows(e, "exp") for each in sums for e in self.before(each.invars[0]))
+
+    @functools.cached_property
+    def uses(self) -> set[str]:
+        """What log-probabilities meet: "labels", "diagonal", "entropy", "array", "custom"."""
+        names = _ELEMENTWISE - {"exp"}  # after it, they are probabilities, as in attention
+        after = [self.program.items[i].equation for i in self.after(self.result, names)]
+        own = {self.result, *(v for e in after if e.primitive.name in names for v in e.outvars)}
+        exps = {v for e in after if e.primitive.name == "exp" for v in e.outvars}
+        before = self.origins(self.equation.invars[0])
+        for each in self.before(self.equation.invars[0], _ELEMENTWISE | {"reduce_sum"}):
+            before |= {v for v in each.invars if isinstance(v, Var)}
+        found: set[str] = set()
+        for equation in after:
+            name = equation.primitive.name
+            if name == "gather" and equation.invars[0] in own:
+                found.add("labels" if self._has_input(equation.invars[1]) else "diagonal")
+            if name in ("jit", "pjit") and "diag" in equation.params.get("name", ""):
+                found.add("diagonal")
+            products = name in ("mul", "select_n", "custom_jvp_call", "dot_general")
+            if not products or not self._is_summed(equation):
+                continue
+            arrays = {v for v in equation.invars if isinstance(v, Var)}
+            if arrays & exps and arrays & own and name != "select_n":
+                found.add("entropy")
+            for v in self.others(equation, own | exps):
+                if math.prod(self.plain(v).aval.shape) < math.prod(v.aval.shape):
+                    continue  # weights of rows, or of classes
+                use = self._other_factor(v, before)
+                custom = use == "labels" and name == "custom_jvp_call"
+                found.add("custom" if custom else use)
+        return found
+
+    def _other_factor(self, v: Var, logits: set[Var]) -> str:
+        """What log-probabilities are multiplied by."""
+        origins = self.before(v, _ELEMENTWISE | {"eq"})
+        same = self.before(v, _SHAPES | {"eq"})
+        for each in origins:
+            if each.primitive.name == "eq":
+                sides = [self.before(u) for u in each.invars]
+                counts = [any(e.primitive.name == "iota" for e in side) for side in sides]
+                if any(counts):
+                    is_eye = all(counts) and any(each is e for e in same)
+                    return "diagonal" if is_eye else "labels"
+        if any(_shows(e, "exp") for e in origins) and self.origins(v) & logits:
+            return "entropy"
+        return "" if v.aval.dtype == bool else "array"
+
+    def _is_summed(self, equation: JaxprEqn) -> bool:
+        if equation.primitive.name == "dot_general" or not self.whole:
+            return True
+        after = self.after(equation.outvars[0], _SHAPES | {"neg", "mul", "select_n", "add", "sub"})
+        names = {self.program.items[i].equation.primitive.name for i in after}
+        return bool(names & {"reduce_sum", "dot_general"})
+
+    def _has_input(self, v: Any) -> bool:
+        """Whether an index is computed from an array, not only counted."""
+        names = _ELEMENTWISE | _ORDERS | {"concatenate"}
+        waiting, seen = [v], set()
+        while waiting and len(seen) < _FAR:
+            u = waiting.pop()
+            if not isinstance(u, Var) or u in seen:
+                continue
+            seen.add(u)
+            equation = self.program.equation_of(u)
+            if equation is None or equation.primitive.name not in {*names, "iota"}:
+                return True
+            waiting += equation.invars
+        return False
+
+    def is_log_of_softmax(self) -> bool:
+        names = _ELEMENTWISE | {"gather", "reduce_sum"}
+        for each in self.before(self.equation.invars[0], names, 2 * _NEAR):
+            if each.primitive.name == "div":
+                sums = self.before(each.invars[1], _SHAPES)
+                if any(e.primitive.name == "reduce_sum" for e in sums):
+                    return any(_shows(e, "exp") for e in self.before(each.invars[0]))
+        return False
+
+    def is_log_of_sigmoid(self) -> bool:
+        return any(e.primitive.name == "logistic" for e in self.before(self.equation.invars[0]))
+
+    def is_softplus(self) -> bool:
+        """log(1 + exp(x)), by `logaddexp` or by hand."""
+        if self.equation.primitive.name == "log1p":
+            before = self.before(self.equation.invars[0], _SHAPES)
+            return any(e.primitive.name == "exp" for e in before)
+        zero = any(self.number(v) == 0 for v in self.equation.invars)
+        return zero and _shows(self.equation, "log1p")
+
+    def is_sigmoid_loss(self) -> bool:
+        """log(sigmoid(x)) is -softplus(-x). The loss of labels t is softplus(x) - t x."""
+        if not self.is_softplus():
+            return False
+        first = self.before(self.equation.invars[0], _SHAPES)
+        users = [self.program.items[i].equation for i in self.after(self.result, _SHAPES)]
+        if self.equation.primitive.name != "log1p" and first and first[-1].primitive.name == "neg":
+            if any(e.primitive.name == "neg" for e in users):
+                return True
+        logits = self.origins(self.equation.invars[0])
+        names = _SHAPES | {"add", "sub", "neg"}
+        after = [self.program.items[i].equation for i in self.after(self.result, names, _NEAR)]
+        for each in (e for e in after if e.primitive.name in ("add", "sub")):
+            for product in (p for v in each.invars for p in self.before(v, names)):
+                factors = [self.plain(v) for v in product.invars]
+                arrays = {v for v in factors if isinstance(v, Var)}
+                if product.primitive.name == "mul" and len(arrays) == 2 and arrays & logits:
+                    return True
+        return False
+
+    # --- Norms and clips ---------------------------------------------------------------------
+
+    def squared(self) -> set[Var]:
+        """The arrays of whose squares a square root is a sum, and what these are computed from."""
+        names = _ELEMENTWISE | {"psum", "psum_invariant", "all_reduce"}
+        found: set[Var] = set()
+        for each in self.before(self.equation.invars[0], names, _FAR):
+            terms = [each] if each.primitive.name == "dot_general" else []
+            if each.primitive.name == "reduce_sum":
+                terms = self.before(each.invars[0])
+            for e in terms:
+                operands = [v for v in e.invars if isinstance(v, Var)]
+                power = e.primitive.name == "integer_pow" and e.params["y"] == 2
+                if power or e.primitive.name == "square" or len(operands) > len(set(operands)):
+                    found |= self.origins(operands[0], _RELATED)
+        return found
+
+    @functools.cached_property
+    def divides(self) -> str:
+        """Whether arrays are divided by the root of their own squares' sum: "norm" or "clip"."""
+        squared = self.squared() if search.kind(self.equation) == "norm" else set()
+        if not squared or self._is_moving_average():
+            return ""
+        exponents = [self.number(v) or 0.0 for v in self.equation.invars[1:]]  # of "pow"
+        inverse = self.equation.primitive.name == "rsqrt" or any(e < 0 for e in exponents)
+        waiting: list[tuple[Var, bool, bool, bool]] = [(self.result, inverse, False, False)]
+        seen: set[Var] = set()
+        while waiting and len(seen) < _FAR:
+            v, inverse, bounded, is_ratio = waiting.pop(0)
+            if v in seen:
+                continue
+            seen.add(v)
+            for i in self.program.users.get(v, ()):
+                e = self.program.items[i].equation
+                name = e.primitive.name
+                if name not in _ELEMENTWISE or name in ("exp", "log", "log1p"):
+                    continue
+                others = self.others(e, seen)
+                larger = [u for u in others if self.spread(u) > self.size]
+                below = name == "div" and e.invars[1] is v
+                after = inverse != (below or (name == "integer_pow" and e.params["y"] < 0))
+                if name in ("mul", "div") and larger:
+                    if after and self.origins(larger[0], _RELATED) & squared:
+                        if (bounded and not is_ratio) or self._is_bounded(e.outvars[0]):
+                            return "clip"
+                        if not is_ratio:
+                            return "norm"
+                    continue
+                # The ratio of the norms of weights and of their update is no norm of either.
+                ratio = name in ("mul", "div") and any(map(self._has_root, others))
+                bounds = bounded or self._bounds(e, v)
+                waiting.append((e.outvars[0], after, bounds, is_ratio or ratio))
+        return ""
+
+    def _has_root(self, v: Var) -> bool:
+        return any(e.primitive.name in ("sqrt", "rsqrt") for e in self.before(v, _ELEMENTWISE))
+
+    def _is_moving_average(self) -> bool:
+        """Whether another array times a number is added to the squares, as in optimizers."""
+        for e in self.before(self.equation.invars[0]):
+            if e.primitive.name == "add":
+                factors = [self.program.equation_of(self.plain(v)) for v in e.invars]
+                if all(f is not None and f.primitive.name == "mul" for f in factors):
+                    return True
+        return False
+
+    def _bounds(self, e: JaxprEqn, v: Var) -> bool:
+        """Whether an equation limits a value."""
+        if e.primitive.name in ("max", "min", "clamp"):
+            numbers = [self.number(u) for u in e.invars if u is not v]
+            return not all(n is not None and n < _SMALL for n in numbers)
+        return e.primitive.name == "select_n" and e.invars[0] is not v and self._compares(e)
+
+    def _compares(self, select: JaxprEqn) -> bool:
+        names = _SHAPES | {"and", "or", "not"}
+        return any(e.primitive.name in _ORDERS for e in self.before(select.invars[0], names))
+
+    def _is_bounded(self, v: Var) -> bool:
+        """Whether this is a case of a choice between scaled and unscaled values."""
+        after = (self.program.items[i].equation for i in self.after(v, _SHAPES, _NEAR))
+        return any(e.primitive.name == "select_n" and self._compares(e) for e in after)
+
+    def has_mask(self) -> bool:
+        """Whether some elements are left out of the statistics, by `where` or by a product."""
+        names = _SHAPES | {"mul", "square", "integer_pow", "select_n"}
+        sums = [e for e in self.before(self.equation.invars[0], most=_FAR)
+                if e.primitive.name == "reduce_sum"]  # fmt: skip
+        terms = [e for each in sums for e in self.before(each.invars[0], names)]
+        arrays = [self.plain(v).aval for e in terms for v in e.invars]
+        return any(a.dtype == bool and math.prod(a.shape) > self.size for a in arrays)
+
+    def is_of_one_array(self) -> bool:
+        names = {"add", *_SHAPES}
+        sums = [e for e in self.before(self.equation.invars[0], names, _FAR)]
+        return sum(e.primitive.name == "reduce_sum" for e in sums) < 2
+
+    # --- Activations -------------------------------------------------------------------------
+
+    def factors(self) -> list[Var]:
+        """The arrays that a function's result is multiplied by."""
+        own = {self.result}
+        found: list[Var] = []
+        for i in self.after(self.result, _SHAPES | {"mul", "add", "sub"}, 6):
+            equation = self.program.items[i].equation
+            if equation.primitive.name == "mul":
+                found += [v for v in self.others(equation, own)
+                          if math.prod(v.aval.shape) == self.size]  # fmt: skip
+            own.update(equation.outvars)
+        return found
+
+    def is_times_own_argument(self) -> bool:
+        argument = self.origins(self.equation.invars[0])
+        return any(self.origins(v) & argument for v in self.factors())
+
+    def is_quick_gelu(self) -> bool:
+        scaled = self.program.equation_of(self.plain(self.equation.invars[0]))
+        numbers = [self.number(v) for v in scaled.invars] if scaled else []
+        return self.is_times_own_argument() and any(abs((n or 0) - 1.702) < 0.01 for n in numbers)
+
+    def is_gate(self) -> bool:
+        argument = self.origins(self.equation.invars[0])
+        return any(not self.origins(v) & argument for v in self.factors())
+
+    def is_almost_gelu(self) -> bool:
+        before = self.before(self.equation.invars[0])
+        cube = any(e.primitive.name == "integer_pow" and e.params["y"] == 3 for e in before)
+        return (cube or self.equation.primitive.name != "tanh") and self.is_times_own_argument()
+
+    def is_mish(self) -> bool:
+        names = [self.program.items[i].equation.primitive.name
+                 for i in self.after(self.result, _SHAPES)]  # fmt: skip
+        return self.is_softplus() and "tanh" in names
+
+    def is_quotient_by_exp(self) -> bool:
+        """Whether this is x / (1 + exp(-x)), or 1 / (1 + exp(-x))."""
+        sums = self.before(self.equation.invars[1], _SHAPES)
+        if not sums or sums[-1].primitive.name != "add":
+            return False
+        terms = sums[-1].invars
+        exps = [any(e.primitive.name == "exp" for e in self.before(v, _SHAPES)) for v in terms]
+        return any(exps) and any(self.number(v) == 1 for v in terms)
+
+
+def _shows(equation: JaxprEqn, name: str) -> bool:
+    """Whether an equation has a primitive, itself or inside a custom_jvp function."""
+    if equation.primitive.name != "custom_jvp_call":
+        return equation.primitive.name == name
+    return any(e.primitive.name == name for e in _inner(equation))
+
+
+def _inner(equation: JaxprEqn) -> Sequence[JaxprEqn]:
+    inner = equation.params["call_jaxpr"]
+    return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner).eqns
+
+
+_NO_KERNEL = "the library has no kernel for {}. XLA computes it in one pass with the code around it"
+_LOSSES = ("log", "log1p", "custom_jvp_call")
+_ROOTS = ("sqrt", "rsqrt", "pow")
+_SIGMOID_LOSS = "it is a sigmoid cross-entropy. The library has the softmax cross-entropy"
+_CUSTOM = "it is inside a function with custom_vjp or custom_jvp, which stays as it is"
+
+
+def _activation(test: Callable[[_Piece], bool], name: str, *primitives: str) -> _Row:
+    return _Row(primitives, "activation", test, _NO_KERNEL.format(name))
+
+
+def _loss(use: str, why: str, rank: int = _LEAST) -> _Row:
+    test = lambda p: p.is_log_of_sum_of_exp() and use in p.uses  # noqa: E731
+    return _Row(("log",), "loss", test, why, rank)
+
+
+# The first row whose test is true names the code.
+_ROWS = (
+    _Row(("log",), "loss", _Piece.is_log_of_sigmoid, _SIGMOID_LOSS),
+    _Row(_LOSSES, "loss", _Piece.is_sigmoid_loss, _SIGMOID_LOSS),
+    _loss("labels", losses.OTHER_FORMULA),
+    _loss("custom", "the labels are multiplied in a function with custom_jvp, which stays as it "
+          "is"),
+    _loss("diagonal", "it takes the diagonal of the log-probabilities. The op takes labels, here "
+          "jnp.arange(n)", _BEST),
+    _loss("entropy", "it is an entropy or a divergence of the softmax's own probabilities, not a "
+          "loss of labels", _BEST),
+    _loss("array", losses.PROBABILITIES),
+    _Row(("log",), "loss", _Piece.is_log_of_softmax, "it is the logarithm of softmax(x), which is "
+         "infinite where a probability is rounded to 0. log_softmax(x) is found"),
+    _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.has_mask(), "a mask leaves some "
+         "elements out", _BETTER),
+    _Row(_ROOTS, "norm", lambda p: p.divides == "norm", "its statistics are not a variance or a "
+         "mean square of one array, in a formula of the ops"),
+    _Row(_ROOTS, "clip", lambda p: p.divides == "clip" and p.is_of_one_array(), "an array is "
+         "clipped by its own norm. The op takes the global norm of all arrays"),
+    _Row(_ROOTS, "clip", lambda p: p.divides == "clip", "the result is not that of Optax's "
+         "clip_by_global_norm: where(norm < max_norm, x, x / norm * max_norm)"),
+    _activation(_Piece.is_mish, "Mish", *_LOSSES),
+    _activation(_Piece.is_softplus, "softplus", *_LOSSES),
+    _Row(("tanh", "erf", "erfc"), "gelu", _Piece.is_almost_gelu, "the result is not x * (1 + "
+         "erf(x / sqrt(2))) / 2, or its approximation by tanh, of one array"),
+    _Row(("logistic",), "gelu", _Piece.is_quick_gelu, "it is the approximation x * sigmoid(1.702 "
+         "x). The op has the exact GELU, and the approximation by tanh"),
+    _activation(lambda p: p.is_times_own_argument() and p.is_gate(), "a gated SiLU", "logistic"),
+    _activation(_Piece.is_times_own_argument, "SiLU", "logistic"),
+    _activation(_Piece.is_gate, "a sigmoid gate", "logistic"),
+    _activation(lambda p: True, "the sigmoid", "logistic"),
+    _activation(lambda p: True, "tanh", "tanh"),
+    _activation(_Piece.is_quotient_by_exp, "SiLU or the sigmoid", "div"),
+)  # fmt: skip
+
+
+def lines(
+    program: Program, taken: set[int], reasons: Mapping[int, Reason], whole: bool = True
+) -> Iterator[Skipped]:
+    """What a report says about code that was not replaced, one line for each piece of code.
+
+    Args:
+      program: the jaxpr.
+      taken: the equations that were replaced.
+      reasons: what the search says, by the equation that shows the code.
+      whole: whether the sum of a loss is in the jaxpr.
+    """
+    found: list[tuple[int, int, Skipped]] = []
+    for i, item in enumerate(program.items):
+        equation, name = item.equation, item.equation.primitive.name
+        used = [v for v in equation.outvars if v in program.users or v in program.results]
+        if i in taken or not used:
+            continue
+        if name.startswith("custom_") and (inner := _with_derivative(equation)) is not None:
+            kinds = {line.kind: None for line in lines(Program(inner), set(), {}, whole=False)}
+            found += [(-1, i, Skipped(kind, i, _CUSTOM)) for kind in kinds]
+            continue
+        number, row = _row_of(_Piece(program, equation, whole))
+        reason = reasons.get(i)
+        if reason and reason.rank == UNSURE and (row is None or row.kind != reason.kind):
+            reason = None
+        best = max((each for each in (row, reason) if each), key=lambda e: e.rank, default=None)
+        if best is not None:
+            found.append((number, i, Skipped(best.kind, i, best.why)))
+    of_losses: set[int] = set()
+    of_others: set[int] = set()
+    for _, i, line in sorted(found, key=lambda each: each[:2]):
+        if line.kind in ("loss", "activation", "gelu"):
+            piece = _Piece(program, program.items[i].equation, whole)
+            after = {i, *piece.after(piece.result, _ELEMENTWISE | {"stack", "concatenate"})}
+            near = {i, *piece.after(piece.result, _ELEMENTWISE - {"add", "sub"})}
+            if after & of_losses or (line.kind != "loss" and near & of_others):
+                continue
+            of_losses |= after if line.kind == "loss" else set()
+            of_others |= near
+        yield line
+
+
+def _row_of(piece: _Piece) -> tuple[int, _Row | None]:
+    """The first row whose test is true, and its number."""
+    name = piece.equation.primitive.name
+    for number, row in enumerate(_ROWS):
+        if name in row.primitives and (piece.size > 1 or name in _ROOTS) and row.test(piece):
+            return number, row
+    return len(_ROWS), None
+
+
+def _with_derivative(equation: JaxprEqn) -> Jaxpr | None:
+    """The jaxpr of a function with a derivative of its own, if it is not JAX's."""
+    inner = equation.params.get("call_jaxpr")
+    jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    file = getattr(getattr(jaxpr, "debug_info", None), "func_filename", None)
+    return jaxpr if is_own(file, NEVER_SHOWN) else None
