@@ -1215,6 +1215,11 @@ def norm_of_mask(x, y, i):
     return x * jax.lax.rsqrt(square + EPSILON)
 
 
+def norm_in_inference(x, y, i):
+    variance = full(jnp.asarray(np.ones(N, np.float32)), x)
+    return (x - y[:1]) * jax.lax.rsqrt(variance + EPSILON)
+
+
 @jax.custom_vjp
 def custom_norm(x):
     return plain_rms(x)
@@ -1273,6 +1278,7 @@ SKIPPED = {
     "custom norm": (lambda x, y, i: custom_norm(x), "norm", "custom_vjp"),
     "weights": (lambda x, y, i: (x - jnp.mean(x, 0)[None]) * jax.lax.rsqrt(jnp.maximum(
                 jnp.var(x, 0) * 6, 1e-4))[None], "norm", "statistics"),
+    "inference": (norm_in_inference, "norm", "inference"),
     "clip": (clipped_by_all, "clip", "Optax"),
     "clip of each": (divided(lambda n: 1 / jnp.maximum(n, 1.0)), "clip", "its own norm"),
     "adaptive clip": (lambda x, y, i: optax.adaptive_grad_clip(1.0).update(

@@ -281,8 +281,10 @@ class _Piece:
     @functools.cached_property
     def divides(self) -> str:
         """Whether arrays are divided by the root of their own squares' sum: "norm" or "clip"."""
-        squared = self.squared() if search.kind(self.equation) == "norm" else set()
-        if not squared or self._is_moving_average():
+        if search.kind(self.equation) != "norm" or self._is_moving_average():
+            return ""
+        squared, given = self.squared(), self.has_given_variance
+        if not squared and not given:
             return ""
         exponents = [self.number(v) or 0.0 for v in self.equation.invars[1:]]  # of "pow"
         inverse = self.equation.primitive.name == "rsqrt" or any(e < 0 for e in exponents)
@@ -303,7 +305,7 @@ class _Piece:
                 below = name == "div" and e.invars[1] is v
                 after = inverse != (below or (name == "integer_pow" and e.params["y"] < 0))
                 if name in ("mul", "div") and larger:
-                    if after and self.origins(larger[0], _RELATED) & squared:
+                    if after and (given or self.origins(larger[0], _RELATED) & squared):
                         if (bounded and not is_ratio) or self._is_bounded(e.outvars[0]):
                             return "clip"
                         if not is_ratio:
@@ -314,6 +316,16 @@ class _Piece:
                 bounds = bounded or self._bounds(e, v)
                 waiting.append((e.outvars[0], after, bounds, is_ratio or ratio))
         return ""
+
+    @functools.cached_property
+    def has_given_variance(self) -> bool:
+        """Whether this is the root of an array from outside, plus an epsilon."""
+        equation = self.program.equation_of(self.plain(self.equation.invars[0]))
+        if equation is None or equation.primitive.name != "add" or self.size == 1:
+            return False
+        numbers = [n for v in equation.invars if (n := self.number(v)) is not None]
+        inputs = [v for v in equation.invars if self.program.equation_of(self.plain(v)) is None]
+        return len(numbers) == 1 and numbers[0] < _SMALL and len(inputs) == 2
 
     def _has_root(self, v: Var) -> bool:
         return any(e.primitive.name in ("sqrt", "rsqrt") for e in self.before(v, _ELEMENTWISE))
@@ -448,6 +460,8 @@ _ROWS = (
          "infinite where a probability is rounded to 0. log_softmax(x) is found"),
     _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.has_mask(), "a mask leaves some "
          "elements out", _BETTER),
+    _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.has_given_variance, "its mean and "
+         "variance are given, as in inference. jax_gradops.batch_norm_inference takes them"),
     _Row(_ROOTS, "norm", lambda p: p.divides == "norm", "its statistics are not a variance or a "
          "mean square of one array, in a formula of the ops"),
     _Row(_ROOTS, "clip", lambda p: p.divides == "clip" and p.is_of_one_array(), "an array is "
