@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from jax_gradops._kernel.error_checks import without_error_checks
+
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
@@ -39,7 +41,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def with_hints(function: _Function) -> _Function:
-    """`function`. If a keyword is not one of its arguments, the error says which one was meant."""
+    """A public function. If a keyword is not one of its arguments, the error says which was meant.
+
+    JAX's error checks are off inside.
+    """
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -48,7 +53,8 @@ def with_hints(function: _Function) -> _Function:
             if given not in known:
                 hint = _hint(given, known)
                 raise TypeError(f"{function.__name__}: there is no argument {given!r}. {hint}")
-        return function(*args, **kwargs)
+        with without_error_checks():
+            return function(*args, **kwargs)
 
     return call  # pyright: ignore[reportReturnType]
 
