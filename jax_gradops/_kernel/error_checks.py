@@ -1,7 +1,7 @@
 """Turns off JAX's error checks while JAX traces this library.
 
-With `jax_error_checking_behavior_nan` and the like, functions of `jax.numpy` write what they find to
-a reference. JAX can neither vmap such a function nor lower it as a part of a primitive.
+With `jax_error_checking_behavior_nan` and the like, functions of `jax.numpy` write errors to a
+reference. JAX can neither vmap such a function nor lower it as a part of a primitive.
 """
 
 from __future__ import annotations
