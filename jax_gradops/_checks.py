@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from jax_gradops._kernel.error_checks import without_error_checks
+
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
@@ -45,6 +47,7 @@ def with_hints(function: _Function) -> _Function:
     """`function`, with errors that say what to write if a call does not fit its signature.
 
     A number, a word or a tuple is no scale and no bias: an option was meant, or PyTorch's order.
+    JAX's error checks are off inside.
     """
     op, known = function.__name__, inspect.signature(function).parameters
     positional = [name for name, p in known.items() if p.kind is not p.KEYWORD_ONLY]
@@ -67,7 +70,8 @@ def with_hints(function: _Function) -> _Function:
         for name, value in given_in_order.items():
             if name in ("scale", "bias") and isinstance(value, _NO_VECTORS):
                 raise wrong_call(f"{name} must be an array, got {described(value)}")
-        return function(*args, **kwargs)
+        with without_error_checks():
+            return function(*args, **kwargs)
 
     return call  # pyright: ignore[reportReturnType]
 

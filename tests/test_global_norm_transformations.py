@@ -14,6 +14,7 @@ from comparing import assert_global_norm, assert_matches, widen
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, mesh
+from transformations import all_errors_checked
 
 import jax_gradops
 from jax_gradops import _oracles as oracles
@@ -54,6 +55,25 @@ def test_derivatives_far_from_one(platform, clip, size):
     np.testing.assert_allclose(jacobian, projection / 5, rtol=1e-5)
     hessian = jax.hessian(lambda x: jax_gradops.global_norm([x]))(x)
     np.testing.assert_allclose(hessian, projection / (5 * np.float64(size)), rtol=1e-5)
+
+
+def test_error_checks(platform, clip):
+    optax = pytest.importorskip("optax")
+
+    def step(x: Any) -> Any:
+        (clipped,), norm = clip([x], 1.0)
+        optimizer = jax_gradops.clip_by_global_norm(1.0)
+        updates, state = optimizer.update([x], optimizer.init([x]))
+        (of_optax,), _ = optax.clip_by_global_norm(1.0).update([x], None)
+        return jnp.stack([clipped, updates[0], of_optax]), (norm, state.global_norm)
+
+    with all_errors_checked():
+        for f in (step, jax.jit(step)):
+            (clipped, norms), pull = jax.vjp(f, jnp.array([3.0, 4.0]))
+            np.testing.assert_allclose(clipped, [[0.6, 0.8]] * 3, rtol=1e-6)
+            np.testing.assert_allclose(norms, [5, 5], rtol=1e-6)
+            (gradient,) = pull((jnp.array([[1.0, 0], [0, 0], [-1, 0]]), (jnp.zeros(()),) * 2))
+            np.testing.assert_allclose(gradient, [0, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize("in_axes", [(None, 0), (0, None), (0, 0)], ids=str)

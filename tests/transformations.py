@@ -6,8 +6,9 @@ each example in its own way. The results must match the oracle. Every transforma
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -194,6 +195,30 @@ def debug_nans(op: Op, examples: Sequence[Example]) -> Outcomes:
         return jit(op, examples) + disable_jit(op, examples)
 
 
+@contextlib.contextmanager
+def all_errors_checked() -> Iterator[None]:
+    names = [f"jax_error_checking_behavior_{kind}" for kind in ("nan", "divide", "oob")]
+    for name in names:
+        jax.config.update(name, "raise")
+    try:
+        yield
+        assert {getattr(jax.config, name) for name in names} == {"raise"}
+    finally:
+        for name in names:
+            jax.config.update(name, "ignore")
+
+
+def error_checks(op: Op, examples: Sequence[Example]) -> Outcomes:
+    with all_errors_checked():
+        return jit(op, examples) + eager(op, examples)
+
+
+def transfer_guard(op: Op, examples: Sequence[Example]) -> Outcomes:
+    placed = jax.device_put(list(map(list, examples)))
+    with jax.transfer_guard("disallow"):
+        return jit(op, placed)
+
+
 def ahead_of_time(op: Op, examples: Sequence[Example]) -> Outcomes:
     compiled = jax.jit(vjp_of(op)).lower(*examples[0]).compile()
     return [compiled(*e) for e in examples]
@@ -248,7 +273,8 @@ TRANSFORMATIONS: dict[str, Callable[[Op, Sequence[Example]], Outcomes]] = {
     for f in (
         eager, jit, jitted_op, grad, vmap_of_grad, grad_of_vmap, grad_of_scan, scan_of_grad,
         grad_of_fori_loop, while_loop_of_grad, cond, switch_under_vmap, remat_of_a_block,
-        remat_of_scan, donation, disable_jit, debug_nans, ahead_of_time, make_jaxpr, eval_shape,
+        remat_of_scan, donation, disable_jit, debug_nans, error_checks, transfer_guard,
+        ahead_of_time, make_jaxpr, eval_shape,
     )
 } | {
     "remat": functools.partial(_remat, None),
@@ -264,7 +290,9 @@ TRANSFORMATIONS: dict[str, Callable[[Op, Sequence[Example]], Outcomes]] = {
 
 
 # XLA's operations are transformed by JAX itself. They once went wrong under these.
-OF_REFERENCE = ("vmap_of_grad", "grad_of_scan", "remat", "disable_jit", "export, symbolic rows")
+OF_REFERENCE = (
+    "vmap_of_grad", "grad_of_scan", "remat", "disable_jit", "error_checks", "export, symbolic rows",
+)  # fmt: skip
 
 
 class TransformationTests:

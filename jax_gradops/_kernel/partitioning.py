@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_gradops._kernel.array_types import Arrays, MeshAxes, axes_of
 from jax_gradops._kernel.call import Call, Compute
+from jax_gradops._kernel.error_checks import without_error_checks
 from jax_gradops._kernel.layout import Layout, even
 from jax_gradops._kernel.primitive import Operation
 from jax_gradops._kernel.shards import Collectives
@@ -139,6 +140,7 @@ class Partitioned(Operation):
         layout, over = self._layout(mesh, operands)
         local = self.call.local(self.compute_shard, layout, over.collectives)
 
+        @without_error_checks()
         def lowered(*arrays: jax.Array) -> Arrays:
             # Hides the caller's mesh: for its Explicit axes, JAX would annotate operations with
             # shardings. XLA no longer accepts shardings here.

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_gradops._kernel.array_types import axes_of, for_each, match_vma
+from jax_gradops._kernel.error_checks import without_error_checks
 
 Array: TypeAlias = jax.Array
 #: Arrays. None stands for an absent array.
@@ -123,6 +124,7 @@ class Operation:
         matched = match_vma(*(o for o, u in pairs if not u))
         return _merged([not u for _, u in pairs], matched, [o for o, _ in pairs])
 
+    @without_error_checks()
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         """Computes the results with the primitive."""
         present = tuple(o is not None for o in operands)
@@ -288,12 +290,14 @@ def _types(*_: Any, op: Operation, jaxpr: Any, **static: Any) -> Sequence[Any]:
     return op.types or jaxpr.out_avals
 
 
+@without_error_checks()
 def _run(*arrays: Array, op: Operation, present: tuple[bool, ...], **static: Any) -> list[Array]:
     del static
     with jax.disable_jit(False):  # a kernel runs only inside a compiled program
         return jax.tree.leaves(_traced(op, present)(*arrays))
 
 
+@without_error_checks()
 def _jvp(
     arrays: Sequence[Array],
     tangents: Sequence[Any],
@@ -312,6 +316,7 @@ def _jvp(
     ]
 
 
+@without_error_checks()
 def _transpose(
     cotangents: Sequence[Any],
     *arrays: Any,
@@ -328,6 +333,7 @@ def _transpose(
     return [f for f, p in zip(found, present, strict=True) if p]
 
 
+@without_error_checks()
 def _batch(
     axis_data: Any,
     arrays: Sequence[Array],
@@ -354,6 +360,7 @@ def _batch(
     return results, [None] * len(results)
 
 
+@without_error_checks()
 def _lower(
     context: Any,
     *values: Any,

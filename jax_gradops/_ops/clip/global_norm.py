@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jax_gradops import _checks
 from jax_gradops._implementation import Implementation, resolve_implementation
 from jax_gradops._kernel.array_types import accum_dtype, match_vma, varying
+from jax_gradops._kernel.error_checks import without_error_checks
 from jax_gradops._ops.clip.kernels import (
     Nonfinite,
     Norm,
@@ -377,6 +378,7 @@ def clip_by_global_norm(
             return optax.EmptyState()
         return ClipByGlobalNormState(_initial_norm(jax.tree.leaves(params)))
 
+    @without_error_checks()
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
         last: Any = state
