@@ -487,8 +487,17 @@ def rms_with_shift(x, shift):
         (lambda x: x / (jnp.std(x) + EPSILON), "a number is added to the square root"),
         (lambda x: rms_with_shift(x.astype(jnp.bfloat16), mean(jnp.sin(x))), "used in float32"),
         (lambda x: jax.nn.standardize(x, 0), "the means are not over the last axes"),
+        (
+            lambda x: jax.vmap(
+                lambda x, s: (
+                    (x - x.mean(0, keepdims=True))
+                    * (jax.lax.rsqrt(x.var(0, keepdims=True) + EPSILON) * full(s, x))
+                )
+            )(x, x[:, 0]),
+            "vary along other axes than the channels'",
+        ),
     ],
-    ids=["of all", "logged", "distances", "epsilon outside", "shift", "first axis"],
+    ids=["of all", "logged", "distances", "epsilon outside", "shift", "first axis", "batch norms"],
 )
 def test_why_a_norm_is_left(function, why):
     summary = summary_of(function, operands()[0])

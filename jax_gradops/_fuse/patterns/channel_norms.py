@@ -44,7 +44,8 @@ def channel_norm(values: Values, v: Var) -> Candidate | None:
     if found is None or not found.centered:
         return None
     layout = _layout(values, found.over, found.scale.axes | found.bias.axes)
-    if layout is None and norms.first_axis(values, found.over) is None:
+    over_rows = norms.first_axis(values, found.over) is not None
+    if layout is None and not over_rows:
         raise Left(norms.NOT_LAST)
     if layout is None or (residual is not None and layout.op != "batch_norm"):
         return None
@@ -56,6 +57,8 @@ def channel_norm(values: Values, v: Var) -> Candidate | None:
         q.label for q in values.forms[values.root].dims[layout.axis] if isinstance(q.label, int)
     )
     if not only_leaves(found.scale, channels) or not only_leaves(found.bias, channels):
+        if not over_rows:
+            raise Left("its scale and bias vary along other axes than the channels'")
         return None
     norms.raise_for_range(found, layout.op)
     affine = Affine(
