@@ -16,6 +16,7 @@ from jax import lax
 from jax.core import Tracer
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 #: Arguments here, and their names in other libraries.
 _OTHER_NAMES = {

@@ -34,6 +34,18 @@ def test_complex(platform, clip, dtype, rng):
     jax.tree.map(assert_bitwise_equal, kept, tree)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64"])
+def test_norm_of_integers(dtype):
+    """As Optax's. A clip of integers is an error in both."""
+    leaf = np.array([3, 0, 100], dtype)
+    for tree in ([leaf], [leaf, np.float32([0.5, -2])], [leaf, 4]):
+        expected = np.sqrt(sum(np.sum(np.square(np.float64(a))) for a in tree))
+        norm = jax_gradops.global_norm(tree)
+        wide = any(np.asarray(a).dtype.itemsize == 8 for a in tree)
+        assert norm.dtype == (np.float64 if wide else np.float32)
+        np.testing.assert_allclose(norm, expected, rtol=1e-6)
+
+
 def test_range_of_complex(platform, clip):
     """Squares, or the norm, exceed float32's range."""
     for value, limit in ((1e30, 1.0), (3e38, 1.0), (1e-30, 1e-31)):

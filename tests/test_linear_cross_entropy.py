@@ -216,6 +216,29 @@ def test_all_rows_ignored(platform, rng):
     assert all((g == 0).all() for g in jax.jit(gradient)(*layer))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_ignored_rows_add_nothing(platform, implementation, value, weighted, rng):
+    """Whatever their x and the cotangents of their losses are."""
+    *layer, labels = problem(rng)
+    labels[1, 40:] = labels[2] = -100
+    ignored = labels == -100
+    weights = np.where(ignored, value, rng.standard_normal(labels.shape) if weighted else 2.0)
+
+    def derivatives(loss: Any, x: Any, weights: Any) -> Any:
+        value, pull = jax.vjp(lambda *a: loss(*a, labels), x, *layer[1:])
+        return value, pull(weights)
+
+    options = {"implementation": implementation, "rows_per_chunk": 32}
+    spoilt, clean = (np.where(ignored[..., None], v, layer[0]) for v in (value, 0))
+    found = jax.jit(lambda: derivatives(functools.partial(in_chunks, **options), spoilt, weights))()
+    wanted = derivatives(of_all_logits, clean, np.where(ignored, 0, weights))
+    assert_close(found, wanted)
+    for a in (found[0], found[1][0]):
+        assert (np.asarray(a)[ignored] == 0).all()
+
+
 def test_tied_embedding(platform, rng):
     """The gradient of an embedding that is looked up and, transposed, the kernel."""
     tokens = rng.integers(0, 37, (4, 9)).astype(np.int32)

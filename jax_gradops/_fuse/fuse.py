@@ -70,7 +70,9 @@ def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> 
       ValueError: if the function adds variables to an NNX module, or removes some.
 
     Results equal the function's own up to rounding. Where the code computes in bfloat16, or a
-    variance as E[x²] - E[x]², the op is more accurate.
+    variance as E[x²] - E[x]², the op is more accurate. NaN is where the code has it. The exceptions
+    are arrays with infinities, sums that overflow, and a variance that rounding makes negative: the
+    user guide has a table. So a norm without an epsilon stays as it is.
 
     >>> import jax, jax.numpy as jnp, jax_gradops
     >>> def rms_norm(x, scale):

@@ -29,11 +29,19 @@ if TYPE_CHECKING:
 _DTYPES = (*_checks.FLOAT_DTYPES, "complex64", "complex128")
 
 
-def _leaves(op: str, tree: Any, name: str = "tree") -> list[jax.Array]:
+def _leaves(
+    op: str, tree: Any, name: str = "tree", dtypes: Sequence[str] = _DTYPES
+) -> list[jax.Array]:
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [
-        _checks.array(op, name + jax.tree_util.keystr(path), leaf, _DTYPES) for path, leaf in paths
+        _checks.array(op, name + jax.tree_util.keystr(path), leaf, dtypes) for path, leaf in paths
     ]
+
+
+def _as_float(leaf: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(leaf.dtype, jnp.integer):
+        return leaf
+    return leaf.astype(jnp.float64 if leaf.dtype.itemsize == 8 else jnp.float32)
 
 
 def _is_complex(leaf: jax.Array) -> bool:
@@ -71,9 +79,9 @@ def global_norm(tree: Any) -> jax.Array:
     .. math:: \sqrt{\textstyle\sum_i \sum_j x_{ij}^2}
 
     Args:
-      tree: a pytree of arrays in float16, bfloat16, float32, float64, complex64 or complex128.
-        Their dtypes may differ. None and empty leaves are skipped. A complex element counts by its
-        modulus.
+      tree: a pytree of arrays in float16, bfloat16, float32, float64, complex64, complex128 or an
+        integer dtype. Their dtypes may differ. None and empty leaves are skipped. A complex element
+        counts by its modulus. An integer leaf counts as float32, or as float64 if it has 64 bits.
 
     Returns:
       A float32 scalar (float64 if any leaf with elements is float64 or complex128). For a tree
@@ -94,8 +102,9 @@ def global_norm(tree: Any) -> jax.Array:
     >>> float(jax_gradops.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0])}))
     5.0
     """
-    leaves = _parts(_leaves("global_norm", tree))
-    return _norm_of_all(leaves, resolve_implementation(None, "global_norm")).plain
+    op = "global_norm"
+    leaves = map(_as_float, _leaves(op, tree, dtypes=(*_DTYPES, *_checks.INTEGER_DTYPES)))
+    return _norm_of_all(_parts(leaves), resolve_implementation(None, op)).plain
 
 
 def _check_max_norm(op: str, max_norm: Any) -> ArrayLike:

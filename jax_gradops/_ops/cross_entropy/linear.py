@@ -132,10 +132,19 @@ def _program(
     layer = kernel.astype(x.dtype), None if bias is None else bias.astype(x.dtype)
     gradients, precision = wanted != ("loss",), static.precision
 
+    def counted(chunk: jax.Array, labels: jax.Array) -> jax.Array:
+        """The chunk, with 0 in ignored rows: a product of 0 with their NaN would be NaN."""
+        if static.options.ignore_index is None:
+            return chunk
+        return jnp.where((labels == IGNORED)[:, None], 0, chunk)
+
     def body(sums: tuple[Any, Any], rows: Operands) -> tuple[Any, Any]:
-        chunk, dkernel, dbias = rows[0], *sums
-        loss, dlogits = _chunk(compute, gradients, static, *layer, *rows)
-        dx = jnp.dot(dlogits, layer[0], precision=precision) if "dx" in wanted else None
+        (chunk, labels, cotangents), (dkernel, dbias) = rows, sums
+        chunk = counted(chunk, labels)
+        loss, dlogits = _chunk(compute, gradients, static, *layer, chunk, labels, cotangents)
+        dx = None
+        if "dx" in wanted:
+            dx = counted(jnp.dot(dlogits, layer[0], precision=precision), labels)
         if dkernel is not None:
             dkernel = dkernel + jnp.dot(
                 dlogits.T, chunk, precision=precision, preferred_element_type=accum
@@ -266,13 +275,15 @@ class _Pullback(Operation):
         return self._rounded(operands, self._again(operands, self._wanted(operands), "xla"))
 
     def compute(self, *operands: Any) -> tuple[Any, ...]:
-        labels, (dx, *sums), cotangents = operands[3], operands[4:7], operands[7]
+        labels, (dx, *sums) = operands[3], operands[4:7]
+        # An ignored row's gradient is 0 for each cotangent, also for NaN.
+        cotangents = jnp.where(labels == IGNORED, 0, operands[7])
         if dx is not None:
             dx = dx.astype(cotangents.dtype) * cotangents[..., None]
         wanted = [name for name in self._wanted(operands) if name != "dx"]
         if not wanted:
             return self._rounded(operands, (dx, *sums))
-        # The gradient of an ignored row is 0 for each cotangent. One maximum is one all-reduce.
+        # Ignored rows have no part in the comparison. One maximum is one all-reduce.
         # A maximum of several devices may lose a NaN. The bounds inf and inf are not equal.
         bounds = jnp.stack([-cotangents, cotangents])
         bounds = jnp.where(jnp.isnan(bounds), jnp.inf, bounds)

@@ -17,7 +17,6 @@ from jax_gradops._kernel.array_types import reshard_like
 from jax_gradops._kernel.primitive import Operands, Operation
 from jax_gradops._ops.cross_entropy.kernels import IGNORED, RowSums
 
-_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _NO_CLASS = -1
 
 
@@ -73,7 +72,7 @@ def checked_labels(
             f"{op}: labels are class numbers. They must have {expected}, got "
             f"{jnp.shape(labels)}. For one-hot labels pass jnp.argmax(labels, {axis})"
         )
-    checked = _checks.array(op, "labels", labels, _INTEGERS)
+    checked = _checks.array(op, "labels", labels, _checks.INTEGER_DTYPES)
     if checked.shape != shape:
         raise ValueError(f"{op}: labels must have {expected}, got {checked.shape}")
     return checked
