@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,11 +75,8 @@ class _Piece:
 
     def __init__(self, program: Program, equation: JaxprEqn, whole: bool) -> None:
         self.program, self.equation, self.whole = program, equation, whole
-        self.result: Var = equation.outvars[0]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.result.aval.shape)
+        self.operand, self.result = equation.invars[0], equation.outvars[0]
+        self.size = math.prod(self.result.aval.shape)
 
     # --- What is near ------------------------------------------------------------------------
 
@@ -98,18 +95,16 @@ class _Piece:
                 waiting += [w for w in equation.invars if isinstance(w, Var)]
         return found
 
-    def after(self, v: Any, names: set[str] = _ELEMENTWISE, most: int = _FAR) -> list[int]:
+    def after(self, v: Any, names: set[str] = _ELEMENTWISE, most: int = _FAR) -> list[JaxprEqn]:
         """The equations that use v, to and with the first of other primitives."""
-        found: list[int] = []
+        found: dict[int, JaxprEqn] = {}
         waiting = [v]
         while waiting and len(found) < most:
             for i in self.program.users.get(waiting.pop(0), ()):
                 if i not in found:
-                    found.append(i)
-                    equation = self.program.items[i].equation
-                    if equation.primitive.name in names:
-                        waiting += equation.outvars
-        return found
+                    found[i] = self.program.items[i].equation
+                    waiting += found[i].outvars if found[i].primitive.name in names else []
+        return list(found.values())
 
     def origins(self, v: Any, names: set[str] = _ELEMENTWISE) -> set[Var]:
         """The value, and the arrays from which elementwise equations compute it."""
@@ -149,19 +144,19 @@ class _Piece:
     # --- Losses ------------------------------------------------------------------------------
 
     def is_log_of_sum_of_exp(self) -> bool:
-        sums = [e for e in self.before(self.equation.invars[0], _SHAPES | {"add", "max", "abs"})
+        sums = [e for e in self.before(self.operand, _SHAPES | {"add", "max", "abs"})
                 if e.primitive.name == "reduce_sum"]  # fmt: skip
-        return any(_shows(e, "exp") for each in sums for e in self.before(each.invars[0]))
+        return any(_has(self.before(each.invars[0]), "exp") for each in sums)
 
     @functools.cached_property
     def uses(self) -> set[str]:
         """What log-probabilities meet: "labels", "diagonal", "entropy", "array", "custom"."""
         names = _ELEMENTWISE - {"exp"}  # after it, they are probabilities, as in attention
-        after = [self.program.items[i].equation for i in self.after(self.result, names)]
+        after = self.after(self.result, names)
         own = {self.result, *(v for e in after if e.primitive.name in names for v in e.outvars)}
         exps = {v for e in after if e.primitive.name == "exp" for v in e.outvars}
-        before = self.origins(self.equation.invars[0])
-        for each in self.before(self.equation.invars[0], _ELEMENTWISE | {"reduce_sum"}):
+        before = self.origins(self.operand)
+        for each in self.before(self.operand, _ELEMENTWISE | {"reduce_sum"}):
             before |= {v for v in each.invars if isinstance(v, Var)}
         found: set[str] = set()
         for equation in after:
@@ -191,20 +186,19 @@ class _Piece:
         for each in origins:
             if each.primitive.name == "eq":
                 sides = [self.before(u) for u in each.invars]
-                counts = [any(e.primitive.name == "iota" for e in side) for side in sides]
+                counts = [_has(side, "iota") for side in sides]
                 if any(counts):
                     is_eye = all(counts) and any(each is e for e in same)
                     return "diagonal" if is_eye else "labels"
-        if any(_shows(e, "exp") for e in origins) and self.origins(v) & logits:
+        if _has(origins, "exp") and self.origins(v) & logits:
             return "entropy"
         return "" if v.aval.dtype == bool else "array"
 
     def _is_summed(self, equation: JaxprEqn) -> bool:
         if equation.primitive.name == "dot_general" or not self.whole:
             return True
-        after = self.after(equation.outvars[0], _SHAPES | {"neg", "mul", "select_n", "add", "sub"})
-        names = {self.program.items[i].equation.primitive.name for i in after}
-        return bool(names & {"reduce_sum", "dot_general"})
+        names = _SHAPES | {"neg", "mul", "select_n", "add", "sub"}
+        return _has(self.after(equation.outvars[0], names), "reduce_sum", "dot_general")
 
     def _has_input(self, v: Any) -> bool:
         """Whether an index is computed from an array, not only counted."""
@@ -223,37 +217,33 @@ class _Piece:
 
     def is_log_of_softmax(self) -> bool:
         names = _ELEMENTWISE | {"gather", "reduce_sum"}
-        for each in self.before(self.equation.invars[0], names, 2 * _NEAR):
+        for each in self.before(self.operand, names, 2 * _NEAR):
             if each.primitive.name == "div":
-                sums = self.before(each.invars[1], _SHAPES)
-                if any(e.primitive.name == "reduce_sum" for e in sums):
-                    return any(_shows(e, "exp") for e in self.before(each.invars[0]))
+                if _has(self.before(each.invars[1], _SHAPES), "reduce_sum"):
+                    return _has(self.before(each.invars[0]), "exp")
         return False
 
     def is_log_of_sigmoid(self) -> bool:
-        return any(e.primitive.name == "logistic" for e in self.before(self.equation.invars[0]))
+        return _has(self.before(self.operand), "logistic")
 
     def is_softplus(self) -> bool:
         """log(1 + exp(x)), by `logaddexp` or by hand."""
         if self.equation.primitive.name == "log1p":
-            before = self.before(self.equation.invars[0], _SHAPES)
-            return any(e.primitive.name == "exp" for e in before)
+            return _has(self.before(self.operand, _SHAPES), "exp")
         zero = any(self.number(v) == 0 for v in self.equation.invars)
-        return zero and _shows(self.equation, "log1p")
+        return zero and _has([self.equation], "log1p")
 
     def is_sigmoid_loss(self) -> bool:
         """log(sigmoid(x)) is -softplus(-x). The loss of labels t is softplus(x) - t x."""
         if not self.is_softplus():
             return False
-        first = self.before(self.equation.invars[0], _SHAPES)
-        users = [self.program.items[i].equation for i in self.after(self.result, _SHAPES)]
-        if self.equation.primitive.name != "log1p" and first and first[-1].primitive.name == "neg":
-            if any(e.primitive.name == "neg" for e in users):
-                return True
-        logits = self.origins(self.equation.invars[0])
+        negated = self.before(self.operand, _SHAPES)[-1:] + self.after(self.result, _SHAPES)
+        is_log = [e.primitive.name for e in negated].count("neg") > 1
+        if self.equation.primitive.name != "log1p" and is_log:
+            return True
+        logits = self.origins(self.operand)
         names = _SHAPES | {"add", "sub", "neg"}
-        after = [self.program.items[i].equation for i in self.after(self.result, names, _NEAR)]
-        for each in (e for e in after if e.primitive.name in ("add", "sub")):
+        for each in self.after(self.result, names, _NEAR):
             for product in (p for v in each.invars for p in self.before(v, names)):
                 factors = [self.plain(v) for v in product.invars]
                 arrays = {v for v in factors if isinstance(v, Var)}
@@ -267,7 +257,7 @@ class _Piece:
         """The arrays of whose squares a square root is a sum, and what these are computed from."""
         names = _ELEMENTWISE | {"psum", "psum_invariant", "all_reduce"}
         found: set[Var] = set()
-        for each in self.before(self.equation.invars[0], names, _FAR):
+        for each in self.before(self.operand, names, _FAR):
             terms = [each] if each.primitive.name == "dot_general" else []
             if each.primitive.name == "reduce_sum":
                 terms = self.before(each.invars[0])
@@ -320,7 +310,7 @@ class _Piece:
     @functools.cached_property
     def has_given_variance(self) -> bool:
         """Whether this is the root of an array from outside, plus an epsilon."""
-        equation = self.program.equation_of(self.plain(self.equation.invars[0]))
+        equation = self.program.equation_of(self.plain(self.operand))
         if equation is None or equation.primitive.name != "add" or self.size == 1:
             return False
         numbers = [n for v in equation.invars if (n := self.number(v)) is not None]
@@ -328,11 +318,11 @@ class _Piece:
         return len(numbers) == 1 and numbers[0] < _SMALL and len(inputs) == 2
 
     def _has_root(self, v: Var) -> bool:
-        return any(e.primitive.name in ("sqrt", "rsqrt") for e in self.before(v, _ELEMENTWISE))
+        return _has(self.before(v), "sqrt", "rsqrt")
 
     def _is_moving_average(self) -> bool:
         """Whether another array times a number is added to the squares, as in optimizers."""
-        for e in self.before(self.equation.invars[0]):
+        for e in self.before(self.operand):
             if e.primitive.name == "add":
                 factors = [self.program.equation_of(self.plain(v)) for v in e.invars]
                 if all(f is not None and f.primitive.name == "mul" for f in factors):
@@ -348,17 +338,17 @@ class _Piece:
 
     def _compares(self, select: JaxprEqn) -> bool:
         names = _SHAPES | {"and", "or", "not"}
-        return any(e.primitive.name in _ORDERS for e in self.before(select.invars[0], names))
+        return _has(self.before(select.invars[0], names), *_ORDERS)
 
     def _is_bounded(self, v: Var) -> bool:
         """Whether this is a case of a choice between scaled and unscaled values."""
-        after = (self.program.items[i].equation for i in self.after(v, _SHAPES, _NEAR))
+        after = self.after(v, _SHAPES, _NEAR)
         return any(e.primitive.name == "select_n" and self._compares(e) for e in after)
 
     def has_mask(self) -> bool:
         """Whether some elements are left out of the statistics, by `where` or by a product."""
         names = _SHAPES | {"mul", "square", "integer_pow", "select_n"}
-        sums = [e for e in self.before(self.equation.invars[0], most=_FAR)
+        sums = [e for e in self.before(self.operand, most=_FAR)
                 if e.primitive.name == "reduce_sum"]  # fmt: skip
         terms = [e for each in sums for e in self.before(each.invars[0], names)]
         arrays = [self.plain(v).aval for e in terms for v in e.invars]
@@ -366,7 +356,7 @@ class _Piece:
 
     def is_of_one_array(self) -> bool:
         names = {"add", *_SHAPES}
-        sums = [e for e in self.before(self.equation.invars[0], names, _FAR)]
+        sums = [e for e in self.before(self.operand, names, _FAR)]
         return sum(e.primitive.name == "reduce_sum" for e in sums) < 2
 
     # --- Activations -------------------------------------------------------------------------
@@ -375,8 +365,7 @@ class _Piece:
         """The arrays that a function's result is multiplied by."""
         own = {self.result}
         found: list[Var] = []
-        for i in self.after(self.result, _SHAPES | {"mul", "add", "sub"}, 6):
-            equation = self.program.items[i].equation
+        for equation in self.after(self.result, _SHAPES | {"mul", "add", "sub"}, 6):
             if equation.primitive.name == "mul":
                 found += [v for v in self.others(equation, own)
                           if math.prod(v.aval.shape) == self.size]  # fmt: skip
@@ -384,27 +373,25 @@ class _Piece:
         return found
 
     def is_times_own_argument(self) -> bool:
-        argument = self.origins(self.equation.invars[0])
+        argument = self.origins(self.operand)
         return any(self.origins(v) & argument for v in self.factors())
 
     def is_quick_gelu(self) -> bool:
-        scaled = self.program.equation_of(self.plain(self.equation.invars[0]))
+        scaled = self.program.equation_of(self.plain(self.operand))
         numbers = [self.number(v) for v in scaled.invars] if scaled else []
         return self.is_times_own_argument() and any(abs((n or 0) - 1.702) < 0.01 for n in numbers)
 
     def is_gate(self) -> bool:
-        argument = self.origins(self.equation.invars[0])
+        argument = self.origins(self.operand)
         return any(not self.origins(v) & argument for v in self.factors())
 
     def is_almost_gelu(self) -> bool:
-        before = self.before(self.equation.invars[0])
+        before = self.before(self.operand)
         cube = any(e.primitive.name == "integer_pow" and e.params["y"] == 3 for e in before)
         return (cube or self.equation.primitive.name != "tanh") and self.is_times_own_argument()
 
     def is_mish(self) -> bool:
-        names = [self.program.items[i].equation.primitive.name
-                 for i in self.after(self.result, _SHAPES)]  # fmt: skip
-        return self.is_softplus() and "tanh" in names
+        return self.is_softplus() and _has(self.after(self.result, _SHAPES), "tanh")
 
     def is_quotient_by_exp(self) -> bool:
         """Whether this is x / (1 + exp(-x)), or 1 / (1 + exp(-x))."""
@@ -412,23 +399,26 @@ class _Piece:
         if not sums or sums[-1].primitive.name != "add":
             return False
         terms = sums[-1].invars
-        exps = [any(e.primitive.name == "exp" for e in self.before(v, _SHAPES)) for v in terms]
+        exps = [_has(self.before(v, _SHAPES), "exp") for v in terms]
         return any(exps) and any(self.number(v) == 1 for v in terms)
 
 
-def _shows(equation: JaxprEqn, name: str) -> bool:
-    """Whether an equation has a primitive, itself or inside a custom_jvp function."""
-    if equation.primitive.name != "custom_jvp_call":
-        return equation.primitive.name == name
-    return any(e.primitive.name == name for e in _inner(equation))
+def _has(equations: Iterable[JaxprEqn], *names: str) -> bool:
+    """Whether one of the equations has one of the primitives, perhaps in a custom_jvp function."""
+    return any(
+        e.primitive.name in names
+        or (e.primitive.name == "custom_jvp_call" and _has(_jaxpr(e).eqns, *names))
+        for e in equations
+    )
 
 
-def _inner(equation: JaxprEqn) -> Sequence[JaxprEqn]:
+def _jaxpr(equation: JaxprEqn) -> Jaxpr:
     inner = equation.params["call_jaxpr"]
-    return (inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner).eqns
+    return inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
 
 
 _NO_KERNEL = "the library has no kernel for {}. XLA computes it in one pass with the code around it"
+_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 _LOSSES = ("log", "log1p", "custom_jvp_call")
 _ROOTS = ("sqrt", "rsqrt", "pow")
 _SIGMOID_LOSS = "it is a sigmoid cross-entropy. The library has the softmax cross-entropy"
@@ -481,6 +471,7 @@ _ROWS = (
     _activation(lambda p: True, "tanh", "tanh"),
     _activation(_Piece.is_quotient_by_exp, "SiLU or the sigmoid", "div"),
 )  # fmt: skip
+_NAMED = {*_CUSTOM_CALLS, *(name for row in _ROWS for name in row.primitives)}
 
 
 def lines(
@@ -497,10 +488,10 @@ def lines(
     found: list[tuple[int, int, Skipped]] = []
     for i, item in enumerate(program.items):
         equation, name = item.equation, item.equation.primitive.name
-        used = [v for v in equation.outvars if v in program.users or v in program.results]
-        if i in taken or not used:
+        used = any(v in program.users or v in program.results for v in equation.outvars)
+        if i in taken or not used or name not in _NAMED:
             continue
-        if name.startswith("custom_") and (inner := _with_derivative(equation)) is not None:
+        if name in _CUSTOM_CALLS and (inner := _with_derivative(equation)) is not None:
             kinds = {line.kind: None for line in lines(Program(inner), set(), {}, whole=False)}
             found += [(-1, i, Skipped(kind, i, _CUSTOM)) for kind in kinds]
             continue
@@ -516,8 +507,10 @@ def lines(
     for _, i, line in sorted(found, key=lambda each: each[:2]):
         if line.kind in ("loss", "activation", "gelu"):
             piece = _Piece(program, program.items[i].equation, whole)
-            after = {i, *piece.after(piece.result, _ELEMENTWISE | {"stack", "concatenate"})}
-            near = {i, *piece.after(piece.result, _ELEMENTWISE - {"add", "sub"})}
+            names = _ELEMENTWISE | {"stack", "concatenate"}, _ELEMENTWISE - {"add", "sub"}
+            after, near = (
+                {id(e) for e in (piece.equation, *piece.after(piece.result, n))} for n in names
+            )
             if after & of_losses or (line.kind != "loss" and near & of_others):
                 continue
             of_losses |= after if line.kind == "loss" else set()
@@ -536,7 +529,6 @@ def _row_of(piece: _Piece) -> tuple[int, _Row | None]:
 
 def _with_derivative(equation: JaxprEqn) -> Jaxpr | None:
     """The jaxpr of a function with a derivative of its own, if it is not JAX's."""
-    inner = equation.params.get("call_jaxpr")
-    jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    jaxpr = _jaxpr(equation)
     file = getattr(getattr(jaxpr, "debug_info", None), "func_filename", None)
     return jaxpr if is_own(file, NEVER_SHOWN) else None
