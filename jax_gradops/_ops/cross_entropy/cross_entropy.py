@@ -199,7 +199,7 @@ def softmax_cross_entropy_with_integer_labels(
         if options.axis_name:
             raise ValueError(
                 f"{op}: with axis_name, where must have labels' shape {checked.shape}, got "
-                f"{jnp.shape(where)}"
+                f"{mask.shape}"
             )
         counted, mask = jnp.any(mask, axes), _classes_last(mask, axes)
     else:
