@@ -799,12 +799,14 @@ def test_losses(name):
     loss = LOSSES[name]
     fused = jax_gradops.fuse(loss)
     masked = jax_gradops.fuse(lambda x, i: jnp.where(i >= 0, loss(x, i), 0))
-    x = operands()[0]
+    logits = operands()[0]
+    impossible = logits.at[(0, 1), (1, 0), 7].set(-jnp.inf)  # a class, and the class of a label
     limits = jnp.iinfo(jnp.int32)
-    for labels in (
-        [[0, 5, 23], [7, 1, 11]],
-        [[0, -1, 23], [24, 1, -25]],
-        [[limits.min, limits.max, -24], [2**20, -2, 3]],
+    for x, labels in (
+        (logits, [[0, 5, 23], [7, 1, 11]]),
+        (impossible, [[0, 5, 23], [7, 1, 11]]),
+        (logits, [[0, -1, 23], [24, 1, -25]]),
+        (logits, [[limits.min, limits.max, -24], [2**20, -2, 3]]),
     ):
         labels = jnp.asarray(labels)
         (site,) = summary_of(loss, x, labels).replaced
