@@ -152,14 +152,15 @@ def _squares(program: Program, total: Any) -> tuple[Var, ...]:
     while stack:
         v = stack.pop()
         equation = program.equation_of(v)
-        name, operands = (equation.primitive.name, equation.invars) if equation else ("", [])
-        array = None
+        if equation is None:
+            return ()
+        name, operands = equation.primitive.name, equation.invars
         if name in _PASSED_ON:
             stack.append(operands[0])
             continue
         if name == "reduce_sum" and len(operands[0].aval.shape) == len(equation.params["axes"]):
             array = _square_of(program, operands[0])
-        elif equation is not None:
+        else:
             array = _square_of(program, v)  # the square of a scalar
         if array is None and name == "add":
             stack += [u for u in operands[::-1] if not _is_zero(u)]
