@@ -335,7 +335,7 @@ class _Region:
             dtypes = {"float32"} if wide else self.dtypes
             unit = max(float(jnp.finfo(name).eps) for name in dtypes)
             limit = unit * max(64, 4 * math.sqrt(self.count))
-            limit = max(limit, 2 * self.candidate.literals)
+            limit = max(limit, 2 * self.candidate.rounding)
             rng = np.random.default_rng(0)
             arrays = [self._random(rng, v, wide) for v in self.distinct]
             reference = functools.partial(self.run, wide)

@@ -55,7 +55,8 @@ class Candidate:
       statistics: other results of the op, as polynomials of the root. `call` returns them after
         the output.
       before: the form with an addition before the op.
-      literals: the rounding of the code's literals, relative to them.
+      rounding: the relative error of the code's literals, or of the op's result, in a comparison
+        in float32.
     """
 
     op: str
@@ -65,7 +66,7 @@ class Candidate:
     options: str = ""
     statistics: tuple[Polynomial, ...] = ()
     before: Before | None = None
-    literals: float = 0.0
+    rounding: float = 0.0
 
 
 class Left(Exception):

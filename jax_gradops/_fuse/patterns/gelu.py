@@ -41,7 +41,7 @@ def gelu(values: Values, v: Var) -> Candidate | None:
     call = functools.partial(bias_gelu.gelu, approximate=approximate)
     before = Before("bias", "bias_gelu", functools.partial(_bias_gelu, approximate))
     options = "" if approximate else "exact"
-    return Candidate("gelu", call, (values.root,), v, options, before=before, literals=unit)
+    return Candidate("gelu", call, (values.root,), v, options, before=before, rounding=unit)
 
 
 def _bias_gelu(approximate: bool, x: jax.Array, bias: jax.Array) -> jax.Array:

@@ -77,7 +77,8 @@ def loss(values: Values, v: Var) -> Candidate | None:
     )
     options = ", ".join(f"{name}={number:.7g}" for name, number in given.items())
     operands = (values.root, found.labels.var, *weight.leaves)
-    return Candidate(_OP, call, operands, v, options)
+    unit = float(jnp.finfo(v.aval.dtype).eps)  # the op's result is rounded to this dtype
+    return Candidate(_OP, call, operands, v, options, rounding=unit)
 
 
 def _loss(values: Values, p: Polynomial) -> _Loss | None:
@@ -210,9 +211,7 @@ def _cross_entropy(
         index = index.astype(jnp.int32)
     labels = jnp.clip(index, 0, classes - 1).astype(jnp.int32)
     options = Options(label_smoothing, z_loss, None, None, chosen)
-    # Code with fill "zero" multiplies each class by 0 or 1.
-    multiplied = fill == "zero" and not label_smoothing
-    row, labels, _ = sums_of(logits, labels, options, differences=multiplied)
+    row, labels, _ = sums_of(logits, labels, options)
     inside = reshard_like((index >= 0) & (index < classes), labels)
 
     def picked(value: jax.Array) -> jax.Array:
@@ -228,9 +227,6 @@ def _cross_entropy(
         term = picked(log_total + (row.largest - row.logit_of_label))
     else:
         term = log_total + (row.largest - picked(row.logit_of_label))
-    if multiplied and row.sum_of_differences is not None:  # 0 * -inf is NaN
-        others = jnp.where(row.logit_of_label == -jnp.inf, 0, row.sum_of_differences)
-        term, row = term + lax.stop_gradient(0 * others), row._replace(sum_of_differences=None)
     y = reshard_like(loss_of(row, term, classes, options), index)
     if weights:
         y = y * weight.array(dict(zip(weight.leaves, weights, strict=True)), x)

@@ -29,11 +29,11 @@ from jax_gradops._ops.cross_entropy.loss import (
 
 
 def sums_of(
-    logits: jax.Array, labels: jax.Array, options: Options, *, differences: bool = False
+    logits: jax.Array, labels: jax.Array, options: Options
 ) -> tuple[RowSums, jax.Array, Any]:
     """The sums of each row, the labels with the same types, and the number of classes.
 
-    Labels are those of `class_labels`. `differences`: the sum of differences is wanted.
+    Labels are those of `class_labels`.
     """
     names, classes = options.axis_name, logits.shape[-1]
     numbers = jnp.arange(classes, dtype=jnp.int32)
@@ -41,7 +41,7 @@ def sums_of(
         numbers = numbers + lax.axis_index(names) * classes
         classes = classes * lax.axis_size(names)
     operands = prepare(FWD, logits, labels, numbers)
-    sums = Sums(differences or options.label_smoothing > 0, names, options.implementation)
+    sums = Sums(options.label_smoothing > 0, names, options.implementation)
     # With XLA's operations, JAX itself differentiates.
     row = RowSums(*(sums.compute if options.implementation == "xla" else sums)(*operands))
     matched: Any = match_vma(labels, row.largest)[0]
