@@ -28,7 +28,7 @@ _LINEN_NORMS = (
 )
 _TO_NNX: Any = bridge.ToNNX
 _UNKNOWN = "fuse does not know the class"
-_Path = tuple[str | int, ...]
+_Path = tuple[Any, ...]  # names of attributes, and indices
 
 
 @dataclasses.dataclass(frozen=True)

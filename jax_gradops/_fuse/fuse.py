@@ -25,8 +25,8 @@ _ERROR_CHECKS = [f"jax_error_checking_behavior_{kind}" for kind in ("nan", "divi
 def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> F:
     r"""Puts the ops of this library into any function, in place of the code that equals them.
 
-    The fused function is traced at each call; under `jax.jit`, once. In the traced code, the
-    formulas of these ops are found, however their algebra is written:
+    The fused function is traced and searched at each call; under `jax.jit`, once. In the traced
+    code, the formulas of these ops are found, however their algebra is written:
 
     ===========================  ==================================================================
     code                         what runs instead

@@ -46,8 +46,8 @@ class BatchNorm(nnx.Module):
             for average, value in ((self.mean, mean), (self.var, var)):
                 average[...] = _MOMENTUM * average[...] + (1 - _MOMENTUM) * value
             return y
-        averages = {"mean": self.mean[...], "var": self.var[...]}
-        y = jax_gradops.batch_norm_inference(x, *parameters, **averages)
+        mean, var = self.mean[...], self.var[...]
+        y = jax_gradops.batch_norm_inference(x, *parameters, mean=mean, var=var)
         y = y if residual is None else y + residual
         return jax.nn.relu(y) if relu else y
 
