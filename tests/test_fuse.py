@@ -333,6 +333,7 @@ NO_VARIANCE = {
     "l2": lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
     "rms": lambda x: x * jax.lax.rsqrt(mean(x * x)),
     "std": std_of,
+    "transposed": lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).T,
     "denormal": lambda x: x * jax.lax.rsqrt(mean(x * x) + 1e-40),
     "infinite derivative": lambda x: x * jax.lax.rsqrt(mean(x * x) + 1e-30),
     "batch": lambda x: (x - x.mean(0, keepdims=True)) / x.std(0, keepdims=True),
@@ -485,6 +486,10 @@ def rms_with_shift(x, shift):
         (lambda x: {"rms": jnp.sqrt(jnp.mean(x * x)), "log": jnp.log(jnp.std(x, -1))}, None),
         (lambda x: jnp.linalg.norm(x[:, 1:] - x[:, :-1], axis=-1), None),
         (lambda x: x / (jnp.std(x) + EPSILON), "a number is added to the square root"),
+        (
+            lambda x: jax.lax.stop_gradient(x) / (jnp.std(jax.lax.stop_gradient(x)) + EPSILON),
+            "a number is added to the square root",
+        ),
         (lambda x: rms_with_shift(x.astype(jnp.bfloat16), mean(jnp.sin(x))), "used in float32"),
         (lambda x: jax.nn.standardize(x, 0), "the means are not over the last axes"),
         (

@@ -146,7 +146,11 @@ def why_left(values: Values, shows: Var) -> str:
     if any(isinstance(a, Leaf) for a in atoms):
         return "epsilon, or a part of the variance, is an array"
     used = {a for form in values.forms.values() for a in _atoms(form.polynomial.terms.items())}
-    if any(isinstance(a, Function) and a.name == "stop_gradient" for a in used):
+    array = polynomial.of_atom(values.root_atom).key
+    stopped = {a for a in used if isinstance(a, Function) and a.name == "stop_gradient"}
+    if any(a.of == array for a in stopped):
+        return ""  # the array itself: the search from its copy has the reason
+    if stopped:
         return "a statistic passes through stop_gradient"
     if any(_is_power(a) and base[0] in _atoms(a.of) for a in used):
         return "a number is added to the square root. It is no epsilon: that is inside of the root"
@@ -328,8 +332,10 @@ def _raise_for_layout(values: Values, v: Var) -> None:
     form, dims = values.forms[v], values.forms[values.root].dims
     if sorted(form.dims, key=str) != sorted(dims, key=str) or v not in values.program.users:
         return
-    if normalized(values, form.polynomial) is None:
+    found = normalized(values, form.polynomial)
+    if found is None:
         return
+    raise_for_range(found, "layer_norm" if found.centered else "rms_norm")
     if form.dims != dims:
         raise Left("its result is transposed, and the statistics are not of the transposed array")
     raise Left(f"its result is used in {new.name}, and its input is {old.name}")
