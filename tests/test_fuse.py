@@ -502,7 +502,16 @@ def rms_with_shift(x, shift):
             "vary along other axes than the channels'",
         ),
     ],
-    ids=["of all", "logged", "distances", "epsilon outside", "shift", "first axis", "batch norms"],
+    ids=[
+        "of all",
+        "logged",
+        "distances",
+        "epsilon outside",
+        "shift",
+        "first axis",
+        "batch norms",
+        "array behind stop_gradient",
+    ],
 )
 def test_why_a_norm_is_left(function, why):
     summary = summary_of(function, operands()[0])
