@@ -507,10 +507,10 @@ def rms_with_shift(x, shift):
         "logged",
         "distances",
         "epsilon outside",
+        "behind stop_gradient",
         "shift",
         "first axis",
         "batch norms",
-        "array behind stop_gradient",
     ],
 )
 def test_why_a_norm_is_left(function, why):
