@@ -4,6 +4,7 @@
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -420,11 +421,18 @@ def is_relu(equation: JaxprEqn) -> bool:
     inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
     jaxpr = inner.replace(invars=[x], outvars=equation.outvars, eqns=[equation])
     call = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
-    found, relu = (
-        str(jax.make_jaxpr(lambda *a, f=f: jax.jvp(f, a[:1], a[1:]))(x.aval, x.aval))
-        for f in (lambda x: call(x)[0], jax.nn.relu)
-    )
-    return found == relu
+    return _with_derivative(lambda x: call(x)[0], x.aval) == _relu(x.aval)
+
+
+def _with_derivative(function: Callable[..., Any], type_: Any) -> str:
+    """A function's equations and those of its derivative."""
+    both = jax.make_jaxpr(lambda x, dx: jax.jvp(function, (x,), (dx,)))
+    return str(both(type_, type_))
+
+
+@functools.lru_cache(maxsize=256)
+def _relu(type_: Any) -> str:
+    return _with_derivative(jax.nn.relu, type_)
 
 
 RULES: dict[str, Rule] = {
