@@ -1322,6 +1322,16 @@ SKIPPED = {
     "inference": (norm_in_inference, "norm", "inference"),
     "clip": (clipped_by_all, "clip", "Optax"),
     "clip of each": (divided(lambda n: 1 / jnp.maximum(n, 1.0)), "clip", "its own norm"),
+    "classes by a mask": (lambda x, y, i: optax.softmax_cross_entropy_with_integer_labels(
+                          x, i, where=jnp.arange(N)[None] < 9), "loss", "mask"),
+    "one class": (lambda x, y, i: -log_softmax(x)[:, 3], "loss", "one class"),
+    "labels of one class": (lambda x, y, i: optax.softmax_cross_entropy_with_integer_labels(
+                            x, jnp.zeros(6, int)), "loss", "one class"),
+    "z-loss": (lambda x, y, i: jnp.mean(jax.nn.logsumexp(x, -1) ** 2), "loss", "z-loss"),
+    "mix": (lambda x, y, i: -jnp.log(picked(0.9 * jax.nn.softmax(x) + 0.1 / N, i)), "loss",
+            "logarithm of probabilities"),
+    "tanh's logarithm": (lambda x, y, i: 2 * (1 - (x * y + 1) - jax.nn.softplus(
+                         -2 * (x * y + 1))), "activation", "softplus"),
     "adaptive clip": (lambda x, y, i: optax.adaptive_grad_clip(1.0).update(
                       x, optax.EmptyState(), y)[0], "clip", "its own norm"),
 }  # fmt: skip
@@ -1336,6 +1346,29 @@ def test_code_that_is_named(name):
     assert not summary.replaced
     (left,) = summary.left
     assert left.kind == kind and why in left.why
+
+
+def bce(x):
+    return -jax.nn.log_sigmoid(x) / 3 - 2 * jax.nn.log_sigmoid(-x) / 3
+
+
+SEVERAL = {
+    "sigmoid losses": (lambda x, y: jnp.mean(bce(x) + bce(y)), 2),
+    "joined losses": (lambda x, y: jnp.mean(jnp.concatenate([bce(x), bce(y)])), 2),
+    "gates": (lambda x, y: sigmoid(x @ y.T) * sigmoid(y @ y.T), 2),
+    "joined": (lambda x, y: jnp.concatenate([silu(x), silu(y)], -1), 2),
+    "cell": (lambda x, y: sigmoid(x[:, :8]) * y[:, :8] + sigmoid(x[:, 8:16]) * jnp.tanh(
+             x[:, 16:]), 3),
+    "soft cap": (lambda x, y: -jnp.sum(y * log_softmax(30 * jnp.tanh(x / 30))), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_pieces_that_meet(name):
+    """Each of several losses and activations counts, also if their results are combined."""
+    function, count = SEVERAL[name]
+    x, y = operands(shape=(6, N))[0], jnp.cos(operands(shape=(6, N))[0])
+    assert sum(each.times for each in summary_of(function, x, y).left) == count
 
 
 def attention(x, y, i):
@@ -1368,6 +1401,7 @@ UNNAMED = {
     "schedule": lambda x, y, i: optax.warmup_cosine_decay_schedule(0.0, 1.0, 10, 100)(x[0, 0]),
     "logits": lambda x, y, i: (log_softmax(x), jax.nn.logsumexp(y), jnp.argmax(log_softmax(y))),
     "mean square": lambda x, y, i: jnp.mean((x - y) ** 2),
+    "new logits": lambda x, y, i: jax.nn.softmax(jnp.log(0.9 * jax.nn.softmax(x) + 0.1 / N)),
     "numbers": lambda x, y, i: (jnp.tanh(x[0, 0]), sigmoid(y[0, 0]), jnp.log(jnp.abs(x) + 1)),
     "effects": lambda x, y, i: jax.debug.print("{}", x[0, 0]),
 } | {name: updates(name) for name in ("adam", "lamb", "novograd", "lars", "adagrad")}  # fmt: skip

@@ -156,7 +156,7 @@ class _Piece:
         own = {self.result, *(v for e in after if e.primitive.name in names for v in e.outvars)}
         exps = {v for e in after if e.primitive.name == "exp" for v in e.outvars}
         before = self.origins(self.operand)
-        for each in self.before(self.operand, _ELEMENTWISE | {"reduce_sum"}):
+        for each in self.before(self.operand, _ELEMENTWISE | {"reduce_sum"}, 2 * _NEAR):
             before |= {v for v in each.invars if isinstance(v, Var)}
         found: set[str] = set()
         for equation in after:
@@ -165,6 +165,10 @@ class _Piece:
                 found.add("labels" if self._has_input(equation.invars[1]) else "diagonal")
             if name in ("jit", "pjit") and "diag" in equation.params.get("name", ""):
                 found.add("diagonal")
+            if name == "slice" and _takes_one_of_last(equation):
+                found.add("class")
+            if name in ("add", "sub"):  # of log(sum(exp(x))) and x[label]
+                found |= {self._picked(v, before) for v in self.others(equation, own)}
             products = name in ("mul", "select_n", "custom_jvp_call", "dot_general")
             if not products or not self._is_summed(equation):
                 continue
@@ -178,6 +182,15 @@ class _Piece:
                 custom = use == "labels" and name == "custom_jvp_call"
                 found.add("custom" if custom else use)
         return found
+
+    def _picked(self, v: Var, logits: set[Var]) -> str:
+        """Whether v is one logit of each row: that of a label, or of one class for all rows."""
+        for each in self.before(v, _SHAPES | {"neg", "select_n", "gather"}):
+            if each.primitive.name == "gather" and self.origins(each.invars[0]) & logits:
+                return "labels" if self._has_input(each.invars[1]) else "class"
+            if each.primitive.name == "slice" and self.origins(each.invars[0]) & logits:
+                return "class" if _takes_one_of_last(each) else ""
+        return ""
 
     def _other_factor(self, v: Var, logits: set[Var]) -> str:
         """What log-probabilities are multiplied by."""
@@ -215,6 +228,16 @@ class _Piece:
             waiting += equation.invars
         return False
 
+    def makes_logits(self) -> bool:
+        """Whether it is a logarithm of probabilities that is normalised once more."""
+        is_log = self.equation.primitive.name == "log" and not self.is_log_of_sum_of_exp()
+        return is_log and _has(self.after(self.result), "exp")
+
+    def is_squared(self) -> bool:
+        squares = {"square", "integer_pow"}
+        after = self.after(self.result, _SHAPES | {"add"})
+        return any(e.primitive.name in squares for e in after)
+
     def is_log_of_softmax(self) -> bool:
         names = _ELEMENTWISE | {"gather", "reduce_sum"}
         for each in self.before(self.operand, names, 2 * _NEAR):
@@ -241,7 +264,7 @@ class _Piece:
         is_log = [e.primitive.name for e in negated].count("neg") > 1
         if self.equation.primitive.name != "log1p" and is_log:
             return True
-        logits = self.origins(self.operand)
+        logits = self.origins(self.operand, _SHAPES | {"neg", "abs", "exp"})
         names = _SHAPES | {"add", "sub", "neg"}
         for each in self.after(self.result, names, _NEAR):
             for product in (p for v in each.invars for p in self.before(v, names)):
@@ -438,7 +461,11 @@ def _loss(use: str, why: str, rank: int = _LEAST) -> _Row:
 _ROWS = (
     _Row(("log",), "loss", _Piece.is_log_of_sigmoid, _SIGMOID_LOSS),
     _Row(_LOSSES, "loss", _Piece.is_sigmoid_loss, _SIGMOID_LOSS),
+    _Row(("log",), "loss", lambda p: "labels" in p.uses and p.has_mask(), "a mask leaves some "
+         "classes out", _BEST),
     _loss("labels", losses.OTHER_FORMULA),
+    _loss("class", "it takes one class of all rows. The op takes labels, here jnp.full(n, class)",
+          _BEST),
     _loss("custom", "the labels are multiplied in a function with custom_jvp, which stays as it "
           "is"),
     _loss("diagonal", "it takes the diagonal of the log-probabilities. The op takes labels, here "
@@ -446,8 +473,10 @@ _ROWS = (
     _loss("entropy", "it is an entropy or a divergence of the softmax's own probabilities, not a "
           "loss of labels", _BEST),
     _loss("array", losses.PROBABILITIES),
-    _Row(("log",), "loss", _Piece.is_log_of_softmax, "it is the logarithm of softmax(x), which is "
-         "infinite where a probability is rounded to 0. log_softmax(x) is found"),
+    _Row(("log",), "loss", lambda p: p.is_log_of_sum_of_exp() and p.is_squared(), "it is a z-loss "
+         "alone. The op has it beside a loss of labels: z_loss="),
+    _Row(("log",), "loss", _Piece.is_log_of_softmax, "it is the logarithm of probabilities. The "
+         "op takes logits: log_softmax(x) is found"),
     _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.has_mask(), "a mask leaves some "
          "elements out", _BETTER),
     _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.has_given_variance, "its mean and "
@@ -495,27 +524,52 @@ def lines(
             kinds = {line.kind: None for line in lines(Program(inner), set(), {}, whole=False)}
             found += [(-1, i, Skipped(kind, i, _CUSTOM)) for kind in kinds]
             continue
-        number, row = _row_of(_Piece(program, equation, whole))
+        piece = _Piece(program, equation, whole)
+        if piece.makes_logits():
+            continue
+        number, row = _row_of(piece)
         reason = reasons.get(i)
         if reason and reason.rank == UNSURE and (row is None or row.kind != reason.kind):
             reason = None
         best = max((each for each in (row, reason) if each), key=lambda e: e.rank, default=None)
         if best is not None:
             found.append((number, i, Skipped(best.kind, i, best.why)))
-    of_losses: set[int] = set()
-    of_others: set[int] = set()
+    kept: list[_Kept] = []
     for _, i, line in sorted(found, key=lambda each: each[:2]):
         if line.kind in ("loss", "activation", "gelu"):
-            piece = _Piece(program, program.items[i].equation, whole)
-            names = _ELEMENTWISE | {"stack", "concatenate"}, _ELEMENTWISE - {"add", "sub"}
-            after, near = (
-                {id(e) for e in (piece.equation, *piece.after(piece.result, n))} for n in names
-            )
-            if after & of_losses or (line.kind != "loss" and near & of_others):
+            new = _Kept(line.kind, _Piece(program, program.items[i].equation, whole))
+            if any(new.is_of(each) for each in kept):
                 continue
-            of_losses |= after if line.kind == "loss" else set()
-            of_others |= near
+            kept.append(new)
         yield line
+
+
+class _Kept:
+    """A piece of code with a line: other equations of its formula have no line of their own."""
+
+    def __init__(self, kind: str, piece: _Piece) -> None:
+        self.is_loss = kind == "loss"
+        self.is_softmax = self.is_loss and piece.is_log_of_sum_of_exp()
+        names = _ELEMENTWISE | {"stack", "concatenate"}, _ELEMENTWISE - {"add", "sub"}
+        self.after, self.near = (
+            {id(e) for e in (piece.equation, *piece.after(piece.result, n))} for n in names
+        )
+        operands = [v for v in piece.equation.invars if isinstance(v, Var)]
+        arrays = {u for v in operands for u in piece.origins(v)}
+        self.arrays = {v for v in arrays if math.prod(v.aval.shape) == piece.size}
+
+    def is_of(self, other: _Kept) -> bool:
+        """Whether both lead to one equation, and are functions of one array or of two softmaxes."""
+        meets = bool(self.after & other.after if other.is_loss else self.near & other.near)
+        if self.is_loss and not other.is_loss:
+            return False
+        return meets and bool(self.arrays & other.arrays or (self.is_softmax and other.is_softmax))
+
+
+def _takes_one_of_last(equation: JaxprEqn) -> bool:
+    """Whether a slice has one element of the last axis, and all of the others."""
+    (*rows, classes), (*kept, one) = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return rows == kept and one == 1 < classes
 
 
 def _row_of(piece: _Piece) -> tuple[int, _Row | None]:
