@@ -1167,7 +1167,8 @@ def test_without_jit(monkeypatch):
 
 def test_loss_on_an_explicit_mesh():
     """The labels are not sharded. The loss is sharded as the logits, as the code's is."""
-    devices = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
+    cpu = jax.devices("cpu")[:4]
+    devices = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=cpu)
     with jax.set_mesh(devices):
         x = jax.device_put(operands(shape=(8, N))[0], NamedSharding(devices, P("a")))
         loss = lambda x: LOSSES["log_softmax"](x, jnp.arange(8))  # noqa: E731
