@@ -162,7 +162,7 @@ class _Piece:
         for equation in after:
             name = equation.primitive.name
             if name == "gather" and equation.invars[0] in own:
-                found.add("labels" if self._has_input(equation.invars[1]) else "diagonal")
+                found.add(self._of_index(equation.invars[1]))
             if name in ("jit", "pjit") and "diag" in equation.params.get("name", ""):
                 found.add("diagonal")
             if name == "slice" and _takes_one_of_last(equation):
@@ -187,7 +187,7 @@ class _Piece:
         """Whether v is one logit of each row: that of a label, or of one class for all rows."""
         for each in self.before(v, _SHAPES | {"neg", "select_n", "gather"}):
             if each.primitive.name == "gather" and self.origins(each.invars[0]) & logits:
-                return "labels" if self._has_input(each.invars[1]) else "class"
+                return self._of_index(each.invars[1])
             if each.primitive.name == "slice" and self.origins(each.invars[0]) & logits:
                 return "class" if _takes_one_of_last(each) else ""
         return ""
@@ -212,6 +212,13 @@ class _Piece:
             return True
         names = _SHAPES | {"neg", "mul", "select_n", "add", "sub"}
         return _has(self.after(equation.outvars[0], names), "reduce_sum", "dot_general")
+
+    def _of_index(self, v: Any) -> str:
+        """What an index takes of each row: its label, an element of the diagonal, or one class."""
+        if self._has_input(v):
+            return "labels"
+        names = _ELEMENTWISE | _ORDERS | {"concatenate"}
+        return "diagonal" if _has(self.before(v, names, _FAR), "iota") else "class"
 
     def _has_input(self, v: Any) -> bool:
         """Whether an index is computed from an array, not only counted."""
@@ -457,6 +464,9 @@ def _loss(use: str, why: str, rank: int = _LEAST) -> _Row:
     return _Row(("log",), "loss", test, why, rank)
 
 
+_ENTROPY = (
+    "it is an entropy or a divergence of the softmax's own probabilities, not a loss of labels"
+)
 # The first row whose test is true names the code.
 _ROWS = (
     _Row(("log",), "loss", _Piece.is_log_of_sigmoid, _SIGMOID_LOSS),
@@ -470,8 +480,7 @@ _ROWS = (
           "is"),
     _loss("diagonal", "it takes the diagonal of the log-probabilities. The op takes labels, here "
           "jnp.arange(n)", _BEST),
-    _loss("entropy", "it is an entropy or a divergence of the softmax's own probabilities, not a "
-          "loss of labels", _BEST),
+    _loss("entropy", _ENTROPY, _BEST),
     _loss("array", losses.PROBABILITIES),
     _Row(("log",), "loss", lambda p: p.is_log_of_sum_of_exp() and p.is_squared(), "it is a z-loss "
          "alone. The op has it beside a loss of labels: z_loss="),
@@ -541,6 +550,8 @@ def lines(
             if any(new.is_of(each) for each in kept):
                 continue
             kept.append(new)
+            if new.is_softmax and "entropy" in new.uses and line.why != _ENTROPY:
+                yield line._replace(why=_ENTROPY)  # of the same log-probabilities
         yield line
 
 
@@ -549,7 +560,9 @@ class _Kept:
 
     def __init__(self, kind: str, piece: _Piece) -> None:
         self.is_loss = kind == "loss"
-        self.is_softmax = self.is_loss and piece.is_log_of_sum_of_exp()
+        of_softmax = piece.is_log_of_sum_of_exp() or piece.is_log_of_softmax()
+        self.is_softmax = self.is_loss and of_softmax
+        self.uses = piece.uses if self.is_softmax else set[str]()
         names = _ELEMENTWISE | {"stack", "concatenate"}, _ELEMENTWISE - {"add", "sub"}
         self.after, self.near = (
             {id(e) for e in (piece.equation, *piece.after(piece.result, n))} for n in names
