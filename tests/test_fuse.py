@@ -1360,6 +1360,7 @@ SEVERAL = {
     "joined": (lambda x, y: jnp.concatenate([silu(x), silu(y)], -1), 2),
     "cell": (lambda x, y: sigmoid(x[:, :8]) * y[:, :8] + sigmoid(x[:, 8:16]) * jnp.tanh(
              x[:, 16:]), 3),
+    "reset": (lambda x, y: jnp.tanh(sigmoid(x) * y) * sigmoid(y - 1), 3),
     "entropy beside": (lambda x, y: (lambda lp: -lp[:, 3].mean() - jnp.sum(jnp.exp(lp) * lp))(
                        log_softmax(x)), 2),
     "distillation": (lambda x, y: (lambda p: jnp.sum(p * (jnp.log(p) - log_softmax(x))))(

@@ -568,15 +568,21 @@ class _Kept:
             {id(e) for e in (piece.equation, *piece.after(piece.result, n))} for n in names
         )
         operands = [v for v in piece.equation.invars if isinstance(v, Var)]
-        arrays = {u for v in operands for u in piece.origins(v)}
-        self.arrays = {v for v in arrays if math.prod(v.aval.shape) == piece.size}
+        # The arrays from which elementwise equations start.
+        self.arrays = {
+            u
+            for v in operands
+            for u in piece.origins(v)
+            if (e := piece.program.equation_of(u)) is None or e.primitive.name not in _ELEMENTWISE
+        }
 
     def is_of(self, other: _Kept) -> bool:
-        """Whether both lead to one equation, and are functions of one array or of two softmaxes."""
+        """Whether both lead to one equation, and are functions of equal arrays or two softmaxes."""
         meets = bool(self.after & other.after if other.is_loss else self.near & other.near)
         if self.is_loss and not other.is_loss:
             return False
-        return meets and bool(self.arrays & other.arrays or (self.is_softmax and other.is_softmax))
+        of_softmaxes = self.is_softmax and other.is_softmax
+        return meets and (of_softmaxes or self.arrays == other.arrays)
 
 
 def _takes_one_of_last(equation: JaxprEqn) -> bool:
