@@ -978,6 +978,20 @@ CPU = [
         _k("fuse", "test_comparison_on_random_numbers"),
     ),
     Fault(
+        "fuse: what was made of inner functions is not kept",
+        "jax_gradops/_fuse/fuse.py",
+        "    rewriter.keep()\n",
+        "",
+        _k("fuse_settings", "test_calls_without_jit"),
+    ),
+    Fault(
+        "fuse: comparisons do not take the caller's 64 bits",
+        "jax_gradops/_fuse/check.py",
+        "            jax.enable_x64(x64),\n",
+        "",
+        _k("fuse_settings", "test_settings"),
+    ),
+    Fault(
         "bfloat16 NaN may become infinity",
         "ffi/common/dtype.h",
         "(rounded | nan) >> 16",
