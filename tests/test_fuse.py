@@ -1539,7 +1539,7 @@ def test_lines_of_an_installed_model(tmp_path, monkeypatch):
     for each in summary.replaced:
         path, _, line = each.where.rpartition(":")
         assert path == str(file) and lines[int(line) - 1].endswith(f"# {each.op}")
-    assert "float32[2,3,24], int64[2,3]" in summary.replaced[-1].shapes
+    assert "float32[6,24], int64[6]" in summary.replaced[-1].shapes
 
 
 @pytest.mark.parametrize(
@@ -1547,17 +1547,22 @@ def test_lines_of_an_installed_model(tmp_path, monkeypatch):
     [
         (LOSSES["log_softmax"], (6, N), (6,), "float32[6,24], int8[6]"),
         (lambda x, i: LOSSES["optax"](x.reshape(-1, N), i.reshape(-1)), (2, 3, N), (2, 3),
+         "float32[6,24], int8[6]"),
+        (lambda x, i: LOSSES["optax"](x.reshape(2, 3, N), i), (6, N), (2, 3),
          "float32[2,3,24], int8[2,3]"),
+        (lambda x, i: LOSSES["optax"](wide(x.astype(jnp.bfloat16)).reshape(-1, N), i.reshape(-1)),
+         (2, 3, N), (2, 3), "float32[6,24], int8[6]"),
+        (lambda x, i: LOSSES["log_softmax"](x, jnp.where(i > 5, 0, i)), (6, N), (6,),
+         "float32[6,24], int8[6]"),
         (lambda x, i: LOSSES["one row"](x[None], i[None]), (6, N), (6,), "float32[6,24], int8[6]"),
         (lambda x, i: by_var(x.reshape(2, 3, N), *[wide(i)] * 2), (6, N), (N,),
-         "float32[6,24], float32[24]"),
-        # The rows of the norm are no rows of x.
+         "float32[2,3,24], float32[24]"),
         (lambda x, i: plain_rms(x.reshape(6, 2 * N)), (6, 2, N), (6,), "float32[6,48]"),
     ],
-    ids=["expanded", "flattened", "of one row", "norm", "other rows"],
+    ids=["expanded", "flattened", "divided", "cast", "where", "of one row", "norm", "other rows"],
 )  # fmt: skip
 def test_shapes_in_a_report(function, shape, labels, shapes):
-    """They are those of the arrays that the code has before it expands or flattens them."""
+    """They are those of the arrays that the code has, before it adds axes of size 1."""
     arrays = jnp.ones(shape, jnp.float32), jnp.ones(labels, jnp.int8)
     (site,) = summary_of(function, *arrays).replaced
     assert site.shapes == shapes

@@ -152,7 +152,7 @@ class Finder:
             names = ", ".join(map(repr, dict.fromkeys(names)))
             gone = f"checkpoint_name {names} on a value inside has no effect now"
             options = "; ".join([options, gone] if options else [gone])
-        operands = [self.program.as_written(v) for v in site.operands]
+        operands = [self.program.as_written(v, site) for v in site.operands]
         self.report.found(site.op, operands, source, options)
 
     def _site(self, values: Values, candidate: Candidate, anchor: int) -> Site | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,9 +23,7 @@ _OPENED = 80
 # An inner function with one of these primitives is not opened.
 _CLOSED = {"scan", "while", "cond", "shard_map", "remat2", "checkpoint", "remat"}
 _CLOSED |= {"jax_gradops", "jax_gradops_widening"}
-# Changes of an array's shape; and what JAX computes from indices, of which some may be negative.
-_SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
-_INDICES = {"convert_element_type", "select_n", "lt", "add"}
+_SHAPES = {"broadcast_in_dim", "reshape", "expand_dims", "copy", "pvary", "pcast"}
 
 
 def is_float(dtype: Any) -> bool:
@@ -166,28 +163,36 @@ class Program:
         """The equation that has the line of the code of an equation of the list."""
         return self.items[i].source
 
-    def as_written(self, v: Any) -> Any:
-        """The array that the code has, before it is expanded or flattened to `v`.
+    def as_written(self, v: Any, site: Site) -> Any:
+        """The array of the code that is an op's operand `v`, before axes of size 1 are added.
 
-        The rows stay what they are. Labels may have any shape, and JAX adds to negative indices.
+        The op may have the array before a reshape to the rows of the op's output. JAX changes the
+        dtype of indices and adds to negative ones. This is undone, too.
         """
-        labels = not is_float(v.aval.dtype)
-        passed = _SHAPES | _INDICES if labels else _SHAPES
-        found: set[Any] = set()
-        stack, seen = [v], {v}
-        while stack:
-            u = stack.pop()
-            equation = self.equation_of(u)
-            arrays = [w for w in equation.invars if isinstance(w, Var)] if equation else []
-            if equation is None or equation.primitive.name not in passed:
-                found.add(u)
-            elif any(not _same_rows(u.aval.shape, w.aval.shape, labels) for w in arrays):
-                found.add(u)
-            else:
-                stack += [w for w in arrays if w not in seen]
-                seen.update(arrays)
-        (*_, first) = found or (v,)
-        return first if len(found) == 1 and is_float(first.aval.dtype) is not labels else v
+        rows, last = _without_ones(site.outputs[0]), v
+        while len(inside := [i for i in self.users.get(last, ()) if i in site.region]) == 1:
+            equation = self.items[inside[0]].equation
+            (last,) = equation.outvars
+            name, shape = equation.primitive.name, _without_ones(last)
+            if name not in {*_SHAPES, "squeeze", "convert_element_type"}:
+                break
+            is_new = shape != _without_ones(v) and shape in (rows, [*rows, *shape[-1:]])
+            v = last if is_new or name == "squeeze" else v
+        while (equation := self.equation_of(v)) is not None and equation.invars:
+            name, before = equation.primitive.name, equation.invars[0]
+            if name == "select_n":  # where(i < 0, i + n, i)
+                before = equation.invars[1]
+                other = self.equation_of(equation.invars[2])
+                if other is None or other.primitive.name != "add" or other.invars[0] is not before:
+                    break
+            elif name not in _SHAPES and (name != "convert_element_type" or is_float(v.aval.dtype)):
+                break
+            if _without_ones(before) != _without_ones(v) or before.aval.ndim > v.aval.ndim:
+                break
+            if isinstance(before, Literal) or is_float(before.aval.dtype) != is_float(v.aval.dtype):
+                break
+            v = before
+        return v
 
     def equation_of(self, v: Any) -> JaxprEqn | None:
         """The equation that computes a variable. None for an input or a number."""
@@ -293,10 +298,8 @@ class Program:
         return found
 
 
-def _same_rows(after: Sequence[int], before: Sequence[int], labels: bool) -> bool:
-    """Whether a change of shape neither repeats elements nor, but for labels, joins rows."""
-    last = [next((n for n in reversed(shape) if n != 1), 1) for shape in (after, before)]
-    return math.prod(after) == math.prod(before) and (labels or last[0] == last[1])
+def _without_ones(v: Any) -> list[int]:
+    return [n for n in v.aval.shape if n != 1]
 
 
 def _shaped(site: Site, *operands: jax.Array) -> list[jax.Array]:
