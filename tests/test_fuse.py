@@ -815,7 +815,8 @@ def test_losses(name):
     fused = jax_gradops.fuse(loss)
     masked = jax_gradops.fuse(lambda x, i: jnp.where(i >= 0, loss(x, i), 0))
     logits = operands()[0]
-    # A class that is impossible: also that of a label. With weights, 0 * -inf stays NaN.
+    # The logit of a class is -inf. In one row, this class is the label. With weights, the code's
+    # 0 * -inf stays NaN under `jit`.
     impossible = logits.at[(0, 1), (1, 0), 7].set(0 if "weights" in name else -jnp.inf)
     limits = jnp.iinfo(jnp.int32)
     for x, labels in (
@@ -1562,7 +1563,7 @@ def test_lines_of_an_installed_model(tmp_path, monkeypatch):
     ids=["expanded", "flattened", "divided", "cast", "where", "of one row", "norm", "other rows"],
 )  # fmt: skip
 def test_shapes_in_a_report(function, shape, labels, shapes):
-    """They are those of the arrays that the code has, before it adds axes of size 1."""
+    """The report shows the code's own arrays, before the code adds axes of size 1."""
     arrays = jnp.ones(shape, jnp.float32), jnp.ones(labels, jnp.int8)
     (site,) = summary_of(function, *arrays).replaced
     assert site.shapes == shapes

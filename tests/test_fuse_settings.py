@@ -17,7 +17,7 @@ from jax_gradops._fuse import check, report
 
 pytestmark = pytest.mark.newest_jax
 
-# In a new process: the suite changes some of these settings itself.
+# This runs in a new process, because the suite changes some of these settings itself.
 SETTINGS = """
 import contextlib, json
 import jax, jax.numpy as jnp, numpy as np

@@ -78,7 +78,7 @@ def forget_errors() -> None:
 
 @contextlib.contextmanager
 def _own_settings(x64: bool, implementation: Any) -> Iterator[None]:
-    """In a new thread: JAX's default settings in place of the process's, but for 64 bits."""
+    """Sets JAX's settings to their defaults in this thread. The caller decides about 64 bits."""
     cpu = jax.devices("cpu")[0] if _has_cpu() else None
     # With "ffi", the references for platforms without kernels are not traced.
     kernels = "ffi" if cpu and not _registry.why_unavailable("cpu") else None

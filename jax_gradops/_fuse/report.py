@@ -33,8 +33,8 @@ class Replaced:
     Attributes:
       op: the name of the op's function. ``"linear_bias"`` is the bias of a matrix product. Its
         gradient is computed as in `jax_gradops.nnx.Linear`.
-      shapes: the operands' dtypes and shapes, such as ``"bfloat16[8,128,768], float32[768]"``. They
-        are those of the code's own arrays, before it adds axes of size 1 to them.
+      shapes: the operands' dtypes and shapes, such as ``"bfloat16[8,128,768], float32[768]"``. The
+        code may add axes of size 1 to its arrays: the shapes do not have these axes.
       where: the file and the line of the code, as ``"file.py:12"``. It is the innermost line that
         belongs neither to JAX nor to a framework such as Flax or Optax.
       times: how often this code was found in the traced function.

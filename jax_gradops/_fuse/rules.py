@@ -425,7 +425,7 @@ def is_relu(equation: JaxprEqn) -> bool:
 
 
 def _with_derivative(function: Callable[..., Any], type_: Any) -> str:
-    """A function's equations and those of its derivative."""
+    """The equations of a function and of its derivative."""
     both = jax.make_jaxpr(lambda x, dx: jax.jvp(function, (x,), (dx,)))
     return str(both(type_, type_))
 

@@ -184,7 +184,7 @@ class _Piece:
         return found
 
     def _picked(self, v: Var, logits: set[Var]) -> str:
-        """Whether v is one logit of each row: that of a label, or of one class for all rows."""
+        """What v is of each row: the logit of a label, or the logit of one class for all rows."""
         for each in self.before(v, _SHAPES | {"neg", "select_n", "gather"}):
             if each.primitive.name == "gather" and self.origins(each.invars[0]) & logits:
                 return self._of_index(each.invars[1])
