@@ -2,10 +2,10 @@
 
 Norms: `layer_norm`, `rms_norm`, `add_layer_norm`, `add_rms_norm`, `batch_norm`,
 `batch_norm_inference`, `group_norm`, `instance_norm`. Activations: `gelu`, `bias_gelu`. Losses:
-`softmax_cross_entropy_with_integer_labels`, `linear_softmax_cross_entropy`. Clipping:
-`clip_by_global_norm` for Optax, `clip_tree_by_global_norm`, `global_norm`. `fuse` puts these ops
-into any function. `jax_gradops.nnx` and `jax_gradops.linen` have modules for Flax.
-`jax_gradops.backward` has the gradient operators.
+`softmax_cross_entropy_with_integer_labels`, `linear_softmax_cross_entropy`. Embeddings:
+`embedding_lookup`. Clipping: `clip_by_global_norm` for Optax, `clip_tree_by_global_norm`,
+`global_norm`. `fuse` puts these ops into any function. `jax_gradops.nnx` and `jax_gradops.linen`
+have modules for Flax. `jax_gradops.backward` has the gradient operators.
 """
 
 import importlib as _importlib
@@ -31,6 +31,7 @@ from jax_gradops._ops.cross_entropy.cross_entropy import (
 from jax_gradops._ops.cross_entropy.linear import (
     linear_softmax_cross_entropy as linear_softmax_cross_entropy,
 )
+from jax_gradops._ops.embedding.embedding import embedding_lookup as embedding_lookup
 from jax_gradops._ops.gelu.bias_gelu import bias_gelu as bias_gelu
 from jax_gradops._ops.gelu.bias_gelu import gelu as gelu
 from jax_gradops._ops.row_norm.layer_norm import add_layer_norm as add_layer_norm

@@ -6,7 +6,7 @@ kernels that the derivatives of `jax_gradops.layer_norm`, `rms_norm`, `batch_nor
 
 - ONNX Runtime: LayerNormalizationGrad, InvertibleLayerNormalizationGrad,
   SimplifiedLayerNormalizationGrad, BatchNormalizationGrad; GeluGrad, FastGeluGrad, BiasGeluGrad_dX,
-  BiasFastGeluGrad_dX, InplaceClipGradNorm.
+  BiasFastGeluGrad_dX, InplaceClipGradNorm, GatherGrad.
 - oneDNN Graph: LayerNormBackward.
 
 Layer norm and RMS norm normalise the axes from `begin_norm_axis` on. All functions take any mixture
@@ -25,6 +25,7 @@ from jax_gradops._ops.clip.global_norm import (
 from jax_gradops._ops.cross_entropy.cross_entropy import (
     softmax_cross_entropy_backward as softmax_cross_entropy_backward,
 )
+from jax_gradops._ops.embedding.embedding import embedding_backward as embedding_backward
 from jax_gradops._ops.gelu.bias_gelu import bias_gelu_backward as bias_gelu_backward
 from jax_gradops._ops.gelu.bias_gelu import gelu_backward as gelu_backward
 from jax_gradops._ops.row_norm.backward import layer_norm_backward as layer_norm_backward

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# The features d have g bundles, if the handler has bundles.
-SIZES = {"n": (3,), "d": (4,), "m": (2,), "g": (2,)}
+# The features d have g bundles, if the handler has bundles. A table has v rows.
+SIZES = {"n": (3,), "d": (4,), "m": (2,), "g": (2,), "v": (5,)}
 LEAVES = (np.ones(3, np.float32), np.ones((2, 2), np.float16))
 VALUES = {"bool": False, "int64": np.int64(0), "float64": np.float64(1e-6)}
 

@@ -37,7 +37,8 @@ enum class Presence { kRequired, kOptional };
 //
 // Letters name the axes: n is for the row axes (any number), d for the features, and m for the axes
 // after the features. m is a row axis, too. The attribute inner_rank says how many axes m has. Any
-// other letter stands for one axis. g is the axis of bundles. A bundle is some neighbouring
+// other letter stands for one axis. x does not have the axis v: the first array with the axes v gives
+// its size. g is the axis of bundles. A bundle is some neighbouring
 // features, and all bundles are equally large. x has no axis g. The last axis of the first array
 // with axes g that is there gives the number of bundles. The group axes (of jax.vmap) come before
 // all. An operand without n may lack the group axes: all groups then share it.
@@ -187,6 +188,12 @@ class RowChecker {
     }
   }
 
+  // The size of the axis v is that of this array's last axis.
+  void SetTableRows(const ffi::AnyBuffer& buffer) {
+    const auto dims = buffer.dimensions();
+    table_rows_ = dims.size() == 0 ? 0 : dims.back();
+  }
+
   // Whether an array that is there looks as if it were absent.
   bool IsEmpty(const Signature::Array& array) const {
     return std::ranges::any_of(array.axes,
@@ -258,6 +265,7 @@ class RowChecker {
   ChannelShape shape() const { return {shape_, inner_}; }
   std::int64_t bundle() const { return bundle_; }
   std::int64_t bundles() const { return bundles_; }
+  std::int64_t table_rows() const { return table_rows_; }
   ffi::DataType dtype() const { return x_.element_type(); }
 
  private:
@@ -273,9 +281,10 @@ class RowChecker {
     return false;
   }
 
-  // x's dimensions along the axes of a letter. Those of g are not x's.
+  // x's dimensions along the axes of a letter. Those of g and v are not x's.
   Dims DimsOf(char letter) const {
     if (letter == 'g') return Dims(&bundles_, 1);
+    if (letter == 'v') return Dims(&table_rows_, 1);
     std::int64_t start = group_rank_;
     for (const char before : axes_.substr(0, axes_.find(letter))) start += RankOf(before);
     return Dims(x_.dimensions().begin() + start, static_cast<std::size_t>(RankOf(letter)));
@@ -293,6 +302,9 @@ class RowChecker {
     if (array.axes == "g") {
       shape = "x's group axes and one of size " + std::to_string(bundles_);
       if (array.name != gives_bundles_) shape += ", as " + std::string(gives_bundles_) + " has";
+    } else if (array.axes.starts_with('v')) {
+      shape = "x's group axes and one of size " + std::to_string(table_rows_);
+      if (array.axes == "vd") shape += ", and x's " + feature;
     } else if (!array.has_rows()) {
       shape = "x's group axes and " + feature;
     } else if (array.axes != axes_) {
@@ -317,7 +329,7 @@ class RowChecker {
   std::string_view axes_;
   std::int64_t group_rank_ = 0, row_rank_ = 0, inner_rank_;
   RowShape shape_{0, 0, 0};
-  std::int64_t inner_ = 1, bundle_ = 1, bundles_ = 0;
+  std::int64_t inner_ = 1, bundle_ = 1, bundles_ = 0, table_rows_ = 0;
   std::string_view gives_bundles_;
   std::string message_;
 };
@@ -410,8 +422,15 @@ class RowHandler {
       args_.shape = check.shape().outer;
     }
     if constexpr (requires { args_.bundle; }) {
-      FindBundles(check);
+      if (const auto* array = FirstWithAxes("g", check)) {
+        const auto i = static_cast<std::size_t>(array - buffers_.data());
+        check.SetBundles(ArrayAt(i).name, **array);
+      }
       args_.bundle = check.bundle(), args_.bundles = check.bundles();
+    }
+    if constexpr (requires { args_.table_rows; }) {
+      if (const auto* array = FirstWithAxes("v", check)) check.SetTableRows(**array);
+      args_.table_rows = check.table_rows();
     }
     std::int64_t sums = 0;
     CheckArrays(check, sums, std::make_index_sequence<kArrays>());
@@ -429,12 +448,13 @@ class RowHandler {
     return check.ok() ? ffi::Error::Success() : check.error();
   }
 
-  void FindBundles(RowChecker& check) const {
+  // The place of the first array that is there and has exactly these axes, or null.
+  const ffi::AnyBuffer* const* FirstWithAxes(std::string_view axes, const RowChecker& check) const {
     for (std::size_t i = 0; i < kArrays; ++i) {
       const Signature::Array array = ArrayAt(i);
-      if (array.axes != "g" || !check.IsThere(array.presence, *buffers_[i])) continue;
-      return check.SetBundles(array.name, *buffers_[i]);
+      if (array.axes == axes && check.IsThere(array.presence, *buffers_[i])) return &buffers_[i];
     }
+    return nullptr;
   }
 
   // Checks each array and stores it in its member. Counts the sums over rows that are wanted.

@@ -5,6 +5,7 @@
 #include "ops/batch_norm.h"
 #include "ops/bias_gelu.h"
 #include "ops/cross_entropy.h"
+#include "ops/embedding.h"
 #include "ops/global_norm.h"
 #include "ops/group_norm.h"
 #include "ops/row_norm.h"
@@ -18,6 +19,7 @@ using AllOps = TypeList<
     BatchNormForward, BatchNormBackward,
     GroupNormForward, GroupNormBackward,
     CrossEntropyForward, CrossEntropyBackward,
+    EmbeddingBackward,
     SumOfSquaresOfTree, ScaleTree>;
 // clang-format on
 

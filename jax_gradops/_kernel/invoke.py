@@ -117,7 +117,7 @@ def formula(call: Call, *arrays: jax.Array) -> Arrays:
     axes = tuple(None if shared else 0 for shared in call.shared(arrays))
     for _ in range(call.groups):
         function = jax.vmap(function, in_axes=axes)
-    if isinstance(call, RowCall) and call.kernel.program is not None:
+    if isinstance(call, RowCall) and (call.kernel.program is not None or call.kernel.scatters):
         function = sharding.with_auto_axes(call, function)
     return function(*arrays)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,8 +64,17 @@ class RowCall:
 
     @functools.cached_property
     def dims(self) -> str:
-        """All axes. The first operand has them."""
+        """The axes of the first operand."""
         return next(iter(self.kernel.operands.values()))
+
+    def _others(self, found: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, tuple[Any, ...]]:
+        """Items of the letters that the first operand lacks. `found` has each operand's items."""
+        others: dict[str, tuple[Any, ...]] = {}
+        for dims, items in found:
+            if set(dims) - set(self.dims):
+                split = self.split(dims, items)
+                others |= {letter: split[letter] for letter in dims if letter not in self.dims}
+        return others
 
     @functools.cached_property
     def in_dims(self) -> tuple[str, ...]:
@@ -102,6 +111,10 @@ class RowCall:
     def is_shared(self, ndim: int, dims: str) -> bool:
         """Whether an array lacks the group axes."""
         return "n" not in dims and ndim == self._rank(dims)
+
+    def _lead(self, ndim: int, dims: str) -> int:
+        """The number of group axes of an array."""
+        return 0 if self.is_shared(ndim, dims) else self.groups
 
     def shared(self, arrays: Sequence[jax.Array]) -> list[bool]:
         pairs = zip(arrays, self.in_dims, strict=True)
@@ -177,13 +190,15 @@ class RowCall:
     def handler_call(self, arrays: Sequence[jax.Array]) -> HandlerCall:
         kernel, x = self.kernel, arrays[0]
         lead, axes = x.shape[: self.groups], self.split(self.dims, x.shape[self.groups :])
+        axes |= self._others((dims, a.shape[self._lead(a.ndim, dims) :])
+                             for a, dims in zip(arrays, self.in_dims, strict=True))  # fmt: skip
         accum = accum_dtype(x.dtype)
 
         def joined(groups: Sequence[int], sizes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
             return (*groups, *(size for found in sizes.values() for size in found))
 
         def of_handler(a: jax.Array, dims: str) -> jax.Array:
-            groups = 0 if self.is_shared(a.ndim, dims) else self.groups
+            groups = self._lead(a.ndim, dims)
             sizes = self._for_handler(dims, self.split(dims, a.shape[groups:]))
             return a.reshape(joined(a.shape[:groups], sizes))
 
@@ -196,7 +211,7 @@ class RowCall:
 
         types = [type_of(name, result) for name, result in kernel.results.items()]
         if kernel.workspace is not None:
-            merged = self._for_handler(self.dims, axes)
+            merged = self._for_handler("".join(axes), axes)
             sizes = {letter: math.prod(found) for letter, found in merged.items()}
             sums = sum(bool(self._lacking(r)) for r in self.wanted.values())
             shape = kernel.workspace(math.prod(lead), sizes, sums)
@@ -278,6 +293,14 @@ class RowCall:
         sums = [r for r in self._reduced if any(mesh_axes(letters[letter]) for letter in r)]
         if everywhere and sums:
             lead, letters = (None,) * self.groups, _only(set.intersection(*sums), letters)
+        # A mesh axis shards one axis of a result only.
+        used = {name for found in (lead, *letters.values()) for name in mesh_axes(found)}
+        others = self._others((dims, padded(s, n)[self._lead(n, dims) :])
+                              for s, n, dims in zip(specs, ndims, self.in_dims, strict=True))  # fmt: skip
+        letters |= {
+            letter: tuple(None if used & set(mesh_axes([e])) else e for e in found)
+            for letter, found in others.items()
+        }
 
         def spec(dims: str, lead: Sequence[Any]) -> PartitionSpec:
             entries = (letters.get(letter, (None,)) for letter in dims)
@@ -285,7 +308,7 @@ class RowCall:
 
         return Layout(
             tuple(
-                spec(dims, () if self.is_shared(ndim, dims) else lead)
+                spec(dims, lead[: self._lead(ndim, dims)])
                 for dims, ndim in zip(self.in_dims, ndims, strict=True)
             ),
             tuple(spec(r.dims, lead) for r in self.wanted.values()),
@@ -300,7 +323,7 @@ class RowCall:
 
     def sharding_rule(self, ndims: Sequence[int], result_ndims: Sequence[int]) -> tuple[str, dict]:
         def term(dims: str, ndim: int, letters: str) -> list[str]:
-            lead = 0 if self.is_shared(ndim, dims) else self.groups
+            lead = self._lead(ndim, dims)
             axes = self.split(dims, range(ndim - lead))
             groups = [f"vmap{i}" for i in range(lead)]
             return groups + [f"{letter}{i}" for letter in letters for i in range(len(axes[letter]))]

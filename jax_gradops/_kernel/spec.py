@@ -69,14 +69,15 @@ class Kernel:
 
     Attributes:
       name: the handler's name; the custom call's target is ``jax_gradops.<name>``.
-      operands: name and axes of each operand. ``n`` comes first. The first operand has all axes,
-        except for letters of `whole` that stand for one axis. The operand with the first one's axes
-        that is sharded the most decides the sharding of all operands. All operands but the first
-        may be absent (None).
+      operands: name and axes of each operand. ``n`` comes first. The operand with the first one's
+        axes that is sharded the most decides the sharding of these axes. An axis that the first
+        operand lacks keeps the sharding of its own operand. All operands but the first may be
+        absent (None).
       results: name, axes and dtype of each result.
       reference: computes all results in `jax.numpy`, without group axes. It takes the operands
         (None where absent). Its static arguments are the attributes and the numbers of axes in
         `ranks`.
+      scatters: whether the reference has an operation that JAX does not run on Explicit axes.
       features: letters of the features' axes, side by side. The handler has one axis, ``d``, in
         their place, in each array that has all of them. An array with only some keeps these.
       whole: letters of axes that every device must hold whole.
@@ -99,6 +100,7 @@ class Kernel:
     operands: Mapping[str, str]
     results: Mapping[str, Result]
     reference: Callable[..., Arrays]
+    scatters: bool = False
     features: str = "d"
     whole: str = ""
     ranks: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -69,10 +69,11 @@ Choice Choose(const Signature& op, Random& random) {
   return choice;
 }
 
-// The axes without the groups, by letter. g is the number of bundles.
+// The axes without the groups, by letter. g is the number of bundles, v that of a table's rows.
 class Axes {
  public:
   Axes(const Signature& op, const Shape& shape, Random& random) : shape_(shape) {
+    if (op.name == "embedding_bwd") table_rows_ = static_cast<std::int64_t>(random.Below(20));
     if (std::ranges::none_of(op.operands, [](const auto& a) { return a.axes == "g"; })) return;
     // The smallest factor of the features is the number of bundles, or of a bundle's features.
     std::int64_t few = 2;
@@ -88,6 +89,7 @@ class Axes {
       dims = dims + (letter == 'n'   ? shape_.rows
                      : letter == 'm' ? shape_.inner
                      : letter == 'g' ? Dims{bundles_}
+                     : letter == 'v' ? Dims{table_rows_}
                                      : Dims{shape_.features});
     }
     return dims;
@@ -95,7 +97,7 @@ class Axes {
 
  private:
   const Shape& shape_;
-  std::int64_t bundles_ = 0;
+  std::int64_t bundles_ = 0, table_rows_ = 0;
 };
 
 Call MakeRowCall(const Signature& op, XLA_FFI_DataType dtype, const Shape& shape, Random& random) {
@@ -186,15 +188,15 @@ void FillWith(const Array& array, Random& random, bool positive) {
   }
 }
 
-// Classes are consecutive numbers, and each group has its own. Labels are mostly small. Some are no
-// class, and some are the ignored label.
+// Classes, and numbers of table rows, are consecutive, and each group has its own. Labels and indices
+// are mostly small. Some are no class, and some are the ignored label.
 void FillIntegers(const Array& array, Random& random) {
   auto* const values = static_cast<std::int32_t*>(array.data);
   const auto count = static_cast<std::int64_t>(array.bytes() / sizeof(std::int32_t));
   // fuzz.cc makes arrays without axes, too.
   const std::int64_t features = array.dims.empty() ? 1 : array.dims.back();
   for (std::int64_t i = 0; i < count; ++i) {
-    if (array.name == "classes") {
+    if (array.name == "classes" || array.name == "numbers") {
       values[i] = static_cast<std::int32_t>(i % features + 3 * (i / features));
     } else {
       const auto label = static_cast<std::int32_t>(random.Below(2ull << random.Below(11)));

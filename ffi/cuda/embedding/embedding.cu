@@ -1,0 +1,387 @@
+// The gradient of an embedding's table, CUDA.
+//
+// The occurrences (the rows of x) are sorted by table row. Then the work is a list of items: each
+// table row comes after its occurrences. A warp takes kItems neighbouring items and a tile of the
+// features. It adds occurrences to a sum in registers. At a table row it writes the sum, or zeros.
+// So each distribution of the indices gives each warp the same work.
+//
+// A table row may have occurrences in several warps. Their sums are added up in order: those of a
+// block in shared memory, and those of several blocks by EmbeddingBackwardJoin.
+#include <cstdint>
+#include <cub/device/device_radix_sort.cuh>
+
+#include "common/integers.h"
+#include "cuda/common/launch.cuh"
+#include "ops/embedding.h"
+
+namespace gradops {
+namespace {
+
+constexpr char kOp[] = "embedding_bwd";
+constexpr int kWarps = 8;
+constexpr int kItems = 32;  // of a warp
+constexpr int kBlockItems = kWarps * kItems;
+constexpr int kUnroll = 4;     // occurrences that are loaded at a time
+constexpr int kPerLane = 8;    // features
+constexpr int kTile = 32 * kPerLane;
+constexpr int kJoinWarps = 16;
+
+// The sorted occurrences, and where the sums of blocks go.
+struct Sorted {
+  std::int64_t occurrences, table_rows, features;
+  const std::int32_t* keys;       // table rows, sorted; table_rows for an index of no row
+  const std::int32_t* positions;  // rows of x
+  // For each block [features]: the sum of a row that an earlier block began and this block ends,
+  // and the sum of a row that goes on in the next block.
+  void *heads, *tails;
+  std::int32_t* head_rows;  // the row of `heads`, or -1
+
+  __host__ __device__ std::int64_t items() const { return occurrences + table_rows + 1; }
+  __host__ __device__ std::int64_t blocks() const { return CeilDiv(items(), kBlockItems); }
+  __host__ __device__ std::int64_t tiles() const { return CeilDiv(features, kTile); }
+};
+
+__global__ void EmbeddingBackwardKeys(const std::int32_t* indices, const std::int32_t* first,
+                                      std::int64_t occurrences, std::int32_t table_rows,
+                                      std::int32_t* keys, std::int32_t* positions) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= occurrences) return;
+  const std::int64_t row = std::int64_t{indices[i]} - *first;
+  keys[i] = row < 0 || row >= table_rows ? table_rows : static_cast<std::int32_t>(row);
+  positions[i] = static_cast<std::int32_t>(i);
+}
+
+// The least i in [low, high] for which holds(i). It holds for high, and for all numbers after the
+// least one. The lanes of `mask` search together. All of them have the same bounds.
+template <int kLanes, typename Holds>
+__device__ __forceinline__ std::int64_t Least(std::int64_t low, std::int64_t high,
+                                              const Holds& holds) {
+  const int lane = threadIdx.x % kLanes, shift = threadIdx.x % 32 - lane;
+  constexpr unsigned kMask = kLanes == 32 ? 0xffffffffu : (1u << kLanes) - 1;
+  while (__any_sync(0xffffffffu, low < high)) {
+    const std::int64_t step = CeilDiv(high - low + 1, kLanes + 1);
+    const std::int64_t i = low + (lane + 1) * step - 1;
+    const unsigned found = __ballot_sync(0xffffffffu, i >= high || holds(i)) >> shift & kMask;
+    if (low < high) {
+      const int before = found == 0 ? kLanes : __ffs(found) - 1;
+      if (found != 0) high = min(high, low + (before + 1) * step - 1);
+      low = min(high, low + before * step);
+    }
+  }
+  return low;
+}
+
+// Lane l of a warp has the features W * (l + 32 * q) + e of a tile, for e < W and q < kPerLane / W.
+template <int W, typename A>
+struct LaneFeatures {
+  static constexpr int kParts = kPerLane / W;
+  std::int64_t first;
+  unsigned there = 0;  // bit q: whether the features of q exist
+
+  __device__ __forceinline__ LaneFeatures(std::int64_t tile, std::int64_t features)
+      : first(tile * kTile + W * static_cast<int>(threadIdx.x % 32)) {
+#pragma unroll
+    for (int q = 0; q < kParts; ++q) there |= (first + 32 * W * q < features ? 1u : 0u) << q;
+  }
+
+  template <typename T>
+  struct alignas(W * sizeof(T)) Some {
+    T v[W];
+  };
+  template <typename T>
+  struct Loaded {
+    Some<T> parts[kParts];
+
+    __device__ __forceinline__ void AddTo(A (&sum)[kPerLane]) const {
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) sum[k] += static_cast<A>(parts[k / W].v[k % W]);
+    }
+  };
+
+  template <typename T>
+  __device__ __forceinline__ Loaded<T> Load(const T* row) const {
+    Loaded<T> loaded{};
+#pragma unroll
+    for (int q = 0; q < kParts; ++q) {
+      if (there >> q & 1) {
+        loaded.parts[q] = *reinterpret_cast<const Some<T>*>(row + first + 32 * W * q);
+      }
+    }
+    return loaded;
+  }
+  template <typename O>
+  __device__ __forceinline__ void Store(O* row, const A (&values)[kPerLane]) const {
+#pragma unroll
+    for (int q = 0; q < kParts; ++q) {
+      Some<O> some;
+#pragma unroll
+      for (int e = 0; e < W; ++e) some.v[e] = static_cast<O>(values[q * W + e]);
+      if (there >> q & 1) *reinterpret_cast<Some<O>*>(row + first + 32 * W * q) = some;
+    }
+  }
+};
+
+// The part of a warp: occurrences [occurrence, end_occurrence) and the ends of rows [row, end_row).
+struct Part {
+  std::int64_t row, end_row, occurrence, end_occurrence;
+  bool begun;  // whether `row` has occurrences before this part
+
+  // Finds the part in the list of items. In the list, the end of a row comes after the occurrences
+  // of the row. So i row ends are among the first n items if the last of the n - i occurrences is
+  // of a row up to i, and i is the least such number.
+  __device__ __forceinline__ Part(const Sorted& in, std::int64_t item) {
+    const std::int64_t n = min(item + (threadIdx.x % 32 < 16 ? 0 : kItems), in.items());
+    const std::int64_t rows = Least<16>(
+        max(std::int64_t{0}, n - in.occurrences), min(n, in.table_rows + 1),
+        [&](std::int64_t i) { return i >= n || in.keys[n - 1 - i] <= i; });
+    row = __shfl_sync(0xffffffffu, rows, 0), end_row = __shfl_sync(0xffffffffu, rows, 16);
+    occurrence = min(item, in.items()) - row;
+    end_occurrence = min(item + kItems, in.items()) - end_row;
+    begun = occurrence > 0 && row < in.table_rows && in.keys[occurrence - 1] == row;
+  }
+  // Whether all of it is the middle of one row.
+  __device__ __forceinline__ bool IsMiddle() const { return begun && row == end_row; }
+};
+
+template <typename T, typename O, int W>
+__global__ void __launch_bounds__(32 * kWarps)
+    EmbeddingBackwardSums(const Sorted in, const T* x, O* dtable) {
+  using A = Accum<T>;
+  __shared__ A heads[kWarps][kTile], tails[kWarps][kTile];
+  __shared__ bool middles[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const std::int64_t block = blockIdx.x / in.tiles(), tile = blockIdx.x % in.tiles();
+  const LaneFeatures<W, A> features(tile, in.features);
+  const Part part(in, block * kBlockItems + warp * kItems);
+  A sum[kPerLane] = {};
+  bool has_sum = part.begun;
+  std::int64_t row = part.row;
+  const auto keep = [&](A(&where)[kTile]) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) where[lane + 32 * k] = sum[k];
+  };
+  const auto end_rows_before = [&](std::int64_t end) {
+    if (row >= end) return;
+    if (has_sum) {
+      if (part.begun && row == part.row) {
+        keep(heads[warp]);
+      } else if (row < in.table_rows) {
+        features.Store(dtable + row * in.features, sum);
+      }
+#pragma unroll
+      for (A& each : sum) each = 0;
+      has_sum = false;
+      ++row;
+    }
+    for (const std::int64_t last = min(end, in.table_rows); row < last; ++row) {
+      features.Store(dtable + row * in.features, sum);
+    }
+    row = end;
+  };
+  const auto count = static_cast<int>(part.end_occurrence - part.occurrence);
+  static_assert(kItems <= 32);
+  std::int32_t key = 0, position = 0;  // of the lane's occurrence
+  if (lane < count) {
+    key = in.keys[part.occurrence + lane], position = in.positions[part.occurrence + lane];
+  }
+  for (int i = 0; i < count; i += kUnroll) {
+    typename LaneFeatures<W, A>::template Loaded<T> values[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const std::int64_t at = __shfl_sync(0xffffffffu, position, min(i + u, count - 1));
+      values[u] = features.Load(x + at * in.features);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const std::int64_t next = __shfl_sync(0xffffffffu, key, min(i + u, count - 1));
+      if (i + u < count) {
+        end_rows_before(next);
+        has_sum = true;
+        values[u].AddTo(sum);
+      }
+    }
+  }
+  end_rows_before(part.end_row);
+  if (has_sum) keep(tails[warp]);
+  if (lane == 0) middles[warp] = part.IsMiddle();
+  __syncthreads();
+
+  // Adds the sums of a row up to the one of warp `last`. Returns whether an earlier block began it.
+  const auto add_tails = [&](int last) {
+    int from = max(last, 0);
+    while (from > 0 && middles[from]) --from;
+#pragma unroll
+    for (A& each : sum) each = 0;
+    for (int w = from; w <= last; ++w) {
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) sum[k] += tails[w][lane + 32 * k];
+    }
+    return last < 0 || (from == 0 && middles[0]);
+  };
+  const bool ends_begun = part.begun && part.end_row > part.row;
+  const bool is_head = ends_begun && add_tails(warp - 1);
+  if (ends_begun) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) sum[k] += heads[warp][lane + 32 * k];
+    if (is_head) {
+      features.Store(static_cast<A*>(in.heads) + block * in.features, sum);
+    } else {
+      features.Store(dtable + part.row * in.features, sum);
+    }
+  }
+  if (tile == 0) {
+    if (__syncthreads_or(is_head) == 0) {
+      if (threadIdx.x == 0) in.head_rows[block] = -1;
+    } else if (is_head && lane == 0) {
+      in.head_rows[block] = static_cast<std::int32_t>(part.row);
+    }
+  }
+  if (warp == kWarps - 1 && has_sum) {
+    add_tails(warp);
+    features.Store(static_cast<A*>(in.tails) + block * in.features, sum);
+  }
+}
+
+// Rows with occurrences in several blocks. A block looks at kJoinWarps blocks of the kernel above,
+// one after another. Its warps share the sums of a row.
+template <typename A, typename O, int W>
+__global__ void __launch_bounds__(32 * kJoinWarps) EmbeddingBackwardJoin(const Sorted in,
+                                                                         O* dtable) {
+  __shared__ A parts[kJoinWarps][kTile];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const LaneFeatures<W, A> features(blockIdx.y, in.features);
+  const std::int64_t first = std::int64_t{blockIdx.x} * kJoinWarps;
+  const bool is_block = lane < kJoinWarps && first + lane < in.blocks();
+  const std::int32_t head_row = is_block ? in.head_rows[first + lane] : -1;
+  for (unsigned rest = __ballot_sync(0xffffffffu, head_row >= 0); rest != 0; rest &= rest - 1) {
+    const int i = __ffs(rest) - 1;
+    const std::int64_t block = first + i, row = __shfl_sync(0xffffffffu, head_row, i);
+    const std::int64_t occurrence = Least<32>(
+        0, in.occurrences, [&](std::int64_t i) { return in.keys[i] >= row; });
+    const std::int64_t begin = (occurrence + row) / kBlockItems;
+    const std::int64_t each = CeilDiv(block - begin, kJoinWarps);
+    const std::int64_t from = begin + warp * each, to = min(from + each, block);
+    A sum[kPerLane] = {};
+#pragma unroll 4
+    for (std::int64_t b = from; b < to; ++b) {
+      features.Load(static_cast<const A*>(in.tails) + b * in.features).AddTo(sum);
+    }
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) parts[warp][lane + 32 * k] = sum[k];
+    __syncthreads();
+    if (warp == 0) {
+      for (int w = 1; w < kJoinWarps; ++w) {
+#pragma unroll
+        for (int k = 0; k < kPerLane; ++k) sum[k] += parts[w][lane + 32 * k];
+      }
+      features.Load(static_cast<const A*>(in.heads) + block * in.features).AddTo(sum);
+      features.Store(dtable + row * in.features, sum);
+    }
+    __syncthreads();
+  }
+}
+
+// Takes parts of the workspace.
+class Workspace {
+ public:
+  Workspace(void* memory, std::int64_t bytes)
+      : next_(static_cast<char*>(memory)), left_(bytes) {}
+  void* Take(std::int64_t bytes) {
+    constexpr std::int64_t kAlignment = 256;
+    void* const taken = next_;
+    next_ += RoundUp(bytes, kAlignment), left_ -= RoundUp(bytes, kAlignment);
+    return taken;
+  }
+  bool ok() const { return left_ >= 0; }
+
+ private:
+  char* next_;
+  std::int64_t left_;
+};
+
+ffi::Error Sort(cudaStream_t stream, const EmbeddingBwdArgs& args, std::int64_t group,
+                Workspace& workspace, Sorted& sorted) {
+  const std::int64_t count = args.shape.rows, bytes = count * std::int64_t{sizeof(std::int32_t)};
+  if (count > std::numeric_limits<std::int32_t>::max() ||
+      args.table_rows >= std::numeric_limits<std::int32_t>::max()) {
+    return ffi::Error::InvalidArgument(std::string(kOp) + ": more than 2^31 indices or table rows");
+  }
+  const auto take = [&] { return static_cast<std::int32_t*>(workspace.Take(bytes)); };
+  cub::DoubleBuffer<std::int32_t> keys(take(), take()), positions(take(), take());
+  int bits = 1;
+  while (args.table_rows >> bits != 0) ++bits;
+  std::size_t size = 0;
+  const auto sort = [&](void* memory) {
+    return cub::DeviceRadixSort::SortPairs(memory, size, keys, positions, static_cast<int>(count),
+                                           0, bits, stream);
+  };
+  if (const cudaError_t status = sort(nullptr); status != cudaSuccess) return ToError(kOp, status);
+  void* const memory = workspace.Take(static_cast<std::int64_t>(size));
+  if (!workspace.ok()) {
+    return ffi::Error::InvalidArgument(std::string(kOp) + ": the workspace is too small");
+  }
+  constexpr int kThreads = 256;
+  EmbeddingBackwardKeys<<<GridBlocks(CeilDiv(count, kThreads)), kThreads, 0, stream>>>(
+      static_cast<const std::int32_t*>(args.indices) + group * count,
+      static_cast<const std::int32_t*>(args.numbers.data) + group * args.numbers.group_stride,
+      count, static_cast<std::int32_t>(args.table_rows), keys.Current(), positions.Current());
+  if (const cudaError_t status = sort(memory); status != cudaSuccess) return ToError(kOp, status);
+  sorted.keys = keys.Current(), sorted.positions = positions.Current();
+  return LastError(kOp);
+}
+
+template <typename T, typename O, int W>
+ffi::Error Sum(cudaStream_t stream, const Sorted& sorted, const T* x, O* dtable) {
+  const std::int64_t blocks = sorted.blocks() * sorted.tiles();
+  if (blocks > std::numeric_limits<int>::max()) return ToError(kOp, cudaErrorInvalidValue);
+  EmbeddingBackwardSums<T, O, W>
+      <<<static_cast<unsigned>(blocks), 32 * kWarps, 0, stream>>>(sorted, x, dtable);
+  const dim3 grid(GridBlocks(CeilDiv(sorted.blocks(), kJoinWarps)),
+                  static_cast<unsigned>(sorted.tiles()));
+  EmbeddingBackwardJoin<Accum<T>, O, W><<<grid, 32 * kJoinWarps, 0, stream>>>(sorted, dtable);
+  return LastError(kOp);
+}
+
+template <typename T, typename O>
+ffi::Error Backward(cudaStream_t stream, const EmbeddingBwdArgs& args, std::int64_t group) {
+  const std::int64_t rows = args.shape.rows, features = args.shape.features;
+  const T* const x = static_cast<const T*>(args.x) + group * rows * features;
+  O* const dtable = static_cast<O*>(args.dtable.data) + group * args.table_rows * features;
+  Sorted sorted{.occurrences = rows, .table_rows = args.table_rows, .features = features};
+  Workspace workspace(args.workspace, args.shape.groups * args.partial_rows * features *
+                                          std::int64_t{sizeof(Accum<T>)});
+  const std::int64_t sums = sorted.blocks() * features * std::int64_t{sizeof(Accum<T>)};
+  sorted.heads = workspace.Take(sums), sorted.tails = workspace.Take(sums);
+  sorted.head_rows = static_cast<std::int32_t*>(
+      workspace.Take(sorted.blocks() * std::int64_t{sizeof(std::int32_t)}));
+  const ffi::Error error = Sort(stream, args, group, workspace, sorted);
+  if (!error.success()) return error;
+  return features % 4 == 0 ? Sum<T, O, 4>(stream, sorted, x, dtable)
+                           : Sum<T, O, 1>(stream, sorted, x, dtable);
+}
+
+}  // namespace
+
+ffi::Error EmbeddingBwd(cudaStream_t stream, const EmbeddingBwdArgs& args) {
+  const std::int64_t elements = args.shape.groups * args.table_rows * args.shape.features;
+  if (elements == 0) return ffi::Error::Success();
+  if (args.shape.rows == 0) {
+    return ToError(kOp, cudaMemsetAsync(args.dtable.data, 0,
+                                        static_cast<std::size_t>(elements *
+                                                                 ByteWidthOf(args.dtable.dtype)),
+                                        stream));
+  }
+  return DispatchDtype(FloatTypes{}, kOp, args.dtype, [&]<typename T>() {
+    using Results = std::conditional_t<std::is_same_v<T, double>, TypeList<double>,
+                                       TypeList<float, Half, BFloat16>>;
+    return DispatchDtype(Results{}, kOp, args.dtable.dtype, [&]<typename O>() {
+      for (std::int64_t group = 0; group < args.shape.groups; ++group) {
+        const ffi::Error error = Backward<T, O>(stream, args, group);
+        if (!error.success()) return error;
+      }
+      return ffi::Error::Success();
+    });
+  });
+}
+
+}  // namespace gradops

@@ -1,0 +1,1 @@
+"""The lookup of embeddings, and the gradient of their table."""
