@@ -13,7 +13,7 @@ template <class T, class O> bool Case(std::int64_t n, std::int64_t v, std::int64
   std::vector<T> x(n * d); for (auto& a : x) a = static_cast<T>((float)((int)(rng() % 17) - 8));
   std::vector<double> want(v * d, 0.0);
   for (std::int64_t i = 0; i < n; ++i) if (idx[i] >= 0 && idx[i] < v) for (std::int64_t f = 0; f < d; ++f) want[idx[i] * d + f] += static_cast<double>(static_cast<float>(x[i * d + f]));
-  std::int64_t blocks = (n + v + 1 + 255) / 256, bytes = 17 * n + blocks * (16 * d + 4) + (1 << 17), p = (bytes + 4 * d - 1) / (4 * d);
+  std::int64_t blocks = (n + v + 1 + 127) / 128, bytes = 17 * n + blocks * (16 * d + 4) + (1 << 17), p = (bytes + 4 * d - 1) / (4 * d);
   EmbeddingBwdArgs a{}; a.shape = {1, n, d}; a.dtype = kDtype<T>; a.table_rows = v;
   void *dx, *di, *dn, *dt, *dw;
   cudaMalloc(&dx, x.size() * sizeof(T)); cudaMalloc(&di, n * 4); cudaMalloc(&dn, v * 4); cudaMalloc(&dt, v * d * sizeof(O)); cudaMalloc(&dw, p * d * sizeof(Accum<T>));
@@ -38,7 +38,7 @@ template <class T, class O> void Time(std::int64_t n, std::int64_t v, std::int64
   for (std::int64_t i = 0; i < v; ++i) numbers[i] = perm[i] = i;
   std::shuffle(perm.begin(), perm.end(), rng);
   for (auto& i : idx) i = kind == "one" ? 17 : kind == "padding" && rng() % 2 ? 0 : perm[dist(rng)];
-  std::int64_t blocks = (n + v + 1 + 255) / 256, bytes = 17 * n + blocks * (16 * d + 4) + (1 << 17), p = (bytes + 4 * d - 1) / (4 * d);
+  std::int64_t blocks = (n + v + 1 + 127) / 128, bytes = 17 * n + blocks * (16 * d + 4) + (1 << 17), p = (bytes + 4 * d - 1) / (4 * d);
   EmbeddingBwdArgs a{}; a.shape = {1, n, d}; a.dtype = kDtype<T>; a.table_rows = v;
   void *dx, *di, *dn, *dt, *dw;
   cudaMalloc(&dx, n * d * sizeof(T)); cudaMalloc(&di, n * 4); cudaMalloc(&dn, v * 4); cudaMalloc(&dt, v * d * sizeof(O)); cudaMalloc(&dw, p * d * sizeof(Accum<T>));

@@ -18,13 +18,14 @@ namespace gradops {
 namespace {
 
 constexpr char kOp[] = "embedding_bwd";
-constexpr int kWarps = 8;
+constexpr int kWarps = 4;
 constexpr int kItems = 32;  // of a warp
 constexpr int kBlockItems = kWarps * kItems;
-constexpr int kUnroll = 4;     // occurrences that are loaded at a time
-constexpr int kPerLane = 8;    // features
+constexpr int kUnroll = 4;   // occurrences that are loaded at a time
+constexpr int kPerLane = 8;  // features
 constexpr int kTile = 32 * kPerLane;
 constexpr int kJoinWarps = 16;
+constexpr int kShort = 8;  // blocks
 
 // The sorted occurrences, and where the sums of blocks go.
 struct Sorted {
@@ -242,30 +243,48 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-// Rows with occurrences in several blocks. A block looks at kJoinWarps blocks of the kernel above,
-// one after another. Its warps share the sums of a row.
+// Rows with occurrences in several blocks of the kernel above. Each warp takes the row that one of
+// these blocks ends. If the row is in many blocks, all warps share its sums.
 template <typename A, typename O, int W>
 __global__ void __launch_bounds__(32 * kJoinWarps) EmbeddingBackwardJoin(const Sorted in,
                                                                          O* dtable) {
   __shared__ A parts[kJoinWarps][kTile];
+  __shared__ std::int64_t long_begins[kJoinWarps];  // -1: no long row
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const LaneFeatures<W, A> features(blockIdx.y, in.features);
-  const std::int64_t first = std::int64_t{blockIdx.x} * kJoinWarps;
-  const bool is_block = lane < kJoinWarps && first + lane < in.blocks();
-  const std::int32_t head_row = is_block ? in.head_rows[first + lane] : -1;
-  for (unsigned rest = __ballot_sync(0xffffffffu, head_row >= 0); rest != 0; rest &= rest - 1) {
-    const int i = __ffs(rest) - 1;
-    const std::int64_t block = first + i, row = __shfl_sync(0xffffffffu, head_row, i);
-    const std::int64_t occurrence = Least<32>(
-        0, in.occurrences, [&](std::int64_t i) { return in.keys[i] >= row; });
-    const std::int64_t begin = (occurrence + row) / kBlockItems;
-    const std::int64_t each = CeilDiv(block - begin, kJoinWarps);
-    const std::int64_t from = begin + warp * each, to = min(from + each, block);
-    A sum[kPerLane] = {};
+  const std::int64_t first = std::int64_t{blockIdx.x} * kJoinWarps, own = first + warp;
+  A sum[kPerLane];
+  const auto add_tails = [&](std::int64_t from, std::int64_t to) {
+#pragma unroll
+    for (A& each : sum) each = 0;
 #pragma unroll 4
     for (std::int64_t b = from; b < to; ++b) {
       features.Load(static_cast<const A*>(in.tails) + b * in.features).AddTo(sum);
     }
+  };
+  const auto finish = [&](std::int64_t block) {
+    features.Load(static_cast<const A*>(in.heads) + block * in.features).AddTo(sum);
+    features.Store(dtable + in.head_rows[block] * in.features, sum);
+  };
+  const std::int64_t row = own < in.blocks() ? in.head_rows[own] : -1;
+  std::int64_t begin = -1;
+  if (row >= 0) {
+    const std::int64_t occurrence =
+        Least<32>(0, in.occurrences, [&](std::int64_t i) { return in.keys[i] >= row; });
+    begin = (occurrence + row) / kBlockItems;
+    if (own - begin <= kShort) {
+      add_tails(begin, own);
+      finish(own);
+      begin = -1;
+    }
+  }
+  if (lane == 0) long_begins[warp] = begin;
+  __syncthreads();
+  for (int i = 0; i < kJoinWarps; ++i) {
+    if (long_begins[i] < 0) continue;
+    const std::int64_t each = CeilDiv(first + i - long_begins[i], kJoinWarps);
+    const std::int64_t from = min(long_begins[i] + warp * each, first + i);
+    add_tails(from, min(from + each, first + i));
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) parts[warp][lane + 32 * k] = sum[k];
     __syncthreads();
@@ -274,8 +293,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps) EmbeddingBackwardJoin(const S
 #pragma unroll
         for (int k = 0; k < kPerLane; ++k) sum[k] += parts[w][lane + 32 * k];
       }
-      features.Load(static_cast<const A*>(in.heads) + block * in.features).AddTo(sum);
-      features.Store(dtable + row * in.features, sum);
+      finish(first + i);
     }
     __syncthreads();
   }

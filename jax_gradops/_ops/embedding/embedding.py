@@ -47,7 +47,7 @@ def _workspace(groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, .
         return (groups, 1, 1, features)  # symbolic dimensions of jax.export
     if groups * rows * features == 0:
         return (0,)
-    blocks = -(-(rows + table_rows + 1) // 256)
+    blocks = -(-(rows + table_rows + 1) // 128)
     bytes_ = 17 * rows + blocks * (2 * 8 * features + 4) + 2**17
     return (groups, -(-bytes_ // (4 * features * groups)), 1, features)
 
