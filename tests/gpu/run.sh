@@ -100,7 +100,7 @@ sanitize() {
 }
 
 # The kernels without JAX, on buffers of exact size, under all four tools. DRIVERS: a folder with
-# check_norms, check_batch_norm, check_gelu, check_clip and check_cross_entropy, compiled; otherwise
+# check_norms, check_batch_norm, check_gelu, check_clip, check_cross_entropy and check_embedding, compiled; otherwise
 # that is done here, in six minutes.
 # TOOLS: some of them. CHECKS: a pattern of the runs' names: racecheck-bf16-9, say, racecheck-f64-9-5,
 # memcheck.* or .*-entropy-.*
@@ -116,12 +116,14 @@ driver() {
 
 # One line a run: name, tool, command. The slowest come first, and in parts.
 checks() {
-  local norms batch gelu clip entropy tool dtype number parts numbers plan
+  local norms batch gelu clip entropy embedding tool dtype number parts numbers plan
   norms=$(driver check_norms) && batch=$(driver check_batch_norm) && gelu=$(driver check_gelu) &&
-    clip=$(driver check_clip) && entropy=$(driver check_cross_entropy) || return
+    clip=$(driver check_clip) && entropy=$(driver check_cross_entropy) &&
+    embedding=$(driver check_embedding) || return
   for tool in ${TOOLS:-racecheck memcheck initcheck synccheck}; do
     echo "$tool-gelu $tool $gelu"
     echo "$tool-clip $tool $clip"
+    echo "$tool-embedding $tool $embedding"
     echo "$tool-batch $tool $batch"
     echo "$tool-batch-dynamic $tool $batch dynamic"
     case $tool in

@@ -132,9 +132,9 @@ struct Part {
   // of a row up to i, and i is the least such number.
   __device__ __forceinline__ Part(const Sorted& in, std::int64_t item) {
     const std::int64_t n = min(item + (threadIdx.x % 32 < 16 ? 0 : kItems), in.items());
-    const std::int64_t rows = Least<16>(
-        max(std::int64_t{0}, n - in.occurrences), min(n, in.table_rows + 1),
-        [&](std::int64_t i) { return i >= n || in.keys[n - 1 - i] <= i; });
+    const std::int64_t rows =
+        Least<16>(max(std::int64_t{0}, n - in.occurrences), min(n, in.table_rows + 1),
+                  [&](std::int64_t i) { return i >= n || in.keys[n - 1 - i] <= i; });
     row = __shfl_sync(0xffffffffu, rows, 0), end_row = __shfl_sync(0xffffffffu, rows, 16);
     occurrence = min(item, in.items()) - row;
     end_occurrence = min(item + kItems, in.items()) - end_row;
@@ -246,8 +246,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 // Rows with occurrences in several blocks of the kernel above. Each warp takes the row that one of
 // these blocks ends. If the row is in many blocks, all warps share its sums.
 template <typename A, typename O, int W>
-__global__ void __launch_bounds__(32 * kJoinWarps) EmbeddingBackwardJoin(const Sorted in,
-                                                                         O* dtable) {
+__global__ void __launch_bounds__(32 * kJoinWarps)
+    EmbeddingBackwardJoin(const Sorted in, O* dtable) {
   __shared__ A parts[kJoinWarps][kTile];
   __shared__ std::int64_t long_begins[kJoinWarps];  // -1: no long row
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -302,8 +302,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps) EmbeddingBackwardJoin(const S
 // Takes parts of the workspace.
 class Workspace {
  public:
-  Workspace(void* memory, std::int64_t bytes)
-      : next_(static_cast<char*>(memory)), left_(bytes) {}
+  Workspace(void* memory, std::int64_t bytes) : next_(static_cast<char*>(memory)), left_(bytes) {}
   void* Take(std::int64_t bytes) {
     constexpr std::int64_t kAlignment = 256;
     void* const taken = next_;
@@ -384,10 +383,10 @@ ffi::Error EmbeddingBwd(cudaStream_t stream, const EmbeddingBwdArgs& args) {
   const std::int64_t elements = args.shape.groups * args.table_rows * args.shape.features;
   if (elements == 0) return ffi::Error::Success();
   if (args.shape.rows == 0) {
-    return ToError(kOp, cudaMemsetAsync(args.dtable.data, 0,
-                                        static_cast<std::size_t>(elements *
-                                                                 ByteWidthOf(args.dtable.dtype)),
-                                        stream));
+    return ToError(
+        kOp, cudaMemsetAsync(args.dtable.data, 0,
+                             static_cast<std::size_t>(elements * ByteWidthOf(args.dtable.dtype)),
+                             stream));
   }
   return DispatchDtype(FloatTypes{}, kOp, args.dtype, [&]<typename T>() {
     using Results = std::conditional_t<std::is_same_v<T, double>, TypeList<double>,
