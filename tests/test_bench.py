@@ -282,7 +282,7 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         ),
         (
             ("--suite", "train", "--model", "resnet50", "--context", "8"),
-            "--context: for gpt2, gpt2-exact, llama, gemma only",
+            "--context: for gpt2, gpt2-exact, gpt2-float32-rows, gpt2-padded, llama, gemma only",
         ),
         (
             ("--suite", "train", "--model", "gpt2,resnet50", "--vocabulary", "128000"),
@@ -291,7 +291,7 @@ def test_unknown_names(args: tuple[str, ...], message: str, capsys: pytest.Captu
         (("--vocabulary", "128000"), "--vocabulary: for --suite train only"),
         (
             ("--suite", "train", "--model", "resnet50", "--variant", "unfused,save_output"),
-            "--variant save_output: for gpt2, gpt2-exact, vit only",
+            "--variant save_output: for gpt2, gpt2-exact, gpt2-float32-rows, gpt2-padded, vit only",
         ),
     ],
 )

@@ -77,6 +77,8 @@ MODELS = {
     "resnet50": Model("train_resnet", _images(256, 224, 3), _NO_LOSS, ("image_size", "stages")),
     "gpt2": _GPT2,
     "gpt2-exact": _GPT2,
+    "gpt2-float32-rows": _GPT2,
+    "gpt2-padded": _GPT2,
     "llama": _LLAMA,
     "gemma": _LLAMA,
     "vit": Model(

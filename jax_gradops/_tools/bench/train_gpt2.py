@@ -1,5 +1,9 @@
 """GPT-2 124M in Flax NNX. The time of a step depends on the size of the vocabulary: it is GPT-2's.
 
+GPT-2's GELU has the tanh form; gpt2-exact has the exact form. In gpt2-padded, the second half of
+each window is padding. In gpt2-float32-rows, the embedding is looked up in float32 and then cast.
+Code that avoids the slow gradient of an embedding in 16 bits does so.
+
 The layer for queries, keys and values is `jax_gradops.nnx.Linear` in fused variants. This class
 sums the gradient of its bias.
 """
@@ -39,8 +43,8 @@ class GPT2(nnx.Module):
 
     def __init__(self, case: TrainCase, rngs: nnx.Rngs) -> None:
         self.dtype = jnp.dtype(case.dtype)
-        self.tokens = transformer.embed(CONFIG.padded, CONFIG.width, rngs)
-        self.positions = transformer.embed(case.shape[1], CONFIG.width, rngs)
+        self.tokens = transformer.embed(case, CONFIG.padded, CONFIG.width, rngs)
+        self.positions = transformer.embed(case, case.shape[1], CONFIG.width, rngs)
         self.blocks = nnx.List([_block(case, rngs) for _ in range(CONFIG.layers)])
         self.norm = _norm(case, rngs)
 

@@ -68,7 +68,7 @@ class Llama(nnx.Module):
 
     def __init__(self, case: TrainCase, rngs: nnx.Rngs) -> None:
         self.dtype = jnp.dtype(case.dtype)
-        self.tokens = transformer.embed(case.vocabulary, CONFIG.width, rngs)
+        self.tokens = transformer.embed(case, case.vocabulary, CONFIG.width, rngs)
         self.blocks = nnx.List([_block(case, rngs) for _ in range(CONFIG.layers)])
         self.norm = _norm(case, rngs)
         self.head = transformer.linear(case, CONFIG.width, case.vocabulary, rngs, use_bias=False)

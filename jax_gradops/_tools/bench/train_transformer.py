@@ -80,13 +80,11 @@ def linear(
     )
 
 
-def embed(words: int, width: int, rngs: nnx.Rngs) -> nnx.Embed:
-    """An embedding in float32.
-
-    The gradient of a frequent token is a sum of hundreds of terms. 16-bit atomic additions would
-    lose most of these terms, and are many times slower.
-    """
-    return nnx.Embed(words, width, embedding_init=nnx.initializers.normal(_DEVIATION), rngs=rngs)
+def embed(case: TrainCase, words: int, width: int, rngs: nnx.Rngs) -> nnx.Embed:
+    """An embedding whose rows are in the dtype of the case, or in float32 if its model says so."""
+    dtype = None if case.model.endswith("-float32-rows") else jnp.dtype(case.dtype)
+    init = nnx.initializers.normal(_DEVIATION)
+    return nnx.Embed(words, width, dtype=dtype, embedding_init=init, rngs=rngs)
 
 
 class Attention(nnx.Module):
@@ -217,6 +215,8 @@ def setup(case: TrainCase, make: Callable[[nnx.Rngs], Any], vocabulary: int) -> 
         def apply(parameters: Any, number: jax.Array, corpus: jax.Array) -> tuple[Any, Any]:
             key = jax.random.fold_in(jax.random.key(0), number)
             windows = text.sample_batch(corpus, key, examples, context)
+            if case.model.endswith("-padded"):
+                windows = windows.at[:, context // 2 :].set(0)
             head = run(parameters, windows[:, :-1])
             return jnp.mean(losses(variant, head, windows[:, 1:])), number + 1
 
