@@ -104,10 +104,10 @@ def test_values(platform, implementation, dtype, mode, to, rng):
 
 @pytest.mark.parametrize("often", [1.0, 0.5], ids=["one token", "half padding"])
 def test_tokens_that_occur_often(platform, implementation, dtype, often, rng):
-    """The sum of 40,000 terms is rounded once. Each run gives equal bits."""
-    tokens = rng.integers(0, COUNT, 40_000)
+    """The sum of 12,000 terms is rounded once. Each run gives equal bits."""
+    tokens = rng.integers(0, COUNT, 12_000)
     tokens[rng.random(tokens.size) < often] = 3
-    dy = (0.3 + rng.standard_normal((tokens.size, 24))).astype(dtype)
+    dy = (0.3 + rng.standard_normal((tokens.size, 260))).astype(dtype)
     f = jax.jit(lambda dy: embedding_backward(dy, tokens, COUNT, implementation=implementation))
     found, expected = f(dy), gradient_of(dy, tokens)
     if implementation == "xla" or dtype == np.float64:  # they add up one term after another
@@ -201,7 +201,8 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformed(platform, name, rng):
-    indices = rng.integers(-6, 6, (3, 5))
+    indices = rng.integers(-8, 8, (3, 5))
+    indices[0, :2] = 6, -7
     assert_equal_by_jax(TRANSFORMED[name], rng.standard_normal((6, 4)), indices)
 
 

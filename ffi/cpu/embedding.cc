@@ -1,8 +1,8 @@
 // The gradient of an embedding's table on the CPU.
 //
-// The occurrences are sorted by table row, by counting. A task takes some table rows and adds up the
-// occurrences of each, in order. Several tasks share a row with many occurrences: each has a tile of
-// the features. Memory traffic: x is read once, dtable is written once.
+// The occurrences are sorted by table row, by counting. A task takes some table rows and adds up
+// the occurrences of each, in order. Several tasks share a row with many occurrences: each has a
+// tile of the features. Memory traffic: x is read once, dtable is written once.
 #include "ops/embedding.h"
 
 #include <algorithm>
