@@ -46,6 +46,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[Any, Any]]] = {
     "batch_norm": {"epsilon": (1e-5, 1.0), "activation": (None, "relu"), "residual": (False, True)},
     "batch_norm_inference": {"epsilon": (1e-5, 1.0)},
     "group_norm": {"num_groups": (1, 4), "epsilon": (1e-5, 1.0), "activation": (None, "silu")},
+    "embedding_lookup": {"mode": ("fill", "clip"), "dtype": ("float32", "bfloat16")},
     "clip_tree_by_global_norm": {"max_norm": (1.0, 2.0), "nonfinite": ("propagate", "zero")},
     "inplace_clip_by_global_norm": {"max_norm": (1.0, 2.0)},
     "layer_norm_backward": {"scale_offset": (0.0, 1.0), "has_bias": (True, False)},
@@ -68,6 +69,7 @@ def called(op: str, arguments: dict[str, Any], x: jax.Array) -> Any:
         "gelu": (x,), "bias_gelu": (x, vector), "bias_gelu_backward": (x, x, vector),
         "add_layer_norm": (x, x, vector), "add_rms_norm": (x, x, vector),
         "batch_norm_inference": (x, vector), "group_norm": (x, vector, vector),
+        "embedding_lookup": (x, jnp.arange(FEATURES) % 3),
         "layer_norm_backward": (x, x, vector, row, row), "rms_norm_backward": (x, x, vector, row),
         "clip_tree_by_global_norm": ([x],), "inplace_clip_by_global_norm": ([x],),
     }  # fmt: skip

@@ -233,7 +233,8 @@ def kernels(x, scale):
     b, pull_b = jax.vjp(lambda x, s: jax_gradops.batch_norm(x, s)[0], x, scale)
     c, pull_c = jax.vjp(lambda x: jax_gradops.batch_norm(x[..., None], axis=1)[0][..., 0], x)
     clipped = jax_gradops.backward.inplace_clip_by_global_norm([x, y, z], 1.0)
-    return y, z, r, b, c, pull(y), pull_z(y), pull_r(y), pull_b(y), pull_c(y), clipped
+    d = jax_gradops.backward.embedding_backward(x, np.arange(4099) ** 2 % 4099 // 9, 5000)
+    return y, z, r, b, c, d, pull(y), pull_z(y), pull_r(y), pull_b(y), pull_c(y), clipped
 scale = np.linspace(0.5, 2, 129, dtype=np.float32)
 for _ in range(10):
     outs, norm = jax.block_until_ready(run(xs, scale))

@@ -37,11 +37,11 @@ enum class Presence { kRequired, kOptional };
 //
 // Letters name the axes: n is for the row axes (any number), d for the features, and m for the axes
 // after the features. m is a row axis, too. The attribute inner_rank says how many axes m has. Any
-// other letter stands for one axis. x does not have the axis v: the first array with the axes v gives
-// its size. g is the axis of bundles. A bundle is some neighbouring
-// features, and all bundles are equally large. x has no axis g. The last axis of the first array
-// with axes g that is there gives the number of bundles. The group axes (of jax.vmap) come before
-// all. An operand without n may lack the group axes: all groups then share it.
+// other letter stands for one axis. x does not have the axis v: the first array with the axes v
+// gives its size. g is the axis of bundles. A bundle is some neighbouring features, and all bundles
+// are equally large. x has no axis g. The last axis of the first array with axes g that is there
+// gives the number of bundles. The group axes (of jax.vmap) come before all. An operand without n
+// may lack the group axes: all groups then share it.
 struct Signature {
   struct Array {
     std::string_view name, axes;

@@ -1,8 +1,8 @@
 // The gradient of an embedding's table on the CPU.
 //
-// The occurrences are sorted by table row, by counting. A task takes some table rows and a tile of
-// the features. It adds up the occurrences of each row, in order. Memory traffic: x is read once,
-// dtable is written once.
+// The occurrences are sorted by table row, by counting. A task takes some table rows and adds up
+// the occurrences of each, in order. Several tasks share a row with many occurrences: each has a
+// tile of the features. Memory traffic: x is read once, dtable is written once.
 #include "ops/embedding.h"
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 namespace gradops {
 namespace {
 
-constexpr std::int64_t kTile = 256;        // features
-constexpr std::int64_t kWorkOfTask = 512;  // table rows and occurrences
+constexpr std::int64_t kTile = 256;         // features
+constexpr std::int64_t kWorkOfTask = 2048;  // table rows and occurrences
 // So many occurrences are added up on their own: the error of long sums stays small.
 constexpr std::int64_t kSummed = 128;
 
@@ -42,12 +42,15 @@ struct Occurrences {
     }
   }
 
+  std::int64_t begin(std::int64_t row) const { return starts[static_cast<std::size_t>(row)]; }
+  std::int64_t end(std::int64_t row) const { return begin(row + 1); }
+
   // The first row that has at least this much work before it.
   std::int64_t RowAfter(std::int64_t work) const {
     std::int64_t low = 0, high = static_cast<std::int64_t>(starts.size()) - 2;
     while (low < high) {
       const std::int64_t row = (low + high) / 2;
-      if (row + starts[static_cast<std::size_t>(row)] >= work) {
+      if (row + begin(row) >= work) {
         high = row;
       } else {
         low = row + 1;
@@ -67,33 +70,47 @@ void Backward(const CpuContext& pool, const EmbeddingBwdArgs& args, std::int64_t
       static_cast<const std::int32_t*>(args.numbers.data)[group * args.numbers.group_stride];
   const Occurrences found(static_cast<const std::int32_t*>(args.indices) + group * rows, rows,
                           first, args.table_rows);
-  const bool streamed =
-      PrepareResult(dtable, args.table_rows * features * std::int64_t{sizeof(O)}, {args.x});
+  const std::int64_t bytes = args.table_rows * features * std::int64_t{sizeof(O)};
+  // The first store to a page of new memory leaves the page in the caches. Stores past the caches
+  // would then take more than twice the time.
+  const bool is_new = !IsResident(dtable, bytes);
+  const bool streamed = PrepareResult(dtable, bytes, {args.x}) && !is_new;
   const std::int64_t tiles = CeilDiv(features, kTile);
+  const auto write = [&](std::int64_t row, std::int64_t tile) {
+    const std::int64_t begin = tile * kTile, size = std::min(kTile, features - begin);
+    A total[kTile], part[kTile];
+    std::fill_n(total, size, A{0});
+    for (std::int64_t i = found.begin(row); i < found.end(row);) {
+      std::fill_n(part, size, A{0});
+      for (const std::int64_t stop = std::min(found.end(row), i + kSummed); i < stop; ++i) {
+        const T* const some = x + found.order[static_cast<std::size_t>(i)] * features + begin;
+        for (std::int64_t k = 0; k < size; ++k) part[k] += static_cast<A>(some[k]);
+      }
+      for (std::int64_t k = 0; k < size; ++k) total[k] += part[k];
+    }
+    O* const to = dtable + row * features + begin;
+    if (!streamed) {
+      for (std::int64_t k = 0; k < size; ++k) to[k] = static_cast<O>(total[k]);
+      return;
+    }
+    O result[kTile];
+    for (std::int64_t k = 0; k < size; ++k) result[k] = static_cast<O>(total[k]);
+    StreamCopy(to, result, size * std::int64_t{sizeof(O)});
+  };
   const std::int64_t work = args.table_rows + rows;
   ParallelFor(pool, CeilDiv(work, kWorkOfTask) * tiles, [&](std::int64_t task) {
-    const std::int64_t begin = task % tiles * kTile, size = std::min(kTile, features - begin);
-    const std::int64_t from = task / tiles * kWorkOfTask;
+    const std::int64_t from = task / tiles * kWorkOfTask, own = task % tiles;
     const std::int64_t last = found.RowAfter(from + kWorkOfTask);
-    A total[kTile], part[kTile];
-    O result[kTile];
     for (std::int64_t row = found.RowAfter(from); row < last; ++row) {
-      std::fill_n(total, size, A{0});
-      const std::int64_t end = found.starts[static_cast<std::size_t>(row) + 1];
-      for (std::int64_t i = found.starts[static_cast<std::size_t>(row)]; i < end;) {
-        std::fill_n(part, size, A{0});
-        for (const std::int64_t stop = std::min(end, i + kSummed); i < stop; ++i) {
-          const T* const some = x + found.order[static_cast<std::size_t>(i)] * features + begin;
-          for (std::int64_t k = 0; k < size; ++k) part[k] += static_cast<A>(some[k]);
-        }
-        for (std::int64_t k = 0; k < size; ++k) total[k] += part[k];
-      }
-      O* const to = dtable + row * features + begin;
-      for (std::int64_t k = 0; k < size; ++k) result[k] = static_cast<O>(total[k]);
-      if (streamed) {
-        StreamCopy(to, result, size * std::int64_t{sizeof(O)});
+      const std::int64_t count = found.end(row) - found.begin(row);
+      if (count > kSummed) {
+        write(row, own);
+      } else if (own != 0) {
+        continue;  // the first task writes whole rows: memory is written in order
+      } else if (count == 0 && !streamed) {
+        std::fill_n(dtable + row * features, features, O{});
       } else {
-        std::copy_n(result, size, to);
+        for (std::int64_t tile = 0; tile < tiles; ++tile) write(row, tile);
       }
     }
     if (streamed) StreamFence();

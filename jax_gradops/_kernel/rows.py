@@ -295,8 +295,8 @@ class RowCall:
             lead, letters = (None,) * self.groups, _only(set.intersection(*sums), letters)
         # A mesh axis shards one axis of a result only.
         used = {name for found in (lead, *letters.values()) for name in mesh_axes(found)}
-        others = self._others((dims, padded(s, n)[self._lead(n, dims) :])
-                              for s, n, dims in zip(specs, ndims, self.in_dims, strict=True))  # fmt: skip
+        given = zip(map(padded, specs, ndims), ndims, self.in_dims, strict=True)
+        others = self._others((dims, spec[self._lead(n, dims) :]) for spec, n, dims in given)
         letters |= {
             letter: tuple(None if used & set(mesh_axes([e])) else e for e in found)
             for letter, found in others.items()

@@ -46,6 +46,9 @@ _GELU = _k("bias_gelu", "(TestBiasGelu and test_sizes and ffi) or test_many_grou
 _GELU_VALUES = _k("bias_gelu", "test_float32 or test_every_small or test_float64 or test_special")
 _ENTROPY = _k("cross_entropy", "TestCrossEntropy and test_sizes and ffi")
 _SMOOTHED = _k("cross_entropy", "TestSmoothed and test_sizes and ffi")
+_EMBEDDING = _k("embedding", "test_values and ffi")
+_EMBEDDING_SHARDS = _k("embedding", "test_rows_that_the_handler_gets or test_collectives")
+_OFTEN = _k("embedding", "test_tokens_that_occur_often and ffi")
 _BATCH = _k("batch_norm", "(test_sizes or test_layouts) and ffi")
 _BATCH_VALUES = _k("batch_norm_numerics", "(test_large or test_hard or test_outlier) and ffi")
 _BATCH_LARGE = _k("batch_norm_numerics", "test_large_results")
@@ -1462,6 +1465,62 @@ CPU = [
         "numbers.differences += static_cast<A>(features) * (origin - Base(numbers.largest));",
         "",
         _SMOOTHED,
+    ),
+    Fault(
+        "embedding: an index before the first row is of this row",
+        "ffi/cpu/embedding.cc",
+        "row < 0 || row >= table_rows ? table_rows : row",
+        "row < 0 ? 0 : row >= table_rows ? table_rows : row",
+        _EMBEDDING_SHARDS,
+    ),
+    Fault(
+        "embedding: a shard of the table counts rows from 0",
+        "ffi/cpu/embedding.cc",
+        "std::int64_t{indices[i]} - first",
+        "std::int64_t{indices[i]} - 0 * first",
+        _EMBEDDING_SHARDS,
+    ),
+    Fault(
+        "embedding: a row that occurs often has the last of its sums only",
+        "ffi/cpu/embedding.cc",
+        "total[k] += part[k];",
+        "total[k] = part[k];",
+        _OFTEN,
+    ),
+    Fault(
+        "embedding: a row that occurs often has one tile",
+        "ffi/cpu/embedding.cc",
+        "if (count > kSummed) {",
+        "if (count > kSummed && own != 0) continue;\n      if (count > kSummed) {",
+        _OFTEN,
+    ),
+    Fault(
+        "embedding: groups have the same indices",
+        "ffi/cpu/embedding.cc",
+        "args.indices) + group * rows,",
+        "args.indices) + 0 * group * rows,",
+        _k("embedding", "test_vmap_of_each_operand"),
+    ),
+    Fault(
+        "embedding: the tangent of no row is not 0",
+        "jax_gradops/_ops/embedding/embedding.py",
+        "along = self if self.fill is None else dataclasses.replace(self, fill=0.0)",
+        "along = self",
+        _k("embedding", "test_transformed"),
+    ),
+    Fault(
+        "embedding: negative indices are of no row",
+        "jax_gradops/_ops/embedding/embedding.py",
+        "indices = jnp.where(indices < 0, indices + count, indices)",
+        "pass",
+        _EMBEDDING,
+    ),
+    Fault(
+        "embedding: the table's gradient is not sharded as the table",
+        "jax_gradops/_ops/embedding/embedding.py",
+        "return like_type(found, like), None",
+        "return found, None",
+        _k("embedding", "test_collectives"),
     ),
     Fault(
         "an exponential's argument lacks the rest of ln 2",

@@ -100,8 +100,8 @@ void Malformed::Arrays() {
       }
     });
     // If two arrays do not fit together, the message may name either.
-    const bool is_x = array.name == "x";
-    const bool ambiguous = is_x || call_.op == "scale" || call_.op == "sum_of_squares";
+    const bool gives_length = array.name == "x" || array.name == "numbers";
+    const bool ambiguous = gives_length || call_.op == "scale" || call_.op == "sum_of_squares";
     const std::string name = ambiguous ? "" : array.name;
     for (const XLA_FFI_DataType dtype :
          {XLA_FFI_DataType_INVALID, XLA_FFI_DataType_S32, XLA_FFI_DataType_PRED,

@@ -188,8 +188,8 @@ void FillWith(const Array& array, Random& random, bool positive) {
   }
 }
 
-// Classes, and numbers of table rows, are consecutive, and each group has its own. Labels and indices
-// are mostly small. Some are no class, and some are the ignored label.
+// Classes, and numbers of table rows, are consecutive, and each group has its own. Labels and
+// indices are mostly small. Some are no class, and some are the ignored label.
 void FillIntegers(const Array& array, Random& random) {
   auto* const values = static_cast<std::int32_t*>(array.data);
   const auto count = static_cast<std::int64_t>(array.bytes() / sizeof(std::int32_t));

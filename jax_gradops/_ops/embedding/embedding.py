@@ -15,7 +15,14 @@ from jax.typing import ArrayLike
 
 from jax_gradops import _checks
 from jax_gradops._implementation import Implementation, resolve_implementation
-from jax_gradops._kernel.array_types import Arrays, accum_dtype, axes_of, gathered, mesh_of
+from jax_gradops._kernel.array_types import (
+    Arrays,
+    accum_dtype,
+    axes_of,
+    gathered,
+    like_type,
+    mesh_of,
+)
 from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.layout import mesh_axes
 from jax_gradops._kernel.primitive import Axis, Operands, Operation
@@ -43,9 +50,7 @@ def _workspace(groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, .
     """Scratch of ffi/cuda/embedding: the sorted indices, and sums that blocks pass on."""
     del sums
     rows, features, table_rows = (sizes[letter] for letter in "ndv")
-    if not all(isinstance(size, int) for size in (groups, rows, features, table_rows)):
-        return (groups, 1, 1, features)  # symbolic dimensions of jax.export
-    if groups * rows * features == 0:
+    if 0 in (groups, rows, features):
         return (0,)
     blocks = -(-(rows + table_rows + 1) // 128)
     bytes_ = 17 * rows + blocks * (2 * 8 * features + 4) + 2**17
@@ -88,10 +93,8 @@ class _Lookup(Operation):
         mesh = mesh_of(operands)
         explicit = axes_of(AxisType.Explicit, mesh)
         if explicit:  # XLA finds out what to send
-            table, rows = (tuple(jax.typeof(o).sharding.spec) for o in operands)
-            used = set(mesh_axes(rows))
-            features = [None if used & set(mesh_axes([e])) else e for e in table[1:]]
-            spec = NamedSharding(mesh, PartitionSpec(*rows, *features))
+            table, rows = (jax.typeof(o).sharding.spec for o in operands)
+            spec = NamedSharding(mesh, PartitionSpec(*rows, *_unused(table[1:], rows)))
             take = jax.sharding.auto_axes(take, axes=tuple(explicit), out_sharding=spec)
         return (take(*operands),)
 
@@ -104,8 +107,14 @@ class _Lookup(Operation):
         return self(*operands), along(tangents[0], operands[1])
 
     def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
-        dy, rows = cotangents[0], operands[1]
-        return _backward(dy, rows, self.table, self.dtype, self.implementation), None
+        dy, rows, like = cotangents[0], operands[1], operands[0].aval
+        spec = _unused(like.sharding.spec[:1], jax.typeof(rows).sharding.spec)
+        sharding = like.sharding.update(spec=PartitionSpec(*spec))
+        numbers = like_type(
+            _numbers(self.table), like.update(shape=like.shape[:1], sharding=sharding)
+        )
+        found = _backward(dy, rows, numbers, self.table, self.dtype, self.implementation)
+        return like_type(found, like), None
 
     def vmapped(
         self, axis: Axis, operands: Operands, mapped: Sequence[bool]
@@ -113,6 +122,12 @@ class _Lookup(Operation):
         if not mapped[0]:  # all indices share the table
             return self, operands
         return super().vmapped(axis, operands, mapped)
+
+
+def _unused(entries: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Entries of a `PartitionSpec`. An entry with a mesh axis of the others becomes None."""
+    used = set(mesh_axes(others))
+    return [None if used & set(mesh_axes([e])) else e for e in entries]
 
 
 def _rows_of(indices: jax.Array, rows: int, mode: str) -> jax.Array:
@@ -129,19 +144,25 @@ def _rows_of(indices: jax.Array, rows: int, mode: str) -> jax.Array:
     return jnp.where((indices >= 0) & (indices < count), indices, count).astype(jnp.int32)
 
 
+def _numbers(table: tuple[int, ...]) -> jax.Array:
+    return jnp.arange(table[0], dtype=jnp.int32)
+
+
 def _backward(
     dy: jax.Array,
     rows: jax.Array,
+    numbers: jax.Array,
     table: tuple[int, ...],
     dtype: Any,
     implementation: Implementation,
 ) -> jax.Array:
     """The gradient of a table from the rows' numbers."""
-    features = math.prod(table[1:])
     if any(isinstance(size, int) and size > _MANY for size in (rows.size, table[0])):
         implementation = "xla"
-    x = gathered(dy, rows.ndim).reshape(*rows.shape, features)
-    operands = prepare(BWD, x, rows, jnp.arange(table[0], dtype=jnp.int32))
+    x = dy
+    if len(table) != 2:
+        x = gathered(dy, rows.ndim).reshape(*rows.shape, math.prod(table[1:]))
+    operands = prepare(BWD, x, rows, numbers)
     wide = accum_dtype(dy.dtype)
     # The kernel rounds sums in float32 to 16 bits. It casts neither from nor to float64.
     to = dtype if accum_dtype(jnp.dtype(dtype)) == wide else wide
@@ -154,7 +175,9 @@ def _apply(table: jax.Array, rows: jax.Array, **static: Any) -> jax.Array:
     return _Lookup(table.shape, table.dtype.name, **static)(table, rows)[0]
 
 
-_apply_backward = jax.jit(_backward, static_argnames=("table", "dtype", "implementation"))
+@functools.partial(jax.jit, static_argnames=("table", "dtype", "implementation"))
+def _apply_backward(dy: jax.Array, rows: jax.Array, *, table: Any, **static: Any) -> jax.Array:
+    return _backward(dy, rows, _numbers(table), table, **static)
 
 
 # --- Public functions ----------------------------------------------------------------------------

@@ -14,9 +14,9 @@ import numpy as np
 
 from jax_gradops import _oracles
 from jax_gradops._kernel.array_types import accum_dtype
-from jax_gradops._oracles import Reference
 from jax_gradops._ops.embedding import embedding as module
 from jax_gradops._ops.op_spec import Form, OpSpec
+from jax_gradops._oracles import Reference
 
 # What the rows of the table are multiples of.
 _FACTORS = 2.0 ** (np.arange(12) % 3)

@@ -1,4 +1,4 @@
-"""A small GPT in Flax NNX, with this library's modules for layer norm and bias + GELU."""
+"""A small GPT in Flax NNX, with this library's embedding, layer norm and bias + GELU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jax_gradops import embedding_lookup
 from jax_gradops.nnx import DenseGelu, LayerNorm, add_norm
 
 
@@ -79,7 +80,6 @@ class GPT(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         # The embeddings are float32. A frequent token's gradient is a sum of hundreds of terms.
-        # 16-bit atomic additions would lose most of them, and are many times slower.
         embed = functools.partial(
             nnx.Embed,
             features=config.width,
@@ -94,7 +94,7 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps integer tokens [batch, time] to logits [batch, time, vocabulary] in `dtype`."""
-        x = self.tokens(tokens).astype(self.dtype)
+        x = embedding_lookup(self.tokens.embedding[...], tokens, dtype=self.dtype)
         positions = self.positions(jnp.arange(tokens.shape[-1])).astype(self.dtype)
         update = jnp.broadcast_to(positions, x.shape)
         for block in self.blocks:
