@@ -18,6 +18,9 @@ _default_implementation: contextvars.ContextVar[Implementation] = contextvars.Co
 )
 
 
+_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_gradops_strict", default=False)
+
+
 def _checked(op: str, implementation: object) -> Implementation:
     return _checks.choice(op, "implementation", implementation, "ffi", "xla", None)
 
@@ -55,6 +58,24 @@ def use_implementation(implementation: Implementation) -> Iterator[None]:
 def default_implementation() -> Implementation:
     """What `use_implementation` has set. For functions that need no native kernel."""
     return _default_implementation.get()
+
+
+@contextlib.contextmanager
+def strict_infinities() -> Iterator[None]:
+    """Inside, ops are infinite or NaN where their formulas are. `fuse` replaces code so.
+
+    Else norms of rows whose variance overflows are NaN, and GELU and its derivative are finite.
+    """
+    token = _strict.set(True)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+def is_strict() -> bool:
+    """Whether `strict_infinities` holds. An op reads it when it is traced."""
+    return _strict.get()
 
 
 def default_platform() -> str:
