@@ -61,12 +61,12 @@ def default_implementation() -> Implementation:
 
 
 @contextlib.contextmanager
-def strict_infinities() -> Iterator[None]:
-    """Inside, ops are infinite or NaN where their formulas are. `fuse` replaces code so.
+def strict_infinities(strict: bool = True) -> Iterator[None]:
+    """Inside, ops are infinite or NaN where their formulas, computed step by step, are.
 
-    Else norms of rows whose variance overflows are NaN, and GELU and its derivative are finite.
+    Elsewhere, a variance that overflows makes its row NaN, and GELU and its derivative are numbers.
     """
-    token = _strict.set(True)
+    token = _strict.set(strict)
     try:
         yield
     finally:

@@ -355,6 +355,46 @@ def test_rows_without_a_variance(name, value):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)  # NaN equals NaN
 
 
+def over_rows(x, scale, bias):
+    x32 = wide(x).reshape(-1, N)
+    centered = x32 - x32.mean(0, keepdims=True)
+    y = centered * jax.lax.rsqrt(x32.var(0, keepdims=True) + EPSILON) * full(scale, x32)
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def over_groups(x, scale, bias):
+    x32 = wide(x).reshape(-1, 2, 2, N // 4, 2)
+    centered = x32 - x32.mean((1, 3, 4), keepdims=True)
+    variance = jnp.square(centered).mean((1, 3, 4), keepdims=True)
+    y = (centered * jax.lax.rsqrt(variance + EPSILON)).astype(x.dtype)
+    return y.reshape(-1, 2, N)
+
+
+INFINITE = [
+    rms, by_var, one_pass_without_maximum, over_rows, over_groups,
+    lambda x, s, b: jax.nn.gelu(x), lambda x, s, b: jax.nn.gelu(x, approximate=False),
+    lambda x, s, b: jax.nn.gelu(jnp.sin(x) + x + full(b, x).astype(x.dtype)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("function", INFINITE)
+def test_infinities_are_where_the_code_has_them(function, dtype, implementation):
+    """The same results and gradients are infinite, NaN or zero: 0 * inf, squares that overflow."""
+    x, scale, bias = operands(dtype, (6, 2, N))
+    x = x.at[0, 0, 3].set(jnp.inf).at[1, 0, 3].set(-jnp.inf).at[2, 0].set(1e20).at[3].set(jnp.nan)
+    x = x.at[2, 0, 5].set(-1e20).at[4, 0, :3].set(jnp.asarray([2e19, -1.2e19, 5e18], dtype))
+    assert names(function, x, scale, bias)
+    with jax_gradops.use_implementation(implementation):
+        found, pullback = jax.vjp(jax.jit(jax_gradops.fuse(function)), x, scale, bias)
+        found = found, *pullback(jnp.ones_like(found))
+    expected, pullback = jax.vjp(jax.jit(function), x, scale, bias)
+    for a, b in zip(found, (expected, *pullback(jnp.ones_like(expected))), strict=True):
+        for kind in (jnp.isnan, jnp.isposinf, jnp.isneginf):
+            np.testing.assert_array_equal(kind(a), kind(b))
+
+
 def test_statistics_in_float16():
     """The square of 300 is infinite in float16. Then the code's result is 0, the op's is 1."""
     by_hand = lambda x: x / jnp.sqrt(mean(jnp.square(x)) + 1e-3)  # noqa: E731

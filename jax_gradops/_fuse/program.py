@@ -15,7 +15,6 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var,
 
 from jax_gradops._fuse.parts import parts_of
 from jax_gradops._fuse.report import is_own
-from jax_gradops._implementation import strict_infinities
 from jax_gradops._kernel.array_types import like_type
 
 # Inner `jit` functions up to this number of equations are opened, so that a variance by `jnp.var`
@@ -309,9 +308,7 @@ def _shaped(site: Site, *operands: jax.Array) -> list[jax.Array]:
     A loss may have one more axis of size 1. A float32 norm whose users round it may be bfloat16.
     On an Explicit mesh, a loss is sharded as its labels are.
     """
-    with strict_infinities():
-        results = jax.tree.leaves(site.call(*operands))
-    found = zip(results, site.outputs, strict=True)
+    found = zip(jax.tree.leaves(site.call(*operands)), site.outputs, strict=True)
     return [like_type(y.reshape(v.aval.shape).astype(v.aval.dtype), v.aval) for y, v in found]
 
 
