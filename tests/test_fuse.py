@@ -1293,6 +1293,10 @@ def clipped_by_all(x, y, i):
     return [a * jnp.minimum(1.0, 1.0 / (norm + 1e-6)) for a in (x, y)]
 
 
+def norm(x):
+    return jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
 def norm_of_mask(x, y, i):
     mask = (y > 0).astype(x.dtype)
     square = jnp.sum(x**2 * mask, -1, keepdims=True) / jnp.sum(mask, -1, keepdims=True)
@@ -1361,7 +1365,7 @@ SKIPPED = {
     "masked norm": (norm_of_mask, "norm", "mask"),
     "custom norm": (lambda x, y, i: custom_norm(x), "norm", "custom_vjp"),
     "weights": (lambda x, y, i: (x - jnp.mean(x, 0)[None]) * jax.lax.rsqrt(jnp.maximum(
-                jnp.var(x, 0) * 6, 1e-4))[None], "norm", "statistics"),
+                jnp.var(x, 0) * 6, 1e-4))[None], "norm", "a maximum"),
     "inference": (norm_in_inference, "norm", "inference"),
     "clip": (clipped_by_all, "clip", "Optax"),
     "clip of each": (divided(lambda n: 1 / jnp.maximum(n, 1.0)), "clip", "its own norm"),
@@ -1375,6 +1379,23 @@ SKIPPED = {
             "logarithm of probabilities"),
     "tanh's logarithm": (lambda x, y, i: 2 * (1 - (x * y + 1) - jax.nn.softplus(
                          -2 * (x * y + 1))), "activation", "softplus"),
+    "least norm": (lambda x, y, i: x / jnp.where((n := norm(x)) > 1e-6, n, 1), "norm", "a choice"),
+    "no norm": (lambda x, y, i: jnp.where((n := norm(x)) == 0, x, x / n), "norm", "a choice"),
+    "safe norm": (lambda x, y, i: x / optax.safe_norm(x, 1e-6, axis=-1, keepdims=True), "norm",
+                  "a choice"),
+    "least square": (lambda x, y, i: x * jax.lax.rsqrt(jnp.clip(jnp.sum(x * x, -1, keepdims=True),
+                     1e-6)), "norm", "a maximum"),
+    "clip of rows": (lambda x, y, i: jnp.where((n := norm(x)) > 1.0, x / n, x), "clip",
+                     "its own norm"),
+    "focal": (lambda x, y, i: optax.sigmoid_focal_loss(x, y), "loss", "sigmoid"),
+    "one feature": (lambda x, y, i: plain_rms(x[:, :1]), "norm", "one element"),
+    "batch norm of one row": (lambda x, y, i: (lambda x: (x - x.mean(0)[None]) * jax.lax.rsqrt(
+                              x.var(0) + EPSILON)[None])(x[:1]), "norm", "one element"),
+    "only class": (lambda x, y, i: -picked(log_softmax(x[:, :1]), i), "loss", "one class"),
+    "element of a vector": (lambda x, y, i: -log_softmax(x[0])[i[0]], "loss", "sliced"),
+    "entropy of one row": (lambda x, y, i: jnp.sum(jnp.exp(z := log_softmax(x[:1])) * z), "loss",
+                           "entropy"),
+    "sigmoid of one number": (lambda x, y, i: jax.nn.log_sigmoid(x[0, 0]), "loss", "sigmoid"),
     "adaptive clip": (lambda x, y, i: optax.adaptive_grad_clip(1.0).update(
                       x, optax.EmptyState(), y)[0], "clip", "its own norm"),
 }  # fmt: skip
