@@ -12,7 +12,7 @@ namespace gradops {
 // mean is 0. No result may lie in the memory of an operand.
 struct RowNormFwdArgs {
   RowShape shape;
-  ffi::DataType dtype;  // of x, residual, y and sum
+  ffi::DataType dtype;    // of x, residual, y and sum
   bool centered, strict;  // strict: see Epsilon (common/math.h)
   double epsilon, scale_offset;
   const void* x;         // [groups, rows, features]

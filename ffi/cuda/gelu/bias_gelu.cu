@@ -110,8 +110,7 @@ __global__ void __launch_bounds__(kGeluThreads, kGeluForwardBlocks)
     A values[W];
     Widen(vectors[k], values);
 #pragma unroll
-    for (int j = 0; j < W; ++j)
-      values[j] = value(values[j] + bias[j]);
+    for (int j = 0; j < W; ++j) values[j] = value(values[j] + bias[j]);
     StoreVectorOnce(y + k * stride * W, Narrow<T>(values));
   }
   // The elements after the last whole vector: the thread that would have the next vector takes
