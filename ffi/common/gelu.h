@@ -198,16 +198,14 @@ GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
   }
 }
 
-}  // namespace gelu
-
 // The size of x beyond which the formula, computed step by step, is NaN, because it has inf * 0.
 // For y, x is -inf. For y', x is an infinity, or 3 x^2 overflows in the tanh form. The limit is
 // infinite if the call is not strict: y and y' are then numbers.
 template <typename T, bool kApproximate, bool kDerivative>
-GRADOPS_HOST_DEVICE inline Accum<T> GeluLimit(bool strict) {
+GRADOPS_HOST_DEVICE inline Accum<T> LimitOf(bool strict) {
   using A = Accum<T>;
   using Limits = std::numeric_limits<A>;
-  constexpr A kRoot = gelu::kIsDouble<A> ? A(7.740561859404937e153) : A(1.0650232e19f);
+  constexpr A kRoot = kIsDouble<A> ? A(7.740561859404937e153) : A(1.0650232e19f);
   if (!strict) return Limits::infinity();
   return kApproximate && kDerivative ? kRoot : Limits::max();
 }
@@ -221,6 +219,8 @@ GRADOPS_HOST_DEVICE inline F NanBeyond(A limit, F x) {
   }
   return IfGreater(size, F(limit), F(std::numeric_limits<A>::quiet_NaN()), x);
 }
+
+}  // namespace gelu
 
 // The first of two steps for element type T. The argument and the results have the compute type.
 template <typename T, bool kApproximate, typename F>

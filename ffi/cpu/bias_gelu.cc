@@ -126,7 +126,7 @@ class TileBias {
 
 // Computes a tile's part of a row: out = gelu(x + bias), or, with dy, out = dy gelu'(x + bias). out
 // may overwrite dy. Backward also adds out to `sums`, unless `sums` is null. Stores go past the
-// caches if `streamed`. See GeluLimit for `strict`.
+// caches if `streamed`. See gelu::LimitOf for `strict`.
 //
 // A processor has too few turns of a long formula under way to be busy all the time. So each half
 // of the formula has its own loop, in which two registers go side by side. The tanh form in float32
@@ -143,7 +143,7 @@ template <typename T, bool kApproximate, bool kBackward>
 void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T* out,
                 Accum<T>* sums, bool streamed, bool strict) {
   using A = Accum<T>;
-  const A limit = GeluLimit<T, kApproximate, kBackward>(strict);
+  const A limit = gelu::LimitOf<T, kApproximate, kBackward>(strict);
   // Slow rounding has a loop of its own, too. Backward in bfloat16 rounds slowly.
   constexpr bool kRoundsFast = !(kBackward && std::is_same_v<T, BFloat16>) &&
                                requires(T* to, lanes::Vector<A> v) { lanes::Narrow(to, v); };
@@ -160,7 +160,7 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
     A* const to_sums = sums == nullptr ? nullptr : sums + start;
     const bool past = streamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0;
     const auto x_at = [=](auto at) -> V {
-      return NanBeyond<kBackward>(limit, at(from) + at(bias + start));
+      return gelu::NanBeyond<kBackward>(limit, at(from) + at(bias + start));
     };
     ForWholeLanes<kCount>(count, [&](auto at) {
       constexpr std::int64_t kAhead = 4096 / sizeof(T);

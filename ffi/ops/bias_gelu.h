@@ -12,7 +12,7 @@ struct BiasGeluFwdArgs {
   RowShape shape;
   ffi::DataType dtype;  // of x and y; bias is in the accumulation dtype
   bool approximate;     // tanh form
-  bool strict;          // see GeluLimit (common/gelu.h)
+  bool strict;          // see LimitOf (common/gelu.h)
   const void* x;        // [groups, rows, features]
   Param bias;           // [features]
   void* y;              // [groups, rows, features]

@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(kGeluThreads, kGeluForwardBlocks)
   const std::int64_t stride = plan.block_bands * plan.band_vectors;
   const std::int64_t left = plan.vectors - first;
   const auto has = [&](int k) { return k < plan.thread_vectors && k * stride < left; };
-  const A limit = GeluLimit<T, kApproximate, false>(args.strict);
+  const A limit = gelu::LimitOf<T, kApproximate, false>(args.strict);
   const auto value = [limit](A z) {
-    return Gelu<T, kApproximate>(GeluTail<T, kApproximate>(NanBeyond<false>(limit, z)));
+    return Gelu<T, kApproximate>(GeluTail<T, kApproximate>(gelu::NanBeyond<false>(limit, z)));
   };
   Vector<T, W> vectors[kMost];
 #pragma unroll
@@ -154,7 +154,7 @@ __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const Grad
   constexpr bool kCutSums = !std::is_same_v<A, double>;
   constexpr bool kPipeline = W > 1;  // asynchronous copies to shared memory are of 16 bytes
   const auto [dy, x, dx] = arrays;
-  const A limit = GeluLimit<T, kApproximate, true>(args.strict);
+  const A limit = gelu::LimitOf<T, kApproximate, true>(args.strict);
   const std::int64_t stride = plan.slices * plan.block_bands * plan.band_vectors;
   const std::int64_t group_end = (group + 1) * plan.vectors;
   std::int64_t vector = group * plan.vectors + place.first * plan.band_vectors + place.vector;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const Grad
     Widen(of_dy, dz);
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      const A argument = NanBeyond<true>(limit, z[j] + bias[j]);
+      const A argument = gelu::NanBeyond<true>(limit, z[j] + bias[j]);
       dz[j] *= GeluDerivative<T, kApproximate>(GeluTail<T, kApproximate>(argument));
       part[j] += dz[j];
     }
