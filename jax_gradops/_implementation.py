@@ -18,6 +18,9 @@ _default_implementation: contextvars.ContextVar[Implementation] = contextvars.Co
 )
 
 
+_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_gradops_strict", default=False)
+
+
 def _checked(op: str, implementation: object) -> Implementation:
     return _checks.choice(op, "implementation", implementation, "ffi", "xla", None)
 
@@ -55,6 +58,24 @@ def use_implementation(implementation: Implementation) -> Iterator[None]:
 def default_implementation() -> Implementation:
     """What `use_implementation` has set. For functions that need no native kernel."""
     return _default_implementation.get()
+
+
+@contextlib.contextmanager
+def strict_infinities(strict: bool = True) -> Iterator[None]:
+    """Inside, ops are infinite or NaN where their formulas, computed step by step, are.
+
+    Elsewhere, a variance that overflows makes its row NaN, and GELU and its derivative are numbers.
+    """
+    token = _strict.set(strict)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+def is_strict() -> bool:
+    """Whether `strict_infinities` holds. An op reads it when it is traced."""
+    return _strict.get()
 
 
 def default_platform() -> str:

@@ -92,6 +92,13 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
         [a.x, a.scale], 1.0, implementation=i
     ),
 }
+
+
+def first_classes(x: Any) -> Any:
+    """Labels. `jax.device_put` is a transfer that `jax.transfer_guard` allows."""
+    return jax.device_put(np.zeros(x.shape[:-1], np.int32))
+
+
 #: Functions for arrays with two or more axes.
 OF_CHANNELS: dict[str, Callable[[Any, Any], Any]] = {
     "batch_norm": lambda a, i: jax_gradops.batch_norm(
@@ -100,20 +107,20 @@ OF_CHANNELS: dict[str, Callable[[Any, Any], Any]] = {
     "batch_norm, first axis": lambda a, i: jax_gradops.batch_norm(a.x, axis=0, implementation=i),
     "softmax_cross_entropy_with_integer_labels": lambda a, i: (
         jax_gradops.softmax_cross_entropy_with_integer_labels(
-            a.x, np.zeros(a.x.shape[:-1], np.int32), label_smoothing=0.2, implementation=i
+            a.x, first_classes(a.x), label_smoothing=0.2, implementation=i
         )
     ),
     "softmax_cross_entropy_backward": lambda a, i: backward.softmax_cross_entropy_backward(
-        a.mean, a.x, np.zeros(a.x.shape[:-1], np.int32), a.rstd, z_loss=0.1, implementation=i
+        a.mean, a.x, first_classes(a.x), a.rstd, z_loss=0.1, implementation=i
     ),
     "group_norm": lambda a, i: jax_gradops.group_norm(
         a.x, a.scale, a.bias, num_groups=1, activation="silu", implementation=i
     ),
     "instance_norm, relu": lambda a, i: jax_gradops.instance_norm(
-        a.x[None], a.scale, a.bias, activation="relu", implementation=i
+        jnp.expand_dims(a.x, 0), a.scale, a.bias, activation="relu", implementation=i
     ),
     "group_norm_forward": lambda a, i: backward.group_norm_forward(
-        a.x[None], a.scale, a.bias, num_groups=1, implementation=i
+        jnp.expand_dims(a.x, 0), a.scale, a.bias, num_groups=1, implementation=i
     ),
     "group_norm_backward": lambda a, i: backward.group_norm_backward(
         *(array.reshape(a.mean.size, array.shape[-1]) for array in (a.dy, a.x)),
@@ -135,7 +142,7 @@ OF_CHANNELS: dict[str, Callable[[Any, Any], Any]] = {
         a.dy, a.x, a.scale, a.bias, a.scale, implementation=i
     ),
     "batch_norm_backward of a residual": lambda a, i: backward.batch_norm_backward(
-        a.dy, a.x, a.scale, a.bias, a.scale, activation="relu", y=a.x - 1, implementation=i
+        a.dy, a.x, a.scale, a.bias, a.scale, activation="relu", y=a.x - a.dy, implementation=i
     ),
 }
 
@@ -172,6 +179,41 @@ def test_every_function_has_its_gradient(platform, rng):
         assert np.abs(ours["x"]).max() > 1e-3, name
         for a, e in zip(*map(jax.tree.leaves, (ours, expected[name])), strict=True):
             np.testing.assert_allclose(a, e, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def clipped(a: Any, i: Any) -> Any:
+    transformation = jax_gradops.clip_by_global_norm(1.0, implementation=i)
+    return transformation.update([a.x], transformation.init([a.x]))
+
+
+OTHERS: dict[str, Callable[[Any, Any], Any]] = {
+    "clip_by_global_norm": clipped,
+    "clip of nothing": lambda a, i: jax_gradops.clip_tree_by_global_norm([], 1, implementation=i),
+    "global_norm": lambda a, i: jax_gradops.global_norm({"x": a.x, "i": first_classes(a.x)}),
+    "linear_softmax_cross_entropy": lambda a, i: jax_gradops.linear_softmax_cross_entropy(
+        a.x, jnp.outer(a.scale, a.bias), first_classes(a.x), implementation=i
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS | OF_CHANNELS | OTHERS)
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_transfer_guard(platform, implementation, name, rng):
+    """Without `jax.jit`, an op transfers none of its numbers, and neither does its derivative."""
+    f = (FUNCTIONS | OF_CHANNELS | OTHERS)[name]
+    arrays = jax.device_put(operands(rng, (3, 2, 5), np.float32))
+
+    def of(x: Any) -> Any:
+        return jax.tree.leaves(f(SimpleNamespace(**(arrays | {"x": x})), implementation))
+
+    expected = of(arrays["x"])
+    ones = jax.device_put([np.ones(y.shape, y.dtype) for y in expected])
+    with jax.transfer_guard("disallow"):
+        values = of(arrays["x"])
+        if "clip" not in name:  # Python's max_norm is a number of the traced program
+            jax.vjp(of, arrays["x"])[1](ones)
+    for value, other in zip(values, expected, strict=True):
+        np.testing.assert_array_equal(value, other)
 
 
 @pytest.mark.M8

@@ -355,6 +355,46 @@ def test_rows_without_a_variance(name, value):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)  # NaN equals NaN
 
 
+def over_rows(x, scale, bias):
+    x32 = wide(x).reshape(-1, N)
+    centered = x32 - x32.mean(0, keepdims=True)
+    y = centered * jax.lax.rsqrt(x32.var(0, keepdims=True) + EPSILON) * full(scale, x32)
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def over_groups(x, scale, bias):
+    x32 = wide(x).reshape(-1, 2, 2, N // 4, 2)
+    centered = x32 - x32.mean((1, 3, 4), keepdims=True)
+    variance = jnp.square(centered).mean((1, 3, 4), keepdims=True)
+    y = (centered * jax.lax.rsqrt(variance + EPSILON)).astype(x.dtype)
+    return y.reshape(-1, 2, N)
+
+
+INFINITE = [
+    rms, by_var, one_pass_without_maximum, over_rows, over_groups,
+    lambda x, s, b: jax.nn.gelu(x), lambda x, s, b: jax.nn.gelu(x, approximate=False),
+    lambda x, s, b: jax.nn.gelu(jnp.sin(x) + x + full(b, x).astype(x.dtype)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("function", INFINITE)
+def test_infinities_are_where_the_code_has_them(function, dtype, implementation):
+    """The same results and gradients are infinite, NaN or zero: 0 * inf, squares that overflow."""
+    x, scale, bias = operands(dtype, (6, 2, N))
+    x = x.at[0, 0, 3].set(jnp.inf).at[1, 0, 3].set(-jnp.inf).at[2, 0].set(1e20).at[3].set(jnp.nan)
+    x = x.at[2, 0, 5].set(-1e20).at[4, 0, :3].set(jnp.asarray([2e19, -1.2e19, 5e18], dtype))
+    assert names(function, x, scale, bias)
+    with jax_gradops.use_implementation(implementation):
+        found, pullback = jax.vjp(jax.jit(jax_gradops.fuse(function)), x, scale, bias)
+        found = found, *pullback(jnp.ones_like(found))
+    expected, pullback = jax.vjp(jax.jit(function), x, scale, bias)
+    for a, b in zip(found, (expected, *pullback(jnp.ones_like(expected))), strict=True):
+        for kind in (jnp.isnan, jnp.isposinf, jnp.isneginf):
+            np.testing.assert_array_equal(kind(a), kind(b))
+
+
 def test_statistics_in_float16():
     """The square of 300 is infinite in float16. Then the code's result is 0, the op's is 1."""
     by_hand = lambda x: x / jnp.sqrt(mean(jnp.square(x)) + 1e-3)  # noqa: E731
@@ -1253,6 +1293,10 @@ def clipped_by_all(x, y, i):
     return [a * jnp.minimum(1.0, 1.0 / (norm + 1e-6)) for a in (x, y)]
 
 
+def norm(x):
+    return jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
 def norm_of_mask(x, y, i):
     mask = (y > 0).astype(x.dtype)
     square = jnp.sum(x**2 * mask, -1, keepdims=True) / jnp.sum(mask, -1, keepdims=True)
@@ -1321,7 +1365,7 @@ SKIPPED = {
     "masked norm": (norm_of_mask, "norm", "mask"),
     "custom norm": (lambda x, y, i: custom_norm(x), "norm", "custom_vjp"),
     "weights": (lambda x, y, i: (x - jnp.mean(x, 0)[None]) * jax.lax.rsqrt(jnp.maximum(
-                jnp.var(x, 0) * 6, 1e-4))[None], "norm", "statistics"),
+                jnp.var(x, 0) * 6, 1e-4))[None], "norm", "a maximum"),
     "inference": (norm_in_inference, "norm", "inference"),
     "clip": (clipped_by_all, "clip", "Optax"),
     "clip of each": (divided(lambda n: 1 / jnp.maximum(n, 1.0)), "clip", "its own norm"),
@@ -1335,6 +1379,23 @@ SKIPPED = {
             "logarithm of probabilities"),
     "tanh's logarithm": (lambda x, y, i: 2 * (1 - (x * y + 1) - jax.nn.softplus(
                          -2 * (x * y + 1))), "activation", "softplus"),
+    "least norm": (lambda x, y, i: x / jnp.where((n := norm(x)) > 1e-6, n, 1), "norm", "a choice"),
+    "no norm": (lambda x, y, i: jnp.where((n := norm(x)) == 0, x, x / n), "norm", "a choice"),
+    "safe norm": (lambda x, y, i: x / optax.safe_norm(x, 1e-6, axis=-1, keepdims=True), "norm",
+                  "a choice"),
+    "least square": (lambda x, y, i: x * jax.lax.rsqrt(jnp.clip(jnp.sum(x * x, -1, keepdims=True),
+                     1e-6)), "norm", "a maximum"),
+    "clip of rows": (lambda x, y, i: jnp.where((n := norm(x)) > 1.0, x / n, x), "clip",
+                     "its own norm"),
+    "focal": (lambda x, y, i: optax.sigmoid_focal_loss(x, y), "loss", "sigmoid"),
+    "one feature": (lambda x, y, i: plain_rms(x[:, :1]), "norm", "one element"),
+    "batch norm of one row": (lambda x, y, i: (lambda x: (x - x.mean(0)[None]) * jax.lax.rsqrt(
+                              x.var(0) + EPSILON)[None])(x[:1]), "norm", "one element"),
+    "only class": (lambda x, y, i: -picked(log_softmax(x[:, :1]), i), "loss", "one class"),
+    "element of a vector": (lambda x, y, i: -log_softmax(x[0])[i[0]], "loss", "sliced"),
+    "entropy of one row": (lambda x, y, i: jnp.sum(jnp.exp(z := log_softmax(x[:1])) * z), "loss",
+                           "entropy"),
+    "sigmoid of one number": (lambda x, y, i: jax.nn.log_sigmoid(x[0, 0]), "loss", "sigmoid"),
     "adaptive clip": (lambda x, y, i: optax.adaptive_grad_clip(1.0).update(
                       x, optax.EmptyState(), y)[0], "clip", "its own norm"),
 }  # fmt: skip

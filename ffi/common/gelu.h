@@ -67,10 +67,12 @@
 //   y'                         5.6 ulp                5.1 ulp
 #pragma once
 
+#include <limits>
 #include <type_traits>
 
 #include "common/dtype.h"
 #include "common/exponential.h"
+#include "common/math.h"
 
 namespace gradops {
 namespace gelu {
@@ -194,6 +196,28 @@ GRADOPS_HOST_DEVICE inline Logistic<F> LogisticTail(F x) {
     const auto e = LogisticReduced<A>(a, square);
     return {x, a, square, Exp2<A>(e.f, e.bits)};
   }
+}
+
+// The size of x beyond which the formula, computed step by step, is NaN, because it has inf * 0.
+// For y, x is -inf. For y', x is an infinity, or 3 x^2 overflows in the tanh form. The limit is
+// infinite if the call is not strict: y and y' are then numbers.
+template <typename T, bool kApproximate, bool kDerivative>
+GRADOPS_HOST_DEVICE inline Accum<T> LimitOf(bool strict) {
+  using A = Accum<T>;
+  using Limits = std::numeric_limits<A>;
+  constexpr A kRoot = kIsDouble<A> ? A(7.740561859404937e153) : A(1.0650232e19f);
+  if (!strict) return Limits::infinity();
+  return kApproximate && kDerivative ? kRoot : Limits::max();
+}
+template <bool kDerivative, typename A, typename F>
+GRADOPS_HOST_DEVICE inline F NanBeyond(A limit, F x) {
+  F size;
+  if constexpr (kDerivative) {
+    size = ClampedAbs(x, std::numeric_limits<A>::infinity());
+  } else {
+    size = F(A(0)) - x;
+  }
+  return IfGreater(size, F(limit), F(std::numeric_limits<A>::quiet_NaN()), x);
 }
 
 }  // namespace gelu

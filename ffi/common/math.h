@@ -8,6 +8,14 @@
 
 namespace gradops {
 
+// a > b ? yes : no. The result is `no` where a or b is NaN.
+GRADOPS_HOST_DEVICE inline float IfGreater(float a, float b, float yes, float no) {
+  return a > b ? yes : no;
+}
+GRADOPS_HOST_DEVICE inline double IfGreater(double a, double b, double yes, double no) {
+  return a > b ? yes : no;
+}
+
 // The variance of terms that are already centered, up to rounding. mean_square is the mean of their
 // squares. Their mean is only a rounding error, so nothing cancels. For a mean square, pass mean 0.
 // Only rounding can make the difference negative. It is then 0. A NaN stays a NaN.
@@ -36,8 +44,10 @@ struct Epsilon {
   A part;   // the factor of the variance: 1, or 1/4
   A added;  // epsilon times `part`
   A root;   // the square root of `part`
+  bool strict;
 
-  GRADOPS_HOST_DEVICE explicit Epsilon(double epsilon) {
+  // strict: the deviation of an infinite variance is infinite, as in the formula. Else it is NaN.
+  GRADOPS_HOST_DEVICE Epsilon(double epsilon, bool strict) : strict(strict) {
     constexpr A kMax = std::numeric_limits<A>::max();
     constexpr A kLarge = kMax * std::numeric_limits<A>::epsilon() / 8;
     root = epsilon > kLarge ? A{0.5} : A{1};
@@ -47,11 +57,12 @@ struct Epsilon {
 };
 
 // 1 / sqrt(variance + epsilon). It is 0 if epsilon is infinite. It is NaN if the variance is
-// infinite: 0 would turn an overflow, or a row with an infinite element, into unnoticed zeros.
+// infinite, unless epsilon is strict: 0 would turn an overflow, or a row with an infinite element,
+// into unnoticed zeros.
 template <typename A>
 GRADOPS_HOST_DEVICE inline A InverseDeviation(A variance, const Epsilon<A>& epsilon) {
   const A square = variance * epsilon.part + epsilon.added;
-  const A nan_if_infinite = variance - variance;
+  const A nan_if_infinite = epsilon.strict ? A{0} : variance - variance;
 #if defined(__CUDA_ARCH__)
   // The GPU's rsqrt is off by up to 2 ulp. One Newton step corrects it, unless the step gives NaN.
   const A guess = rsqrt(square);

@@ -402,7 +402,7 @@ void EmptyStatistics(const BatchNormFwdArgs& args) {
     std::fill_n(static_cast<A*>(zeros), n, A{0});
   }
   std::fill_n(static_cast<A*>(args.batch_rstd), n,
-              InverseDeviation(A{0}, Epsilon<A>(args.epsilon)));
+              InverseDeviation(A{0}, Epsilon<A>(args.epsilon, args.strict)));
 }
 
 // A call on arrays with elements.
@@ -602,7 +602,7 @@ class ForwardCall {
       // Relative to the first element: the mean itself may have more digits than a double holds.
       const A delta =
           static_cast<A>((static_cast<double>(first) - static_cast<double>(mean)) + offset);
-      const A rstd = InverseDeviation(variance, Epsilon<A>(args_.epsilon));
+      const A rstd = InverseDeviation(variance, Epsilon<A>(args_.epsilon, args_.strict));
       const std::int64_t i = group * args_.bundles + channel / args_.bundle;
       static_cast<A*>(args_.batch_mean)[i] = mean;
       static_cast<A*>(args_.batch_variance)[i] = variance;

@@ -155,7 +155,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
   const PerElement<A, 0> biases(pool, args.bias, args.shape);
   const A least = args.relu ? A{0} : -std::numeric_limits<A>::infinity();
   const bool streamed = of.Prepare<T>(args.y, {args.x});
-  const Epsilon<A> epsilon(args.epsilon);
+  const Epsilon<A> epsilon(args.epsilon, args.strict);
   const auto apply = [&](std::int64_t group, std::int64_t offset, const Statistics<A>& of_bundle) {
     const std::int64_t element = offset - group * of.bundles * of.elements;
     const T* const x = static_cast<const T*>(args.x) + offset;

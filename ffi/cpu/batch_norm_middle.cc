@@ -156,7 +156,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
         const A variance = static_cast<A>(VarianceOf(mean_square, offset));
         m = static_cast<A>(static_cast<double>(guess) + offset);
         delta = static_cast<A>((static_cast<double>(guess) - static_cast<double>(m)) + offset);
-        rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));
+        rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon, args.strict));
         const std::int64_t i = group * args.bundles + bundle;
         static_cast<A*>(args.batch_mean)[i] = m;
         static_cast<A*>(args.batch_variance)[i] = variance;

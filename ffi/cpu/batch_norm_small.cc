@@ -164,7 +164,7 @@ ffi::Error Forward(const CpuContext& pool, const BatchNormFwdArgs& args) {
         Statistics<A> statistics{means[b], Lanes<A>(0), rstds[b], deltas[b]};
         if (own) {
           statistics = StatisticsOf(x, channels[b * args.bundle], args.bundle * channels.terms,
-                                    Epsilon<A>(args.epsilon));
+                                    Epsilon<A>(args.epsilon, args.strict));
           results[0].Set(b, statistics.mean), results[1].Set(b, statistics.variance);
           results[2].Set(b, statistics.rstd), results[3].Set(b, statistics.delta);
         }

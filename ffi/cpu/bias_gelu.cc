@@ -126,7 +126,7 @@ class TileBias {
 
 // Computes a tile's part of a row: out = gelu(x + bias), or, with dy, out = dy gelu'(x + bias). out
 // may overwrite dy. Backward also adds out to `sums`, unless `sums` is null. Stores go past the
-// caches if `streamed`.
+// caches if `streamed`. See gelu::LimitOf for `strict`.
 //
 // A processor has too few turns of a long formula under way to be busy all the time. So each half
 // of the formula has its own loop, in which two registers go side by side. The tanh form in float32
@@ -141,8 +141,9 @@ class TileBias {
 //   float32 exact, backward   0.95      0.78
 template <typename T, bool kApproximate, bool kBackward>
 void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T* out,
-                Accum<T>* sums, bool streamed) {
+                Accum<T>* sums, bool streamed, bool strict) {
   using A = Accum<T>;
+  const A limit = gelu::LimitOf<T, kApproximate, kBackward>(strict);
   // Slow rounding has a loop of its own, too. Backward in bfloat16 rounds slowly.
   constexpr bool kRoundsFast = !(kBackward && std::is_same_v<T, BFloat16>) &&
                                requires(T* to, lanes::Vector<A> v) { lanes::Narrow(to, v); };
@@ -158,7 +159,9 @@ void ComputeRow(const T* x, const Accum<T>* bias, const T* dy, std::int64_t n, T
     T* const to = out + start;
     A* const to_sums = sums == nullptr ? nullptr : sums + start;
     const bool past = streamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0;
-    const auto x_at = [=](auto at) -> V { return at(from) + at(bias + start); };
+    const auto x_at = [=](auto at) -> V {
+      return gelu::NanBeyond<kBackward>(limit, at(from) + at(bias + start));
+    };
     ForWholeLanes<kCount>(count, [&](auto at) {
       constexpr std::int64_t kAhead = 4096 / sizeof(T);
       at.PrefetchToL1(from, kAhead);
@@ -238,7 +241,7 @@ void Forward(const CpuContext& pool, const BiasGeluFwdArgs& args) {
     const TileBias<A> bias(args.bias, shape.features, tile);
     ForEachRow(t, tile, [&](std::int64_t offset, std::int64_t n) {
       ComputeRow<T, kApproximate, false>(x + offset, bias.data(), nullptr, n, y + offset, nullptr,
-                                         streamed);
+                                         streamed, args.strict);
     });
   });
 }
@@ -280,7 +283,7 @@ void Backward(const CpuContext& pool, const BiasGeluBwdArgs& args) {
       part.rows = std::min(kRowsPerSum, tile.row + tile.rows - part.row);
       ForEachRow(t, part, [&](std::int64_t offset, std::int64_t n) {
         ComputeRow<T, kApproximate, true>(x + offset, bias.data(), dy + offset, n, dx + offset,
-                                          wants_sums ? sums : nullptr, streamed);
+                                          wants_sums ? sums : nullptr, streamed, args.strict);
       });
       if (wants_sums) MoveSums(sums, tile.columns, totals);
     }

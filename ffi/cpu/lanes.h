@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "common/dtype.h"
+#include "common/math.h"
 #include "cpu/registers.h"
 #include "cpu/stream.h"
 
@@ -112,12 +113,6 @@ struct Lanes {
 };
 
 // The functions for one number.
-inline float IfGreater(float a, float b, float yes, float no) {
-  return a > b ? yes : no;
-}
-inline double IfGreater(double a, double b, double yes, double no) {
-  return a > b ? yes : no;
-}
 inline float Max(float a, float b) {
   return a > b ? a : b;
 }

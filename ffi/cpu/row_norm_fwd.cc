@@ -153,7 +153,7 @@ void ForwardRow(const RowNormFwdArgs& args, const WideParams<Accum<T>>& params, 
   if (Overflowed(variance)) {
     variance = VarianceOf(LargeMeanSquare(x_row, features, mean), delta);
   }
-  const A rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon));
+  const A rstd = InverseDeviation(variance, Epsilon<A>(args.epsilon, args.strict));
 
   const std::int64_t group = row / args.shape.rows;
   ForBlocks(features, [&](std::int64_t start, std::int64_t count) {

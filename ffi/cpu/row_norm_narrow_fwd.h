@@ -39,7 +39,7 @@ template <typename T, bool kCentered, typename ForwardRow>
 void ForwardColumn(const RowNormFwdArgs& args, const WideParams<Accum<T>>& params,
                    std::int64_t first_row, std::int64_t end, const ForwardRow& forward_row) {
   using A = Accum<T>;
-  const Epsilon<A> epsilon(args.epsilon);
+  const Epsilon<A> epsilon(args.epsilon, args.strict);
   const Lanes<A> of_constant_row = InverseDeviation(A{0}, epsilon);
   const Lanes<A> scale = params.scale(0, 0)[0], bias = params.bias(0, 0)[0];
   const T* const x_rows = static_cast<const T*>(args.x) + first_row;
@@ -84,7 +84,7 @@ void ForwardSide(const RowNormFwdArgs& args, const WideParams<Accum<T>>& params,
   }
   // A product takes less time than a quotient. It adds one rounding.
   const Lanes<A> per_column = A{1} / static_cast<A>(features);
-  const Epsilon<A> epsilon(args.epsilon);
+  const Epsilon<A> epsilon(args.epsilon, args.strict);
   const A of_constant_row = InverseDeviation(A{0}, epsilon);
   SideParam<A, kNarrowColumns> scale(params.scale, args.shape), bias(params.bias, args.shape);
   SideParam<A, kNarrowColumns> residual_bias(params.residual_bias, args.shape);

@@ -185,7 +185,8 @@ std::array<Lanes<A>, kSums> SideSums(std::int64_t n, const Terms& terms) {
 template <typename A>
 Lanes<A> InverseDeviation(const Lanes<A>& variance, const Epsilon<A>& epsilon) {
   const Lanes<A> square = variance * Lanes<A>(epsilon.part) + Lanes<A>(epsilon.added);
-  return Lanes<A>(epsilon.root) / Sqrt(square) + (variance - variance);
+  const Lanes<A> inverse = Lanes<A>(epsilon.root) / Sqrt(square);
+  return epsilon.strict ? inverse : inverse + (variance - variance);
 }
 // MeanRounding (common/math.h) of each lane.
 template <typename A>

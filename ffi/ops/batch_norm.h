@@ -26,6 +26,7 @@ struct BatchNormFwdArgs {
   ffi::DataType dtype;               // of x, residual and y
   std::int64_t bundle = 1, bundles;  // channels of a bundle; bundles of a group
   bool relu, silu;                   // at most one of them
+  bool strict;                       // see Epsilon (common/math.h)
   double epsilon;
   const void* x;         // [groups, rows, channels, inner]
   const void* residual;  // [groups, rows, channels, inner]; null: none
@@ -105,6 +106,7 @@ struct BatchNormForward {
   static constexpr AttributeOf<Args> kAttributes[] = {
       {"epsilon", &Args::epsilon, /*non_negative=*/true},
       {"relu", &Args::relu},
+      {"strict", &Args::strict},
   };
   static constexpr Signature::Rule kRules[] = {
       {"mean", Signature::Rule::kBothOrNone, "rstd"},

@@ -12,6 +12,7 @@ struct BiasGeluFwdArgs {
   RowShape shape;
   ffi::DataType dtype;  // of x and y; bias is in the accumulation dtype
   bool approximate;     // tanh form
+  bool strict;          // see LimitOf (common/gelu.h)
   const void* x;        // [groups, rows, features]
   Param bias;           // [features]
   void* y;              // [groups, rows, features]
@@ -20,7 +21,7 @@ struct BiasGeluFwdArgs {
 struct BiasGeluBwdArgs {
   RowShape shape;
   ffi::DataType dtype;
-  bool approximate;
+  bool approximate, strict;
   const void* dy;  // [groups, rows, features]
   const void* x;   // [groups, rows, features]
   Param bias;      // [features]
@@ -45,7 +46,8 @@ struct BiasGeluForward {
       {"bias", "d", DtypeRule::kAccum, &Args::bias, Presence::kOptional},
   };
   static constexpr BufferOf<Args> kResults[] = {{"y", "nd", DtypeRule::kX, &Args::y}};
-  static constexpr AttributeOf<Args> kAttributes[] = {{"approximate", &Args::approximate}};
+  static constexpr AttributeOf<Args> kAttributes[] = {{"approximate", &Args::approximate},
+                                                      {"strict", &Args::strict}};
   static constexpr std::array<Signature::Rule, 0> kRules{};
   static ffi::Error Launch(auto context, const Args& args) { return BiasGeluFwd(context, args); }
 };
@@ -62,7 +64,8 @@ struct BiasGeluBackward {
       {"dx", "nd", DtypeRule::kX, &Args::dx, Presence::kRequired, /*in_place_of=*/"dy"},
       {"dbias", "d", DtypeRule::kAccum, &Args::dbias, Presence::kOptional},
   };
-  static constexpr AttributeOf<Args> kAttributes[] = {{"approximate", &Args::approximate}};
+  static constexpr AttributeOf<Args> kAttributes[] = {{"approximate", &Args::approximate},
+                                                      {"strict", &Args::strict}};
   static constexpr std::array<Signature::Rule, 0> kRules{};
   static ffi::Error Launch(auto context, const Args& args) { return BiasGeluBwd(context, args); }
 };

@@ -29,6 +29,7 @@ struct GroupNormForward {
       {"epsilon", &Args::epsilon, /*non_negative=*/true},
       {"relu", &Args::relu},
       {"silu", &Args::silu},
+      {"strict", &Args::strict},
   };
   static constexpr Signature::Rule kRules[] = {
       {"mean", Signature::Rule::kBothOrNone, "rstd"},

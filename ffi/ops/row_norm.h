@@ -12,8 +12,8 @@ namespace gradops {
 // mean is 0. No result may lie in the memory of an operand.
 struct RowNormFwdArgs {
   RowShape shape;
-  ffi::DataType dtype;  // of x, residual, y and sum
-  bool centered;
+  ffi::DataType dtype;    // of x, residual, y and sum
+  bool centered, strict;  // strict: see Epsilon (common/math.h)
   double epsilon, scale_offset;
   const void* x;         // [groups, rows, features]
   const void* residual;  // [groups, rows, features]; null: none
@@ -90,6 +90,7 @@ struct RowNormForward : RowNormFwdTable<RowNormFwdArgs> {
       {"centered", &Args::centered},
       {"epsilon", &Args::epsilon, /*non_negative=*/true},
       {"scale_offset", &Args::scale_offset},
+      {"strict", &Args::strict},
   };
   static ffi::Error Launch(auto context, const Args& args) { return RowNormFwd(context, args); }
 };

@@ -30,6 +30,7 @@ _ELEMENTWISE |= {"tanh", "custom_jvp_call", "add_any"}
 # A norm may have the statistics of a part of an array, or of a function of the array.
 _RELATED = _ELEMENTWISE | {"slice", "split", "concatenate", "sin", "cos", "sqrt", "rsqrt", "erf"}
 _ORDERS = {"lt", "gt", "le", "ge"}
+_INDEXING = {"gather", "dynamic_slice"}
 # How many equations of a piece of code are followed.
 _NEAR = 12
 _FAR = 60
@@ -161,8 +162,8 @@ class _Piece:
         found: set[str] = set()
         for equation in after:
             name = equation.primitive.name
-            if name == "gather" and equation.invars[0] in own:
-                found.add(self._of_index(equation.invars[1]))
+            if name in _INDEXING and equation.invars[0] in own:
+                found.add(self._of_index(equation))
             if name in ("jit", "pjit") and "diag" in equation.params.get("name", ""):
                 found.add("diagonal")
             if name == "slice" and _takes_one_of_last(equation):
@@ -185,9 +186,9 @@ class _Piece:
 
     def _picked(self, v: Var, logits: set[Var]) -> str:
         """What v is of each row: the logit of a label, or the logit of one class for all rows."""
-        for each in self.before(v, _SHAPES | {"neg", "select_n", "gather"}):
-            if each.primitive.name == "gather" and self.origins(each.invars[0]) & logits:
-                return self._of_index(each.invars[1])
+        for each in self.before(v, _SHAPES | _INDEXING | {"neg", "select_n"}):
+            if each.primitive.name in _INDEXING and self.origins(each.invars[0]) & logits:
+                return self._of_index(each)
             if each.primitive.name == "slice" and self.origins(each.invars[0]) & logits:
                 return "class" if _takes_one_of_last(each) else ""
         return ""
@@ -213,27 +214,17 @@ class _Piece:
         names = _SHAPES | {"neg", "mul", "select_n", "add", "sub"}
         return _has(self.after(equation.outvars[0], names), "reduce_sum", "dot_general")
 
-    def _of_index(self, v: Any) -> str:
+    def _of_index(self, equation: JaxprEqn) -> str:
         """What an index takes of each row: its label, an element of the diagonal, or one class."""
-        if self._has_input(v):
+        if equation.primitive.name == "dynamic_slice":
+            return "slice" if equation.outvars[0].aval.shape[-1] == 1 else ""
+        names = _ELEMENTWISE | _ORDERS | {"concatenate", "iota"}
+        near = self.before(equation.invars[1], names, _FAR)
+        starts = [equation.invars[1], *(v for e in near for v in e.invars)]
+        is_input = any(isinstance(v, Var) and v not in self.program.producer for v in starts)
+        if is_input or any(e.primitive.name not in names for e in near):
             return "labels"
-        names = _ELEMENTWISE | _ORDERS | {"concatenate"}
-        return "diagonal" if _has(self.before(v, names, _FAR), "iota") else "class"
-
-    def _has_input(self, v: Any) -> bool:
-        """Whether an index is computed from an array, not only counted."""
-        names = _ELEMENTWISE | _ORDERS | {"concatenate"}
-        waiting, seen = [v], set()
-        while waiting and len(seen) < _FAR:
-            u = waiting.pop()
-            if not isinstance(u, Var) or u in seen:
-                continue
-            seen.add(u)
-            equation = self.program.equation_of(u)
-            if equation is None or equation.primitive.name not in {*names, "iota"}:
-                return True
-            waiting += equation.invars
-        return False
+        return "diagonal" if _has(near, "iota") else "class"
 
     def makes_logits(self) -> bool:
         """Whether it is a logarithm of probabilities that is normalised once more."""
@@ -246,7 +237,7 @@ class _Piece:
         return any(e.primitive.name in squares for e in after)
 
     def is_log_of_softmax(self) -> bool:
-        names = _ELEMENTWISE | {"gather", "reduce_sum"}
+        names = _ELEMENTWISE | _INDEXING | {"reduce_sum"}
         for each in self.before(self.operand, names, 2 * _NEAR):
             if each.primitive.name == "div":
                 if _has(self.before(each.invars[1], _SHAPES), "reduce_sum"):
@@ -306,6 +297,7 @@ class _Piece:
         squared, given = self.squared(), self.has_given_variance
         if not squared and not given:
             return ""
+        alone = self.size > 1 and self.is_of_one
         exponents = [self.number(v) or 0.0 for v in self.equation.invars[1:]]  # of "pow"
         inverse = self.equation.primitive.name == "rsqrt" or any(e < 0 for e in exponents)
         waiting: list[tuple[Var, bool, bool, bool]] = [(self.result, inverse, False, False)]
@@ -321,7 +313,7 @@ class _Piece:
                 if name not in _ELEMENTWISE or name in ("exp", "log", "log1p"):
                     continue
                 others = self.others(e, seen)
-                larger = [u for u in others if self.spread(u) > self.size]
+                larger = [u for u in others if self.spread(u) > self.size - alone]
                 below = name == "div" and e.invars[1] is v
                 after = inverse != (below or (name == "integer_pow" and e.params["y"] < 0))
                 if name in ("mul", "div") and larger:
@@ -333,7 +325,7 @@ class _Piece:
                     continue
                 # The ratio of the norms of weights and of their update is no norm of either.
                 ratio = name in ("mul", "div") and any(map(self._has_root, others))
-                bounds = bounded or self._bounds(e, v)
+                bounds = bounded or self._choice(e)[1] >= _SMALL
                 waiting.append((e.outvars[0], after, bounds, is_ratio or ratio))
         return ""
 
@@ -359,35 +351,49 @@ class _Piece:
                     return True
         return False
 
-    def _bounds(self, e: JaxprEqn, v: Var) -> bool:
-        """Whether an equation limits a value."""
-        if e.primitive.name in ("max", "min", "clamp"):
-            numbers = [self.number(u) for u in e.invars if u is not v]
-            return not all(n is not None and n < _SMALL for n in numbers)
-        return e.primitive.name == "select_n" and e.invars[0] is not v and self._compares(e)
-
-    def _compares(self, select: JaxprEqn) -> bool:
-        names = _SHAPES | {"and", "or", "not"}
-        return _has(self.before(select.invars[0], names), *_ORDERS)
+    def _choice(self, e: JaxprEqn) -> tuple[list[Var], float]:
+        """What `max`, `min` or `where` compares, and with which number. Infinity for an array."""
+        limits = [e] if e.primitive.name in ("max", "min", "clamp") else []
+        if e.primitive.name == "select_n":
+            near = self.before(e.invars[0], _SHAPES | {"and", "or", "not"})
+            limits = [c for c in near if c.primitive.name in {*_ORDERS, "eq"}]
+        compared = [v for c in limits for v in c.invars]
+        numbers = [n for v in compared if (n := self.number(v)) is not None]
+        arrays = [u for v in compared if isinstance(u := self.plain(v), Var)]
+        return arrays, math.inf if len(arrays) > len(limits) else max(numbers, default=-1.0)
 
     def _is_bounded(self, v: Var) -> bool:
         """Whether this is a case of a choice between scaled and unscaled values."""
-        after = self.after(v, _SHAPES, _NEAR)
-        return any(e.primitive.name == "select_n" and self._compares(e) for e in after)
+        after = [e for e in self.after(v, _SHAPES, _NEAR) if e.primitive.name == "select_n"]
+        return any(self._choice(e)[1] >= _SMALL for e in after)
+
+    def has_least(self) -> bool:
+        """Whether `max` or `where` replaces a small norm, or a small sum of squares."""
+        for e in (*self.before(self.operand), *self.after(self.result)):
+            arrays, limit = self._choice(e)
+            rows = [u for u in arrays if math.prod(u.aval.shape) <= self.size]
+            is_small = 0 <= limit < _SMALL and (limit or e.primitive.name == "select_n")
+            if is_small and any(_has(self.before(u), "reduce_sum", *_ROOTS) for u in rows):
+                return True
+        return False
+
+    @functools.cached_property
+    def sums(self) -> list[JaxprEqn]:
+        near = self.before(self.operand, most=_FAR)
+        return [e for e in near if e.primitive.name == "reduce_sum"]
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether there are sums before this, and each is of one element."""
+        sizes = [[math.prod(v.aval.shape) for v in (*e.invars, *e.outvars)] for e in self.sums]
+        return bool(sizes) and all(terms == size for terms, size in sizes)
 
     def has_mask(self) -> bool:
         """Whether some elements are left out of the statistics, by `where` or by a product."""
         names = _SHAPES | {"mul", "square", "integer_pow", "select_n"}
-        sums = [e for e in self.before(self.operand, most=_FAR)
-                if e.primitive.name == "reduce_sum"]  # fmt: skip
-        terms = [e for each in sums for e in self.before(each.invars[0], names)]
+        terms = [e for each in self.sums for e in self.before(each.invars[0], names)]
         arrays = [self.plain(v).aval for e in terms for v in e.invars]
         return any(a.dtype == bool and math.prod(a.shape) > self.size for a in arrays)
-
-    def is_of_one_array(self) -> bool:
-        names = {"add", *_SHAPES}
-        sums = [e for e in self.before(self.operand, names, _FAR)]
-        return sum(e.primitive.name == "reduce_sum" for e in sums) < 2
 
     # --- Activations -------------------------------------------------------------------------
 
@@ -473,7 +479,11 @@ _ROWS = (
     _Row(_LOSSES, "loss", _Piece.is_sigmoid_loss, _SIGMOID_LOSS),
     _Row(("log",), "loss", lambda p: "labels" in p.uses and p.has_mask(), "a mask leaves some "
          "classes out", _BEST),
+    _Row(("log",), "loss", lambda p: "labels" in p.uses and p.is_of_one, "there is one class. The "
+         "loss is 0", _BEST),
     _loss("labels", losses.OTHER_FORMULA),
+    _loss("slice", "one element of one row is sliced. The op takes one row and its label, too",
+          _BEST),
     _loss("class", "it takes one class of all rows. The op takes labels, here jnp.full(n, class)",
           _BEST),
     _loss("custom", "the labels are multiplied in a function with custom_jvp, which stays as it "
@@ -488,12 +498,16 @@ _ROWS = (
          "op takes logits: log_softmax(x) is found"),
     _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.has_mask(), "a mask leaves some "
          "elements out", _BETTER),
+    _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.has_least(), "a maximum or a choice "
+         "replaces a small norm. The op adds epsilon to the mean square", _BEST),
+    _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.is_of_one, "each of its statistics is "
+         "of one element", _BEST),
     _Row(_ROOTS, "norm", lambda p: p.divides == "norm" and p.has_given_variance, "its mean and "
          "variance are given, as in inference. jax_gradops.batch_norm_inference takes them"),
     _Row(_ROOTS, "norm", lambda p: p.divides == "norm", "its statistics are not a variance or a "
          "mean square of one array, in a formula of the ops"),
-    _Row(_ROOTS, "clip", lambda p: p.divides == "clip" and p.is_of_one_array(), "an array is "
-         "clipped by its own norm. The op takes the global norm of all arrays"),
+    _Row(_ROOTS, "clip", lambda p: p.divides == "clip" and len(p.sums) < 2, "an array is "
+         "clipped by its own norm. The op takes the global norm of all arrays", _BEST),
     _Row(_ROOTS, "clip", lambda p: p.divides == "clip", "the result is not that of Optax's "
          "clip_by_global_norm: where(norm < max_norm, x, x / norm * max_norm)"),
     _activation(_Piece.is_mish, "Mish", *_LOSSES),
@@ -563,7 +577,8 @@ class _Kept:
         of_softmax = piece.is_log_of_sum_of_exp() or piece.is_log_of_softmax()
         self.is_softmax = self.is_loss and of_softmax
         self.uses = piece.uses if self.is_softmax else set[str]()
-        names = _ELEMENTWISE | {"stack", "concatenate"}, _ELEMENTWISE - {"add", "sub"}
+        joins = {"stack", "concatenate"} | (set[str]() if self.is_softmax else {"reduce_sum"})
+        names = _ELEMENTWISE | joins, _ELEMENTWISE - {"add", "sub"}
         self.after, self.near = (
             {id(e) for e in (piece.equation, *piece.after(piece.result, n))} for n in names
         )
@@ -595,7 +610,9 @@ def _row_of(piece: _Piece) -> tuple[int, _Row | None]:
     """The first row whose test is true, and its number."""
     name = piece.equation.primitive.name
     for number, row in enumerate(_ROWS):
-        if name in row.primitives and (piece.size > 1 or name in _ROOTS) and row.test(piece):
+        # A function of one number is no layer's activation. A batch of one row has a loss.
+        is_one = piece.size == 1 and row.kind in ("activation", "gelu")
+        if name in row.primitives and not is_one and row.test(piece):
             return number, row
     return len(_ROWS), None
 

@@ -871,8 +871,8 @@ CPU = [
     Fault(
         "an infinite epsilon makes NaN",
         "ffi/common/math.h",
-        "const A nan_if_infinite = variance - variance;",
-        "const A nan_if_infinite = square - square;",
+        "epsilon.strict ? A{0} : variance - variance;",
+        "epsilon.strict ? A{0} : square - square;",
         _k("norm_range", "test_constant_rows_of_every_epsilon and ffi"),
     ),
     Fault(

@@ -35,7 +35,7 @@ __device__ __forceinline__ void SetStatistics(const BatchNormFwdArgs& args, bool
                                               std::int64_t i, A origin, double offset,
                                               double variance, A (&mean_rstd_delta)[3]) {
   const A mean = static_cast<A>(static_cast<double>(origin) + offset);
-  const A rstd = InverseDeviation(static_cast<A>(variance), Epsilon<A>(args.epsilon));
+  const A rstd = InverseDeviation(static_cast<A>(variance), Epsilon<A>(args.epsilon, args.strict));
   // Computed from the origin, because the exact mean may have more digits than a double.
   const A delta =
       static_cast<A>((static_cast<double>(origin) - static_cast<double>(mean)) + offset);

@@ -93,6 +93,10 @@ __global__ void __launch_bounds__(kGeluThreads, kGeluForwardBlocks)
   const std::int64_t stride = plan.block_bands * plan.band_vectors;
   const std::int64_t left = plan.vectors - first;
   const auto has = [&](int k) { return k < plan.thread_vectors && k * stride < left; };
+  const A limit = gelu::LimitOf<T, kApproximate, false>(args.strict);
+  const auto value = [limit](A z) {
+    return Gelu<T, kApproximate>(GeluTail<T, kApproximate>(gelu::NanBeyond<false>(limit, z)));
+  };
   Vector<T, W> vectors[kMost];
 #pragma unroll
   for (int k = 0; k < kMost; ++k) {
@@ -106,8 +110,7 @@ __global__ void __launch_bounds__(kGeluThreads, kGeluForwardBlocks)
     A values[W];
     Widen(vectors[k], values);
 #pragma unroll
-    for (int j = 0; j < W; ++j)
-      values[j] = Gelu<T, kApproximate>(GeluTail<T, kApproximate>(values[j] + bias[j]));
+    for (int j = 0; j < W; ++j) values[j] = value(values[j] + bias[j]);
     StoreVectorOnce(y + k * stride * W, Narrow<T>(values));
   }
   // The elements after the last whole vector: the thread that would have the next vector takes
@@ -119,8 +122,7 @@ __global__ void __launch_bounds__(kGeluThreads, kGeluForwardBlocks)
     for (int j = 0; j < W; ++j) {
       if (j >= plan.rest) continue;
       const std::int64_t i = left * W + j;
-      y[i] = static_cast<T>(
-          Gelu<T, kApproximate>(GeluTail<T, kApproximate>(static_cast<A>(x[i]) + bias[j])));
+      y[i] = static_cast<T>(value(static_cast<A>(x[i]) + bias[j]));
     }
   }
 }
@@ -152,6 +154,7 @@ __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const Grad
   constexpr bool kCutSums = !std::is_same_v<A, double>;
   constexpr bool kPipeline = W > 1;  // asynchronous copies to shared memory are of 16 bytes
   const auto [dy, x, dx] = arrays;
+  const A limit = gelu::LimitOf<T, kApproximate, true>(args.strict);
   const std::int64_t stride = plan.slices * plan.block_bands * plan.band_vectors;
   const std::int64_t group_end = (group + 1) * plan.vectors;
   std::int64_t vector = group * plan.vectors + place.first * plan.band_vectors + place.vector;
@@ -175,7 +178,8 @@ __device__ __forceinline__ void ForSlice(const BiasGeluBwdArgs& args, const Grad
     Widen(of_dy, dz);
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      dz[j] *= GeluDerivative<T, kApproximate>(GeluTail<T, kApproximate>(z[j] + bias[j]));
+      const A argument = gelu::NanBeyond<true>(limit, z[j] + bias[j]);
+      dz[j] *= GeluDerivative<T, kApproximate>(GeluTail<T, kApproximate>(argument));
       part[j] += dz[j];
     }
     return Narrow<T>(dz);

@@ -139,7 +139,7 @@ struct ForwardScalars {
   bool offset;  // whether scale_offset is to be added
 
   explicit ForwardScalars(const RowNormFwdArgs& args)
-      : epsilon(args.epsilon),
+      : epsilon(args.epsilon, args.strict),
         scale_offset(static_cast<A>(args.scale_offset)),
         inverse_features(A{1} / static_cast<A>(std::max<std::int64_t>(1, args.shape.features))),
         offset(args.scale_offset != 0 && args.scale.data != nullptr) {

@@ -24,6 +24,7 @@ from jax_gradops._fuse.patterns.candidate import (
 )
 from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Polynomial
 from jax_gradops._fuse.search import Values
+from jax_gradops._implementation import strict_infinities
 from jax_gradops._ops.batch_norm.batch_norm import batch_norm
 from jax_gradops._ops.batch_norm.group_norm import group_norm
 
@@ -67,6 +68,7 @@ def channel_norm(values: Values, v: Var) -> Candidate | None:
         with_offset=False,
     )
     options = {"axis": layout.axis, "epsilon": found.epsilon, "activation": activation}
+    options["strict"] = found.strict
     operands = (values.root, *affine.leaves)
     if layout.op == "batch_norm":
         operands += () if residual is None else (residual,)
@@ -140,11 +142,14 @@ def _statistics(values: Values, over: Axes) -> tuple[Polynomial, ...]:
     return mean, square + (mean * mean).scaled(-1), square
 
 
-def _batch_norm(affine: Affine, has_residual: bool, x: Any, *arrays: Any, **options: Any) -> Any:
+def _batch_norm(
+    affine: Affine, has_residual: bool, x: Any, *arrays: Any, strict: bool, **options: Any
+) -> Any:
     """The output, mean, variance and mean square. The statistics have derivatives here."""
     if has_residual:
         options["residual"], arrays = arrays[-1], arrays[:-1]
-    y, mean, variance = batch_norm(x, **affine.arguments(x, arrays), **options)
+    with strict_infinities(strict):
+        y, mean, variance = batch_norm(x, **affine.arguments(x, arrays), **options)
     mean, variance = with_derivatives(options["axis"], x, mean, variance)
     return y, mean, variance, variance + mean * mean
 
@@ -166,6 +171,9 @@ def _derivatives(axis: int, primals: Any, tangents: Any) -> Any:
     return (mean, variance), along
 
 
-def _group_norm(affine: Affine, inner: int, x: Any, *arrays: Any, **options: Any) -> Any:
+def _group_norm(
+    affine: Affine, inner: int, x: Any, *arrays: Any, strict: bool, **options: Any
+) -> Any:
     groups = x.shape[options["axis"]] // inner
-    return group_norm(x, **affine.arguments(x, arrays), num_groups=groups, **options)
+    with strict_infinities(strict):
+        return group_norm(x, **affine.arguments(x, arrays), num_groups=groups, **options)

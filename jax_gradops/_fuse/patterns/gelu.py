@@ -15,6 +15,7 @@ from jax_gradops._fuse import polynomial
 from jax_gradops._fuse.patterns.candidate import Before, Candidate, dtype_of, same_layout
 from jax_gradops._fuse.polynomial import Function, Polynomial
 from jax_gradops._fuse.search import Values
+from jax_gradops._implementation import strict_infinities
 from jax_gradops._ops.gelu import bias_gelu
 
 
@@ -38,12 +39,18 @@ def gelu(values: Values, v: Var) -> Candidate | None:
     half = x.scaled(0.5)
     if not p.close_to(half + half * polynomial.of_atom(function), 1e-5):
         return None
-    call = functools.partial(bias_gelu.gelu, approximate=approximate)
+    call = functools.partial(_gelu, approximate=approximate)
     before = Before("bias", "bias_gelu", functools.partial(_bias_gelu, approximate))
     options = "" if approximate else "exact"
     return Candidate("gelu", call, (values.root,), v, options, before=before, rounding=unit)
 
 
+@strict_infinities()
+def _gelu(x: jax.Array, approximate: bool) -> jax.Array:
+    return bias_gelu.gelu(x, approximate)
+
+
+@strict_infinities()
 def _bias_gelu(approximate: bool, x: jax.Array, bias: jax.Array) -> jax.Array:
     return bias_gelu.bias_gelu(x, bias.reshape(-1), approximate)
 

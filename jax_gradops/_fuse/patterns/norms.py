@@ -30,6 +30,7 @@ from jax_gradops._fuse.patterns.candidate import (
 )
 from jax_gradops._fuse.polynomial import Axes, Function, Leaf, Mean, Monomial, Polynomial
 from jax_gradops._fuse.search import Values
+from jax_gradops._implementation import strict_infinities
 from jax_gradops._ops.row_norm import layer_norm
 
 NOT_LAST = "the means are not over the last axes"
@@ -44,6 +45,7 @@ class Normalized(NamedTuple):
     scale: Polynomial
     bias: Polynomial
     dtype: Any  # of the square root
+    strict: bool  # an infinite variance makes zeros, not NaN: the code subtracts no two variances
 
 
 def normalized(values: Values, p: Polynomial) -> Normalized | None:
@@ -73,7 +75,9 @@ def normalized(values: Values, p: Polynomial) -> Normalized | None:
         if centered and rest.close_to(polynomial.of_monomial(root) * scale):
             raise Left("the mean is not subtracted from the array, although the variance has it")
         return None
-    return Normalized(centered, over, epsilon, scale, bias, dtype_of(values, deviation))
+    square = {frozenset([(values.root_atom, 2.0)])}
+    strict = not centered or all(f.polynomial.terms.keys() != square for f in values.forms.values())
+    return Normalized(centered, over, epsilon, scale, bias, dtype_of(values, deviation), strict)
 
 
 def _is_inverse_root(atom: polynomial.Atom, exponent: float) -> bool:
@@ -210,7 +214,7 @@ def row_norm(values: Values, v: Var) -> Candidate | None:
         else (layer_norm.rms_norm, layer_norm.add_rms_norm)
     )
     call, add = (
-        functools.partial(_row_norm, f, affine, groups, epsilon=found.epsilon)
+        functools.partial(_row_norm, f, affine, groups, epsilon=found.epsilon, strict=found.strict)
         for f in (norm, with_addition)
     )
     raise_for_range(found, norm.__name__)
@@ -309,6 +313,7 @@ def norm_before_affine(values: Values, v: Var) -> Candidate | None:
     call = functools.partial(
         _with_affine,
         functools.partial(norm, begin_norm_axis=first, epsilon=found.epsilon),
+        found.strict,
         affine,
         tuple((i, math.prod(part.size for part in dims[i])) for i in new),
     )
@@ -316,9 +321,10 @@ def norm_before_affine(values: Values, v: Var) -> Candidate | None:
     return Candidate(norm.__name__, call, operands, v, "without the scale and the bias")
 
 
-def _with_affine(norm: Any, affine: Affine, new: Any, x: Any, *leaves: Any) -> Any:
+def _with_affine(norm: Any, strict: bool, affine: Affine, new: Any, x: Any, *leaves: Any) -> Any:
     """Calls a norm, repeats its result along new axes, and applies the scale and the bias."""
-    y = norm(x)
+    with strict_infinities(strict):
+        y = norm(x)
     for axis, size in new:
         y = jnp.repeat(jnp.expand_dims(y, axis), size, axis)
     given = affine.arguments(y, leaves)
@@ -341,10 +347,13 @@ def _raise_for_layout(values: Values, v: Var) -> None:
     raise Left(f"its result is used in {new.name}, and its input is {old.name}")
 
 
-def _row_norm(norm: Any, affine: Affine, groups: _Groups, *arrays: Any, **options: Any) -> Any:
+def _row_norm(
+    norm: Any, affine: Affine, groups: _Groups, *arrays: Any, strict: bool, **options: Any
+) -> Any:
     """Calls a norm of one array, or of the sum of two. The second one may have a bias."""
     split = len(arrays) - len(affine.leaves)
     if split == 3:
         options["residual_bias"] = arrays[2].reshape(-1)
     norm = functools.partial(norm, **options)
-    return groups.call(norm, affine, arrays[split:], *arrays[: min(split, 2)])
+    with strict_infinities(strict):
+        return groups.call(norm, affine, arrays[split:], *arrays[: min(split, 2)])

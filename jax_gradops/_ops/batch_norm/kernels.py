@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jax_gradops._implementation import Implementation
+from jax_gradops._implementation import Implementation, is_strict
 from jax_gradops._kernel.array_types import Arrays, accum_dtype, match_vma, reshard_like
 from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.layout import mesh_axes, padded
@@ -37,8 +37,8 @@ def _activation(relu: bool, silu: bool = False) -> Activation:
     return "relu" if relu else "silu" if silu else None
 
 
-def _batch_forward(*operands: Any, inner: int, epsilon: float, relu: bool) -> Arrays:
-    options = {"epsilon": epsilon, "activation": _activation(relu)}
+def _batch_forward(*operands: Any, inner: int, epsilon: float, relu: bool, strict: bool) -> Arrays:
+    options = {"epsilon": epsilon, "strict": strict, "activation": _activation(relu)}
     return reference.forward(Axes(inner), *operands, **options)
 
 
@@ -47,9 +47,9 @@ def _batch_backward(*operands: Any, inner: int, relu: bool) -> Arrays:
 
 
 def _group_forward(
-    x: Any, *others: Any, inner: int, epsilon: float, relu: bool, silu: bool
+    x: Any, *others: Any, inner: int, epsilon: float, relu: bool, silu: bool, strict: bool
 ) -> Arrays:
-    options = {"epsilon": epsilon, "activation": _activation(relu, silu)}
+    options = {"epsilon": epsilon, "strict": strict, "activation": _activation(relu, silu)}
     return reference.forward(Axes(inner, grouped=True), x, None, *others, **options)
 
 
@@ -63,7 +63,7 @@ def _group_backward(dy: Any, x: Any, *others: Any, inner: int, relu: bool, silu:
 
 
 def _merge_statistics(
-    dims: str, partial: Named, shards: Shards, *, epsilon: float, **_: Any
+    dims: str, partial: Named, shards: Shards, *, epsilon: float, strict: bool, **_: Any
 ) -> tuple[Named, Named]:
     """Combines the statistics of shards that all have an equal number of rows.
 
@@ -92,7 +92,7 @@ def _merge_statistics(
     # spread is a rounding error, and almost 0
     variance = variance * unit - jnp.square(spread)
     mean, delta = split(first, spread)
-    rstd = inverse_deviation(variance, epsilon)
+    rstd = inverse_deviation(variance, epsilon, strict)
     given = {"mean": mean, "rstd": rstd, "delta": delta}
     return {"batch_variance": variance, **{f"batch_{k}": v for k, v in given.items()}}, given
 
@@ -193,6 +193,7 @@ class ChannelNorm:
     axis_name: Any = None
     activation: Activation = None
     implementation: Implementation = None
+    strict: bool = dataclasses.field(default_factory=is_strict)
 
     @property
     def name(self) -> str:
@@ -227,7 +228,7 @@ class ChannelNorm:
     def forward(self, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, ...]:
         """Returns y, mean, variance, rstd and delta."""
         operands = self._forward_operands(x, residual, scale, bias, None, None, None)
-        options = {**self._options(), "epsilon": np.float64(self.epsilon)}
+        options = {**self._options(), "epsilon": np.float64(self.epsilon), "strict": self.strict}
         return invoke(self.kernels[0], *operands, axis_names=self._axis_names, **options)
 
     def apply(
@@ -235,7 +236,7 @@ class ChannelNorm:
     ) -> jax.Array:
         """Returns y, computed with given statistics."""
         operands = match_vma(x, residual, scale, bias, mean, rstd, delta)
-        options = {**self._options(), "epsilon": np.float64(self.epsilon)}
+        options = {**self._options(), "epsilon": np.float64(self.epsilon), "strict": self.strict}
         present = self._forward_operands(*operands)
         return invoke(self.kernels[0], *present, skip=_STATISTICS, **options)[0]
 
@@ -375,7 +376,7 @@ def forward(x: Any, scale: Any, bias: Any, *, norm: ChannelNorm) -> Any:
 @functools.partial(jax.jit, static_argnames="norm")
 def apply(x: Any, mean: Any, variance: Any, scale: Any, bias: Any, *, norm: ChannelNorm) -> Any:
     """Returns y, computed with given statistics."""
-    rstd = inverse_deviation(variance, norm.epsilon)
+    rstd = inverse_deviation(variance, norm.epsilon, norm.strict)
     operands = norm.prepared(x, None, scale, bias, mean, rstd, None)
     return reshard_like(norm.apply(*operands), x)
 

@@ -82,6 +82,7 @@ def forward(
     delta: Array | None,
     *,
     epsilon: float,
+    strict: bool,
     activation: Activation,
 ) -> Arrays:
     """Returns y, mean, variance, rstd and delta."""
@@ -97,7 +98,7 @@ def forward(
         unit = root_of_count(n)
         variance = axes.sum_of_statistic(jnp.square(centered * (1 / unit))) / n * unit**2
         mean, delta = split(first, offset)
-        rstd = inverse_deviation(variance, epsilon)
+        rstd = inverse_deviation(variance, epsilon, strict)
         x_hat = centered * axes.along_statistic(rstd, wide)
     else:
         x_hat = _normalized(axes, wide, mean, delta, rstd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
@@ -64,11 +66,24 @@ def _rejoined(leaves: Iterable[jax.Array], parts: Iterable[jax.Array]) -> list[j
     return [lax.complex(next(rest), next(rest)) if _is_complex(x) else next(rest) for x in leaves]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _zero(dtype: Any) -> jax.Array:
+    return jnp.zeros((), dtype)
+
+
+def _beside(norm: Norm, limit: ArrayLike) -> ArrayLike:
+    """A number on the norm's devices. `jax.transfer_guard` allows this explicit transfer."""
+    other = norm.plain
+    if isinstance(limit, jax.Array) or isinstance(other, Tracer) or not other.is_fully_addressable:
+        return limit
+    return jax.device_put(limit, other.sharding if other.committed else None)
+
+
 def _norm_of_all(leaves: Sequence[jax.Array], implementation: Implementation) -> Norm:
     """The norm of real leaves."""
     with_elements = tuple(leaf for leaf in leaves if leaf.size)
     if not with_elements:
-        zero = jnp.zeros((), accum_dtype(*(leaf.dtype for leaf in leaves)))
+        zero = _zero(accum_dtype(*(leaf.dtype for leaf in leaves)))
         return Norm(zero, zero)
     return traced_norm(with_elements, implementation=implementation)
 
@@ -199,7 +214,9 @@ def _clip(
     leaves = _leaves(op, tree, name)
     parts = _parts(leaves)
     norm = _norm_of_all(parts, implementation)
-    clipped = _rejoined(leaves, scale(tuple(parts), norm, limit, nonfinite=nonfinite))
+    clipped = _rejoined(
+        leaves, scale(tuple(parts), norm, _beside(norm, limit), nonfinite=nonfinite)
+    )
     return jax.tree.unflatten(jax.tree.structure(tree), clipped), norm.plain
 
 
@@ -258,7 +275,7 @@ def inplace_clip_by_global_norm(
     norm = _norm_of_all(parts, implementation)
     with_elements = tuple(part for part in parts if part.size)
     scaled = iter(
-        scale_in_place(with_elements, norm, limit, implementation=implementation)
+        scale_in_place(with_elements, norm, _beside(norm, limit), implementation=implementation)
         if with_elements
         else ()
     )
@@ -290,7 +307,7 @@ def _initial_norm(leaves: Sequence[Any]) -> jax.Array:
     """0 in the type of the leaves' norm. In `shard_map`, it varies as the leaves do."""
     found = [(leaf, dtype) for leaf in leaves if (dtype := _float_dtype(leaf)) is not None]
     wide = any(dtype in (jnp.float64, jnp.complex128) for _, dtype in found)
-    zero = jnp.zeros((), jnp.float64 if wide else jnp.float32)
+    zero = _zero(jnp.float64 if wide else jnp.float32)
     arrays = [leaf for leaf, _ in found if isinstance(leaf, jax.Array)]
     matched = match_vma(*arrays, zero)[-1]
     return zero if matched is None else matched

@@ -203,8 +203,9 @@ def _unit(x: jax.Array, norm: Norm) -> jax.Array:
 
 @jax.jit
 def _change(pairs: Sequence[tuple[jax.Array, jax.Array]], norm: Norm) -> Any:
-    """The change of the norm by changes of leaves."""
-    return sum(jnp.sum(_unit(x, norm) * d.astype(norm.plain.dtype)) for x, d in pairs)
+    """The change of both numbers of the norm by changes of leaves."""
+    change = sum(jnp.sum(_unit(x, norm) * d.astype(norm.plain.dtype)) for x, d in pairs)
+    return change, change * _POWER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,8 +221,7 @@ class _GlobalNorm(Operation):
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
         norm = Norm(*self(*operands))
         pairs = [(x, d) for x, d in zip(operands, tangents, strict=True) if d is not None]
-        change = _change(pairs, norm)
-        return norm, (change, change * _POWER)
+        return norm, _change(pairs, norm)
 
 
 def _differentiable_norm(leaves: Arrays, implementation: Implementation) -> Norm:

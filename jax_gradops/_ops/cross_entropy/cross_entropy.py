@@ -139,7 +139,9 @@ def softmax_cross_entropy_with_integer_labels(
       logits: an array in float16, bfloat16, float32 or float64. Classes are along `axis`.
       labels: integers, of the shape of logits without `axis`. A label that is no class makes the
         loss of its row NaN. The gradient of this row is 0 if the cotangent of its loss is 0, as
-        after a mask. Otherwise it is NaN.
+        after a mask. Otherwise it is NaN. Optax differs: a label from ``-classes`` to -1 counts
+        from the last class. For another label that is no class, Optax's loss is NaN and its
+        gradient is finite. `jax_gradops.fuse` keeps what the code has.
       axis: the axis of the classes. If it is a tuple of axes, a label is an index of these axes,
         flattened in this order. For other axes than the last one, XLA's operations are used.
       where: bools that say what counts, as in Optax. If `where` has the labels' number of axes, it

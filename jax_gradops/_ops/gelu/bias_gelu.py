@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_gradops import _checks
-from jax_gradops._implementation import Implementation, resolve_implementation
+from jax_gradops._implementation import Implementation, is_strict, resolve_implementation
 from jax_gradops._kernel.array_types import Arrays, accum_dtype, match_vma, reshard_like
 from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.primitive import Function, Operands, Operation, Unknown
@@ -46,32 +46,48 @@ def _normal_cdf_tangent(operands: Any, y: jax.Array, tangents: Any) -> jax.Array
     return tangents[0] * _normal_density(operands[0])
 
 
-def _gelu_value(x: jax.Array, approximate: bool) -> jax.Array:
-    # x Phi(x) and x sigmoid(2u): the forms with 1 + erf and 1 + tanh lose digits for negative x.
-    if approximate:
-        weight = jax.nn.sigmoid(_tanh_argument(x)[0])
-    else:
-        weight = _normal_cdf(x)
-    return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x * weight)
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """Which GELU to compute.
+
+    Attributes:
+      approximate: the tanh form.
+      strict: NaN where the formula, computed step by step, is NaN, because it has inf * 0. These
+        are the value at -inf and the derivative at infinities. In the derivative of the tanh form,
+        3 x^2 may overflow, too.
+    """
+
+    approximate: bool
+    strict: bool
+
+    def value(self, z: jax.Array) -> jax.Array:
+        """GELU of z."""
+        return Function(_value, _tangent, (self,))(z)[0]
+
+    def derivative(self, z: jax.Array) -> jax.Array:
+        """The derivative of `value`."""
+        if self.strict:
+            most = float(jnp.finfo(z.dtype).max)
+            limit = math.sqrt(most / 3) if self.approximate else most
+            z = jnp.where(jnp.abs(z) > limit, jnp.nan, z)
+        # Beyond |z| = 40, the derivative is 1 or 0 even in float64. The clip prevents inf * 0.
+        z = jnp.clip(z, -40, 40)
+        if self.approximate:
+            argument, slope = _tanh_argument(z)
+            sigmoid = jax.nn.sigmoid(argument)
+            return sigmoid + z * slope * sigmoid * jax.nn.sigmoid(-argument)
+        return _normal_cdf(z) + z * _normal_density(z)
 
 
-def _gelu_derivative(x: jax.Array, approximate: bool) -> jax.Array:
-    # Beyond |x| = 40, the derivative is 1 or 0 even in float64. The clip prevents inf * 0.
-    x = jnp.clip(x, -40, 40)
-    if approximate:
-        argument, slope = _tanh_argument(x)
-        sigmoid = jax.nn.sigmoid(argument)
-        return sigmoid + x * slope * sigmoid * jax.nn.sigmoid(-argument)
-    return _normal_cdf(x) + x * _normal_density(x)
+def _value(z: jax.Array, form: _Form) -> jax.Array:
+    # z Phi(z) and z sigmoid(2u): the forms with 1 + erf and 1 + tanh lose digits for negative z.
+    weight = jax.nn.sigmoid(_tanh_argument(z)[0]) if form.approximate else _normal_cdf(z)
+    return jnp.where(z == -jnp.inf, jnp.nan if form.strict else 0.0, z * weight)
 
 
-def _gelu_tangent(operands: Any, y: jax.Array, tangents: Any, approximate: bool) -> jax.Array:
+def _tangent(operands: Any, y: jax.Array, tangents: Any, form: _Form) -> jax.Array:
     del y
-    return tangents[0] * _gelu_derivative(operands[0], approximate)
-
-
-def _gelu(x: jax.Array, approximate: bool) -> jax.Array:
-    return Function(_gelu_value, _gelu_tangent, (approximate,))(x)[0]
+    return tangents[0] * form.derivative(operands[0])
 
 
 def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -79,15 +95,17 @@ def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return wide if bias is None else wide + along_features(bias, wide)
 
 
-def _fwd_reference(x: jax.Array, bias: jax.Array | None, *, approximate: bool) -> Arrays:
-    return (_gelu(_biased(x, bias), approximate).astype(x.dtype),)
+def _fwd_reference(
+    x: jax.Array, bias: jax.Array | None, *, approximate: bool, strict: bool
+) -> Arrays:
+    return (_Form(approximate, strict).value(_biased(x, bias)).astype(x.dtype),)
 
 
 def _bwd_reference(
-    dy: jax.Array, x: jax.Array, bias: jax.Array | None, *, approximate: bool
+    dy: jax.Array, x: jax.Array, bias: jax.Array | None, *, approximate: bool, strict: bool
 ) -> Arrays:
     z = _biased(x, bias)
-    dz = dy.astype(z.dtype) * _gelu_derivative(z, approximate)
+    dz = dy.astype(z.dtype) * _Form(approximate, strict).derivative(z)
     return dz.astype(x.dtype), jnp.sum(dz, tuple(range(x.ndim - 1)))
 
 
@@ -116,14 +134,13 @@ BWD = Kernel(
 class _BiasGelu(Operation):
     """gelu(x + bias), for the operands x and bias."""
 
-    approximate: bool
+    form: _Form
     implementation: Implementation
 
     def compute(self, *operands: Any) -> Arrays:
         x, bias = operands
-        return invoke(
-            FWD, x, bias, approximate=self.approximate, implementation=self.implementation
-        )
+        form = dataclasses.asdict(self.form)
+        return invoke(FWD, x, bias, **form, implementation=self.implementation)
 
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
         return self(*operands), _Tangent(self)(*operands, *tangents)
@@ -145,7 +162,7 @@ class _Tangent(Operation):
         dz = jnp.zeros_like(z) if dx is None else dx.astype(z.dtype)
         if dbias is not None:
             dz = dz + along_features(dbias, z)
-        return ((dz * _gelu_derivative(z, self.op.approximate)).astype(x.dtype),)
+        return ((dz * self.op.form.derivative(z)).astype(x.dtype),)
 
     def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
         x, bias, *tangents = operands
@@ -156,7 +173,7 @@ class _Tangent(Operation):
             x,
             bias,
             skip=[] if has_dbias else ["dbias"],
-            approximate=self.op.approximate,
+            **dataclasses.asdict(self.op.form),
             implementation=self.op.implementation,
         )
         return None, None, dx if has_dx else None, dbias
@@ -165,36 +182,37 @@ class _Tangent(Operation):
 # --- Public functions ----------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("approximate", "implementation"))
+@functools.partial(jax.jit, static_argnames=("form", "implementation"))
 def _apply(
-    x: jax.Array, bias: jax.Array | None, *, approximate: bool, implementation: Implementation
+    x: jax.Array, bias: jax.Array | None, *, form: _Form, implementation: Implementation
 ) -> jax.Array:
     if bias is not None:
         bias = bias.astype(accum_dtype(x.dtype))
     spread_x, bias = prepare(FWD, x, bias)
-    y: Any
-    if implementation == "xla":  # differentiated by JAX itself
-        (y,) = invoke(FWD, spread_x, bias, approximate=approximate, implementation="xla")
-    else:
-        (y,) = _BiasGelu(approximate, implementation)(spread_x, bias)
+    op = _BiasGelu(form, implementation)
+    # JAX differentiates "xla" by itself.
+    (y,) = (op.compute if implementation == "xla" else op)(spread_x, bias)
     return reshard_like(y, x)
 
 
-@functools.partial(jax.jit, static_argnames=("approximate", "implementation"))
+@functools.partial(jax.jit, static_argnames=("form", "implementation"))
 def _apply_backward(
     dy: jax.Array,
     x: jax.Array,
     bias: jax.Array | None,
     *,
-    approximate: bool,
+    form: _Form,
     implementation: Implementation,
 ) -> tuple[jax.Array, Any]:
     operands = match_vma(dy, x, bias)
     skip = ["dbias"] if bias is None else []
-    dx, dbias = invoke(
-        BWD, *operands, skip=skip, approximate=approximate, implementation=implementation
-    )
+    options = {**dataclasses.asdict(form), "implementation": implementation}
+    dx, dbias = invoke(BWD, *operands, skip=skip, **options)
     return reshard_like(dx, x), dbias
+
+
+def _checked_form(op: str, approximate: bool) -> _Form:
+    return _Form(_checks.flag(op, "approximate", approximate), is_strict())
 
 
 def _checked_bias(op: str, x: jax.Array, value: ArrayLike) -> jax.Array:
@@ -259,7 +277,7 @@ def gelu(
     y = _apply(
         x.reshape(1) if x.ndim == 0 else x,
         None,
-        approximate=_checks.flag("gelu", "approximate", approximate),
+        form=_checked_form("gelu", approximate),
         implementation=resolve_implementation(implementation, "gelu"),
     )
     return y.reshape(x.shape)
@@ -308,7 +326,7 @@ def bias_gelu(
     return _apply(
         x,
         _checked_bias(op, x, bias),
-        approximate=_checks.flag(op, "approximate", approximate),
+        form=_checked_form(op, approximate),
         implementation=resolve_implementation(implementation, op),
     )
 
@@ -360,7 +378,7 @@ def gelu_backward(
     dx, _ = _apply_backward(
         *((a.reshape(1) if x.ndim == 0 else a) for a in (dy, x)),
         None,
-        approximate=_checks.flag(op, "approximate", approximate),
+        form=_checked_form(op, approximate),
         implementation=resolve_implementation(implementation, op),
     )
     return dx.reshape(x.shape)
@@ -422,7 +440,7 @@ def bias_gelu_backward(
         _checks.like(op, "dy", dy, "x", x),
         x,
         bias.astype(accum_dtype(x.dtype)),
-        approximate=_checks.flag(op, "approximate", approximate),
+        form=_checked_form(op, approximate),
         implementation=resolve_implementation(implementation, op),
     )
     return dx, dbias.astype(bias.dtype)

@@ -20,6 +20,8 @@ from jax_gradops._ops.row_norm.kernels import (
 from jax_gradops._ops.row_norm.kernels import forward as _forward
 from jax_gradops._ops.row_norm.reference import inverse_deviation
 
+_inverse_deviation = jax.jit(inverse_deviation, static_argnums=1)
+
 # --- What all have in common ---------------------------------------------------------------------
 
 
@@ -182,7 +184,7 @@ def layer_norm_forward(
     arguments = Arguments.of(op, "x", x, begin_norm_axis)
     epsilon = _checks.epsilon(op, epsilon, arguments.accum_dtype)
     center = arguments.statistic("mean", mean)
-    rstd = inverse_deviation(arguments.statistic("variance", variance), epsilon)
+    rstd = _inverse_deviation(arguments.statistic("variance", variance), epsilon)
     y = forward_by_statistics(
         arguments.flat(arguments.x),
         arguments.parameter("scale", scale),
@@ -282,7 +284,7 @@ def layer_norm_backward(
             inverse = wide.statistic("rstd", rstd)
         else:
             assert variance is not None
-            inverse = inverse_deviation(wide.statistic("variance", variance), epsilon)
+            inverse = _inverse_deviation(wide.statistic("variance", variance), epsilon)
         return wide.statistic("mean", mean), inverse
 
     wanted = wanted_gradients(op, scale=scale)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_gradops._implementation import Implementation
+from jax_gradops._implementation import Implementation, is_strict
 from jax_gradops._kernel.array_types import match_vma, reshard_like
 from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.primitive import Operands, Operation, Unknown
@@ -75,6 +75,7 @@ class Norm:
     scale_offset: float = 0.0
     residuals: Residuals = "input"
     implementation: Implementation = None
+    strict: bool = dataclasses.field(default_factory=is_strict)
 
     def prepare(
         self,
@@ -117,6 +118,7 @@ class Norm:
             centered=self.centered,
             epsilon=np.float64(self.epsilon),
             scale_offset=np.float64(self.scale_offset),
+            strict=self.strict,
         )
 
     def backward(

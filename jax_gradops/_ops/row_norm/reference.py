@@ -37,10 +37,11 @@ def _affine(x_hat: Array, scale: Array | None, bias: Array | None) -> Array:
     return y if bias is None else y + bias
 
 
-def inverse_deviation(variance: Array, epsilon: float) -> Array:
+def inverse_deviation(variance: Array, epsilon: float, strict: bool = False) -> Array:
     """1/sqrt(variance + epsilon). It is 0 if epsilon is infinite in the variance's dtype.
 
-    It is NaN where the variance is infinite. The value 0 would silently turn such a row into zeros.
+    It is NaN where the variance is infinite, unless `strict`. The value 0 would silently turn such
+    a row into zeros.
     """
     kind = jnp.finfo(variance.dtype)
     largest = float(kind.max)
@@ -49,7 +50,7 @@ def inverse_deviation(variance: Array, epsilon: float) -> Array:
     added = math.inf if epsilon > largest else float(epsilon)
     square = variance * half**2 + added * half**2
     # Not `lax.rsqrt`: its derivative has the third power, which leaves the range earlier.
-    return half / jnp.sqrt(jnp.where(jnp.isfinite(variance), square, -1))
+    return half / jnp.sqrt(square if strict else jnp.where(jnp.isfinite(variance), square, -1))
 
 
 def root_of_count(n: Any) -> float:
@@ -98,10 +99,11 @@ def forward(
     centered: bool,
     epsilon: float,
     scale_offset: float,
+    strict: bool,
 ) -> tuple[Any, ...]:
     wide = _to_normalize(x, residual, residual_bias)
     if not centered:
-        rstd = inverse_deviation(_mean_square(wide), epsilon)
+        rstd = inverse_deviation(_mean_square(wide), epsilon, strict)
         y = _affine(wide * rstd, _along(scale, wide, scale_offset), None)
         return y.astype(x.dtype), wide.astype(x.dtype), None, rstd[..., 0]
     # The mean is computed from differences to the row's first element: exact for a constant row.
@@ -113,7 +115,7 @@ def forward(
     shifted = wide - mean
     delta = _row_mean(shifted)
     deviations = shifted - delta
-    rstd = inverse_deviation(_mean_square(deviations), epsilon)
+    rstd = inverse_deviation(_mean_square(deviations), epsilon, strict)
     y = _affine(deviations * rstd, _along(scale, wide, scale_offset), _along(bias, wide))
     return y.astype(x.dtype), wide.astype(x.dtype), (mean + delta)[..., 0], rstd[..., 0]
 
