@@ -64,6 +64,22 @@ def assert_same_in_pieces(
     assert_bitwise_equal(large, jnp.concatenate(parts))
 
 
+@pytest.mark.parametrize("features", [1024, 333])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embedding(dtype, features):
+    """Memory that has been written is streamed past the caches. New memory is not."""
+    rows = STREAMED_BYTES // (features * np.dtype(jnp.dtype(dtype)).itemsize) + 5
+    dy, tokens = array(1, (rows, features), dtype), jnp.arange(rows) ** 2 % rows // 3
+
+    def gradient(dy: jax.Array, tokens: jax.Array) -> jax.Array:
+        return jax_gradops.backward.embedding_backward(dy, tokens, rows)
+
+    streamed = in_used_memory(gradient, dy, tokens)
+    assert_bitwise_equal(streamed, jax.jit(gradient)(dy, tokens))
+    by_xla = jnp.zeros(dy.shape, "float32").at[tokens].add(dy.astype("float32"))
+    np.testing.assert_allclose(streamed.astype("float32"), by_xla, rtol=0.01, atol=0.05)
+
+
 # Rows begin at a cache line, at multiples of 8 bytes, or anywhere.
 @pytest.mark.parametrize("features", [2048, 1002, 333])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
