@@ -15,7 +15,14 @@ from jax.typing import ArrayLike
 
 from jax_gradops import _checks
 from jax_gradops._implementation import Implementation, resolve_implementation
-from jax_gradops._kernel.array_types import Arrays, accum_dtype, axes_of, gathered, mesh_of
+from jax_gradops._kernel.array_types import (
+    Arrays,
+    accum_dtype,
+    axes_of,
+    gathered,
+    like_type,
+    mesh_of,
+)
 from jax_gradops._kernel.invoke import invoke, prepare
 from jax_gradops._kernel.layout import mesh_axes
 from jax_gradops._kernel.primitive import Axis, Operands, Operation
@@ -104,8 +111,9 @@ class _Lookup(Operation):
         return self(*operands), along(tangents[0], operands[1])
 
     def transpose(self, operands: Operands, cotangents: Operands) -> Operands:
-        dy, rows = cotangents[0], operands[1]
-        return _backward(dy, rows, self.table, self.dtype, self.implementation), None
+        table, rows = operands
+        dtable = _backward(cotangents[0], rows, self.table, self.dtype, self.implementation)
+        return like_type(dtable, table.aval), None
 
     def vmapped(
         self, axis: Axis, operands: Operands, mapped: Sequence[bool]
@@ -127,6 +135,36 @@ def _rows_of(indices: jax.Array, rows: int, mode: str) -> jax.Array:
     if jnp.issubdtype(indices.dtype, jnp.signedinteger):
         indices = jnp.where(indices < 0, indices + count, indices)
     return jnp.where((indices >= 0) & (indices < count), indices, count).astype(jnp.int32)
+
+
+def lookup_by_gather(
+    table: jax.Array, indices: jax.Array, *, mode: str, fill: float | None, to: str
+) -> jax.Array:
+    """The lookup with `jax.lax.gather`'s modes: negative indices do not count from the end.
+
+    Args:
+      table: as in `embedding_lookup`.
+      indices: as there.
+      mode: "fill": the elements of a row outside of the table are `fill`. "clip": the nearest row.
+        "promise_in_bounds": the nearest row in the result, and no row in the gradient.
+      fill: None stands for NaN.
+      to: the dtype of the result.
+    """
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)
+    count = jnp.asarray(table.shape[0], indices.dtype)
+    if mode == "clip":
+        rows = jnp.clip(indices, 0, count - 1)
+    elif mode == "fill":
+        rows = jnp.where((indices >= 0) & (indices < count), indices, count)
+        fill = float("nan") if fill is None else fill
+    else:  # the kernel leaves out what is no row, and the lookup clips it
+        low = -1 if jnp.issubdtype(indices.dtype, jnp.signedinteger) else 0
+        rows = jnp.clip(indices, low, count)
+    rows = rows.astype(jnp.int32)
+    implementation = resolve_implementation(None, "embedding_lookup")
+    fill = fill if mode == "fill" else None
+    return _apply(table, rows, to=to, fill=fill, implementation=implementation)
 
 
 def _backward(
