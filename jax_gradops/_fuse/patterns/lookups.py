@@ -19,8 +19,8 @@ from jax_gradops._ops.embedding.embedding import lookup_by_gather
 # A table may be scaled, cast, moved, or put together from others. Whatever has other equations
 # before it, such as a matrix product or a lookup, is no parameter.
 _OF_PARAMETERS = {"convert_element_type", "copy", "reshape", "squeeze", "transpose", "slice", "pad"}
-_OF_PARAMETERS |= {"broadcast_in_dim", "concatenate", "mul", "div", "neg", "name", "pvary", "pcast"}
-_OF_PARAMETERS |= {"sharding_constraint", "reshard", "optimization_barrier", "stop_gradient"}
+_OF_PARAMETERS |= {"broadcast_in_dim", "concatenate", "stack", "mul", "div", "neg", "name"}
+_OF_PARAMETERS |= {"pvary", "pcast", "sharding_constraint", "reshard", "optimization_barrier"}
 _MODES = {"CLIP": "clip", "FILL_OR_DROP": "fill", "PROMISE_IN_BOUNDS": "promise_in_bounds"}
 
 
@@ -44,6 +44,7 @@ def axis_of_lookup(program: Program, equation: JaxprEqn) -> int | None:
     # jax.vmap of a slice of one row has an index for each axis: 0, or clipped to 0.
     known = mode == "CLIP" or (mode in _MODES and len(how.start_index_map) == 1)
     fits = known and sizes == whole and all(i == axis for i in collapsed)
+    fits = fits and all(i < axis for i in batch)
     if not fits or params["unique_indices"] or indices.aval.ndim < 2 or not features:
         return None
     # The table's axes before `axis` are the first ones of the result, the others the last ones.
