@@ -1,4 +1,4 @@
-"""Code that a reader would call a norm, an activation, a loss or a clip, and that was not replaced.
+"""Norms, activations, losses, clips and embeddings that a reader would see, and that were left.
 
 The search has no reason for code that is unlike the ops' formulas. So each equation that may show
 such code is tested here: what is it computed from, and what is computed from it? The tests follow
