@@ -284,7 +284,8 @@ class Embed(linen.Embed):
         Returns:
           An array of shape inputs.shape + (features,) in `dtype`, or else in the table's dtype.
         """
-        table, dtype = self.embedding, self.dtype
+        table: Any = self.embedding
+        dtype = self.dtype
         if self.promote_dtype is not promote_dtype:
             (table,), dtype = self.promote_dtype(table, dtype=dtype, inexact=False), None
         if not common.looks_up(table, inputs, dtype):

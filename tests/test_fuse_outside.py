@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from test_fuse import names, summary_of, wide
 
 import jax_gradops
@@ -275,6 +276,22 @@ def test_a_table_that_is_the_last_layer_too():
     tokens = jnp.asarray(np.abs(TOKENS) % 7)
     assert summary_of(logits, table_of(), tokens).replaced[0].shapes.startswith("float32[7,4]")
     equal(logits, table_of(), tokens, limit=0.02)
+
+
+@pytest.mark.parametrize("sharded", [(None, None), (None, "d")])
+def test_a_table_on_an_explicit_mesh(sharded):
+    """The gradient has the table's sharding."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    function = lambda t, i: t.astype(jnp.bfloat16)[i]  # noqa: E731
+    with jax.set_mesh(mesh):
+        table = jax.device_put(table_of(), jax.P(*sharded))
+        tokens = jnp.asarray(np.abs(TOKENS) % 7)
+        assert names(function, table, tokens) == ["embedding_lookup"]
+        loss = lambda t: jnp.sum(wide(jax_gradops.fuse(function)(t, tokens)))  # noqa: E731
+        gradient = jax.jit(jax.grad(loss))(table)
+        assert jax.typeof(gradient) == jax.typeof(table)
+    counts = np.bincount(np.ravel(tokens), minlength=7)[:, None]
+    np.testing.assert_array_equal(gradient, np.broadcast_to(counts, (7, 4)))
 
 
 INSIDE = {

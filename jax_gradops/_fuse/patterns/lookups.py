@@ -117,15 +117,15 @@ def _is_exact(dtype: Any, to: Any) -> bool:
     return jnp.promote_types(dtype, to) == to
 
 
-def _before_casts(program: Program, table: Var) -> Var:
+def _before_casts(program: Program, table: Any) -> Any:
     """The array whose rows, cast once, are the rows of a table."""
     to = table.aval.dtype
     while (equation := program.equation_of(table)) is not None:
-        (before, *_) = equation.invars or (None,)
-        is_cast = equation.primitive.name == "convert_element_type" and isinstance(before, Var)
-        if not is_cast or not is_float(before.aval.dtype):
+        if equation.primitive.name != "convert_element_type":
             break
-        if table.aval.dtype != to and not _is_exact(before.aval.dtype, table.aval.dtype):
+        before: Any = equation.invars[0]
+        exact = table.aval.dtype == to or _is_exact(before.aval.dtype, table.aval.dtype)
+        if isinstance(before, Literal) or not is_float(before.aval.dtype) or not exact:
             break
         table = before
     return table
