@@ -1,4 +1,4 @@
-"""Flax linen's norms on this library's kernels, and a dense layer with GELU.
+"""Flax linen's norms and embedding on this library's kernels, and a dense layer with GELU.
 
 Constructors, calls, parameters, collections and initial values are Flax's. Checkpoints of Flax's
 modules load into these, and the reverse. The classes are subclasses of Flax's.
@@ -11,6 +11,7 @@ modules load into these, and the reverse. The classes are subclasses of Flax's.
 
 Flax's own code computes what the kernels do not cover:
 
+- Embed with a table of one row, or of no float dtype.
 - `mask`, `axis_index_groups`, `force_float32_reductions=False`, complex or integer arrays.
 - Arrays without elements. An epsilon of 0: where the variance is 0, Flax's result is NaN.
 - LayerNorm and RMSNorm with an `axis_name`, or with axes that are not the last ones.
@@ -37,11 +38,13 @@ from jax import lax
 
 from jax_gradops import _checks
 from jax_gradops._flax import common
+from jax_gradops._ops.embedding.embedding import embedding_lookup
 
 __all__ = [
     "BatchNorm",
     "DeferredBiasDense",
     "DenseGelu",
+    "Embed",
     "GroupNorm",
     "InstanceNorm",
     "LayerNorm",
@@ -51,7 +54,7 @@ __all__ = [
 
 
 # Without linen's wrapper: interceptors and captures of results have already seen the call.
-_LAYER_NORM, _RMS_NORM, _BATCH_NORM, _GROUP_NORM, _INSTANCE_NORM = (
+_LAYER_NORM, _RMS_NORM, _BATCH_NORM, _GROUP_NORM, _INSTANCE_NORM, _EMBED = (
     inspect.unwrap(module.__call__)
     for module in (
         linen.LayerNorm,
@@ -59,6 +62,7 @@ _LAYER_NORM, _RMS_NORM, _BATCH_NORM, _GROUP_NORM, _INSTANCE_NORM = (
         linen.BatchNorm,
         linen.GroupNorm,
         linen.InstanceNorm,
+        linen.Embed,
     )
 )
 
@@ -250,6 +254,43 @@ class InstanceNorm(linen.InstanceNorm):
     def __call__(self, x: Any, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalises `x`, as `flax.linen.InstanceNorm` does: see `LayerNorm`."""
         return _group_norm(self, _INSTANCE_NORM, x, mask)
+
+
+class Embed(linen.Embed):
+    r"""`flax.linen.Embed` by `jax_gradops.embedding_lookup`. Arguments and parameters are Flax's.
+
+    .. math:: y = \text{embedding}_{\text{inputs}}
+
+    The gradient of the table is added up in float32. Only the rows that are looked up are cast to
+    `dtype`. Numerics and references: see `jax_gradops.embedding_lookup`.
+
+    Args:
+      num_embeddings: the number of rows of the table.
+      features: the size of the result's last axis.
+      **others: all other arguments of `flax.linen.Embed`, such as `dtype` and `embedding_init`.
+
+    >>> import jax, jax.numpy as jnp, jax_gradops.linen
+    >>> layer, tokens = jax_gradops.linen.Embed(5, 4), jnp.array([[0, 3]])
+    >>> layer.apply(layer.init(jax.random.key(0), tokens), tokens).shape
+    (1, 2, 4)
+    """
+
+    def __call__(self, inputs: Any) -> jax.Array:
+        """Looks up rows, as `flax.linen.Embed` does.
+
+        Args:
+          inputs: integers of any shape. Flax's code handles all others, and a table of one row.
+
+        Returns:
+          An array of shape inputs.shape + (features,) in `dtype`, or else in the table's dtype.
+        """
+        table: Any = self.embedding
+        dtype = self.dtype
+        if self.promote_dtype is not promote_dtype:
+            (table,), dtype = self.promote_dtype(table, dtype=dtype, inexact=False), None
+        if not common.looks_up(table, inputs, dtype):
+            return _EMBED(self, inputs)
+        return embedding_lookup(table, inputs, dtype=dtype)
 
 
 class DenseGelu(linen.Dense):

@@ -1,4 +1,4 @@
-"""Flax NNX's norms on this library's kernels, a linear layer with GELU, and `fuse`.
+"""Flax NNX's norms and embedding on this library's kernels, a linear layer with GELU, and `fuse`.
 
 Constructors, calls, parameters and initial values are Flax's. Checkpoints of Flax's modules load
 into these, and the reverse. The classes are subclasses of Flax's.
@@ -9,10 +9,11 @@ into these, and the reverse. The classes are subclasses of Flax's.
     >>> isinstance(norm, nnx.LayerNorm)
     True
 
-`fuse` changes the norms of an existing model to the classes of `jax_gradops.nnx`.
+`fuse` changes the norms and embeddings of an existing model to the classes of `jax_gradops.nnx`.
 
 Flax's own code computes what the kernels do not cover:
 
+- Embed with a table of one row, or of no float dtype.
 - `mask`, `axis_index_groups`, complex or integer arrays.
 - Arrays without elements. An epsilon of 0: where the variance is 0, Flax's result is NaN.
 - LayerNorm and RMSNorm with an `axis_name`, or with axes that are not the last ones.
@@ -43,6 +44,7 @@ from jax_gradops._flax.nnx_fuse import FuseReport
 __all__ = [
     "BatchNorm",
     "DenseGelu",
+    "Embed",
     "FuseReport",
     "GroupNorm",
     "InstanceNorm",
@@ -244,6 +246,39 @@ for _norm in (GroupNorm, InstanceNorm):
     nnx_calls.ACTIVATED[_norm] = nnx_calls.group_norm, ("silu", "relu")
 
 
+class Embed(nnx.Embed):
+    r"""`flax.nnx.Embed` by `jax_gradops.embedding_lookup`. Arguments and parameters are Flax's.
+
+    .. math:: y = \text{embedding}_{\text{inputs}}
+
+    The gradient of the table is added up in float32. Only the rows that are looked up are cast to
+    `dtype`. Numerics and references: see `jax_gradops.embedding_lookup`.
+
+    Args:
+      num_embeddings: the number of rows of the table.
+      features: the size of the result's last axis.
+      rngs: Flax's random keys, such as ``nnx.Rngs(0)``.
+      **others: all other arguments of `flax.nnx.Embed`, such as `dtype` and `embedding_init`.
+
+    >>> import jax.numpy as jnp, jax_gradops.nnx
+    >>> from flax import nnx
+    >>> jax_gradops.nnx.Embed(5, 4, rngs=nnx.Rngs(0))(jnp.array([[0, 3]])).shape
+    (1, 2, 4)
+    """
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
+        """Looks up rows, as `flax.nnx.Embed` does.
+
+        Args:
+          inputs: integers of any shape. Flax's code handles all others, and a table of one row.
+          out_sharding: as in Flax.
+
+        Returns:
+          An array of shape inputs.shape + (features,) in `dtype`, which is the table's by default.
+        """
+        return nnx_calls.embed(self, inputs, out_sharding)
+
+
 class Linear(nnx.Linear):
     r"""`flax.nnx.Linear` with a faster gradient of the bias: it reads the gradient of y once.
 
@@ -427,6 +462,7 @@ _OURS = {
     nnx.BatchNorm: BatchNorm,
     nnx.GroupNorm: GroupNorm,
     nnx.InstanceNorm: InstanceNorm,
+    nnx.Embed: Embed,
     nnx.Linear: Linear,
     nnx.Sequential: Sequential,
 }
@@ -441,7 +477,7 @@ def fuse(
     residuals: Literal["input", "output"] | None = None,
     report: Callable[[FuseReport], Any] | None = None,
 ) -> _Model:
-    """Changes a model's norms to the classes of this module, in place.
+    """Changes a model's norms and embeddings to the classes of this module, in place.
 
     Modules and parameters keep their identity and their names: optimizers, checkpoints and
     references stay valid. Call it outside of `nnx.jit`.
@@ -451,7 +487,7 @@ def fuse(
     `jax.nn.silu` or `jax.nn.relu` after it. No other code can see the result between them.
 
     Args:
-      model: an NNX module. Its norms and the norms of all modules in it are changed.
+      model: an NNX module. Its norms and embeddings and those of all modules in it are changed.
       gelu: also compute each `Linear` of an `nnx.Sequential` together with a GELU that follows it.
         Any other GELU is called by a module's code, and `fuse` cannot see it: use `DenseGelu`.
       linear: also change each `Linear` that has a bias: see `jax_gradops.nnx.Linear`.

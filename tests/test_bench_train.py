@@ -134,7 +134,7 @@ def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "stages" not in result and result["wrong"] == result["failed"] == {}
     assert list(result["variants"]) == names
     gelu, clip = {"bias_gelu_bwd": 1, "bias_gelu_fwd": 1}, {"sum_of_squares": 1}
-    norms = {"row_norm_bwd": 3, "row_norm_fwd": 3}
+    norms = {"row_norm_bwd": 3, "row_norm_fwd": 3, "embedding_bwd": 2}
     loss = {"softmax_cross_entropy_bwd": 1, "softmax_cross_entropy_fwd": 1}
     fused = gelu | norms | clip
     expected = [{}, fused | loss, fused | loss, fused, norms | clip | loss, fused | loss]
@@ -232,7 +232,7 @@ def test_llama(model: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
         calls = dict(variant["kernel_calls"])
         with_loss = name in ("jax_gradops", "linear_loss", "unfused")
         assert {kernel for kernel in loss if calls.pop(kernel, 0)} == (loss if with_loss else set())
-        others = {"row_norm_bwd": 3, "row_norm_fwd": 3, "sum_of_squares": 1}
+        others = {"row_norm_bwd": 3, "row_norm_fwd": 3, "sum_of_squares": 1, "embedding_bwd": 1}
         assert calls == (others if name != "stock" else {})
         assert variant["losses_off_by"] < 1e-4
         assert variant["losses"][0] == pytest.approx(np.log(96), rel=0.1)

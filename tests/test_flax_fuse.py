@@ -72,6 +72,8 @@ def test_fuse_says_what_it_leaves() -> None:
         differ=nnx.RMSNorm(WIDTH, reduction_axes=(-2, -1), rngs=rngs),
         groups=nnx.BatchNorm(WIDTH, axis_name="d", axis_index_groups=[[0], [1]], rngs=rngs),
         complex=nnx.LayerNorm(WIDTH, param_dtype=jnp.complex64, rngs=rngs),
+        complexes=nnx.Embed(5, WIDTH, param_dtype=jnp.complex64, rngs=rngs),
+        tokens=nnx.Embed(5, WIDTH, rngs=rngs),
         relu=nnx.Sequential(linear(), jax.nn.relu),
         exact=nnx.Sequential(linear(), gelu, linear(), jax_gradops.gelu, jax.nn.gelu),
         sure=nnx.LayerNorm(WIDTH, reduction_axes=2, feature_axes=2, rngs=rngs),
@@ -83,10 +85,12 @@ def test_fuse_says_what_it_leaves() -> None:
         "exact.layers[3]": "gelu -> jax_gradops.bias_gelu, with the bias of layers[2]",
         "group": "GroupNorm -> jax_gradops.nnx.GroupNorm",
         "sure": "LayerNorm -> jax_gradops.nnx.LayerNorm",
+        "tokens": "Embed -> jax_gradops.nnx.Embed",
     }
     assert reports[0].left == {
         "axis": "axis_name is set",
         "complex": "no kernel for complex64",
+        "complexes": "no kernel for complex64",
         "devices": "axis_name is set",
         "differ": "reduction_axes and feature_axes differ",
         "exact.layers[4]": "a GELU that follows no Linear",
@@ -98,7 +102,7 @@ def test_fuse_says_what_it_leaves() -> None:
         "weight": "no kernel for WeightNorm",
     }
     assert str(reports[0]).splitlines()[:2] == [
-        "fused 4, left 11",
+        "fused 5, left 12",
         "  exact.layers[1]: gelu -> jax_gradops.bias_gelu, with the bias of layers[0]",
     ]
     x = x_of()

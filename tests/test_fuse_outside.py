@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from test_fuse import names, summary_of, wide
 
 import jax_gradops
@@ -202,3 +203,193 @@ def test_changed_random_streams_go_on():
         return jnp.sum(jax.random.normal(rngs(), x.shape) * x)
 
     assert drawn(loss) == drawn(jax_gradops.fuse(loss)) and drawn(loss)[1] == 1
+
+
+# --- Embeddings ----------------------------------------------------------------------------------
+
+LOOKUPS = {
+    "index": lambda t, i: t[i],
+    "take": lambda t, i: jnp.take(t, i, axis=0),
+    "clip": lambda t, i: jnp.take(t, i, axis=0, mode="clip"),
+    "wrap": lambda t, i: jnp.take(t, i, axis=0, mode="wrap"),
+    "fill": lambda t, i: t.at[i].get(mode="fill", fill_value=0),
+    "not from the end": lambda t, i: t.at[i].get(mode="fill", wrap_negative_indices=False),
+    "promise": lambda t, i: t.at[i].get(mode="promise_in_bounds"),
+    "vmap": lambda t, i: jax.vmap(jax.vmap(lambda j: t[j]))(i),
+}
+CASTS = {
+    "none": lambda of, t, i: of(t, i),
+    "before": lambda of, t, i: of(t.astype(jnp.bfloat16), i),
+    "after": lambda of, t, i: of(t, i).astype(jnp.bfloat16),
+    "before and after": lambda of, t, i: of(t.astype(jnp.bfloat16), i).astype(jnp.float32),
+    "wider": lambda of, t, i: of(t.astype(jnp.float32), i),
+    "twice": lambda of, t, i: of(t.astype(jnp.float32).astype(jnp.float16), i),
+}
+TOKENS = np.array([[0, 3, 3, 6], [-2, 7, 3, 1], [-7, -8, 3, 120]])
+
+
+def table_of(dtype: Any = jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (7, 4)).astype(dtype)
+
+
+@pytest.mark.parametrize("of", LOOKUPS.values(), ids=LOOKUPS)
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("integers", ["int32", "int8", "uint32"])
+def test_lookups(of, cast, dtype, integers):
+    """Results have the code's bits. Gradients are float64 sums, also of indices in no row."""
+    table = table_of(dtype)
+    tokens = jnp.asarray(TOKENS.astype(integers))
+    function = lambda t: cast(of, t, tokens)  # noqa: E731
+    found = []
+    fused = jax.jit(jax_gradops.fuse(function, report=found.append))
+    y, expected = fused(table), jax.jit(function)(table)
+    assert y.dtype == expected.dtype
+    np.testing.assert_array_equal(y.astype(jnp.float32), expected.astype(jnp.float32))
+    (site,) = found[0].replaced
+    assert site.op == "embedding_lookup" and not found[0].left
+    assert site.shapes == f"{table.dtype.name}[7,4], {integers}[3,4]"
+    # JAX's derivative, in which each number is exact, says how often each row occurs.
+    counts = jax.vjp(lambda t: of(t, tokens), table_of())[1](jnp.ones((3, 4, 4), jnp.float32))[0]
+    (gradient,) = jax.vjp(fused, table)[1](jnp.full_like(y, 1 + 2**-7))
+    total = np.asarray(counts, np.float64) * (1 + 2**-7)  # sums of three are no bfloat16 numbers
+    np.testing.assert_array_equal(gradient, jnp.asarray(total).astype(dtype))
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_value_for_no_row_that_casts_round(cast, dtype):
+    of = lambda t, i: t.at[i].get(mode="fill", fill_value=0.1)  # noqa: E731
+    function = lambda t: cast(of, t, jnp.asarray(TOKENS)).astype(jnp.float32)  # noqa: E731
+    assert names(function, table_of(dtype)) == ["embedding_lookup"]
+    fused = jax_gradops.fuse(function)
+    np.testing.assert_array_equal(fused(table_of(dtype)), function(table_of(dtype)))
+
+
+def test_a_table_that_is_the_last_layer_too():
+    """The lookup is that of the float32 table. The last layer keeps the cast."""
+
+    def logits(table, tokens):
+        half = table.astype(jnp.bfloat16)
+        return jnp.tanh(half[tokens]) @ half.T
+
+    tokens = jnp.asarray(np.abs(TOKENS) % 7)
+    assert summary_of(logits, table_of(), tokens).replaced[0].shapes.startswith("float32[7,4]")
+    equal(logits, table_of(), tokens, limit=0.02)
+
+
+@pytest.mark.parametrize("sharded", [(None, None), (None, "d")])
+def test_a_table_on_an_explicit_mesh(sharded):
+    """The gradient has the table's sharding."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    function = lambda t, i: t.astype(jnp.bfloat16)[i]  # noqa: E731
+    with jax.set_mesh(mesh):
+        table = jax.device_put(table_of(), jax.P(*sharded))
+        tokens = jnp.asarray(np.abs(TOKENS) % 7)
+        assert names(function, table, tokens) == ["embedding_lookup"]
+        loss = lambda t: jnp.sum(wide(jax_gradops.fuse(function)(t, tokens)))  # noqa: E731
+        gradient = jax.jit(jax.grad(loss))(table)
+        assert jax.typeof(gradient) == jax.typeof(table)
+    counts = np.bincount(np.ravel(tokens), minlength=7)[:, None]
+    np.testing.assert_array_equal(gradient, np.broadcast_to(counts, (7, 4)))
+
+
+INSIDE = {
+    "scan": lambda t, i: jax.lax.scan(lambda c, j: (c, t[j]), 0.0, i)[1],
+    "checkpoint": lambda t, i: jax.checkpoint(lambda t: t.astype(jnp.bfloat16)[i])(t),
+    "vmap": lambda t, i: jax.vmap(lambda j: jnp.take(t, j, axis=0))(i),
+    "jit": lambda t, i: jax.jit(lambda t, i: jnp.sin(t[i]))(t, i),
+    "scaled": lambda t, i: (2 * t)[i] * 3,
+    "joined": lambda t, i: jnp.concatenate([t, 2 * t])[i + 7],
+    "matrices": lambda t, i: t.reshape(7, 2, 2)[i],
+}
+
+
+@pytest.mark.parametrize("function", INSIDE.values(), ids=INSIDE)
+def test_lookups_inside(function):
+    tokens = jnp.asarray(np.abs(TOKENS) % 7)
+    assert names(function, table_of(), tokens) == ["embedding_lookup"]
+    equal(function, table_of(), tokens, limit=0.01 if function is INSIDE["checkpoint"] else 2e-5)
+
+
+@jax.custom_vjp
+def own_lookup(table, tokens):
+    return table[tokens]
+
+
+own_lookup.defvjp(
+    lambda t, i: (t[i], (t, i)), lambda r, dy: (jnp.zeros_like(r[0]).at[r[1]].add(dy), None)
+)
+NO_LOOKUPS = {
+    "one_hot": (lambda t, i: jax.nn.one_hot(i, 7) @ t, "one-hot"),
+    "one-hot by hand": (lambda t, i: wide(i[..., None] == jnp.arange(7)) @ t, "one-hot"),
+    "custom_vjp": (own_lookup, "custom_vjp"),
+    "vmapped tables": (lambda t, i: jax.vmap(lambda t: t[i])(jnp.stack([t, t])), "another axis"),
+    "vmapped tables and tokens": (
+        lambda t, i: jax.vmap(lambda t, j: t[j])(jnp.stack([t, t, t]), i), "another axis"
+    ),
+    "other axis": (lambda t, i: jnp.take(t, i % 4, axis=1), "another axis"),
+    "activations": (lambda t, i: (t @ t.T)[i], None),
+    "rows of rows": (lambda t, i: t[i.reshape(-1)].at[i].get(), None),
+    "one row": (lambda t, i: t[i[0, 0]], None),
+    "one row at a time": (lambda t, i: jax.lax.map(lambda j: t[j], i.reshape(-1)), None),
+    "elements": (lambda t, i: t[i, i % 4], None),
+    "vector": (lambda t, i: t[:, 0][i], None),
+    "take_along_axis": (lambda t, i: jnp.take_along_axis(t, i.reshape(-1, 4)[:1], 0), None),
+    "integers": (lambda t, i: wide(t.astype(int)[i]), None),
+    "each index once": (lambda t, i: t.at[i[0]].get(unique_indices=True), None),
+    "slices of rows": (lambda t, i: jax.lax.gather(
+        t, i[..., None], jax.lax.GatherDimensionNumbers((2,), (0,), (0,)), (1, 3)), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "why"), NO_LOOKUPS.values(), ids=NO_LOOKUPS)
+def test_what_is_no_lookup_of_rows(function, why):
+    tokens = jnp.asarray(np.array([[0, 3, 5, 6], [2, 1, 3, 1], [1, 1, 3, 4]]))
+    summary = summary_of(function, table_of(), tokens)
+    twice = function is NO_LOOKUPS["rows of rows"][0]
+    assert len(summary.replaced) == twice
+    assert [each.kind for each in summary.left] == (["embedding"] if why else [])
+    assert not why or why in summary.left[0].why
+    equal(function, table_of(), tokens)
+
+
+def _flax_linen(table, tokens):
+    layer = pytest.importorskip("flax.linen").Embed(7, 4, dtype=jnp.bfloat16)
+    return layer.apply({"params": {"embedding": table}}, tokens)
+
+
+def _flax_nnx(table, tokens):
+    nnx = pytest.importorskip("flax.nnx")
+    layer = nnx.Embed(7, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer.embedding[...] = table
+    return layer(tokens)
+
+
+def _equinox(table, tokens):
+    layer = pytest.importorskip("equinox").nn.Embedding(weight=table)
+    return jax.vmap(jax.vmap(layer))(tokens)
+
+
+def _haiku(table, tokens):
+    haiku = pytest.importorskip("haiku")
+    layer = haiku.without_apply_rng(haiku.transform(lambda i: haiku.Embed(7, 4)(i)))
+    return layer.apply({"embed": {"embeddings": table}}, tokens)
+
+
+def _keras(table, tokens):
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "jax":
+        pytest.skip("Keras has another backend")
+    layer = keras.layers.Embedding(7, 4, dtype="mixed_bfloat16")
+    layer.build()
+    return layer.stateless_call([table], [], tokens)[0]
+
+
+@pytest.mark.parametrize("function", [_flax_linen, _flax_nnx, _equinox, _haiku, _keras])
+def test_embeddings_of_frameworks(function):
+    tokens = jnp.asarray(np.abs(TOKENS) % 7, jnp.int32)
+    (site,) = summary_of(function, table_of(), tokens).replaced
+    assert site.op == "embedding_lookup" and site.shapes == "float32[7,4], int32[3,4]"
+    assert site.where.startswith(__file__)
+    equal(function, table_of(), tokens, limit=0.01)

@@ -270,7 +270,7 @@ def test_public_names_of_flax_modules():
     linen = importlib.import_module("jax_gradops.linen")
     nnx = importlib.import_module("jax_gradops.nnx")
     norms = {"BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"}
-    both = norms | {"DenseGelu", "add_norm"}
+    both = norms | {"DenseGelu", "Embed", "add_norm"}
     only_nnx = {"FuseReport", "Linear", "Sequential", "deferred_bias", "fuse", "unfuse"}
     assert set(linen.__all__) == both | {"DeferredBiasDense"}
     assert set(nnx.__all__) == both | only_nnx

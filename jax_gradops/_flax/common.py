@@ -29,6 +29,7 @@ from jax_gradops._ops.gelu.bias_gelu import bias_gelu, gelu
 from jax_gradops._ops.row_norm.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _FLOATS = tuple(map(jnp.dtype, _checks.FLOAT_DTYPES))
+_INTEGERS = tuple(map(jnp.dtype, _checks.INTEGER_DTYPES))
 _TINY = float(np.finfo(np.float32).tiny)
 #: Saved at import: later, a user may set `jax.nn.gelu` to this library's function.
 JAX_GELU: Any = jax.nn.gelu
@@ -163,10 +164,12 @@ def canonical_axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def why_uncovered(module: Any) -> str:
-    """Why Flax's own code must compute a norm for every input; "" if an op may compute it."""
+    """Why Flax's own code must compute a module for every input; "" if an op may compute it."""
     for dtype in (module.param_dtype, module.dtype):
         if dtype is not None and jnp.dtype(dtype) not in _FLOATS:
             return f"no kernel for {jnp.dtype(dtype)}"
+    if hasattr(module, "num_embeddings"):
+        return ""
     # Flax divides by 0 where the variance is 0 and epsilon vanishes. The ops do not.
     epsilon = module.epsilon
     if not isinstance(epsilon, (int, float, np.number)) or not _TINY <= epsilon < np.inf:
@@ -407,3 +410,16 @@ def gelu_of_sum(y: jax.Array, bias: jax.Array | None, approximate: bool) -> jax.
     if y.dtype not in _FLOATS or y.size == 0 or (bias is not None and bias.dtype != y.dtype):
         return JAX_GELU(y if bias is None else plus(y, bias), approximate)
     return gelu(y, approximate) if bias is None else bias_gelu(y, bias, approximate)
+
+
+# --- Embed ---------------------------------------------------------------------------------------
+
+
+def looks_up(table: Any, inputs: Any, dtype: Any) -> bool:
+    """Whether the op covers an Embed's call. Else Flax's own code computes it, or raises an error.
+
+    A table of one row is not looked up: Flax repeats its row.
+    """
+    floats = (table.dtype, table.dtype if dtype is None else jnp.dtype(dtype))
+    covered = all(each in _FLOATS for each in floats) and table.shape[0] > 1
+    return covered and getattr(inputs, "dtype", None) in _INTEGERS

@@ -17,6 +17,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax_gradops import _checks
 from jax_gradops._flax import common
 from jax_gradops._linear_bias import linear_bias
+from jax_gradops._ops.embedding.embedding import embedding_lookup
 from jax_gradops._ops.gelu.bias_gelu import gelu
 
 # Flax's classes and methods, saved at import. Nothing here reads Flax's names at call time. Code
@@ -27,7 +28,7 @@ FLAX: Any = types.SimpleNamespace(
         name: getattr(nnx, name)
         for name in (
             *("LayerNorm", "RMSNorm", "BatchNorm", "Linear", "Sequential", "LinearGeneral"),
-            *("GroupNorm", "InstanceNorm", "WeightNorm", "SpectralNorm"),
+            *("GroupNorm", "InstanceNorm", "WeightNorm", "SpectralNorm", "Embed"),
         )
     }
 )
@@ -36,6 +37,7 @@ RMS_NORM: Any = nnx.RMSNorm.__call__
 _BATCH_NORM: Any = nnx.BatchNorm.__call__
 _GROUP_NORM: Any = nnx.GroupNorm.__call__
 _INSTANCE_NORM: Any = nnx.InstanceNorm.__call__
+_EMBED: Any = nnx.Embed.__call__
 _SEQUENTIAL: Any = nnx.Sequential.__call__
 _GELUS: tuple[Any, ...] = (common.JAX_GELU, nnx.gelu, gelu)
 #: Call methods by class: Flax's, and later also our classes that compute the same.
@@ -169,6 +171,22 @@ def not_rounded(module: Any, given: list[Any], promoted: list[Any]) -> list[Any]
 def value(variable: Any) -> Any:
     """The value of a parameter; None if the parameter is None."""
     return None if variable is None else variable[...]
+
+
+# --- Embeddings ----------------------------------------------------------------------------------
+
+
+def embed(module: Any, inputs: Any, out_sharding: Any) -> jax.Array:
+    """The result of `module`, an Embed. Only the rows that are looked up are cast to `dtype`."""
+    table, dtype = value(module.embedding), module.dtype
+    if module.promote_dtype is not promote_dtype:
+        (table,), dtype = module.promote_dtype((table,), dtype=dtype, inexact=False), None
+    if not common.looks_up(table, inputs, dtype):
+        return _EMBED(module, inputs, out_sharding)
+    lookup: Any = functools.partial(embedding_lookup, dtype=dtype)
+    if out_sharding is not None:
+        lookup = jax.sharding.auto_axes(lookup, out_sharding=out_sharding)
+    return lookup(table, inputs)
 
 
 # --- Linear layers, and what takes their biases --------------------------------------------------

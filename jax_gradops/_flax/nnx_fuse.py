@@ -19,12 +19,13 @@ from jax_gradops._flax import common, nnx_calls
 from jax_gradops._flax.nnx_calls import FLAX
 
 # Saved at import: see nnx_calls.py.
-_LINEN_NORMS = (
+_LINEN = (
     linen.LayerNorm,
     linen.RMSNorm,
     linen.BatchNorm,
     linen.GroupNorm,
     linen.InstanceNorm,
+    linen.Embed,
 )
 _TO_NNX: Any = bridge.ToNNX
 _UNKNOWN = "fuse does not know the class"
@@ -39,10 +40,10 @@ class FuseReport:
       changed: by path in the model, such as ``"blocks[0].norm"``, the old and the new class of a
         module. For a function in an `nnx.Sequential`, what computes it. A shared module is named
         once.
-      left: by path, why a norm, or a GELU in an `nnx.Sequential`, is unchanged. If `fuse` was asked
-        to change them, linear layers and subclasses of `Sequential` are listed too. A norm of a
-        class that `fuse` does not know is a module whose class has "norm" in its name, or whose
-        `scale`, `weight` or `gamma` has one axis and stands beside an epsilon.
+      left: by path, why a norm, an embedding, or a GELU in an `nnx.Sequential`, is unchanged. If
+        `fuse` was asked to change them, linear layers and subclasses of `Sequential` are listed
+        too. A norm of a class that `fuse` does not know is a module whose class has "norm" in its
+        name, or whose `scale`, `weight` or `gamma` has one axis and stands beside an epsilon.
       already: by path, the class of a module that was of this library before. For a function, as in
         `changed`.
     """
@@ -182,7 +183,7 @@ def _why_left(module: Any, ours: Mapping[type, type]) -> str:
     for flax, own in ours.items():
         if isinstance(module, flax) and not isinstance(module, own):
             return f"{kind.__name__} is a subclass of {flax.__name__}, maybe with code of its own"
-    if isinstance(module, _TO_NNX) and isinstance(module.to_nnx__module, _LINEN_NORMS):
+    if isinstance(module, _TO_NNX) and isinstance(module.to_nnx__module, _LINEN):
         return "a linen module: jax_gradops.linen has its like"
     if FLAX.Linear in ours and isinstance(module, FLAX.LinearGeneral):
         return f"no class for {kind.__name__}"

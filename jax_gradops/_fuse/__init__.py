@@ -13,6 +13,8 @@ A function is traced to a jaxpr, JAX's list of equations. The search has these s
 4. `patterns/` compares polynomials with the formulas of the ops.
 5. `check.py` runs the found equations and the op on random numbers, a few rows of them.
 6. `program.py` puts the op in the place of the equations.
-7. `skipped.py` names norms, activations, losses and clips that are left. A table says what shows
-   such code, and why it is left. `report.py` has the lines.
+7. `skipped.py` names norms, activations, losses, clips and embeddings that are left. A table says
+   what shows such code, and why it is left. `report.py` has the lines.
+
+Lookups of embeddings (`patterns/lookups.py`) have no formula: one equation shows each.
 """

@@ -14,7 +14,7 @@ from jax_gradops._fuse import check, search
 from jax_gradops._fuse.forms import NoForm
 from jax_gradops._fuse.patterns.candidate import Before, Left
 from jax_gradops._fuse.polynomial import Leaf
-from jax_gradops._fuse.program import Program, Site, is_float
+from jax_gradops._fuse.program import Program, Site, has_symbolic_shape, is_float
 from jax_gradops._fuse.search import Values
 from jax_gradops._implementation import default_implementation
 from jax_gradops._linear_bias import linear_bias
@@ -79,6 +79,8 @@ def of_bias(values: Values, site: Site, before: Before, taken: set[int]) -> Site
 def of_product(program: Program, i: int, taken: set[int]) -> Site | None:
     """The addition of a bias to a matrix product in 16 bits, if equation i is one."""
     (v, *_) = program.items[i].equation.outvars
+    if has_symbolic_shape(program.items[i].equation):
+        return None
     if not is_float(v.aval.dtype) or v.aval.dtype.itemsize > 2:
         return None
     unused = v not in program.users and v not in program.results

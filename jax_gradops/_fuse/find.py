@@ -10,13 +10,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 from jax_gradops._fuse import additions, check, search, skipped
-from jax_gradops._fuse.patterns import channel_norms, clip, gelu, losses, norms
+from jax_gradops._fuse.patterns import channel_norms, clip, gelu, lookups, losses, norms
 from jax_gradops._fuse.patterns.candidate import Candidate, Left
 from jax_gradops._fuse.polynomial import TooLong
-from jax_gradops._fuse.program import Program, Site
+from jax_gradops._fuse.program import Program, Site, has_symbolic_shape
 from jax_gradops._fuse.report import Report
 from jax_gradops._fuse.search import Values
 from jax_gradops._fuse.skipped import Reason
@@ -35,13 +35,6 @@ _OVER_DEVICES = (
 )
 
 
-def _has_symbolic_shape(equation: JaxprEqn) -> bool:
-    """Whether sizes are variables, as `jax.export.symbolic_shape` makes them."""
-    arrays = (*equation.invars, *equation.outvars)
-    sizes = [n for v in arrays for n in getattr(v.aval, "shape", ())]
-    return not all(isinstance(n, int) for n in sizes)
-
-
 class Finder:
     """Finds the ops in one jaxpr."""
 
@@ -55,32 +48,38 @@ class Finder:
     def run(self) -> list[Site]:
         for i, item in enumerate(self.program.items):
             kind = search.kind(item.equation)
-            if kind and _has_symbolic_shape(item.equation):
+            if kind and has_symbolic_shape(item.equation):
                 self.report.left(kind, self.program.source(i), "its shape is symbolic")
             elif kind and i not in self.taken:
                 with self.report.guard(kind, self.program.source(i)):
                     self._around(i, kind)
+        # After the norms, because a norm takes the cast of its array first.
+        self._each("gather", "embedding", lookups.lookup)
         equations = [item.equation for item in self.program.items]
-        if equations and not any(map(_has_symbolic_shape, equations)):
+        if equations and not any(map(has_symbolic_shape, equations)):
             with self.report.guard("function", self.program.source(0)):
                 for line in skipped.lines(self.program, self.taken, self._reasons):
                     self.report.left(line.kind, self.program.source(line.anchor), line.why)
         # Last, because a norm or a GELU takes the bias before it first.
-        for i, item in enumerate(self.program.items):
-            equation = item.equation
-            if equation.primitive.name == "add" and i not in self.taken:
-                if _has_symbolic_shape(equation):
-                    continue
-                source = self.program.source(i)
-                with self.report.guard("bias", source):
-                    try:
-                        site = additions.of_product(self.program, i, self.taken)
-                    except Left as left:
-                        self.report.left("bias", source, str(left))
-                        continue
-                    if site and self._fits(site):
-                        self._take(site, "")
+        self._each("add", "bias", additions.of_product)
         return self.sites
+
+    def _each(
+        self, primitive: str, kind: str, site_of: Callable[[Program, int, set[int]], Site | None]
+    ) -> None:
+        """Looks for ops that equations of one primitive show."""
+        for i, item in enumerate(self.program.items):
+            if item.equation.primitive.name != primitive or i in self.taken:
+                continue
+            source = self.program.source(i)
+            with self.report.guard(kind, source):
+                try:
+                    site = site_of(self.program, i, self.taken)
+                except Left as left:
+                    self.report.left(kind, source, str(left))
+                    continue
+                if site and self._fits(site):
+                    self._take(site, "")
 
     def _around(self, anchor: int, kind: str) -> None:
         """Looks for an op around an equation that may be a part of one."""

@@ -38,6 +38,7 @@ def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> 
     GELU, exact and by tanh      `bias_gelu` with a bias before it, else `gelu`
     cross-entropy of integers    `softmax_cross_entropy_with_integer_labels`, with label smoothing
                                  and z-loss
+    lookups of rows of a table   `embedding_lookup`, with the cast of the table or of the rows
     bias of a 16-bit product     a sum whose gradient is computed as by `jax_gradops.nnx.Linear`
     Optax's clip_by_global_norm  `clip_tree_by_global_norm`
     ===========================  ==================================================================
@@ -50,7 +51,8 @@ def fuse(function: F, *, report: Callable[[FuseSummary], Any] | None = None) -> 
     are compared as polynomials. Then the code and the op run once on a few rows of random numbers,
     in the code's dtypes, forward and backward. Code stays if a value inside is used elsewhere, such
     as a mean that is returned too. A GELU stays if its result is multiplied by another array, as in
-    gated layers, because XLA computes both in one pass.
+    gated layers, because XLA computes both in one pass. A lookup has no arithmetic: its axes, mode
+    and casts are compared.
 
     Args:
       function: any function of arrays, in any framework: a loss, a model's `apply`, a method. It

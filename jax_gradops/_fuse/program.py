@@ -31,6 +31,13 @@ def is_float(dtype: Any) -> bool:
     return getattr(dtype, "name", "") in ("float16", "bfloat16", "float32", "float64")
 
 
+def has_symbolic_shape(equation: JaxprEqn) -> bool:
+    """Whether sizes are variables, as `jax.export.symbolic_shape` makes them."""
+    arrays = (*equation.invars, *equation.outvars)
+    sizes = [n for v in arrays for n in getattr(v.aval, "shape", ())]
+    return not all(isinstance(n, int) for n in sizes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Item:
     """An equation, and the number of the jaxpr's own equation that it is or is inside of.

@@ -51,12 +51,12 @@ class Replaced:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A norm, an activation, a loss, a clip or a bias that was left as it is.
+    """A norm, an activation, a loss, a clip, an embedding or a bias that was left as it is.
 
     Attributes:
-      kind: ``"norm"``, ``"gelu"``, ``"loss"``, ``"clip"`` or ``"bias"``. ``"activation"``: one for
-        which the library has no kernel. ``"shard_map"`` or ``"function"``: the search in a function
-        failed, or a setting of JAX forbids it.
+      kind: ``"norm"``, ``"gelu"``, ``"loss"``, ``"clip"``, ``"embedding"`` or ``"bias"``.
+        ``"activation"``: one for which the library has no kernel. ``"shard_map"`` or
+        ``"function"``: the search in a function failed, or a setting of JAX forbids it.
       why: the reason.
       where: the file and the line of the code.
       times: how often this code was found in the traced function.
@@ -77,7 +77,7 @@ class FuseSummary:
 
     Attributes:
       replaced: the code that was replaced, in order.
-      left: the norms, activations, losses, clips and biases that were left as they are.
+      left: the norms, activations, losses, clips, embeddings and biases that were left.
     """
 
     replaced: tuple[Replaced, ...]

@@ -1,4 +1,4 @@
-"""Code that a reader would call a norm, an activation, a loss or a clip, and that was not replaced.
+"""Norms, activations, losses, clips and embeddings that a reader would see, and that were left.
 
 The search has no reason for code that is unlike the ops' formulas. So each equation that may show
 such code is tested here: what is it computed from, and what is computed from it? The tests follow
@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jax_gradops._fuse import search
-from jax_gradops._fuse.patterns import losses
+from jax_gradops._fuse.patterns import lookups, losses
 from jax_gradops._fuse.program import Program
 from jax_gradops._fuse.report import NEVER_SHOWN, is_own
 
@@ -395,6 +395,30 @@ class _Piece:
         arrays = [self.plain(v).aval for e in terms for v in e.invars]
         return any(a.dtype == bool and math.prod(a.shape) > self.size for a in arrays)
 
+    # --- Embeddings --------------------------------------------------------------------------
+
+    @property
+    def lookup_axis(self) -> int | None:
+        return lookups.axis_of_lookup(self.program, self.equation)
+
+    def is_one_hot_product(self) -> bool:
+        """Whether rows of a table are taken by a product with one-hot rows."""
+        (contracted, batch), operands = (
+            self.equation.params["dimension_numbers"],
+            self.equation.invars,
+        )
+        if any(batch) or any(len(axes) != 1 for axes in contracted):
+            return False
+        for i in (0, 1):
+            hot, table = operands[i], operands[1 - i]
+            counted = contracted[i][0] == hot.aval.ndim - 1 and contracted[1 - i][0] == 0
+            if counted and lookups.is_parameter(self.program, table):
+                tests = [e for e in self.before(hot, _SHAPES | {"eq"}) if e.primitive.name == "eq"]
+                sides = [self._has_input(v) for e in tests for v in e.invars]
+                if sorted(sides) == [False, True]:
+                    return True
+        return False
+
     # --- Activations -------------------------------------------------------------------------
 
     def factors(self) -> list[Var]:
@@ -510,6 +534,11 @@ _ROWS = (
          "clipped by its own norm. The op takes the global norm of all arrays", _BEST),
     _Row(_ROOTS, "clip", lambda p: p.divides == "clip", "the result is not that of Optax's "
          "clip_by_global_norm: where(norm < max_norm, x, x / norm * max_norm)"),
+    _Row(("gather",), "embedding", lambda p: (p.lookup_axis or 0) > 0, "it looks up slices along "
+         "another axis than the first, as jax.vmap over tables does"),
+    _Row(("gather",), "embedding", lambda p: p.lookup_axis == 0, "another op replaces an operand"),
+    _Row(("dot_general",), "embedding", _Piece.is_one_hot_product, "it is a product with one-hot "
+         "rows. The op looks up rows: table[indices]"),
     _activation(_Piece.is_mish, "Mish", *_LOSSES),
     _activation(_Piece.is_softplus, "softplus", *_LOSSES),
     _Row(("tanh", "erf", "erfc"), "gelu", _Piece.is_almost_gelu, "the result is not x * (1 + "

@@ -974,6 +974,27 @@ CPU = [
         _k("fuse", "test_losses"),
     ),
     Fault(
+        "fuse: a lookup in a table that was cast is that of the cast table",
+        "jax_gradops/_fuse/patterns/lookups.py",
+        "        table = _before_casts(program, table)\n",
+        "        pass\n",
+        _k("fuse_outside", "test_lookups"),
+    ),
+    Fault(
+        "fuse: indices that a lookup promises to be in range are clipped in the gradient, too",
+        "jax_gradops/_ops/embedding/embedding.py",
+        "rows = jnp.clip(indices, low, count)",
+        "rows = jnp.clip(indices, 0, count - 1)",
+        _k("fuse_outside", "test_lookups"),
+    ),
+    Fault(
+        "fuse: rows of activations are looked up as those of a table",
+        "jax_gradops/_fuse/patterns/lookups.py",
+        "        elif equation.primitive.name not in _OF_PARAMETERS:\n            return False\n",
+        "",
+        _k("fuse_outside", "test_what_is_no_lookup_of_rows"),
+    ),
+    Fault(
         "fuse: what a comparison in a thread finds is not looked at",
         "jax_gradops/_fuse/fuse.py",
         "if all(map(check.passed, comparisons)):",

@@ -148,6 +148,36 @@ def _numbers(table: tuple[int, ...]) -> jax.Array:
     return jnp.arange(table[0], dtype=jnp.int32)
 
 
+def lookup_by_gather(
+    table: jax.Array, indices: jax.Array, *, mode: str, fill: float | None, to: str
+) -> jax.Array:
+    """The lookup with `jax.lax.gather`'s modes: negative indices do not count from the end.
+
+    Args:
+      table: as in `embedding_lookup`.
+      indices: as there.
+      mode: "fill": the elements of a row outside of the table are `fill`. "clip": the nearest row.
+        "promise_in_bounds": the nearest row in the result, and no row in the gradient.
+      fill: None stands for NaN.
+      to: the dtype of the result.
+    """
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)
+    count = jnp.asarray(table.shape[0], indices.dtype)
+    if mode == "clip":
+        rows = jnp.clip(indices, 0, count - 1)
+    elif mode == "fill":
+        rows = jnp.where((indices >= 0) & (indices < count), indices, count)
+        fill = float("nan") if fill is None else fill
+    else:  # the kernel leaves out what is no row, and the lookup clips it
+        low = -1 if jnp.issubdtype(indices.dtype, jnp.signedinteger) else 0
+        rows = jnp.clip(indices, low, count)
+    rows = rows.astype(jnp.int32)
+    implementation = resolve_implementation(None, "embedding_lookup")
+    fill = fill if mode == "fill" else None
+    return _apply(table, rows, to=to, fill=fill, implementation=implementation)
+
+
 def _backward(
     dy: jax.Array,
     rows: jax.Array,
