@@ -28,7 +28,6 @@ from jax_gradops._kernel.layout import mesh_axes
 from jax_gradops._kernel.primitive import Axis, Operands, Operation
 from jax_gradops._kernel.spec import Kernel, Result
 
-_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _MODES = ("fill", "clip", "wrap")
 #: Counts that the kernel's 32-bit integers do not hold.
 _MANY = 2**31 - 1
@@ -345,7 +344,7 @@ def _checked_dtype(op: str, dtype: Any, default: Any) -> str:
 
 def _checked_rows(op: str, indices: Any, rows: int, mode: Any) -> jax.Array:
     mode = _checks.choice(op, "mode", mode, *_MODES)
-    checked = _checks.array(op, "indices", indices, _INTEGERS)
+    checked = _checks.array(op, "indices", indices, _checks.INTEGER_DTYPES)
     if rows == 0 and checked.size:
         raise ValueError(f"{op}: table must have rows, got none for {checked.size} indices")
     return _rows_of(checked, rows, mode)
