@@ -113,7 +113,8 @@ def test_tokens_that_occur_often(platform, implementation, dtype, often, rng):
     if implementation == "xla" or dtype == np.float64:  # they add up one term after another
         expected = expected._replace(magnitude=200 * expected.magnitude)
     assert_matches(found, expected, dtype, accum(dtype), str(often))
-    assert_bitwise_equal(f(dy), found)
+    if implementation == "ffi" or platform == "cpu":  # XLA's additions on a GPU have no order
+        assert_bitwise_equal(f(dy), found)
 
 
 def test_rows_that_the_handler_gets(platform, rng):

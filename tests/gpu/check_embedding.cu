@@ -50,7 +50,7 @@ int Run(const RowShape& shape, std::int64_t table_rows, Rows rows) {
 
   // As in jax_gradops/_ops/embedding/embedding.py.
   const std::int64_t blocks = CeilDiv(count + table_rows + 1, std::int64_t{128});
-  const std::int64_t bytes = 17 * count + blocks * (16 * features + 4) + (1 << 17);
+  const std::int64_t bytes = 20 * count + blocks * (16 * features + 4) + (1 << 13);
   EmbeddingBwdArgs args{};
   args.shape = shape, args.dtype = kDtype<T>, args.table_rows = table_rows;
   args.x = x.device, args.indices = on_device, args.numbers = {numbers_there, 0, ffi::S32};

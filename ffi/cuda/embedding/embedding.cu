@@ -7,8 +7,10 @@
 //
 // A table row may have occurrences in several warps. Their sums are added up in order: those of a
 // block in shared memory, and those of several blocks by EmbeddingBackwardJoin.
+#include <cooperative_groups.h>
+
+#include <algorithm>
 #include <cstdint>
-#include <cub/device/device_radix_sort.cuh>
 
 #include "common/integers.h"
 #include "cuda/common/launch.cuh"
@@ -25,7 +27,9 @@ constexpr int kUnroll = 4;   // occurrences that are loaded at a time
 constexpr int kPerLane = 8;  // features
 constexpr int kTile = 32 * kPerLane;
 constexpr int kJoinWarps = 16;
-constexpr int kShort = 8;  // blocks
+constexpr int kShort = 8;                     // blocks
+constexpr int kMostDigits = 512;              // of a pass of the sort, and threads of its blocks
+constexpr std::int64_t kSortedByBlock = 512;  // occurrences, if there are few
 
 // The sorted occurrences, and where the sums of blocks go.
 struct Sorted {
@@ -42,14 +46,110 @@ struct Sorted {
   __host__ __device__ std::int64_t tiles() const { return CeilDiv(features, kTile); }
 };
 
-__global__ void EmbeddingBackwardKeys(const std::int32_t* indices, const std::int32_t* first,
-                                      std::int64_t occurrences, std::int32_t table_rows,
-                                      std::int32_t* keys, std::int32_t* positions) {
-  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i >= occurrences) return;
-  const std::int64_t row = std::int64_t{indices[i]} - *first;
-  keys[i] = row < 0 || row >= table_rows ? table_rows : static_cast<std::int32_t>(row);
-  positions[i] = static_cast<std::int32_t>(i);
+// A radix sort of (table row, position) pairs, from the lowest digit on. Pairs keep their order if
+// their digits are equal.
+struct Sort {
+  const std::int32_t* indices;
+  const std::int32_t* first;  // the number of the first table row
+  std::int64_t occurrences;
+  std::int32_t table_rows;
+  int passes, digit_bits;
+  // Pass p writes the arrays p % 2.
+  std::int32_t *keys[2], *positions[2];
+  std::int32_t* counts;  // [blocks, kMostDigits]: of the digits in a block's part
+};
+
+// All blocks run at the same time. Each takes a part of the pairs.
+__global__ void __launch_bounds__(kMostDigits)
+    EmbeddingBackwardSort(const __grid_constant__ Sort sort) {
+  constexpr unsigned kAll = 0xffffffffu;
+  constexpr int kSortWarps = kMostDigits / 32;
+  __shared__ std::int32_t of_warps[kSortWarps][kMostDigits];  // counts, then places
+  __shared__ std::int32_t places[kMostDigits];  // of the block's next pair with a digit
+  __shared__ std::int32_t totals[kSortWarps];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const std::int64_t n = sort.occurrences, blocks = gridDim.x;
+  const std::int64_t each = RoundUp(CeilDiv(n, blocks), std::int64_t{kMostDigits});
+  const std::int64_t begin = min(blockIdx.x * each, n), end = min(begin + each, n);
+  const std::int32_t first_row = *sort.first;
+
+  for (int pass = 0; pass < sort.passes; ++pass) {
+    if (pass > 0) cooperative_groups::this_grid().sync();  // the last pass is written
+    const std::int32_t* const keys = sort.keys[(pass + 1) % 2];
+    const std::int32_t* const positions = sort.positions[(pass + 1) % 2];
+    // Calls fn(pair, its key, its digit, the lanes with this digit). Lanes after the last pair call
+    // it with the digit kMostDigits.
+    const auto take = [&](std::int64_t i, const auto& fn) {
+      std::int32_t key = 0;
+      int digit = kMostDigits;
+      if (i < end) {
+        if (pass > 0) {
+          key = __ldcg(keys + i);
+        } else {
+          const std::int64_t row = std::int64_t{sort.indices[i]} - first_row;
+          const bool is_row = row >= 0 && row < sort.table_rows;
+          key = is_row ? static_cast<std::int32_t>(row) : sort.table_rows;
+        }
+        digit = key >> (pass * sort.digit_bits) & ((1 << sort.digit_bits) - 1);
+      }
+      fn(key, digit, __match_any_sync(kAll, digit));
+    };
+
+    places[thread] = 0;
+    __syncthreads();
+    for (std::int64_t tile = begin; tile < end; tile += kMostDigits) {
+      take(tile + thread, [&](std::int32_t, int digit, unsigned equal) {
+        if (digit < kMostDigits && lane == __ffs(equal) - 1) {
+          atomicAdd(&places[digit], __popc(equal));
+        }
+      });
+    }
+    __syncthreads();
+    sort.counts[blockIdx.x * kMostDigits + thread] = places[thread];
+    cooperative_groups::this_grid().sync();
+
+    // The thread's digit: after all smaller digits, and after its pairs of the blocks before.
+    std::int32_t before = 0, total = 0;
+#pragma unroll 16
+    for (int b = 0; b < static_cast<int>(blocks); ++b) {
+      const std::int32_t count = __ldcg(sort.counts + b * kMostDigits + thread);
+      if (b < static_cast<int>(blockIdx.x)) before += count;
+      total += count;
+    }
+    std::int32_t up_to = total;
+    for (int step = 1; step < 32; step *= 2) {
+      const std::int32_t other = __shfl_up_sync(kAll, up_to, step);
+      if (lane >= step) up_to += other;
+    }
+    if (lane == 31) totals[warp] = up_to;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) before += totals[w];
+    places[thread] = before + up_to - total;
+
+    for (std::int64_t tile = begin; tile < end; tile += kMostDigits) {
+      for (auto& counts : of_warps) counts[thread] = 0;
+      __syncthreads();
+      take(tile + thread, [&](std::int32_t key, int digit, unsigned equal) {
+        const int earlier = __popc(equal & ((1u << lane) - 1));
+        if (digit < kMostDigits && earlier == 0) of_warps[warp][digit] = __popc(equal);
+        __syncthreads();
+        std::int32_t place = places[thread];
+        for (auto& counts : of_warps) {
+          const std::int32_t count = counts[thread];
+          counts[thread] = place;
+          place += count;
+        }
+        places[thread] = place;
+        __syncthreads();
+        if (digit == kMostDigits) return;
+        const std::int64_t i = tile + thread, to = of_warps[warp][digit] + earlier;
+        sort.keys[pass % 2][to] = key;
+        sort.positions[pass % 2][to] =
+            pass == 0 ? static_cast<std::int32_t>(i) : __ldcg(positions + i);
+      });
+      __syncthreads();
+    }
+  }
 }
 
 // The least i in [low, high] for which holds(i). It holds for high, and for all numbers after the
@@ -316,35 +416,43 @@ class Workspace {
   std::int64_t left_;
 };
 
-ffi::Error Sort(cudaStream_t stream, const EmbeddingBwdArgs& args, std::int64_t group,
-                Workspace& workspace, Sorted& sorted) {
-  const std::int64_t count = args.shape.rows, bytes = count * std::int64_t{sizeof(std::int32_t)};
+ffi::Error SortIndices(cudaStream_t stream, const EmbeddingBwdArgs& args, std::int64_t group,
+                       Workspace& workspace, Sorted& sorted) {
+  const std::int64_t count = args.shape.rows;
   if (count > std::numeric_limits<std::int32_t>::max() ||
       args.table_rows >= std::numeric_limits<std::int32_t>::max()) {
     return ffi::Error::InvalidArgument(std::string(kOp) + ": more than 2^31 indices or table rows");
   }
-  const auto take = [&] { return static_cast<std::int32_t*>(workspace.Take(bytes)); };
-  cub::DoubleBuffer<std::int32_t> keys(take(), take()), positions(take(), take());
+  constexpr int kMostDigitBits = 9;
+  static_assert(1 << kMostDigitBits == kMostDigits);
   int bits = 1;
   while (args.table_rows >> bits != 0) ++bits;
-  std::size_t size = 0;
-  const auto sort = [&](void* memory) {
-    return cub::DeviceRadixSort::SortPairs(memory, size, keys, positions, static_cast<int>(count),
-                                           0, bits, stream);
+  const int passes = CeilDiv(bits, kMostDigitBits);
+  const std::int64_t blocks =
+      std::clamp<std::int64_t>(CeilDiv(count, kSortedByBlock), 1, MultiprocessorCount());
+  const auto take = [&](std::int64_t n) {
+    return static_cast<std::int32_t*>(workspace.Take(n * std::int64_t{sizeof(std::int32_t)}));
   };
-  if (const cudaError_t status = sort(nullptr); status != cudaSuccess) return ToError(kOp, status);
-  void* const memory = workspace.Take(static_cast<std::int64_t>(size));
+  const Sort sort{
+      .indices = static_cast<const std::int32_t*>(args.indices) + group * count,
+      .first =
+          static_cast<const std::int32_t*>(args.numbers.data) + group * args.numbers.group_stride,
+      .occurrences = count,
+      .table_rows = static_cast<std::int32_t>(args.table_rows),
+      .passes = passes,
+      .digit_bits = CeilDiv(bits, passes),
+      .keys = {take(count), take(count)},
+      .positions = {take(count), take(count)},
+      .counts = take(blocks * kMostDigits),
+  };
   if (!workspace.ok()) {
     return ffi::Error::InvalidArgument(std::string(kOp) + ": the workspace is too small");
   }
-  constexpr int kThreads = 256;
-  EmbeddingBackwardKeys<<<GridBlocks(CeilDiv(count, kThreads)), kThreads, 0, stream>>>(
-      static_cast<const std::int32_t*>(args.indices) + group * count,
-      static_cast<const std::int32_t*>(args.numbers.data) + group * args.numbers.group_stride,
-      count, static_cast<std::int32_t>(args.table_rows), keys.Current(), positions.Current());
-  if (const cudaError_t status = sort(memory); status != cudaSuccess) return ToError(kOp, status);
-  sorted.keys = keys.Current(), sorted.positions = positions.Current();
-  return LastError(kOp);
+  sorted.keys = sort.keys[(passes - 1) % 2], sorted.positions = sort.positions[(passes - 1) % 2];
+  void* arguments[] = {const_cast<Sort*>(&sort)};
+  return ToError(kOp, cudaLaunchCooperativeKernel(
+                          reinterpret_cast<const void*>(EmbeddingBackwardSort),
+                          static_cast<unsigned>(blocks), kMostDigits, arguments, 0, stream));
 }
 
 template <typename T, typename O, int W>
@@ -371,7 +479,7 @@ ffi::Error Backward(cudaStream_t stream, const EmbeddingBwdArgs& args, std::int6
   sorted.heads = workspace.Take(sums), sorted.tails = workspace.Take(sums);
   sorted.head_rows = static_cast<std::int32_t*>(
       workspace.Take(sorted.blocks() * std::int64_t{sizeof(std::int32_t)}));
-  const ffi::Error error = Sort(stream, args, group, workspace, sorted);
+  const ffi::Error error = SortIndices(stream, args, group, workspace, sorted);
   if (!error.success()) return error;
   return features % 4 == 0 ? Sum<T, O, 4>(stream, sorted, x, dtable)
                            : Sum<T, O, 1>(stream, sorted, x, dtable);

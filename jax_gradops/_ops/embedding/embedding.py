@@ -52,7 +52,7 @@ def _workspace(groups: int, sizes: Mapping[str, int], sums: int) -> tuple[int, .
     if 0 in (groups, rows, features):
         return (0,)
     blocks = -(-(rows + table_rows + 1) // 128)
-    bytes_ = 17 * rows + blocks * (2 * 8 * features + 4) + 2**17
+    bytes_ = 20 * rows + blocks * (2 * 8 * features + 4) + 2**13
     return (groups, -(-bytes_ // (4 * features * groups)), 1, features)
 
 
