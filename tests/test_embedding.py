@@ -66,6 +66,11 @@ def gradient_of(dy: Any, rows: np.ndarray, count: int = COUNT) -> Reference:
     return Reference(*sums)
 
 
+def repeats(implementation: str, platform: str) -> bool:
+    """Whether equal calls give equal bits. XLA's additions on a GPU have no order."""
+    return implementation == "ffi" or platform == "cpu"
+
+
 @pytest.mark.parametrize("to", [None, "bfloat16", "float64"])
 @pytest.mark.parametrize("mode", MODES)
 def test_values(platform, implementation, dtype, mode, to, rng):
@@ -99,7 +104,8 @@ def test_values(platform, implementation, dtype, mode, to, rng):
         assert_matches(y, Reference(expected, abs(expected)), dy.dtype, accum(dy.dtype), what)
         assert_matches(found, gradient_of(dy, rows), dtype, accum(dy.dtype), what)
         assert not np.asarray(found)[~np.isin(np.arange(COUNT), rows)].any(), what
-        assert_bitwise_equal(operator, found)
+        if repeats(implementation, platform):
+            assert_bitwise_equal(operator, found)
 
 
 @pytest.mark.parametrize("often", [1.0, 0.5], ids=["one token", "half padding"])
@@ -113,7 +119,7 @@ def test_tokens_that_occur_often(platform, implementation, dtype, often, rng):
     if implementation == "xla" or dtype == np.float64:  # they add up one term after another
         expected = expected._replace(magnitude=200 * expected.magnitude)
     assert_matches(found, expected, dtype, accum(dtype), str(often))
-    if implementation == "ffi" or platform == "cpu":  # XLA's additions on a GPU have no order
+    if repeats(implementation, platform):
         assert_bitwise_equal(f(dy), found)
 
 
