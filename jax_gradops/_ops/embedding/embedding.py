@@ -129,6 +129,7 @@ def _unused(entries: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return [None if used & set(mesh_axes([e])) else e for e in entries]
 
 
+@functools.partial(jax.jit, static_argnames=("rows", "mode"))
 def _rows_of(indices: jax.Array, rows: int, mode: str) -> jax.Array:
     """The number of the row that `jnp.take` takes, in int32. `rows` stands for no row."""
     if indices.dtype.itemsize < 4:

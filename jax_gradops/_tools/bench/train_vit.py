@@ -43,8 +43,8 @@ class ViT(nnx.Module):
         tokens = (height // CONFIG.patch) * (width // CONFIG.patch)
         # A convolution with strides as large as its window is a linear layer of patches.
         self.patches = linear(CONFIG.patch**2 * channels, CONFIG.width, use_bias=True)
-        self.class_token = transformer.embed(1, CONFIG.width, rngs)
-        self.positions = transformer.embed(1 + tokens, CONFIG.width, rngs)
+        self.class_token = transformer.embed(case, 1, CONFIG.width, rngs)
+        self.positions = transformer.embed(case, 1 + tokens, CONFIG.width, rngs)
         self.blocks = nnx.List([_block(case, rngs) for _ in range(CONFIG.layers)])
         self.norm = _norm(case, rngs)
         self.head = linear(CONFIG.width, train_images.CLASSES, use_bias=False)
