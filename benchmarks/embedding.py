@@ -9,6 +9,7 @@ largest one, relative to the largest gradient.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,17 +66,21 @@ def by_library(dtype: Any, dy: jax.Array, tokens: jax.Array, rows: int) -> jax.A
     return embedding_backward(dy, tokens, rows, dtype=dtype)
 
 
-def microseconds(function: Callable[..., Any], *arrays: jax.Array) -> float:
-    """The median of several runs. Each run waits for the last of its calls."""
-    jax.block_until_ready(function(*arrays))
-    found: list[float] = []
-    calls = 1
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready([function(*arrays) for _ in range(calls)][-1])
-        found.append((time.perf_counter() - start) / calls)
-        calls = max(1, int(SECONDS / found[0]))
-    return 1e6 * float(np.median(found))
+def microseconds(functions: Sequence[Callable[[], jax.Array]]) -> list[float]:
+    """The median time of each function. They take turns, after one round for warming up."""
+    found: list[list[float]] = [[] for _ in functions]
+    for repeat in range(1 + REPEATS):
+        for function, times in zip(functions, found, strict=True):
+            result = jax.block_until_ready(function())
+            start = time.perf_counter()
+            calls = max(1, int(SECONDS / times[-1])) if times else 1
+            for _ in range(calls):
+                result = function()  # the result of the call before is free again
+            jax.block_until_ready(result)
+            taken = (time.perf_counter() - start) / calls
+            if repeat:
+                times.append(taken)
+    return [1e6 * float(np.median(times)) for times in found]
 
 
 def rows_of_table(shapes: Sequence[Shape], dtype: Any) -> Iterator[dict[str, Any]]:
@@ -93,18 +98,20 @@ def rows_of_table(shapes: Sequence[Shape], dtype: Any) -> Iterator[dict[str, Any
             tokens = tokens_of(kind, shape)
             exact = np.zeros((shape.rows, shape.features))
             np.add.at(exact, tokens, np.asarray(dy, np.float64))
-            for name, (way, to) in ways.items():
-                run = jax.jit(lambda dy, t, w=way, d=to, n=shape.rows: w(d, dy, t, n))
-                found = run(dy, jnp.asarray(tokens))
+            runs = [
+                functools.partial(jax.jit(way, static_argnums=(0, 3)), to, dy, jnp.asarray(tokens))
+                for way, to in ways.values()
+            ]
+            runs = [functools.partial(run, shape.rows) for run in runs]
+            for name, run, time_us in zip(ways, runs, microseconds(runs), strict=True):
+                found = run()
                 error = np.abs(np.asarray(found, np.float64) - exact).max() / np.abs(exact).max()
-                moved = dy.nbytes + found.nbytes
-                time_us = microseconds(run, dy, jnp.asarray(tokens))
                 yield {
                     **shape._asdict(),
                     "distribution": kind,
                     "way": name,
                     "microseconds": round(time_us, 1),
-                    "GB/s": round(moved / time_us / 1e3),
+                    "GB/s": round((dy.nbytes + found.nbytes) / time_us / 1e3),
                     "error": f"{error:.1e}",
                 }
 
