@@ -148,6 +148,20 @@ def test_other_soft_labels(numbers):
     equal(loss, logits, labels)
 
 
+def test_a_loss_minus_the_logarithm_of_a_number():
+    """Flax's example for WMT subtracts the least loss of smoothed labels."""
+
+    def loss(logits, labels):
+        low = 0.1 / (logits.shape[-1] - 1)
+        least = -(0.9 * jnp.log(0.9) + 0.1 * jnp.log(low + 1e-20))
+        soft = jax.nn.one_hot(labels, logits.shape[-1]) * (0.9 - low) + low
+        return -jnp.sum(soft * jax.nn.log_softmax(logits), -1) - least
+
+    found = summary_of(loss, jnp.ones((4, 7)), jnp.arange(4))
+    assert [each.op for each in found.replaced] == ["softmax_cross_entropy_with_integer_labels"]
+    assert not found.left
+
+
 def test_statistics_over_devices_are_named():
     """Batch norm whose statistics are means over a mapped axis is left, and the report says so."""
 

@@ -110,7 +110,7 @@ class _Piece:
     def origins(self, v: Any, names: set[str] = _ELEMENTWISE) -> set[Var]:
         """The value, and the arrays from which elementwise equations compute it."""
         equations = [e for e in self.before(v, names) if e.primitive.name in names]
-        return {u for e in equations for u in e.invars if isinstance(u, Var)} | {v}
+        return {u for u in (v, *(u for e in equations for u in e.invars)) if isinstance(u, Var)}
 
     def plain(self, v: Any) -> Any:
         """The array before changes of its shape and dtype."""
@@ -218,13 +218,18 @@ class _Piece:
         """What an index takes of each row: its label, an element of the diagonal, or one class."""
         if equation.primitive.name == "dynamic_slice":
             return "slice" if equation.outvars[0].aval.shape[-1] == 1 else ""
-        names = _ELEMENTWISE | _ORDERS | {"concatenate", "iota"}
-        near = self.before(equation.invars[1], names, _FAR)
-        starts = [equation.invars[1], *(v for e in near for v in e.invars)]
-        is_input = any(isinstance(v, Var) and v not in self.program.producer for v in starts)
-        if is_input or any(e.primitive.name not in names for e in near):
+        if self._has_input(equation.invars[1]):
             return "labels"
-        return "diagonal" if _has(near, "iota") else "class"
+        names = _ELEMENTWISE | _ORDERS | {"concatenate", "iota"}
+        return "diagonal" if _has(self.before(equation.invars[1], names, _FAR), "iota") else "class"
+
+    def _has_input(self, v: Any) -> bool:
+        """Whether an index is computed from an array, not only counted."""
+        names = _ELEMENTWISE | _ORDERS | {"concatenate", "iota"}
+        near = self.before(v, names, _FAR)
+        starts = [v, *(u for e in near for u in e.invars)]
+        is_input = any(isinstance(u, Var) and u not in self.program.producer for u in starts)
+        return is_input or any(e.primitive.name not in names for e in near)
 
     def makes_logits(self) -> bool:
         """Whether it is a logarithm of probabilities that is normalised once more."""
