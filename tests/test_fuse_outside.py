@@ -148,6 +148,16 @@ def test_other_soft_labels(numbers):
     equal(loss, logits, labels)
 
 
+def test_an_entropy_beside_a_divergence_of_one_softmax():
+    def loss(x, other):
+        log_p, log_q = jax.nn.log_softmax(x), jax.nn.log_softmax(other)
+        p = jnp.exp(log_p)
+        return jnp.sum(p * (log_p - log_q)) - 0.01 * jnp.sum(p * log_p)
+
+    left = summary_of(loss, jnp.ones((4, 7)), jnp.ones((4, 7))).left
+    assert [each.kind for each in left for _ in range(each.count)] == ["loss", "loss"]
+
+
 def test_a_loss_minus_the_logarithm_of_a_number():
     """Flax's example for WMT subtracts the least loss of smoothed labels."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -150,8 +151,8 @@ class _Piece:
         return any(_has(self.before(each.invars[0]), "exp") for each in sums)
 
     @functools.cached_property
-    def uses(self) -> set[str]:
-        """What log-probabilities meet: "labels", "diagonal", "entropy", "array", "custom"."""
+    def uses(self) -> Counter[str]:
+        """How often log-probabilities meet "labels", "diagonal", "entropy", "array", "custom"."""
         names = _ELEMENTWISE - {"exp"}  # after it, they are probabilities, as in attention
         after = self.after(self.result, names)
         own = {self.result, *(v for e in after if e.primitive.name in names for v in e.outvars)}
@@ -159,29 +160,29 @@ class _Piece:
         before = self.origins(self.operand)
         for each in self.before(self.operand, _ELEMENTWISE | {"reduce_sum"}, 2 * _NEAR):
             before |= {v for v in each.invars if isinstance(v, Var)}
-        found: set[str] = set()
+        found = Counter[str]()
         for equation in after:
             name = equation.primitive.name
             if name in _INDEXING and equation.invars[0] in own:
-                found.add(self._of_index(equation))
+                found[self._of_index(equation)] += 1
             if name in ("jit", "pjit") and "diag" in equation.params.get("name", ""):
-                found.add("diagonal")
+                found["diagonal"] += 1
             if name == "slice" and _takes_one_of_last(equation):
-                found.add("class")
+                found["class"] += 1
             if name in ("add", "sub"):  # of log(sum(exp(x))) and x[label]
-                found |= {self._picked(v, before) for v in self.others(equation, own)}
+                found.update(self._picked(v, before) for v in self.others(equation, own))
             products = name in ("mul", "select_n", "custom_jvp_call", "dot_general")
             if not products or not self._is_summed(equation):
                 continue
             arrays = {v for v in equation.invars if isinstance(v, Var)}
             if arrays & exps and arrays & own and name != "select_n":
-                found.add("entropy")
+                found["entropy"] += 1
             for v in self.others(equation, own | exps):
                 if math.prod(self.plain(v).aval.shape) < math.prod(v.aval.shape):
                     continue  # weights of rows, or of classes
                 use = self._other_factor(v, before)
                 custom = use == "labels" and name == "custom_jvp_call"
-                found.add("custom" if custom else use)
+                found["custom" if custom else use] += 1
         return found
 
     def _picked(self, v: Var, logits: set[Var]) -> str:
@@ -600,6 +601,8 @@ def lines(
             kept.append(new)
             if new.is_softmax and "entropy" in new.uses and line.why != _ENTROPY:
                 yield line._replace(why=_ENTROPY)  # of the same log-probabilities
+            if line.why == _ENTROPY:
+                yield from [line] * (new.uses["entropy"] - 1)
         yield line
 
 
@@ -610,7 +613,7 @@ class _Kept:
         self.is_loss = kind == "loss"
         of_softmax = piece.is_log_of_sum_of_exp() or piece.is_log_of_softmax()
         self.is_softmax = self.is_loss and of_softmax
-        self.uses = piece.uses if self.is_softmax else set[str]()
+        self.uses = piece.uses if self.is_softmax else Counter[str]()
         joins = {"stack", "concatenate"} | (set[str]() if self.is_softmax else {"reduce_sum"})
         names = _ELEMENTWISE | joins, _ELEMENTWISE - {"add", "sub"}
         self.after, self.near = (
