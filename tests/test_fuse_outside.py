@@ -155,7 +155,7 @@ def test_an_entropy_beside_a_divergence_of_one_softmax():
         return jnp.sum(p * (log_p - log_q)) - 0.01 * jnp.sum(p * log_p)
 
     left = summary_of(loss, jnp.ones((4, 7)), jnp.ones((4, 7))).left
-    assert [each.kind for each in left for _ in range(each.count)] == ["loss", "loss"]
+    assert [each.kind for each in left for _ in range(each.times)] == ["loss", "loss"]
 
 
 def test_a_loss_minus_the_logarithm_of_a_number():
