@@ -5,8 +5,8 @@
 // features. It adds occurrences to a sum in registers. At a table row it writes the sum, or zeros.
 // So each distribution of the indices gives each warp the same work.
 //
-// A table row may have occurrences in several warps. Their sums are added up in order: those of a
-// block in shared memory, and those of several blocks by EmbeddingBackwardJoin.
+// A table row may have occurrences in several warps. Their sums are added up in order. A block adds
+// the sums of its warps in shared memory. EmbeddingBackwardJoin adds the sums of several blocks.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kMostDigits)
     for (std::int64_t tile = begin; tile < end; tile += kMostDigits) {
       take(tile + thread, [&](std::int32_t, int digit, unsigned equal) {
         if (digit < kMostDigits && lane == __ffs(equal) - 1) {
-          atomicAdd(&places[digit], __popc(equal));
+          atomicAdd(&places[digit], __popc(equal));  // of integers: the order has no effect
         }
       });
     }
@@ -228,8 +228,8 @@ struct Part {
   bool begun;  // whether `row` has occurrences before this part
 
   // Finds the part in the list of items. In the list, the end of a row comes after the occurrences
-  // of the row. So i row ends are among the first n items if the last of the n - i occurrences is
-  // of a row up to i, and i is the least such number.
+  // of the row. Suppose that i of the first n items are row ends. Then n - i are occurrences, and
+  // the last of these is of a row up to i. i is the least number for which this holds.
   __device__ __forceinline__ Part(const Sorted& in, std::int64_t item) {
     const std::int64_t n = min(item + (threadIdx.x % 32 < 16 ? 0 : kItems), in.items());
     const std::int64_t rows =
