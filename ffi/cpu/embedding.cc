@@ -10,6 +10,7 @@
 #include <numeric>
 #include <vector>
 
+#include "common/dtype.h"
 #include "common/integers.h"
 #include "cpu/parallel.h"
 #include "cpu/stream.h"
@@ -90,11 +91,13 @@ void Backward(const CpuContext& pool, const EmbeddingBwdArgs& args, std::int64_t
     }
     O* const to = dtable + row * features + begin;
     if (!streamed) {
-      for (std::int64_t k = 0; k < size; ++k) to[k] = static_cast<O>(total[k]);
+      for (std::int64_t k = 0; k < size; ++k)
+        to[k] = static_cast<O>(static_cast<Accum<O>>(total[k]));
       return;
     }
     O result[kTile];
-    for (std::int64_t k = 0; k < size; ++k) result[k] = static_cast<O>(total[k]);
+    for (std::int64_t k = 0; k < size; ++k)
+      result[k] = static_cast<O>(static_cast<Accum<O>>(total[k]));
     StreamCopy(to, result, size * std::int64_t{sizeof(O)});
   };
   const std::int64_t work = args.table_rows + rows;
