@@ -427,7 +427,7 @@ ffi::Error SortIndices(cudaStream_t stream, const EmbeddingBwdArgs& args, std::i
   static_assert(1 << kMostDigitBits == kMostDigits);
   int bits = 1;
   while (args.table_rows >> bits != 0) ++bits;
-  const int passes = CeilDiv(bits, kMostDigitBits);
+  const int passes = static_cast<int>(CeilDiv(bits, kMostDigitBits));
   const std::int64_t blocks =
       std::clamp<std::int64_t>(CeilDiv(count, kSortedByBlock), 1, MultiprocessorCount());
   const auto take = [&](std::int64_t n) {
@@ -440,7 +440,7 @@ ffi::Error SortIndices(cudaStream_t stream, const EmbeddingBwdArgs& args, std::i
       .occurrences = count,
       .table_rows = static_cast<std::int32_t>(args.table_rows),
       .passes = passes,
-      .digit_bits = CeilDiv(bits, passes),
+      .digit_bits = static_cast<int>(CeilDiv(bits, passes)),
       .keys = {take(count), take(count)},
       .positions = {take(count), take(count)},
       .counts = take(blocks * kMostDigits),
