@@ -71,9 +71,9 @@ def one_pass(x, scale, bias):
     return (y * full(scale, x) + full(bias, x)).astype(x.dtype)
 
 
-def one_pass_without_maximum(x, scale, bias):
+def one_pass_by_absolute_value(x, scale, bias, limited=jnp.abs):
     x32 = wide(x)
-    variance = mean(x32 * x32) - jnp.square(mean(x32))
+    variance = limited(mean(x32 * x32) - jnp.square(mean(x32)))
     y = (x32 - mean(x32)) * (variance + EPSILON) ** -0.5
     return (full(bias, x) + full(scale, x) * y).astype(x.dtype)
 
@@ -135,7 +135,7 @@ def in_the_inputs_dtype(x, scale, bias):
 
 
 LAYER_NORMS = [
-    two_passes, one_pass, one_pass_without_maximum, by_var, by_standardize, by_sums,
+    two_passes, one_pass, one_pass_by_absolute_value, by_var, by_standardize, by_sums,
     scale_in_the_factor, folded_into_a_shift, scale_after_the_cast, of_one_row, in_an_inner_jit,
     in_the_inputs_dtype,
 ]  # fmt: skip
@@ -371,7 +371,7 @@ def over_groups(x, scale, bias):
 
 
 INFINITE = [
-    rms, by_var, one_pass_without_maximum, over_rows, over_groups,
+    rms, by_var, one_pass, one_pass_by_absolute_value, over_rows, over_groups,
     lambda x, s, b: jax.nn.gelu(x), lambda x, s, b: jax.nn.gelu(x, approximate=False),
     lambda x, s, b: jax.nn.gelu(jnp.sin(x) + x + full(b, x).astype(x.dtype)),
 ]  # fmt: skip
@@ -534,6 +534,10 @@ def rms_with_shift(x, shift):
         (lambda x: rms_with_shift(x.astype(jnp.bfloat16), mean(jnp.sin(x))), "used in float32"),
         (lambda x: jax.nn.standardize(x, 0), "the means are not over the last axes"),
         (
+            lambda x: one_pass_by_absolute_value(x, *operands()[1:], lambda v: v),
+            "rounding may make its variance E[x²] - E[x]² negative",
+        ),
+        (
             lambda x: jax.vmap(
                 lambda x, s: (
                     (x - x.mean(0, keepdims=True))
@@ -551,6 +555,7 @@ def rms_with_shift(x, shift):
         "behind stop_gradient",
         "shift",
         "first axis",
+        "negative variance",
         "batch norms",
     ],
 )
@@ -814,11 +819,20 @@ def with_z_loss(x, labels, z_loss=1e-3, power=2):
     return lse - picked(x, labels) + z_loss * lse**power
 
 
+def top(x):
+    return jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True))
+
+
 LOSSES = {
     "optax": optax.losses.softmax_cross_entropy_with_integer_labels,
     "log_softmax": lambda x, i: -picked(jax.nn.log_softmax(x), i),
     "logsumexp": lambda x, i: jax.nn.logsumexp(x, -1) - picked(x, i),
-    "by hand": lambda x, i: jnp.log(jnp.sum(jnp.exp(x), -1)) - picked(x, i),
+    "by hand": lambda x, i: (
+        jnp.log(jnp.sum(jnp.exp(x - top(x)), -1)) + (top(x)[..., 0] - picked(x, i))
+    ),
+    "differences": lambda x, i: (
+        jnp.log(jnp.sum(jnp.exp(shifted := x - top(x)), -1)) - picked(shifted, i)
+    ),
     "one_hot": lambda x, i: (
         -jnp.sum(jax.nn.one_hot(i, x.shape[-1], dtype=x.dtype) * jax.nn.log_softmax(x), -1)
     ),
@@ -909,6 +923,32 @@ def test_labels_of_few_bits(name, dtype):
     )
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_infinite_logits(name, dtype, implementation):
+    """The same losses and gradients are infinite, NaN or zero as in the code.
+
+    A row has one or two infinities, also that of the label, with NaN, or with a logit whose
+    exponential overflows.
+    """
+    loss = LOSSES[name]
+    if dtype == "bfloat16":
+        loss = lambda x, i: LOSSES[name](wide(x), i)  # noqa: E731
+    rows = np.asarray(operands(shape=(1, 8, N))[0]).copy()
+    rows[0, 1, 3] = rows[0, 2, :2] = rows[0, 3, 4] = rows[0, 4, 4] = rows[0, 5, 4] = np.inf
+    rows[0, 4, 5], rows[0, 5, 5], rows[0, 6, 5], rows[0, 6, 7] = np.nan, 100, 70, 100
+    x, labels = jnp.asarray(rows, dtype), jnp.asarray([[0, 1, 1, 4, 4, 2, 3, 3]])
+    assert names(loss, x, labels) == ["softmax_cross_entropy_with_integer_labels"]
+    with jax_gradops.use_implementation(implementation):
+        found, pullback = jax.vjp(jax.jit(lambda x: jax_gradops.fuse(loss)(x, labels)), x)
+        found = found, *pullback(jnp.ones_like(found))
+    expected, pullback = jax.vjp(jax.jit(lambda x: loss(x, labels)), x)
+    for a, b in zip(found, (expected, *pullback(jnp.ones_like(expected))), strict=True):
+        for kind in (jnp.isnan, jnp.isposinf, jnp.isneginf):
+            np.testing.assert_array_equal(kind(a), kind(b))
 
 
 SUMMED = {
@@ -1341,6 +1381,8 @@ SKIPPED = {
                 "probabilities"),
     "safe": (lambda x, y, i: optax.losses.safe_softmax_cross_entropy(x, y), "loss", "custom_jvp"),
     "softmax": (lambda x, y, i: -jnp.log(picked(jax.nn.softmax(x), i)), "loss", "log_softmax"),
+    "overflow": (lambda x, y, i: jnp.log(jnp.sum(jnp.exp(x), -1)) - picked(x, i), "loss",
+                 "overflows"),
     "diagonal": (lambda x, y, i: jnp.diag(log_softmax(x @ y.T)), "loss", "diagonal"),
     "eye": (lambda x, y, i: jnp.sum(log_softmax(x @ y.T) * jnp.eye(6, dtype=x.dtype)), "loss",
             "diagonal"),

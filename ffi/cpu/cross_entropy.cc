@@ -26,17 +26,22 @@ using gelu::MulAdd;  // for one number; that for lanes is found, too
 template <typename A>
 constexpr A kInfinity = std::numeric_limits<A>::infinity();
 
-// What is subtracted from logits: the largest one. If no logit is larger than -inf, it is 0, as the
+// x times this overflows where exp(x) does, for x >= 0.
+template <typename A>
+constexpr A kOverflow = std::numeric_limits<A>::max() /
+                        (std::is_same_v<A, double> ? A(709.782712893384) : A(88.72284f));
+
+// What is subtracted from logits: the largest one. It is 0 instead of an infinity, because the
 // difference of infinities is NaN.
 template <typename A>
 A Base(A largest) {
-  return largest == -kInfinity<A> ? A{0} : largest;
+  return std::isinf(largest) ? A{0} : largest;
 }
 
 template <typename A>
 struct RowNumbers {
   A largest = -kInfinity<A>;
-  A total = 0;        // of exp(x - Base(largest)): NaN if a logit is NaN or +inf
+  A total = 0;        // of exp(x - Base(largest)): NaN if a logit is NaN
   A differences = 0;  // the sum of x - origin
 };
 
@@ -78,6 +83,11 @@ RowNumbers<Accum<T>> NumbersOf(const T* x, std::int64_t n, Accum<T> origin) {
     });
     row.total += sums[0];
     if constexpr (kDifferences) row.differences += sums[1];
+  }
+  if (row.largest == kInfinity<A>) {  // the differences are above 0: no numbers of ExpOfNegative
+    const bool has_nan =
+        std::any_of(x, x + n, [](T each) { return std::isnan(static_cast<A>(each)); });
+    row.total = has_nan ? std::numeric_limits<A>::quiet_NaN() : kInfinity<A>;
   }
   return row;
 }
@@ -147,16 +157,28 @@ void Backward(const CpuContext& pool, const CrossEntropyBwdArgs& args) {
     }
     const A largest = number(args.largest), factor = number(args.factor);
     const A uniform = number(args.uniform);
-    const auto derivative = [=](const auto& logits) {
-      using F = std::remove_cvref_t<decltype(logits)>;
-      return MulAdd(F(factor), gelu::ExpOfNegative<A>(logits - F(largest)), F(uniform));
-    };
     const std::int64_t column = ColumnOf(label, args.classes, row / args.shape.rows);
     const bool has_label = column >= 0 && column < features;
     const A logit = has_label ? static_cast<A>(x[column]) : A{0};
-    StoreForLanes<kLanes<A>>(dx, features, streamed, [=](auto at) { return derivative(at(x)); });
-    if (streamed) StreamFence();
-    if (has_label) dx[column] = static_cast<T>(derivative(logit) + number(args.target));
+    // exponential(d) times factor is exp(d) times factor.
+    const auto store = [&](const auto& exponential) {
+      const auto derivative = [=](const auto& logits) {
+        using F = std::remove_cvref_t<decltype(logits)>;
+        return MulAdd(F(factor), exponential(logits - F(largest)), F(uniform));
+      };
+      StoreForLanes<kLanes<A>>(dx, features, streamed, [=](auto at) { return derivative(at(x)); });
+      if (streamed) StreamFence();
+      if (has_label) dx[column] = static_cast<T>(derivative(logit) + number(args.target));
+    };
+    if (factor == 0) {
+      // In a row with a logit of +inf, largest is 0, and exponentials may overflow: 0 * inf is NaN.
+      store([](const auto& d) {
+        using F = std::remove_cvref_t<decltype(d)>;
+        return Max(F(A{0}), d) * F(kOverflow<A>);
+      });
+    } else {
+      store([](const auto& d) { return gelu::ExpOfNegative<A>(d); });
+    }
   });
 }
 

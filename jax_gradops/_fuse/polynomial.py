@@ -368,3 +368,14 @@ def power(p: Polynomial, exponent: float) -> Polynomial:
 
 def from_key(key: Key) -> Polynomial:
     return Polynomial(dict(key))
+
+
+def atoms_of(terms: Iterable[tuple[Monomial, float]]) -> set[Atom]:
+    """The atoms of a polynomial, with those inside of functions."""
+    found: set[Atom] = set()
+    for monomial, _ in terms:
+        for atom, _ in monomial:
+            found.add(atom)
+            if isinstance(atom, Function):
+                found |= atoms_of(atom.of)
+    return found

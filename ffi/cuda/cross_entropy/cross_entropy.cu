@@ -44,11 +44,11 @@ __device__ __forceinline__ Accum<T> Exp(Accum<T> x) {
   }
 }
 
-// What is subtracted from logits: the largest one. If no logit is larger than -inf, it is 0, as the
+// What is subtracted from logits: the largest one. It is 0 instead of an infinity, because the
 // difference of infinities is NaN.
 template <typename A>
 __device__ __forceinline__ A Base(A largest) {
-  return largest == -kInfinity<A> ? A{0} : largest;
+  return isinf(largest) ? A{0} : largest;
 }
 
 // Some logits of a row. NaN never is the largest, but it makes the total NaN.

@@ -34,12 +34,12 @@ constexpr std::int64_t kSortedByBlock = 512;  // occurrences, if there are few
 // The sorted occurrences, and where the sums of blocks go.
 struct Sorted {
   std::int64_t occurrences, table_rows, features;
-  const std::int32_t* keys;       // table rows, sorted; table_rows for an index of no row
-  const std::int32_t* positions;  // rows of x
+  const std::int32_t* keys = nullptr;       // table rows, sorted; table_rows for an index of no row
+  const std::int32_t* positions = nullptr;  // rows of x
   // For each block [features]: the sum of a row that an earlier block began and this block ends,
   // and the sum of a row that goes on in the next block.
-  void *heads, *tails;
-  std::int32_t* head_rows;  // the row of `heads`, or -1
+  void *heads = nullptr, *tails = nullptr;
+  std::int32_t* head_rows = nullptr;  // the row of `heads`, or -1
 
   __host__ __device__ std::int64_t items() const { return occurrences + table_rows + 1; }
   __host__ __device__ std::int64_t blocks() const { return CeilDiv(items(), kBlockItems); }

@@ -20,8 +20,10 @@ from jax_gradops._fuse.search import Values
 from jax_gradops._implementation import resolve_implementation
 from jax_gradops._kernel.array_types import reshard_like
 from jax_gradops._ops.cross_entropy.cross_entropy import sums_of
-from jax_gradops._ops.cross_entropy.loss import Options, loss_of, nan_if
+from jax_gradops._ops.cross_entropy.loss import Options, loss_of, nan_if, nan_if_infinite
 
+# What may be between a maximum and its subtraction. The last operand is the maximum.
+_MOVES = {"max", "stop_gradient", "broadcast_in_dim", "reshape", "expand_dims"}
 _OP = "softmax_cross_entropy_with_integer_labels"
 
 
@@ -63,6 +65,9 @@ def loss(values: Values, v: Var) -> Candidate | None:
     earlier = (f.polynomial for u, f in values.forms.items() if u is not v)
     if weights and any(_loss(values, p) for p in earlier):
         return None  # the product is not a part of the loss
+    shift = _shift(values)
+    if not shift & {"max", "finite"}:
+        raise Left(OVERFLOW)
     given = {"label_smoothing": found.smoothing, "z_loss": found.z_loss}
     given = {name: number for name, number in given.items() if number}
     call = functools.partial(
@@ -72,6 +77,7 @@ def loss(values: Values, v: Var) -> Candidate | None:
         sign=found.sign,
         fill=found.fill,
         whole_term=found.whole_term,
+        finite="finite" in shift,
         dtype=v.aval.dtype.name,
         **given,
     )
@@ -108,6 +114,10 @@ def _loss(values: Values, p: Polynomial) -> _Loss | None:
     return None
 
 
+OVERFLOW = (
+    "exp(x) overflows where the op does not, because the largest x is not subtracted. Use "
+    "jax.nn.logsumexp"
+)
 OTHER_FORMULA = "the result is not log(sum(exp(x))) - x[label], with label smoothing and z-loss"
 SHARED = "the log-probabilities, or log(sum(exp(x))), are used elsewhere, too"
 PROBABILITIES = "the labels are probabilities of all classes, not class numbers"
@@ -143,6 +153,29 @@ def _is_lse(values: Values, log: Function, over: Axes) -> bool:
     exps = polynomial.function("exp", polynomial.of_atom(values.root_atom))
     size = math.prod(values.sizes[i] for i in over)
     return polynomial.from_key(log.of).close_to(polynomial.mean(exps, over).scaled(size))
+
+
+def _shift(values: Values) -> set[str]:
+    """The names of the functions of the root in what is subtracted before the exponentials."""
+    names: set[str] = set()
+    for v in values.forms:
+        equation = values.program.equation_of(v)
+        if equation is not None and equation.primitive.name == "exp":
+            of = values.forms.get(equation.invars[0])
+            atoms = polynomial.atoms_of(of.polynomial.terms.items()) if of is not None else ()
+            names |= {a.name for a in atoms if isinstance(a, Function)}
+    before = values.program.equation_of(values.root)
+    if before is None or before.primitive.name != "sub":
+        return names
+    # The root itself may be x - max(x).
+    array, subtracted = before.invars
+    while (equation := values.program.equation_of(subtracted)) is not None:
+        if equation.primitive.name == "reduce_max" and equation.invars[0] is array:
+            return names | {"max"}
+        if equation.primitive.name not in _MOVES:
+            break
+        subtracted = equation.invars[-1]
+    return names
 
 
 def _coefficients(p: Polynomial, log: Function, picked: Pick) -> _Loss | None:
@@ -198,11 +231,16 @@ def _cross_entropy(
     sign: float,
     fill: str,
     whole_term: bool,
+    finite: bool,
     dtype: str,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """The loss times a weight, with what the replaced code does with labels that are no class."""
+    """The loss times a weight, with what the replaced code does with labels that are no class.
+
+    `finite`: before the exponentials, the code subtracts the largest logit only if it is finite, as
+    `jax.nn.logsumexp` does. `jax.nn.log_softmax` subtracts an infinity, too: the row is NaN.
+    """
     chosen = resolve_implementation(None, _OP) if axis == x.ndim - 1 else "xla"
     logits = jnp.moveaxis(x, axis, -1)
     *rows, classes = logits.shape
@@ -212,6 +250,10 @@ def _cross_entropy(
     labels = jnp.clip(index, 0, classes - 1).astype(jnp.int32)
     options = Options(label_smoothing, z_loss, None, None, chosen)
     row, labels, _ = sums_of(logits, labels, options)
+    if finite:
+        row = row._replace(largest=jnp.where(jnp.isinf(row.largest), 0, row.largest))
+    else:
+        row = nan_if_infinite(row)
     inside = reshard_like((index >= 0) & (index < classes), labels)
 
     def picked(value: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +45,7 @@ class Normalized(NamedTuple):
     bias: Polynomial
     dtype: Any  # of the square root
     strict: bool  # an infinite variance makes zeros, not NaN: the code subtracts no two variances
+    may_be_negative: bool  # rounding may make the code's variance negative
 
 
 def normalized(values: Values, p: Polynomial) -> Normalized | None:
@@ -77,7 +77,15 @@ def normalized(values: Values, p: Polynomial) -> Normalized | None:
         return None
     square = {frozenset([(values.root_atom, 2.0)])}
     strict = not centered or all(f.polynomial.terms.keys() != square for f in values.forms.values())
-    return Normalized(centered, over, epsilon, scale, bias, dtype_of(values, deviation), strict)
+    negative = not strict and not any(_is_limited(values, v) for v in values.forms)
+    dtype = dtype_of(values, deviation)
+    return Normalized(centered, over, epsilon, scale, bias, dtype, strict, negative)
+
+
+def _is_limited(values: Values, v: Var) -> bool:
+    """Whether a value is max(variance, 0), or its absolute value."""
+    equation = values.program.equation_of(v)
+    return equation is not None and equation.primitive.name in ("max", "abs")
 
 
 def _is_inverse_root(atom: polynomial.Atom, exponent: float) -> bool:
@@ -124,9 +132,14 @@ def unbiased(values: Values, found: Normalized) -> bool:
 def raise_for_range(found: Normalized, op: str) -> None:
     """Raises `Left` if usual arrays are NaN or infinite in the code. They are not in the op.
 
-    Such arrays are rows without a variance, and in float16 also numbers above 255. The derivative
-    of 1/sqrt(epsilon) has the power -3/2.
+    Such arrays are rows without a variance, or with a large mean, and in float16 also numbers above
+    255. The derivative of 1/sqrt(epsilon) has the power -3/2.
     """
+    if found.may_be_negative:
+        raise Left(
+            "rounding may make its variance E[x²] - E[x]² negative, and then the code is NaN, and "
+            "the op is not. Use jnp.var, or jnp.maximum(variance, 0)"
+        )
     if found.dtype == jnp.float16:
         raise Left(
             "its statistics are in float16, where the square of a number above 255 is infinite. "
@@ -146,17 +159,21 @@ def why_left(values: Values, shows: Var) -> str:
     base = [a for m in form.polynomial.terms for a, _ in m if _is_power(a)] if form else []
     if len(base) != 1:
         return ""
-    atoms = _atoms(base[0].of)
+    atoms = polynomial.atoms_of(base[0].of)
     if any(isinstance(a, Leaf) for a in atoms):
         return "epsilon, or a part of the variance, is an array"
-    used = {a for form in values.forms.values() for a in _atoms(form.polynomial.terms.items())}
+    used = {
+        a
+        for form in values.forms.values()
+        for a in polynomial.atoms_of(form.polynomial.terms.items())
+    }
     array = polynomial.of_atom(values.root_atom).key
     stopped = {a for a in used if isinstance(a, Function) and a.name == "stop_gradient"}
     if any(a.of == array for a in stopped):
         return ""  # the array itself: the search from its copy has the reason
     if stopped:
         return "a statistic passes through stop_gradient"
-    if any(_is_power(a) and base[0] in _atoms(a.of) for a in used):
+    if any(_is_power(a) and base[0] in polynomial.atoms_of(a.of) for a in used):
         return "a number is added to the square root. It is no epsilon: that is inside of the root"
     if not any(isinstance(a, Mean) for a in atoms):
         return ""
@@ -167,17 +184,6 @@ def why_left(values: Values, shows: Var) -> str:
 
 def _is_power(atom: polynomial.Atom) -> bool:
     return isinstance(atom, Function) and atom.name == "power"
-
-
-def _atoms(terms: Iterable[tuple[Monomial, float]]) -> set[polynomial.Atom]:
-    """The atoms of a polynomial, with those inside of functions."""
-    found: set[polynomial.Atom] = set()
-    for monomial, _ in terms:
-        for atom, _ in monomial:
-            found.add(atom)
-            if isinstance(atom, Function):
-                found |= _atoms(atom.of)
-    return found
 
 
 def first_axis(values: Values, over: Axes) -> int | None:

@@ -28,8 +28,8 @@ IGNORED = np.iinfo(np.int32).min
 
 
 def _base(largest: jax.Array) -> jax.Array:
-    """What is subtracted from logits. The difference of infinities is NaN."""
-    return jnp.where(largest == -jnp.inf, 0, largest)
+    """What is subtracted from logits. It is no infinity: the difference of infinities is NaN."""
+    return jnp.where(jnp.isinf(largest), 0, largest)
 
 
 def _is_label(labels: jax.Array, classes: jax.Array) -> jax.Array:
@@ -114,9 +114,9 @@ class RowSums(NamedTuple):
     Attributes:
       largest: the largest logit m. It counts as a constant. A loss does not change with m. So its
         derivative is right.
-      total: the sum of exp(x - m).
+      total: the sum of exp(x - m), or of exp(x) if m is infinite.
       logit_of_label: the logit of the row's label. 0 if no class is the label.
-      sum_of_differences: the sum of x - m. None if not wanted.
+      sum_of_differences: the sum of x - m, or of x if m is infinite. None if not wanted.
     """
 
     largest: jax.Array
@@ -156,7 +156,7 @@ class Sums(Operation):
     def jvp(self, operands: Operands, tangents: Operands) -> tuple[Operands, Operands]:
         results = self(*operands)
         changes = _Tangents(self.differences, self.implementation)(
-            *operands, results[0], tangents[0]
+            *operands, _base(results[0]), tangents[0]
         )
         if self.names:
             changes = [None if c is None else lax.psum(c, self.names) for c in changes]
@@ -167,8 +167,8 @@ class Sums(Operation):
 class _Tangents(Operation):
     """The tangents of `RowSums` of one shard. The transpose is the backward pass.
 
-    The operands are the logits, the labels, the classes, `RowSums.largest`, and the logits'
-    tangent.
+    The operands are the logits, the labels, the classes, what is subtracted from the logits, and
+    the logits' tangent.
     """
 
     differences: bool
@@ -179,7 +179,7 @@ class _Tangents(Operation):
         x, labels, classes, largest, dx = operands
         ignored = (labels == IGNORED)[..., None]
         wide, change = (jnp.where(ignored, 0, a.astype(largest.dtype)) for a in (x, dx))
-        exponentials = jnp.exp(wide - _base(largest)[..., None])
+        exponentials = jnp.exp(wide - largest[..., None])
         of_label = jnp.where(_is_label(labels, classes), change, 0)
         sums = [jnp.sum(a, -1) for a in (exponentials * change, of_label, change)]
         return None, *sums[:2], sums[2] if self.differences else None

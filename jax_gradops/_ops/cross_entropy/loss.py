@@ -106,8 +106,10 @@ def loss_of(sums: RowSums, term: jax.Array, classes: Any, options: Options) -> j
 def loss_of_rows(sums: RowSums, labels: jax.Array, classes: Any, options: Options) -> jax.Array:
     """The loss of each row. All terms are differences to the row's largest logit.
 
-    A label that is no class counts as a class of logit 0. See `poisoned`.
+    A label that is no class counts as a class of logit 0. See `poisoned`. A logit of +inf makes
+    its row NaN.
     """
+    sums = nan_if_infinite(sums)
     term = jnp.log(sums.total) + (sums.largest - sums.logit_of_label)
     return jnp.where(labels == IGNORED, 0, loss_of(sums, term, classes, options))
 
@@ -119,6 +121,11 @@ def nan_if(condition: jax.Array, dtype: Any) -> jax.Array:
     """NaN or 0."""
     # The root of -1 makes the NaN. A NaN constant would always stop jax_debug_nans.
     return jnp.sqrt(jnp.where(condition, -1, 0).astype(dtype))
+
+
+def nan_if_infinite(sums: RowSums) -> RowSums:
+    """The sums, with a total of NaN if a logit is +inf. Its derivative is NaN, too."""
+    return sums._replace(total=sums.total * (1 + nan_if(sums.total == jnp.inf, sums.total.dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
