@@ -104,7 +104,7 @@ class Algebra:
     def variance(self, x: Any, mean: Any, axis: Any = -1) -> Any:
         return self.one(
             lambda: self.mean(self.square(self.sub(x, mean)), axis),
-            lambda: jnp.abs(self.sub(self.mean(self.square(x), axis), self.square(mean))),
+            lambda: self.sub(self.mean(self.square(x), axis), self.square(mean)),
             lambda: jnp.maximum(self.mean(self.square(x), axis) - self.square(mean), 0.0),
             lambda: jnp.var(x, axis, keepdims=True),
             lambda: self.mean(self.mul(x, self.sub(x, mean)), axis),

@@ -45,7 +45,6 @@ class Normalized(NamedTuple):
     bias: Polynomial
     dtype: Any  # of the square root
     strict: bool  # an infinite variance makes zeros, not NaN: the code subtracts no two variances
-    may_be_negative: bool  # rounding may make the code's variance negative
 
 
 def normalized(values: Values, p: Polynomial) -> Normalized | None:
@@ -77,15 +76,7 @@ def normalized(values: Values, p: Polynomial) -> Normalized | None:
         return None
     square = {frozenset([(values.root_atom, 2.0)])}
     strict = not centered or all(f.polynomial.terms.keys() != square for f in values.forms.values())
-    negative = not strict and not any(_is_limited(values, v) for v in values.forms)
-    dtype = dtype_of(values, deviation)
-    return Normalized(centered, over, epsilon, scale, bias, dtype, strict, negative)
-
-
-def _is_limited(values: Values, v: Var) -> bool:
-    """Whether a value is max(variance, 0), or its absolute value."""
-    equation = values.program.equation_of(v)
-    return equation is not None and equation.primitive.name in ("max", "abs")
+    return Normalized(centered, over, epsilon, scale, bias, dtype_of(values, deviation), strict)
 
 
 def _is_inverse_root(atom: polynomial.Atom, exponent: float) -> bool:
@@ -132,14 +123,9 @@ def unbiased(values: Values, found: Normalized) -> bool:
 def raise_for_range(found: Normalized, op: str) -> None:
     """Raises `Left` if usual arrays are NaN or infinite in the code. They are not in the op.
 
-    Such arrays are rows without a variance, or with a large mean, and in float16 also numbers above
-    255. The derivative of 1/sqrt(epsilon) has the power -3/2.
+    Such arrays are rows without a variance, and in float16 also numbers above 255. The derivative
+    of 1/sqrt(epsilon) has the power -3/2.
     """
-    if found.may_be_negative:
-        raise Left(
-            "rounding may make its variance E[x²] - E[x]² negative, and then the code is NaN, and "
-            "the op is not. Use jnp.var, or jnp.maximum(variance, 0)"
-        )
     if found.dtype == jnp.float16:
         raise Left(
             "its statistics are in float16, where the square of a number above 255 is infinite. "
