@@ -161,8 +161,8 @@ def _shift(values: Values) -> set[str]:
     for v in values.forms:
         equation = values.program.equation_of(v)
         if equation is not None and equation.primitive.name == "exp":
-            of = values.forms.get(equation.invars[0])
-            atoms = polynomial.atoms_of(of.polynomial.terms.items()) if of is not None else ()
+            of = [form for u, form in values.forms.items() if u is equation.invars[0]]
+            atoms = {a for form in of for a in polynomial.atoms_of(form.polynomial.terms.items())}
             names |= {a.name for a in atoms if isinstance(a, Function)}
     before = values.program.equation_of(values.root)
     if before is None or before.primitive.name != "sub":
