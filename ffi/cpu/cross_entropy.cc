@@ -84,7 +84,7 @@ RowNumbers<Accum<T>> NumbersOf(const T* x, std::int64_t n, Accum<T> origin) {
     row.total += sums[0];
     if constexpr (kDifferences) row.differences += sums[1];
   }
-  if (row.largest == kInfinity<A>) {  // the differences are above 0: no numbers of ExpOfNegative
+  if (row.largest == kInfinity<A>) {  // ExpOfNegative does not take differences above 0
     const bool has_nan =
         std::any_of(x, x + n, [](T each) { return std::isnan(static_cast<A>(each)); });
     row.total = has_nan ? std::numeric_limits<A>::quiet_NaN() : kInfinity<A>;

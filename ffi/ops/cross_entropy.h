@@ -27,8 +27,7 @@ struct CrossEntropyFwdArgs {
   const void* labels;   // [groups, rows], int32
   Param classes;        // [features], int32
   void* largest;        // [groups, rows]: the largest logit, not counting NaN
-  void*
-      total;  // [groups, rows]: the sum of exp(x - largest). largest counts as 0 if it is infinite
+  void* total;  // [groups, rows]: the sum of exp(x - largest); of exp(x) if largest is infinite
   void* logit_of_label;      // [groups, rows]: 0 if the label belongs to another shard
   void* sum_of_differences;  // [groups, rows]: the sum of x - largest; null: not wanted
 };

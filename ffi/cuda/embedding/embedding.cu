@@ -228,8 +228,8 @@ struct Part {
   bool begun;  // whether `row` has occurrences before this part
 
   // Finds the part in the list of items. In the list, the end of a row comes after the occurrences
-  // of the row. Suppose that i of the first n items are row ends. Then n - i are occurrences, and
-  // the last of these is of a row up to i. i is the least number for which this holds.
+  // of the row. Suppose that i of the first n items are row ends. Then n - i items are occurrences,
+  // and the last occurrence belongs to a row up to i. A binary search finds the least such i.
   __device__ __forceinline__ Part(const Sorted& in, std::int64_t item) {
     const std::int64_t n = min(item + (threadIdx.x % 32 < 16 ? 0 : kItems), in.items());
     const std::int64_t rows =
